@@ -1,0 +1,1 @@
+"""Capture GPU work into graphs once, and play it again."""

@@ -1,0 +1,862 @@
+"""The seam: what a driver is.  Read this file first.
+
+A `Driver` is one device context behind flat calls in the driver API's own terms: integer handles
+in, integer handles and frozen records out, and an error of `errors.driver_error` with the driver's
+status when a call is refused.  Two drivers implement it: `driver.cuda` (cuda.core and
+cuda.bindings) and `driver.host` (the CPU, with CUDA's rules).  Everything above asks a driver for
+`capabilities`, and never which driver it is.
+
+Conventions that hold for both drivers:
+
+* Addresses are integers in bytes.  Memory is raw: dtypes and shapes belong to `ostinato.memory`.
+* Work is asynchronous in stream order unless a docstring says that the call waits.
+* A handle is unknown after its destroy call; using it gives INVALID_HANDLE (400), never a crash.
+  (CUDA itself does not promise this for every handle; the owners above this seam guard it.)
+* Calls may come from any thread.  A capture not in relaxed mode ends on the thread that began it.
+* A status in `errors.ContextPoisonedError` is sticky: every later call raises it again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NewType, Protocol, TypeAlias
+
+from ostinato.errors import InputError
+
+__all__ = [
+    "AllocNodeParams",
+    "BatchMemOpNodeParams",
+    "Capabilities",
+    "CaptureInfo",
+    "CaptureMode",
+    "CaptureStatus",
+    "ChildGraphNodeParams",
+    "ConditionalHandle",
+    "ConditionalKind",
+    "ConditionalNodeParams",
+    "DeviceProperties",
+    "Dim3",
+    "Driver",
+    "Edge",
+    "EdgeData",
+    "EdgeType",
+    "EmptyNodeParams",
+    "EventHandle",
+    "EventRecordNodeParams",
+    "EventWaitNodeParams",
+    "ExecHandle",
+    "FreeNodeParams",
+    "FunctionHandle",
+    "FunctionInfo",
+    "GraphHandle",
+    "HostNodeParams",
+    "Image",
+    "InstantiateFlags",
+    "KernelArguments",
+    "KernelNodeParams",
+    "LaunchConfig",
+    "MemOp",
+    "MemOpKind",
+    "MemcpyNodeParams",
+    "MemoryRange",
+    "MemsetNodeParams",
+    "ModuleHandle",
+    "NodeHandle",
+    "NodeKind",
+    "NodeParams",
+    "OpaqueNodeParams",
+    "ParameterSlot",
+    "StreamHandle",
+    "UpdateOutcome",
+    "UpdateVerdict",
+]
+
+# Handles.  Zero is never a handle, except StreamHandle(0): the legacy default stream.
+StreamHandle = NewType("StreamHandle", int)
+EventHandle = NewType("EventHandle", int)
+ModuleHandle = NewType("ModuleHandle", int)
+FunctionHandle = NewType("FunctionHandle", int)
+GraphHandle = NewType("GraphHandle", int)
+NodeHandle = NewType("NodeHandle", int)
+ExecHandle = NewType("ExecHandle", int)
+ConditionalHandle = NewType("ConditionalHandle", int)
+
+Dim3: TypeAlias = tuple[int, int, int]
+
+
+# ------------------------------------------------------------------------------------- the device
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a driver can do here.  Asked instead of which driver it is."""
+
+    conditional_nodes: bool
+    batch_memory_ops: bool
+    memory_nodes: bool
+    """Alloc and free nodes."""
+    programmatic_launch: bool
+    """Programmatic dependent launch: a kernel may start before the one it depends on ends."""
+    clusters: bool
+    cooperative_launch: bool
+    host_memory_is_device_memory: bool
+    """Device addresses can be read by the process itself."""
+    image_kinds: frozenset[str]
+    """What `module_load` takes: "cubin", "ptx", "fatbin", "host"."""
+    source_language: str
+    """What kernels are written in here: "cuda" (CUDA C++) or "host" (registered functions)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    """What the device is.  Sizes in bytes; zero where a driver cannot know."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    total_memory: int
+    l2_cache: int
+    max_threads_per_block: int
+    max_shared_per_block: int
+    driver_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRange:
+    """One allocation: where it begins and how many bytes it has."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
+    def holds(self, address: int, nbytes: int = 1) -> bool:
+        """Whether `nbytes` bytes from `address` lie wholly inside."""
+        return self.address <= address and address + nbytes <= self.end
+
+
+# ------------------------------------------------------------------------------ modules and kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Compiled code that `module_load` takes.
+
+    `kind` is "cubin", "ptx" or "fatbin" with `data`, or "host" with `functions`: entry name to
+    `driver.host_kernel.HostKernel`.
+    """
+
+    kind: str
+    data: bytes = b""
+    functions: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlot:
+    """Where one kernel parameter lies in the packed parameter buffer (bytes)."""
+
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionInfo:
+    """What the driver knows of a loaded function.  Bytes; zero where it cannot know."""
+
+    name: str
+    parameters: tuple[ParameterSlot, ...]
+    max_threads_per_block: int
+    registers: int
+    static_shared: int
+    local: int
+
+
+def _dim3(value: int | Sequence[int], what: str) -> Dim3:
+    parts = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(parts) <= 3 or any(
+        isinstance(p, bool) or not isinstance(p, int) or p < 1 for p in parts
+    ):
+        raise InputError(f"{what}={value!r}: one to three whole numbers of 1 or more are needed")
+    x, y, z = (*parts, 1, 1)[:3]
+    return (x, y, z)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class LaunchConfig:
+    """How a kernel is launched.
+
+    `grid`, `block` and `cluster` take a number or up to three of them (x, y, z); `shared` is
+    dynamic shared memory in bytes a block.  `programmatic` lets the kernel start before the
+    previous one on the stream ends (programmatic stream serialization); `priority` is the
+    stream priority kept by a graph's kernel node, None for the stream's own.
+    Raises InputError for sizes below 1.  Upper limits are the driver's, checked at launch.
+    """
+
+    grid: Dim3
+    block: Dim3
+    shared: int
+    cluster: Dim3 | None
+    cooperative: bool
+    programmatic: bool
+    priority: int | None
+
+    def __init__(
+        self,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        shared: int = 0,
+        *,
+        cluster: int | Sequence[int] | None = None,
+        cooperative: bool = False,
+        programmatic: bool = False,
+        priority: int | None = None,
+    ) -> None:
+        if shared < 0:
+            raise InputError(f"shared={shared}: bytes of dynamic shared memory cannot be negative")
+        put = object.__setattr__
+        put(self, "grid", _dim3(grid, "grid"))
+        put(self, "block", _dim3(block, "block"))
+        put(self, "shared", int(shared))
+        put(self, "cluster", None if cluster is None else _dim3(cluster, "cluster"))
+        put(self, "cooperative", bool(cooperative))
+        put(self, "programmatic", bool(programmatic))
+        put(self, "priority", priority)
+
+    @property
+    def threads_per_block(self) -> int:
+        return self.block[0] * self.block[1] * self.block[2]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelArguments:
+    """The arguments of one launch: the packed parameter buffer and where each one lies in it.
+
+    The bytes are ours (copied), never the driver's.  `packed` says that the launch gave one
+    buffer through `extra` (as cuBLAS does) instead of a pointer each; the layout may then be the
+    function's, or empty when the driver cannot tell.
+    """
+
+    data: bytes
+    layout: tuple[ParameterSlot, ...]
+    packed: bool = False
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def raw(self, index: int) -> bytes:
+        """The bytes of argument `index`.  Raises InputError if there is no such argument."""
+        slot = self.slot(index)
+        return self.data[slot.offset : slot.offset + slot.size]
+
+    def slot(self, index: int) -> ParameterSlot:
+        """Where argument `index` lies.  Raises InputError if there is no such argument."""
+        if not 0 <= index < len(self.layout):
+            raise InputError(f"argument {index} of {len(self.layout)}: there is no such argument")
+        return self.layout[index]
+
+    def with_raw(self, index: int, value: bytes) -> KernelArguments:
+        """A copy with other bytes for one argument.  Raises InputError if the size differs."""
+        slot = self.slot(index)
+        if len(value) != slot.size:
+            raise InputError(
+                f"argument {index} takes {slot.size} bytes, and {len(value)} were given"
+            )
+        return self.with_bytes(slot.offset, value)
+
+    def with_bytes(self, offset: int, value: bytes) -> KernelArguments:
+        """A copy with other bytes at an offset of the packed buffer."""
+        if not 0 <= offset <= len(self.data) - len(value):
+            raise InputError(f"{len(value)} bytes at offset {offset} are outside {len(self.data)}")
+        data = self.data[:offset] + value + self.data[offset + len(value) :]
+        return replace(self, data=data)
+
+
+# ------------------------------------------------------------------------------------------ capture
+
+
+class CaptureMode(enum.IntEnum):
+    """What other calls a capture forbids while it is under way (CUstreamCaptureMode)."""
+
+    GLOBAL = 0
+    """No thread may make a call that a capture forbids: any thread can break the capture."""
+    THREAD_LOCAL = 1
+    """Only the capturing thread's own forbidden calls break it.  The default of this library."""
+    RELAXED = 2
+    """Nothing is forbidden except what would have to wait; the caller answers for the rest."""
+
+
+class CaptureStatus(enum.IntEnum):
+    """The state of a stream's capture (CUstreamCaptureStatus)."""
+
+    NONE = 0
+    ACTIVE = 1
+    INVALIDATED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureInfo:
+    """What `stream_capture_info` answers.
+
+    While ACTIVE: `capture_id` tells captures apart, `graph` is the graph being built (owned by
+    the capture), and `dependencies` the nodes that the stream's next node will depend on.
+    """
+
+    status: CaptureStatus
+    capture_id: int = 0
+    graph: GraphHandle = GraphHandle(0)
+    dependencies: tuple[NodeHandle, ...] = ()
+
+
+# -------------------------------------------------------------------------------------------- nodes
+
+
+class NodeKind(enum.IntEnum):
+    """The kinds of graph nodes by the driver's numbers (CUgraphNodeType)."""
+
+    KERNEL = 0
+    MEMCPY = 1
+    MEMSET = 2
+    HOST = 3
+    CHILD_GRAPH = 4
+    EMPTY = 5
+    EVENT_WAIT = 6
+    EVENT_RECORD = 7
+    SEMAPHORE_SIGNAL = 8
+    SEMAPHORE_WAIT = 9
+    MEM_ALLOC = 10
+    MEM_FREE = 11
+    BATCH_MEM_OP = 12
+    CONDITIONAL = 13
+
+
+@dataclass(frozen=True, slots=True)
+class KernelNodeParams:
+    """A kernel launch.  `extra_attributes`: attributes in words that LaunchConfig has no field for
+    (shown, and kept by the driver; not settable here)."""
+
+    function: FunctionHandle
+    config: LaunchConfig
+    arguments: KernelArguments
+    extra_attributes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemcpyNodeParams:
+    """A copy of `width` bytes by `height` rows by `depth` slices between linear memory.
+
+    Pitches are bytes a row, slice heights rows a slice; zero means dense.  Addresses may be device
+    or pinned host memory.  `opaque` says that one side is a CUDA array: shown, not settable.
+    """
+
+    dst: int
+    src: int
+    width: int
+    height: int = 1
+    depth: int = 1
+    dst_pitch: int = 0
+    src_pitch: int = 0
+    dst_height: int = 0
+    src_height: int = 0
+    opaque: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemsetNodeParams:
+    """Fills `width` elements of `element_size` (1, 2 or 4) bytes by `height` rows with `value`.
+
+    `pitch` is bytes a row and matters only if `height` is over 1.
+    """
+
+    dst: int
+    value: int
+    element_size: int
+    width: int
+    height: int = 1
+    pitch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostNodeParams:
+    """A host function, called with no arguments on a driver's thread.  It must not call the driver.
+
+    `function` is None for a function that this process did not add through this library;
+    `pointer` and `user_data` are its raw values then.
+    """
+
+    function: Callable[[], object] | None
+    pointer: int = 0
+    user_data: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChildGraphNodeParams:
+    """A graph inside a graph.  Added: the child is cloned.  Read: the clone, owned by the node."""
+
+    graph: GraphHandle
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyNodeParams:
+    """Does nothing; joins dependencies."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecordNodeParams:
+    event: EventHandle
+
+
+@dataclass(frozen=True, slots=True)
+class EventWaitNodeParams:
+    event: EventHandle
+
+
+@dataclass(frozen=True, slots=True)
+class AllocNodeParams:
+    """Allocates `nbytes` when it runs.  `address` is fixed when the node is added (0 to add)."""
+
+    nbytes: int
+    address: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FreeNodeParams:
+    """Frees the memory of an alloc node."""
+
+    address: int
+
+
+class MemOpKind(enum.IntEnum):
+    """The operations of a batch memory node (CUstreamBatchMemOpType and its wait flags)."""
+
+    WAIT_GEQ = 0
+    WAIT_EQ = 1
+    WAIT_AND = 2
+    WAIT_NOR = 3
+    WRITE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemOp:
+    """Writes `value` to `address`, or waits until what is there compares so with `value`.
+
+    `size` is 4 or 8 bytes.
+    """
+
+    kind: MemOpKind
+    address: int
+    value: int
+    size: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMemOpNodeParams:
+    operations: tuple[MemOp, ...]
+
+
+class ConditionalKind(enum.IntEnum):
+    """CUgraphConditionalNodeType."""
+
+    IF = 0
+    """Runs body 0 if the condition is not zero, else body 1 where there is one."""
+    WHILE = 1
+    """Runs body 0 again as long as the condition is not zero."""
+    SWITCH = 2
+    """Runs body number `condition`, or nothing where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionalNodeParams:
+    """A conditional node over `size` bodies.
+
+    Added with no bodies; read back with the bodies' graphs, which the node owns and which are
+    filled by `graph_add_node` or `stream_begin_capture_to_graph`.
+    """
+
+    handle: ConditionalHandle
+    kind: ConditionalKind
+    size: int = 1
+    bodies: tuple[GraphHandle, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueNodeParams:
+    """A node of a kind that this library shows but neither makes nor changes.  `why` says so."""
+
+    why: str
+
+
+NodeParams: TypeAlias = (
+    KernelNodeParams
+    | MemcpyNodeParams
+    | MemsetNodeParams
+    | HostNodeParams
+    | ChildGraphNodeParams
+    | EmptyNodeParams
+    | EventRecordNodeParams
+    | EventWaitNodeParams
+    | AllocNodeParams
+    | FreeNodeParams
+    | BatchMemOpNodeParams
+    | ConditionalNodeParams
+    | OpaqueNodeParams
+)
+
+
+class EdgeType(enum.IntEnum):
+    """CUgraphDependencyType."""
+
+    DEFAULT = 0
+    PROGRAMMATIC = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeData:
+    """What an edge says beyond "after": ports by the driver's numbers, and its type.
+
+    `from_port` 0: when the node is done; 1: programmatic launch completion (every block of the
+    upstream kernel triggered or ended); 2: launch order.
+    """
+
+    from_port: int = 0
+    to_port: int = 0
+    type: EdgeType = EdgeType.DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    source: NodeHandle
+    target: NodeHandle
+    data: EdgeData = EdgeData()
+
+
+# -------------------------------------------------------------------------------------- executables
+
+
+class InstantiateFlags(enum.IntFlag):
+    """CUgraphInstantiate_flags."""
+
+    NONE = 0
+    AUTO_FREE_ON_LAUNCH = 1
+    """Frees what the last launch's alloc nodes left, instead of refusing the next launch."""
+    UPLOAD = 2
+    """Uploads as part of instantiation (on the instantiating call's stream)."""
+    DEVICE_LAUNCH = 4
+    USE_NODE_PRIORITY = 8
+
+
+class UpdateVerdict(enum.IntEnum):
+    """Why a whole-graph update was refused (CUgraphExecUpdateResult)."""
+
+    SUCCESS = 0
+    ERROR = 1
+    TOPOLOGY_CHANGED = 2
+    NODE_TYPE_CHANGED = 3
+    FUNCTION_CHANGED = 4
+    PARAMETERS_CHANGED = 5
+    NOT_SUPPORTED = 6
+    UNSUPPORTED_FUNCTION_CHANGE = 7
+    ATTRIBUTES_CHANGED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOutcome:
+    """The answer of `exec_update`.
+
+    After anything but SUCCESS the executable is unchanged.  `node` is the node of the *new* graph
+    that is to blame and `from_node` the other end of a differing edge, where the driver named them.
+    """
+
+    verdict: UpdateVerdict
+    node: NodeHandle | None = None
+    from_node: NodeHandle | None = None
+
+
+# -------------------------------------------------------------------------------------- the driver
+
+
+class Driver(Protocol):
+    """One device context.  Every call may raise `DriverError`; sizes are bytes unless said."""
+
+    @property
+    def name(self) -> str:
+        """ "host", "cuda:0", …"""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def properties(self) -> DeviceProperties: ...
+
+    def close(self) -> None:
+        """Gives the context back.  Idempotent; never raises."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for all work of the context.  Status 900 while one of its streams captures."""
+        ...
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) device memory."""
+        ...
+
+    # --- memory
+    def mem_alloc(self, nbytes: int) -> int:
+        """Device memory, aligned to 256.  Its content is undefined.
+
+        Forbidden (900, and invalidates) on a thread with a capture that is not relaxed.
+        """
+        ...
+
+    def mem_free(self, address: int) -> None:
+        """Frees; waits for the device first, as cuMemFree does.  Forbidden like `mem_alloc`."""
+        ...
+
+    def mem_alloc_pinned(self, nbytes: int) -> int:
+        """Page-locked host memory, readable by host and device.  Forbidden like `mem_alloc`."""
+        ...
+
+    def mem_free_pinned(self, address: int) -> None: ...
+
+    def pinned_view(self, address: int, nbytes: int) -> memoryview:
+        """A writable view of pinned memory (format "B"); valid until it is freed."""
+        ...
+
+    def memory_range(self, address: int) -> MemoryRange | None:
+        """The live allocation (of anyone in this context) that holds `address`, or None."""
+        ...
+
+    def memcpy(self, dst: int, src: int, nbytes: int, stream: StreamHandle) -> None:
+        """Copies between device and pinned memory in stream order."""
+        ...
+
+    def memcpy_from_host(self, dst: int, src: memoryview, stream: StreamHandle) -> None:
+        """Copies pageable host bytes to the device; returns once `src` may be changed again.
+
+        During a capture: 900, and invalidates (the bytes would have to outlive it).
+        """
+        ...
+
+    def memcpy_to_host(self, dst: memoryview, src: int, stream: StreamHandle) -> None:
+        """Copies device bytes into a writable host buffer; waits until they are there.
+
+        During a capture: 900, and invalidates.
+        """
+        ...
+
+    def memset(
+        self, dst: int, value: int, element_size: int, count: int, stream: StreamHandle
+    ) -> None:
+        """Fills `count` elements of 1, 2 or 4 bytes."""
+        ...
+
+    # --- streams and events
+    def stream_create(self, *, priority: int = 0) -> StreamHandle:
+        """A stream that does not wait for the legacy default stream."""
+        ...
+
+    def stream_destroy(self, stream: StreamHandle) -> None:
+        """Work already submitted still runs.  A capture on the stream is dropped."""
+        ...
+
+    def stream_synchronize(self, stream: StreamHandle) -> None:
+        """Waits for the stream.  While it captures: 900, and invalidates."""
+        ...
+
+    def stream_query(self, stream: StreamHandle) -> bool:
+        """Whether all its work is done.  While it captures: 900, and invalidates."""
+        ...
+
+    def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
+        """Later work of the stream waits for the event's last record (or for nothing).
+
+        An event recorded in a capture pulls this stream into that capture (a fork, or a join).
+        """
+        ...
+
+    def event_create(self, *, timing: bool = False) -> EventHandle: ...
+
+    def event_destroy(self, event: EventHandle) -> None: ...
+
+    def event_record(self, event: EventHandle, stream: StreamHandle) -> None: ...
+
+    def event_query(self, event: EventHandle) -> bool:
+        """Whether the work before its last record is done.  907 if that was in a capture."""
+        ...
+
+    def event_synchronize(self, event: EventHandle) -> None: ...
+
+    def event_elapsed(self, start: EventHandle, end: EventHandle) -> float:
+        """Milliseconds between two recorded events made with `timing`."""
+        ...
+
+    def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
+        """Calls `function` in stream order, on a driver's thread.  It must not call the driver.
+
+        What it raises cannot reach the caller: it is logged.
+        """
+        ...
+
+    # --- modules and kernels
+    def module_load(self, image: Image) -> ModuleHandle: ...
+
+    def module_unload(self, module: ModuleHandle) -> None: ...
+
+    def module_functions(self, module: ModuleHandle) -> tuple[str, ...]:
+        """The entry names in the module, in the module's order."""
+        ...
+
+    def module_function(self, module: ModuleHandle, name: str) -> FunctionHandle:
+        """NOT_FOUND (500) for an unknown entry."""
+        ...
+
+    def function_info(self, function: FunctionHandle) -> FunctionInfo: ...
+
+    def function_load(self, function: FunctionHandle) -> None:
+        """Forces a lazily loaded function onto the device now, so that no capture meets it."""
+        ...
+
+    def function_allow_shared(self, function: FunctionHandle, nbytes: int) -> None:
+        """Lets launches ask for up to `nbytes` of dynamic shared memory (over 48 KiB)."""
+        ...
+
+    def function_occupancy(self, function: FunctionHandle, threads: int, shared: int) -> int:
+        """Blocks of that size that one multiprocessor holds at once."""
+        ...
+
+    def launch_kernel(
+        self,
+        stream: StreamHandle,
+        function: FunctionHandle,
+        config: LaunchConfig,
+        arguments: KernelArguments,
+    ) -> None:
+        """The argument bytes are copied before the call returns."""
+        ...
+
+    # --- capture
+    def stream_begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
+        """Status ILLEGAL_STATE (401) if the stream captures already, 906 for the legacy stream."""
+        ...
+
+    def stream_begin_capture_to_graph(
+        self,
+        stream: StreamHandle,
+        graph: GraphHandle,
+        dependencies: Sequence[NodeHandle],
+        mode: CaptureMode,
+    ) -> None:
+        """Captures into an existing graph, such as a conditional body, after `dependencies`."""
+        ...
+
+    def stream_end_capture(self, stream: StreamHandle) -> GraphHandle:
+        """The graph; after `…_to_graph` that same graph.  Raises 901 to 908 if it was broken.
+
+        ILLEGAL_STATE (401) if the stream does not capture.  Except for 903 and 908 (wrong stream,
+        wrong thread), the stream works again afterwards, also when this raises.
+        """
+        ...
+
+    def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo: ...
+
+    # --- graphs
+    def graph_create(self) -> GraphHandle: ...
+
+    def graph_destroy(self, graph: GraphHandle) -> None: ...
+
+    def graph_clone(self, graph: GraphHandle) -> GraphHandle: ...
+
+    def node_in_clone(self, node: NodeHandle, clone: GraphHandle) -> NodeHandle:
+        """The clone's node that stands for a node of the original."""
+        ...
+
+    def graph_nodes(self, graph: GraphHandle) -> tuple[NodeHandle, ...]:
+        """In the driver's order: the order of creation on both drivers."""
+        ...
+
+    def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]: ...
+
+    def graph_add_node(
+        self,
+        graph: GraphHandle,
+        dependencies: Sequence[NodeHandle],
+        params: NodeParams,
+        edge_data: Sequence[EdgeData] | None = None,
+    ) -> NodeHandle:
+        """`edge_data` gives one entry for each dependency, or None for plain edges."""
+        ...
+
+    def graph_add_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
+        """An edge that would close a cycle is INVALID_VALUE."""
+        ...
+
+    def graph_remove_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None: ...
+
+    def graph_remove_node(self, node: NodeHandle) -> None:
+        """NOT_PERMITTED for nodes that cannot leave their graph (memory nodes)."""
+        ...
+
+    def node_kind(self, node: NodeHandle) -> NodeKind: ...
+
+    def node_params(self, node: NodeHandle) -> NodeParams:
+        """A copy; never memory of the driver's."""
+        ...
+
+    def node_set_params(self, node: NodeHandle, params: NodeParams) -> None:
+        """Changes the definition; executables made from it before stay as they are."""
+        ...
+
+    def conditional_create(
+        self, graph: GraphHandle, *, default: int = 0, reset_at_launch: bool = True
+    ) -> ConditionalHandle:
+        """A condition for one conditional node of `graph` (or of a body inside it)."""
+        ...
+
+    # --- executables
+    def graph_instantiate(
+        self, graph: GraphHandle, flags: InstantiateFlags = InstantiateFlags.NONE
+    ) -> ExecHandle:
+        """The error carries the node that the driver blamed."""
+        ...
+
+    def exec_destroy(self, executable: ExecHandle) -> None:
+        """A launch under way still finishes."""
+        ...
+
+    def exec_upload(self, executable: ExecHandle, stream: StreamHandle) -> None: ...
+
+    def exec_launch(self, executable: ExecHandle, stream: StreamHandle) -> None:
+        """Into a capturing stream: becomes a child graph node.
+
+        Two launches of one executable never overlap: the second waits for the first.
+        """
+        ...
+
+    def exec_prepare_launch(
+        self, executable: ExecHandle, stream: StreamHandle
+    ) -> Callable[[], None]:
+        """`exec_launch` as a call with everything ready.  Invalid once either handle is gone."""
+        ...
+
+    def exec_set_params(self, executable: ExecHandle, node: NodeHandle, params: NodeParams) -> None:
+        """Changes one node of the executable; `node` is the definition's.  All or nothing.
+
+        Launches under way keep the old values.  Refused like cuGraphExec*NodeSetParams: another
+        kind of node, a memcpy between other memory kinds or with another number of dimensions, …
+        """
+        ...
+
+    def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
+        """Kernel, memcpy and memset nodes only.  A disabled one acts as an empty node."""
+        ...
+
+    def exec_enabled(self, executable: ExecHandle, node: NodeHandle) -> bool: ...
+
+    def exec_update(self, executable: ExecHandle, graph: GraphHandle) -> UpdateOutcome:
+        """Makes the executable what `graph` says, if only parameters differ.  Does not raise
+        for a refusal: the outcome says which node and why."""
+        ...

@@ -1,0 +1,245 @@
+"""What a kernel takes: a signature in words, and Python values packed into its parameter buffer.
+
+A signature is text such as ``"x: *f32, y: *const f32, out: *out f32, n: u32"``:
+
+* ``*f32`` a pointer that is read and written, ``*const`` one only read, ``*out`` one only written;
+* ``i8 u8 i16 u16 f16 bf16 i32 u32 f32 i64 u64 f64`` scalars;
+* ``cond`` a conditional handle; ``bytes[24]`` a struct by value (aligned to 8).
+
+Both drivers pack by it; the recorder takes a launch's reads and writes from it.  The layout is C's:
+each parameter aligned to its own size, as nvcc lays out a kernel's parameters.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ostinato.driver.api import KernelArguments, ParameterSlot
+from ostinato.errors import InputError
+
+__all__ = ["Access", "Parameter", "Signature", "address_of", "pack_untyped"]
+
+
+class Access(enum.Flag):
+    """What a kernel does with the memory behind a pointer."""
+
+    READ = enum.auto()
+    WRITE = enum.auto()
+
+
+# bfloat16 has no NumPy type: kernels on the host see its bits.
+_SCALARS: dict[str, np.dtype[Any]] = {
+    "i8": np.dtype(np.int8),
+    "u8": np.dtype(np.uint8),
+    "i16": np.dtype(np.int16),
+    "u16": np.dtype(np.uint16),
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(np.uint16),
+    "i32": np.dtype(np.int32),
+    "u32": np.dtype(np.uint32),
+    "f32": np.dtype(np.float32),
+    "i64": np.dtype(np.int64),
+    "u64": np.dtype(np.uint64),
+    "f64": np.dtype(np.float64),
+    "cond": np.dtype(np.uint64),
+}
+
+_PARAMETER = re.compile(
+    r"\s*(?P<name>[A-Za-z_]\w*)\s*:\s*(?P<star>\*\s*(?P<access>const\b|out\b)?\s*)?"
+    r"(?P<type>[a-z]+\d*)(\[(?P<size>\d+)\])?\s*\Z"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One kernel parameter.  `dtype` is of the value, or of what a pointer points to."""
+
+    name: str
+    type: str
+    dtype: np.dtype[Any]
+    pointer: bool
+    access: Access
+    size: int
+    """Bytes in the parameter buffer."""
+
+    @property
+    def alignment(self) -> int:
+        return min(self.size, 8) if self.type != "bytes" else 8
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The parameters of a kernel, in order."""
+
+    parameters: tuple[Parameter, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Signature:
+        """Reads a signature.  Raises InputError that quotes the part that cannot be read."""
+        parameters: list[Parameter] = []
+        for part in text.split(",") if text.strip() else []:
+            parameters.append(_parse_parameter(part, text))
+        names = [p.name for p in parameters]
+        if len(set(names)) != len(names):
+            raise InputError(f"signature {text!r}: two parameters share a name")
+        return cls(tuple(parameters))
+
+    @property
+    def layout(self) -> tuple[ParameterSlot, ...]:
+        """Offset and size of each parameter in the packed buffer."""
+        slots: list[ParameterSlot] = []
+        end = 0
+        for parameter in self.parameters:
+            start = -(-end // parameter.alignment) * parameter.alignment
+            slots.append(ParameterSlot(start, parameter.size))
+            end = start + parameter.size
+        return tuple(slots)
+
+    def index(self, name: str) -> int:
+        """The position of a parameter by name.  Raises InputError that lists the names."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.name == name:
+                return index
+        known = ", ".join(p.name for p in self.parameters)
+        raise InputError(f"there is no parameter {name!r}; there are: {known}")
+
+    def pack(self, values: Sequence[object]) -> KernelArguments:
+        """Packs values (buffers, addresses, numbers, bytes).  Raises InputError by name."""
+        if len(values) != len(self.parameters):
+            raise InputError(
+                f"{len(self.parameters)} arguments are needed "
+                f"({', '.join(p.name for p in self.parameters)}), {len(values)} were given"
+            )
+        layout = self.layout
+        data = bytearray(layout[-1].offset + layout[-1].size if layout else 0)
+        for parameter, slot, value in zip(self.parameters, layout, values, strict=True):
+            data[slot.offset : slot.offset + slot.size] = self.pack_one(parameter, value)
+        return KernelArguments(bytes(data), layout)
+
+    @staticmethod
+    def pack_one(parameter: Parameter, value: object) -> bytes:
+        """The bytes of one argument.  Raises InputError if the value does not fit the type."""
+        if parameter.pointer:
+            address = address_of(value)
+            if address is None:
+                raise InputError(
+                    f"parameter {parameter.name!r} is a pointer; {type(value).__name__} has no "
+                    "device address (give a Buffer, an array on the device, or an address)"
+                )
+            return address.to_bytes(8, "little")
+        if parameter.type == "bytes":
+            raw = value.tobytes() if isinstance(value, np.generic | np.ndarray) else value
+            if not isinstance(raw, bytes | bytearray | memoryview) or len(raw) != parameter.size:
+                raise InputError(
+                    f"parameter {parameter.name!r} takes exactly {parameter.size} bytes"
+                )
+            return bytes(raw)
+        return _pack_scalar(parameter.dtype, value, f"parameter {parameter.name!r}")
+
+
+def _parse_parameter(part: str, text: str) -> Parameter:
+    match = _PARAMETER.match(part)
+    if match is None:
+        raise InputError(f"signature {text!r}: cannot read {part.strip()!r} (like 'x: *f32')")
+    name, kind, pointer = match["name"], match["type"], match["star"] is not None
+    access = {
+        "const": Access.READ,
+        "out": Access.WRITE,
+        None: Access.READ | Access.WRITE,
+    }[match["access"]]
+    if kind == "bytes" and match["size"] and not pointer and int(match["size"]) > 0:
+        return Parameter(name, kind, np.dtype(np.uint8), False, access, int(match["size"]))
+    if kind not in _SCALARS or match["size"] is not None:
+        raise InputError(
+            f"signature {text!r}: {part.strip()!r} has no known type; "
+            f"there are: {', '.join(_SCALARS)}, bytes[N]"
+        )
+    dtype = _SCALARS[kind]
+    return Parameter(name, kind, dtype, pointer, access, 8 if pointer else dtype.itemsize)
+
+
+def address_of(value: object) -> int | None:
+    """The device address that a value stands for, or None if it has none.
+
+    Plain whole numbers are addresses; so is whatever has an integer `address`, a
+    `__cuda_array_interface__`, or torch's `data_ptr()` while it lives on a device.
+    """
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return int(value)
+    address = getattr(value, "address", None)
+    if isinstance(address, int):
+        return address
+    interface = getattr(value, "__cuda_array_interface__", None)
+    if isinstance(interface, dict):
+        return int(interface["data"][0])
+    return None
+
+
+def _pack_scalar(dtype: np.dtype[Any], value: object, what: str) -> bytes:
+    if isinstance(value, np.generic) and value.dtype != dtype and value.dtype.kind != "b":
+        if not np.can_cast(value.dtype, dtype, "safe"):
+            raise InputError(f"{what} takes {dtype.name}; {value.dtype.name} does not fit safely")
+        value = value.item()
+    if isinstance(value, np.generic):
+        value = value.item()
+    if not isinstance(value, int | float):
+        raise InputError(f"{what} takes a number ({dtype.name}), not {type(value).__name__}")
+    if dtype.kind in "iu":
+        if not isinstance(value, int):
+            raise InputError(f"{what} takes a whole number ({dtype.name}), not {value!r}")
+        info = np.iinfo(dtype)
+        if not info.min <= value <= info.max:
+            raise InputError(f"{what}: {value} is outside {dtype.name} ({info.min} to {info.max})")
+    with np.errstate(over="ignore"):
+        return np.array(value, dtype=dtype).tobytes()
+
+
+def pack_untyped(slots: Sequence[ParameterSlot], values: Sequence[object]) -> KernelArguments:
+    """Packs values for a function whose signature is not known, only its parameter sizes.
+
+    Floats become float32 or float64 by size, whole numbers two's complement by size, things with
+    an address 8-byte words, bytes must have the exact size.  A whole number for a parameter that
+    is really a float cannot be noticed here: give a signature, or NumPy scalars.
+    Raises InputError by index.
+    """
+    if len(values) != len(slots):
+        raise InputError(f"the function takes {len(slots)} arguments, {len(values)} were given")
+    end = max((s.offset + s.size for s in slots), default=0)
+    data = bytearray(end)
+    for index, (slot, value) in enumerate(zip(slots, values, strict=True)):
+        data[slot.offset : slot.offset + slot.size] = pack_by_size(slot.size, value, index)
+    return KernelArguments(bytes(data), tuple(slots))
+
+
+def pack_by_size(size: int, value: object, index: int) -> bytes:
+    """The bytes of one argument whose size alone is known.  Raises InputError by index."""
+    what = f"argument {index}"
+    if isinstance(value, bytes | bytearray | memoryview | np.generic):
+        raw = value.tobytes() if isinstance(value, np.generic) else bytes(value)
+        if len(raw) != size:
+            raise InputError(f"{what} takes {size} bytes; {len(raw)} were given")
+        return raw
+    if isinstance(value, bool):
+        return int(value).to_bytes(size, "little")
+    if isinstance(value, float):
+        if size not in (4, 8):
+            raise InputError(f"{what} takes {size} bytes; a float has 4 or 8")
+        with np.errstate(over="ignore"):
+            return np.array(value, dtype=np.float32 if size == 4 else np.float64).tobytes()
+    if isinstance(value, int):
+        bits = 8 * size
+        if not -(1 << (bits - 1)) <= value < 1 << bits:
+            raise InputError(f"{what}: {value} does not fit into {size} bytes")
+        return (value & ((1 << bits) - 1)).to_bytes(size, "little")
+    address = address_of(value)
+    if address is None:
+        raise InputError(f"{what}: {type(value).__name__} is neither a number nor device memory")
+    if size != 8:
+        raise InputError(f"{what} takes {size} bytes; a device address has 8")
+    return address.to_bytes(8, "little")

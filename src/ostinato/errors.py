@@ -1,0 +1,424 @@
+"""Every error this library raises, and what each driver status means.
+
+    OstinatoError
+    ├── SettingsError               an OSTINATO_* variable has a value that cannot be read
+    ├── InputError                  an argument is wrong; nothing was done       (also ValueError)
+    ├── ClosedError                 the object was closed before                 (also RuntimeError)
+    ├── NotAvailableError           this machine, driver or install lacks something
+    │   └── NoCudaError             no GPU, no driver, or no `cuda` extra
+    ├── DriverError                 a driver call failed; carries the status
+    │   ├── OutOfMemoryError        status 2                                     (also MemoryError)
+    │   ├── NotReadyError           status 600: asked too early
+    │   ├── ContextPoisonedError    sticky (700, 719, …): nothing on this context works
+    │   └── StreamCaptureError      statuses 900 to 908
+    ├── CaptureError                a capture could not be begun, or did not give a graph
+    │   ├── NotCapturingError       ended, but never begun
+    │   ├── CaptureBrokenError      something cannot be captured; names the line
+    │   └── PoolSealedError         a capture would need memory from a sealed pool
+    ├── GraphError                  a graph could not be built, read, instantiated or changed
+    │   ├── NodeKindError           asked a node for what another kind of node has
+    │   └── UpdateRefusedError      the executable stays as it was; names node and reason
+    ├── VerificationError           a replay gave another answer than the eager run
+    ├── CompileError                the compiler refused the source; carries its log
+    └── ModelError                  a model cannot be found, read or run
+        ├── ModelFormatError        a file is damaged, or not what it says it is
+        ├── UnsupportedModelError   a sound file, but of an architecture or type not supported
+        └── DownloadError           a model could not be fetched; nothing was kept
+
+An error says what failed, which node or key or file, the driver's status where there is one, and
+what to do next.  Nothing here imports anything of the library.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = [
+    "CaptureBrokenError",
+    "CaptureError",
+    "ClosedError",
+    "CompileError",
+    "ContextPoisonedError",
+    "DownloadError",
+    "DriverError",
+    "GraphError",
+    "InputError",
+    "ModelError",
+    "ModelFormatError",
+    "NoCudaError",
+    "NodeKindError",
+    "NotAvailableError",
+    "NotCapturingError",
+    "NotReadyError",
+    "OstinatoError",
+    "OutOfMemoryError",
+    "PoolSealedError",
+    "SettingsError",
+    "Status",
+    "StatusMeaning",
+    "StreamCaptureError",
+    "UnsupportedModelError",
+    "UpdateRefusedError",
+    "VerificationError",
+    "driver_error",
+    "explain",
+]
+
+
+class Status(enum.IntEnum):
+    """Driver statuses by the driver's numbers (`CUresult` in cuda.h); both drivers use them."""
+
+    SUCCESS = 0
+    INVALID_VALUE = 1
+    OUT_OF_MEMORY = 2
+    NOT_INITIALIZED = 3
+    DEINITIALIZED = 4
+    NO_DEVICE = 100
+    INVALID_DEVICE = 101
+    INVALID_IMAGE = 200
+    INVALID_CONTEXT = 201
+    NO_BINARY_FOR_GPU = 209
+    INVALID_PTX = 218
+    UNSUPPORTED_PTX_VERSION = 222
+    INVALID_SOURCE = 300
+    INVALID_HANDLE = 400
+    ILLEGAL_STATE = 401
+    NOT_FOUND = 500
+    NOT_READY = 600
+    ILLEGAL_ADDRESS = 700
+    LAUNCH_OUT_OF_RESOURCES = 701
+    LAUNCH_TIMEOUT = 702
+    CONTEXT_IS_DESTROYED = 709
+    ASSERT = 710
+    HARDWARE_STACK_ERROR = 714
+    ILLEGAL_INSTRUCTION = 715
+    MISALIGNED_ADDRESS = 716
+    INVALID_ADDRESS_SPACE = 717
+    INVALID_PC = 718
+    LAUNCH_FAILED = 719
+    COOPERATIVE_LAUNCH_TOO_LARGE = 720
+    NOT_PERMITTED = 800
+    NOT_SUPPORTED = 801
+    STREAM_CAPTURE_UNSUPPORTED = 900
+    STREAM_CAPTURE_INVALIDATED = 901
+    STREAM_CAPTURE_MERGE = 902
+    STREAM_CAPTURE_UNMATCHED = 903
+    STREAM_CAPTURE_UNJOINED = 904
+    STREAM_CAPTURE_ISOLATION = 905
+    STREAM_CAPTURE_IMPLICIT = 906
+    CAPTURED_EVENT = 907
+    STREAM_CAPTURE_WRONG_THREAD = 908
+    TIMEOUT = 909
+    GRAPH_EXEC_UPDATE_FAILURE = 910
+    UNKNOWN = 999
+
+
+@dataclass(frozen=True, slots=True)
+class StatusMeaning:
+    """A status in words: what happened, and what to do about it."""
+
+    meaning: str
+    advice: str
+
+
+_POISONED = "Every later call on this context fails too: end the process (or open a new device)."
+
+_MEANINGS: dict[int, StatusMeaning] = {
+    Status.INVALID_VALUE: StatusMeaning(
+        "an argument is outside what the call accepts",
+        "Check sizes, addresses and launch dimensions.",
+    ),
+    Status.OUT_OF_MEMORY: StatusMeaning(
+        "there is not enough device memory",
+        "Free buffers, close or evict graphs, or choose smaller sizes.",
+    ),
+    Status.NOT_INITIALIZED: StatusMeaning(
+        "the driver was not initialised", "Open the device with open_device()."
+    ),
+    Status.NO_DEVICE: StatusMeaning(
+        "the driver sees no CUDA device", "Use the host device, or check `ostinato doctor`."
+    ),
+    Status.INVALID_DEVICE: StatusMeaning(
+        "there is no device of that number", "See `ostinato doctor` for the devices there are."
+    ),
+    Status.INVALID_IMAGE: StatusMeaning(
+        "the module image is not one the driver can read",
+        "Compile again for this device.",
+    ),
+    Status.INVALID_CONTEXT: StatusMeaning(
+        "no context of this device is current on the thread",
+        "Use the device object's own calls; do not pop its context.",
+    ),
+    Status.NO_BINARY_FOR_GPU: StatusMeaning(
+        "the image holds no code for this GPU", "Compile for this device's architecture."
+    ),
+    Status.INVALID_PTX: StatusMeaning(
+        "the PTX does not assemble", "Read the assembler's log in this error."
+    ),
+    Status.INVALID_HANDLE: StatusMeaning(
+        "a handle is unknown, destroyed, or of another context",
+        "Something was used after it was closed.",
+    ),
+    Status.ILLEGAL_STATE: StatusMeaning(
+        "the object is in a state that does not allow this call", "See the call's documentation."
+    ),
+    Status.NOT_FOUND: StatusMeaning("there is nothing of that name", "Check the name."),
+    Status.NOT_READY: StatusMeaning(
+        "the work is not finished yet", "Not a failure: wait, or ask again later."
+    ),
+    Status.ILLEGAL_ADDRESS: StatusMeaning(
+        "a kernel read or wrote memory it does not own",
+        "Run under compute-sanitizer to find the kernel. " + _POISONED,
+    ),
+    Status.LAUNCH_OUT_OF_RESOURCES: StatusMeaning(
+        "the launch needs more registers or shared memory than a block can have",
+        "Use fewer threads or less shared memory.",
+    ),
+    Status.LAUNCH_TIMEOUT: StatusMeaning("a kernel ran too long and was stopped", _POISONED),
+    Status.ASSERT: StatusMeaning("a device-side assert failed", _POISONED),
+    Status.HARDWARE_STACK_ERROR: StatusMeaning("a kernel overflowed its stack", _POISONED),
+    Status.ILLEGAL_INSTRUCTION: StatusMeaning("a kernel met an illegal instruction", _POISONED),
+    Status.MISALIGNED_ADDRESS: StatusMeaning(
+        "a kernel used an address that is not aligned to its access",
+        "Align buffers and offsets to the vector width. " + _POISONED,
+    ),
+    Status.INVALID_ADDRESS_SPACE: StatusMeaning(
+        "a kernel used an address of another memory space", _POISONED
+    ),
+    Status.INVALID_PC: StatusMeaning("a kernel jumped to an invalid place", _POISONED),
+    Status.LAUNCH_FAILED: StatusMeaning("a kernel failed while it ran", _POISONED),
+    Status.COOPERATIVE_LAUNCH_TOO_LARGE: StatusMeaning(
+        "a cooperative launch has more blocks than fit on the device at once",
+        "Use fewer blocks.",
+    ),
+    Status.NOT_PERMITTED: StatusMeaning(
+        "the operation is not permitted here",
+        "During a capture: do this before the capture begins.",
+    ),
+    Status.NOT_SUPPORTED: StatusMeaning(
+        "this device or driver does not support the operation",
+        "See device.capabilities.",
+    ),
+    Status.STREAM_CAPTURE_UNSUPPORTED: StatusMeaning(
+        "the operation cannot be captured",
+        "Synchronise, allocate, load modules and query before the capture begins: warm up first.",
+    ),
+    Status.STREAM_CAPTURE_INVALIDATED: StatusMeaning(
+        "an earlier call broke this capture (the context is sound)",
+        "End the capture, and mend the call that broke it; the stream works again afterwards.",
+    ),
+    Status.STREAM_CAPTURE_MERGE: StatusMeaning(
+        "the call would join two captures that were begun separately",
+        "Begin one capture and fork the second stream from it with an event.",
+    ),
+    Status.STREAM_CAPTURE_UNMATCHED: StatusMeaning(
+        "this stream did not begin the capture",
+        "End the capture on the stream that began it.",
+    ),
+    Status.STREAM_CAPTURE_UNJOINED: StatusMeaning(
+        "a stream forked from the capture was not joined back",
+        "Record an event on the forked stream and make the capturing stream wait for it.",
+    ),
+    Status.STREAM_CAPTURE_ISOLATION: StatusMeaning(
+        "a dependency would cross the capture's border",
+        "Wait only for events recorded inside this capture.",
+    ),
+    Status.STREAM_CAPTURE_IMPLICIT: StatusMeaning(
+        "the call would depend on the legacy default stream, which waits for all streams",
+        "Give the call a stream of its own (not stream 0).",
+    ),
+    Status.CAPTURED_EVENT: StatusMeaning(
+        "the event was last recorded inside a capture, so it has no time and no state",
+        "Query or wait on events that were recorded outside.",
+    ),
+    Status.STREAM_CAPTURE_WRONG_THREAD: StatusMeaning(
+        "a capture not in relaxed mode must end on the thread that began it",
+        "End it there, or begin it in relaxed mode.",
+    ),
+    Status.TIMEOUT: StatusMeaning("the driver waited too long", "Try again."),
+    Status.GRAPH_EXEC_UPDATE_FAILURE: StatusMeaning(
+        "the graph differs from the executable in a way that an update cannot change",
+        "Instantiate the new graph instead.",
+    ),
+    Status.UNKNOWN: StatusMeaning("an unknown error in the driver", _POISONED),
+}
+
+_STICKY = frozenset(
+    {
+        Status.ILLEGAL_ADDRESS,
+        Status.LAUNCH_TIMEOUT,
+        Status.CONTEXT_IS_DESTROYED,
+        Status.ASSERT,
+        Status.HARDWARE_STACK_ERROR,
+        Status.ILLEGAL_INSTRUCTION,
+        Status.MISALIGNED_ADDRESS,
+        Status.INVALID_ADDRESS_SPACE,
+        Status.INVALID_PC,
+        Status.LAUNCH_FAILED,
+        Status.UNKNOWN,
+    }
+)
+
+
+def explain(status: int) -> StatusMeaning:
+    """What a driver status means and what to do; a general answer for a status not listed."""
+    return _MEANINGS.get(
+        status, StatusMeaning("the driver refused the call", "See CUresult in cuda.h.")
+    )
+
+
+class OstinatoError(Exception):
+    """Everything this library raises on purpose."""
+
+
+class SettingsError(OstinatoError):
+    """A setting has a value that cannot be read; says the variable, the value and what it takes."""
+
+
+class InputError(OstinatoError, ValueError):
+    """An argument is wrong; nothing was done."""
+
+
+class ClosedError(OstinatoError, RuntimeError):
+    """The object was closed before this call."""
+
+
+class NotAvailableError(OstinatoError):
+    """This machine, driver or installation lacks what was asked for; says how to get it."""
+
+
+class NoCudaError(NotAvailableError):
+    """There is no GPU, no driver, or the `cuda` extra is not installed; says which."""
+
+
+class DriverError(OstinatoError):
+    """A driver call failed.
+
+    `status` is the driver's number, `call` the seam's name of the call (`driver.api.Driver`),
+    `node` the node handle that the driver blamed, if it named one.
+    """
+
+    def __init__(
+        self, status: int, call: str, detail: str = "", *, node: int | None = None
+    ) -> None:
+        self.status = status
+        self.call = call
+        self.detail = detail
+        self.node = node
+        super().__init__(status, call, detail)
+
+    def __str__(self) -> str:
+        try:
+            name = Status(self.status).name
+        except ValueError:
+            name = "unlisted"
+        words = explain(self.status)
+        blamed = "" if self.node is None else f" (node {self.node:#x})"
+        detail = f": {self.detail}" if self.detail else ""
+        return (
+            f"{self.call}{blamed} failed with status {int(self.status)} {name}: "
+            f"{words.meaning}{detail}. {words.advice}"
+        )
+
+
+class OutOfMemoryError(DriverError, MemoryError):
+    """Device memory is exhausted; the context is sound."""
+
+
+class NotReadyError(DriverError):
+    """Asked before the work was finished; not a failure."""
+
+
+class ContextPoisonedError(DriverError):
+    """A kernel failed: every later call on this context fails.  Not a failed capture."""
+
+
+class StreamCaptureError(DriverError):
+    """A rule of stream capture was broken (statuses 900 to 908); the context is sound."""
+
+
+def driver_error(
+    status: int, call: str, detail: str = "", *, node: int | None = None
+) -> DriverError:
+    """The error of the class that fits the status."""
+    kind: type[DriverError] = DriverError
+    if status == Status.OUT_OF_MEMORY:
+        kind = OutOfMemoryError
+    elif status == Status.NOT_READY:
+        kind = NotReadyError
+    elif status in _STICKY:
+        kind = ContextPoisonedError
+    elif Status.STREAM_CAPTURE_UNSUPPORTED <= status <= Status.STREAM_CAPTURE_WRONG_THREAD:
+        kind = StreamCaptureError
+    return kind(status, call, detail, node=node)
+
+
+class CaptureError(OstinatoError):
+    """A capture could not be begun, or did not give a graph."""
+
+
+class NotCapturingError(CaptureError):
+    """A capture was ended that had not been begun."""
+
+
+class CaptureBrokenError(CaptureError):
+    """Something in the captured code cannot be captured.
+
+    `location` is "file:line: source line" of the Python that broke it, where known.
+    """
+
+    def __init__(self, message: str, *, location: str | None = None) -> None:
+        self.location = location
+        super().__init__(message)
+
+
+class PoolSealedError(CaptureError):
+    """A capture would need memory from a sealed pool; says how much and who asked."""
+
+
+class GraphError(OstinatoError):
+    """A graph could not be built, read, instantiated or changed."""
+
+
+class NodeKindError(GraphError):
+    """A node was asked for what another kind of node has."""
+
+
+class UpdateRefusedError(GraphError):
+    """The driver or this library refused a change; the executable is as it was before.
+
+    `node_index` is the node's index in the driver's order, where one is to blame.
+    """
+
+    def __init__(self, message: str, *, node_index: int | None = None) -> None:
+        self.node_index = node_index
+        super().__init__(message)
+
+
+class VerificationError(OstinatoError):
+    """A replay gave another answer than the eager run; says key, slot and where they differ."""
+
+
+class CompileError(OstinatoError):
+    """The compiler refused the source; `log` holds its words, with line numbers."""
+
+    def __init__(self, message: str, *, log: str = "") -> None:
+        self.log = log
+        super().__init__(message)
+
+
+class ModelError(OstinatoError):
+    """A model cannot be found, read or run."""
+
+
+class ModelFormatError(ModelError):
+    """A model file is damaged or not what it says it is; says file and place."""
+
+
+class UnsupportedModelError(ModelError):
+    """The file is sound, but its architecture, tensor type or feature is not supported."""
+
+
+class DownloadError(ModelError):
+    """A model could not be fetched; nothing was kept."""
