@@ -763,6 +763,13 @@ class Driver(Protocol):
 
     def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo: ...
 
+    def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
+        """Sets how strictly this thread's own calls are judged during captures; the old mode.
+
+        RELAXED for a while lets a pool allocate inside a capture that the thread has under way.
+        """
+        ...
+
     # --- graphs
     def graph_create(self) -> GraphHandle: ...
 

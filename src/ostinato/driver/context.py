@@ -1,0 +1,185 @@
+"""One opened device below its user's face: the driver, what waits to be destroyed, who listens.
+
+`Context` is what every owner object (stream, buffer, module, graph) holds.  It answers for the
+rule that destroying anything waits until no capture is under way and no replay uses it:
+
+    owner.close() or its finaliser
+        └─ retire(destroy, streams)     noted; nothing happens to the driver yet
+             └─ collect()               outside of captures: marks the streams with events,
+                                        destroys what lies behind reached marks
+
+Finalisers run on any thread, between any two lines, also inside a capture.  So they only append to
+a deque; the driver is touched in `collect`, which owners call where the driver may be touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ostinato.driver.api import Driver, EventHandle
+from ostinato.errors import ClosedError, ContextPoisonedError, DriverError
+
+if TYPE_CHECKING:
+    from ostinato.driver.stream import Operation, Stream
+
+__all__ = ["Context", "Tap"]
+
+_log = logging.getLogger(__name__)
+
+
+class Tap(Protocol):
+    """Someone who is told of the work submitted to streams: a capture or a recording."""
+
+    def submitted(self, stream: Stream, operation: Operation) -> None:
+        """Called after the driver took the operation."""
+        ...
+
+    def failed(self, stream: Stream, what: str, error: DriverError) -> None:
+        """Called when the driver refused a call on this stream."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Retired:
+    """Something closed that is not destroyed yet.
+
+    States: streams not yet marked -> waiting for `marks` -> destroyed.
+    """
+
+    destroy: Callable[[], None]
+    streams: tuple[Stream, ...] = ()
+    marks: list[EventHandle] = field(default_factory=list)
+
+
+class Context:
+    """A driver, the retired objects that wait for it, and the taps on its streams."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.taps: tuple[Tap, ...] = ()
+        self._incoming: deque[_Retired] = deque()
+        self._waiting: list[_Retired] = []
+        self._lock = threading.RLock()
+        self._collecting = False
+        self._captures = 0
+        self._closed = False
+
+    # --- captures
+    @property
+    def captures_under_way(self) -> int:
+        """How many captures this library has begun and not ended on this context."""
+        return self._captures
+
+    def capture_begun(self) -> None:
+        """Destruction stops from here on.  Waits for a `collect` that runs on another thread."""
+        with self._lock:
+            self._captures += 1
+
+    def capture_ended(self) -> None:
+        """Undoes one `capture_begun`; with the last, what waited is destroyed."""
+        with self._lock:
+            self._captures -= 1
+        self.collect()
+
+    def add_tap(self, tap: Tap) -> None:
+        with self._lock:
+            self.taps = (*self.taps, tap)
+
+    def remove_tap(self, tap: Tap) -> None:
+        with self._lock:
+            self.taps = tuple(t for t in self.taps if t is not tap)
+
+    # --- destruction
+    @property
+    def retired(self) -> int:
+        """How many closed objects are not destroyed yet."""
+        return len(self._incoming) + len(self._waiting)
+
+    def retire(self, destroy: Callable[[], None], streams: Iterable[Stream] = ()) -> None:
+        """Notes that `destroy` is to run once all work now on `streams` is done.
+
+        Safe in finalisers: touches nothing but a deque.  Streams are marked at the next `collect`,
+        so work submitted in between is waited for as well.
+        """
+        self._incoming.append(_Retired(destroy, tuple(streams)))
+
+    def collect(self) -> int:
+        """Destroys what can be destroyed now; how many still wait.  Never raises.
+
+        Does nothing while a capture is under way.
+        """
+        if not self._incoming and not self._waiting:
+            return 0
+        with self._lock:
+            # A destroy may drop the last reference to another owner, whose finaliser or close
+            # comes back here on the same thread.
+            if self._collecting or self._captures or self._closed:
+                return self.retired
+            self._collecting = True
+            try:
+                while self._incoming:
+                    self._waiting.append(self._incoming.popleft())
+                self._waiting = [item for item in self._waiting if not self._advance(item)]
+            finally:
+                self._collecting = False
+            return self.retired
+
+    def _advance(self, item: _Retired) -> bool:
+        """Moves one retired thing on by as many states as it can.  True once it is gone."""
+        driver = self.driver
+        try:
+            if item.streams:
+                unmarked = []
+                for stream in item.streams:
+                    mark = stream.mark()
+                    if mark is None:  # captured by someone else just now
+                        unmarked.append(stream)
+                    else:
+                        item.marks.append(mark)
+                item.streams = tuple(unmarked)
+            while item.marks:
+                if not driver.event_query(item.marks[-1]):
+                    return False
+                driver.event_destroy(item.marks.pop())
+            if item.streams:
+                return False
+            item.destroy()
+        except ContextPoisonedError:
+            return True  # the driver took everything down with it
+        except DriverError as error:
+            _log.warning("destroying a closed object failed: %s", error)
+        return True
+
+    def synchronize(self) -> None:
+        """Waits for all work of the context, then destroys what waited for it."""
+        self.driver.synchronize()
+        self.collect()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def require_open(self) -> None:
+        """Raises ClosedError once the device is closed."""
+        if self._closed:
+            raise ClosedError(f"the device {self.driver.name} is closed; open it again")
+
+    def close(self) -> None:
+        """Waits for the device, destroys what waits, and gives the driver back.  Idempotent."""
+        if self._closed:
+            return
+        try:
+            self.driver.synchronize()
+        except DriverError as error:
+            _log.debug("closing %s: %s", self.driver.name, error)
+        self.collect()
+        with self._lock:
+            self._closed = True
+            self._incoming.clear()
+            self._waiting.clear()
+        self.driver.close()

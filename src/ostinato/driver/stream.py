@@ -1,0 +1,262 @@
+"""Streams and events as owners, and `Operation`: one piece of stream work as a record.
+
+Everything this library submits to a stream is an `Operation`: what a graph node of it would hold,
+what it reads and writes, and what must stay alive.  So the same record runs eagerly, is noted by
+a recording and is found again in a captured graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
+
+from ostinato.driver.api import (
+    CaptureInfo,
+    CaptureStatus,
+    EventHandle,
+    HostNodeParams,
+    KernelNodeParams,
+    MemcpyNodeParams,
+    MemoryRange,
+    MemsetNodeParams,
+    StreamHandle,
+)
+from ostinato.driver.context import Context
+from ostinato.errors import ClosedError, DriverError, InputError, StreamCaptureError
+
+__all__ = ["Event", "Operation", "Stream"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One piece of stream work.
+
+    `reads` and `writes` are the memory it touches, for edges between recorded operations; None
+    says that it is not known, and then it is ordered against everything.  `keep` is what must
+    live as long as the work can run again.
+    """
+
+    params: KernelNodeParams | MemcpyNodeParams | MemsetNodeParams | HostNodeParams
+    name: str
+    reads: tuple[MemoryRange, ...] | None = None
+    writes: tuple[MemoryRange, ...] | None = None
+    keep: tuple[object, ...] = ()
+
+
+class Event:
+    """A point in a stream's work.  `with` or `close()` gives it back.
+
+    `timing` events can be subtracted: `end.elapsed_since(start)` in milliseconds.
+    """
+
+    def __init__(self, context: Context, *, timing: bool = False) -> None:
+        context.require_open()
+        self.context = context
+        self.timing = timing
+        self.handle: EventHandle = context.driver.event_create(timing=timing)
+        driver, handle = context.driver, self.handle
+        self._finalizer = weakref.finalize(
+            self, context.retire, lambda: driver.event_destroy(handle)
+        )
+        self._finalizer.atexit = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the work before its last record is done.  Status 907 if that was captured."""
+        return self.context.driver.event_query(self.handle)
+
+    def synchronize(self) -> None:
+        """Waits for the work before its last record."""
+        self.context.driver.event_synchronize(self.handle)
+
+    def elapsed_since(self, start: Event) -> float:
+        """Milliseconds from `start` to this event; both made with `timing` and recorded."""
+        if not (self.timing and start.timing):
+            raise InputError("both events must be made with timing=True to be subtracted")
+        return self.context.driver.event_elapsed(start.handle, self.handle)
+
+    def close(self) -> None:
+        """Gives the event back.  Idempotent."""
+        self._finalizer()
+        self.context.collect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Stream:
+    """An ordered queue of device work.
+
+    Made by `Device.create_stream`, or adopted from another library by `Device.adopt_stream` (then
+    `owner` is kept alive and the stream is not destroyed by us).
+    """
+
+    def __init__(
+        self, context: Context, handle: StreamHandle, *, owned: bool, owner: object = None
+    ) -> None:
+        self.context = context
+        self.handle = handle
+        self.owner = owner
+        self._closed = False
+        self._destroyed = False
+        self._finalizer: weakref.finalize[..., Stream] | None = None
+        if owned:
+            driver = context.driver
+            self._finalizer = weakref.finalize(
+                self, context.retire, lambda: driver.stream_destroy(handle)
+            )
+            self._finalizer.atexit = False
+
+    def __repr__(self) -> str:
+        state = " closed" if self._closed else ""
+        return f"<Stream {self.handle:#x} on {self.context.driver.name}{state}>"
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _require_open(self) -> StreamHandle:
+        if self._closed:
+            raise ClosedError("the stream is closed; create another")
+        return self.handle
+
+    # --- work
+    def submit(self, operation: Operation) -> None:
+        """Puts one operation on the stream (or into the capture that is under way on it).
+
+        Raises DriverError; what listens (a capture, a recording) is told either way.
+        """
+        handle = self._require_open()
+        driver = self.context.driver
+        params = operation.params
+        try:
+            if isinstance(params, KernelNodeParams):
+                driver.launch_kernel(handle, params.function, params.config, params.arguments)
+            elif isinstance(params, MemcpyNodeParams):
+                if params.height != 1 or params.depth != 1 or params.opaque:
+                    raise InputError("only linear copies can be submitted to a stream")
+                driver.memcpy(params.dst, params.src, params.width, handle)
+            elif isinstance(params, MemsetNodeParams):
+                if params.height != 1:
+                    raise InputError("only linear fills can be submitted to a stream")
+                driver.memset(params.dst, params.value, params.element_size, params.width, handle)
+            else:
+                if params.function is None:
+                    raise InputError("a foreign host function cannot be submitted")
+                driver.launch_host_function(handle, params.function)
+        except DriverError as error:
+            self.report(operation.name, error)
+            raise
+        for tap in self.context.taps:
+            tap.submitted(self, operation)
+
+    def report(self, what: str, error: DriverError) -> None:
+        """Tells the taps that the driver refused a call on this stream."""
+        for tap in self.context.taps:
+            tap.failed(self, what, error)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Calls `function` in stream order on a driver's thread.  It must not call the driver."""
+        name = getattr(function, "__qualname__", type(function).__name__)
+        self.submit(Operation(HostNodeParams(function), name, keep=(function,)))
+
+    def record(self, event: Event | None = None) -> Event:
+        """Records an event (a new one if none is given) after the work submitted so far."""
+        if event is None:
+            event = Event(self.context)
+        self.guarded("record", lambda h: self.context.driver.event_record(event.handle, h))
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Later work of this stream waits for the event.
+
+        An event recorded inside a capture pulls this stream into the capture (fork and join).
+        """
+        self.guarded("wait", lambda h: self.context.driver.stream_wait_event(h, event.handle))
+
+    def synchronize(self) -> None:
+        """Waits for all work of the stream.  Not allowed while it captures (status 900)."""
+        self.guarded("synchronize", self.context.driver.stream_synchronize)
+        self.context.collect()
+
+    @property
+    def done(self) -> bool:
+        """Whether all its work is done.  Not allowed while it captures (status 900)."""
+        return self.guarded("query", self.context.driver.stream_query)
+
+    def guarded(self, what: str, call: Callable[[StreamHandle], T]) -> T:
+        """Makes a driver call on this stream; taps are told if it is refused."""
+        handle = self._require_open()
+        try:
+            return call(handle)
+        except DriverError as error:
+            self.report(what, error)
+            raise
+
+    # --- capture state
+    @property
+    def capture_info(self) -> CaptureInfo:
+        """The state of the capture on this stream, whoever began it."""
+        return self.context.driver.stream_capture_info(self._require_open())
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a capture, sound or broken, is under way on this stream."""
+        return self.capture_info.status is not CaptureStatus.NONE
+
+    # --- lifetime
+    def mark(self) -> EventHandle | None:
+        """An event handle behind all work submitted so far, for the caller to destroy.
+
+        None while the stream captures: then nothing can be recorded that could be waited for.
+        """
+        driver = self.context.driver
+        event = driver.event_create()
+        if self._destroyed:
+            return event  # never recorded, so already reached: a destroyed stream has no work
+        try:
+            if driver.stream_capture_info(self.handle).status is not CaptureStatus.NONE:
+                driver.event_destroy(event)
+                return None
+            driver.event_record(event, self.handle)
+        except StreamCaptureError:
+            driver.event_destroy(event)
+            return None
+        return event
+
+    def close(self) -> None:
+        """Gives the stream back once its work is done; does not wait.  Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._finalizer is not None and self._finalizer.detach():
+            self.context.retire(self._destroy, (self,))
+        self.context.collect()
+
+    def _destroy(self) -> None:
+        self._destroyed = True
+        self.context.driver.stream_destroy(self.handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,15 @@
+"""Memory: buffers that own or view it, and pools that captures allocate from."""
+
+from ostinato.memory.buffer import Buffer, allocate, copy, fill
+from ostinato.memory.pool import CapturePool, Growth, PoolState, PoolStatistics
+
+__all__ = [
+    "Buffer",
+    "CapturePool",
+    "Growth",
+    "PoolState",
+    "PoolStatistics",
+    "allocate",
+    "copy",
+    "fill",
+]

@@ -1,0 +1,290 @@
+"""Device and pinned memory as owners.
+
+A `Buffer` is an allocation, or a view into one, with a shape and a dtype.  Its address never
+changes.  It is freed when it is closed or dropped and nothing keeps it; graphs keep the buffers
+that their nodes point at.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams
+from ostinato.driver.context import Context
+from ostinato.driver.stream import Operation, Stream
+from ostinato.errors import ClosedError, InputError, NotAvailableError
+
+__all__ = ["Buffer", "allocate", "as_shape", "copy", "fill"]
+
+
+def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """A shape as a tuple.  Raises InputError for negative or fractional sizes."""
+    parts = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    if any(isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 0 for n in parts):
+        raise InputError(f"shape {shape!r}: whole numbers of 0 or more are needed")
+    return tuple(int(n) for n in parts)
+
+
+class Buffer:
+    """Memory of a device (or pinned memory of the host), with a shape and a dtype, C order.
+
+    Made by `Device.empty`, `Device.array`, `Device.pinned`, a pool, or as a view of another.
+    Its first content is undefined.  Not guaranteed: that two buffers are adjacent.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        address: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        *,
+        pinned: bool = False,
+        base: object = None,
+    ) -> None:
+        self.context = context
+        self.address = address
+        self.shape = shape
+        self.dtype = dtype
+        self.pinned = pinned
+        self.base = base
+        """What owns the memory, if this is a view; kept alive by it."""
+        self._closed = False
+        self._finalizer: weakref.finalize[..., Buffer] | None = None
+
+    def __repr__(self) -> str:
+        place = "pinned" if self.pinned else self.context.driver.name
+        return f"<Buffer {self.dtype.name}{list(self.shape)} at {self.address:#x} on {place}>"
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def range(self) -> MemoryRange:
+        """The addresses that the elements occupy."""
+        return MemoryRange(self.address, self.nbytes)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or (isinstance(self.base, Buffer) and self.base.closed)
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"the buffer at {self.address:#x} is closed")
+
+    # --- views
+    def view(
+        self,
+        offset: int = 0,
+        shape: int | Sequence[int] | None = None,
+        dtype: npt.DTypeLike | None = None,
+    ) -> Buffer:
+        """The same memory, `offset` bytes on, with another shape or dtype.
+
+        Without a shape: one dimension up to the end.  Raises InputError if it would reach outside.
+        """
+        self._require_open()
+        kind = self.dtype if dtype is None else np.dtype(dtype)
+        left = self.nbytes - offset
+        new = (left // kind.itemsize,) if shape is None else as_shape(shape)
+        if offset < 0 or math.prod(new) * kind.itemsize > left:
+            raise InputError(
+                f"a view of {kind.name}{list(new)} at byte {offset} reaches outside "
+                f"{self.nbytes} bytes"
+            )
+        return Buffer(self.context, self.address + offset, new, kind, pinned=self.pinned, base=self)
+
+    def __getitem__(self, index: int | slice) -> Buffer:
+        """Rows of the first axis, contiguous only."""
+        if not self.shape:
+            raise InputError("a buffer without dimensions has no rows")
+        row = self.shape[1:]
+        row_bytes = math.prod(row) * self.dtype.itemsize
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self.shape[0])
+            if step != 1:
+                raise InputError("only contiguous rows can be viewed (step 1)")
+            return self.view(start * row_bytes, (max(0, stop - start), *row))
+        if not -self.shape[0] <= index < self.shape[0]:
+            raise InputError(f"row {index} of {self.shape[0]}")
+        return self.view((index % self.shape[0]) * row_bytes, row)
+
+    def __len__(self) -> int:
+        return self.shape[0] if self.shape else 0
+
+    @property
+    def array(self) -> npt.NDArray[Any]:
+        """A NumPy array over this memory, without a copy, writable.
+
+        Only where the process can read it: pinned memory, and device memory of a device whose
+        capability `host_memory_is_device_memory` says so.  Raises NotAvailableError elsewhere.
+        Not ordered with any stream: synchronise first.  Keeps the buffer alive.
+        """
+        self._require_open()
+        if not (self.pinned or self.context.driver.capabilities.host_memory_is_device_memory):
+            raise NotAvailableError(
+                f"device memory of {self.context.driver.name} cannot be read in place; "
+                "use to_numpy(stream)"
+            )
+        if not self.nbytes:
+            return np.empty(self.shape, self.dtype)
+        return np.asarray(_Memory(self))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """Version 3, for CuPy, Numba, PyTorch; absent where memory is not CUDA's."""
+        if self.pinned or self.context.driver.capabilities.host_memory_is_device_memory:
+            raise AttributeError("not CUDA device memory")
+        self._require_open()
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.address, False),
+            "version": 3,
+            "strides": None,
+            "stream": None,
+        }
+
+    # --- content
+    def copy_from(self, source: Buffer | npt.ArrayLike, stream: Stream) -> Self:
+        """Copies `source` (same number of bytes after conversion to this dtype) into the buffer.
+
+        From a Buffer: in stream order, capturable.  From a NumPy array or a list: the bytes are
+        taken before this returns; not allowed during a capture (stage through pinned memory).
+        Raises InputError if sizes differ.
+        """
+        self._require_open()
+        if isinstance(source, Buffer):
+            if source.nbytes != self.nbytes:
+                raise InputError(f"{source.nbytes} bytes cannot be copied into {self.nbytes}")
+            copy(stream, self, source)
+            return self
+        array = np.ascontiguousarray(source, dtype=self.dtype)
+        if array.size != self.size:
+            raise InputError(f"{array.size} elements cannot be copied into {self.size}")
+        if array.size:
+            data = array.reshape(-1).view(np.uint8).data
+            stream.guarded(
+                "copy_from",
+                lambda handle: self.context.driver.memcpy_from_host(self.address, data, handle),
+            )
+        return self
+
+    def to_numpy(self, stream: Stream) -> npt.NDArray[Any]:
+        """A copy of the content after the work on `stream` so far; waits for it."""
+        self._require_open()
+        out = np.empty(self.shape, self.dtype)
+        if out.size:
+            data = out.reshape(-1).view(np.uint8).data
+            stream.guarded(
+                "to_numpy",
+                lambda handle: self.context.driver.memcpy_to_host(data, self.address, handle),
+            )
+        return out
+
+    # --- lifetime
+    def close(self) -> None:
+        """Frees the memory once nothing under way can use it; does not wait.  Idempotent.
+
+        A graph that still points at it is the caller's mistake: graphs keep buffers alive only
+        against being dropped, not against being closed.
+        """
+        self._closed = True
+        if self._finalizer is not None:
+            self._finalizer()
+            self.context.collect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def allocate(
+    context: Context,
+    shape: int | Sequence[int],
+    dtype: npt.DTypeLike = np.uint8,
+    *,
+    pinned: bool = False,
+) -> Buffer:
+    """A new buffer.  Raises OutOfMemoryError, InputError, or DriverError (900) in a capture."""
+    context.require_open()
+    context.collect()
+    dims, kind = as_shape(shape), np.dtype(dtype)
+    if kind.hasobject:
+        raise InputError(f"dtype {kind!r} holds Python objects, which no device can read")
+    driver = context.driver
+    nbytes = max(1, math.prod(dims) * kind.itemsize)
+    address = driver.mem_alloc_pinned(nbytes) if pinned else driver.mem_alloc(nbytes)
+    buffer = Buffer(context, address, dims, kind, pinned=pinned)
+    free = driver.mem_free_pinned if pinned else driver.mem_free
+    buffer._finalizer = weakref.finalize(buffer, context.retire, lambda: free(address))
+    buffer._finalizer.atexit = False
+    return buffer
+
+
+def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
+    """Copies `src` into `dst` (the same number of bytes) in stream order; capturable.
+
+    Raises InputError if the sizes differ.
+    """
+    if dst.nbytes != src.nbytes:
+        raise InputError(f"{src.nbytes} bytes cannot be copied into {dst.nbytes}")
+    if dst.nbytes:
+        params = MemcpyNodeParams(dst.address, src.address, dst.nbytes)
+        stream.submit(Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src)))
+
+
+def fill(stream: Stream, dst: Buffer, value: float) -> None:
+    """Fills every element with `value` in stream order; capturable.
+
+    Elements of 1, 2 and 4 bytes, or of 8 if both halves are equal (such as 0).
+    Raises InputError if the value does not fit.
+    """
+    try:
+        pattern = np.array(value, dtype=dst.dtype).tobytes()
+    except (OverflowError, ValueError) as error:
+        raise InputError(f"{value!r} does not fit {dst.dtype.name}: {error}") from None
+    size = len(pattern)
+    if size == 8 and pattern[:4] == pattern[4:]:
+        size, pattern = 4, pattern[:4]
+    if size not in (1, 2, 4):
+        raise InputError(f"{dst.dtype.name} with value {value!r} cannot be filled by the driver")
+    if dst.nbytes:
+        params = MemsetNodeParams(
+            dst.address, int.from_bytes(pattern, "little"), size, dst.nbytes // size
+        )
+        stream.submit(Operation(params, "memset", (), (dst.range,), (dst,)))
+
+
+class _Memory:
+    """Process memory for NumPy, keeping its owner alive."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.owner = buffer
+        self.__array_interface__ = {
+            "shape": buffer.shape,
+            "typestr": buffer.dtype.str,
+            "descr": buffer.dtype.descr,
+            "data": (buffer.address, False),
+            "version": 3,
+        }

@@ -1,0 +1,205 @@
+"""Pools that captures allocate from: addresses that stay, growth that is reported.
+
+A pool takes large slabs from the driver and gives out pieces by moving a mark; nothing given out
+is ever moved or given out twice, so an address is good for the life of every graph that holds it.
+
+States: OPEN (allocates; captures may use it) -> SEALED (refuses both) -> OPEN again -> closed.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.driver.api import CaptureMode
+from ostinato.driver.context import Context
+from ostinato.driver.location import caller_location
+from ostinato.errors import ClosedError, InputError, PoolSealedError
+from ostinato.memory.buffer import Buffer, allocate, as_shape
+
+__all__ = ["CapturePool", "Growth", "PoolState", "PoolStatistics"]
+
+_log = logging.getLogger(__name__)
+_ALIGNMENT = 256
+
+
+class PoolState(enum.Enum):
+    """What a pool allows."""
+
+    OPEN = "open"
+    SEALED = "sealed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A slab that was taken while a capture was under way: how large, and which line asked."""
+
+    nbytes: int
+    location: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """Bytes taken from the driver, given out, and given out by owner; growth during captures."""
+
+    state: PoolState
+    reserved: int
+    allocated: int
+    by_owner: dict[str, int] = field(default_factory=dict)
+    grown_in_capture: tuple[Growth, ...] = ()
+
+
+class CapturePool:
+    """Memory for what captured graphs point at.
+
+    `reserve` bytes are taken at once, so that captures need not grow it; `slab` is the least that
+    it grows by.  Pieces are given back only with the whole pool: `close()`, after the graphs.
+    Thread-safe.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        reserve: int = 0,
+        slab: int = 1 << 20,
+        name: str = "pool",
+    ) -> None:
+        if reserve < 0 or slab < 1:
+            raise InputError(f"reserve={reserve}, slab={slab}: bytes of 0 and 1 or more are needed")
+        self.context = context
+        self.name = name
+        self._slab = slab
+        self._state = PoolState.OPEN
+        self._lock = threading.RLock()
+        self._slabs: list[Buffer] = []
+        self._used = 0  # bytes used of the last slab
+        self._allocated: Counter[str] = Counter()
+        self._growth: list[Growth] = []
+        if reserve:
+            self._slabs.append(allocate(context, reserve))
+
+    @property
+    def state(self) -> PoolState:
+        return self._state
+
+    def require_open(self, what: str) -> None:
+        """Raises PoolSealedError or ClosedError, saying what was wanted."""
+        if self._state is PoolState.SEALED:
+            raise PoolSealedError(
+                f"{what} needs memory from the sealed pool {self.name!r}: "
+                "call pool.open() first, or seal it only after the last capture"
+            )
+        if self._state is PoolState.CLOSED:
+            raise ClosedError(f"{what}: the pool {self.name!r} is closed")
+
+    def seal(self) -> None:
+        """Refuses allocations and captures from here on.  What was given out stays."""
+        with self._lock:
+            self.require_open("seal()")
+            self._state = PoolState.SEALED
+
+    def open(self) -> None:
+        """Allows them again.  Raises ClosedError after close()."""
+        with self._lock:
+            if self._state is PoolState.CLOSED:
+                raise ClosedError(f"the pool {self.name!r} is closed; make another")
+            self._state = PoolState.OPEN
+
+    def empty(
+        self,
+        shape: int | Sequence[int],
+        dtype: npt.DTypeLike = np.uint8,
+        *,
+        owner: str = "unnamed",
+    ) -> Buffer:
+        """A buffer from the pool, aligned to 256 bytes; its content is undefined.
+
+        `owner` labels the bytes in the statistics.  During a capture it is taken from what is
+        reserved; if that is not enough the pool grows all the same, says so in the log, and keeps
+        the line that caused it.  Raises PoolSealedError, ClosedError, OutOfMemoryError.
+        """
+        dims, kind = as_shape(shape), np.dtype(dtype)
+        nbytes = int(np.prod(dims, dtype=np.int64)) * kind.itemsize
+        with self._lock:
+            self.require_open(f"an allocation of {nbytes} bytes for {owner!r}")
+            piece = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
+            slab = self._slab_with(piece, owner)
+            start = self._used
+            self._used += piece
+            self._allocated[owner] += piece
+        return self._piece(slab, start, dims, kind)
+
+    @staticmethod
+    def _piece(slab: Buffer, start: int, dims: tuple[int, ...], kind: np.dtype[Any]) -> Buffer:
+        return slab.view(start, dims, kind)
+
+    def _slab_with(self, piece: int, owner: str) -> Buffer:
+        if self._slabs and self._used + piece <= self._slabs[-1].nbytes:
+            return self._slabs[-1]
+        size = max(piece, self._slab)
+        if self.context.captures_under_way:
+            growth = Growth(size, caller_location(), owner)
+            driver = self.context.driver
+            before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
+            try:
+                slab = allocate(self.context, size)
+            finally:
+                driver.thread_exchange_capture_mode(before)
+            self._growth.append(growth)
+            _log.warning(
+                "pool %r grew by %d bytes during a capture, for %r at %s; reserve more beforehand",
+                self.name,
+                size,
+                owner,
+                growth.location,
+            )
+        else:
+            slab = allocate(self.context, size)
+        self._slabs.append(slab)
+        self._used = 0
+        return slab
+
+    def statistics(self) -> PoolStatistics:
+        """Bytes reserved, allocated and by owner; what grew during captures."""
+        with self._lock:
+            return PoolStatistics(
+                self._state,
+                sum(s.nbytes for s in self._slabs),
+                self._allocated.total(),
+                dict(self._allocated),
+                tuple(self._growth),
+            )
+
+    def close(self) -> None:
+        """Gives the memory back once nothing under way can use it.  Idempotent.
+
+        Graphs that still point into it must be closed before.
+        """
+        with self._lock:
+            self._state = PoolState.CLOSED
+            slabs, self._slabs = self._slabs, []
+        for slab in slabs:
+            slab.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()

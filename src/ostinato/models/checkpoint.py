@@ -1,0 +1,335 @@
+"""A model's weights on disk, whatever the format: one interface, canonical names, float32.
+
+`open_checkpoint` takes a `.gguf` file or a folder with `config.json`, `*.safetensors` and
+`tokenizer.json`.  What it gives maps the file and reads a tensor when it is asked for.
+
+Canonical names: `embed`, `layers.{i}.attn_norm`, `.wq .wk .wv .wo`, `.mlp_norm`,
+`.w_gate .w_up .w_down`, `final_norm`, and `head` unless the embeddings are tied.  Matrices are
+[out, in], and queries and keys are in Hugging Face's order for rope (a head's first half, then its
+second half), whatever the file does.
+
+Files come from strangers.  Everything is checked when the file is opened: sizes, offsets, overlaps,
+names, shapes against the config.  Not guarded against: a file that another process shortens while it
+is mapped (the operating system answers that with SIGBUS).
+"""
+
+from __future__ import annotations
+
+import abc
+import types
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.errors import (
+    ClosedError,
+    InputError,
+    ModelError,
+    ModelFormatError,
+    UnsupportedModelError,
+)
+from ostinato.models.config import LlamaConfig, tensor_shapes
+
+__all__ = [
+    "Checkpoint",
+    "GgufTokenizerSource",
+    "JsonTokenizerSource",
+    "RawTensor",
+    "TokenizerSource",
+    "check_tensors",
+    "open_checkpoint",
+    "to_bfloat16",
+]
+
+# Float32 values converted at a time: 1 MiB of output, so that a block's passes stay in the L2 cache.
+_BLOCK_VALUES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor as the file holds it.
+
+    `name`: in the file.  `type`: "F32", "BF16", "Q4_1", ….  `shape`: [out, in], as `tensor` gives
+    it.  `file`, `offset`, `size`: where its bytes are, offset and size in bytes.  `heads`: not 0 if
+    its rows are in GGUF's interleaved order for rope, for so many heads.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    size: int
+    heads: int = 0
+
+    @property
+    def rows(self) -> int:
+        """How many rows; a vector is one row."""
+        return self.shape[0] if len(self.shape) > 1 else 1
+
+    @property
+    def columns(self) -> int:
+        """Values in a row."""
+        return self.shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTokenizerSource:
+    """A tokenizer that lives in GGUF metadata."""
+
+    path: Path
+    metadata: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class JsonTokenizerSource:
+    """A tokenizer that lives in a folder: `tokenizer.json`, `tokenizer_config.json`."""
+
+    path: Path
+
+
+TokenizerSource = GgufTokenizerSource | JsonTokenizerSource
+
+
+class Checkpoint(abc.ABC):
+    """Weights of one model.  Owns mapped files: use `with`, or call `close`.
+
+    Reading is safe from many threads.  Arrays that it gave live on after `close`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: LlamaConfig,
+        tokenizer: TokenizerSource,
+        tensors: Mapping[str, RawTensor],
+    ) -> None:
+        self.path = path
+        self.config = config
+        self.tokenizer = tokenizer
+        self._tensors = dict(tensors)
+        self._closed = False
+
+    def tensor_names(self) -> tuple[str, ...]:
+        """Canonical names, in the order of use."""
+        return tuple(self._tensors)
+
+    def raw(self, name: str) -> RawTensor:
+        """How the file holds the tensor.  Raises InputError for a name that is not there."""
+        try:
+            return self._tensors[name]
+        except KeyError:
+            known = ", ".join(list(self._tensors)[:4])
+            raise InputError(f"{self.path}: no tensor {name!r}; there are {known}, …") from None
+
+    def tensor(
+        self, name: str, out: npt.NDArray[np.float32] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """The tensor's values: float32, C-contiguous, [out, in] or [size].
+
+        `out`: a C-contiguous float32 array of the same shape to write into; it is returned.
+        Raises InputError for an unknown name or an `out` that does not fit, ClosedError.
+        """
+        raw = self.raw(name)
+        array = _destination(name, raw, out, np.dtype(np.float32))
+        self._convert(raw, array, None)
+        return array
+
+    def bfloat16(
+        self, name: str, out: npt.NDArray[np.uint16] | None = None
+    ) -> npt.NDArray[np.uint16]:
+        """The tensor's values as bfloat16 bit patterns (uint16), rounded to nearest even.
+
+        Otherwise as `tensor`.
+        """
+        raw = self.raw(name)
+        array = _destination(name, raw, out, np.dtype(np.uint16))
+        self._convert(raw, None, array)
+        return array
+
+    def load(
+        self,
+        into: Mapping[str, npt.NDArray[np.float32] | npt.NDArray[np.uint16]],
+        *,
+        threads: int = 2,
+    ) -> None:
+        """Fill many arrays at once, on `threads` threads: name to destination.
+
+        A float32 destination gets what `tensor` gives, a uint16 one what `bfloat16` gives.  Raises
+        InputError as they do; some destinations may then have been written.
+        """
+        if threads < 1:
+            raise InputError(f"threads is {threads}, must be 1 or more")
+
+        def fill(item: tuple[str, npt.NDArray[Any]]) -> None:
+            name, array = item
+            if array.dtype == np.uint16:
+                self.bfloat16(name, array)
+            else:
+                self.tensor(name, array)
+
+        # Large ones first, or the thread that gets the embedding last works on alone.
+        items = sorted(into.items(), key=lambda item: -item[1].size)
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(fill, items):
+                pass
+
+    def close(self) -> None:
+        """Unmap the files.  Calling it again does nothing."""
+        self._closed = True
+        self._unmap()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._tensors)} tensors"
+        return f"{type(self).__name__}({str(self.path)!r}, {state})"
+
+    def _convert(
+        self,
+        raw: RawTensor,
+        floats: npt.NDArray[np.float32] | None,
+        halves: npt.NDArray[np.uint16] | None,
+    ) -> None:
+        """Write into exactly one of the two, block of rows by block of rows."""
+        if self._closed:
+            raise ClosedError(f"{self.path}: the checkpoint was closed; open it again")
+        source = self._bytes(raw).reshape(raw.rows, -1)
+        rows, columns = raw.rows, raw.columns
+        step = max(1, _BLOCK_VALUES // columns)
+        if raw.heads:
+            # Whole heads at a time: the rows of a head are re-ordered among themselves.
+            head = rows // raw.heads
+            step = max(1, step // head) * head
+        for start in range(0, rows, step):
+            block = source[start : start + step]
+            if raw.heads:
+                block = _half_split(block, rows // raw.heads)
+            if floats is not None:
+                self._decode(raw.type, block, floats.reshape(rows, columns)[start : start + step])
+            elif halves is not None:
+                values = np.empty((len(block), columns), np.float32)
+                self._decode(raw.type, block, values)
+                halves.reshape(rows, columns)[start : start + step] = to_bfloat16(values)
+
+    @abc.abstractmethod
+    def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes, flat, as a view of the mapped file."""
+
+    @abc.abstractmethod
+    def _decode(
+        self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
+    ) -> None:
+        """Turn rows of bytes (rows, bytes in a row) into rows of float32."""
+
+    @abc.abstractmethod
+    def _unmap(self) -> None:
+        """Give the files back."""
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a `.gguf` file, or a folder with config.json, *.safetensors and tokenizer.json.
+
+    Raises ModelError if there is no such file, ModelFormatError if it is damaged or disagrees with
+    itself, UnsupportedModelError for an architecture or tensor type that is not supported.
+    """
+    where = Path(path)
+    try:
+        if where.is_dir():
+            from ostinato.models.safetensors_reader import open_folder
+
+            return open_folder(where)
+        if not where.is_file():
+            raise ModelError(
+                f"{where}: no such file or folder; give a .gguf file, a folder with config.json and "
+                "*.safetensors, or a known name (`ostinato model list`)"
+            )
+        if where.suffix == ".safetensors":
+            raise ModelError(
+                f"{where}: give the folder that holds it, with config.json and tokenizer.json"
+            )
+        from ostinato.models.gguf_reader import open_gguf
+
+        return open_gguf(where)
+    except OSError as error:
+        raise ModelError(f"{where}: cannot be read: {error}") from error
+
+
+def check_tensors(
+    config: LlamaConfig, found: Mapping[str, RawTensor], where: str
+) -> dict[str, RawTensor]:
+    """`found` in the order of use, after every shape was compared with the config.
+
+    Raises ModelFormatError for a missing tensor or a wrong shape, UnsupportedModelError for one
+    that the decoder would not use (leaving it out would give wrong answers).
+    """
+    shapes = tensor_shapes(config)
+    for name, raw in found.items():
+        if name not in shapes:
+            raise UnsupportedModelError(
+                f"{where}: tensor {raw.name!r} has no place in a Llama decoder of {config.layers} "
+                "layers; this variant of the architecture is not supported"
+            )
+    for name, shape in shapes.items():
+        tensor = found.get(name)
+        if tensor is None:
+            missing = sum(other not in found for other in shapes)
+            raise ModelFormatError(f"{where}: tensor {name!r} is missing ({missing} in all)")
+        if tensor.shape != shape:
+            raise ModelFormatError(
+                f"{where}: tensor {tensor.name!r} has shape {list(tensor.shape)}, the config says "
+                f"{list(shape)} ([out, in])"
+            )
+    return {name: found[name] for name in shapes}
+
+
+def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Bit patterns of the nearest bfloat16, ties to even; NaN stays NaN, overflow is infinity."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    # A NaN's payload could carry into the sign or round down to infinity: cut it, and set quiet.
+    nan = np.isnan(values)
+    if nan.any():
+        rounded[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x40)
+    return rounded.astype(np.uint16)
+
+
+def _half_split(block: npt.NDArray[np.uint8], head: int) -> npt.NDArray[np.uint8]:
+    """Rows of whole heads from llama.cpp's interleaved rope order to the half-split order.
+
+    llama.cpp's converter turned row `half * head/2 + pair` of a head into row `pair * 2 + half`.
+    """
+    pairs = block.reshape(-1, head // 2, 2, block.shape[1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(block.shape)
+
+
+def _destination(
+    name: str, raw: RawTensor, out: npt.NDArray[Any] | None, dtype: np.dtype[Any]
+) -> npt.NDArray[Any]:
+    if out is None:
+        return np.empty(raw.shape, dtype)
+    if out.dtype != dtype or out.shape != raw.shape or not out.flags.c_contiguous:
+        raise InputError(
+            f"out for {name!r} is {out.dtype} {list(out.shape)}"
+            f"{'' if out.flags.c_contiguous else ' (not C-contiguous)'}, must be C-contiguous "
+            f"{dtype} {list(raw.shape)}"
+        )
+    return out

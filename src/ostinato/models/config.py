@@ -1,0 +1,386 @@
+"""What a Llama-family model is, as data: sizes, rope, token ids.  Pure: no file is touched here.
+
+Built from a Hugging Face `config.json` (`LlamaConfig.from_hf`) or from GGUF metadata
+(`LlamaConfig.from_gguf`).  Both come from strangers, so every size has an upper bound far above
+any published model: a hostile file fails here, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.errors import ModelFormatError, UnsupportedModelError
+
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "LlamaConfig",
+    "RopeScaling",
+    "rope_inverse_frequencies",
+    "tensor_shapes",
+]
+
+SUPPORTED_ARCHITECTURES = ("llama",)
+_SUPPORTED = "supported: " + ", ".join(SUPPORTED_ARCHITECTURES) + " (Llama 2 and 3, SmolLM, …)"
+
+# Upper bounds, inclusive; Llama 3.1 405B has hidden 16384, layers 126, heads 128, inner 53248.
+_LIMITS: dict[str, int] = {
+    "hidden": 1 << 16,
+    "layers": 1 << 10,
+    "heads": 1 << 10,
+    "kv_heads": 1 << 10,
+    "head_size": 1 << 10,
+    "inner": 1 << 19,
+    "vocabulary": 1 << 21,
+    "context_length": 1 << 26,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's rope scaling: long wavelengths are stretched, short ones kept, a ramp between.
+
+    `factor`: by how much the longest are stretched.  `low_freq_factor`, `high_freq_factor`: the
+    ramp's ends, as `original_context` divided by a wavelength.  `original_context`: tokens that the
+    model was first trained on.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+    def __post_init__(self) -> None:
+        numbers = (self.factor, self.low_freq_factor, self.high_freq_factor, self.original_context)
+        if not all(math.isfinite(n) and 0 < n <= 1e9 for n in numbers) or self.factor < 1:
+            raise ModelFormatError(f"rope scaling {self}: all must be positive and factor >= 1")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ModelFormatError(f"rope scaling {self}: high_freq_factor must exceed the low one")
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """The sizes and constants of one Llama-family decoder.
+
+    `hidden`: the residual's width.  `heads`, `kv_heads`: query and key/value heads (`heads` is a
+    multiple).  `head_size`: width of one head, even.  `inner`: the MLP's width.  `vocabulary`: rows
+    of the embedding.  `context_length`: positions that the model was trained for.
+    `tied_embeddings`: the output head is the embedding, and there is no `head` tensor.
+    `rope_scaling`: as config.json gives it; `rope_factors`: the same thing as GGUF gives it, one
+    divisor per rotated pair (head_size / 2); at most one of the two is set.
+    `eos_token_ids`: what the model file itself calls end of sequence; the tokenizer may know more.
+
+    Raises ModelFormatError on sizes that make no sense.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    vocabulary: int
+    context_length: int
+    norm_epsilon: float = 1e-5
+    rope_theta: float = 10000.0
+    tied_embeddings: bool = False
+    rope_scaling: RopeScaling | None = None
+    rope_factors: tuple[float, ...] | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, limit in _LIMITS.items():
+            value = getattr(self, name)
+            if not 1 <= value <= limit:
+                raise ModelFormatError(f"config: {name} is {value}, must be 1 to {limit}")
+        if self.heads % self.kv_heads:
+            raise ModelFormatError(
+                f"config: heads is {self.heads}, must be a multiple of kv_heads ({self.kv_heads})"
+            )
+        if self.head_size % 2:
+            raise ModelFormatError(f"config: head_size is {self.head_size}, must be even for rope")
+        if self.heads * self.head_size > _LIMITS["hidden"]:
+            raise ModelFormatError(
+                f"config: {self.heads} heads of {self.head_size} are wider than {_LIMITS['hidden']}"
+            )
+        # "not (in range)" and no comparison the other way round: NaN fails it too.
+        if not 0 < self.norm_epsilon < 1:
+            raise ModelFormatError(f"config: norm_epsilon is {self.norm_epsilon}, must be 0 to 1")
+        if not 1 <= self.rope_theta <= 1e12:
+            raise ModelFormatError(f"config: rope_theta is {self.rope_theta}, must be 1 to 1e12")
+        ids = (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,)))
+        for token in ids:
+            if not 0 <= token < self.vocabulary:
+                raise ModelFormatError(
+                    f"config: special token {token} is outside the vocabulary of {self.vocabulary}"
+                )
+        self._check_factors()
+
+    def _check_factors(self) -> None:
+        factors = self.rope_factors
+        if factors is None:
+            return
+        if self.rope_scaling is not None:
+            raise ModelFormatError("config: rope scaling is given both as numbers and as factors")
+        if len(factors) != self.head_size // 2:
+            raise ModelFormatError(
+                f"config: {len(factors)} rope factors, must be head_size / 2 = "
+                f"{self.head_size // 2}"
+            )
+        if not all(math.isfinite(f) and 0 < f <= 1e9 for f in factors):
+            raise ModelFormatError("config: rope factors must be positive and finite")
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.kv_heads * self.head_size
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, object], *, where: str = "config.json") -> LlamaConfig:
+        """From the parsed `config.json` of a Hugging Face folder.
+
+        Raises UnsupportedModelError for another architecture or a feature that this decoder lacks,
+        ModelFormatError for values that are missing, of the wrong type or out of bounds.
+        """
+        architecture = config.get("model_type")
+        if architecture not in SUPPORTED_ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{where}: model_type {architecture!r} is not supported; {_SUPPORTED}"
+            )
+        for key in ("attention_bias", "mlp_bias", "quantization_config"):
+            if config.get(key):
+                raise UnsupportedModelError(f"{where}: {key} is set, which is not supported")
+        activation = config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise UnsupportedModelError(
+                f"{where}: hidden_act {activation!r} is not supported; supported: silu"
+            )
+        reader = _Reader(config, where)
+        heads = reader.integer("num_attention_heads")
+        hidden = reader.integer("hidden_size")
+        rope = reader.mapping("rope_parameters") or reader.mapping("rope_scaling")
+        # transformers 5 moved rope_theta into rope_parameters.
+        theta_from = _Reader(rope, where) if "rope_theta" in rope else reader
+        eos = config.get("eos_token_id")
+        return cls(
+            hidden=hidden,
+            layers=reader.integer("num_hidden_layers"),
+            heads=heads,
+            kv_heads=reader.integer("num_key_value_heads", heads),
+            head_size=reader.integer("head_dim", hidden // heads if heads > 0 else 0),
+            inner=reader.integer("intermediate_size"),
+            vocabulary=reader.integer("vocab_size"),
+            context_length=reader.integer("max_position_embeddings", 2048),
+            norm_epsilon=reader.number("rms_norm_eps", 1e-6),
+            rope_theta=theta_from.number("rope_theta", 10000.0),
+            tied_embeddings=reader.boolean("tie_word_embeddings", False),
+            rope_scaling=_hf_rope_scaling(rope, config, where),
+            bos_token_id=_optional_token(config.get("bos_token_id"), where),
+            eos_token_ids=tuple(
+                token
+                for entry in (eos if isinstance(eos, list) else [eos])[:64]
+                if (token := _optional_token(entry, where)) is not None
+            ),
+        )
+
+    @classmethod
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, object],
+        *,
+        vocabulary: int,
+        tied_embeddings: bool,
+        rope_factors: tuple[float, ...] | None = None,
+        where: str = "GGUF",
+    ) -> LlamaConfig:
+        """From GGUF metadata and what only its tensors say.
+
+        `vocabulary`: rows of `token_embd.weight`.  `tied_embeddings`: no `output.weight`.
+        `rope_factors`: `rope_freqs.weight`, where there is one.  Raises as `from_hf`.
+        """
+        architecture = metadata.get("general.architecture")
+        if architecture not in SUPPORTED_ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{where}: general.architecture {architecture!r} is not supported; {_SUPPORTED}"
+            )
+        reader = _Reader(metadata, where)
+        hidden = reader.integer("llama.embedding_length")
+        heads = reader.integer("llama.attention.head_count")
+        head_size = reader.integer(
+            "llama.attention.key_length", hidden // heads if heads > 0 else 0
+        )
+        for key, expected in (
+            ("llama.attention.value_length", head_size),
+            ("llama.rope.dimension_count", head_size),
+            ("llama.vocab_size", vocabulary),
+            ("llama.expert_count", 0),
+        ):
+            if reader.integer(key, expected) != expected:
+                raise UnsupportedModelError(
+                    f"{where}: {key} is {metadata[key]}; only {expected} is supported here"
+                )
+        scaling = metadata.get("llama.rope.scaling.type", "none")
+        if scaling != "none":
+            raise UnsupportedModelError(
+                f"{where}: rope scaling {scaling!r} is not supported; supported: none, and "
+                "Llama 3's (tensor rope_freqs.weight)"
+            )
+        eos = (
+            _optional_token(metadata.get(f"tokenizer.ggml.{name}_token_id"), where)
+            for name in ("eos", "eot", "eom")
+        )
+        return cls(
+            hidden=hidden,
+            layers=reader.integer("llama.block_count"),
+            heads=heads,
+            kv_heads=reader.integer("llama.attention.head_count_kv", heads),
+            head_size=head_size,
+            inner=reader.integer("llama.feed_forward_length"),
+            vocabulary=vocabulary,
+            context_length=reader.integer("llama.context_length", 2048),
+            norm_epsilon=reader.number("llama.attention.layer_norm_rms_epsilon", 1e-5),
+            rope_theta=reader.number("llama.rope.freq_base", 10000.0),
+            tied_embeddings=tied_embeddings,
+            rope_factors=rope_factors,
+            bos_token_id=_optional_token(metadata.get("tokenizer.ggml.bos_token_id"), where),
+            eos_token_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
+        )
+
+
+def rope_inverse_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:
+    """Radians a position turns each rotated pair by: float32, shape (head_size / 2,).
+
+    Pair i is dimensions i and i + head_size / 2 (the half-split order of Hugging Face).  With
+    Llama 3's scaling as transformers computes it (`_compute_llama3_parameters`), or divided by the
+    factors of GGUF's `rope_freqs.weight`, which llama.cpp's converter made by the same rule.
+    """
+    exponents = np.arange(0, config.head_size, 2, dtype=np.float64) / config.head_size
+    inverse = 1.0 / config.rope_theta**exponents
+    if config.rope_factors is not None:
+        inverse = inverse / np.asarray(config.rope_factors, dtype=np.float64)
+    scaling = config.rope_scaling
+    if scaling is not None:
+        # 0: longer than the ramp, stretched in full; 1: shorter than the ramp, kept.
+        turns = scaling.original_context * inverse / (2 * math.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        kept = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+        inverse = inverse * ((1.0 - kept) / scaling.factor + kept)
+    return inverse.astype(np.float32)
+
+
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model by its canonical name, with its shape; matrices are [out, in].
+
+    `embed`, `layers.{i}.` + `attn_norm wq wk wv wo mlp_norm w_gate w_up w_down`, `final_norm`, and
+    `head` where the embeddings are not tied.  In the order of use.
+    """
+    hidden, inner = config.hidden, config.inner
+    layer = {
+        "attn_norm": (hidden,),
+        "wq": (config.query_size, hidden),
+        "wk": (config.kv_size, hidden),
+        "wv": (config.kv_size, hidden),
+        "wo": (hidden, config.query_size),
+        "mlp_norm": (hidden,),
+        "w_gate": (inner, hidden),
+        "w_up": (inner, hidden),
+        "w_down": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocabulary, hidden)}
+    for index in range(config.layers):
+        shapes.update({f"layers.{index}.{name}": shape for name, shape in layer.items()})
+    shapes["final_norm"] = (hidden,)
+    if not config.tied_embeddings:
+        shapes["head"] = (config.vocabulary, hidden)
+    return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Typed look-ups in a mapping that a stranger wrote."""
+
+    values: Mapping[str, object]
+    where: str
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ModelFormatError(f"{self.where}: {key} is {_short(value)}, must be an integer")
+        if abs(value) >= 1 << 63:  # also keeps messages short: JSON may hold thousands of digits
+            raise ModelFormatError(f"{self.where}: {key} does not fit in 64 bits")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelFormatError(f"{self.where}: {key} is {_short(value)}, must be a number")
+        try:
+            return float(value)
+        except OverflowError:
+            raise ModelFormatError(f"{self.where}: {key} is too large") from None
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise ModelFormatError(f"{self.where}: {key} is {_short(value)}, must be true or false")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, object]:
+        value = self._get(key, {})
+        if not isinstance(value, Mapping):
+            raise ModelFormatError(f"{self.where}: {key} is {_short(value)}, must be an object")
+        return value
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelFormatError(f"{self.where}: {key} is missing")
+        return value
+
+
+def _hf_rope_scaling(
+    rope: Mapping[str, object], config: Mapping[str, object], where: str
+) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
+        raise UnsupportedModelError(f"{where}: partial_rotary_factor is set, must be 1")
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise UnsupportedModelError(
+            f"{where}: rope scaling {_short(kind)} is not supported; supported: default, llama3"
+        )
+    reader = _Reader(rope, where)
+    return RopeScaling(
+        factor=reader.number("factor", math.nan),
+        low_freq_factor=reader.number("low_freq_factor", math.nan),
+        high_freq_factor=reader.number("high_freq_factor", math.nan),
+        original_context=reader.integer("original_max_position_embeddings"),
+    )
+
+
+def _optional_token(value: object, where: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ModelFormatError(f"{where}: token id {_short(value)} must be an integer")
+    if abs(value) >= 1 << 63:
+        raise ModelFormatError(f"{where}: a token id does not fit in 64 bits")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
