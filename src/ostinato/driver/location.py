@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["caller_location", "describe_line"]
+__all__ = ["caller_location", "describe_line", "is_internal"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _MACHINERY = ("contextlib.py", "threading.py")
@@ -24,13 +24,14 @@ def caller_location() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not _internal(name):
+        if not is_internal(name):
             return describe_line(name, frame.f_lineno)
         frame = frame.f_back
     return "unknown line"
 
 
-def _internal(filename: str) -> bool:
+def is_internal(filename: str) -> bool:
+    """Whether a file is this package's own machinery, not a user of it."""
     if filename.endswith(_MACHINERY):
         return True
     if not filename.startswith(_PACKAGE):

@@ -22,9 +22,11 @@ from ostinato.driver.api import (
     MemcpyNodeParams,
     MemoryRange,
     MemsetNodeParams,
+    NodeParams,
     StreamHandle,
 )
 from ostinato.driver.context import Context
+from ostinato.driver.signature import Signature
 from ostinato.errors import ClosedError, DriverError, InputError, StreamCaptureError
 
 __all__ = ["Event", "Operation", "Stream"]
@@ -41,11 +43,13 @@ class Operation:
     live as long as the work can run again.
     """
 
-    params: KernelNodeParams | MemcpyNodeParams | MemsetNodeParams | HostNodeParams
+    params: NodeParams
     name: str
     reads: tuple[MemoryRange, ...] | None = None
     writes: tuple[MemoryRange, ...] | None = None
     keep: tuple[object, ...] = ()
+    signature: Signature | None = None
+    """Of a kernel, where it is known: names and types of its arguments."""
 
 
 class Event:
@@ -153,13 +157,17 @@ class Stream:
                 if params.height != 1:
                     raise InputError("only linear fills can be submitted to a stream")
                 driver.memset(params.dst, params.value, params.element_size, params.width, handle)
-            else:
-                if params.function is None:
-                    raise InputError("a foreign host function cannot be submitted")
+            elif isinstance(params, HostNodeParams) and params.function is not None:
                 driver.launch_host_function(handle, params.function)
+            else:
+                raise InputError(f"{operation.name}: not work that a stream takes by itself")
         except DriverError as error:
             self.report(operation.name, error)
             raise
+        self.announce(operation)
+
+    def announce(self, operation: Operation) -> None:
+        """Tells the taps of an operation that the driver took on this stream."""
         for tap in self.context.taps:
             tap.submitted(self, operation)
 

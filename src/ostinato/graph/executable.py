@@ -1,0 +1,399 @@
+"""`GraphExec`: an executable graph that is launched, and changed without being made again.
+
+The driver has no getters on an executable, so what was set is shadowed here: `params(node)` is
+what the next launch will use.  Every change is all or nothing: what the driver refuses is undone,
+node by node, before the error is raised.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from ostinato.driver.api import (
+    ChildGraphNodeParams,
+    ExecHandle,
+    InstantiateFlags,
+    KernelArguments,
+    LaunchConfig,
+    NodeHandle,
+    NodeKind,
+    NodeParams,
+    UpdateVerdict,
+)
+from ostinato.driver.signature import Signature, pack_by_size
+from ostinato.driver.stream import Operation, Stream
+from ostinato.errors import (
+    ClosedError,
+    ContextPoisonedError,
+    DriverError,
+    GraphError,
+    InputError,
+    UpdateRefusedError,
+)
+from ostinato.graph.graph import Graph
+from ostinato.graph.node import Node
+from ostinato.graph.rebind import Change, RebindReport, Target, plan_rebind
+from ostinato.memory import Buffer
+
+__all__ = ["GraphExec", "UpdateReport"]
+
+_VERDICTS = {
+    UpdateVerdict.ERROR: "the driver failed for a reason it does not give",
+    UpdateVerdict.TOPOLOGY_CHANGED: "the nodes or the edges are not the same",
+    UpdateVerdict.NODE_TYPE_CHANGED: "a node is of another kind",
+    UpdateVerdict.FUNCTION_CHANGED: "a kernel node has another function",
+    UpdateVerdict.PARAMETERS_CHANGED: "a parameter changed that an update cannot change",
+    UpdateVerdict.NOT_SUPPORTED: "a node holds something that updates do not support",
+    UpdateVerdict.UNSUPPORTED_FUNCTION_CHANGE: "a kernel's function changed in an unsupported way",
+    UpdateVerdict.ATTRIBUTES_CHANGED: "a kernel's launch attributes changed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What a whole-graph update did: how many nodes have other parameters than before."""
+
+    nodes: int
+    changed: int
+
+
+class GraphExec:
+    """An executable (CUgraphExec), made by `Graph.instantiate`.
+
+    It keeps its graph alive, and with it what the nodes point at, and every buffer it was rebound
+    or patched to.  Launches of one executable never overlap.  Changes apply to later launches;
+    one under way keeps what it began with.  Thread-safe for changes; `launch` may be called from
+    several threads, in an order that is then the caller's affair.
+    """
+
+    def __init__(self, graph: Graph, handle: ExecHandle) -> None:
+        self.graph = graph
+        self.context = graph.context
+        self._handle = handle
+        self._closed = False
+        self._lock = threading.RLock()
+        self._prepared: dict[Stream, Callable[[], None]] = {}
+        self._nodes: tuple[Node, ...] | None = None
+        self._current: dict[NodeHandle, NodeParams] = {}
+        self._keep: dict[NodeHandle, list[object]] = {}
+        self._updated_from: Graph | None = None
+        driver, prepared = self.context.driver, self._prepared
+        context = self.context
+
+        def retire() -> None:
+            # The streams it ran on: it is destroyed once its own last launch there is done.
+            context.retire(lambda: driver.exec_destroy(handle), tuple(prepared))
+
+        self._finalizer = weakref.finalize(self, retire)
+        self._finalizer.atexit = False
+
+    @classmethod
+    def instantiate(
+        cls, graph: Graph, *, flags: InstantiateFlags, upload: Stream | None
+    ) -> GraphExec:
+        """See `Graph.instantiate`."""
+        context = graph.context
+        context.require_open()
+        context.collect()
+        try:
+            handle = context.driver.graph_instantiate(graph.handle, flags)
+        except ContextPoisonedError:
+            raise
+        except DriverError as error:
+            blamed = next((n for n in graph.nodes if n.handle == error.node), None)
+            what = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
+            raise GraphError(f"instantiating the graph failed{what}: {error}") from error
+        executable = cls(graph, handle)
+        if upload is not None:
+            try:
+                executable.upload(upload)
+            except BaseException:
+                executable.close()
+                raise
+        return executable
+
+    @property
+    def handle(self) -> ExecHandle:
+        """The driver's handle.  Raises ClosedError after close()."""
+        if self._closed:
+            raise ClosedError("the executable graph is closed")
+        return self._handle
+
+    # --- running
+    def launch(self, stream: Stream) -> None:
+        """Runs the graph once, in stream order; returns without waiting.
+
+        Into a stream that captures: becomes a child graph node.  The first launch on a stream
+        prepares the call; later ones only make it.  Raises DriverError, ClosedError.
+        """
+        call = self._prepared.get(stream)
+        if call is None or stream.closed or self._closed:
+            call = self._prepare(stream)
+        if self.context.taps:
+            self._launch_tapped(stream, call)
+        else:
+            call()
+
+    def _prepare(self, stream: Stream) -> Callable[[], None]:
+        if stream.closed:
+            raise ClosedError("the stream is closed; launch on another")
+        call = self.context.driver.exec_prepare_launch(self.handle, stream.handle)
+        with self._lock:
+            for old in [s for s in self._prepared if s.closed and s is not stream]:
+                del self._prepared[old]
+            self._prepared[stream] = call
+        return call
+
+    def _launch_tapped(self, stream: Stream, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except DriverError as error:
+            stream.report("graph launch", error)
+            raise
+        child = ChildGraphNodeParams(self.graph.handle)
+        stream.announce(Operation(child, "graph", keep=(self,)))
+
+    def upload(self, stream: Stream) -> None:
+        """Puts the executable on the device before its first launch, in stream order."""
+        self.context.driver.exec_upload(self.handle, stream.handle)
+        self._prepare(stream)
+
+    # --- reading
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The definition's nodes with the parameters that the next launch will use.
+
+        Arguments are decoded as they were in the definition; `params` is current.
+        """
+        with self._lock:
+            return tuple(
+                replace(n, params=self._current.get(n.handle, n.params)) for n in self._definition()
+            )
+
+    def _definition(self) -> tuple[Node, ...]:
+        if self._nodes is None:
+            self._nodes = self.graph.nodes
+        return self._nodes
+
+    def _node(self, node: Node | int) -> Node:
+        index = node.index if isinstance(node, Node) else node
+        nodes = self._definition()
+        if not 0 <= index < len(nodes):
+            raise InputError(f"node {index}: the graph has {len(nodes)} nodes")
+        found = nodes[index]
+        if isinstance(node, Node) and node.handle != found.handle:
+            raise InputError(f"node {index} ({node.name}) is of another graph")
+        return found
+
+    def params(self, node: Node | int) -> NodeParams:
+        """What the next launch will use for a node."""
+        with self._lock:
+            found = self._node(node)
+            return self._current.get(found.handle, found.params)
+
+    # --- changing
+    def set_params(
+        self, node: Node | int, params: NodeParams, *, keep: Iterable[object] = ()
+    ) -> None:
+        """Replaces all parameters of a node by others of its kind.
+
+        `keep` lives as long as the executable, or until the node is set again.
+        Raises UpdateRefusedError; the executable is then as before.
+        """
+        with self._lock:
+            found = self._node(node)
+            self._apply([Change(found, params)])
+            self._keep[found.handle] = list(keep)
+
+    def patch(self, node: Node | int, argument: int | str, value: object) -> None:
+        """Sets one kernel argument, by index or, where the signature is known, by name.
+
+        With a signature the value is checked against its type, else against its size.
+        Raises NodeKindError, InputError, UpdateRefusedError.
+        """
+        with self._lock:
+            found = self._node(node)
+            kernel = replace(found, params=self.params(found)).kernel
+            index, raw = _argument_bytes(found, kernel.arguments, argument, value)
+            arguments = kernel.arguments.with_raw(index, raw)
+            self._apply([Change(found, replace(kernel, arguments=arguments))])
+            if not isinstance(value, int | float | bytes):
+                self._keep.setdefault(found.handle, []).append(value)
+
+    def set_config(self, node: Node | int, config: LaunchConfig) -> None:
+        """Sets a kernel node's grid, block and dynamic shared memory.
+
+        Raises UpdateRefusedError also for launch attributes (cluster, cooperative, programmatic,
+        priority) that differ: an executable keeps those it was made with.
+        """
+        with self._lock:
+            found = self._node(node)
+            kernel = replace(found, params=self.params(found)).kernel
+            old = kernel.config
+            fixed = ("cluster", "cooperative", "programmatic", "priority")
+            changed = [name for name in fixed if getattr(old, name) != getattr(config, name)]
+            if changed:
+                raise UpdateRefusedError(
+                    f"node {found.index} ({found.name}): {', '.join(changed)} cannot change in an "
+                    "executable; instantiate again",
+                    node_index=found.index,
+                )
+            self._apply([Change(found, replace(kernel, config=config))])
+
+    def set_memset(self, node: Node | int, dst: Buffer, value: int, element_size: int = 1) -> None:
+        """Sets what a memset node fills, and with what."""
+        with self._lock:
+            found = self._node(node)
+            memset = replace(found, params=self.params(found)).memset
+            params = replace(
+                memset,
+                dst=dst.address,
+                value=value,
+                element_size=element_size,
+                width=dst.nbytes // element_size,
+                height=1,
+            )
+            self.set_params(found, params, keep=(dst,))
+
+    def set_memcpy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
+        """Sets what a memcpy node copies.  Raises InputError if the sizes differ."""
+        if dst.nbytes != src.nbytes:
+            raise InputError(f"{src.nbytes} bytes cannot be copied into {dst.nbytes}")
+        with self._lock:
+            found = self._node(node)
+            memcpy = replace(found, params=self.params(found)).memcpy
+            params = replace(memcpy, dst=dst.address, src=src.address, width=dst.nbytes)
+            self.set_params(found, params, keep=(dst, src))
+
+    def set_enabled(self, node: Node | int, enabled: bool) -> None:
+        """Switches a kernel, memcpy or memset node on or off; off, it only joins."""
+        with self._lock:
+            found = self._node(node)
+            if found.kind not in (NodeKind.KERNEL, NodeKind.MEMCPY, NodeKind.MEMSET):
+                raise UpdateRefusedError(
+                    f"node {found.index} ({found.name}) is of kind {found.kind.name}; only kernel, "
+                    "memcpy and memset nodes can be switched on and off",
+                    node_index=found.index,
+                )
+            try:
+                self.context.driver.exec_set_enabled(self.handle, found.handle, enabled)
+            except DriverError as error:
+                raise _refused(found, error) from error
+
+    def enabled(self, node: Node | int) -> bool:
+        """Whether a node runs."""
+        return self.context.driver.exec_enabled(self.handle, self._node(node).handle)
+
+    def rebind(self, targets: Mapping[Target, Target]) -> RebindReport:
+        """Makes every pointer into one buffer point to the same place in another.
+
+        Keys and values are buffers, device arrays, or MemoryRange.  Kernel arguments, memcpy and
+        memset nodes are changed, and nothing else; the report lists every word, and what was left
+        and why.  Raises InputError if a new range is shorter than what is pointed at in the old,
+        UpdateRefusedError if the driver refuses; the executable is then as before.
+        """
+        with self._lock:
+            plan = plan_rebind(self.nodes, targets, self.context.driver.memory_range)
+            self._apply(plan.changes)
+            owners = list(targets.values())
+            for change in plan.changes:
+                self._keep.setdefault(change.node.handle, []).extend(owners)
+            return plan.report
+
+    def update(self, graph: Graph) -> UpdateReport:
+        """Takes every parameter from another graph of the same topology.
+
+        Raises UpdateRefusedError with the failing node and the reason; the executable is then as
+        before.  It silently keeps launch attributes that the driver cannot read from the graph.
+        """
+        with self._lock:
+            nodes, new = self._definition(), graph.nodes
+            outcome = self.context.driver.exec_update(self.handle, graph.handle)
+            if outcome.verdict is not UpdateVerdict.SUCCESS:
+                blamed = next((n for n in new if n.handle == outcome.node), None)
+                where = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
+                raise UpdateRefusedError(
+                    f"the update was refused{where}: {_VERDICTS[outcome.verdict]} "
+                    f"({outcome.verdict.name}). Instantiate the new graph instead.",
+                    node_index=None if blamed is None else blamed.index,
+                )
+            changed = 0
+            for old_node, new_node in zip(nodes, new, strict=True):
+                before = self._current.get(old_node.handle, old_node.params)
+                changed += before != new_node.params
+                self._current[old_node.handle] = new_node.params
+            self._keep.clear()
+            self._updated_from = graph  # keeps what its nodes point at
+            return UpdateReport(len(new), changed)
+
+    def _apply(self, changes: list[Change]) -> None:
+        """Makes changes in order; undoes those made if one is refused."""
+        driver, handle = self.context.driver, self.handle
+        made: list[Node] = []
+        try:
+            for change in changes:
+                driver.exec_set_params(handle, change.node.handle, change.params)
+                made.append(change.node)
+        except DriverError as error:
+            for node in reversed(made):
+                before = self._current.get(node.handle, node.params)
+                driver.exec_set_params(handle, node.handle, before)
+            raise _refused(changes[len(made)].node, error) from error
+        for change in changes:
+            self._current[change.node.handle] = change.params
+
+    # --- lifetime
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Destroys the executable once its own last launch is done; does not wait.  Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._finalizer()
+        self.context.collect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _refused(node: Node, error: DriverError) -> Exception:
+    if isinstance(error, ContextPoisonedError):
+        return error
+    return UpdateRefusedError(
+        f"node {node.index} ({node.name}, {node.kind.name}) cannot be changed so: {error}",
+        node_index=node.index,
+    )
+
+
+def _argument_bytes(
+    node: Node, arguments: KernelArguments, argument: int | str, value: object
+) -> tuple[int, bytes]:
+    signature = node.signature
+    typed = signature is not None and signature.layout == arguments.layout
+    if isinstance(argument, str):
+        if signature is None or not typed:
+            raise InputError(
+                f"node {node.index} ({node.name}) has no signature, so its arguments have no "
+                f"names; use an index below {len(arguments)}"
+            )
+        argument = signature.index(argument)
+    size = arguments.slot(argument).size
+    if signature is not None and typed:
+        return argument, Signature.pack_one(signature.parameters[argument], value)
+    return argument, pack_by_size(size, value, argument)

@@ -1,0 +1,405 @@
+"""`Graph`: a definition that can be read, built by hand, drawn, compared and instantiated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ostinato.driver.api import (
+    AllocNodeParams,
+    BatchMemOpNodeParams,
+    ChildGraphNodeParams,
+    ConditionalHandle,
+    ConditionalKind,
+    ConditionalNodeParams,
+    Edge,
+    EdgeData,
+    EmptyNodeParams,
+    EventRecordNodeParams,
+    EventWaitNodeParams,
+    FreeNodeParams,
+    GraphHandle,
+    HostNodeParams,
+    InstantiateFlags,
+    KernelNodeParams,
+    LaunchConfig,
+    MemcpyNodeParams,
+    MemOp,
+    MemsetNodeParams,
+    NodeHandle,
+    NodeKind,
+    NodeParams,
+)
+from ostinato.driver.context import Context
+from ostinato.driver.location import caller_location
+from ostinato.driver.stream import Event, Operation, Stream
+from ostinato.errors import ClosedError, DriverError, GraphError, InputError
+from ostinato.graph.launch import prepare
+from ostinato.graph.node import Argument, Node, NodeLabel, decode_arguments
+from ostinato.memory import Buffer
+
+if TYPE_CHECKING:
+    from ostinato.graph.diff import GraphDiff
+    from ostinato.graph.executable import GraphExec
+    from ostinato.modules import Kernel
+
+__all__ = ["Conditional", "Graph"]
+
+NodeRef = Node | NodeHandle
+
+
+class Graph:
+    """A graph definition (CUgraph).
+
+    Got from a capture, a recording, `Graph.create`, or `Graph.adopt` for one that another library
+    made.  It keeps alive what its nodes point at, as far as this library put it there; an adopted
+    graph keeps its `owner`.  Changing a definition does not change executables made before.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        handle: GraphHandle,
+        *,
+        owned: bool = True,
+        owner: object = None,
+        labels: Mapping[NodeHandle, NodeLabel] | None = None,
+        keep: Iterable[object] = (),
+    ) -> None:
+        if not handle:
+            raise GraphError("the driver gave a null graph; nothing was captured")
+        self.context = context
+        self._handle = handle
+        self._owned = owned
+        self.owner = owner
+        self.labels: dict[NodeHandle, NodeLabel] = dict(labels or {})
+        self.keep: list[object] = list(keep)
+        self._closed = False
+        self._finalizer: weakref.finalize[..., Graph] | None = None
+        if owned:
+            driver = context.driver
+            self._finalizer = weakref.finalize(
+                self, context.retire, lambda: driver.graph_destroy(handle)
+            )
+            self._finalizer.atexit = False
+
+    @classmethod
+    def create(cls, context: Context) -> Graph:
+        """An empty graph to build by hand."""
+        context.require_open()
+        return cls(context, context.driver.graph_create())
+
+    @classmethod
+    def adopt(cls, context: Context, handle: int, *, owner: object) -> Graph:
+        """A graph that another library made, by its raw handle.
+
+        It is never destroyed by us; `owner` is kept alive as long as this object or an executable
+        made from it is.  Raises InputError for a null handle.
+        """
+        if not handle:
+            raise InputError(
+                "a null handle is no graph; keep the owner's graph (not only its exec)"
+            )
+        return cls(context, GraphHandle(int(handle)), owned=False, owner=owner)
+
+    @property
+    def handle(self) -> GraphHandle:
+        """The driver's handle.  Raises ClosedError after close()."""
+        if self._closed:
+            raise ClosedError("the graph is closed")
+        return self._handle
+
+    # --- reading
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes in the driver's order, child graphs and conditional bodies inside."""
+        return self._read(self.handle)
+
+    def _read(self, handle: GraphHandle) -> tuple[Node, ...]:
+        driver = self.context.driver
+        return tuple(
+            self._read_node(index, node) for index, node in enumerate(driver.graph_nodes(handle))
+        )
+
+    def _read_node(self, index: int, handle: NodeHandle) -> Node:
+        driver = self.context.driver
+        kind, params = driver.node_kind(handle), driver.node_params(handle)
+        label = self.labels.get(handle)
+        operation = None if label is None else label.operation
+        name, signature = kind.name.lower(), None if operation is None else operation.signature
+        arguments: tuple[Argument, ...] = ()
+        children: tuple[tuple[Node, ...], ...] = ()
+        if isinstance(params, KernelNodeParams):
+            name = driver.function_info(params.function).name
+            arguments = decode_arguments(params, signature, driver.memory_range)
+        elif isinstance(params, HostNodeParams) and params.function is not None:
+            name = getattr(params.function, "__qualname__", name)
+        elif isinstance(params, ChildGraphNodeParams):
+            children = (self._read(params.graph),)
+        elif isinstance(params, ConditionalNodeParams):
+            name = params.kind.name.lower()
+            children = tuple(self._read(body) for body in params.bodies)
+        return Node(
+            index,
+            handle,
+            kind,
+            name,
+            params,
+            arguments,
+            None if label is None else label.location,
+            signature,
+            () if operation is None else operation.keep,
+            children,
+        )
+
+    def node(self, index: int) -> Node:
+        """One node by its index in the driver's order.  Raises InputError if there is none."""
+        handles = self.context.driver.graph_nodes(self.handle)
+        if not 0 <= index < len(handles):
+            raise InputError(f"node {index}: the graph has {len(handles)} nodes")
+        return self._read_node(index, handles[index])
+
+    def __len__(self) -> int:
+        """The number of nodes, without those inside child graphs and bodies."""
+        return len(self.context.driver.graph_nodes(self.handle))
+
+    def count(self, kind: NodeKind | None = None) -> int:
+        """How many nodes (of one kind), with those inside child graphs and bodies."""
+        return _count(self.nodes, kind)
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The dependencies between the graph's own nodes, with their data."""
+        return self.context.driver.graph_edges(self.handle)
+
+    # --- building
+    def add(
+        self,
+        params: NodeParams,
+        after: Sequence[NodeRef] = (),
+        *,
+        edge_data: Sequence[EdgeData] | None = None,
+        keep: Iterable[object] = (),
+        operation: Operation | None = None,
+        location: str | None = None,
+    ) -> Node:
+        """Adds a node that runs after the given ones.
+
+        `keep` is kept alive with the graph.  Raises GraphError with the driver's reason.
+        """
+        driver = self.context.driver
+        dependencies = [n.handle if isinstance(n, Node) else n for n in after]
+        try:
+            handle = driver.graph_add_node(self.handle, dependencies, params, edge_data)
+        except DriverError as error:
+            raise GraphError(f"adding a {type(params).__name__} failed: {error}") from error
+        self.keep.extend(keep)
+        if operation is not None:
+            self.keep.extend(operation.keep)
+        self.labels[handle] = NodeLabel(operation, location or caller_location())
+        return self._read_node(len(driver.graph_nodes(self.handle)) - 1, handle)
+
+    def add_operation(self, operation: Operation, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a node for a prepared operation."""
+        return self.add(operation.params, after, operation=operation)
+
+    def add_kernel(
+        self, kernel: Kernel, config: LaunchConfig, *args: object, after: Sequence[NodeRef] = ()
+    ) -> Node:
+        """Adds a kernel launch.  Raises InputError if the arguments do not fit."""
+        return self.add_operation(prepare(kernel, config, *args), after)
+
+    def add_memcpy(self, dst: Buffer, src: Buffer, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a copy between two buffers of the same number of bytes."""
+        if dst.nbytes != src.nbytes:
+            raise InputError(f"{src.nbytes} bytes cannot be copied into {dst.nbytes}")
+        params = MemcpyNodeParams(dst.address, src.address, dst.nbytes)
+        return self.add_operation(
+            Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src)), after
+        )
+
+    def add_memset(
+        self, dst: Buffer, value: int, element_size: int = 1, after: Sequence[NodeRef] = ()
+    ) -> Node:
+        """Adds a fill of a buffer with a pattern of 1, 2 or 4 bytes."""
+        if element_size not in (1, 2, 4) or dst.nbytes % element_size:
+            raise InputError(f"element_size={element_size}: 1, 2 or 4, and a divisor of the size")
+        params = MemsetNodeParams(dst.address, value, element_size, dst.nbytes // element_size)
+        return self.add_operation(Operation(params, "memset", (), (dst.range,), (dst,)), after)
+
+    def add_host(self, function: Callable[[], object], after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a call of a Python function.  It must not call the driver."""
+        return self.add(HostNodeParams(function), after, keep=(function,))
+
+    def add_empty(self, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a node that does nothing but join."""
+        return self.add(EmptyNodeParams(), after)
+
+    def add_child(self, graph: Graph, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a copy of another graph as one node."""
+        return self.add(ChildGraphNodeParams(graph.handle), after, keep=(graph,))
+
+    def add_event_record(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
+        return self.add(EventRecordNodeParams(event.handle), after, keep=(event,))
+
+    def add_event_wait(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
+        return self.add(EventWaitNodeParams(event.handle), after, keep=(event,))
+
+    def add_alloc(self, nbytes: int, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds an allocation; `node.alloc.address` is where it will be, for nodes after it."""
+        return self.add(AllocNodeParams(nbytes), after)
+
+    def add_free(self, address: int, after: Sequence[NodeRef] = ()) -> Node:
+        """Frees the memory of an alloc node."""
+        return self.add(FreeNodeParams(address), after)
+
+    def add_batch_mem_op(
+        self,
+        operations: Sequence[MemOp],
+        after: Sequence[NodeRef] = (),
+        keep: Iterable[object] = (),
+    ) -> Node:
+        return self.add(BatchMemOpNodeParams(tuple(operations)), after, keep=keep)
+
+    def condition(self, default: int = 0, *, reset_at_launch: bool = True) -> ConditionalHandle:
+        """A condition that kernels set, for one conditional node of this graph."""
+        return self.context.driver.conditional_create(
+            self.handle, default=default, reset_at_launch=reset_at_launch
+        )
+
+    def add_conditional(
+        self,
+        kind: ConditionalKind,
+        handle: ConditionalHandle,
+        *,
+        size: int = 1,
+        after: Sequence[NodeRef] = (),
+    ) -> Conditional:
+        """Adds an IF (size 1, or 2 with an else), WHILE (1) or SWITCH (any) node.
+
+        The bodies are filled as graphs of their own, by hand or with `capture(stream, into=body)`.
+        """
+        node = self.add(ConditionalNodeParams(handle, kind, size), after)
+        return Conditional(self, node)
+
+    def add_edges(self, edges: Sequence[tuple[NodeRef, NodeRef]]) -> None:
+        """Adds plain dependencies (first, then second).  Raises GraphError if a cycle would be."""
+        plain = [
+            Edge(
+                a.handle if isinstance(a, Node) else a,
+                b.handle if isinstance(b, Node) else b,
+            )
+            for a, b in edges
+        ]
+        try:
+            self.context.driver.graph_add_edges(self.handle, plain)
+        except DriverError as error:
+            raise GraphError(f"adding edges failed: {error}") from error
+
+    # --- making others
+    def clone(self) -> Graph:
+        """A copy that can be changed on its own."""
+        driver = self.context.driver
+        handle = driver.graph_clone(self.handle)
+        labels = {driver.node_in_clone(n, handle): label for n, label in self.labels.items()}
+        return Graph(self.context, handle, labels=labels, keep=(*self.keep, self.owner))
+
+    def instantiate(
+        self,
+        *,
+        flags: InstantiateFlags = InstantiateFlags.NONE,
+        upload: Stream | None = None,
+    ) -> GraphExec:
+        """An executable of this definition as it is now; uploaded on a stream if one is given.
+
+        Raises GraphError naming the node that the driver blamed; an upload that fails raises
+        DriverError and closes the executable.
+        """
+        from ostinato.graph.executable import GraphExec
+
+        return GraphExec.instantiate(self, flags=flags, upload=upload)
+
+    # --- showing (graph.render, graph.diff)
+    def __str__(self) -> str:
+        from ostinato.graph.render import to_table
+
+        return to_table(self)
+
+    def to_json(self) -> dict[str, object]:
+        """The whole graph as plain data; the schema is in docs/design.md."""
+        from ostinato.graph.render import to_json
+
+        return to_json(self)
+
+    def to_dot(self) -> str:
+        """The graph in Graphviz' language."""
+        from ostinato.graph.render import to_dot
+
+        return to_dot(self)
+
+    def to_svg(self) -> str:
+        """A picture of the graph."""
+        from ostinato.graph.svg import to_svg
+
+        return to_svg(self)
+
+    def diff(self, other: Graph) -> GraphDiff:
+        """What differs between this graph and another; empty for equal ones."""
+        from ostinato.graph.diff import diff
+
+        return diff(self, other)
+
+    # --- lifetime
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Destroys an own definition (an adopted one is let go).  Idempotent.
+
+        Executables made from it go on working, but can no longer be patched.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._finalizer is not None:
+            self._finalizer()
+        self.context.collect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Conditional:
+    """A conditional node and its bodies, each a Graph that the node owns."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self.node = node
+        self.graph = graph
+        self.bodies: tuple[Graph, ...] = tuple(
+            _Body(graph, body) for body in node.conditional.bodies
+        )
+
+
+class _Body(Graph):
+    """A body's graph.  Its labels and what it keeps are the enclosing graph's."""
+
+    def __init__(self, parent: Graph, handle: GraphHandle) -> None:
+        super().__init__(parent.context, handle, owned=False, owner=parent)
+        self.labels = parent.labels
+        self.keep = parent.keep
+
+
+def _count(nodes: tuple[Node, ...], kind: NodeKind | None) -> int:
+    own = sum(1 for n in nodes if kind is None or n.kind is kind)
+    return own + sum(_count(body, kind) for n in nodes for body in n.children)

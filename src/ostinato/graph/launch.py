@@ -1,0 +1,88 @@
+"""Kernel launches as operations: `prepare` once, `launch` now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ostinato.driver.api import KernelNodeParams, LaunchConfig, MemoryRange
+from ostinato.driver.signature import Access, Signature, address_of
+from ostinato.driver.stream import Operation, Stream
+
+if TYPE_CHECKING:
+    from ostinato.driver.context import Context
+    from ostinato.modules import Kernel
+
+__all__ = ["launch", "prepare"]
+
+
+def prepare(kernel: Kernel, config: LaunchConfig, *args: object) -> Operation:
+    """A launch as a record, to be submitted often or added to a graph.
+
+    Arguments: buffers and other device arrays for pointers, numbers for scalars, bytes for structs.
+    Raises InputError that names the parameter that does not fit.
+    """
+    params = KernelNodeParams(kernel.function, config, kernel.arguments(*args))
+    reads, writes = _touched(kernel.context, kernel.signature, args)
+    return Operation(params, kernel.name, reads, writes, (kernel, *_owners(args)), kernel.signature)
+
+
+def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) -> None:
+    """Launches a kernel on a stream, or into the capture or recording under way on it.
+
+    Arguments as for `prepare`.  Raises InputError, DriverError.
+    """
+    if stream.context.taps:
+        stream.submit(prepare(kernel, config, *args))
+        return
+    # Nobody listens: no need to work out what the launch touches.
+    params = KernelNodeParams(kernel.function, config, kernel.arguments(*args))
+    stream.submit(Operation(params, kernel.name))
+
+
+def _owners(args: Sequence[object]) -> tuple[object, ...]:
+    return tuple(a for a in args if not isinstance(a, int | float | bytes | str))
+
+
+def _touched(
+    context: Context, signature: Signature | None, args: Sequence[object]
+) -> tuple[tuple[MemoryRange, ...] | None, tuple[MemoryRange, ...] | None]:
+    """What a launch reads and writes; (None, None) where it cannot be known.
+
+    Without a signature, every device array among the arguments counts as read and written; raw
+    bytes and plain whole numbers could hide an address then, so they make it unknown.
+    """
+    reads: list[MemoryRange] = []
+    writes: list[MemoryRange] = []
+    for index, value in enumerate(args):
+        access = Access.READ | Access.WRITE
+        if signature is not None:
+            parameter = signature.parameters[index]
+            if parameter.type == "bytes":
+                return None, None  # a struct may hold pointers
+            if not parameter.pointer:
+                continue
+            access = parameter.access
+        elif isinstance(value, bytes | int):
+            return None, None
+        elif address_of(value) is None:
+            continue
+        touched = _range_of(context, value)
+        if touched is None:
+            continue  # a null pointer
+        if Access.READ in access:
+            reads.append(touched)
+        if Access.WRITE in access:
+            writes.append(touched)
+    return tuple(reads), tuple(writes)
+
+
+def _range_of(context: Context, value: object) -> MemoryRange | None:
+    known = getattr(value, "range", None)
+    if isinstance(known, MemoryRange):
+        return known
+    address = address_of(value)
+    if not address:
+        return None
+    # How far a bare address is used is unknown: the whole allocation behind it.
+    return context.driver.memory_range(address) or MemoryRange(address, 1)

@@ -1,0 +1,110 @@
+"""Finds the line of any Python, foreign libraries too, after which a capture is broken.
+
+After every line that runs on the capturing thread, the stream's capture status is asked.  With
+`sys.monitoring` on Python 3.12 and later (PEP 669), `sys.settrace` before; either way it is slow
+and meant for one run that looks for a fault.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import CodeType, FrameType
+from typing import Any
+
+from ostinato.driver.api import CaptureStatus
+from ostinato.driver.location import describe_line, is_internal
+from ostinato.driver.stream import Stream
+from ostinato.errors import DriverError
+
+__all__ = ["LineTrace"]
+
+
+class LineTrace:
+    """Watches one capture from `start` to `stop`; `broken_at` is the line, once it is known.
+
+    The line is the last one that began before the status turned: the innermost such line of any
+    file outside this package.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._thread = 0
+        self._last: tuple[str, int] | None = None
+        self._tool: int | None = None
+        self._previous: Any = None
+        self._running = False
+        self.broken_at: str | None = None
+
+    def start(self) -> None:
+        self._thread = threading.get_ident()
+        self._running = True
+        if sys.version_info >= (3, 12):
+            self._start_monitoring()
+        else:
+            self._previous = sys.gettrace()
+            sys.settrace(self._on_frame)
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:  # lines of frames that run already are traced one by one
+                frame.f_trace = self._on_event
+                frame = frame.f_back
+
+    def stop(self) -> None:
+        """Stops watching.  The last line counts too: the status is asked once more."""
+        if not self._running:
+            return
+        self._running = False
+        if sys.version_info >= (3, 12):
+            if self._tool is not None:
+                sys.monitoring.set_events(self._tool, 0)
+                sys.monitoring.free_tool_id(self._tool)
+                self._tool = None
+        else:
+            sys.settrace(self._previous)
+        self._check()
+
+    def _check(self) -> None:
+        if self.broken_at is not None:
+            return
+        try:
+            status = self._stream.capture_info.status
+        except DriverError:
+            return
+        if status is not CaptureStatus.ACTIVE and self._last is not None:
+            self.broken_at = describe_line(*self._last)
+
+    def _line(self, filename: str, line: int) -> None:
+        if is_internal(filename) or threading.get_ident() != self._thread:
+            return
+        self._check()
+        self._last = (filename, line)
+
+    # --- before 3.12
+    def _on_frame(self, frame: FrameType, event: str, argument: object) -> Any:
+        return self._on_event if not is_internal(frame.f_code.co_filename) else None
+
+    def _on_event(self, frame: FrameType, event: str, argument: object) -> Any:
+        if self._running and event == "line":
+            self._line(frame.f_code.co_filename, frame.f_lineno)
+        return self._on_event
+
+    # --- 3.12 and later
+    if sys.version_info >= (3, 12):
+
+        def _start_monitoring(self) -> None:
+            monitoring = sys.monitoring
+            for tool in range(5, -1, -1):
+                if monitoring.get_tool(tool) is None:
+                    monitoring.use_tool_id(tool, "ostinato.capture")
+                    self._tool = tool
+                    break
+            else:
+                return  # every tool id is taken: no line can be found, the capture still works
+            monitoring.register_callback(tool, monitoring.events.LINE, self._on_line)
+            monitoring.set_events(tool, monitoring.events.LINE)
+
+        def _on_line(self, code: CodeType, line: int) -> Any:
+            if is_internal(code.co_filename):
+                return sys.monitoring.DISABLE
+            self._line(code.co_filename, line)
+            return None
