@@ -1,0 +1,188 @@
+"""`Device`: what a user opens; streams, memory and compiled kernels of one device."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato import settings
+from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHandle
+from ostinato.driver.context import Context
+from ostinato.driver.stream import Event, Stream
+from ostinato.errors import InputError, NoCudaError
+from ostinato.memory import Buffer, CapturePool, allocate
+from ostinato.modules import ModuleCache
+
+__all__ = ["Device", "open_device"]
+
+
+class Device:
+    """One opened device.  `close()` or `with` gives it back.
+
+    Everything made from it belongs to it and is of no use after it is closed.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.context = Context(driver)
+        self.modules = ModuleCache(self.context)
+        """Kernels compiled once and loaded once on this device."""
+        self._copies: Stream | None = None
+        self._lock = threading.Lock()
+        # The silent last resort: gives a dropped device's threads and memory back.
+        self._finalizer = weakref.finalize(self, driver.close)
+        self._finalizer.atexit = False
+
+    def __repr__(self) -> str:
+        return f"<Device {self.name}: {self.properties.name}>"
+
+    @property
+    def driver(self) -> Driver:
+        """The seam below, for what has no door here."""
+        return self.context.driver
+
+    @property
+    def name(self) -> str:
+        """ "host", "cuda:0", …"""
+        return self.driver.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.driver.capabilities
+
+    @property
+    def properties(self) -> DeviceProperties:
+        return self.driver.properties
+
+    # --- streams
+    def create_stream(self, *, priority: int = 0) -> Stream:
+        """A new stream that does not wait for the legacy default stream."""
+        self.context.require_open()
+        handle = self.driver.stream_create(priority=priority)
+        return Stream(self.context, handle, owned=True)
+
+    def adopt_stream(self, stream: object) -> Stream:
+        """Another library's stream, through its `__cuda_stream__`; it stays the library's.
+
+        Raises InputError if the object has no such method (give it as an object of its library,
+        not as a bare number) or answers something else than (version, handle).
+        """
+        if isinstance(stream, Stream):
+            return stream
+        method = getattr(stream, "__cuda_stream__", None)
+        answer = method() if callable(method) else method
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise InputError(
+                f"{type(stream).__name__} has no __cuda_stream__ that gives (version, handle)"
+            )
+        return Stream(self.context, StreamHandle(int(answer[1])), owned=False, owner=stream)
+
+    def create_event(self, *, timing: bool = False) -> Event:
+        """A new event; `timing` ones can be subtracted, in milliseconds."""
+        return Event(self.context, timing=timing)
+
+    # --- memory
+    def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> Buffer:
+        """Device memory; its content is undefined.  Raises OutOfMemoryError."""
+        return allocate(self.context, shape, dtype)
+
+    def array(self, values: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> Buffer:
+        """Device memory with these values; they are there when this returns."""
+        array = np.asarray(values, dtype=dtype)
+        buffer = allocate(self.context, array.shape, array.dtype)
+        stream = self._copy_stream()
+        buffer.copy_from(array, stream)
+        stream.synchronize()
+        return buffer
+
+    def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> Buffer:
+        """Device memory filled with zero bytes when this returns."""
+        buffer = allocate(self.context, shape, dtype)
+        if buffer.nbytes:
+            stream = self._copy_stream()
+            stream.guarded(
+                "zeros", lambda h: self.driver.memset(buffer.address, 0, 1, buffer.nbytes, h)
+            )
+            stream.synchronize()
+        return buffer
+
+    def pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> Buffer:
+        """Page-locked host memory, for copies that do not wait; `.array` is the NumPy view."""
+        return allocate(self.context, shape, dtype, pinned=True)
+
+    def pool(self, *, reserve: int = 0, slab: int = 1 << 20, name: str = "pool") -> CapturePool:
+        """A pool that captures allocate from."""
+        return CapturePool(self.context, reserve=reserve, slab=slab, name=name)
+
+    def to_numpy(self, buffer: Buffer) -> npt.NDArray[Any]:
+        """A copy of a buffer's content after all work of the device."""
+        self.synchronize()
+        return buffer.to_numpy(self._copy_stream())
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of device memory."""
+        return self.driver.memory_info()
+
+    def _copy_stream(self) -> Stream:
+        with self._lock:
+            if self._copies is None:
+                self._copies = self.create_stream()
+            return self._copies
+
+    # --- lifetime
+    def synchronize(self) -> None:
+        """Waits for all work of the device."""
+        self.context.synchronize()
+
+    def close(self) -> None:
+        """Waits for the device's work, destroys what was made on it, and gives it back."""
+        self.modules.close()
+        self.context.close()
+        self._finalizer.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_device(name: str | None = None) -> Device:
+    """Opens a device: "host", "cuda", "cuda:0", …
+
+    Without a name: OSTINATO_DEVICE, else "cuda:0" where there is one, else "host".
+    Raises NoCudaError if a CUDA device is asked for by name and there is none, InputError for a
+    name that is none.
+    """
+    wanted = name or settings.device_name()
+    if wanted is None:
+        try:
+            return Device(_driver("cuda:0"))
+        except NoCudaError:
+            wanted = "host"
+    return Device(_driver(wanted))
+
+
+def _driver(name: str) -> Driver:
+    kind, _, number = name.partition(":")
+    if kind == "host" and not number:
+        from ostinato.driver.host import HostDriver
+
+        return HostDriver()
+    if kind == "cuda" and (not number or number.isdecimal()):
+        from ostinato.driver.cuda import CudaDriver
+
+        return CudaDriver(int(number or 0))
+    raise InputError(
+        f'there is no device {name!r}; there are "host", "cuda", "cuda:0", "cuda:1", …'
+    )

@@ -1,0 +1,191 @@
+"""Values at fixed device addresses that kernels in a graph read, and the host sets in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.driver.api import MemoryRange
+from ostinato.driver.context import Context
+from ostinato.driver.stream import Stream
+from ostinato.errors import InputError
+from ostinato.memory import Buffer, allocate
+from ostinato.state.staging import StagingRing
+
+__all__ = ["DeviceArray", "DeviceScalar"]
+
+_LARGEST = 64 << 10
+
+
+class DeviceArray:
+    """A small array of values or structs at one device address, set as a whole in one copy.
+
+    `dtype` may be any NumPy number or struct dtype; the whole is at most 64 KiB.  Writes go
+    through pinned memory in stream order, so no replay in flight sees part of one.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        shape: int | tuple[int, ...],
+        dtype: npt.DTypeLike,
+        *,
+        depth: int = 4,
+    ) -> None:
+        kind = np.dtype(dtype)
+        self.buffer = allocate(context, shape, kind)
+        if not 1 <= self.buffer.nbytes <= _LARGEST:
+            nbytes = self.buffer.nbytes
+            self.buffer.close()
+            raise InputError(f"{nbytes} bytes: device state holds 1 to {_LARGEST} bytes")
+        self._ring = StagingRing(context, self.buffer.nbytes, depth=depth)
+
+    @property
+    def address(self) -> int:
+        return self.buffer.address
+
+    @property
+    def range(self) -> MemoryRange:
+        return self.buffer.range
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.buffer.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.buffer.shape
+
+    def set(self, value: object, stream: Stream) -> None:
+        """Sets the whole content in stream order, as one copy; does not wait.
+
+        `value`: an array of the shape, or a sequence of tuples or mappings of fields for structs.
+        Raises InputError if a value does not fit its type exactly, CaptureError in a capture.
+        """
+        array = as_exact(value, self.dtype, self.shape)
+        self._ring.write(self.buffer, array.tobytes(), stream)
+
+    def read(self, stream: Stream) -> npt.NDArray[Any]:
+        """The content after the stream's work so far; waits for it."""
+        return self.buffer.to_numpy(stream)
+
+    def field(self, name: str) -> Buffer:
+        """Where a field of a single struct lies, as a buffer for kernels.
+
+        Raises InputError for an unknown field or more than one element.
+        """
+        fields = self.dtype.fields or {}
+        if name not in fields:
+            raise InputError(
+                f"there is no field {name!r}; there are: {', '.join(fields) or 'none'}"
+            )
+        if self.buffer.size != 1:
+            raise InputError("fields of one struct only; this holds several")
+        kind, offset = fields[name][0], fields[name][1]
+        return self.buffer.view(offset, kind.shape, kind.base)
+
+    def close(self) -> None:
+        """Gives the memory back.  Idempotent."""
+        self._ring.close()
+        self.buffer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class DeviceScalar(DeviceArray):
+    """One typed value (or one struct) at a fixed address, updated in stream order.
+
+    `initial`, if given, is set on `stream`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        dtype: npt.DTypeLike,
+        *,
+        initial: object = None,
+        stream: Stream | None = None,
+        depth: int = 4,
+    ) -> None:
+        super().__init__(context, (), dtype, depth=depth)
+        if initial is not None:
+            if stream is None:
+                self.close()
+                raise InputError("an initial value needs the stream to set it on")
+            self.set(initial, stream)
+
+
+def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """`value` as an array of exactly this dtype and shape.
+
+    Raises InputError if the shape differs, a field is missing or unknown, or a number does not
+    survive the conversion (out of bounds, fraction lost); floats may be rounded to narrower ones.
+    """
+    out = np.zeros(shape, dtype)
+    if dtype.fields is not None:
+        _fill_structs(out, value, dtype)
+        return out
+    try:
+        given = np.asarray(value)
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"cannot read {value!r} as {dtype.name}: {error}") from None
+    if given.shape != shape:
+        raise InputError(f"shape {given.shape} was given, and {shape} is needed")
+    if given.dtype.kind not in "biuf" and given.dtype != dtype:
+        raise InputError(f"numbers are needed ({dtype.name}), not {given.dtype.name}")
+    if dtype.kind in "iu" and given.dtype.kind == "f" and not np.all(given == np.floor(given)):
+        raise InputError(f"whole numbers are needed ({dtype.name})")
+    if dtype.kind in "iu" and given.size:
+        info = np.iinfo(dtype)
+        low, high = int(given.min()), int(given.max())
+        if low < info.min or high > info.max:
+            bad = low if low < info.min else high
+            raise InputError(f"{bad} is outside {dtype.name} ({info.min} to {info.max})")
+    with np.errstate(over="ignore"):
+        out[...] = given.astype(dtype)
+    return out
+
+
+def _fill_structs(out: npt.NDArray[Any], value: object, dtype: np.dtype[Any]) -> None:
+    if isinstance(value, np.ndarray | np.void) and value.dtype == dtype:
+        if value.shape != out.shape:
+            raise InputError(f"shape {value.shape} was given, and {out.shape} is needed")
+        out[...] = value
+        return
+    if out.shape == ():
+        _fill_struct(out, (), value, dtype)
+        return
+    if not isinstance(value, list | tuple) or len(value) != len(out) or out.ndim != 1:
+        raise InputError(f"a sequence of {out.shape} structs is needed")
+    for index, item in enumerate(value):
+        _fill_struct(out, (index,), item, dtype)
+
+
+def _fill_struct(
+    out: npt.NDArray[Any], index: tuple[int, ...], value: object, dtype: np.dtype[Any]
+) -> None:
+    names = dtype.names or ()
+    if isinstance(value, Mapping):
+        if set(value) != set(names):
+            raise InputError(f"fields {sorted(value)} were given, and {sorted(names)} are needed")
+        values = [value[name] for name in names]
+    elif isinstance(value, tuple | list) and len(value) == len(names):
+        values = list(value)
+    else:
+        raise InputError(f"a mapping or tuple of the fields {', '.join(names)} is needed")
+    for name, item in zip(names, values, strict=True):
+        kind = dtype[name]
+        out[name][index] = as_exact(item, kind.base, kind.shape)

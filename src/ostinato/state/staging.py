@@ -1,0 +1,81 @@
+"""A ring of pinned memory that host values pass through on their way to the device.
+
+Each entry is used again only once the copy out of it is done, so a replay or a copy that is still
+in flight never sees half-written bytes, and the caller does not wait for the device as long as
+fewer than `depth` writes are under way.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.driver.api import CaptureStatus, MemcpyNodeParams
+from ostinato.driver.context import Context
+from ostinato.driver.stream import Event, Operation, Stream
+from ostinato.errors import CaptureError, InputError
+from ostinato.memory import Buffer, allocate
+
+__all__ = ["StagingRing"]
+
+
+class StagingRing:
+    """`depth` pinned entries of `nbytes` bytes, used in turn.  Thread-safe."""
+
+    def __init__(self, context: Context, nbytes: int, *, depth: int = 4) -> None:
+        if nbytes < 1 or depth < 1:
+            raise InputError(f"nbytes={nbytes}, depth={depth}: both must be 1 or more")
+        self.nbytes = nbytes
+        self.depth = depth
+        stride = -(-nbytes // 256) * 256
+        self._memory = allocate(context, stride * depth, pinned=True)
+        self._entries = [self._memory.view(i * stride, nbytes) for i in range(depth)]
+        self._views: list[npt.NDArray[np.uint8]] = [entry.array for entry in self._entries]
+        self._done: list[Event | None] = [None] * depth
+        self._next = 0
+        self._waits = 0
+        self._lock = threading.Lock()
+
+    @property
+    def waits(self) -> int:
+        """How often a write had to wait because all entries were still in flight."""
+        return self._waits
+
+    def write(self, dst: Buffer, data: bytes | memoryview, stream: Stream) -> None:
+        """Copies `data` to the beginning of `dst` in stream order, as one copy.
+
+        Returns at once unless all entries are in flight.  Raises InputError if it does not fit,
+        CaptureError during a capture: a replay would copy this entry's bytes for ever, whatever
+        they have become.
+        """
+        size = len(data)
+        if size > min(self.nbytes, dst.nbytes):
+            raise InputError(f"{size} bytes do not fit: {min(self.nbytes, dst.nbytes)} are there")
+        if stream.capture_info.status is not CaptureStatus.NONE:
+            raise CaptureError(
+                "a staged write cannot be captured: write before the capture or between replays"
+            )
+        with self._lock:
+            index = self._next
+            self._next = (index + 1) % self.depth
+            done = self._done[index]
+            if done is not None and not done.done:
+                self._waits += 1
+                done.synchronize()
+            self._views[index][:size] = np.frombuffer(data, np.uint8)
+            entry = self._entries[index]
+            params = MemcpyNodeParams(dst.address, entry.address, size)
+            operation = Operation(params, "staged write", (entry.range,), (dst.range,), (dst, self))
+            stream.submit(operation)
+            self._done[index] = stream.record(done)
+
+    def close(self) -> None:
+        """Gives the pinned memory back once the copies out of it are done.  Idempotent."""
+        for event in self._done:
+            if event is not None:
+                event.synchronize()
+                event.close()
+        self._done = [None] * self.depth
+        self._memory.close()
