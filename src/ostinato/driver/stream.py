@@ -114,6 +114,8 @@ class Stream:
         self.context = context
         self.handle = handle
         self.owner = owner
+        self.submitted = 0
+        """Operations that the driver took on this stream so far."""
         self._closed = False
         self._destroyed = False
         self._finalizer: weakref.finalize[..., Stream] | None = None
@@ -164,7 +166,9 @@ class Stream:
         except DriverError as error:
             self.report(operation.name, error)
             raise
-        self.announce(operation)
+        self.submitted += 1
+        if self.context.taps:
+            self.announce(operation)
 
     def announce(self, operation: Operation) -> None:
         """Tells the taps of an operation that the driver took on this stream."""

@@ -1,0 +1,92 @@
+"""What a graphed step does next: a pure function from its situation to a decision with a reason.
+
+Touches no driver and does no I/O.  Graphs cost speed when they fail, never answers: every doubt
+ends in an eager run whose reason is counted and can be read.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["Action", "Decision", "Reason", "Situation", "decide"]
+
+
+class Action(enum.Enum):
+    """What a call of a step does."""
+
+    EAGER = "eager"
+    """Runs launch by launch."""
+    BUILD = "build"
+    """Makes the graph of this key (by capture, then replays it; or by recording a real run)."""
+    REPLAY = "replay"
+
+
+class Reason(enum.StrEnum):
+    """Why."""
+
+    REPLAYED = "the graph of this key is there"
+    FIRST_USE = "the graph of this key is made now"
+    WARMING_UP = "warming up before the capture"
+    GRAPHS_OFF = "graphs are switched off"
+    PROFILING = "profiling per operation"
+    INSIDE_CAPTURE = "the stream is being captured, so the work joins that capture"
+    BUILD_FAILED = "building the graph failed before"
+    MISMATCH = "the replay gave another answer than the eager run"
+    PRECONDITION = "a precondition is not met"
+    OVER_BUCKETS = "the size is over the largest bucket"
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that the decision depends on."""
+
+    enabled: bool = True
+    profiling: bool = False
+    inside_capture: bool = False
+    quarantine: tuple[Reason, str] | None = None
+    """Why this key is served eagerly for good, and the words of the error."""
+    unmet: tuple[str, ...] = ()
+    """Names of the preconditions that are not met."""
+    over_buckets: str | None = None
+    has_graph: bool = False
+    runs: int = 0
+    """Eager runs of this key so far."""
+    warmups: int = 1
+    records: bool = False
+    """Built by recording: the recorded run is itself the first real run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do, why, and details in words."""
+
+    action: Action
+    reason: Reason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.action.value}: {self.reason.value}{detail}"
+
+
+def decide(situation: Situation) -> Decision:
+    """The decision for a situation.  The first rule that holds wins, in this order."""
+    s = situation
+    if not s.enabled:
+        return Decision(Action.EAGER, Reason.GRAPHS_OFF)
+    if s.profiling:
+        return Decision(Action.EAGER, Reason.PROFILING)
+    if s.inside_capture:
+        return Decision(Action.EAGER, Reason.INSIDE_CAPTURE)
+    if s.over_buckets is not None:
+        return Decision(Action.EAGER, Reason.OVER_BUCKETS, s.over_buckets)
+    if s.quarantine is not None:
+        return Decision(Action.EAGER, *s.quarantine)
+    if s.unmet:
+        return Decision(Action.EAGER, Reason.PRECONDITION, ", ".join(s.unmet))
+    if s.has_graph:
+        return Decision(Action.REPLAY, Reason.REPLAYED)
+    if not s.records and s.runs < s.warmups:
+        return Decision(Action.EAGER, Reason.WARMING_UP)
+    return Decision(Action.BUILD, Reason.FIRST_USE)

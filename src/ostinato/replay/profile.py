@@ -1,0 +1,193 @@
+"""What a replay costs the host: upload, launch, synchronise, in microseconds, as events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ostinato.driver.stream import Stream
+from ostinato.graph import GraphExec
+from ostinato.settings import ReplaySettings
+
+__all__ = ["Percentiles", "ReplayEvent", "ReplayProfile", "run_replay"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayEvent:
+    """One replay.  Microseconds of host time; `start` since the profile began.
+
+    `synchronize` is zero where the replay was not waited for: then nothing here says how long the
+    device worked.
+    """
+
+    number: int
+    key: str
+    start: float
+    upload: float
+    launch: float
+    synchronize: float
+
+    @property
+    def total(self) -> float:
+        return self.upload + self.launch + self.synchronize
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of the events kept, in microseconds (nearest rank)."""
+
+    count: int
+    p50: float
+    p90: float
+    p99: float
+    largest: float
+
+
+class ReplayProfile:
+    """Collects replay events: the latest `keep`, one in `print_every` logged, all to `sinks`.
+
+    A sink is called with each event on the replaying thread; what it raises is the caller's.
+    """
+
+    def __init__(
+        self,
+        *,
+        keep: int = 10_000,
+        print_every: int = 64,
+        sinks: tuple[Callable[[ReplayEvent], object], ...] = (),
+    ) -> None:
+        self._events: deque[ReplayEvent] = deque(maxlen=keep)
+        self._print_every = print_every
+        self._sinks = sinks
+        self._began = time.perf_counter_ns()
+        self._count = 0
+        self._lock = threading.Lock()
+        self._nvtx = _nvtx()
+
+    @property
+    def events(self) -> tuple[ReplayEvent, ...]:
+        """The latest events, oldest first."""
+        with self._lock:
+            return tuple(self._events)
+
+    @property
+    def count(self) -> int:
+        """All replays so far, also those no longer kept."""
+        return self._count
+
+    def run(self, key: Hashable, run: GraphExec, stream: Stream, settings: ReplaySettings) -> None:
+        """Replays once and notes what it cost.  Raises what the replay raises."""
+        name = str(key)
+        annotate = self._nvtx.annotate(f"replay {name}") if self._nvtx is not None else None
+        if annotate is not None:
+            annotate.__enter__()
+        try:
+            begin = time.perf_counter_ns()
+            if settings.upload:
+                run.upload(stream)
+            uploaded = time.perf_counter_ns()
+            run.launch(stream)
+            launched = time.perf_counter_ns()
+            if settings.synchronize:
+                stream.synchronize()
+            done = time.perf_counter_ns()
+        finally:
+            if annotate is not None:
+                annotate.__exit__(None, None, None)
+        with self._lock:
+            self._count += 1
+            event = ReplayEvent(
+                self._count,
+                name,
+                (begin - self._began) / 1e3,
+                (uploaded - begin) / 1e3 if settings.upload else 0.0,
+                (launched - uploaded) / 1e3,
+                (done - launched) / 1e3 if settings.synchronize else 0.0,
+            )
+            self._events.append(event)
+        if event.number % self._print_every == 0:
+            _log.info(
+                "replay %d of %s: upload %.1f us, launch %.1f us, sync %.1f us, total %.1f us",
+                event.number,
+                name,
+                event.upload,
+                event.launch,
+                event.synchronize,
+                event.total,
+            )
+        for sink in self._sinks:
+            sink(event)
+
+    def percentiles(self, part: str = "total") -> Percentiles:
+        """Of "upload", "launch", "synchronize" or "total"; zeros where nothing was replayed."""
+        values = sorted(getattr(e, part) for e in self.events)
+        if not values:
+            return Percentiles(0, 0.0, 0.0, 0.0, 0.0)
+
+        def rank(share: float) -> float:
+            return float(values[max(0, math.ceil(share * len(values)) - 1)])
+
+        return Percentiles(len(values), rank(0.5), rank(0.9), rank(0.99), values[-1])
+
+    def to_json_lines(self) -> str:
+        """One JSON object a line for each event kept."""
+        return "".join(json.dumps(asdict(e) | {"total": e.total}) + "\n" for e in self.events)
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The events for chrome://tracing and Perfetto: complete events, microseconds."""
+        trace = []
+        for event in self.events:
+            at = event.start
+            for part in ("upload", "launch", "synchronize"):
+                duration = getattr(event, part)
+                if duration:
+                    trace.append(
+                        {
+                            "name": part,
+                            "cat": "replay",
+                            "ph": "X",
+                            "ts": at,
+                            "dur": duration,
+                            "pid": 0,
+                            "tid": 0,
+                            "args": {"key": event.key, "number": event.number},
+                        }
+                    )
+                at += duration
+        return {"traceEvents": trace, "displayTimeUnit": "ns"}
+
+
+def run_replay(
+    key: Hashable,
+    run: GraphExec,
+    stream: Stream,
+    settings: ReplaySettings,
+    profile: ReplayProfile | None,
+) -> None:
+    """One replay with what the settings ask for around it."""
+    if profile is not None and settings.profile:
+        profile.run(key, run, stream, settings)
+        return
+    if settings.upload:
+        run.upload(stream)
+    run.launch(stream)
+    if settings.synchronize:
+        stream.synchronize()
+
+
+def _nvtx() -> Any:
+    """The nvtx package where it is installed, for ranges in NVIDIA's profilers."""
+    try:
+        import nvtx
+    except ImportError:
+        return None
+    return nvtx
