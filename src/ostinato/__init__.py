@@ -1,1 +1,121 @@
-"""Capture GPU work into graphs once, and play it again."""
+"""Capture GPU work into CUDA graphs once, and play it again: safely, fast, from Python.
+
+    import ostinato as ost
+
+    device = ost.open_device()
+    stream = device.create_stream()
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel, ost.LaunchConfig(grid=8, block=256), x, n)
+    run = capture.graph.instantiate(upload=stream)
+    run.launch(stream)
+
+Names are loaded when they are first used: importing this package touches no driver, no file and
+no other library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ostinato.cache import CacheStatistics as CacheStatistics
+    from ostinato.cache import ExplicitBuckets as ExplicitBuckets
+    from ostinato.cache import GraphCache as GraphCache
+    from ostinato.cache import PowersOfTwo as PowersOfTwo
+    from ostinato.device import Device as Device
+    from ostinato.device import open_device as open_device
+    from ostinato.driver.api import CaptureMode as CaptureMode
+    from ostinato.driver.api import ConditionalKind as ConditionalKind
+    from ostinato.driver.api import InstantiateFlags as InstantiateFlags
+    from ostinato.driver.api import LaunchConfig as LaunchConfig
+    from ostinato.driver.api import MemoryRange as MemoryRange
+    from ostinato.driver.api import NodeKind as NodeKind
+    from ostinato.driver.host_kernel import HostKernel as HostKernel
+    from ostinato.driver.host_kernel import host_kernel as host_kernel
+    from ostinato.driver.stream import Event as Event
+    from ostinato.driver.stream import Operation as Operation
+    from ostinato.driver.stream import Stream as Stream
+    from ostinato.errors import OstinatoError as OstinatoError
+    from ostinato.graph import Capture as Capture
+    from ostinato.graph import Graph as Graph
+    from ostinato.graph import GraphExec as GraphExec
+    from ostinato.graph import Node as Node
+    from ostinato.graph import capture as capture
+    from ostinato.graph import capture_function as capture_function
+    from ostinato.graph import launch as launch
+    from ostinato.graph import prepare as prepare
+    from ostinato.graph import record as record
+    from ostinato.memory import Buffer as Buffer
+    from ostinato.memory import CapturePool as CapturePool
+    from ostinato.memory import copy as copy
+    from ostinato.memory import fill as fill
+    from ostinato.modules import Kernel as Kernel
+    from ostinato.modules import Source as Source
+    from ostinato.replay import GraphedStep as GraphedStep
+    from ostinato.replay import ReplayProfile as ReplayProfile
+    from ostinato.replay import Role as Role
+    from ostinato.replay import Slot as Slot
+    from ostinato.settings import ReplaySettings as ReplaySettings
+    from ostinato.state import DeviceArray as DeviceArray
+    from ostinato.state import DeviceScalar as DeviceScalar
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Buffer": "memory",
+    "CacheStatistics": "cache",
+    "Capture": "graph",
+    "CaptureMode": "driver.api",
+    "CapturePool": "memory",
+    "ConditionalKind": "driver.api",
+    "Device": "device",
+    "DeviceArray": "state",
+    "DeviceScalar": "state",
+    "Event": "driver.stream",
+    "ExplicitBuckets": "cache",
+    "Graph": "graph",
+    "GraphCache": "cache",
+    "GraphExec": "graph",
+    "GraphedStep": "replay",
+    "HostKernel": "driver.host_kernel",
+    "InstantiateFlags": "driver.api",
+    "Kernel": "modules",
+    "LaunchConfig": "driver.api",
+    "MemoryRange": "driver.api",
+    "Node": "graph",
+    "NodeKind": "driver.api",
+    "Operation": "driver.stream",
+    "OstinatoError": "errors",
+    "PowersOfTwo": "cache",
+    "ReplayProfile": "replay",
+    "ReplaySettings": "settings",
+    "Role": "replay",
+    "Slot": "replay",
+    "Source": "modules",
+    "Stream": "driver.stream",
+    "capture": "graph",
+    "capture_function": "graph",
+    "copy": "memory",
+    "fill": "memory",
+    "host_kernel": "driver.host_kernel",
+    "launch": "graph",
+    "open_device": "device",
+    "prepare": "graph",
+    "record": "graph",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves the loader, dir() and this
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ostinato' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"ostinato.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

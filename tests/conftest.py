@@ -1,0 +1,58 @@
+"""Options and fixtures for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ostinato.device import Device, open_device
+from ostinato.errors import NotAvailableError
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="a missing GPU is a failure, not a skip",
+    )
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """A device of each driver: what a test asserts of it must hold on both."""
+    with open_test_device(request.param, request.config) as opened:
+        yield opened
+
+
+@pytest.fixture
+def host_device() -> Iterator[Device]:
+    """The host device, for rules that only it can show."""
+    with open_device("host") as opened:
+        yield opened
+
+
+@pytest.fixture
+def cuda_device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """A CUDA device, for tests marked gpu."""
+    with open_test_device("cuda", request.config) as opened:
+        yield opened
+
+
+def open_test_device(name: str, config: pytest.Config) -> Device:
+    """Opens a device, or skips where there is none and none is required."""
+    try:
+        return open_device(name)
+    except NotAvailableError as error:
+        if config.getoption("--require-gpu"):
+            pytest.fail(f"a GPU is required: {error}")
+        pytest.skip(f"no device: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The file of SmolLM2-135M-Instruct, fetched on first use."""
+    from ostinato.models import store
+
+    return store.pull("smollm2-135m")
