@@ -16,7 +16,7 @@ from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHa
 from ostinato.driver.context import Context
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError
-from ostinato.memory import Buffer, CapturePool, allocate
+from ostinato.memory import Buffer, CapturePool, adopt_array, allocate
 from ostinato.modules import ModuleCache
 
 __all__ = ["Device", "open_device"]
@@ -110,6 +110,13 @@ class Device:
             )
             stream.synchronize()
         return buffer
+
+    def adopt_array(self, array: object) -> Buffer:
+        """A buffer over another library's device array, without a copy; it is kept alive.
+
+        Through `__cuda_array_interface__` or DLPack; C-contiguous only.  Raises InputError.
+        """
+        return adopt_array(self.context, array)
 
     def pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> Buffer:
         """Page-locked host memory, for copies that do not wait; `.array` is the NumPy view."""

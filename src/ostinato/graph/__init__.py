@@ -1,12 +1,12 @@
 """Graphs: captured, recorded or built by hand; read, compared, drawn, instantiated and changed."""
 
-from ostinato.graph.capture import Capture, capture, capture_function
+from ostinato.graph.capturing import Capture, capture, capture_function
 from ostinato.graph.executable import GraphExec, UpdateReport
 from ostinato.graph.graph import Conditional, Graph
-from ostinato.graph.launch import launch, prepare
+from ostinato.graph.launching import launch, prepare
 from ostinato.graph.node import Argument, Node, Pointer
 from ostinato.graph.rebind import LeftWord, RebindReport, ReboundWord
-from ostinato.graph.record import Recorded, Recording, build_graph, record
+from ostinato.graph.recording import Recorded, Recording, build_graph, record
 
 __all__ = [
     "Argument",

@@ -32,11 +32,11 @@ from ostinato.driver.api import (
     NodeKind,
     NodeParams,
 )
-from ostinato.driver.context import Context
+from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.location import caller_location
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
-from ostinato.graph.launch import prepare
+from ostinato.graph.launching import prepare
 from ostinato.graph.node import Argument, Node, NodeLabel, decode_arguments
 from ostinato.memory import Buffer
 
@@ -86,13 +86,14 @@ class Graph:
             self._finalizer.atexit = False
 
     @classmethod
-    def create(cls, context: Context) -> Graph:
+    def create(cls, device: Context | HasContext) -> Graph:
         """An empty graph to build by hand."""
+        context = context_of(device)
         context.require_open()
         return cls(context, context.driver.graph_create())
 
     @classmethod
-    def adopt(cls, context: Context, handle: int, *, owner: object) -> Graph:
+    def adopt(cls, device: Context | HasContext, handle: int, *, owner: object) -> Graph:
         """A graph that another library made, by its raw handle.
 
         It is never destroyed by us; `owner` is kept alive as long as this object or an executable
@@ -102,7 +103,7 @@ class Graph:
             raise InputError(
                 "a null handle is no graph; keep the owner's graph (not only its exec)"
             )
-        return cls(context, GraphHandle(int(handle)), owned=False, owner=owner)
+        return cls(context_of(device), GraphHandle(int(handle)), owned=False, owner=owner)
 
     @property
     def handle(self) -> GraphHandle:

@@ -1,6 +1,7 @@
 """Memory: buffers that own or view it, and pools that captures allocate from."""
 
 from ostinato.memory.buffer import Buffer, allocate, copy, fill
+from ostinato.memory.dlpack import adopt_array
 from ostinato.memory.pool import CapturePool, Growth, PoolState, PoolStatistics
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "Growth",
     "PoolState",
     "PoolStatistics",
+    "adopt_array",
     "allocate",
     "copy",
     "fill",

@@ -95,8 +95,8 @@ def check_replay(
     slots: Sequence[Slot],
     sizes: Mapping[str, int],
     stream: Stream,
-    eager: Callable[[], None],
-    replay: Callable[[], None],
+    eager: Callable[[], object],
+    replay: Callable[[], object],
 ) -> SlotMismatch | None:
     """Runs a step eagerly and by replay from the same state, and compares bit by bit.
 

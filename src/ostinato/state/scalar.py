@@ -85,7 +85,7 @@ class DeviceArray:
             )
         if self.buffer.size != 1:
             raise InputError("fields of one struct only; this holds several")
-        kind, offset = fields[name][0], fields[name][1]
+        kind, offset = self.dtype.fields[name][:2]
         return self.buffer.view(offset, kind.shape, kind.base)
 
     def close(self) -> None:

@@ -1,0 +1,58 @@
+"""The commands together, and what happens to an error of ours: its words, and exit status 1."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ostinato import __version__
+from ostinato.cli import cache, doctor, generate, inspect, model
+from ostinato.errors import OstinatoError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="ostinato",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Capture GPU work into CUDA graphs once, and play it again: here with a real model.",
+)
+app.command("generate")(generate.generate)
+app.command("inspect")(inspect.inspect)
+app.command("doctor")(doctor.doctor)
+app.add_typer(model.app, name="model")
+app.add_typer(cache.app, name="cache")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ostinato {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The entry point: errors of this library are printed without a traceback."""
+    try:
+        app()
+    except OstinatoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(f"  {note}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output left: not our error
+        sys.exit(141)

@@ -1,0 +1,118 @@
+"""`ostinato doctor`: what this machine can do, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ostinato import __version__, settings
+from ostinato.device import open_device
+from ostinato.errors import OstinatoError
+
+__all__ = ["doctor", "findings"]
+
+_PACKAGES = (
+    "numpy",
+    "gguf",
+    "safetensors",
+    "tokenizers",
+    "cuda-core",
+    "cuda-bindings",
+    "torch",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "triton",
+    "numba-cuda",
+    "nvtx",
+    "huggingface-hub",
+)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what this machine can do: devices, versions, caches, settings, and what is missing."""
+    found = findings()
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    for section, rows in found.items():
+        typer.echo(f"{section}")
+        if isinstance(rows, dict):
+            for name, value in rows.items():
+                typer.echo(f"  {name:<18} {value}")
+        else:
+            typer.echo(f"  {rows}")
+
+
+def findings() -> dict[str, Any]:
+    """Everything `doctor` says, as plain data.  Never raises for something that is missing."""
+    return {
+        "ostinato": {
+            "version": __version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "processors": os.cpu_count(),
+        },
+        "cuda": _device("cuda:0"),
+        "host": _device("host"),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "caches": _caches(),
+        "settings": {
+            v.name: os.environ.get(v.name, "not set") + f"  ({v.doc})" for v in settings.ALL
+        },
+    }
+
+
+def _device(name: str) -> dict[str, Any] | str:
+    try:
+        with open_device(name) as device:
+            properties, can = device.properties, device.capabilities
+            free, total = device.memory_info()
+            return {
+                "name": properties.name,
+                "driver": properties.driver_version,
+                "compute": "{}.{}".format(*properties.compute_capability),
+                "multiprocessors": properties.multiprocessors,
+                "memory": f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
+                "conditional nodes": _yes(can.conditional_nodes),
+                "programmatic": _yes(can.programmatic_launch),
+                "clusters": _yes(can.clusters),
+                "kernels in": can.source_language,
+            }
+    except OstinatoError as error:
+        return f"not available: {error}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _caches() -> dict[str, str]:
+    root = settings.cache_dir()
+    return {
+        "folder": str(root),
+        "models": _size(root / "models"),
+        "kernels": _size(root / "kernels"),
+    }
+
+
+def _size(folder: Path) -> str:
+    try:
+        files = [p for p in folder.rglob("*") if p.is_file()]
+        return f"{len(files)} files, {sum(p.stat().st_size for p in files) / 1e6:.1f} MB"
+    except OSError as error:
+        return f"cannot be read: {error}"

@@ -1,0 +1,58 @@
+"""`ostinato model`: get, list and remove model files."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from ostinato.cli.progress import byte_progress
+from ostinato.models import store
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Get, list and remove models.")
+
+Name = Annotated[str, typer.Argument(help="A known name, such as smollm2-135m.")]
+
+
+@app.command()
+def pull(name: Name) -> None:
+    """Fetch a known model into the cache folder, and check its digest."""
+    if store.is_present(name):
+        typer.echo(f"{name} is there: {store.model_path(name)}")
+        return
+    with byte_progress(f"fetching {name}") as progress:
+        path = store.pull(name, progress=progress)
+    typer.echo(str(path))
+
+
+@app.command("list")
+def list_models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """List the known models, and which of them are there."""
+    models = store.list_models()
+    if as_json:
+        rows = [
+            {
+                "name": m.model.name,
+                "present": m.present,
+                "path": str(m.path),
+                "size": m.model.size,
+                "description": m.model.description,
+            }
+            for m in models
+        ]
+        typer.echo(json.dumps(rows))
+        return
+    for m in models:
+        state = str(m.path) if m.present else "not fetched (ostinato model pull)"
+        typer.echo(f"{m.model.name}  {m.model.size / 1e6:.0f} MB  {m.model.description}  {state}")
+
+
+@app.command()
+def remove(name: Name) -> None:
+    """Remove a fetched model from the cache folder."""
+    typer.echo(f"{name} removed" if store.remove(name) else f"{name} was not there")

@@ -1,0 +1,504 @@
+"""A graph as text: a table for people, plain data for programs, DOT for Graphviz.
+
+All three, the picture (`graph.svg`) and the comparison (`graph.diff`) read a graph once, as an
+`Outline`: nodes, edges by index, and the same for every child graph and conditional body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ostinato.driver.api import (
+    AllocNodeParams,
+    BatchMemOpNodeParams,
+    ChildGraphNodeParams,
+    ConditionalKind,
+    ConditionalNodeParams,
+    Dim3,
+    Driver,
+    EdgeData,
+    EdgeType,
+    EventRecordNodeParams,
+    EventWaitNodeParams,
+    FreeNodeParams,
+    GraphHandle,
+    HostNodeParams,
+    KernelNodeParams,
+    LaunchConfig,
+    MemcpyNodeParams,
+    MemOp,
+    MemOpKind,
+    MemsetNodeParams,
+    NodeKind,
+    NodeParams,
+    OpaqueNodeParams,
+)
+from ostinato.graph.node import Argument, Node
+
+if TYPE_CHECKING:
+    from ostinato.graph.graph import Graph
+
+__all__ = [
+    "SCHEMA",
+    "Link",
+    "Outline",
+    "outline",
+    "plain_params",
+    "rich_table",
+    "to_dot",
+    "to_json",
+    "to_table",
+]
+
+SCHEMA = "ostinato.graph/1"
+TABLE_WIDTH = 116
+_ARGUMENTS_WIDTH = 96
+_NAME_WIDTH = 32
+
+
+# ------------------------------------------------------------------------------ reading a graph
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A dependency between two nodes of one body, by index."""
+
+    source: int
+    target: int
+    data: EdgeData
+
+    @property
+    def programmatic(self) -> bool:
+        return self.data.type is EdgeType.PROGRAMMATIC
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A graph, child graph or conditional body: its nodes, their edges, and what is inside them.
+
+    `inner` has one entry a node: the outlines of its child graph or bodies, mostly none.
+    `title` says what this is of its node ("then", "body", "case 2", "child").
+    """
+
+    title: str
+    nodes: tuple[Node, ...]
+    edges: tuple[Link, ...]
+    inner: tuple[tuple[Outline, ...], ...]
+
+    def walk(self) -> Iterator[Node]:
+        """Every node, what is inside one right after it."""
+        for node, bodies in zip(self.nodes, self.inner, strict=True):
+            yield node
+            for body in bodies:
+                yield from body.walk()
+
+    def walk_edges(self) -> Iterator[Link]:
+        """Every edge, those inside of nodes after the body's own."""
+        yield from self.edges
+        for body in itertools.chain.from_iterable(self.inner):
+            yield from body.walk_edges()
+
+    def after(self, index: int) -> tuple[Link, ...]:
+        """The edges into one node."""
+        return tuple(e for e in self.edges if e.target == index)
+
+    def summary(self) -> str:
+        """ "12 nodes (9 kernel, 3 memcpy), 11 edges", with what is inside of nodes."""
+        nodes = list(self.walk())
+        kinds = Counter(kind_text(n.kind) for n in nodes)
+        parts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        edges = sum(1 for _ in self.walk_edges())
+        kinds_text = f" ({parts})" if parts else ""
+        return f"{_count(len(nodes), 'node')}{kinds_text}, {_count(edges, 'edge')}"
+
+
+def outline(graph: Graph) -> Outline:
+    """Reads a graph with all that is inside of it."""
+    return _outline(graph.context.driver, graph.handle, graph.nodes, "")
+
+
+def _outline(driver: Driver, handle: GraphHandle, nodes: tuple[Node, ...], title: str) -> Outline:
+    index = {node.handle: node.index for node in nodes}
+    links = [Link(index[e.source], index[e.target], e.data) for e in driver.graph_edges(handle)]
+    # The driver's order of edges means nothing, and differs between a graph and its clone.
+    links.sort(key=lambda e: (e.target, e.source, e.data.from_port, e.data.to_port, e.data.type))
+    return Outline(title, nodes, tuple(links), tuple(_inner(driver, node) for node in nodes))
+
+
+def _inner(driver: Driver, node: Node) -> tuple[Outline, ...]:
+    if isinstance(node.params, ChildGraphNodeParams):
+        return (_outline(driver, node.params.graph, node.children[0], "child"),)
+    if isinstance(node.params, ConditionalNodeParams):
+        titles = body_titles(node.params.kind, len(node.params.bodies))
+        return tuple(
+            _outline(driver, body, nodes, title)
+            for body, nodes, title in zip(node.params.bodies, node.children, titles, strict=True)
+        )
+    return ()
+
+
+def body_titles(kind: ConditionalKind, size: int) -> tuple[str, ...]:
+    """What the bodies of a conditional node are called."""
+    if kind is ConditionalKind.IF:
+        return ("then", "else")[:size]
+    if kind is ConditionalKind.WHILE:
+        return ("body",) * size
+    return tuple(f"case {i}" for i in range(size))
+
+
+# ------------------------------------------------------------------------------ words for things
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def kind_text(kind: NodeKind) -> str:
+    return kind.name.lower().replace("_", " ")
+
+
+def shape_text(shape: Dim3) -> str:
+    """ "8", "8×2", "8×2×4": without the ones at the end."""
+    x, y, z = shape
+    return "×".join(str(n) for n in ((x, y, z) if z > 1 else (x, y) if y > 1 else (x,)))
+
+
+def bytes_text(nbytes: int) -> str:
+    """ "640 B", "4 KiB", "1.5 MiB"."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return f"{nbytes / 1024**power:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def shorten(text: str, width: int) -> str:
+    """At most `width` characters, the middle left out: names differ at both of their ends."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) * 2 // 3
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def line_text(location: str | None) -> str:
+    """ "decode.py:41" of a location; "" where it is not known."""
+    match = re.match(r"(?P<file>.+?):(?P<line>\d+)(:|\Z)", location or "")
+    return "" if match is None else f"{PurePath(match['file']).name}:{match['line']}"
+
+
+def function_text(function: Callable[[], object] | None, pointer: int = 0) -> str:
+    """A host function's name in Python, or its address."""
+    if function is None:
+        return f"{pointer:#x}"
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def memop_text(op: MemOp) -> str:
+    """ "0x7f00 ← 3", "wait 0x7f00 geq 3"."""
+    if op.kind is MemOpKind.WRITE:
+        return f"{op.address:#x} ← {op.value}"
+    return f"wait {op.address:#x} {op.kind.name.lower().removeprefix('wait_')} {op.value}"
+
+
+def arguments_text(arguments: Sequence[Argument], width: int | None = None) -> str:
+    """ "x=[0x7f00], n=4": as many as fit into `width` characters, then how many are left out."""
+    texts = [str(a) for a in arguments]
+    if width is None or len(", ".join(texts)) <= width:
+        return ", ".join(texts)
+    shown = list(itertools.takewhile(lambda end: end <= width - 12, _ends(texts)))
+    # The first is shown in any case.
+    head = texts[: max(1, len(shown))]
+    left = len(texts) - len(head)
+    return shorten(", ".join(head), width) + (f", … {left} more" if left else "")
+
+
+def _ends(texts: Sequence[str]) -> Iterator[int]:
+    return itertools.accumulate(len(t) + 2 for t in texts)
+
+
+def details(node: Node, width: int | None = None) -> str:
+    """What a node does beyond its kind and name, in one line of words."""
+    params = node.params
+    match params:
+        case KernelNodeParams():
+            return arguments_text(node.arguments, width)
+        case MemcpyNodeParams():
+            return f"{params.dst:#x} ← {params.src:#x}, {_extent(params)}"
+        case MemsetNodeParams():
+            return f"{params.dst:#x} ← {params.value:#x}, {_extent(params)}"
+        case EventRecordNodeParams() | EventWaitNodeParams():
+            return f"event {params.event:#x}"
+        case AllocNodeParams():
+            return f"{bytes_text(params.nbytes)} at {params.address:#x}"
+        case FreeNodeParams():
+            return f"{params.address:#x}"
+        case BatchMemOpNodeParams():
+            text = ", ".join(memop_text(op) for op in params.operations)
+            return text if width is None else shorten(text, width)
+        case ConditionalNodeParams():
+            return f"condition {params.handle:#x}"
+        case OpaqueNodeParams():
+            return params.why
+        case HostNodeParams() if params.function is None:
+            return f"{params.pointer:#x}({params.user_data:#x})"
+        case _:
+            return ""
+
+
+def _extent(params: MemcpyNodeParams | MemsetNodeParams) -> str:
+    """ "4 KiB", "128 × 16 B", "1024 × 4 B" (elements of a fill)."""
+    if isinstance(params, MemsetNodeParams):
+        rows = f"{params.height} × " if params.height > 1 else ""
+        return f"{rows}{params.width} × {params.element_size} B"
+    rows = "".join(f"{n} × " for n in (params.depth, params.height) if n > 1)
+    return rows + bytes_text(params.width) + (" (an array)" if params.opaque else "")
+
+
+# -------------------------------------------------------------------------------------- the table
+
+_STYLES = {
+    NodeKind.KERNEL: "cyan",
+    NodeKind.MEMCPY: "green",
+    NodeKind.MEMSET: "green",
+    NodeKind.HOST: "yellow",
+    NodeKind.CHILD_GRAPH: "magenta",
+    NodeKind.CONDITIONAL: "magenta",
+}
+
+
+def rich_table(graph: Graph) -> Table:
+    """The graph as a table for a terminal: one row a node, in the driver's order."""
+    return _table(outline(graph))
+
+
+def to_table(graph: Graph) -> str:
+    """The graph as plain text at most 116 columns wide: one row a node, in the driver's order.
+
+    Long argument lists and names are shortened; `to_json` has all of them.
+    """
+    console = Console(
+        file=io.StringIO(), width=TABLE_WIDTH, color_system=None, force_jupyter=False, _environ={}
+    )
+    with console.capture() as capture:
+        console.print(_table(outline(graph)))
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def _table(top: Outline) -> Table:
+    configs = [n.params.config for n in top.walk() if isinstance(n.params, KernelNodeParams)]
+    programmatic = any(e.programmatic for e in top.walk_edges())
+    table = Table(
+        title=f"graph: {top.summary()}",
+        title_justify="left",
+        title_style="bold",
+        caption="⇢ programmatic: may start before that node ends" if programmatic else None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    table.add_column("node", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("name", no_wrap=True)
+    table.add_column("grid", no_wrap=True)
+    table.add_column("block", no_wrap=True)
+    optional: list[tuple[str, Callable[[LaunchConfig], str]]] = []
+    if any(c.shared for c in configs):
+        optional.append(("shared", lambda c: str(c.shared) if c.shared else ""))
+    if any(c.cluster for c in configs):
+        optional.append(("cluster", lambda c: shape_text(c.cluster) if c.cluster else ""))
+    for header, _ in optional:
+        table.add_column(header, no_wrap=True)
+    table.add_column("arguments", overflow="fold")
+    table.add_column("after", overflow="fold")
+    table.add_column("line", overflow="fold", style="dim")
+    _add_rows(table, top, [cell for _, cell in optional], 0)
+    return table
+
+
+def _add_rows(
+    table: Table, body: Outline, optional: Sequence[Callable[[LaunchConfig], str]], depth: int
+) -> None:
+    indent = "  " * depth
+    for node, inner in zip(body.nodes, body.inner, strict=True):
+        config = node.params.config if isinstance(node.params, KernelNodeParams) else None
+        after = ", ".join(f"{'⇢' * e.programmatic}{e.source}" for e in body.after(node.index))
+        # As Text: brackets in arguments and names are not rich's markup.
+        kind = Text(kind_text(node.kind), style=_STYLES.get(node.kind, ""))
+        cells = [
+            indent + shorten(node.name, _NAME_WIDTH),
+            "" if config is None else shape_text(config.grid),
+            "" if config is None else shape_text(config.block),
+            *("" if config is None else cell(config) for cell in optional),
+            details(node, _ARGUMENTS_WIDTH),
+            after,
+            line_text(node.location),
+        ]
+        table.add_row(Text(f"{indent}{node.index}"), kind, *map(Text, cells))
+        for part in inner:
+            empty = "" if part.nodes else " (empty)"
+            table.add_row("", "", Text(f"{indent}  {part.title}:{empty}", style="dim"))
+            _add_rows(table, part, optional, depth + 1)
+
+
+# ------------------------------------------------------------------------------------- plain data
+
+
+def to_json(graph: Graph) -> dict[str, object]:
+    """The graph as plain data that `json.dumps` takes.
+
+    Schema "ostinato.graph/1": `device`, `nodes` and `edges`.  A node has `index`, `kind`, `name`,
+    `params`, `arguments` (bytes in hex; `value` null where the type is not known), `children`
+    (title, nodes and edges of its child graph or bodies) and `location`.  Addresses and handles
+    are numbers, and numbers that JSON has no words for are "nan", "inf" and "-inf".
+    """
+    top = outline(graph)
+    return {"schema": SCHEMA, "device": graph.context.driver.name, **_body_json(top)}
+
+
+def _body_json(body: Outline) -> dict[str, object]:
+    return {
+        "nodes": [_node_json(n, inner) for n, inner in zip(body.nodes, body.inner, strict=True)],
+        "edges": [{"source": e.source, "target": e.target, **_record(e.data)} for e in body.edges],
+    }
+
+
+def _node_json(node: Node, inner: tuple[Outline, ...]) -> dict[str, object]:
+    return {
+        "index": node.index,
+        "kind": node.kind.name.lower(),
+        "name": node.name,
+        "params": plain_params(node.params),
+        "arguments": [_argument_json(a) for a in node.arguments],
+        "children": [{"title": part.title, **_body_json(part)} for part in inner],
+        "location": node.location,
+    }
+
+
+def _argument_json(argument: Argument) -> dict[str, object]:
+    return {
+        "index": argument.index,
+        "offset": argument.offset,
+        "size": argument.size,
+        "bytes": argument.raw.hex(),
+        "name": argument.name,
+        "type": argument.type,
+        "value": _plain(argument.value),
+        "pointers": [{**_record(p), "into": p.into} for p in argument.pointers],
+    }
+
+
+def plain_params(params: NodeParams) -> dict[str, object]:
+    """A node's parameters as plain data; a kernel's arguments are not in it."""
+    if not isinstance(params, KernelNodeParams):
+        return _record(params)
+    return {
+        "function": int(params.function),
+        **_record(params.config),
+        "packed": params.arguments.packed,
+        "extra_attributes": list(params.extra_attributes),
+    }
+
+
+def _record(value: object) -> dict[str, object]:
+    assert dataclasses.is_dataclass(value)
+    return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, enum.Enum):
+        return value.name.lower()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    if dataclasses.is_dataclass(value):
+        return _record(value)
+    return function_text(value) if callable(value) else repr(value)
+
+
+# --------------------------------------------------------------------------------------- Graphviz
+
+_FILLS = {
+    NodeKind.KERNEL: "#dbe7fb",
+    NodeKind.MEMCPY: "#d6f0ea",
+    NodeKind.MEMSET: "#fbeed3",
+    NodeKind.HOST: "#fbdde6",
+    NodeKind.CHILD_GRAPH: "#e7defa",
+    NodeKind.CONDITIONAL: "#e7defa",
+}
+
+
+def to_dot(graph: Graph) -> str:
+    """The graph in Graphviz' language: child graphs and bodies as clusters, programmatic edges
+    dashed."""
+    lines = [
+        "digraph ostinato {",
+        '  graph [fontname="Helvetica", fontsize=11, compound=true];',
+        '  node [shape=box, style="rounded,filled", fillcolor="#eceff3", color="#8a94a3",',
+        '        fontname="Helvetica", fontsize=11];',
+        '  edge [color="#5b6472", arrowsize=0.7];',
+        *_dot_body(outline(graph), "n", "  "),
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _dot_body(body: Outline, prefix: str, indent: str) -> Iterator[str]:
+    for node, inner in zip(body.nodes, body.inner, strict=True):
+        name = f"{prefix}{node.index}"
+        fill = f', fillcolor="{_FILLS[node.kind]}"' if node.kind in _FILLS else ""
+        drawn = f'{name} [label="{_dot_label(node)}"{fill}];'
+        if not inner:
+            yield indent + drawn
+            continue
+        yield f'{indent}subgraph "cluster_{name}" {{'
+        yield f'{indent}  label=""; style="rounded"; color="#8a6fd1";'
+        yield f"{indent}  {drawn}"
+        for number, part in enumerate(inner):
+            within = f"{name}_{number}_"
+            yield f'{indent}  subgraph "cluster_{within}" {{'
+            yield f'{indent}    label="{_dot_escape(part.title)}"; style="dashed";'
+            yield from _dot_body(part, within, indent + "    ")
+            if not part.nodes:  # Graphviz draws no cluster that has no nodes.
+                yield f'{indent}    {within}0 [label="(empty)", shape=plaintext, style=""];'
+            yield f"{indent}  }}"
+            targets = {e.target for e in part.edges}
+            for first in sorted({n.index for n in part.nodes} - targets or {0}):
+                yield f"{indent}  {name} -> {within}{first} [style=dotted, arrowhead=none];"
+        yield f"{indent}}}"
+    for edge in body.edges:
+        style = f' [style=dashed, label="{edge.data.from_port}"]' if edge.programmatic else ""
+        yield f"{indent}{prefix}{edge.source} -> {prefix}{edge.target}{style};"
+
+
+def _dot_label(node: Node) -> str:
+    lines = [f"{node.index}  {node.name}"]
+    if isinstance(node.params, KernelNodeParams):
+        config = node.params.config
+        lines.append(f"{shape_text(config.grid)} blocks of {shape_text(config.block)}")
+    else:
+        lines.append(" ".join((kind_text(node.kind), details(node, 60))).strip())
+    return "\\n".join(_dot_escape(line) for line in lines)
+
+
+def _dot_escape(text: str) -> str:
+    """Text for a quoted label: besides quotes, a label's own escapes and entities."""
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return text.replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"')

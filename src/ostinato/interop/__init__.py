@@ -1,0 +1,1 @@
+"""Other libraries' streams, arrays and graphs; one file a library, none imported before its use."""

@@ -1,0 +1,30 @@
+"""CuPy: its graphs adopted, our streams current in it, arrays over our buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+
+from ostinato import Buffer, Device, Graph, Stream
+from ostinato.errors import InputError
+
+__all__ = ["adopt_graph", "as_array", "external_stream"]
+
+
+def adopt_graph(device: Device, graph: Any) -> Graph:
+    """The definition inside a `cupy.cuda.Graph`, which is kept alive."""
+    handle = getattr(graph, "graph", None)
+    if not isinstance(handle, int) or not handle:
+        raise InputError(f"{type(graph).__name__} holds no graph handle")
+    return Graph.adopt(device, handle, owner=graph)
+
+
+def external_stream(stream: Stream) -> Any:
+    """Our stream as a CuPy stream; `with` makes it current."""
+    return cupy.cuda.ExternalStream(stream.handle)
+
+
+def as_array(buffer: Buffer) -> Any:
+    """A CuPy array over the buffer's memory, without a copy; it keeps the buffer alive."""
+    return cupy.asarray(buffer)

@@ -1,0 +1,26 @@
+"""Numba: our streams for its launches, arrays over our buffers.
+
+Numba has no graphs of its own: launch its kernels on `external_stream(stream)` inside
+`ostinato.capture(stream)`.  Run them once before: a first launch compiles and loads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda
+
+from ostinato import Buffer, Stream
+
+__all__ = ["as_array", "external_stream"]
+
+
+def external_stream(stream: Stream) -> Any:
+    """Our stream as a Numba stream."""
+    return cuda.external_stream(stream.handle)
+
+
+def as_array(buffer: Buffer) -> Any:
+    """A Numba device array over the buffer's memory, without a copy and without a synchronise."""
+    as_cuda_array: Any = cuda.as_cuda_array
+    return as_cuda_array(buffer, sync=False)

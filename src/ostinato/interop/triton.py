@@ -1,0 +1,25 @@
+"""Triton: its kernels on our streams.
+
+Triton launches on torch's current stream and takes torch tensors, so this is torch's door with
+Triton's rule beside it: a kernel compiles and loads at its first launch of each specialisation,
+and that breaks a capture.  `warm` makes that first launch before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ostinato import Stream
+from ostinato.interop.torch import as_tensor, use_stream
+
+__all__ = ["as_tensor", "use_stream", "warm"]
+
+
+def warm(stream: Stream, work: Callable[[], object]) -> None:
+    """Runs `work` once on our stream and waits, so that everything in it is compiled and loaded.
+
+    It really runs: give it scratch buffers, or a step whose repetition does no harm.
+    """
+    with use_stream(stream):
+        work()
+    stream.synchronize()

@@ -1,0 +1,101 @@
+"""Device arrays of other libraries as buffers, without a copy: CUDA array interface and DLPack.
+
+The layout of DLPack's structures is dlpack.h's (version 0.8, which version 1 keeps for
+unversioned capsules).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from ostinato.driver.context import Context
+from ostinato.errors import InputError
+from ostinato.memory.buffer import Buffer
+
+__all__ = ["adopt_array"]
+
+_CUDA_DEVICES = {2: "CUDA", 13: "CUDA managed"}
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+def adopt_array(context: Context, array: object) -> Buffer:
+    """A buffer over a C-contiguous device array of another library, which is kept alive.
+
+    Through `__cuda_array_interface__`, else `__dlpack__`.  Not ordered with the library's streams:
+    work that fills the array must be done, or waited for, before ours reads it.  bfloat16 comes as
+    its uint16 bits.  Raises InputError for host arrays, strided arrays and unknown types.
+    """
+    if isinstance(array, Buffer):
+        return array
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if isinstance(interface, dict):
+        shape = tuple(int(n) for n in interface["shape"])
+        dtype = np.dtype(interface["typestr"])
+        strides = interface.get("strides")
+        if strides is not None and tuple(strides) != _dense(shape, dtype.itemsize):
+            raise InputError(
+                f"{type(array).__name__}: strided arrays cannot be adopted; copy first"
+            )
+        return Buffer(context, int(interface["data"][0]), shape, dtype, base=array)
+    if hasattr(array, "__dlpack__"):
+        return _from_dlpack(context, array)
+    raise InputError(f"{type(array).__name__} has neither __cuda_array_interface__ nor __dlpack__")
+
+
+def _dense(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides, step = [], itemsize
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def _from_dlpack(context: Context, array: Any) -> Buffer:
+    # The capsule owns a reference to the array's memory until it is consumed or collected; it is
+    # kept, never consumed, so its own destructor lets go with the buffer.
+    device_type = int(array.__dlpack_device__()[0])
+    if device_type not in _CUDA_DEVICES:
+        raise InputError(f"{type(array).__name__} lives on DLPack device {device_type}, not CUDA")
+    capsule = array.__dlpack__(stream=-1)
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    tensor = _Tensor.from_address(pointer(capsule, b"dltensor"))
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    dtype = _dtype(tensor.dtype)
+    if tensor.strides:
+        strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim))
+        if strides != _dense(shape, dtype.itemsize):
+            raise InputError(
+                f"{type(array).__name__}: strided arrays cannot be adopted; copy first"
+            )
+    address = (tensor.data or 0) + tensor.byte_offset
+    return Buffer(context, address, shape, dtype, base=(array, capsule))
+
+
+def _dtype(kind: _DataType) -> np.dtype[Any]:
+    names = {0: "i", 1: "u", 2: "f", 4: "u", 5: "c", 6: "u"}  # 4: bfloat16's bits, 6: bool
+    if kind.lanes != 1 or kind.code not in names or kind.bits % 8:
+        raise InputError(f"DLPack type code {kind.code} with {kind.bits} bits is not supported")
+    return np.dtype(f"{names[kind.code]}{kind.bits // 8}")

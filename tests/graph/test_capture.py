@@ -1,0 +1,284 @@
+"""Capture: nothing runs, it always ends, the first error wins and names its line."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import numpy as np
+import pytest
+from ostinato.testing import FaultyDriver
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import (
+    CaptureBrokenError,
+    CaptureError,
+    NotCapturingError,
+    PoolSealedError,
+    Status,
+)
+from tests.sources import config, kernel
+
+
+@pytest.fixture
+def stream(device: Device) -> ost.Stream:
+    return device.create_stream()
+
+
+@pytest.fixture
+def x(device: Device) -> ost.Buffer:
+    return device.array(np.arange(1000, dtype=np.float32))
+
+
+def assert_usable(device: Device, stream: ost.Stream, x: ost.Buffer) -> None:
+    """The stream is not capturing, and a capture on it works."""
+    assert not stream.is_capturing
+    assert device.context.captures_under_way == 0
+    assert device.context.taps == ()
+    before = x.to_numpy(stream)
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel(device, "scale"), config(1000), x, 1000)
+    capture.graph.instantiate(upload=stream).launch(stream)
+    np.testing.assert_array_equal(x.to_numpy(stream), 2 * before)
+
+
+def test_nothing_runs_until_the_replay(device: Device, stream: ost.Stream, x: ost.Buffer) -> None:
+    scale = kernel(device, "scale")
+    with ost.capture(stream) as capture:
+        ost.launch(stream, scale, config(1000), x, 1000)
+        ost.launch(stream, scale, config(1000), x, 1000)
+    np.testing.assert_array_equal(x.to_numpy(stream), np.arange(1000))
+    run = capture.graph.instantiate(upload=stream)
+    run.launch(stream)
+    np.testing.assert_array_equal(x.to_numpy(stream), 4 * np.arange(1000))
+    run.launch(stream)
+    np.testing.assert_array_equal(x.to_numpy(stream), 16 * np.arange(1000))
+
+
+def test_begin_and_end_as_steps(device: Device, stream: ost.Stream, x: ost.Buffer) -> None:
+    capture = ost.Capture(stream)
+    with pytest.raises(NotCapturingError, match="begin"):
+        capture.end()
+    with pytest.raises(NotCapturingError):
+        _ = capture.graph
+    capture.begin()
+    ost.fill(stream, x, 0)
+    graph = capture.end()
+    assert len(graph) == 1
+    with pytest.raises(NotCapturingError):
+        capture.end()
+    with pytest.raises(CaptureError, match="new one"):
+        capture.begin()
+
+
+def test_an_exception_ends_it_and_is_the_one_raised(
+    device: Device, stream: ost.Stream, x: ost.Buffer
+) -> None:
+    with pytest.raises(KeyError, match="mine"), ost.capture(stream):
+        ost.fill(stream, x, 0)
+        raise KeyError("mine")
+    assert_usable(device, stream, x)
+
+
+def test_keyboard_interrupt_ends_it(device: Device, stream: ost.Stream, x: ost.Buffer) -> None:
+    with pytest.raises(KeyboardInterrupt), ost.capture(stream):
+        raise KeyboardInterrupt
+    assert_usable(device, stream, x)
+
+
+def test_a_function_is_captured_and_cleaned_up(
+    device: Device, stream: ost.Stream, x: ost.Buffer
+) -> None:
+    graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 7))
+    graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 7).all()
+
+    def fails() -> None:
+        raise ZeroDivisionError("first")
+
+    with pytest.raises(ZeroDivisionError, match="first"):
+        ost.capture_function(stream, fails)
+    assert_usable(device, stream, x)
+
+
+def test_the_refused_call_names_its_line(device: Device, stream: ost.Stream, x: ost.Buffer) -> None:
+    with pytest.raises(CaptureBrokenError) as caught, ost.capture(stream):
+        ost.fill(stream, x, 0)
+        stream.synchronize()  # the culprit
+    assert "stream.synchronize()  # the culprit" in (caught.value.location or "")
+    assert "test_capture.py" in str(caught.value)
+    assert "900" in str(caught.value)
+    assert_usable(device, stream, x)
+
+
+def test_a_swallowed_refusal_is_found_at_the_end(
+    device: Device, stream: ost.Stream, x: ost.Buffer
+) -> None:
+    with pytest.raises(CaptureBrokenError) as caught, ost.capture(stream):
+        ost.fill(stream, x, 0)
+        with contextlib.suppress(ost.OstinatoError):
+            stream.synchronize()  # swallowed
+    assert "swallowed" in (caught.value.location or "")
+    assert_usable(device, stream, x)
+
+
+def test_trace_finds_the_line_that_does_not_go_through_us(
+    device: Device, stream: ost.Stream, x: ost.Buffer
+) -> None:
+    def foreign() -> None:
+        with contextlib.suppress(ost.OstinatoError):
+            device.driver.stream_query(stream.handle)  # behind our back
+
+    with pytest.raises(CaptureBrokenError) as caught, ost.capture(stream, trace=True):
+        ost.fill(stream, x, 0)
+        foreign()
+        _ = 1 + 1
+    assert "behind our back" in (caught.value.location or "")
+    assert_usable(device, stream, x)
+
+
+def test_nested_capture_is_refused_and_the_outer_goes_on(
+    device: Device, stream: ost.Stream, x: ost.Buffer
+) -> None:
+    with ost.capture(stream) as outer:
+        with pytest.raises(CaptureError, match="nest"), ost.capture(stream):
+            pass
+        ost.fill(stream, x, 3)
+    outer.graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 3).all()
+
+
+def test_fork_and_join(device: Device, stream: ost.Stream, x: ost.Buffer) -> None:
+    other = device.create_stream()
+    y = device.zeros(1000, np.float32)
+    with ost.capture(stream) as capture:
+        fork = stream.record()
+        other.wait(fork)
+        ost.fill(stream, x, 1)
+        ost.fill(other, y, 2)
+        stream.wait(other.record())
+        ost.launch(stream, kernel(device, "add"), config(1000), x, y, x, 1000)
+    graph = capture.graph
+    assert len(graph) == 3
+    assert len(graph.edges) == 2
+    graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 3).all()
+
+
+def test_an_unjoined_fork_is_named(device: Device, stream: ost.Stream, x: ost.Buffer) -> None:
+    other = device.create_stream()
+    with pytest.raises(CaptureBrokenError, match="904"), ost.capture(stream):
+        other.wait(stream.record())
+        ost.fill(other, x, 2)
+    assert_usable(device, stream, x)
+    assert not other.is_capturing
+
+
+def test_sealed_pool_is_refused_before_it_begins(device: Device, stream: ost.Stream) -> None:
+    pool = device.pool(reserve=4096, name="weights")
+    with ost.capture(stream, pool=pool) as capture:
+        y = pool.empty(16, np.float32, owner="step")
+        ost.fill(stream, y, 1)
+    pool.seal()
+    with pytest.raises(PoolSealedError, match="weights"):
+        ost.Capture(stream, pool=pool).begin()
+    assert not stream.is_capturing
+    with pytest.raises(PoolSealedError):
+        pool.empty(16)
+    pool.open()
+    with ost.capture(stream, pool=pool):
+        ost.fill(stream, y, 2)
+    capture.graph.instantiate().launch(stream)
+    assert (y.to_numpy(stream) == 1).all()
+
+
+def test_pool_growth_in_a_capture_is_reported_with_its_line(
+    device: Device, stream: ost.Stream
+) -> None:
+    pool = device.pool(reserve=1024, slab=1 << 16)
+    with ost.capture(stream, pool=pool) as capture:
+        y = pool.empty(8192, np.uint8, owner="too much")  # grows here
+        ost.fill(stream, y, 5)
+    (growth,) = pool.statistics().grown_in_capture
+    assert growth.owner == "too much"
+    assert "grows here" in growth.location
+    assert pool.statistics().by_owner["too much"] >= 8192
+    capture.graph.instantiate().launch(stream)
+    assert (y.to_numpy(stream) == 5).all()
+
+
+def test_the_graph_keeps_its_arguments_alive(device: Device, stream: ost.Stream) -> None:
+    y = device.zeros(256, np.float32)
+    out = device.zeros(256, np.float32)
+    with ost.capture(stream) as capture:
+        ost.fill(stream, y, 2)
+        ost.launch(stream, kernel(device, "add"), config(256), y, y, out, 256)
+    run = capture.graph.instantiate(upload=stream)
+    del y, capture
+    gc.collect()
+    device.context.collect()
+    device.array(np.full(256, 9, np.float32))  # would take the place of a freed y
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 4).all()
+
+
+def test_garbage_collected_in_a_capture_does_not_break_it(
+    device: Device, stream: ost.Stream, x: ost.Buffer
+) -> None:
+    doomed = [
+        ost.capture_function(stream, lambda: ost.fill(stream, x, 0)).instantiate() for _ in range(3)
+    ]
+    spare = device.zeros(64)
+    with ost.capture(stream) as capture:
+        ost.fill(stream, x, 1)
+        doomed.clear()
+        del spare
+        gc.collect()
+        ost.fill(stream, x, 2)
+    capture.graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 2).all()
+    assert device.context.collect() == 0
+
+
+@pytest.mark.parametrize("call", ["stream_begin_capture", "stream_end_capture"])
+def test_injected_faults_leave_nothing_behind(host_device: Device, call: str) -> None:
+    faults = FaultyDriver(host_device.driver)
+    device = Device(faults)
+    stream, x = device.create_stream(), device.array(np.arange(1000, dtype=np.float32))
+    faults.fail(call, status=Status.STREAM_CAPTURE_INVALIDATED)
+    with pytest.raises(CaptureError), ost.capture(stream):
+        ost.fill(stream, x, 0)
+    if call == "stream_end_capture":
+        host_device.driver.stream_end_capture(stream.handle)  # the fault kept it from ending
+    assert_usable(device, stream, x)
+
+
+def test_end_instantiate_and_upload_fail_apart(host_device: Device) -> None:
+    faults = FaultyDriver(host_device.driver)
+    device = Device(faults)
+    stream, x = device.create_stream(), device.zeros(10, np.float32)
+    graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 1))
+    faults.fail("graph_instantiate", status=Status.OUT_OF_MEMORY)
+    with pytest.raises(ost.OstinatoError, match="instantiating the graph failed"):
+        graph.instantiate(upload=stream)
+    faults.fail("exec_upload", status=Status.OUT_OF_MEMORY)
+    with pytest.raises(ost.OstinatoError, match="exec_upload"):
+        graph.instantiate(upload=stream)
+    assert device.context.collect() == 0  # the executable that could not be uploaded is gone
+    graph.instantiate(upload=stream).launch(stream)
+    assert (x.to_numpy(stream) == 1).all()
+
+
+@pytest.mark.parametrize("mode", list(ost.CaptureMode))
+def test_modes(device: Device, stream: ost.Stream, x: ost.Buffer, mode: ost.CaptureMode) -> None:
+    with ost.capture(stream, mode=mode) as capture:
+        ost.fill(stream, x, 4)
+    capture.graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 4).all()
+
+
+def test_nodes_know_their_line(device: Device, stream: ost.Stream, x: ost.Buffer) -> None:
+    with ost.capture(stream) as capture:
+        ost.fill(stream, x, 4)  # this line
+    assert "this line" in (capture.graph.node(0).location or "")

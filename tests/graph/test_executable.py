@@ -1,0 +1,266 @@
+"""Changing an executable: one argument, one node, every pointer; refusals change nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ostinato.testing import FaultyDriver
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import ClosedError, InputError, NodeKindError, UpdateRefusedError
+from tests.sources import config, kernel
+
+N = 300
+
+
+@pytest.fixture
+def stream(device: Device) -> ost.Stream:
+    return device.create_stream()
+
+
+class Sum:
+    """out = a + b, then out *= 2, then a copy of out; all as one graph."""
+
+    def __init__(self, device: Device, stream: ost.Stream) -> None:
+        self.device, self.stream = device, stream
+        rng = np.random.default_rng(7)
+        self.a_host = rng.standard_normal(N).astype(np.float32)
+        self.b_host = rng.standard_normal(N).astype(np.float32)
+        self.a, self.b = device.array(self.a_host), device.array(self.b_host)
+        self.out, self.copy = device.zeros(N, np.float32), device.zeros(N, np.float32)
+        with ost.capture(stream) as capture:
+            ost.fill(stream, self.out, 0)
+            ost.launch(stream, kernel(device, "add"), config(N), self.a, self.b, self.out, N)
+            ost.launch(stream, kernel(device, "scale"), config(N), self.out, N)
+            ost.copy(stream, self.copy, self.out)
+        self.graph = capture.graph
+        self.run = self.graph.instantiate(upload=stream)
+
+    def result(self) -> np.ndarray:
+        self.run.launch(self.stream)
+        return self.copy.to_numpy(self.stream)
+
+    @property
+    def expected(self) -> np.ndarray:
+        return 2 * (self.a_host + self.b_host)
+
+
+@pytest.fixture
+def sums(device: Device, stream: ost.Stream) -> Sum:
+    return Sum(device, stream)
+
+
+def test_inventory(sums: Sum) -> None:
+    nodes = sums.graph.nodes
+    assert [n.kind.name for n in nodes] == ["MEMSET", "KERNEL", "KERNEL", "MEMCPY"]
+    assert [n.index for n in nodes] == [0, 1, 2, 3]
+    add = nodes[1]
+    assert add.name == "add"
+    assert add.kernel.config.grid == (3, 1, 1)
+    assert [a.name for a in add.arguments] == ["a", "b", "out", "n"]
+    assert add.arguments[3].value == N
+    assert add.arguments[0].pointers[0].address == sums.a.address
+    assert nodes[0].memset.dst == sums.out.address
+    assert nodes[3].memcpy.width == 4 * N
+    with pytest.raises(NodeKindError, match="MEMSET"):
+        _ = nodes[0].kernel
+    with pytest.raises(NodeKindError, match="KERNEL"):
+        _ = nodes[1].memset
+    with pytest.raises(InputError, match="4 nodes"):
+        sums.graph.node(4)
+
+
+def test_patch_one_argument(sums: Sum) -> None:
+    np.testing.assert_array_equal(sums.result(), sums.expected)
+    sums.run.patch(1, "b", sums.a)
+    np.testing.assert_array_equal(sums.result(), 4 * sums.a_host)
+    sums.run.patch(1, 1, sums.b)
+    np.testing.assert_array_equal(sums.result(), sums.expected)
+    sums.run.patch(2, "n", 10)
+    expected = sums.expected
+    expected[10:] /= 2
+    np.testing.assert_array_equal(sums.result(), expected)
+
+
+def test_patch_refusals_change_nothing(sums: Sum) -> None:
+    for bad in (
+        lambda: sums.run.patch(1, "c", sums.a),
+        lambda: sums.run.patch(1, 4, sums.a),
+        lambda: sums.run.patch(1, "n", -1),
+        lambda: sums.run.patch(1, "n", 1.5),
+        lambda: sums.run.patch(1, "a", "text"),
+        lambda: sums.run.patch(9, "a", sums.a),
+    ):
+        with pytest.raises(InputError):
+            bad()
+    with pytest.raises(NodeKindError):
+        sums.run.patch(0, 0, sums.a)
+    np.testing.assert_array_equal(sums.result(), sums.expected)
+
+
+def test_config_memset_memcpy(sums: Sum, device: Device) -> None:
+    sums.run.set_config(2, ost.LaunchConfig(grid=1, block=128))
+    expected = sums.expected
+    expected[128:] /= 2
+    np.testing.assert_array_equal(sums.result(), expected)
+    sums.run.set_config(2, config(N))
+    elsewhere = device.zeros(N, np.float32)
+    sums.run.set_memcpy(3, elsewhere, sums.out)
+    sums.run.launch(sums.stream)
+    np.testing.assert_array_equal(elsewhere.to_numpy(sums.stream), sums.expected)
+    sums.run.set_memset(0, elsewhere, 0x3F800000, 4)
+    sums.run.launch(sums.stream)
+    # The copy runs last; the fill of `elsewhere` came before it.
+    np.testing.assert_array_equal(elsewhere.to_numpy(sums.stream), sums.expected)
+    with pytest.raises(InputError):
+        sums.run.set_memcpy(3, elsewhere, device.zeros(1))
+    with pytest.raises(UpdateRefusedError, match="cooperative"):
+        sums.run.set_config(2, ost.LaunchConfig(1, 128, cooperative=True))
+
+
+def test_enable_and_disable(sums: Sum) -> None:
+    assert sums.run.enabled(2)
+    sums.run.set_enabled(2, False)
+    assert not sums.run.enabled(2)
+    np.testing.assert_array_equal(sums.result(), sums.expected / 2)
+    sums.run.set_enabled(2, True)
+    np.testing.assert_array_equal(sums.result(), sums.expected)
+
+
+def test_rebind_moves_every_pointer_and_reports_it(sums: Sum, device: Device) -> None:
+    fresh = device.array(np.random.default_rng(1).standard_normal(N).astype(np.float32))
+    report = sums.run.rebind({sums.a: fresh})
+    assert [(w.node_index, w.place) for w in report.words] == [(1, "argument 0 (a)")]
+    expected = 2 * (fresh.to_numpy(sums.stream) + sums.b_host)
+    np.testing.assert_array_equal(sums.result(), expected)
+
+    out = device.zeros(N, np.float32)
+    report = sums.run.rebind({sums.out: out})
+    assert report.nodes == 4  # memset, both kernels, and the copy's source
+    np.testing.assert_array_equal(sums.result(), expected)
+    np.testing.assert_array_equal(out.to_numpy(sums.stream), expected)
+
+
+def test_rebind_swaps_two_buffers_at_once(sums: Sum) -> None:
+    report = sums.run.rebind({sums.a: sums.b, sums.b: sums.a})
+    assert len(report.words) == 2
+    np.testing.assert_array_equal(sums.result(), sums.expected)
+
+
+def test_rebind_keeps_the_offset(device: Device, stream: ost.Stream) -> None:
+    x = device.array(np.arange(20, dtype=np.float32))
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel(device, "scale"), config(10), x.view(40, 10), 10)
+    run = capture.graph.instantiate()
+    y = device.array(np.arange(20, dtype=np.float32))
+    run.rebind({x: y})
+    run.launch(stream)
+    expected = np.arange(20, dtype=np.float32)
+    np.testing.assert_array_equal(x.to_numpy(stream), expected)
+    expected[10:] *= 2
+    np.testing.assert_array_equal(y.to_numpy(stream), expected)
+
+
+def test_rebind_never_touches_a_number_that_looks_like_an_address(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, y = device.zeros(64), device.zeros(64)
+    out = device.zeros(1, np.uint64)
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel(device, "number"), config(1), x.address, out)
+    run = capture.graph.instantiate()
+    report = run.rebind({x: y})
+    assert report.words == ()
+    (left,) = report.left
+    assert left.value == x.address
+    assert "number" in left.why
+    run.launch(stream)
+    assert out.to_numpy(stream)[0] == x.address
+
+
+def test_rebind_to_something_too_small_changes_nothing(sums: Sum, device: Device) -> None:
+    small = device.zeros(N // 2, np.float32)
+    with pytest.raises(InputError, match="nothing was changed"):
+        sums.run.rebind({sums.a: small.view(0, 1), sums.out: small})
+    np.testing.assert_array_equal(sums.result(), sums.expected)
+
+
+def test_a_refusal_half_way_is_undone(host_device: Device) -> None:
+    faults = FaultyDriver(host_device.driver)
+    device = Device(faults)
+    sums = Sum(device, device.create_stream())
+    out = device.zeros(N, np.float32)
+    faults.fail("exec_set_params", status=1, at=3)
+    with pytest.raises(UpdateRefusedError) as caught:
+        sums.run.rebind({sums.out: out})
+    assert caught.value.node_index == 2
+    assert "scale" in str(caught.value)
+    np.testing.assert_array_equal(sums.result(), sums.expected)
+    assert (out.to_numpy(sums.stream) == 0).all()
+
+
+def test_update_equals_a_new_executable(sums: Sum, device: Device, stream: ost.Stream) -> None:
+    with ost.capture(stream) as capture:
+        ost.fill(stream, sums.out, 0)
+        ost.launch(stream, kernel(device, "add"), config(N), sums.b, sums.b, sums.out, N)
+        ost.launch(stream, kernel(device, "scale"), config(N), sums.out, N)
+        ost.copy(stream, sums.copy, sums.out)
+    report = sums.run.update(capture.graph)
+    assert (report.nodes, report.changed) == (4, 1)
+    np.testing.assert_array_equal(sums.result(), 4 * sums.b_host)
+    sums.run.patch(1, "a", sums.a)  # patches still go by the node's place
+    np.testing.assert_array_equal(sums.result(), sums.expected)
+
+
+def test_a_refused_update_names_the_reason_and_changes_nothing(
+    sums: Sum, device: Device, stream: ost.Stream
+) -> None:
+    with ost.capture(stream) as capture:
+        ost.fill(stream, sums.out, 0)
+    with pytest.raises(UpdateRefusedError, match="TOPOLOGY_CHANGED"):
+        sums.run.update(capture.graph)
+    with ost.capture(stream) as capture:
+        ost.fill(stream, sums.out, 0)
+        ost.fill(stream, sums.out, 0)
+        ost.launch(stream, kernel(device, "scale"), config(N), sums.out, N)
+        ost.copy(stream, sums.copy, sums.out)
+    with pytest.raises(UpdateRefusedError, match="node 1"):
+        sums.run.update(capture.graph)
+    np.testing.assert_array_equal(sums.result(), sums.expected)
+
+
+def test_closed_executables_refuse(sums: Sum) -> None:
+    sums.result()
+    sums.run.close()
+    sums.run.close()
+    with pytest.raises(ClosedError):
+        sums.run.launch(sums.stream)
+    with pytest.raises(ClosedError):
+        sums.run.patch(1, "a", sums.a)
+    again = sums.graph.instantiate()
+    other = sums.device.create_stream()
+    again.launch(other)
+    other.close()
+    with pytest.raises(ClosedError):
+        again.launch(other)
+
+
+def test_a_closed_graph_lets_its_executable_run(sums: Sum) -> None:
+    sums.graph.close()
+    np.testing.assert_array_equal(sums.result(), sums.expected)
+
+
+def test_launching_into_a_capture_makes_a_child(sums: Sum, stream: ost.Stream) -> None:
+    with ost.capture(stream) as capture:
+        sums.run.launch(stream)
+    (child,) = capture.graph.nodes
+    assert child.kind is ost.NodeKind.CHILD_GRAPH
+    assert [n.name for n in child.children[0]][1:3] == ["add", "scale"]
+    assert capture.graph.count(ost.NodeKind.KERNEL) == 2
+    run = capture.graph.instantiate()
+    report = run.rebind({sums.a: sums.b})
+    assert report.words == ()
+    assert "inside" in report.left[0].why
+    run.launch(stream)
+    np.testing.assert_array_equal(sums.copy.to_numpy(stream), sums.expected)

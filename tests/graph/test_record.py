@@ -1,0 +1,114 @@
+"""Record: real runs, noted, and graphs built from them by what they read and write."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.driver.api import EmptyNodeParams, MemoryRange
+from ostinato.errors import CaptureError, GraphError
+from ostinato.graph.recording import dependencies
+from tests.sources import config, kernel
+
+N = 200
+
+
+def test_recorded_work_runs_and_replays_the_same(device: Device) -> None:
+    stream = device.create_stream()
+    x = device.array(np.arange(N, dtype=np.float32))
+    y = device.zeros(N, np.float32)
+    with ost.record(stream) as recording:
+        ost.launch(stream, kernel(device, "scale"), config(N), x, N)
+        ost.launch(stream, kernel(device, "add"), config(N), x, x, y, N)
+    np.testing.assert_array_equal(y.to_numpy(stream), 4 * np.arange(N))
+    graph = recording.build()
+    assert len(graph) == 2
+    run = graph.instantiate()
+    run.launch(stream)
+    np.testing.assert_array_equal(y.to_numpy(stream), 8 * np.arange(N))
+    assert "test_record.py" in (graph.node(0).location or "")
+
+
+def test_independent_launches_run_side_by_side(device: Device) -> None:
+    stream = device.create_stream()
+    x, y, z = (device.zeros(N, np.float32) for _ in range(3))
+    with ost.record(stream) as recording:
+        ost.launch(stream, kernel(device, "fill"), config(N), x, 1.0, N)
+        ost.launch(stream, kernel(device, "fill"), config(N), y, 2.0, N)
+        ost.launch(stream, kernel(device, "add"), config(N), x, y, z, N)
+    graph = recording.build()
+    nodes = graph.nodes
+    edges = {(e.source, e.target) for e in graph.edges}
+    assert edges == {(nodes[0].handle, nodes[2].handle), (nodes[1].handle, nodes[2].handle)}
+    assert len(recording.build(serial=True).edges) == 2
+    graph.instantiate().launch(stream)
+    assert (z.to_numpy(stream) == 3).all()
+
+
+def test_nothing_recorded_is_an_error(device: Device) -> None:
+    stream = device.create_stream()
+    with ost.record(stream) as recording:
+        pass
+    with pytest.raises(GraphError, match="nothing was recorded"):
+        recording.build()
+
+
+def test_recording_inside_a_capture_is_refused(device: Device) -> None:
+    stream = device.create_stream()
+    with ost.capture(stream), pytest.raises(CaptureError), ost.record(stream):
+        pass
+
+
+def test_other_streams_are_not_recorded(device: Device) -> None:
+    stream, other = device.create_stream(), device.create_stream()
+    x = device.zeros(8, np.float32)
+    with ost.record(stream) as recording:
+        ost.fill(other, x, 1)
+        ost.fill(stream, x, 2)
+    assert len(recording) == 1
+
+
+ranges = st.lists(st.builds(MemoryRange, st.integers(0, 20), st.integers(1, 4)), max_size=2).map(
+    tuple
+)
+operations = st.lists(
+    st.builds(
+        lambda reads, writes, known: ost.Operation(
+            EmptyNodeParams(), "op", reads if known else None, writes if known else None
+        ),
+        ranges,
+        ranges,
+        st.booleans() | st.just(True),
+    ),
+    max_size=12,
+)
+
+
+@given(operations)
+def test_every_conflict_is_ordered_and_no_edge_is_idle(work: list[ost.Operation]) -> None:
+    after = dependencies(work)
+    reach: list[set[int]] = []
+    for direct in after:
+        reach.append(set(direct).union(*(reach[i] for i in direct)))
+    for j, second in enumerate(work):
+        for i in range(j):
+            first = work[i]
+            if None in (first.reads, first.writes, second.reads, second.writes):
+                conflict = True
+            else:
+                overlap = lambda a, b: any(  # noqa: E731
+                    p.address < q.end and q.address < p.end for p in a for q in b
+                )
+                conflict = (
+                    overlap(first.writes, second.reads)
+                    or overlap(first.writes, second.writes)
+                    or overlap(first.reads, second.writes)
+                )
+            assert not conflict or i in reach[j]
+        # No direct edge that others imply already.
+        for i in after[j]:
+            assert not any(i in reach[k] for k in after[j] if k != i)

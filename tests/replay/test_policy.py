@@ -1,0 +1,77 @@
+"""The policy: a pure function whose every doubt ends in an eager run with a reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.replay import Action, Reason, Situation, decide
+
+situations = st.builds(
+    Situation,
+    enabled=st.booleans(),
+    profiling=st.booleans(),
+    inside_capture=st.booleans(),
+    quarantine=st.none() | st.just((Reason.BUILD_FAILED, "why")),
+    unmet=st.sampled_from([(), ("workspace",)]),
+    over_buckets=st.none() | st.just("70 is over 64"),
+    has_graph=st.booleans(),
+    runs=st.integers(0, 3),
+    warmups=st.integers(0, 2),
+    records=st.booleans(),
+)
+
+
+@given(situations)
+def test_a_graph_is_used_only_when_nothing_speaks_against_it(s: Situation) -> None:
+    decision = decide(s)
+    free = (
+        s.enabled
+        and not s.profiling
+        and not s.inside_capture
+        and s.quarantine is None
+        and not s.unmet
+        and s.over_buckets is None
+    )
+    if decision.action is Action.REPLAY:
+        assert free
+        assert s.has_graph
+    if decision.action is Action.BUILD:
+        assert free
+        assert not s.has_graph
+        assert s.records or s.runs >= s.warmups
+    if not free:
+        assert decision.action is Action.EAGER
+        assert decision.reason not in (Reason.REPLAYED, Reason.FIRST_USE, Reason.WARMING_UP)
+
+
+@given(situations)
+def test_it_is_pure(s: Situation) -> None:
+    assert decide(s) == decide(replace(s))
+
+
+@pytest.mark.parametrize(
+    ("situation", "action", "reason"),
+    [
+        (Situation(), Action.EAGER, Reason.WARMING_UP),
+        (Situation(runs=1), Action.BUILD, Reason.FIRST_USE),
+        (Situation(records=True), Action.BUILD, Reason.FIRST_USE),
+        (Situation(has_graph=True), Action.REPLAY, Reason.REPLAYED),
+        (Situation(has_graph=True, enabled=False), Action.EAGER, Reason.GRAPHS_OFF),
+        (Situation(has_graph=True, profiling=True), Action.EAGER, Reason.PROFILING),
+        (Situation(has_graph=True, unmet=("head",)), Action.EAGER, Reason.PRECONDITION),
+        (Situation(inside_capture=True), Action.EAGER, Reason.INSIDE_CAPTURE),
+        (
+            Situation(quarantine=(Reason.MISMATCH, "slot x")),
+            Action.EAGER,
+            Reason.MISMATCH,
+        ),
+    ],
+)
+def test_table(situation: Situation, action: Action, reason: Reason) -> None:
+    decision = decide(situation)
+    assert (decision.action, decision.reason) == (action, reason)
+    assert reason.value in str(decision)

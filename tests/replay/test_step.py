@@ -1,0 +1,271 @@
+"""Graphed steps: the same answer eagerly, captured and replayed, whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from ostinato.testing import FaultyDriver
+
+import ostinato as ost
+from ostinato.cache import GraphCache, PowersOfTwo
+from ostinato.device import Device
+from ostinato.errors import VerificationError
+from ostinato.replay import Action, Reason, ReplayProfile
+from ostinato.settings import ReplaySettings
+from tests.sources import config, kernel
+
+ROWS, WIDTH = 8, 16
+
+
+class Rows:
+    """total[r] += factor * x[r] for the rows of a bucket."""
+
+    def __init__(self, device: Device, **options: object) -> None:
+        self.device = device
+        self.stream = device.create_stream()
+        self.x = device.array(np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH))
+        self.total = device.zeros((ROWS, WIDTH), np.float32)
+        self.factor = ost.DeviceScalar(device.context, np.float32, initial=1, stream=self.stream)
+        self.axpy = kernel(device, "axpy")
+        self.slots = [
+            ost.Slot("x", self.x, ost.Role.INPUT, size="rows"),
+            ost.Slot("total", self.total, ost.Role.STATE, size="rows"),
+        ]
+        self.cache = GraphCache(device, buckets=PowersOfTwo(ROWS))
+        self.runs = 0
+        options.setdefault("slots", self.slots)
+        self.step = ost.GraphedStep(
+            self.run, stream=self.stream, cache=self.cache, name="rows", **options
+        )
+
+    def run(self, stream: ost.Stream, rows: int) -> None:
+        self.runs += 1
+        n = rows * WIDTH
+        ost.launch(stream, self.axpy, config(n), self.x, self.factor, self.total, n)
+
+    def totals(self) -> np.ndarray:
+        return self.total.to_numpy(self.stream)
+
+
+def test_eager_captured_replayed_give_the_same(device: Device) -> None:
+    rows = Rows(device)
+    x = rows.x.to_numpy(rows.stream)
+    seen = []
+    for call in range(1, 5):
+        seen.append(rows.step(rows=3))
+        np.testing.assert_array_equal(rows.totals()[:3], call * x[:3])
+    assert [d.action for d in seen] == [
+        Action.EAGER,
+        Action.BUILD,
+        Action.REPLAY,
+        Action.REPLAY,
+    ]
+    assert rows.runs == 2  # once eagerly, once captured
+    statistics = rows.step.statistics()
+    assert (statistics.launches_eager, statistics.launches_replayed) == (1, 3)
+    assert statistics.eager_reasons == {Reason.WARMING_UP.value: 1}
+    assert statistics.padding_waste == pytest.approx(0.25)
+
+
+def test_sizes_of_one_bucket_share_a_graph(device: Device) -> None:
+    rows = Rows(device, warmups=0)
+    assert rows.step(rows=3).action is Action.BUILD
+    assert rows.step(rows=4).action is Action.REPLAY
+    assert rows.step(rows=5).action is Action.BUILD
+    assert len(rows.cache) == 2
+
+
+def test_device_state_is_seen_by_replays(device: Device) -> None:
+    rows = Rows(device, warmups=0)
+    x = rows.x.to_numpy(rows.stream)
+    rows.step(rows=2)
+    rows.factor.set(10, rows.stream)
+    rows.step(rows=2)
+    np.testing.assert_array_equal(rows.totals()[:2], 11 * x[:2])
+
+
+def test_record_builds_from_the_first_real_run(device: Device) -> None:
+    rows = Rows(device, build="record")
+    x = rows.x.to_numpy(rows.stream)
+    assert rows.step(rows=8).action is Action.BUILD
+    np.testing.assert_array_equal(rows.totals(), x)
+    assert rows.step(rows=8).action is Action.REPLAY
+    np.testing.assert_array_equal(rows.totals(), 2 * x)
+    assert rows.runs == 1
+
+
+def test_switched_off_profiling_and_preconditions(device: Device) -> None:
+    ready = [False]
+    rows = Rows(device, warmups=0, preconditions={"workspace ready": lambda: ready[0]})
+    unmet = rows.step(rows=1)
+    assert (unmet.reason, unmet.detail) == (Reason.PRECONDITION, "workspace ready")
+    ready[0] = True
+    rows.step(rows=1)
+    rows.step.enabled = False
+    assert rows.step(rows=1).reason is Reason.GRAPHS_OFF
+    rows.step.enabled, rows.step.profiling = True, True
+    assert rows.step(rows=1).reason is Reason.PROFILING
+    rows.step.profiling = False
+    assert rows.step(rows=1).action is Action.REPLAY
+    np.testing.assert_array_equal(rows.totals()[0], 5 * rows.x.to_numpy(rows.stream)[0])
+
+
+def test_a_size_over_the_buckets_is_run_eagerly(device: Device) -> None:
+    rows = Rows(device)
+    rows.cache.buckets = PowersOfTwo(4)
+    decision = rows.step(rows=8)
+    assert decision.reason is Reason.OVER_BUCKETS
+    np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))
+
+
+def test_a_key_that_cannot_be_captured_is_quarantined_and_served(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = Rows(device, slots=())
+    calls = rows.run
+
+    def synchronises(stream: ost.Stream, rows: int) -> None:
+        calls(stream, rows)
+        stream.synchronize()
+
+    rows.step.run = synchronises
+    x = rows.x.to_numpy(rows.stream)
+    with caplog.at_level(logging.WARNING):
+        for call in range(1, 5):
+            rows.step(rows=2)
+            np.testing.assert_array_equal(rows.totals()[:2], call * x[:2])
+    statistics = rows.step.statistics()
+    (why,) = statistics.quarantined.values()
+    assert "stream.synchronize()" in why
+    assert statistics.replayed == 0
+    assert statistics.eager_reasons[Reason.BUILD_FAILED.value] == 3
+    assert "eagerly from now on" in caplog.text
+    rows.step.run = calls
+    rows.step.release(rows=2)
+    assert rows.step(rows=2).action is Action.BUILD
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+@pytest.mark.parametrize("call", ["graph_instantiate", "exec_upload"])
+def test_a_build_that_fails_costs_speed_only(host_device: Device, build: str, call: str) -> None:
+    faults = FaultyDriver(host_device.driver)
+    rows = Rows(Device(faults), build=build, warmups=0)
+    faults.fail(call, status=2)
+    x = rows.x.to_numpy(rows.stream)
+    for number in range(1, 4):
+        rows.step(rows=8)
+        np.testing.assert_array_equal(rows.totals(), number * x)
+    assert rows.step.statistics().replayed == 0
+    assert len(rows.cache) == 0
+
+
+def test_prepare_makes_the_graph_beforehand(device: Device) -> None:
+    rows = Rows(device)
+    for bucket in (1, 2, 4, 8):
+        rows.step.prepare(rows=bucket)
+    assert (rows.totals() == 0).all()
+    assert rows.step(rows=7).action is Action.REPLAY
+    np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))
+
+
+def test_inside_a_capture_the_work_joins_it(device: Device) -> None:
+    rows = Rows(device, warmups=0)
+    rows.step(rows=8)
+    with ost.capture(rows.stream) as outer:
+        assert rows.step(rows=8).reason is Reason.INSIDE_CAPTURE
+    outer.graph.instantiate().launch(rows.stream)
+    np.testing.assert_array_equal(rows.totals(), 2 * rows.x.to_numpy(rows.stream))
+
+
+class Frozen(Rows):
+    """A step with a host number that changes: the capture freezes it."""
+
+    scale = 1.0
+
+    def run(self, stream: ost.Stream, rows: int) -> None:
+        self.runs += 1
+        ost.launch(stream, kernel(self.device, "fill"), config(rows), self.total, self.runs, rows)
+
+
+def test_verify_finds_a_frozen_number_and_keeps_the_eager_answer(device: Device) -> None:
+    step = Frozen(device, verify="first", warmups=0)
+    decision = step.step(rows=8)
+    assert decision.reason is Reason.MISMATCH
+    assert "total" in decision.detail
+    assert "changed since its capture" in decision.detail
+    assert step.step(rows=8).action is Action.EAGER
+    strict = Frozen(device, verify="first", warmups=0, strict=True)
+    with pytest.raises(VerificationError, match="total"):
+        strict.step(rows=8)
+
+
+class Leaky(Rows):
+    """A step whose first row depends on the last row of the bucket."""
+
+    def run(self, stream: ost.Stream, rows: int) -> None:
+        self.runs += 1
+        last = self.x[rows - 1]
+        ost.launch(
+            stream, kernel(self.device, "add"), config(WIDTH), self.x, last, self.total, WIDTH
+        )
+
+
+def test_verify_finds_padding_that_leaks(device: Device) -> None:
+    step = Leaky(device, verify="first", warmups=0)
+    decision = step.step(rows=3)
+    assert decision.reason is Reason.MISMATCH
+    assert "padding" in decision.detail
+    assert Leaky(device, verify="first", warmups=0).step(rows=4).action is Action.BUILD
+
+
+def test_verify_passes_advances_state_once_and_samples_again(device: Device) -> None:
+    rows = Rows(device, verify=2, warmups=0)
+    x = rows.x.to_numpy(rows.stream)
+    for call in range(1, 8):
+        rows.step(rows=3)
+        np.testing.assert_array_equal(rows.totals()[:3], call * x[:3])
+        np.testing.assert_array_equal(rows.x.to_numpy(rows.stream), x)
+    assert rows.step.statistics().verified == 4  # when it was made, then replays 2, 4 and 6
+    assert rows.step.statistics().quarantined == {}
+
+
+def test_profile_as_events(device: Device, tmp_path: object) -> None:
+    seen = []
+    profile = ReplayProfile(print_every=2, sinks=(seen.append,))
+    rows = Rows(
+        device,
+        warmups=0,
+        profile=profile,
+        settings=ReplaySettings(profile=True, synchronize=True, upload=True),
+    )
+    for _ in range(5):
+        rows.step(rows=8)
+    assert profile.count == 5
+    assert [e.number for e in seen] == [1, 2, 3, 4, 5]
+    for event in profile.events:
+        assert min(event.upload, event.launch, event.synchronize) > 0
+        assert event.total == pytest.approx(event.upload + event.launch + event.synchronize)
+    lines = [json.loads(line) for line in profile.to_json_lines().splitlines()]
+    assert len(lines) == 5
+    trace = profile.to_chrome_trace()["traceEvents"]
+    assert len(trace) == 15
+    assert {e["name"] for e in trace} == {"upload", "launch", "synchronize"}
+    p = profile.percentiles()
+    assert 0 < p.p50 <= p.p90 <= p.p99 <= p.largest
+
+
+def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ostinato.settings import replay_settings
+
+    base = ReplaySettings(upload=True, synchronize=True)
+    assert replay_settings({}, base=base) == base
+    assert replay_settings({"OSTINATO_PROFILE": ""}).profile
+    assert not replay_settings({"OSTINATO_SKIP_UPLOAD": "1"}, base=base).upload
+    assert replay_settings({"OSTINATO_SKIP_UPLOAD": "yes"}, base=base).upload
+    assert not replay_settings({"OSTINATO_SKIP_SYNC": "1"}, base=base).synchronize
+    assert replay_settings({"OSTINATO_PROFILE_EVERY": "8"}).print_every == 8
+    with pytest.raises(ost.OstinatoError, match="OSTINATO_PROFILE_EVERY"):
+        replay_settings({"OSTINATO_PROFILE_EVERY": "none"})

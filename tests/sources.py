@@ -1,0 +1,76 @@
+"""Small kernels in both languages, so that one test body runs on both drivers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import ostinato as ost
+from ostinato.device import Device
+
+CUDA = r"""
+extern "C" __global__ void fill(float* out, float value, unsigned n) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = value;
+}
+extern "C" __global__ void scale(float* x, unsigned n) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] = 2.0f * x[i];
+}
+extern "C" __global__ void add(const float* a, const float* b, float* out, unsigned n) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = a[i] + b[i];
+}
+extern "C" __global__ void axpy(const float* x, const float* factor, float* y, unsigned n) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] += *factor * x[i];
+}
+extern "C" __global__ void increment(int* counter, int by) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *counter += by;
+}
+extern "C" __global__ void number(unsigned long long value, unsigned long long* out) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *out = value;
+}
+"""
+
+
+@ost.host_kernel("out: *out f32, value: f32, n: u32")
+def fill(launch, out, value, n):
+    out[:n] = value
+
+
+@ost.host_kernel("x: *f32, n: u32")
+def scale(launch, x, n):
+    x[:n] *= np.float32(2)
+
+
+@ost.host_kernel("a: *const f32, b: *const f32, out: *out f32, n: u32")
+def add(launch, a, b, out, n):
+    out[:n] = a[:n] + b[:n]
+
+
+@ost.host_kernel("x: *const f32, factor: *const f32, y: *f32, n: u32")
+def axpy(launch, x, factor, y, n):
+    y[:n] += factor[0] * x[:n]
+
+
+@ost.host_kernel("counter: *i32, by: i32")
+def increment(launch, counter, by):
+    counter[0] += by
+
+
+@ost.host_kernel("value: u64, out: *out u64")
+def number(launch, value, out):
+    out[0] = value
+
+
+SOURCE = ost.Source(cuda=CUDA, host=[fill, scale, add, axpy, increment, number], name="tests")
+BLOCK = 128
+
+
+def kernel(device: Device, name: str) -> ost.Kernel:
+    return device.modules.get_or_compile(SOURCE, name)
+
+
+def config(n: int) -> ost.LaunchConfig:
+    """Enough blocks for n elements."""
+    return ost.LaunchConfig(grid=max(1, -(-n // BLOCK)), block=BLOCK)

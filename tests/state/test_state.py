@@ -1,0 +1,133 @@
+"""Device state: fixed addresses, whole updates in stream order, errors that lose nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ostinato.testing import HeldStream
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import CaptureError, InputError
+from ostinato.state import StagingRing
+from ostinato.state.scalar import as_exact
+from tests.sources import config, kernel
+
+STEP = np.dtype([("token", "<i4"), ("position", "<i4"), ("length", "<i4")])
+
+
+def test_a_scalar_is_read_by_replays_and_set_in_between(device: Device) -> None:
+    stream = device.create_stream()
+    factor = ost.DeviceScalar(device.context, np.float32, initial=2, stream=stream)
+    x, y = device.array(np.ones(10, np.float32)), device.zeros(10, np.float32)
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel(device, "axpy"), config(10), x, factor, y, 10)
+    run = capture.graph.instantiate()
+    address = factor.address
+    total = 0.0
+    for value in (2, 3, -1.5):
+        factor.set(value, stream)
+        run.launch(stream)
+        total += value
+        assert (y.to_numpy(stream) == total).all()
+    assert factor.address == address
+
+
+def test_a_replay_in_flight_sees_the_value_of_its_time(device: Device) -> None:
+    stream = device.create_stream()
+    factor = ost.DeviceScalar(device.context, np.float32, initial=1, stream=stream)
+    x, y = device.array(np.ones(10, np.float32)), device.zeros(10, np.float32)
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel(device, "axpy"), config(10), x, factor, y, 10)
+    run = capture.graph.instantiate(upload=stream)
+    stream.synchronize()
+    with HeldStream(stream):
+        run.launch(stream)
+        for value in (10, 100, 1000):  # fewer than the ring is deep: none of these waits
+            factor.set(value, stream)
+            run.launch(stream)
+    assert (y.to_numpy(stream) == 1111).all()
+
+
+def test_token_position_and_length_in_one_copy(device: Device) -> None:
+    stream = device.create_stream()
+    state = ost.DeviceScalar(device.context, STEP)
+    before = stream.submitted
+    state.set({"token": 5, "position": 7, "length": 8}, stream)
+    assert stream.submitted - before == 1
+    assert state.read(stream).item() == (5, 7, 8)
+    ost.launch(stream, kernel(device, "increment"), config(1), state.field("position"), 1)
+    assert state.read(stream).item() == (5, 8, 8)
+    state.set((1, 2, 3), stream)
+    assert state.read(stream).item() == (1, 2, 3)
+
+
+def test_an_array_of_structs(device: Device) -> None:
+    stream = device.create_stream()
+    rows = ost.DeviceArray(device.context, 3, STEP)
+    rows.set([(1, 2, 3), {"token": 4, "position": 5, "length": 6}, (7, 8, 9)], stream)
+    assert rows.read(stream).tolist() == [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
+    with pytest.raises(InputError, match="one struct"):
+        rows.field("token")
+
+
+def test_bad_values_change_nothing(host_device: Device) -> None:
+    stream = host_device.create_stream()
+    state = ost.DeviceScalar(host_device.context, STEP, initial=(1, 2, 3), stream=stream)
+    for bad in (
+        {"token": 1},
+        {"token": 1, "position": 2, "length": 3, "more": 4},
+        (1, 2),
+        (1, 2, 2**31),
+        (1, 2, 0.5),
+        (1, 2, "x"),
+        7,
+    ):
+        with pytest.raises(InputError):
+            state.set(bad, stream)
+    assert state.read(stream).item() == (1, 2, 3)
+    with pytest.raises(InputError, match="token, position, length"):
+        state.field("nothing")
+    with pytest.raises(InputError):
+        ost.DeviceArray(host_device.context, 0, np.int32)
+    with pytest.raises(InputError):
+        ost.DeviceArray(host_device.context, 1 << 20, np.int32)
+
+
+def test_a_staged_write_in_a_capture_is_refused_and_breaks_nothing(device: Device) -> None:
+    stream = device.create_stream()
+    value = ost.DeviceScalar(device.context, np.int32, initial=3, stream=stream)
+    with ost.capture(stream) as capture:
+        with pytest.raises(CaptureError, match="staged write"):
+            value.set(4, stream)
+        ost.launch(stream, kernel(device, "increment"), config(1), value, 1)
+    capture.graph.instantiate().launch(stream)
+    assert value.read(stream) == 4
+
+
+def test_the_ring_waits_only_when_it_is_full(device: Device) -> None:
+    stream = device.create_stream()
+    ring = StagingRing(device.context, 8, depth=2)
+    x = device.zeros(8)
+    with HeldStream(stream) as held:
+        ring.write(x, b"11111111", stream)
+        ring.write(x, b"22222222", stream)
+        assert ring.waits == 0
+        held.release_after(0.05)
+        ring.write(x, b"33333333", stream)
+        assert ring.waits == 1
+    assert x.to_numpy(stream).tobytes() == b"33333333"
+    with pytest.raises(InputError):
+        ring.write(x, b"123456789", stream)
+
+
+@given(st.integers(-(2**40), 2**40))
+def test_exact_integers_only(value: int) -> None:
+    kind = np.dtype(np.int32)
+    if -(2**31) <= value < 2**31:
+        assert as_exact(value, kind, ()) == value
+    else:
+        with pytest.raises(InputError):
+            as_exact(value, kind, ())
