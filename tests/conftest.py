@@ -9,6 +9,7 @@ import pytest
 
 from ostinato.device import Device, open_device
 from ostinato.errors import NotAvailableError
+from tests.sources import preload
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,21 +24,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """A device of each driver: what a test asserts of it must hold on both."""
     with open_test_device(request.param, request.config) as opened:
-        yield opened
+        yield preload(opened)
 
 
 @pytest.fixture
 def host_device() -> Iterator[Device]:
     """The host device, for rules that only it can show."""
     with open_device("host") as opened:
-        yield opened
+        yield preload(opened)
 
 
 @pytest.fixture
 def cuda_device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """A CUDA device, for tests marked gpu."""
     with open_test_device("cuda", request.config) as opened:
-        yield opened
+        yield preload(opened)
 
 
 def open_test_device(name: str, config: pytest.Config) -> Device:

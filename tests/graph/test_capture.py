@@ -18,7 +18,7 @@ from ostinato.errors import (
     PoolSealedError,
     Status,
 )
-from tests.sources import config, kernel
+from tests.sources import config, kernel, preload
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_garbage_collected_in_a_capture_does_not_break_it(
 @pytest.mark.parametrize("call", ["stream_begin_capture", "stream_end_capture"])
 def test_injected_faults_leave_nothing_behind(host_device: Device, call: str) -> None:
     faults = FaultyDriver(host_device.driver)
-    device = Device(faults)
+    device = preload(Device(faults))
     stream, x = device.create_stream(), device.array(np.arange(1000, dtype=np.float32))
     faults.fail(call, status=Status.STREAM_CAPTURE_INVALIDATED)
     with pytest.raises(CaptureError), ost.capture(stream):
@@ -256,7 +256,7 @@ def test_injected_faults_leave_nothing_behind(host_device: Device, call: str) ->
 
 def test_end_instantiate_and_upload_fail_apart(host_device: Device) -> None:
     faults = FaultyDriver(host_device.driver)
-    device = Device(faults)
+    device = preload(Device(faults))
     stream, x = device.create_stream(), device.zeros(10, np.float32)
     graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 1))
     faults.fail("graph_instantiate", status=Status.OUT_OF_MEMORY)

@@ -9,7 +9,7 @@ from ostinato.testing import FaultyDriver
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, NodeKindError, UpdateRefusedError
-from tests.sources import config, kernel
+from tests.sources import config, kernel, preload
 
 N = 300
 
@@ -188,7 +188,7 @@ def test_rebind_to_something_too_small_changes_nothing(sums: Sum, device: Device
 
 def test_a_refusal_half_way_is_undone(host_device: Device) -> None:
     faults = FaultyDriver(host_device.driver)
-    device = Device(faults)
+    device = preload(Device(faults))
     sums = Sum(device, device.create_stream())
     out = device.zeros(N, np.float32)
     faults.fail("exec_set_params", status=1, at=3)

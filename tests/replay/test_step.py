@@ -15,7 +15,7 @@ from ostinato.device import Device
 from ostinato.errors import VerificationError
 from ostinato.replay import Action, Reason, ReplayProfile
 from ostinato.settings import ReplaySettings
-from tests.sources import config, kernel
+from tests.sources import config, kernel, preload
 
 ROWS, WIDTH = 8, 16
 
@@ -152,7 +152,7 @@ def test_a_key_that_cannot_be_captured_is_quarantined_and_served(
 @pytest.mark.parametrize("call", ["graph_instantiate", "exec_upload"])
 def test_a_build_that_fails_costs_speed_only(host_device: Device, build: str, call: str) -> None:
     faults = FaultyDriver(host_device.driver)
-    rows = Rows(Device(faults), build=build, warmups=0)
+    rows = Rows(preload(Device(faults)), build=build, warmups=0)
     faults.fail(call, status=2)
     x = rows.x.to_numpy(rows.stream)
     for number in range(1, 4):

@@ -1,0 +1,188 @@
+"""The config: what both formats give, what is refused, and rope's frequencies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.errors import ModelFormatError, UnsupportedModelError
+from ostinato.models.config import (
+    LlamaConfig,
+    RopeScaling,
+    rope_inverse_frequencies,
+    tensor_shapes,
+)
+from tests.models.model_files import CONFIG, hf_config
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def llama3_by_the_book(theta: float, size: int) -> list[float]:
+    """transformers' `_compute_llama3_parameters`, one frequency at a time."""
+    result = []
+    for i in range(0, size, 2):
+        inverse = 1.0 / theta ** (i / size)
+        length = 2 * math.pi / inverse
+        if length > 8192 / 1.0:
+            inverse /= 32.0
+        elif length >= 8192 / 4.0:
+            smooth = (8192 / length - 1.0) / (4.0 - 1.0)
+            inverse = (1 - smooth) * inverse / 32.0 + smooth * inverse
+        result.append(inverse)
+    return result
+
+
+def test_hf_config_is_read_whole() -> None:
+    assert LlamaConfig.from_hf(hf_config()) == CONFIG
+
+
+def test_absent_keys_follow_from_others() -> None:
+    config = hf_config()
+    for key in ("num_key_value_heads", "head_dim", "tie_word_embeddings"):
+        del config[key]
+    read = LlamaConfig.from_hf(config)
+    assert (read.kv_heads, read.head_size, read.tied_embeddings) == (4, 16, False)
+
+
+def test_theta_may_stand_in_rope_parameters() -> None:
+    config = hf_config(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert LlamaConfig.from_hf(config).rope_theta == 5e5
+
+
+def test_several_ends_of_sequence() -> None:
+    assert LlamaConfig.from_hf(hf_config(eos_token_id=[2, 5, 7])).eos_token_ids == (2, 5, 7)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "mixtral", None, 7])
+def test_another_architecture_is_named(name: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"{name!r}.*supported: llama"):
+        LlamaConfig.from_hf(hf_config(model_type=name))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"quantization_config": {"bits": 4}},
+        {"hidden_act": "gelu"},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"partial_rotary_factor": 0.5},
+    ],
+)
+def test_features_that_would_give_wrong_answers_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"supported|partial_rotary_factor"):
+        LlamaConfig.from_hf(hf_config(**change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 0},
+        {"hidden_size": -64},
+        {"hidden_size": 1 << 40},
+        {"hidden_size": 10**30},
+        {"hidden_size": "64"},
+        {"hidden_size": True},
+        {"hidden_size": 64.0},
+        {"hidden_size": None},
+        {"num_hidden_layers": 10**9},
+        {"num_attention_heads": 0, "head_dim": None},
+        {"num_key_value_heads": 3},
+        {"head_dim": 15},
+        {"vocab_size": 1 << 33},
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": 0},
+        {"rope_theta": float("inf")},
+        {"rope_theta": 10**400},
+        {"rope_scaling": []},
+        {"rope_scaling": {**LLAMA3, "factor": 0.5}},
+        {"rope_scaling": {**LLAMA3, "factor": float("nan")}},
+        {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
+        {"rope_scaling": {"rope_type": "llama3"}},
+        {"eos_token_id": 280},
+        {"eos_token_id": "2"},
+        {"bos_token_id": -1},
+        {"tie_word_embeddings": "yes"},
+    ],
+)
+def test_nonsense_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ModelFormatError):
+        LlamaConfig.from_hf(hf_config(**change))
+
+
+# Plain characters only: building hypothesis' table of all of Unicode takes two seconds.
+NAMES = st.text("abc_01", max_size=3)
+JSON_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    NAMES,
+    st.lists(st.integers(), max_size=3),
+    st.dictionaries(NAMES, st.floats(), max_size=3),
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*hf_config(), "rope_scaling", "attention_bias"]), JSON_VALUES, max_size=6
+    )
+)
+def test_any_json_gives_a_config_or_our_error(changes: dict[str, object]) -> None:
+    try:
+        config = LlamaConfig.from_hf(hf_config(**changes))
+    except (ModelFormatError, UnsupportedModelError):
+        return
+    assert config.heads % config.kv_heads == 0
+    assert np.isfinite(rope_inverse_frequencies(config)).all()
+
+
+def test_plain_rope() -> None:
+    frequencies = rope_inverse_frequencies(CONFIG)
+    assert frequencies.dtype == np.float32
+    expected = [10000.0 ** -(2 * pair / 16) for pair in range(8)]
+    np.testing.assert_allclose(frequencies, expected, rtol=1e-6)
+
+
+def test_llama3_rope() -> None:
+    config = LlamaConfig.from_hf(
+        hf_config(head_dim=128, rope_theta=500000.0, rope_scaling=LLAMA3),
+    )
+    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    expected = llama3_by_the_book(500000.0, 128)
+    np.testing.assert_allclose(rope_inverse_frequencies(config), expected, rtol=1e-6)
+
+
+def test_factors_of_gguf_give_what_the_numbers_give() -> None:
+    plain = dataclasses.replace(CONFIG, head_size=128, rope_theta=500000.0)
+    scaled = np.array(llama3_by_the_book(500000.0, 128))
+    factors = rope_inverse_frequencies(plain).astype(np.float64) / scaled
+    config = dataclasses.replace(plain, rope_factors=tuple(factors.tolist()))
+    np.testing.assert_allclose(rope_inverse_frequencies(config), scaled, rtol=1e-6)
+
+
+@pytest.mark.parametrize("factors", [(1.0,), (0.0,) * 8, (math.nan,) * 8, (-1.0,) * 8])
+def test_bad_factors_are_refused(factors: tuple[float, ...]) -> None:
+    with pytest.raises(ModelFormatError, match="factors"):
+        dataclasses.replace(CONFIG, rope_factors=factors)
+
+
+def test_tensors_of_a_model() -> None:
+    shapes = tensor_shapes(CONFIG)
+    assert len(shapes) == 2 + 9 * CONFIG.layers
+    assert shapes["layers.1.wk"] == (32, 64)
+    assert "head" not in shapes
+    untied = dataclasses.replace(CONFIG, tied_embeddings=False)
+    assert tensor_shapes(untied)["head"] == (280, 64)

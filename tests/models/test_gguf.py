@@ -1,0 +1,244 @@
+"""GGUF files: every supported type, rope's row order, and what opening refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf.quants import dequantize, quantize
+
+from ostinato.errors import (
+    ClosedError,
+    InputError,
+    ModelError,
+    ModelFormatError,
+    UnsupportedModelError,
+)
+from ostinato.models.checkpoint import GgufTokenizerSource, open_checkpoint, to_bfloat16
+from ostinato.models.config import rope_inverse_frequencies
+from ostinato.models.dequantise import SUPPORTED_TYPES, dequantise_rows
+from tests.models.model_files import CONFIG, gguf_name, weights, write_gguf
+
+# K-quants need rows of 256.
+WIDE = dataclasses.replace(CONFIG, hidden=256, inner=512, head_size=64, layers=1)
+
+
+def test_config_comes_back(tmp_path: Path) -> None:
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf")) as checkpoint:
+        # Through float32 in the file.
+        assert checkpoint.config == dataclasses.replace(
+            CONFIG, norm_epsilon=float(np.float32(CONFIG.norm_epsilon))
+        )
+        assert isinstance(checkpoint.tokenizer, GgufTokenizerSource)
+        assert checkpoint.tokenizer.metadata["tokenizer.ggml.pre"] == "smollm"
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+def test_every_tensor_in_half_split_order(tmp_path: Path, kind: str) -> None:
+    values = weights()
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", values, kind=kind)) as checkpoint:
+        assert set(checkpoint.tensor_names()) == set(values)
+        for name, value in values.items():
+            got = checkpoint.tensor(name)
+            if value.ndim > 1 and kind != "F32":
+                # Rows are quantised one by one, so un-permuting commutes with quantising.
+                quantised = gguf.GGMLQuantizationType[kind]
+                value = dequantize(quantize(value, quantised), quantised)
+                assert checkpoint.raw(name).type == kind
+            assert got.dtype == np.float32
+            assert got.flags.c_contiguous
+            assert np.array_equal(got, value), name
+
+
+def k_quants(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
+    """Random blocks with sane float16 scales: `gguf` cannot quantise to these types."""
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(1)
+    blocks = random.integers(0, 256, (rows * columns // values, size), dtype=np.uint8)
+    scales = {"Q4_K": slice(0, 4), "Q6_K": slice(208, 210)}[kind.name]
+    width = (scales.stop - scales.start) // 2
+    halves = random.uniform(0.001, 0.1, (len(blocks), width)).astype(np.float16)
+    blocks[:, scales] = halves.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_k_quants(tmp_path: Path, kind: str) -> None:
+    quantised = gguf.GGMLQuantizationType[kind]
+    blocks = k_quants(quantised, 512, 256)
+    path = write_gguf(
+        tmp_path / "m.gguf", config=WIDE, raw={"layers.0.w_gate": (blocks, quantised)}
+    )
+    with open_checkpoint(path) as checkpoint:
+        got = checkpoint.tensor("layers.0.w_gate")
+        assert np.array_equal(got, dequantize(blocks, quantised))
+        assert checkpoint.raw("layers.0.w_gate").shape == (512, 256)
+
+
+@pytest.mark.parametrize("kind", [k for k in SUPPORTED_TYPES if k not in ("F32", "F16", "BF16")])
+def test_any_bits_decode_as_gguf_decodes_them(kind: str) -> None:
+    quantised = gguf.GGMLQuantizationType[kind]
+    _, size = gguf.GGML_QUANT_SIZES[quantised]
+    blocks = np.random.default_rng(2).integers(0, 256, (64, size * 4), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = dequantize(blocks, quantised)
+    out = np.empty_like(expected)
+    dequantise_rows(kind, blocks, out)
+    assert np.array_equal(out, expected, equal_nan=True)
+
+
+def test_tensors_larger_than_a_block(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, hidden=1024, inner=2048, heads=16, head_size=64, layers=1)
+    values = weights(config)
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", values, config=config)) as checkpoint:
+        for name in ("layers.0.wq", "layers.0.w_down", "embed"):
+            assert np.array_equal(checkpoint.tensor(name), values[name])
+
+
+def test_load_fills_what_it_is_given(tmp_path: Path) -> None:
+    values = weights()
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", values, kind="Q8_0")) as checkpoint:
+        single = {name: np.empty(v.shape, np.float32) for name, v in values.items()}
+        halves = {name: np.empty(v.shape, np.uint16) for name, v in values.items()}
+        checkpoint.load(single)
+        checkpoint.load(halves, threads=1)
+        for name in values:
+            assert np.array_equal(single[name], checkpoint.tensor(name))
+            assert np.array_equal(halves[name], to_bfloat16(single[name]))
+            assert np.array_equal(halves[name], checkpoint.bfloat16(name))
+
+
+def test_out_must_fit(tmp_path: Path) -> None:
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf")) as checkpoint:
+        out = np.empty((280, 64), np.float32)
+        assert checkpoint.tensor("embed", out) is out
+        for wrong in (
+            np.empty((280, 65), np.float32),
+            np.empty((280, 64), np.float64),
+            np.empty((64, 280), np.float32).T,
+        ):
+            with pytest.raises(InputError, match=r"embed.*280, 64"):
+                checkpoint.tensor("embed", wrong)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="no tensor 'head'"):
+            checkpoint.tensor("head")
+        with pytest.raises(InputError, match="threads"):
+            checkpoint.load({"embed": out}, threads=0)
+
+
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    # Exactly between two: to the even one; just above: up; NaN with only low bits stays NaN.
+    bits = np.array(
+        [0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800001, 0xFFFFFFFF, 0x80000000],
+        np.uint32,
+    )
+    got = to_bfloat16(bits.view(np.float32)).tolist()
+    assert got == [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x7FC0, 0xFFFF, 0x8000]
+
+
+def test_output_weight_unties(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, tied_embeddings=False)
+    values = weights(config)
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", values, config=config)) as checkpoint:
+        assert not checkpoint.config.tied_embeddings
+        assert np.array_equal(checkpoint.tensor("head"), values["head"])
+
+
+def test_rope_factors_are_read(tmp_path: Path) -> None:
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    path = write_gguf(tmp_path / "m.gguf", extra={"rope_freqs.weight": factors})
+    with open_checkpoint(path) as checkpoint:
+        expected = rope_inverse_frequencies(CONFIG) / factors
+        np.testing.assert_allclose(rope_inverse_frequencies(checkpoint.config), expected, rtol=1e-6)
+        assert "rope_freqs.weight" not in checkpoint.tensor_names()
+
+
+def test_closed_checkpoint_says_so(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf"))
+    kept = checkpoint.tensor("embed")
+    checkpoint.close()
+    checkpoint.close()
+    with pytest.raises(ClosedError, match="closed"):
+        checkpoint.tensor("embed")
+    assert np.isfinite(kept).all()  # not a view of what is gone
+    assert "closed" in repr(checkpoint)
+
+
+def test_reading_from_many_threads(tmp_path: Path) -> None:
+    values = weights()
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", values)) as checkpoint:
+        wrong: list[str] = []
+
+        def read() -> None:
+            wrong.extend(
+                n for n, v in values.items() if not np.array_equal(checkpoint.tensor(n), v)
+            )
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such file"):
+        open_checkpoint(tmp_path / "absent.gguf")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma", "phi3"])
+def test_another_architecture_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"'{name}'.*supported: llama"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", architecture=name))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, UnsupportedModelError, "yarn"),
+        ({"llama.rope.dimension_count": 8}, UnsupportedModelError, "dimension_count"),
+        ({"llama.expert_count": 8}, UnsupportedModelError, "expert_count"),
+        ({"llama.vocab_size": 281}, UnsupportedModelError, "vocab_size"),
+        ({"llama.embedding_length": 128}, ModelFormatError, "shape"),
+        ({"llama.block_count": 3}, ModelFormatError, r"layers\.2.*missing"),
+        ({"llama.block_count": 1}, UnsupportedModelError, r"blk\.1\."),
+        ({"llama.block_count": 1 << 30}, ModelFormatError, "layers"),
+        ({"llama.attention.head_count": [4, 4]}, ModelFormatError, "integer"),
+        ({"llama.context_length": None, "llama.embedding_length": None}, ModelFormatError, "miss"),
+        ({"tokenizer.ggml.eos_token_id": 5000}, ModelFormatError, "5000"),
+    ],
+)
+def test_metadata_that_disagrees(
+    tmp_path: Path, change: dict[str, object], error: type[ModelError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", metadata=change))
+
+
+def test_unknown_tensor_is_not_ignored(tmp_path: Path) -> None:
+    bias = {"blk.0.attn_q.bias": np.zeros(64, np.float32)}
+    with pytest.raises(UnsupportedModelError, match=r"attn_q\.bias"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", extra=bias))
+
+
+def test_unsupported_type_names_tensor_and_types(tmp_path: Path) -> None:
+    quantised = gguf.GGMLQuantizationType.Q5_0
+    blocks = quantize(weights()["layers.0.w_up"], quantised)
+    path = write_gguf(tmp_path / "m.gguf", raw={"layers.0.w_up": (blocks, quantised)})
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up.*Q5_0.*Q4_K, Q6_K"):
+        open_checkpoint(path)
+
+
+def test_smollm2_against_gguf_package(smollm2_path: Path) -> None:
+    reader = gguf.GGUFReader(smollm2_path)
+    by_name = {tensor.name: tensor for tensor in reader.tensors}
+    with open_checkpoint(smollm2_path) as checkpoint:
+        assert len(checkpoint.tensor_names()) == 272
+        for name in ("embed", "layers.29.w_down", "layers.0.wv", "final_norm"):
+            tensor = by_name[gguf_name(name)]
+            expected = dequantize(tensor.data, tensor.tensor_type)
+            assert np.array_equal(checkpoint.tensor(name), expected)

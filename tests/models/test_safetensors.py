@@ -1,0 +1,191 @@
+"""Hugging Face folders: one file and shards, every dtype, and what opening refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
+from ostinato.models.checkpoint import JsonTokenizerSource, open_checkpoint, to_bfloat16
+from tests.models.model_files import CONFIG, hf_config, hf_name, weights, write_folder, write_gguf
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_head(folder: Path, head: object, data: bytes = b"", *, size: int | None = None) -> Path:
+    """A folder whose safetensors file has exactly this head."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_config()))
+    text = head if isinstance(head, bytes) else json.dumps(head).encode()
+    length = len(text) if size is None else size
+    (folder / "model.safetensors").write_bytes(length.to_bytes(8, "little") + text + data)
+    return folder
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_tensor(tmp_path: Path, shards: int) -> None:
+    values = weights()
+    with open_checkpoint(write_folder(tmp_path, values, shards=shards)) as checkpoint:
+        assert checkpoint.config == CONFIG
+        assert checkpoint.tokenizer == JsonTokenizerSource(tmp_path)
+        for name, value in values.items():
+            assert np.array_equal(checkpoint.tensor(name), value), name
+
+
+def test_float16(tmp_path: Path) -> None:
+    values = weights()
+    with open_checkpoint(write_folder(tmp_path, values, dtype=np.float16)) as checkpoint:
+        expected = values["embed"].astype(np.float16).astype(np.float32)
+        assert np.array_equal(checkpoint.tensor("embed"), expected)
+        assert checkpoint.raw("embed").type == "F16"
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    values = weights()
+    write_folder(tmp_path, values)
+    head, data, offset = {}, b"", 0
+    for name, value in values.items():
+        bits = to_bfloat16(value).tobytes()
+        head[hf_name(name)] = {
+            "dtype": "BF16",
+            "shape": list(value.shape),
+            "data_offsets": [offset, offset + len(bits)],
+        }
+        data += bits
+        offset += len(bits)
+    write_head(tmp_path, head, data)
+    with open_checkpoint(tmp_path) as checkpoint:
+        for name, value in values.items():
+            assert np.array_equal(checkpoint.bfloat16(name), to_bfloat16(value))
+            np.testing.assert_allclose(checkpoint.tensor(name), value, rtol=2**-8)
+
+
+def test_same_model_in_both_formats(tmp_path: Path) -> None:
+    values = weights()
+    folder = write_folder(tmp_path / "hf", values)
+    file = write_gguf(tmp_path / "m.gguf", values)
+    with open_checkpoint(folder) as left, open_checkpoint(file) as right:
+        assert left.tensor_names() == right.tensor_names()
+        for name in left.tensor_names():
+            assert np.array_equal(left.tensor(name), right.tensor(name)), name
+
+
+def test_head_that_is_tied_is_left_out(tmp_path: Path) -> None:
+    values = weights(dataclasses.replace(CONFIG, tied_embeddings=False))
+    with open_checkpoint(write_folder(tmp_path, values)) as checkpoint:
+        assert "head" not in checkpoint.tensor_names()
+
+
+def test_rope_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+    named = {hf_name(name): value for name, value in weights().items()}
+    named["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    write_folder(tmp_path)
+    safetensors.numpy.save_file(named, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert len(checkpoint.tensor_names()) == 20
+
+
+@pytest.mark.parametrize(
+    ("entry", "error", "words"),
+    [
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}, ModelFormatError, "takes 16"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}, ModelFormatError, "hole"),
+        ({"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}, ModelFormatError, "shape"),
+        ({"dtype": "F32", "shape": [1 << 50], "data_offsets": [0, 16]}, ModelFormatError, "shape"),
+        ({"dtype": "F32", "shape": [4, True], "data_offsets": [0, 16]}, ModelFormatError, "shape"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0]}, ModelFormatError, "data_offsets"),
+        ({"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}, ModelFormatError, "cut short"),
+        ({"dtype": "I8", "shape": [16], "data_offsets": [0, 16]}, UnsupportedModelError, "I8"),
+        ({"dtype": "F4", "shape": [16], "data_offsets": [0, 16]}, UnsupportedModelError, "F4"),
+        ({"dtype": 4, "shape": [16], "data_offsets": [0, 16]}, ModelFormatError, "dtype"),
+        (["F32"], ModelFormatError, "no object"),
+    ],
+)
+def test_bad_entries(tmp_path: Path, entry: object, error: type[ModelError], words: str) -> None:
+    folder = write_head(tmp_path, {"model.norm.weight": entry}, bytes(16))
+    with pytest.raises(error, match=words):
+        open_checkpoint(folder)
+
+
+def test_overlap(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    other = {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}
+    folder = write_head(tmp_path, {"model.norm.weight": entry, "lm_head.weight": other}, bytes(24))
+    with pytest.raises(ModelFormatError, match="overlaps"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("head", "size"),
+    [
+        (b"{", None),
+        (b"[]", None),
+        (b"\xff\xfe", None),
+        (b"[" * 100_000, None),
+        (b'{"a": 1' + b"0" * 5000 + b"}", None),
+        (b"{}", 1 << 63),
+        (b"{}", 3),
+    ],
+)
+def test_bad_heads(tmp_path: Path, head: bytes, size: int | None) -> None:
+    with pytest.raises(ModelFormatError):
+        open_checkpoint(write_head(tmp_path, head, size=size))
+
+
+def test_shape_against_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"mlp\.gate_proj.*\[96, 64\].*\[97, 64\]"):
+        open_checkpoint(write_folder(tmp_path, intermediate_size=97))
+
+
+def test_missing_and_unknown_tensors(tmp_path: Path) -> None:
+    values = weights()
+    del values["layers.1.wo"]
+    with pytest.raises(ModelFormatError, match=r"layers\.1\.wo.*missing"):
+        open_checkpoint(write_folder(tmp_path, values))
+    named = {hf_name(name): value for name, value in weights().items()}
+    named["model.layers.0.self_attn.q_norm.weight"] = np.ones(16, np.float32)
+    safetensors.numpy.save_file(named, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="q_norm"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", 7])
+def test_index_cannot_point_elsewhere(tmp_path: Path, name: object) -> None:
+    write_folder(tmp_path, shards=2)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(ModelFormatError, match="not the name of a shard"):
+        open_checkpoint(tmp_path)
+
+
+def test_absent_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        open_checkpoint(tmp_path)
+    write_folder(tmp_path, shards=2)
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    shard.unlink()
+    with pytest.raises(ModelError, match="model-00002-of-00002"):
+        open_checkpoint(tmp_path)
+    (tmp_path / INDEX).unlink()
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"0 \*\.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_lone_safetensors_file_is_explained(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    with pytest.raises(ModelError, match="give the folder"):
+        open_checkpoint(tmp_path / "model.safetensors")
+
+
+def test_truncated(tmp_path: Path) -> None:
+    file = write_folder(tmp_path) / "model.safetensors"
+    whole = file.read_bytes()
+    for length in (0, 4, 8, 100, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ModelFormatError):
+            open_checkpoint(tmp_path)

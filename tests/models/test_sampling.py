@@ -1,0 +1,167 @@
+"""Sampling: the generator's known answers, each filter, and ties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ostinato.errors import InputError
+from ostinato.models.sampling import SamplingOptions, greedy, philox4x32, sample, uniform
+
+LOGITS = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-30, 30, width=32))
+
+
+def row(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def chosen(logits: np.ndarray, draws: int = 400, **options: Any) -> np.ndarray:
+    """How often each index came, as a share."""
+    counts = np.zeros(logits.size)
+    for position in range(draws):
+        counts[sample(logits, position=position, **options)] += 1
+    return counts / draws
+
+
+# Random123's kat_vectors, the lines "philox4x32 10".
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(counter: Any, key: Any, expected: Any) -> None:
+    assert philox4x32(counter, key) == expected
+
+
+def test_positions_do_not_repeat() -> None:
+    assert len({philox4x32((i, 0, 0, 0), (7, 0)) for i in range(2000)}) == 2000
+
+
+def test_uniform_is_the_first_word() -> None:
+    assert uniform(0, 0) == np.float32((0x6627E8D5 >> 8) * 2.0**-24)
+    assert uniform(0, 0).dtype == np.float32
+    assert uniform(1 << 32, 5) != uniform(0, 5)  # the seed's high word counts
+    draws = np.array([uniform(3, position) for position in range(4000)])
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    assert abs(draws.mean() - 0.5) < 0.02
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    assert greedy(row(1, 3, 3, 2)) == 1
+    assert sample(row(1, 3, 3, 2)) == 1
+    assert sample(row(np.nan, -1, -np.inf)) == 1
+    assert sample(row(np.nan, np.nan)) == 0
+    assert sample(row(-np.inf, -np.inf), temperature=1.0) == 0
+    assert sample(row(0, np.inf, np.inf), temperature=1.0) == 1
+
+
+def test_shares_follow_the_softmax() -> None:
+    logits = row(0, 1, 2)
+    expected = np.exp(logits) / np.exp(logits).sum()
+    assert np.abs(chosen(logits, 4000, temperature=1.0) - expected).max() < 0.03
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    logits = row(0, 1)
+    assert chosen(logits, temperature=0.05)[1] == 1.0
+    assert abs(chosen(logits, 2000, temperature=100.0)[1] - 0.5) < 0.05
+    for temperature in (1e-30, 1e-300, 5e-324):  # these are 0, or overflow, in float32
+        assert sample(row(1, 5, 4), temperature=temperature) == 1
+
+
+def test_top_k() -> None:
+    logits = row(5, 1, 5, 5, 4)
+    assert set(np.flatnonzero(chosen(logits, temperature=5.0, top_k=2))) == {0, 2}
+    assert set(np.flatnonzero(chosen(logits, temperature=5.0, top_k=3))) == {0, 2, 3}
+    assert sample(logits, temperature=5.0, top_k=1) == 0
+    assert (chosen(logits, temperature=5.0, top_k=99) > 0).all()
+
+
+def test_top_p() -> None:
+    logits = np.log(row(0.1, 0.5, 0.25, 0.15))
+    assert set(np.flatnonzero(chosen(logits, temperature=1.0, top_p=0.4))) == {1}
+    assert set(np.flatnonzero(chosen(logits, temperature=1.0, top_p=0.6))) == {1, 2}
+    assert set(np.flatnonzero(chosen(logits, temperature=1.0, top_p=0.89))) == {1, 2, 3}
+    assert set(np.flatnonzero(chosen(logits, temperature=1.0, top_p=1.0))) == {0, 1, 2, 3}
+    assert set(np.flatnonzero(chosen(logits, temperature=1.0, top_p=1e-9))) == {1}
+
+
+def test_ties_are_drawn_lower_index_first() -> None:
+    # Four equal ones: the draw's quarter is the index.
+    for position in range(50):
+        expected = int(uniform(9, position) * 4)
+        assert sample(np.zeros(4, np.float32), 1.0, seed=9, position=position) == expected
+
+
+@given(
+    LOGITS,
+    st.floats(0.01, 10),
+    st.integers(0, 45),
+    st.floats(0.01, 1.0),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**32 - 1),
+)
+def test_same_arguments_same_token(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, seed: int, position: int
+) -> None:
+    first = sample(logits, temperature, top_k, top_p, seed, position)
+    assert 0 <= first < logits.size
+    assert sample(logits.copy(), temperature, top_k, top_p, seed, position) == first
+    if top_k:  # never below the k-th largest
+        assert logits[first] >= np.sort(logits)[::-1][: min(top_k, logits.size)][-1]
+
+
+@given(LOGITS, st.integers(0, 1000))
+def test_top_k_of_one_is_greedy(logits: np.ndarray, position: int) -> None:
+    assert sample(logits, 1.0, 1, 1.0, 5, position) == greedy(logits)
+
+
+def test_logits_are_not_changed() -> None:
+    logits = row(1, np.nan, 3)
+    before = logits.copy()
+    sample(logits, 0.7, 2, 0.9, 1, 1)
+    assert np.array_equal(logits, before, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"top_k": True},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+        {"seed": -1},
+        {"seed": 1 << 64},
+    ],
+)
+def test_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        SamplingOptions(**options)
+    with pytest.raises(InputError):
+        sample(row(1, 2), **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1, 4), np.float32), ((0,), np.float32), ((3,), np.float64)]
+)
+def test_bad_logits(shape: tuple[int, ...], dtype: type) -> None:
+    with pytest.raises(InputError, match="logits"):
+        sample(np.zeros(shape, dtype), 1.0)

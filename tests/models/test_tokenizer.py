@@ -1,0 +1,280 @@
+"""Tokenizers: text to ids and back, streamed, from GGUF and from tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.errors import InputError, ModelError, ModelFormatError, UnsupportedModelError
+from ostinato.models.checkpoint import GgufTokenizerSource, JsonTokenizerSource
+from ostinato.models.tokenizer import Tokenizer, load_tokenizer
+from tests.models.model_files import CONFIG, TEMPLATE, byte_tokens, write_tokenizer
+
+REFERENCE = Path(__file__).parent.parent / "data" / "reference_smollm2.json"
+TEXTS = [
+    "",
+    "the thin path in 1212",
+    "  two  spaces, a\ttab\r\nand lines\n\n",
+    "Größe 東京 🎉 naïve\u0301 \u200d",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "a   5  12",
+]
+
+
+def metadata(**changes: Any) -> dict[str, object]:
+    tokens, merges = byte_tokens()
+    usual = {
+        "model": "gpt2",
+        "pre": "smollm",
+        "tokens": tokens,
+        "token_type": [3, 3, 3] + [1] * (len(tokens) - 3),
+        "merges": merges,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
+    entries: dict[str, object] = {
+        f"tokenizer.ggml.{key}": value for key, value in usual.items() if value is not None
+    }
+    return {**entries, "tokenizer.chat_template": TEMPLATE}
+
+
+def from_gguf(**changes: Any) -> Tokenizer:
+    return load_tokenizer(GgufTokenizerSource(Path("m.gguf"), metadata(**changes)))
+
+
+def sentencepiece(**changes: Any) -> Tokenizer:
+    """A small Llama-2-like vocabulary: specials, 256 bytes, pieces with scores."""
+    pieces = ["▁", "h", "e", "l", "o", "w", "r", "d", "he", "ll", "hell", "llo", "hello", "▁hello"]
+    pieces += ["▁w", "or", "ld", "▁wor", "▁world", "."]
+    scores = [-float(index) for index in range(len(pieces))]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    return load_tokenizer(
+        GgufTokenizerSource(
+            Path("m.gguf"),
+            metadata(
+                **{
+                    "model": "llama",
+                    "pre": None,
+                    "merges": None,
+                    "tokens": tokens,
+                    "scores": [0.0] * 259 + scores,
+                    "token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
+                    "unknown_token_id": 0,
+                    **changes,
+                }
+            ),
+        )
+    )
+
+
+@pytest.fixture(params=["gguf", "json"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tokenizer]:
+    if request.param == "gguf":
+        yield from_gguf()
+    else:
+        write_tokenizer(tmp_path)
+        yield load_tokenizer(JsonTokenizerSource(tmp_path))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
+
+
+def test_both_sources_agree(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    left, right = from_gguf(), load_tokenizer(JsonTokenizerSource(tmp_path))
+    for text in TEXTS:
+        assert left.encode(text) == right.encode(text)
+    assert (left.bos_id, left.eos_ids) == (right.bos_id, right.eos_ids)
+    assert left.chat_template == right.chat_template == TEMPLATE
+
+
+def test_special_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("<|im_start|>") == [1]
+    assert tokenizer.bos_id == 1
+    assert tokenizer.eos_ids == (2, 0)  # the file's own, then <|endoftext|> by its name
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.decode([1, 2]) == ""
+    assert tokenizer.decode([1, 2], skip_special=False) == "<|im_start|><|im_end|>"
+
+
+def test_digits_stand_alone_for_smollm() -> None:
+    tokens, _ = byte_tokens()
+    twelve = tokens.index("12")
+    assert twelve not in from_gguf().encode("12")
+    assert twelve in from_gguf(pre="gpt-2").encode("12")
+    assert twelve in from_gguf(pre="llama-bpe").encode("12")
+
+
+def test_characters_are_never_broken(tokenizer: Tokenizer) -> None:
+    text = "a🎉é東"
+    stream = tokenizer.stream_decoder()
+    pieces = [stream.push(token) for token in tokenizer.encode(text)]
+    assert [piece for piece in pieces if piece] == ["a", "🎉", "é", "東"]
+    assert stream.finish() == ""
+
+
+def test_half_a_character_at_the_end_is_not_lost(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("x🎉")[:-1]
+    stream = tokenizer.stream_decoder()
+    assert [stream.push(token) for token in ids] == ["x", "", "", ""]
+    assert stream.finish() == "\ufffd"
+    assert tokenizer.decode(ids) == "x\ufffd"
+
+
+@given(st.lists(st.integers(0, CONFIG.vocabulary - 1), max_size=30), st.booleans())
+def test_stream_is_decode_is_what_tokenizers_gives(ids: list[int], skip: bool) -> None:
+    tokenizer = BYTE_LEVEL
+    stream = tokenizer.stream_decoder(skip_special=skip)
+    pieces = [*map(stream.push, ids), stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special=skip)
+    expected = tokenizer._encoder.decode(ids, skip_special_tokens=skip)
+    assert tokenizer.decode(ids, skip_special=skip) == expected
+
+
+BYTE_LEVEL = from_gguf()
+
+
+@pytest.mark.parametrize("token", [-1, CONFIG.vocabulary, 1 << 40])
+def test_unknown_ids(tokenizer: Tokenizer, token: int) -> None:
+    with pytest.raises(InputError, match=str(token)):
+        tokenizer.decode([token])
+
+
+@pytest.mark.parametrize("text", ["\ud800", b"bytes", None])
+def test_what_is_no_text(tokenizer: Tokenizer, text: Any) -> None:
+    with pytest.raises(InputError, match="cannot be encoded"):
+        tokenizer.encode(text)
+
+
+def test_begin_and_end_of_sequence() -> None:
+    tokenizer = from_gguf(add_bos_token=True, add_eos_token=True)
+    assert tokenizer.encode("a")[0] == 1
+    assert tokenizer.encode("a")[-1] == 2
+    assert tokenizer.encode("a", add_special=False) == from_gguf().encode("a")
+
+
+def test_sentencepiece() -> None:
+    tokenizer = sentencepiece()
+    ids = tokenizer.encode("hello world.")
+    assert [tokenizer.token_text(token) for token in ids] == ["<s>", "▁hello", "▁world", "."]
+    assert tokenizer.decode(ids) == "hello world."
+    assert tokenizer.decode(tokenizer.encode("  hello")) == "  hello"
+
+
+def test_sentencepiece_falls_back_to_bytes() -> None:
+    tokenizer = sentencepiece()
+    ids = tokenizer.encode("hé🎉")
+    assert "<0xC3>" in [tokenizer.token_text(token) for token in ids]
+    assert tokenizer.decode(ids) == "hé🎉"
+    stream = tokenizer.stream_decoder()
+    assert [piece for piece in map(stream.push, ids) if piece] == ["h", "é", "🎉"]
+
+
+def test_sentencepiece_without_a_first_space() -> None:
+    tokenizer = sentencepiece(add_space_prefix=False)
+    assert tokenizer.decode(tokenizer.encode(" hello")) == " hello"
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+
+
+def test_sentencepiece_against_tokenizers_own_decoder() -> None:
+    tokenizer = sentencepiece()
+    d = tokenizers.decoders
+    steps = [d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)]
+    tokenizer._encoder.decoder = d.Sequence(steps)
+    for text in ["hello world", " hello", "é hello 東京", ""]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == tokenizer._encoder.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"tokens": None}, ModelError, "no tokenizer"),
+        ({"tokens": [1, 2]}, ModelFormatError, "not a list of strings"),
+        ({"tokens": "abc"}, ModelFormatError, "not a list of strings"),
+        ({"model": "bert"}, UnsupportedModelError, "'bert'.*gpt2, llama"),
+        ({"pre": "tekken"}, UnsupportedModelError, "'tekken'.*smollm"),
+        ({"pre": ["smollm"]}, UnsupportedModelError, "pre-tokenizer"),
+        ({"merges": ["t h", "th"]}, ModelFormatError, "'th'"),
+        ({"merges": ["nope never"]}, ModelFormatError, "damaged"),
+        ({"token_type": [1]}, ModelFormatError, "token_type"),
+        ({"eos_token_id": 999}, ModelFormatError, "999"),
+        ({"bos_token_id": True}, ModelFormatError, "bos_token_id"),
+        ({"add_bos_token": 1, "eos_token_id": None}, ModelFormatError, "true or false"),
+        ({"model": "llama"}, ModelFormatError, "scores"),
+    ],
+)
+def test_damaged_metadata(changes: dict[str, Any], error: type[ModelError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        from_gguf(**changes)
+
+
+def test_more_tokens_than_rows() -> None:
+    source = GgufTokenizerSource(Path("m.gguf"), metadata())
+    with pytest.raises(ModelFormatError, match=r"279.*only 100 rows"):
+        load_tokenizer(source, vocabulary=100)
+    assert load_tokenizer(source, vocabulary=280).vocabulary == 280
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model": {}}', "[" * 5000, "\x00"])
+def test_damaged_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelFormatError, match="damaged"):
+        load_tokenizer(JsonTokenizerSource(tmp_path))
+
+
+def test_absent_json(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        load_tokenizer(JsonTokenizerSource(tmp_path))
+
+
+def test_unsupported_decoder(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    file.write_text(json.dumps(content))
+    with pytest.raises(UnsupportedModelError, match="WordPiece"):
+        load_tokenizer(JsonTokenizerSource(tmp_path))
+
+
+def test_prompts_are_not_cut_by_a_setting_for_training(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    file = str(tmp_path / "tokenizer.json")
+    encoder = tokenizers.Tokenizer.from_file(file)
+    encoder.enable_truncation(3)
+    encoder.save(file)
+    assert len(load_tokenizer(JsonTokenizerSource(tmp_path)).encode("zyxwvu")) == 6
+
+
+def test_where_templates_may_stand(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    config.write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}, "chat_template": named}))
+    tokenizer = load_tokenizer(JsonTokenizerSource(tmp_path))
+    assert (tokenizer.chat_template, tokenizer.eos_ids, tokenizer.bos_id) == ("D", (2, 0), None)
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert load_tokenizer(JsonTokenizerSource(tmp_path)).chat_template == "J"
+
+
+def test_smollm2_as_transformers_has_it(smollm2_path: Path) -> None:
+    from ostinato.models.checkpoint import open_checkpoint
+
+    reference = json.loads(REFERENCE.read_text())
+    with open_checkpoint(smollm2_path) as checkpoint:
+        tokenizer = load_tokenizer(checkpoint.tokenizer, vocabulary=checkpoint.config.vocabulary)
+    assert (tokenizer.vocabulary, tokenizer.eos_ids) == (49152, (2, 0))
+    for prompt in reference["prompts"]:
+        assert tokenizer.encode(prompt["text"]) == prompt["prompt_ids"]
+        assert tokenizer.decode(prompt["tokens"], skip_special=False) == prompt["answer"]
