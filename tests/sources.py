@@ -33,23 +33,30 @@ extern "C" __global__ void number(unsigned long long value, unsigned long long* 
 """
 
 
+def covered(launch, n):
+    """How many of n elements the grid reaches."""
+    return min(n, launch.grid[0] * launch.block[0])
+
+
 @ost.host_kernel("out: *out f32, value: f32, n: u32")
 def fill(launch, out, value, n):
-    out[:n] = value
+    out[: covered(launch, n)] = value
 
 
 @ost.host_kernel("x: *f32, n: u32")
 def scale(launch, x, n):
-    x[:n] *= np.float32(2)
+    x[: covered(launch, n)] *= np.float32(2)
 
 
 @ost.host_kernel("a: *const f32, b: *const f32, out: *out f32, n: u32")
 def add(launch, a, b, out, n):
+    n = covered(launch, n)
     out[:n] = a[:n] + b[:n]
 
 
 @ost.host_kernel("x: *const f32, factor: *const f32, y: *f32, n: u32")
 def axpy(launch, x, factor, y, n):
+    n = covered(launch, n)
     y[:n] += factor[0] * x[:n]
 
 

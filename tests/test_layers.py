@@ -95,7 +95,7 @@ def test_nothing_outside_the_driver_asks_which_driver_it_is() -> None:
         if package_of(path) in ("driver", "device", "cli", "testing"):
             continue
         text = path.read_text()
-        for sign in ("HostDriver", "CudaDriver", '.name == "host"', ".name.startswith("):
+        for sign in ("HostDriver", "CudaDriver", '.name == "host"', 'name.startswith("cuda'):
             assert sign not in text, f"{path.name} contains {sign}: ask for a capability"
 
 

@@ -19,9 +19,9 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_all_is_true(name: str) -> None:
+    if name.startswith("ostinato.interop."):
+        pytest.importorskip(name.rpartition(".")[2])
     module = importlib.import_module(name)
-    if name.startswith("ostinato.cli"):
-        return
     for public in getattr(module, "__all__", ()):
         assert hasattr(module, public), f"{name}.__all__ names {public}, which is not there"
 

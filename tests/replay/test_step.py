@@ -181,25 +181,43 @@ def test_inside_a_capture_the_work_joins_it(device: Device) -> None:
 
 
 class Frozen(Rows):
-    """A step with a host number that changes: the capture freezes it."""
+    """A step with a host number in it: the capture freezes the one of its time."""
 
-    scale = 1.0
+    value = 1.0
 
     def run(self, stream: ost.Stream, rows: int) -> None:
         self.runs += 1
-        ost.launch(stream, kernel(self.device, "fill"), config(rows), self.total, self.runs, rows)
+        ost.launch(stream, kernel(self.device, "fill"), config(rows), self.total, self.value, rows)
 
 
 def test_verify_finds_a_frozen_number_and_keeps_the_eager_answer(device: Device) -> None:
-    step = Frozen(device, verify="first", warmups=0)
+    step = Frozen(device, verify=1, warmups=0)
+    assert step.step(rows=8).action is Action.BUILD
+    step.value = 2.0
     decision = step.step(rows=8)
     assert decision.reason is Reason.MISMATCH
-    assert "total" in decision.detail
+    assert "slot 'total' at [0, 0]: 2.0 eagerly, 1.0 by replay" in decision.detail
     assert "changed since its capture" in decision.detail
+    assert step.totals()[0, 0] == 2
     assert step.step(rows=8).action is Action.EAGER
-    strict = Frozen(device, verify="first", warmups=0, strict=True)
+    strict = Frozen(device, verify=1, warmups=0, strict=True)
+    strict.step(rows=8)
+    strict.value = 3.0
     with pytest.raises(VerificationError, match="total"):
         strict.step(rows=8)
+
+
+class Counting(Frozen):
+    """A step whose eager runs are not repeatable: it counts them itself."""
+
+    def run(self, stream: ost.Stream, rows: int) -> None:
+        self.value += 1
+        super().run(stream, rows)
+
+
+def test_verify_tells_state_of_its_own_from_the_rest(device: Device) -> None:
+    decision = Counting(device, verify="first", warmups=0).step(rows=8)
+    assert "state of its own" in decision.detail
 
 
 class Leaky(Rows):

@@ -14,7 +14,7 @@ from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer
 
-__all__ = ["Role", "Slot", "SlotMismatch", "check_replay"]
+__all__ = ["Cause", "Role", "Slot", "SlotMismatch", "check_replay"]
 
 Snapshot = dict[str, npt.NDArray[Any]]
 
@@ -65,29 +65,28 @@ class Slot:
         return None
 
 
+class Cause(enum.StrEnum):
+    """Why a replay differs from the eager run, as far as more eager runs can tell."""
+
+    UNREPEATABLE = "two eager runs from the same state differ: the step keeps state of its own"
+    PADDING = "the step lets padding rows reach the answer"
+    FROZEN = "the graph holds something that changed since its capture"
+
+
 @dataclass(frozen=True, slots=True)
 class SlotMismatch:
-    """Where a replay differed from the eager run: slot, first index, both values.
-
-    `padding_leaks` says that two eager runs that differ only in their padding differ too, so the
-    step itself lets padding through.
-    """
+    """Where a replay differed from the eager run: slot, first index, both values, and why."""
 
     slot: str
     index: tuple[int, ...]
     eager: str
     replayed: str
-    padding_leaks: bool
+    cause: Cause
 
     def __str__(self) -> str:
-        why = (
-            "the step lets padding rows reach the answer"
-            if self.padding_leaks
-            else "the graph holds something that changed since its capture"
-        )
         return (
             f"slot {self.slot!r} at {list(self.index)}: {self.eager} eagerly, "
-            f"{self.replayed} by replay; {why}"
+            f"{self.replayed} by replay; {self.cause.value}"
         )
 
 
@@ -104,30 +103,31 @@ def check_replay(
     Afterwards the slots are as after one run, the eager one's values where the two differ.
     """
     before = _read(slots, stream)
-    _poison(slots, sizes, stream, before, 0)
-    eager()
-    after_eager = _read(slots, stream)
-    _restore(slots, stream, before)
-    _poison(slots, sizes, stream, before, 1)
-    replay()
-    after_replay = _read(slots, stream)
-    found = _first_difference(slots, sizes, after_eager, after_replay)
-    if found is not None:
+
+    def run(work: Callable[[], object], poison: int) -> Snapshot:
         _restore(slots, stream, before)
-        _poison(slots, sizes, stream, before, 1)
-        eager()
-        other = _first_difference(slots, sizes, after_eager, _read(slots, stream))
+        _poison(slots, sizes, stream, before, poison)
+        work()
+        return _read(slots, stream)
+
+    eagerly, replayed = run(eager, 0), run(replay, 1)
+    found = _first_difference(slots, sizes, eagerly, replayed)
+    mismatch = None
+    if found is not None:
         slot, index = found
+        cause = Cause.FROZEN
+        if _first_difference(slots, sizes, eagerly, run(eager, 0)) is not None:
+            cause = Cause.UNREPEATABLE
+        elif _first_difference(slots, sizes, eagerly, run(eager, 1)) is not None:
+            cause = Cause.PADDING
         mismatch = SlotMismatch(
             slot.name,
             index,
-            str(after_eager[slot.name][index]),
-            str(after_replay[slot.name][index]),
-            padding_leaks=other is not None,
+            str(eagerly[slot.name][index]),
+            str(replayed[slot.name][index]),
+            cause,
         )
-        _restore(slots, stream, after_eager)
-    else:
-        mismatch = None
+        _restore(slots, stream, eagerly)
     inputs = [s for s in slots if s.role is Role.INPUT]
     _restore(inputs, stream, before)
     stream.synchronize()
