@@ -8,9 +8,9 @@ Canonical names: `embed`, `layers.{i}.attn_norm`, `.wq .wk .wv .wo`, `.mlp_norm`
 [out, in], and queries and keys are in Hugging Face's order for rope (a head's first half, then its
 second half), whatever the file does.
 
-Files come from strangers.  Everything is checked when the file is opened: sizes, offsets, overlaps,
-names, shapes against the config.  Not guarded against: a file that another process shortens while it
-is mapped (the operating system answers that with SIGBUS).
+Files come from strangers.  Everything is checked when the file is opened: sizes, offsets,
+overlaps, names, shapes against the config.  Not guarded against: a file that another process
+shortens while it is mapped (the operating system answers that with SIGBUS).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
     "to_bfloat16",
 ]
 
-# Float32 values converted at a time: 1 MiB of output, so that a block's passes stay in the L2 cache.
+# Float32 values converted at a time: 1 MiB of output, so that a block's passes stay in L2 cache.
 _BLOCK_VALUES = 1 << 18
 
 
@@ -255,8 +255,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             return open_folder(where)
         if not where.is_file():
             raise ModelError(
-                f"{where}: no such file or folder; give a .gguf file, a folder with config.json and "
-                "*.safetensors, or a known name (`ostinato model list`)"
+                f"{where}: no such file or folder; give a .gguf file, a folder with config.json "
+                "and *.safetensors, or a known name (`ostinato model list`)"
             )
         if where.suffix == ".safetensors":
             raise ModelError(

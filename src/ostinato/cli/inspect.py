@@ -1,0 +1,56 @@
+"""`ostinato inspect`: the graph of a decode step, as a table, as data, as a picture."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ostinato.cli.progress import fetched
+
+__all__ = ["inspect"]
+
+
+class What(StrEnum):
+    """Which step's graph."""
+
+    decode = "decode"
+    prefill = "prefill"
+
+
+def inspect(
+    what: Annotated[
+        What, typer.Argument(help="decode (with the choice of a token) or prefill (without).")
+    ] = What.decode,
+    model: Annotated[
+        str, typer.Option(help="As for `ostinato generate`.")
+    ] = "smollm2-135m",
+    rows: Annotated[
+        int, typer.Option(min=1, max=64, help="Rows of the step: 1 for single-token decode.")
+    ] = 1,
+    device: Annotated[str | None, typer.Option(help='"host", "cuda:0", …')] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The whole graph as one JSON object.")
+    ] = False,
+    dot: Annotated[bool, typer.Option("--dot", help="In Graphviz' language.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+) -> None:
+    """Capture a step of the model and show its graph: nodes, arguments, edges."""
+    from ostinato.device import open_device
+    from ostinato.models.decoder import Decoder
+
+    path = fetched(model)
+    with open_device(device) as opened, Decoder(opened, path, max_context=512) as decoder:
+        graph = decoder.graph(rows, sampled=what is What.decode)
+        if svg is not None:
+            svg.write_text(graph.to_svg(), encoding="utf-8")
+            typer.echo(f"{len(graph)} nodes drawn to {svg}")
+        if as_json:
+            typer.echo(json.dumps(graph.to_json()))
+        elif dot:
+            typer.echo(graph.to_dot())
+        elif svg is None:
+            typer.echo(str(graph))

@@ -1,0 +1,254 @@
+"""Hugging Face folders as checkpoints: config.json, one or many *.safetensors, tokenizer.json.
+
+The head is parsed here and not by the `safetensors` package, because that gives NumPy no bfloat16
+and reads a tensor as a whole.  The format, and the rule that tensors leave no hole:
+https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeGuard, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
+from ostinato.models.checkpoint import Checkpoint, JsonTokenizerSource, RawTensor, check_tensors
+from ostinato.models.config import LlamaConfig
+from ostinato.models.dequantise import dequantise_rows
+from ostinato.models.gguf_reader import map_file, unmap
+
+__all__ = ["SUPPORTED_DTYPES", "SafetensorsCheckpoint", "open_folder", "read_json"]
+
+SUPPORTED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+
+# An entry takes 120 bytes, a model of 126 layers has 1,136; 4 MiB of JSON parse in good time.
+_MAX_JSON = 4 << 20
+_MAX_VALUES = 1 << 40
+_INDEX = "model.safetensors.index.json"
+
+_WHOLE = {
+    "model.embed_tokens.weight": "embed",
+    "model.norm.weight": "final_norm",
+    "lm_head.weight": "head",
+}
+_IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "wq",
+    "self_attn.k_proj": "wk",
+    "self_attn.v_proj": "wv",
+    "self_attn.o_proj": "wo",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.gate_proj": "w_gate",
+    "mlp.up_proj": "w_up",
+    "mlp.down_proj": "w_down",
+}
+_LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)\.weight")
+# Old checkpoints carry the rope frequencies as a buffer; they follow from the config.
+_IGNORED = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A folder of mapped safetensors files.  Made by `open_folder`."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: LlamaConfig,
+        tensors: dict[str, RawTensor],
+        mapped: dict[Path, mmap.mmap],
+    ) -> None:
+        super().__init__(path, config, JsonTokenizerSource(path), tensors)
+        self._mapped = mapped
+
+    def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self._mapped[raw.file], np.uint8, raw.size, raw.offset)
+
+    def _decode(
+        self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
+    ) -> None:
+        dequantise_rows(kind, block, out)
+
+    def _unmap(self) -> None:
+        mapped, self._mapped = self._mapped, {}
+        for file in mapped.values():
+            unmap(file)
+
+
+def open_folder(path: Path) -> SafetensorsCheckpoint:
+    """Open a folder with config.json and model.safetensors, or shards and their index.
+
+    Raises ModelError if a file is not there, ModelFormatError if one is damaged or disagrees with
+    the others, UnsupportedModelError for another architecture or dtype, OSError.
+    """
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ModelError(
+            f"{path}: no config.json; a model folder has config.json and *.safetensors"
+        )
+    config = LlamaConfig.from_hf(read_json(config_file), where=str(config_file))
+    mapped: dict[Path, mmap.mmap] = {}
+    try:
+        tensors: dict[str, RawTensor] = {}
+        for file in _shards(path):
+            mapped[file] = map_file(file)
+            with memoryview(mapped[file]) as data:
+                _read_shard(data, file, config, tensors)
+        return SafetensorsCheckpoint(
+            path, config, check_tensors(config, tensors, str(path)), mapped
+        )
+    except BaseException:
+        for opened in mapped.values():
+            unmap(opened)
+        raise
+
+
+def read_json(path: Path, limit: int = _MAX_JSON) -> dict[str, object]:
+    """A JSON object from a file of at most `limit` bytes.  Raises ModelFormatError, OSError."""
+    with path.open("rb") as file:
+        return _parse_object(file.read(limit + 1), limit, str(path))
+
+
+def _parse_object(text: bytes, limit: int, where: str) -> dict[str, object]:
+    if len(text) > limit:
+        raise ModelFormatError(f"{where}: the JSON is longer than {limit} bytes")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{where}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{where}: the JSON is a {type(value).__name__}, must be an object")
+    return cast(dict[str, object], value)
+
+
+def _shards(path: Path) -> list[Path]:
+    """The safetensors files of a folder: those that its index names, or the only one."""
+    index = path / _INDEX
+    if not index.is_file():
+        files = sorted(path.glob("*.safetensors"))
+        single = path / "model.safetensors"
+        if single in files:
+            return [single]
+        if len(files) != 1:
+            raise ModelError(
+                f"{path}: {len(files)} *.safetensors files and no {_INDEX}; there must be one file "
+                "or an index"
+            )
+        return files
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, Mapping):
+        raise ModelFormatError(f"{index}: weight_map is missing")
+    names = set()
+    for name in weight_map.values():
+        # A shard is a plain file of this folder: "../" would read what nobody asked for.
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", name):
+            raise ModelFormatError(f"{index}: {str(name)[:80]!r} is not the name of a shard")
+        names.add(name)
+    for name in sorted(names):
+        if not (path / name).is_file():
+            raise ModelError(f"{path}: shard {name} is missing; fetch the model again")
+    return [path / name for name in sorted(names)]
+
+
+def _read_shard(
+    data: memoryview, path: Path, config: LlamaConfig, tensors: dict[str, RawTensor]
+) -> None:
+    """Add the tensors of one file to `tensors`, under their canonical names."""
+    size = int.from_bytes(data[:8], "little")
+    if data.nbytes < 8 or size > data.nbytes - 8:
+        raise ModelFormatError(
+            f"{path}: the head should be {size} bytes long, the file has {data.nbytes}; it is no "
+            "safetensors file, or was cut short"
+        )
+    if size > _MAX_JSON:
+        raise ModelFormatError(f"{path}: the head is {size} bytes long, more than {_MAX_JSON}")
+    head = _parse_object(bytes(data[8 : 8 + size]), _MAX_JSON, f"{path} (head)")
+    head.pop("__metadata__", None)
+    start = 8 + size
+    entries = sorted(
+        (_entry(name, value, start, path) for name, value in head.items()),
+        key=lambda entry: (entry.offset, entry.size),
+    )
+    end = start
+    for entry in entries:
+        if entry.offset != end:
+            kind = "overlaps the one before" if entry.offset < end else "leaves a hole before it"
+            raise ModelFormatError(f"{path}: tensor {entry.name!r} {kind}")
+        end += entry.size
+    if end > data.nbytes:
+        raise ModelFormatError(
+            f"{path}: tensors need {end} bytes, the file ends at {data.nbytes}; it was cut short, "
+            "fetch it again"
+        )
+    for entry in entries:
+        canonical = _canonical(entry.name, path)
+        if canonical is None or (canonical == "head" and config.tied_embeddings):
+            continue
+        if entry.type not in SUPPORTED_DTYPES:
+            raise UnsupportedModelError(
+                f"{path}: tensor {entry.name!r} is of type {entry.type}, which is not supported; "
+                f"supported: {', '.join(SUPPORTED_DTYPES)}"
+            )
+        if canonical in tensors:
+            raise ModelFormatError(f"{path}: tensor {entry.name!r} is in another shard too")
+        tensors[canonical] = entry
+
+
+# Bytes a value of every dtype of the format: the layout is checked for those we do not read, too.
+_SIZES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2,
+    "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+
+def _entry(name: str, value: object, start: int, path: Path) -> RawTensor:
+    """One tensor of the head, every number checked."""
+    place = f"{path}: tensor {name[:100]!r}"
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{place}: its entry is no object")
+    kind, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not isinstance(kind, str):
+        raise ModelFormatError(f"{place}: it has no dtype")
+    if kind not in _SIZES:
+        raise UnsupportedModelError(
+            f"{place} is of type {kind[:20]}, which is not supported; supported: "
+            f"{', '.join(SUPPORTED_DTYPES)}"
+        )
+    if not _are_sizes(shape) or len(shape) > 8 or math.prod(shape) > _MAX_VALUES:
+        raise ModelFormatError(f"{place} has the impossible shape {str(shape)[:80]}")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise ModelFormatError(f"{place} has the impossible data_offsets {str(offsets)[:80]}")
+    size = math.prod(shape) * _SIZES[kind]
+    begin, end = offsets
+    if end - begin != size:
+        raise ModelFormatError(
+            f"{place}: {kind} {shape} takes {size} bytes, data_offsets {offsets} say {end - begin}"
+        )
+    return RawTensor(name, kind, tuple(shape), path, start + begin, size)
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(
+        type(number) is int and 0 <= number < 1 << 62 for number in value
+    )
+
+
+def _canonical(name: str, path: Path) -> str | None:
+    """Our name of a tensor; None for one that is not needed."""
+    if name in _WHOLE:
+        return _WHOLE[name]
+    if _IGNORED.fullmatch(name):
+        return None
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in _IN_LAYER:
+        raise UnsupportedModelError(
+            f"{path}: tensor {name[:100]!r} has no place in a Llama decoder; this variant of the "
+            "architecture is not supported (biases, experts and adapters are not)"
+        )
+    return f"layers.{match[1]}.{_IN_LAYER[match[2]]}"

