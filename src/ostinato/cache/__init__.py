@@ -1,1 +1,29 @@
-"""."""
+"""Keyed graphs: which sizes share one, how many bytes they may take, and when they leave."""
+
+from ostinato.cache.buckets import (
+    Buckets,
+    ExplicitBuckets,
+    Multiples,
+    PowersOfTwo,
+    capacity_class,
+)
+from ostinato.cache.budget import Footprint, FootprintSource, parse_bytes
+from ostinato.cache.graph_cache import GraphCache
+from ostinato.cache.manifest import Touch
+from ostinato.cache.statistics import CacheStatistics, Evictions, KeyStatistics
+
+__all__ = [
+    "Buckets",
+    "CacheStatistics",
+    "Evictions",
+    "ExplicitBuckets",
+    "Footprint",
+    "FootprintSource",
+    "GraphCache",
+    "KeyStatistics",
+    "Multiples",
+    "PowersOfTwo",
+    "Touch",
+    "capacity_class",
+    "parse_bytes",
+]

@@ -27,7 +27,7 @@ from ostinato.errors import ClosedError, ContextPoisonedError, DriverError
 if TYPE_CHECKING:
     from ostinato.driver.stream import Operation, Stream
 
-__all__ = ["Context", "Tap"]
+__all__ = ["Context", "HasContext", "Tap", "context_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +42,18 @@ class Tap(Protocol):
     def failed(self, stream: Stream, what: str, error: DriverError) -> None:
         """Called when the driver refused a call on this stream."""
         ...
+
+
+class HasContext(Protocol):
+    """A device, or anything made on one."""
+
+    @property
+    def context(self) -> Context: ...
+
+
+def context_of(value: Context | HasContext) -> Context:
+    """The context of a device or of what was made on it."""
+    return value if isinstance(value, Context) else value.context
 
 
 @dataclass(slots=True, eq=False)

@@ -66,9 +66,9 @@ __all__ = [
 ]
 
 SCHEMA = "ostinato.graph/1"
-TABLE_WIDTH = 116
+TABLE_WIDTH = 120
 _ARGUMENTS_WIDTH = 96
-_NAME_WIDTH = 32
+_NAME_WIDTH = 28
 
 
 # ------------------------------------------------------------------------------ reading a graph
@@ -186,6 +186,11 @@ def bytes_text(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def printable(text: str) -> str:
+    """Without what would move a terminal's cursor, or what XML and UTF-8 have no words for."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
 def shorten(text: str, width: int) -> str:
     """At most `width` characters, the middle left out: names differ at both of their ends."""
     if len(text) <= width:
@@ -239,7 +244,7 @@ def details(node: Node, width: int | None = None) -> str:
         case MemcpyNodeParams():
             return f"{params.dst:#x} ← {params.src:#x}, {_extent(params)}"
         case MemsetNodeParams():
-            return f"{params.dst:#x} ← {params.value:#x}, {_extent(params)}"
+            return f"{params.dst:#x} ← {params.value}, {_extent(params)}"
         case EventRecordNodeParams() | EventWaitNodeParams():
             return f"event {params.event:#x}"
         case AllocNodeParams():
@@ -250,7 +255,7 @@ def details(node: Node, width: int | None = None) -> str:
             text = ", ".join(memop_text(op) for op in params.operations)
             return text if width is None else shorten(text, width)
         case ConditionalNodeParams():
-            return f"condition {params.handle:#x}"
+            return f"condition {params.handle}"
         case OpaqueNodeParams():
             return params.why
         case HostNodeParams() if params.function is None:
@@ -286,7 +291,7 @@ def rich_table(graph: Graph) -> Table:
 
 
 def to_table(graph: Graph) -> str:
-    """The graph as plain text at most 116 columns wide: one row a node, in the driver's order.
+    """The graph as plain text at most 120 columns wide: one row a node, in the driver's order.
 
     Long argument lists and names are shortened; `to_json` has all of them.
     """
@@ -348,7 +353,7 @@ def _add_rows(
             after,
             line_text(node.location),
         ]
-        table.add_row(Text(f"{indent}{node.index}"), kind, *map(Text, cells))
+        table.add_row(Text(f"{indent}{node.index}"), kind, *(Text(printable(c)) for c in cells))
         for part in inner:
             empty = "" if part.nodes else " (empty)"
             table.add_row("", "", Text(f"{indent}  {part.title}:{empty}", style="dim"))
@@ -494,11 +499,10 @@ def _dot_label(node: Node) -> str:
         config = node.params.config
         lines.append(f"{shape_text(config.grid)} blocks of {shape_text(config.block)}")
     else:
-        lines.append(" ".join((kind_text(node.kind), details(node, 60))).strip())
+        lines.append(details(node, 60) or kind_text(node.kind))
     return "\\n".join(_dot_escape(line) for line in lines)
 
 
 def _dot_escape(text: str) -> str:
     """Text for a quoted label: besides quotes, a label's own escapes and entities."""
-    text = "".join(c if c.isprintable() else " " for c in text)
-    return text.replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"')
+    return printable(text).replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"')

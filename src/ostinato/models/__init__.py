@@ -1,1 +1,57 @@
-"""."""
+"""Llama-family models on captured graphs: files, tokenizers, the decoder, text generation.
+
+Names are loaded when they are first used, as at the top of the package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ostinato.models.checkpoint import Checkpoint as Checkpoint
+    from ostinato.models.checkpoint import open_checkpoint as open_checkpoint
+    from ostinato.models.config import LlamaConfig as LlamaConfig
+    from ostinato.models.decoder import Decoder as Decoder
+    from ostinato.models.decoder_statistics import DecoderStatistics as DecoderStatistics
+    from ostinato.models.generate import Generation as Generation
+    from ostinato.models.generate import Summary as Summary
+    from ostinato.models.generate import TextGenerator as TextGenerator
+    from ostinato.models.program import KernelCall as KernelCall
+    from ostinato.models.program import decode_program as decode_program
+    from ostinato.models.program import describe as describe
+    from ostinato.models.sampling import SamplingOptions as SamplingOptions
+    from ostinato.models.tokenizer import Tokenizer as Tokenizer
+    from ostinato.models.tokenizer import load_tokenizer as load_tokenizer
+
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "Decoder": "decoder",
+    "DecoderStatistics": "decoder_statistics",
+    "Generation": "generate",
+    "KernelCall": "program",
+    "LlamaConfig": "config",
+    "SamplingOptions": "sampling",
+    "Summary": "generate",
+    "TextGenerator": "generate",
+    "Tokenizer": "tokenizer",
+    "decode_program": "program",
+    "describe": "program",
+    "load_tokenizer": "tokenizer",
+    "open_checkpoint": "checkpoint",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves the loader, dir() and this
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ostinato.models' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"ostinato.models.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

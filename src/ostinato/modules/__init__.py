@@ -1,1 +1,25 @@
-"""."""
+"""Kernels: compiled once, loaded once, ready before a capture.
+
+`ModuleCache` (as `device.modules`) turns a `Source` and an entry name into a loaded `Kernel`, from
+memory, from disk, or compiled now.  Not here: launching (`ostinato.launch`), graphs.
+"""
+
+from ostinato.modules.cache import ModuleCache, PreloadItem
+from ostinato.modules.disk import DiskStatistics, DiskStore, StoredKernel
+from ostinato.modules.kernel import Kernel, LoadedModule
+from ostinato.modules.options import CompileOptions
+from ostinato.modules.source import Source
+from ostinato.modules.statistics import CacheStatistics
+
+__all__ = [
+    "CacheStatistics",
+    "CompileOptions",
+    "DiskStatistics",
+    "DiskStore",
+    "Kernel",
+    "LoadedModule",
+    "ModuleCache",
+    "PreloadItem",
+    "Source",
+    "StoredKernel",
+]

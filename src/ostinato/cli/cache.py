@@ -1,0 +1,118 @@
+"""`ostinato cache`: the compiled kernels on disk: list, prune, clear."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ostinato.modules import DiskStore, StoredKernel
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="List, prune and clear compiled kernels."
+)
+
+Folder = Annotated[
+    Path | None, typer.Option("--folder", help="Another folder than that of the settings.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command("list")
+def list_kernels(folder: Folder = None, as_json: AsJson = False) -> None:
+    """List the kernels on disk, most recently used first, and say which files are damaged."""
+    store = DiskStore(folder)
+    entries = store.entries()
+    total = sum(entry.nbytes for entry in entries)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "folder": str(store.folder),
+                    "bytes": total,
+                    "max_bytes": store.max_bytes,
+                    "kernels": [_row(entry) for entry in entries],
+                }
+            )
+        )
+        return
+    if entries:
+        _print_table(entries)
+    typer.echo(
+        f"{len(entries)} files, {total / 1024:.1f} KiB of at most "
+        f"{store.max_bytes / 2**20:.0f} MiB, in {store.folder}"
+    )
+
+
+@app.command()
+def prune(
+    max_mib: Annotated[float, typer.Option("--max-mib", min=0, help="Keep at most so many MiB.")],
+    folder: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove least recently used kernels until the rest fits."""
+    store = DiskStore(folder)
+    _say(store, store.prune(int(max_mib * 2**20)), as_json)
+
+
+@app.command()
+def clear(folder: Folder = None, as_json: AsJson = False) -> None:
+    """Remove all kernels from disk; they are compiled again when they are needed."""
+    store = DiskStore(folder)
+    _say(store, store.clear(), as_json)
+
+
+def _say(store: DiskStore, removed: int, as_json: bool) -> None:
+    left = len(store.entries(check=False))
+    if as_json:
+        typer.echo(json.dumps({"folder": str(store.folder), "removed": removed, "left": left}))
+    else:
+        typer.echo(f"{removed} files removed, {left} left in {store.folder}")
+
+
+def _row(entry: StoredKernel) -> dict[str, object]:
+    return {
+        "key": entry.key,
+        "source": entry.name,
+        "arch": entry.arch,
+        "entries": list(entry.entries),
+        "bytes": entry.nbytes,
+        "last_use": datetime.fromtimestamp(entry.last_use, UTC).isoformat(),
+        "problem": entry.problem,
+    }
+
+
+def _print_table(entries: tuple[StoredKernel, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold")
+    for column in ("key", "source", "arch", "entries", "KiB", "last use"):
+        table.add_column(column, justify="right" if column == "KiB" else "left")
+    now = time.time()
+    for entry in entries:
+        # What a file says of itself is text, never markup.
+        what = Text(f"not used: {entry.problem}", "red") if entry.problem else Text(entry.name)
+        table.add_row(
+            entry.key[:12],
+            what,
+            Text(entry.arch),
+            Text(", ".join(entry.entries)),
+            f"{entry.nbytes / 1024:.1f}",
+            _ago(now - entry.last_use),
+        )
+    Console().print(table)
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return "just now"

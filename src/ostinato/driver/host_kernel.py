@@ -1,0 +1,140 @@
+"""Kernels of the host driver: Python functions over NumPy views of the driver's memory.
+
+    @host_kernel("x: *f32, factor: f32, n: u32")
+    def scale(launch, x, factor, n):
+        x[:n] *= factor
+
+    image = Image("host", functions={"scale": scale})
+
+A kernel is called once a launch, not once a thread: it does the work of the whole grid.  It gets a
+`HostLaunch` and one value for each parameter of its signature:
+
+* a pointer is a flat NumPy view of the signature's dtype, from the address to the end of its
+  allocation (read-only for ``*const``), and None for a null pointer;
+* a number is a Python number, ``cond`` too (it is what `HostLaunch.set_conditional` takes);
+* ``bytes[N]`` is `bytes`.
+
+What it raises poisons the driver as a fault on a GPU would: IndexError as an illegal address (700),
+anything else as a failed launch (719).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ostinato.driver.api import Dim3, ParameterSlot
+from ostinato.driver.signature import Access, Signature
+
+__all__ = ["HostKernel", "HostLaunch", "PointerParameter", "host_kernel"]
+
+DEFAULT_MAX_THREADS = 1024
+
+_FORMATS = {
+    "i8": "b",
+    "u8": "B",
+    "i16": "h",
+    "u16": "H",
+    "f16": "e",
+    "bf16": "H",
+    "i32": "i",
+    "u32": "I",
+    "f32": "f",
+    "i64": "q",
+    "u64": "Q",
+    "f64": "d",
+    "cond": "Q",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostLaunch:
+    """How the kernel was launched: sizes in blocks, threads, blocks and bytes."""
+
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3 | None
+    shared: int
+    set_conditional: Callable[[int, int], None]
+    """Sets the value (32 bits) of a conditional handle of the graph that runs this kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class PointerParameter:
+    """Which argument is a pointer, and what a view of it is like."""
+
+    index: int
+    name: str
+    dtype: np.dtype[Any]
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostKernel:
+    """A Python function that the host driver can launch.
+
+    `max_threads` is the most threads a block may have, `static_shared` the bytes of shared memory
+    that each block takes besides what a launch asks for (both only checked, never used).
+    """
+
+    name: str
+    function: Callable[..., object]
+    signature: Signature
+    max_threads: int = DEFAULT_MAX_THREADS
+    static_shared: int = 0
+    layout: tuple[ParameterSlot, ...] = field(init=False)
+    size: int = field(init=False)
+    """Bytes of the packed parameter buffer."""
+    pointers: tuple[PointerParameter, ...] = field(init=False)
+    unpack: Callable[[bytes], tuple[Any, ...]] = field(init=False, repr=False)
+    """The packed parameter buffer as one plain value a parameter, pointers as addresses."""
+
+    def __post_init__(self) -> None:
+        layout = self.signature.layout
+        text, end = "<", 0
+        for parameter, slot in zip(self.signature.parameters, layout, strict=True):
+            text += f"{slot.offset - end}x" if slot.offset > end else ""
+            if parameter.pointer:
+                text += "Q"
+            elif parameter.type == "bytes":
+                text += f"{parameter.size}s"
+            else:
+                text += _FORMATS[parameter.type]
+            end = slot.offset + slot.size
+        put = object.__setattr__
+        put(self, "layout", layout)
+        put(self, "size", end)
+        put(self, "unpack", struct.Struct(text).unpack)
+        put(
+            self,
+            "pointers",
+            tuple(
+                PointerParameter(i, p.name, p.dtype, Access.WRITE in p.access)
+                for i, p in enumerate(self.signature.parameters)
+                if p.pointer
+            ),
+        )
+
+
+def host_kernel(
+    signature: str,
+    *,
+    name: str | None = None,
+    max_threads: int = DEFAULT_MAX_THREADS,
+    static_shared: int = 0,
+) -> Callable[[Callable[..., object]], HostKernel]:
+    """Makes a kernel of a function `f(launch, …)`; `name` is its entry name, else the function's.
+
+    Raises InputError for a signature that cannot be read.
+    """
+    parsed = Signature.parse(signature)
+
+    def decorate(function: Callable[..., object]) -> HostKernel:
+        entry = name if name is not None else getattr(function, "__name__", "kernel")
+        return HostKernel(entry, function, parsed, max_threads, static_shared)
+
+    return decorate

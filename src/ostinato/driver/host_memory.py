@@ -1,0 +1,216 @@
+"""Memory of the host driver: real addresses of this process, and who owns which.
+
+Fresh memory is filled with `POISON` bytes, so that a read of what nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.driver.api import MemoryRange
+from ostinato.driver.host_kernel import HostKernel, PointerParameter
+from ostinato.errors import Status, driver_error
+
+__all__ = ["ALIGNMENT", "POISON", "Allocation", "MemoryTable", "reserve"]
+
+POISON = 0xA5
+ALIGNMENT = 256
+
+# Decoded arguments kept at most: a decoder has some hundred, an eager loop whose scalars change
+# makes new ones for ever.
+_DECODED_LIMIT = 8192
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """One piece of memory.  `data` are its bytes; a graph's allocation is live only at times."""
+
+    address: int
+    nbytes: int
+    data: npt.NDArray[np.uint8]
+    pinned: bool = False
+    graph_owned: bool = False
+    outstanding: bool = False
+    """Of a graph's allocation: a launch that was submitted allocates it, and none frees it yet."""
+    holders: int = 0
+    """Of a graph's allocation: the definitions and executables that name it."""
+
+
+def reserve(
+    nbytes: int, call: str, *, pinned: bool = False, graph_owned: bool = False
+) -> Allocation:
+    """Address space for an allocation; no page is touched yet."""
+    try:
+        # One alignment more than needed, so that two allocations are never adjacent.
+        raw = np.empty(nbytes + 2 * ALIGNMENT, dtype=np.uint8)
+    except MemoryError as error:
+        raise driver_error(
+            Status.OUT_OF_MEMORY, call, f"this process cannot have {nbytes} bytes more"
+        ) from error
+    start = int(raw.ctypes.data)
+    address = -(-start // ALIGNMENT) * ALIGNMENT
+    data = raw[address - start : address - start + nbytes]
+    return Allocation(address, nbytes, data, pinned, graph_owned)
+
+
+class MemoryTable:
+    """Every live allocation by address, and the decoded arguments that point into them."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self.lock = threading.RLock()  # a collection inside may free memory on this thread
+        self._starts: list[int] = []
+        self._allocations: list[Allocation] = []
+        self._generation = 0
+        # Graph allocations by address, live or not: addresses that only stream order can judge.
+        self.reserved: dict[int, Allocation] = {}
+        # (id of a loaded function, argument bytes) to the values it is called with.  The views
+        # hold their memory, so it is emptied whenever anything is freed.
+        self.decoded: dict[tuple[int, bytes], tuple[Any, ...]] = {}
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    def add(self, allocation: Allocation, call: str) -> None:
+        """Makes an allocation live, with poisoned content.  Pinned memory is not device memory."""
+        with self.lock:
+            if not allocation.pinned:
+                if self.used + allocation.nbytes > self.total:
+                    free = self.total - self.used
+                    raise driver_error(
+                        Status.OUT_OF_MEMORY,
+                        call,
+                        f"{allocation.nbytes} bytes wanted, {free} of {self.total} are free",
+                    )
+                self.used += allocation.nbytes
+            at = bisect_right(self._starts, allocation.address)
+            self._starts.insert(at, allocation.address)
+            self._allocations.insert(at, allocation)
+        allocation.data.fill(POISON)
+
+    def remove(self, allocation: Allocation) -> bool:
+        """Ends an allocation; False if it was not live."""
+        with self.lock:
+            at = bisect_right(self._starts, allocation.address) - 1
+            if at < 0 or self._allocations[at] is not allocation:
+                return False
+            del self._starts[at], self._allocations[at]
+            if not allocation.pinned:
+                self.used -= allocation.nbytes
+            self._generation += 1
+            self.decoded.clear()
+            return True
+
+    def clear(self) -> None:
+        with self.lock:
+            self._starts.clear()
+            self._allocations.clear()
+            self.reserved.clear()
+            self.decoded.clear()
+            self.used = 0
+
+    def find(self, address: int) -> Allocation | None:
+        """The live allocation that holds the address."""
+        with self.lock:
+            at = bisect_right(self._starts, address) - 1
+            if at < 0:
+                return None
+            allocation = self._allocations[at]
+        return allocation if address < allocation.address + allocation.nbytes else None
+
+    def range(self, address: int) -> MemoryRange | None:
+        allocation = self.find(address)
+        return None if allocation is None else MemoryRange(allocation.address, allocation.nbytes)
+
+    def drop_reserved(self, allocation: Allocation) -> None:
+        """Gives a graph's address space back once nothing can name it any more."""
+        if allocation.holders <= 0 and not allocation.outstanding:
+            self.reserved.pop(allocation.address, None)
+
+    def reserved_at(self, address: int) -> Allocation | None:
+        """The graph's allocation, live or not, that holds the address."""
+        for allocation in tuple(self.reserved.values()):
+            if allocation.address <= address < allocation.address + allocation.nbytes:
+                return allocation
+        return None
+
+    def is_pinned(self, address: int) -> bool:
+        allocation = self.find(address)
+        return allocation is not None and allocation.pinned
+
+    def check(self, address: int, nbytes: int, call: str, what: str) -> None:
+        """Raises INVALID_VALUE for bytes that nobody owns, where the call itself can tell."""
+        allocation = self.find(address)
+        if allocation is None:
+            allocation = self.reserved_at(address)
+        if allocation is None:
+            raise driver_error(
+                Status.INVALID_VALUE, call, f"{what} {address:#x} is in no live allocation"
+            )
+        if address + nbytes > allocation.address + allocation.nbytes:
+            raise driver_error(
+                Status.INVALID_VALUE,
+                call,
+                f"{what}: {nbytes} bytes at {address:#x} pass the end of the allocation "
+                f"({allocation.nbytes} bytes at {allocation.address:#x})",
+            )
+
+    def view(self, address: int, nbytes: int, what: str) -> npt.NDArray[np.uint8]:
+        """The bytes, for work that runs.  Raises ILLEGAL_ADDRESS, which poisons the driver."""
+        allocation = self.find(address)
+        if allocation is None or address + nbytes > allocation.address + allocation.nbytes:
+            raise driver_error(
+                Status.ILLEGAL_ADDRESS,
+                what,
+                f"{nbytes} bytes at {address:#x} are not all in one live allocation",
+            )
+        start = address - allocation.address
+        return allocation.data[start : start + nbytes]
+
+    def decode(self, key: tuple[int, bytes], kernel: HostKernel) -> tuple[Any, ...]:
+        """The values that the kernel is called with, kept until something is freed."""
+        generation = self._generation
+        values = list(kernel.unpack(key[1]))
+        for pointer in kernel.pointers:
+            values[pointer.index] = self._pointer(kernel, pointer, values[pointer.index])
+        result = tuple(values)
+        with self.lock:
+            if generation == self._generation:
+                if len(self.decoded) >= _DECODED_LIMIT:
+                    self.decoded.clear()
+                self.decoded[key] = result
+        return result
+
+    def _pointer(
+        self, kernel: HostKernel, pointer: PointerParameter, address: int
+    ) -> npt.NDArray[Any] | None:
+        if address == 0:
+            return None
+        allocation = self.find(address)
+        if allocation is None:
+            raise driver_error(
+                Status.ILLEGAL_ADDRESS,
+                kernel.name,
+                f"argument {pointer.name!r} = {address:#x} is in no live allocation",
+            )
+        itemsize = pointer.dtype.itemsize
+        if address % itemsize:
+            raise driver_error(
+                Status.MISALIGNED_ADDRESS,
+                kernel.name,
+                f"argument {pointer.name!r} = {address:#x} is not aligned to {itemsize}",
+            )
+        start = address - allocation.address
+        stop = start + (allocation.nbytes - start) // itemsize * itemsize
+        view = allocation.data[start:stop].view(pointer.dtype)
+        if not pointer.writable:
+            view.setflags(write=False)
+        return view

@@ -1,0 +1,137 @@
+"""Numbers of a decoder: launches, reasons, phases, and single operations while they are timed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ostinato import CacheStatistics, Event, Operation, Stream
+from ostinato.replay import StepStatistics
+
+__all__ = ["DecoderStatistics", "OperationTime", "OperationTimes", "Phases"]
+
+
+@dataclass(slots=True)
+class Phases:
+    """Seconds and tokens by phase ("load", "plan", "prefill", "decode"), added up."""
+
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    tokens: Counter[str] = field(default_factory=Counter)
+    host_writes: int = 0
+    """How often the host set the rows of a step."""
+
+    @contextmanager
+    def measure(self, phase: str, tokens: int = 0) -> Iterator[None]:
+        """Adds the block's time; its tokens count only if it ends well."""
+        start = time.perf_counter()
+        try:
+            yield
+            self.tokens[phase] += tokens
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class OperationTime:
+    """One kernel's launches and milliseconds, added up."""
+
+    launches: int
+    milliseconds: float
+
+
+class OperationTimes:
+    """Times operations one by one, with an event on each side."""
+
+    def __init__(self) -> None:
+        self._launches: Counter[str] = Counter()
+        self._milliseconds: dict[str, float] = {}
+
+    def run(self, stream: Stream, operations: Sequence[Operation]) -> None:
+        """Submits the operations and waits for them."""
+        marks = [self._mark(stream)]
+        for operation in operations:
+            stream.submit(operation)
+            marks.append(self._mark(stream))
+        stream.synchronize()
+        for index, operation in enumerate(operations):
+            name = operation.name
+            self._launches[name] += 1
+            spent = marks[index + 1].elapsed_since(marks[index])
+            self._milliseconds[name] = self._milliseconds.get(name, 0.0) + spent
+        for mark in marks:
+            mark.close()
+
+    @staticmethod
+    def _mark(stream: Stream) -> Event:
+        return stream.record(Event(stream.context, timing=True))
+
+    def by_kernel(self) -> dict[str, OperationTime]:
+        """By kernel name, the slowest first."""
+        ordered = sorted(self._milliseconds.items(), key=lambda item: -item[1])
+        return {name: OperationTime(self._launches[name], ms) for name, ms in ordered}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderStatistics:
+    """What a decoder did so far.
+
+    `launches_eager`: operations launched one by one.  `launches_replayed`: graph launches, each in
+    place of many.  `launches_per_token`: the operations of one decode step, which one graph launch
+    stands for.  `eager_reasons`: eager steps by reason.  `host_writes`: staged copies of rows.
+    Seconds are wall time; `load_seconds` reads the weights.
+    """
+
+    launches_eager: int
+    launches_replayed: int
+    launches_per_token: int
+    graphs_captured: int
+    eager_reasons: dict[str, int]
+    quarantined: dict[str, str]
+    prefill_tokens: int
+    decoded_tokens: int
+    load_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    host_writes: int
+    weight_bytes: int
+    plan_bytes: int
+    steps: dict[str, StepStatistics]
+    cache: CacheStatistics
+
+    @classmethod
+    def of(
+        cls,
+        steps: Mapping[str, StepStatistics],
+        cache: CacheStatistics,
+        phases: Phases,
+        *,
+        launches_per_token: int,
+        weight_bytes: int,
+        plan_bytes: int,
+    ) -> DecoderStatistics:
+        reasons: Counter[str] = Counter()
+        quarantined: dict[str, str] = {}
+        for step in steps.values():
+            reasons.update(step.eager_reasons)
+            quarantined.update(step.quarantined)
+        return cls(
+            launches_eager=sum(step.launches_eager for step in steps.values()),
+            launches_replayed=sum(step.launches_replayed for step in steps.values()),
+            launches_per_token=launches_per_token,
+            graphs_captured=sum(step.built for step in steps.values()),
+            eager_reasons=dict(reasons),
+            quarantined=quarantined,
+            prefill_tokens=phases.tokens["prefill"],
+            decoded_tokens=phases.tokens["decode"],
+            load_seconds=phases.seconds["load"],
+            prefill_seconds=phases.seconds["prefill"],
+            decode_seconds=phases.seconds["decode"],
+            host_writes=phases.host_writes,
+            weight_bytes=weight_bytes,
+            plan_bytes=plan_bytes,
+            steps=dict(steps),
+            cache=cache,
+        )

@@ -1,0 +1,327 @@
+"""Text in, text out: a prompt becomes pieces of an answer as they come, and a summary.
+
+with TextGenerator(device, "smollm2-135m") as generator:
+    answer = generator.generate("Why is the sky blue?", max_tokens=64)
+    for piece in answer:
+        print(piece, end="", flush=True)
+    print(answer.summary())
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ostinato import Device
+from ostinato.errors import InputError
+from ostinato.models.chat import render_chat
+from ostinato.models.checkpoint import Checkpoint, open_checkpoint
+from ostinato.models.decoder import Decoder
+from ostinato.models.sampling import GREEDY, SamplingOptions
+from ostinato.models.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Generation", "Summary", "TextGenerator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What one generation was.
+
+    `finish_reason`: "stop" (an end token), "length" (`max_tokens`), "context" (no room left),
+    "interrupted" (by the caller, or still under way).  `token_ids`: what was chosen, the end token
+    too.  `tokens_per_second`: of decoding, so from the first token on; 0 if there was no second.
+    `prompt_tokens_per_second`: of the prompt.  `time_to_first_token`: seconds from `generate` on.
+
+    `launches_eager`, `launches_replayed`, `graphs_captured`, `eager_reasons`: of this generation;
+    one graph launch stands for `launches_per_token` eager ones.  `load_seconds`: of the model, once
+    for all generations.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    tokens_per_second: float
+    prompt_tokens_per_second: float
+    time_to_first_token: float
+    load_seconds: float
+    launches_eager: int
+    launches_replayed: int
+    launches_per_token: int
+    graphs_captured: int
+    device: str
+    eager_reasons: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them."""
+        return {**asdict(self), "token_ids": list(self.token_ids)}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.token_ids)} tokens ({self.finish_reason}) at "
+            f"{self.tokens_per_second:.1f} tokens/s, first after {self.time_to_first_token:.2f} s; "
+            f"prompt {self.prompt_tokens} tokens at {self.prompt_tokens_per_second:.0f} tokens/s; "
+            f"model loaded in {self.load_seconds:.2f} s",
+            f"launches: {self.launches_eager} eager, {self.launches_replayed} of graphs "
+            f"(each in place of up to {self.launches_per_token}); "
+            f"{self.graphs_captured} graphs captured; device {self.device}",
+        ]
+        lines += [f"eager: {count} x {reason}" for reason, count in self.eager_reasons.items()]
+        return "\n".join(lines)
+
+
+class Generation:
+    """One answer: an iterator over pieces of text, and its summary so far.
+
+    No piece holds part of a character.  An exception in the middle (Ctrl-C too) goes to the caller;
+    `text`, `token_ids` and `summary()` then say how far it came, and the generator can be used
+    again.
+    """
+
+    def __init__(self, generator: TextGenerator, prompt: Items[int]) -> None:
+        self._generator = generator
+        self._prompt = tuple(prompt)
+        self._before = generator.decoder.statistics()
+        self._began = time.perf_counter()
+        self._first = self._last = 0.0
+        self._pieces: list[str] = []
+        self._tokens: list[int] = []
+        self._reason = "interrupted"
+        self._work = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._work)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens chosen so far."""
+        return tuple(self._tokens)
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._pieces)
+
+    def _run(self) -> Iterator[str]:
+        decoder, stops = self._generator.decoder, self._generator.decoder.stop_tokens
+        out = self._generator.tokenizer.stream_decoder()
+        token = decoder.prefill(self._prompt)
+        while True:
+            self._last = time.perf_counter()
+            self._first = self._first or self._last
+            self._tokens.append(token)
+            piece = out.push(token)
+            ended = token in stops
+            if ended or decoder.stopped():
+                full = len(self._prompt) + len(self._tokens) > decoder.plan.sizes.context
+                length = "context" if full else "length"
+                # Set before the last piece: whoever takes it may not ask for another.
+                self._reason = "stop" if ended else length
+                piece += out.finish()
+            if piece:
+                self._pieces.append(piece)
+                yield piece
+            if self._reason != "interrupted":
+                return
+            token = decoder.decode()
+
+    def summary(self) -> Summary:
+        """The numbers so far; complete once the iteration has ended."""
+        now, before = self._generator.decoder.statistics(), self._before
+        reasons = {
+            reason: count - before.eager_reasons.get(reason, 0)
+            for reason, count in now.eager_reasons.items()
+            if count > before.eager_reasons.get(reason, 0)
+        }
+        decoded, spent = len(self._tokens) - 1, self._last - self._first
+        prefill = now.prefill_seconds - before.prefill_seconds
+        return Summary(
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self._reason,
+            prompt_tokens=len(self._prompt),
+            tokens_per_second=decoded / spent if decoded > 0 and spent > 0 else 0.0,
+            prompt_tokens_per_second=len(self._prompt) / prefill if self._tokens else 0.0,
+            time_to_first_token=self._first - self._began if self._tokens else 0.0,
+            load_seconds=self._generator.load_seconds,
+            launches_eager=now.launches_eager - before.launches_eager,
+            launches_replayed=now.launches_replayed - before.launches_replayed,
+            launches_per_token=now.launches_per_token,
+            graphs_captured=now.graphs_captured - before.graphs_captured,
+            device=self._generator.device.name,
+            eager_reasons=reasons,
+        )
+
+
+class TextGenerator:
+    """A decoder with its tokenizer and chat template.
+
+    `model`: a GGUF file or a folder, a known name (fetched on first use, see `models.store`), or an
+    open checkpoint.  Other options are the decoder's.  Raises what `Decoder` raises, and
+    DownloadError.
+    """
+
+    def __init__(self, device: Device, model: str | Path | Checkpoint, **options: Any) -> None:
+        began = time.perf_counter()
+        self.device = device
+        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(_resolve(model))
+        try:
+            # The tokenizer is built while the weights are read: both take longer than the rest.
+            loading = _Background(checkpoint)
+            try:
+                self.decoder = Decoder(device, checkpoint, **options)
+            finally:
+                loading.thread.join()
+            try:
+                self.tokenizer = loading.result()
+                if options.get("stop_tokens") is None:
+                    self.decoder.set_stop_tokens(
+                        (*self.tokenizer.eos_ids, *checkpoint.config.eos_token_ids)
+                    )
+            except BaseException:
+                self.decoder.close()
+                raise
+        finally:
+            if checkpoint is not model:
+                checkpoint.close()
+        self.load_seconds = time.perf_counter() - began
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model brings a chat template."""
+        return self.tokenizer.chat_template is not None
+
+    def encode(
+        self,
+        prompt: str | Items[Mapping[str, str]],
+        *,
+        chat: bool | None = None,
+        system: str | None = None,
+    ) -> list[int]:
+        """The prompt's token ids: `chat` through the chat template, else as it is.
+
+        A list of messages (mappings with `role` and `content`) is always a chat; a text is one if
+        `chat` says so, or by itself (None) if the model has a template.  `system`: a first message.
+        """
+        if isinstance(prompt, str):
+            if not (self.chats if chat is None else chat):
+                if system is not None:
+                    raise InputError("a system message needs a chat, and this prompt is raw")
+                return self.tokenizer.encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        messages = [
+            *([{"role": "system", "content": system}] if system is not None else []),
+            *prompt,
+        ]
+        bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_ids
+        text = render_chat(
+            self.tokenizer.chat_template,
+            messages,
+            bos_token="" if bos is None else self.tokenizer.token_text(bos) or "",
+            eos_token=self.tokenizer.token_text(eos[0]) or "" if eos else "",
+        )
+        return self.tokenizer.encode(text, add_special=False)
+
+    def generate(
+        self,
+        prompt: str | Items[Mapping[str, str]] | Items[int],
+        *,
+        max_tokens: int = 256,
+        sampling: SamplingOptions = GREEDY,
+        chat: bool | None = None,
+        system: str | None = None,
+    ) -> Generation:
+        """The answer to a prompt (text, messages, or token ids), as an iterator over its pieces.
+
+        It ends at an end token, after `max_tokens` tokens, or where the context is full.  One
+        generation at a time: a new one ends the one before.  Raises InputError if the prompt
+        leaves no room in the context, or for options that make no sense.
+        """
+        if isinstance(max_tokens, bool) or max_tokens < 1:
+            raise InputError(f"max_tokens is {max_tokens}, must be 1 or more")
+        tokens = self._tokens(prompt, chat, system)
+        context = self.decoder.plan.sizes.context
+        if len(tokens) > context:
+            raise InputError(
+                f"the prompt has {len(tokens)} tokens, more than the context of {context}; "
+                "shorten it, or raise max_context"
+            )
+        self.decoder.reset()
+        # The last token takes the position after all others: prompt + max_tokens - 1.
+        self.decoder.set_sampling(sampling, limit=len(tokens) + max_tokens - 1)
+        return Generation(self, tokens)
+
+    def _tokens(
+        self,
+        prompt: str | Items[Mapping[str, str]] | Items[int],
+        chat: bool | None,
+        system: str | None,
+    ) -> list[int]:
+        if not isinstance(prompt, str):
+            messages = [item for item in prompt if isinstance(item, Mapping)]
+            ids = [item for item in prompt if isinstance(item, int)]
+            if messages and ids:
+                raise InputError("the prompt mixes messages and token ids")
+            tokens = self.encode(messages, chat=chat, system=system) if messages else ids
+        else:
+            tokens = self.encode(prompt, chat=chat, system=system)
+        if not tokens:
+            raise InputError("the prompt is empty: it has no tokens")
+        return tokens
+
+    def close(self) -> None:
+        """Gives the decoder's memory back.  Idempotent."""
+        self.decoder.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Background:
+    """Loads a tokenizer on a thread; the error, if there is one, comes with the result."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._tokenizer: Tokenizer | None = None
+        self._error: BaseException | None = None
+        self.thread = threading.Thread(target=self._load, name="tokenizer", daemon=True)
+        self.thread.start()
+
+    def _load(self) -> None:
+        try:
+            self._tokenizer = load_tokenizer(
+                self._checkpoint.tokenizer, vocabulary=self._checkpoint.config.vocabulary
+            )
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Tokenizer:
+        if self._error is not None:
+            raise self._error
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+
+def _resolve(model: str | Path) -> str | Path:
+    if isinstance(model, Path):
+        return model
+    from ostinato.models.store import resolve
+
+    return resolve(model)

@@ -1,0 +1,197 @@
+// What all kernels of the decoder share: rows, bfloat16, loads, programmatic launch, reductions.
+//
+// Compiled by NVRTC for one shape (macros; see kernels_cuda.py), and as C++ by the emulator of
+// benchmarks/kernels, which defines EMULATED.  No header of the toolkit is needed.
+//
+// Memory rules, which every kernel keeps:
+// * Weights, norms and the rope table never change while a step runs: they may be read before
+//   `wait_for_previous`, and through the read-only path.
+// * Everything that a step writes is read after `wait_for_previous`, past L1 (`load_fresh`), with
+//   no __restrict__: the compiler must not take it for constant and move a load over the wait.
+//   What a kernel before the previous one wrote may be read earlier if START_NEXT is not
+//   AT_START: a kernel starts only when all blocks of the previous one are past their own wait.
+// * Every block waits, also one with nothing to do: the next kernel's wait stands for all before.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short bf16;  // the bits; no arithmetic in this type
+
+// Where a kernel lets the next one start, in the order in which a kernel passes them.
+#define AT_START 0
+#define AFTER_WAIT 1
+#define AFTER_INPUT 2
+#define BEFORE_OUTPUT 3
+#define NEVER 4
+#ifndef START_NEXT
+#define START_NEXT AFTER_WAIT
+#endif
+
+constexpr int ACTIVE = 1, SAMPLE = 2, FROM_STATE = 4;
+
+struct alignas(16) Row {
+    int token, position, slot, flags;
+};
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int power_of_two_above(int n) {
+    int p = 1;
+    while (p < n) p *= 2;
+    return p;
+}
+
+#ifdef EMULATED
+#include "emulate.h"
+#else
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+
+// ---------------------------------------------------------------------------------------- loads
+
+// 16 bytes of weights: read once by one multiprocessor, so they do not displace anything in L1.
+DEVICE uint4 load_weights(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+
+// What another kernel of this step wrote, or will have written once the wait is over.
+DEVICE float4 load_fresh(const float4* p) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+DEVICE float2 load_fresh(const float2* p) {
+    float2 v;
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+    return v;
+}
+DEVICE float load_fresh(const float* p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE uint4 load_fresh(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+DEVICE u64 load_fresh(const u64* p) {
+    u64 v;
+    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE int load_fresh(const int* p) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+// ------------------------------------------------------------------------- programmatic launch
+
+DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void start_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ------------------------------------------------------------------------------- arithmetic units
+
+// Two floats to bfloat16, round to nearest even; `a` in the lower half.
+DEVICE u32 pack_bf16(float a, float b) {
+    u32 v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(b), "f"(a));
+    return v;
+}
+
+// c += a b on the tensor cores: a 16x16 (row g = lane / 4), b 16x8, bfloat16; c 16x8, float32.
+DEVICE void multiply_tile(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+template <class T> DEVICE T exchange(T value, int mask) {
+    return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+// One 8-byte store that the host sees whole, in pinned memory.
+DEVICE void store_for_host(int2* p, int2 v) {
+    asm volatile("st.relaxed.sys.global.v2.s32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y)
+                 : "memory");
+}
+
+#endif  // EMULATED
+
+template <int WHERE> DEVICE void start_next_at() {
+    if constexpr (WHERE == START_NEXT) start_next();
+}
+
+DEVICE Row load_row(const int* live, int index) {
+    const uint4 v = load_fresh(reinterpret_cast<const uint4*>(live) + index);
+    return Row{static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z),
+               static_cast<int>(v.w)};
+}
+
+// The two bfloat16 of a word, as floats.
+DEVICE float low_half(u32 w) { return __uint_as_float(w << 16); }
+DEVICE float high_half(u32 w) { return __uint_as_float(w & 0xffff0000u); }
+
+// Sums over groups of WIDTH lanes (a power of two); every lane gets it.  The order is fixed.
+template <int WIDTH> DEVICE float sum_lanes(float v) {
+#pragma unroll
+    for (int mask = WIDTH / 2; mask > 0; mask /= 2) v += exchange(v, mask);
+    return v;
+}
+
+DEVICE u64 largest_of_warp(u64 v) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) {
+        const u64 other = exchange(v, mask);
+        v = other > v ? other : v;
+    }
+    return v;
+}
+
+// A float32 as an integer with the same order.  -0 is 0; NaN is not meant to come here.
+DEVICE u32 ordered(float x) {
+    const u32 bits = __float_as_uint(x + 0.0f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+DEVICE float from_ordered(u32 key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// A logit with its index: the larger the logit, and the lower the index on ties, the larger the
+// key.  NaN is above all, so that one NaN anywhere is what comes out.
+constexpr u64 NAN_KEY = ~0ull;
+DEVICE u64 logit_key(float logit, u32 index) {
+    if (logit != logit) return NAN_KEY;
+    return static_cast<u64>(ordered(logit)) << 32 | (0xffffffffu - index);
+}

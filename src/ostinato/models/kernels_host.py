@@ -1,0 +1,424 @@
+"""The layer program's kernels in NumPy: what the host driver runs, and the oracle for the others.
+
+Each takes what its CUDA namesake takes.  Pointers are flat views up to the end of their allocation;
+matrices are [out, in].  `live` holds the step's rows as `embed` resolved them, four int32 each.
+Rows are computed up to the last active one; those in between that are not active hold zeros.
+
+Not guaranteed: the same bits for other numbers of rows (BLAS sums in another order then).  The same
+rows give the same bits, launched eagerly or from a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato import HostKernel, host_kernel
+from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE
+from ostinato.models.sampling import sample as sample_reference
+
+__all__ = ["HOST_KERNELS"]
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Ints: TypeAlias = npt.NDArray[np.int32]
+
+HOST_KERNELS: dict[str, HostKernel] = {}
+"""By name."""
+
+_TOKEN, _POSITION, _SLOT, _FLAGS = range(4)
+_CHUNK = 1 << 15  # scores of one attention product at a time, in rows * KV length
+
+
+def _kernel(signature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a kernel.  As on a GPU, infinities and NaN are values and no warnings."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        made = host_kernel(signature, name=function.__name__)(np.errstate(all="ignore")(function))
+        HOST_KERNELS[made.name] = made
+        return function
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows `start` to `stop` of one slot at rising positions from `position`."""
+
+    start: int
+    stop: int
+    slot: int
+    position: int
+
+
+def _used(live: Ints, row_count: int) -> int:
+    """Rows up to the last active one."""
+    if row_count == 1:
+        return int(live[_FLAGS]) & ACTIVE
+    active = np.flatnonzero(live[_FLAGS : 4 * row_count : 4] & ACTIVE)
+    return int(active[-1]) + 1 if active.size else 0
+
+
+def _runs(live: Ints, used: int) -> Iterator[_Run]:
+    run: _Run | None = None
+    for index, (_, position, slot, flags) in enumerate(live[: 4 * used].reshape(-1, 4).tolist()):
+        if not flags & ACTIVE:
+            continue
+        if run is not None:
+            follows = run.stop == index and run.slot == slot
+            if follows and run.position + run.stop - run.start == position:
+                run = _Run(run.start, index + 1, slot, run.position)
+                continue
+            yield run
+        run = _Run(index, index + 1, slot, position)
+    if run is not None:
+        yield run
+
+
+def _sampled(live: Ints, used: int) -> list[tuple[int, int, int]]:
+    """(row, position, slot) of the rows that get logits."""
+    wanted = ACTIVE | SAMPLE
+    rows = live[: 4 * used].reshape(-1, 4).tolist()
+    return [(i, row[1], row[2]) for i, row in enumerate(rows) if row[3] & wanted == wanted]
+
+
+def _matrix(flat: npt.NDArray[Any], rows: int, columns: int) -> npt.NDArray[Any]:
+    return flat[: rows * columns].reshape(rows, columns)
+
+
+def _product(weight: Floats, x: Floats, out: Floats) -> None:
+    """out = x @ weight.T for x [rows, in], weight [out, in]; one row is a matrix-vector product."""
+    if len(x) == 1:
+        np.matmul(weight, x[0], out=out[0])
+    else:
+        np.matmul(x, weight.T, out=out)
+
+
+def _normed(x: Floats, norm: Floats, epsilon: float) -> Floats:
+    """RMS norm of rows, times the weights."""
+    width = x.shape[1]
+    if len(x) == 1:
+        row = x[0]
+        scale = 1.0 / np.sqrt(np.dot(row, row) / np.float32(width) + np.float32(epsilon))
+        out = x * np.float32(scale)
+    else:
+        squares = np.square(x).mean(axis=1, keepdims=True)
+        squares += np.float32(epsilon)
+        np.sqrt(squares, out=squares)
+        out = x / squares
+    out *= norm[:width]
+    return out
+
+
+def _rotate(x: Floats, cosine: Floats, sine: Floats, out: Floats) -> None:
+    """Rope in the half-split order: x [rows, heads, head_size], tables [rows, 1, head_size / 2]."""
+    half = x.shape[-1] // 2
+    left, right = x[..., :half], x[..., half:]
+    out_left, out_right = out[..., :half], out[..., half:]
+    np.multiply(left, cosine, out=out_left)
+    out_left -= right * sine
+    np.multiply(right, cosine, out=out_right)
+    out_right += left * sine
+
+
+@_kernel(
+    "rows: *const i32, state: *const i32, live: *out i32, table: *const f32, x: *out f32, "
+    "row_count: u32, hidden: u32, vocabulary: u32, slots: u32, context: u32"
+)
+def embed(
+    launch: object,
+    rows: Ints,
+    state: Ints,
+    live: Ints,
+    table: Floats,
+    x: Floats,
+    row_count: int,
+    hidden: int,
+    vocabulary: int,
+    slots: int,
+    context: int,
+) -> None:
+    """Resolves the rows (FROM_STATE) and looks their tokens up.
+
+    A row that would reach outside of anything is not active afterwards.
+    """
+    out = _matrix(x, row_count, hidden)
+    embedding = _matrix(table, vocabulary, hidden)
+    for index, row in enumerate(rows[: 4 * row_count].reshape(-1, 4).tolist()):
+        token, position, slot, flags = row
+        if not 0 <= slot < slots:
+            flags &= ~ACTIVE
+        elif flags & FROM_STATE:
+            token, position, _, stopped = state[4 * slot : 4 * slot + 4].tolist()
+            if stopped:
+                flags &= ~ACTIVE
+        if not (0 <= token < vocabulary and 0 <= position < context):
+            flags &= ~ACTIVE
+        live[4 * index : 4 * index + 4] = (token, position, slot, flags)
+        if flags & ACTIVE:
+            out[index] = embedding[token]
+        else:
+            out[index] = 0.0
+
+
+@_kernel(
+    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, rope: *const f32, "
+    "cache: *f32, q: *out f32, workspace: *out f32, row_count: u32, hidden: u32, heads: u32, "
+    "kv_heads: u32, head_size: u32, slots: u32, context: u32, epsilon: f32"
+)
+def norm_qkv_rope(
+    launch: object,
+    live: Ints,
+    x: Floats,
+    norm: Floats,
+    weight: Floats,
+    rope: Floats,
+    cache: Floats,
+    q: Floats,
+    workspace: Floats,
+    row_count: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    slots: int,
+    context: int,
+    epsilon: float,
+) -> None:
+    """Norm, queries, keys and values, rope, and the write of keys and values into the cache.
+
+    `rope`: [context, 2, head_size / 2], cosines and sines.  `cache`: this layer's part, [2, slots,
+    kv_heads, context, head_size].  `q`: [rows, heads, head_size].
+    """
+    used = _used(live, row_count)
+    if not used:
+        return
+    width = (heads + 2 * kv_heads) * head_size
+    qkv = _matrix(workspace, used, width)
+    _product(_matrix(weight, width, hidden), _normed(_matrix(x, used, hidden), norm, epsilon), qkv)
+    parts = qkv.reshape(used, heads + 2 * kv_heads, head_size)
+    queries = _matrix(q, used, heads * head_size).reshape(used, heads, head_size)
+    shape = (2, slots, kv_heads, context, head_size)
+    keys, values = cache[: 2 * slots * kv_heads * context * head_size].reshape(shape)
+    table = rope[: context * head_size].reshape(context, 2, 1, head_size // 2)
+    for run in _runs(live, used):
+        rows, end = slice(run.start, run.stop), run.position + run.stop - run.start
+        cosine, sine = table[run.position : end, 0], table[run.position : end, 1]
+        _rotate(parts[rows, :heads], cosine, sine, queries[rows])
+        where = (run.slot, slice(None), slice(run.position, end))
+        _rotate(parts[rows, heads : heads + kv_heads], cosine, sine, keys[where].transpose(1, 0, 2))
+        values[where] = parts[rows, heads + kv_heads :].transpose(1, 0, 2)
+
+
+@_kernel(
+    "live: *const i32, q: *const f32, cache: *const f32, attended: *out f32, workspace: *out f32, "
+    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32, "
+    "scale: f32"
+)
+def attention(
+    launch: object,
+    live: Ints,
+    q: Floats,
+    cache: Floats,
+    attended: Floats,
+    workspace: Floats,
+    row_count: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    slots: int,
+    context: int,
+    scale: float,
+) -> None:
+    """Each row attends to positions 0 to its own of its slot; `attended` is [rows, heads, size]."""
+    used = _used(live, row_count)
+    group = heads // kv_heads
+    shape = (2, slots, kv_heads, context, head_size)
+    all_keys, all_values = cache[: 2 * slots * kv_heads * context * head_size].reshape(shape)
+    out = attended[: used * heads * head_size].reshape(used, kv_heads, group, head_size)
+    queries = q[: used * heads * head_size].reshape(used, kv_heads, group, head_size)
+    for run in _runs(live, used):
+        keys, values = all_keys[run.slot], all_values[run.slot]
+        step = max(1, _CHUNK // (run.position + run.stop - run.start))
+        for start in range(run.start, run.stop, step):
+            stop = min(start + step, run.stop)
+            before = run.position + start - run.start
+            end = before + stop - start
+            # [kv_heads, rows * group, head_size]: one product a key head, all its queries at once.
+            query = queries[start:stop].transpose(1, 0, 2, 3).reshape(kv_heads, -1, head_size)
+            scores = np.matmul(query * np.float32(scale), keys[:, :end].transpose(0, 2, 1))
+            if stop - start > 1:
+                later = np.triu(np.full((stop - start, stop - start), -np.inf, np.float32), 1)
+                square = scores.reshape(kv_heads, stop - start, group, end)[..., before:]
+                square += later[:, None]
+            scores -= scores.max(axis=-1, keepdims=True)
+            np.exp(scores, out=scores)
+            total = scores.sum(axis=-1, keepdims=True)
+            mixed = np.matmul(scores, values[:, :end])
+            mixed /= total
+            out[start:stop] = mixed.reshape(kv_heads, stop - start, group, head_size).transpose(
+                1, 0, 2, 3
+            )
+
+
+def _add_product(
+    live: Ints,
+    source: Floats,
+    weight: Floats,
+    x: Floats,
+    workspace: Floats,
+    row_count: int,
+    hidden: int,
+    width: int,
+) -> None:
+    used = _used(live, row_count)
+    if not used:
+        return
+    added = _matrix(workspace, used, hidden)
+    _product(_matrix(weight, hidden, width), _matrix(source, used, width), added)
+    residual = _matrix(x, used, hidden)
+    residual += added
+
+
+@_kernel(
+    "live: *const i32, attended: *const f32, weight: *const f32, x: *f32, workspace: *out f32, "
+    "row_count: u32, hidden: u32, width: u32"
+)
+def output_residual(launch: object, *arguments: Any) -> None:
+    """x += attended @ weight.T"""
+    _add_product(*arguments)
+
+
+@_kernel(
+    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, inner: *out f32, "
+    "workspace: *out f32, row_count: u32, hidden: u32, width: u32, epsilon: f32"
+)
+def norm_gate_up(
+    launch: object,
+    live: Ints,
+    x: Floats,
+    norm: Floats,
+    weight: Floats,
+    inner: Floats,
+    workspace: Floats,
+    row_count: int,
+    hidden: int,
+    width: int,
+    epsilon: float,
+) -> None:
+    """inner = silu(gate) * up, of the normed residual; `weight` is [gate; up]."""
+    used = _used(live, row_count)
+    if not used:
+        return
+    both = _matrix(workspace, used, 2 * width)
+    _product(
+        _matrix(weight, 2 * width, hidden), _normed(_matrix(x, used, hidden), norm, epsilon), both
+    )
+    gate, up = both[:, :width], both[:, width:]
+    out = _matrix(inner, used, width)
+    np.negative(gate, out=out)
+    np.exp(out, out=out)  # infinite for gates below -88: their silu is 0 then
+    out += np.float32(1)
+    np.divide(gate, out, out=out)
+    out *= up
+
+
+@_kernel(
+    "live: *const i32, inner: *const f32, weight: *const f32, x: *f32, workspace: *out f32, "
+    "row_count: u32, hidden: u32, width: u32"
+)
+def down_residual(launch: object, *arguments: Any) -> None:
+    """x += inner @ weight.T"""
+    _add_product(*arguments)
+
+
+@_kernel(
+    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, logits: *f32, "
+    "workspace: *out f32, row_count: u32, hidden: u32, vocabulary: u32, epsilon: f32"
+)
+def head(
+    launch: object,
+    live: Ints,
+    x: Floats,
+    norm: Floats,
+    weight: Floats,
+    logits: Floats,
+    workspace: Floats,
+    row_count: int,
+    hidden: int,
+    vocabulary: int,
+    epsilon: float,
+) -> None:
+    """Logits of the rows that sample; each slot's at its own place, [slots, vocabulary]."""
+    sampled = _sampled(live, _used(live, row_count))
+    if not sampled:
+        return
+    matrix = _matrix(weight, vocabulary, hidden)
+    rows = [row for row, _, _ in sampled]
+    first, last = sampled[0][2], sampled[-1][2]
+    final = _normed(_matrix(x, row_count, hidden)[rows], norm, epsilon)
+    if [slot for _, _, slot in sampled] == list(range(first, last + 1)):
+        _product(matrix, final, _matrix(logits, last + 1, vocabulary)[first:])
+        return
+    for index, (_, _, slot) in enumerate(sampled):
+        np.matmul(matrix, final[index], out=logits[slot * vocabulary : (slot + 1) * vocabulary])
+
+
+@_kernel(
+    "live: *const i32, logits: *const f32, options: *const u64, chosen: *out i32, "
+    "row_count: u32, vocabulary: u32"
+)
+def sample(
+    launch: object,
+    live: Ints,
+    logits: Floats,
+    options: npt.NDArray[np.uint64],
+    chosen: Ints,
+    row_count: int,
+    vocabulary: int,
+) -> None:
+    """The next token of each row that samples, drawn for the position that it will take.
+
+    -1 if a logit is NaN: the model is broken, and no token of it means anything.
+    """
+    settings = options.view(OPTIONS)
+    for row, position, slot in _sampled(live, _used(live, row_count)):
+        temperature, top_p, seed, top_k, _ = settings[slot].item()
+        values = logits[slot * vocabulary : (slot + 1) * vocabulary]
+        if np.isnan(values).any():
+            chosen[row] = -1
+            continue
+        chosen[row] = sample_reference(values, temperature, top_k, top_p, seed, position + 1)
+
+
+@_kernel(
+    "live: *const i32, chosen: *const i32, options: *const u64, stops: *const i32, state: *i32, "
+    "ring: *i32, row_count: u32, stop_count: u32, context: u32, ring_size: u32"
+)
+def advance(
+    launch: object,
+    live: Ints,
+    chosen: Ints,
+    options: npt.NDArray[np.uint64],
+    stops: Ints,
+    state: Ints,
+    ring: Ints,
+    row_count: int,
+    stop_count: int,
+    context: int,
+    ring_size: int,
+) -> None:
+    """The state of each slot that sampled, and its token into the ring that the host reads."""
+    settings = options.view(OPTIONS)
+    ends = {stop for stop in stops[:stop_count].tolist() if stop >= 0}
+    for row, position, slot in _sampled(live, _used(live, row_count)):
+        token = int(chosen[row])
+        limit = min(int(settings[slot]["limit"]), context)
+        stopped = int(token < 0 or token in ends or position + 1 >= limit)
+        state[4 * slot : 4 * slot + 4] = (token, position + 1, position + 2, stopped)
+        at = 2 * (slot * ring_size + (position + 1) % ring_size)
+        ring[at] = token
+        ring[at + 1] = 2 * (position + 1) + stopped

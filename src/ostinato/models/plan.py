@@ -1,0 +1,146 @@
+"""Every buffer of a decoder, allocated once: addresses that never change, whatever the batch.
+
+One plan serves steps of 1 to `max_rows` rows: each works on the first rows of the same buffers.
+Logits, states, options and rings belong to *slots* and not to rows, so that a slot's logits are at
+the same place whether a batched step or a single one made them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato import Buffer, Device, DeviceArray
+from ostinato.errors import InputError
+from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
+from ostinato.models.program import OPTIONS, RING, ROW, STATE, STOP_TOKENS, Argument, Bound
+from ostinato.models.weights import Weights
+
+__all__ = ["BufferPlan", "PlanSizes", "rope_table"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSizes:
+    """How much the decoder can hold.
+
+    `rows`: most rows of one step.  `slots`: sequences.  `context`: positions of each.  `ring`:
+    tokens of each that the host may be behind.
+    """
+
+    rows: int = 64
+    slots: int = 1
+    context: int = 2048
+    ring: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "slots", "context", "ring"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} is {value!r}, must be a whole number of 1 or more")
+        if self.slots > self.rows:
+            raise InputError(f"{self.slots} slots cannot step together in {self.rows} rows")
+
+
+@dataclass(slots=True, eq=False)
+class BufferPlan:
+    """The buffers by the names that the program uses.
+
+    `rows`, `options` and `stops` are set by the host, each in one staged copy.  `ring` is pinned
+    memory that the device writes and the host reads.  `cache` is [layers, 2 (keys, values), slots,
+    kv_heads, context, head_size].  The rest is written and read on the device only.
+    `prepared`: the working memory is there.
+    """
+
+    config: LlamaConfig
+    sizes: PlanSizes
+    weights: Weights
+    rows: DeviceArray
+    options: DeviceArray
+    stops: DeviceArray
+    ring: Buffer
+    buffers: dict[str, Buffer] = field(repr=False)
+    prepared: bool = True
+    scalars: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        self.scalars = {"slots": sizes.slots, "context": sizes.context, "ring": sizes.ring}
+
+    @classmethod
+    def allocate(cls, device: Device, weights: Weights, sizes: PlanSizes) -> BufferPlan:
+        """Allocates everything for the largest step.  Raises OutOfMemoryError, InputError."""
+        c, context = weights.config, device.context
+        f32 = np.float32
+        widest = max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden)
+        buffers = {
+            "live": device.zeros((sizes.rows, 4), np.int32),
+            "x": device.empty((sizes.rows, c.hidden), f32),
+            "q": device.empty((sizes.rows, c.heads, c.head_size), f32),
+            "attended": device.empty((sizes.rows, c.heads, c.head_size), f32),
+            "inner": device.empty((sizes.rows, c.inner), f32),
+            "workspace": device.empty((sizes.rows, widest), f32),
+            "cache": device.empty(
+                (c.layers, 2, sizes.slots, c.kv_heads, sizes.context, c.head_size), weights.dtype
+            ),
+            "rope": device.array(rope_table(c, sizes.context)),
+            "logits": device.zeros((sizes.slots, c.vocabulary), f32),
+            "chosen": device.zeros(sizes.rows, np.int32),
+            "state": device.zeros((sizes.slots, STATE.itemsize // 4), np.int32),
+        }
+        ring = device.pinned((sizes.slots, sizes.ring), RING)
+        ring.array[...] = (0, -1)
+        return cls(
+            c,
+            sizes,
+            weights,
+            DeviceArray(context, sizes.rows, ROW),
+            DeviceArray(context, sizes.slots, OPTIONS),
+            DeviceArray(context, STOP_TOKENS, np.int32),
+            ring,
+            buffers,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the plan, without the weights."""
+        state = (self.rows.buffer, self.options.buffer, self.stops.buffer)
+        return sum(b.nbytes for b in (*self.buffers.values(), *state))
+
+    def resolve(self, argument: Argument, rows: int) -> object:
+        """What stands for an argument in a step of `rows` rows."""
+        if isinstance(argument, Bound):
+            return self.buffer(argument)
+        if isinstance(argument, str):
+            return rows if argument == "rows" else self.scalars[argument]
+        return argument
+
+    def buffer(self, bound: Bound) -> object:
+        """The buffer, or the layer's part of it, by the program's name."""
+        name, layer = bound.name, bound.layer
+        if name in ("rows", "options", "stops"):
+            return {"rows": self.rows, "options": self.options, "stops": self.stops}[name].buffer
+        if name == "ring":
+            return self.ring
+        if name in self.buffers:
+            return self.buffers[name] if layer is None else self.buffers[name][layer]
+        return self.weights.buffer(name, layer)
+
+    def close(self) -> None:
+        """Gives the memory back, not the weights'.  Idempotent."""
+        self.prepared = False
+        for array in (self.rows, self.options, self.stops):
+            array.close()
+        for buffer in (self.ring, *self.buffers.values()):
+            buffer.close()
+
+
+def rope_table(config: LlamaConfig, context: int) -> npt.NDArray[np.float32]:
+    """Cosines and sines of every position: float32, [context, 2, head_size / 2].
+
+    Angles are float32 products, as transformers computes them.
+    """
+    positions = np.arange(context, dtype=np.float32)
+    angles = positions[:, None] * rope_inverse_frequencies(config)[None, :]
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1)

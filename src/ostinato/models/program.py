@@ -1,0 +1,295 @@
+"""The decoder as data: which kernels a step launches, in which order, on which buffers.
+
+A step works on *rows*.  A row is one token of one sequence:
+
+    {token, position, slot, flags}        four int32: `ROW`
+
+`slot` says whose sequence it is, `position` where in it.  Rows of one slot at rising positions are
+a piece of a prompt; rows of different slots are a batch.  Rows without `ACTIVE` pad a bucket: they
+write nothing that anybody reads.  Nothing but the number of rows is frozen in a captured step:
+tokens, positions and lengths are read on the device, and they are advanced there too.
+
+    embed                                                 rows and states -> live rows, residual
+    layer 0..n: norm_qkv_rope  attention  output_residual  norm_gate_up  down_residual
+    head  sample  advance                                 only in a step that samples
+
+`decode_program(config)` gives that as a tuple of `KernelCall`; it is pure, and printing it is the
+documentation of a step.  The buffers that the calls name are made by `models.plan`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from ostinato.models.config import LlamaConfig
+
+__all__ = [
+    "ACTIVE",
+    "FROM_STATE",
+    "OPTIONS",
+    "RING",
+    "ROW",
+    "SAMPLE",
+    "STATE",
+    "STOP_TOKENS",
+    "Bound",
+    "KernelCall",
+    "Work",
+    "decode_program",
+    "describe",
+]
+
+ACTIVE = 1
+"""The row is computed; without it the row is padding, whatever else it holds."""
+SAMPLE = 2
+"""The row gets logits and a next token, and its slot's state is advanced."""
+FROM_STATE = 4
+"""Token and position are the slot's state, not the row's; and the row pads once that stopped."""
+
+ROW = np.dtype(
+    [("token", np.int32), ("position", np.int32), ("slot", np.int32), ("flags", np.int32)]
+)
+STATE = np.dtype(
+    [("token", np.int32), ("position", np.int32), ("length", np.int32), ("stopped", np.int32)]
+)
+"""Of one slot, written by `advance`: the sampled token, the position it will take, the KV length
+once it is there (position + 1), and whether the sequence is at its end."""
+OPTIONS = np.dtype(
+    [
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("seed", np.uint64),
+        ("top_k", np.int32),
+        ("limit", np.int32),
+    ]
+)
+"""How a slot samples (see `sampling.SamplingOptions`).  `limit`: a token that would take this
+position or a later one stops the slot."""
+RING = np.dtype([("token", np.int32), ("tag", np.int32)])
+"""Where the host finds tokens: entry `position % size` of the slot's ring; `tag` is
+2 * position + stopped, so that one 8-byte word says which token it is.  A negative tag is none yet;
+a negative token says that the logits held NaN."""
+
+STOP_TOKENS = 16
+"""How many end tokens the device holds; unused ones are -1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """An argument that is a buffer of the plan.  `layer` picks that layer's part."""
+
+    name: str
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.layer is None else f"{self.name}[{self.layer}]"
+
+
+Argument: TypeAlias = Bound | str | int | float
+"""A buffer, the name of a size that the step decides ("rows", "slots", "context", "ring"), or a
+constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How much a call computes, from which a backend takes its launch shape: `outputs` values for
+    each row, each from `inputs` values."""
+
+    outputs: int
+    inputs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One launch: the kernel's name, its arguments by parameter, and how much work it is."""
+
+    kernel: str
+    arguments: tuple[tuple[str, Argument], ...]
+    work: Work
+
+    def __str__(self) -> str:
+        return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in self.arguments)})"
+
+
+def decode_program(config: LlamaConfig, *, sampled: bool = True) -> tuple[KernelCall, ...]:
+    """The launches of one step, in order.
+
+    `sampled`: with the output head, the choice of the next token and the advance of the state;
+    without, what all pieces of a prompt but the last need.
+    """
+    sizes = _Sizes(config)
+    calls = [sizes.embed()]
+    for layer in range(config.layers):
+        calls.extend(sizes.layer(layer))
+    if sampled:
+        calls.extend(sizes.ending())
+    return tuple(calls)
+
+
+def describe(program: Sequence[KernelCall]) -> str:
+    """The program as text, one call a line."""
+    width = max((len(call.kernel) for call in program), default=0)
+    lines = []
+    for index, call in enumerate(program):
+        arguments = ", ".join(
+            str(value) if isinstance(value, Bound) else f"{name}={value}"
+            for name, value in call.arguments
+        )
+        lines.append(f"{index:4}  {call.kernel:{width}}  {arguments}")
+    return "\n".join(lines)
+
+
+def _call(kernel: str, work: Work, **arguments: Argument) -> KernelCall:
+    return KernelCall(kernel, tuple(arguments.items()), work)
+
+
+class _Sizes:
+    """Makes the calls of one config."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self.config = config
+
+    def embed(self) -> KernelCall:
+        c = self.config
+        return _call(
+            "embed",
+            Work(c.hidden),
+            rows=Bound("rows"),
+            state=Bound("state"),
+            live=Bound("live"),
+            table=Bound("embed"),
+            x=Bound("x"),
+            row_count="rows",
+            hidden=c.hidden,
+            vocabulary=c.vocabulary,
+            slots="slots",
+            context="context",
+        )
+
+    def layer(self, layer: int) -> tuple[KernelCall, ...]:
+        c = self.config
+        live, x, workspace = Bound("live"), Bound("x"), Bound("workspace")
+        q, attended, inner = Bound("q"), Bound("attended"), Bound("inner")
+        cache = Bound("cache", layer)
+        heads = {"heads": c.heads, "kv_heads": c.kv_heads, "head_size": c.head_size}
+        return (
+            _call(
+                "norm_qkv_rope",
+                Work(c.query_size + 2 * c.kv_size, c.hidden),
+                live=live,
+                x=x,
+                norm=Bound("attn_norm", layer),
+                weight=Bound("wqkv", layer),
+                rope=Bound("rope"),
+                cache=cache,
+                q=q,
+                workspace=workspace,
+                row_count="rows",
+                hidden=c.hidden,
+                **heads,
+                slots="slots",
+                context="context",
+                epsilon=c.norm_epsilon,
+            ),
+            _call(
+                "attention",
+                Work(c.query_size),
+                live=live,
+                q=q,
+                cache=cache,
+                attended=attended,
+                workspace=workspace,
+                row_count="rows",
+                **heads,
+                slots="slots",
+                context="context",
+                scale=1.0 / math.sqrt(c.head_size),
+            ),
+            _call(
+                "output_residual",
+                Work(c.hidden, c.query_size),
+                live=live,
+                attended=attended,
+                weight=Bound("wo", layer),
+                x=x,
+                workspace=workspace,
+                row_count="rows",
+                hidden=c.hidden,
+                width=c.query_size,
+            ),
+            _call(
+                "norm_gate_up",
+                Work(2 * c.inner, c.hidden),
+                live=live,
+                x=x,
+                norm=Bound("mlp_norm", layer),
+                weight=Bound("w_gate_up", layer),
+                inner=inner,
+                workspace=workspace,
+                row_count="rows",
+                hidden=c.hidden,
+                width=c.inner,
+                epsilon=c.norm_epsilon,
+            ),
+            _call(
+                "down_residual",
+                Work(c.hidden, c.inner),
+                live=live,
+                inner=inner,
+                weight=Bound("w_down", layer),
+                x=x,
+                workspace=workspace,
+                row_count="rows",
+                hidden=c.hidden,
+                width=c.inner,
+            ),
+        )
+
+    def ending(self) -> tuple[KernelCall, ...]:
+        c = self.config
+        live, logits, chosen = Bound("live"), Bound("logits"), Bound("chosen")
+        return (
+            _call(
+                "head",
+                Work(c.vocabulary, c.hidden),
+                live=live,
+                x=Bound("x"),
+                norm=Bound("final_norm"),
+                weight=Bound("embed" if c.tied_embeddings else "head"),
+                logits=logits,
+                workspace=Bound("workspace"),
+                row_count="rows",
+                hidden=c.hidden,
+                vocabulary=c.vocabulary,
+                epsilon=c.norm_epsilon,
+            ),
+            _call(
+                "sample",
+                Work(1, c.vocabulary),
+                live=live,
+                logits=logits,
+                options=Bound("options"),
+                chosen=chosen,
+                row_count="rows",
+                vocabulary=c.vocabulary,
+            ),
+            _call(
+                "advance",
+                Work(1),
+                live=live,
+                chosen=chosen,
+                options=Bound("options"),
+                stops=Bound("stops"),
+                state=Bound("state"),
+                ring=Bound("ring"),
+                row_count="rows",
+                stop_count=STOP_TOKENS,
+                context="context",
+                ring_size="ring",
+            ),
+        )

@@ -1,0 +1,77 @@
+"""What the host knows of each sequence, and the rows that stand for it in a step.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.errors import InputError
+from ostinato.models.program import ACTIVE, FROM_STATE, ROW, SAMPLE
+
+__all__ = ["Sequence", "decode_rows", "prompt_rows"]
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One slot's tokens.
+
+    The first `length` of `tokens` have their keys and values in the cache; one more, if there is
+    one, is the next to be decoded.  `on_device`: the slot's state on the device says the same.
+    `stopped`: at an end token, at its limit or at the end of the context.
+    """
+
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+    length: int = 0
+    on_device: bool = False
+    stopped: bool = False
+
+    @property
+    def next_token(self) -> int:
+        """The token to decode.  Raises InputError if there is none yet."""
+        if self.length >= len(self.tokens):
+            raise InputError(f"slot {self.slot} is empty: prefill it first")
+        return self.tokens[self.length]
+
+    def truncate(self, count: int) -> None:
+        """Keeps the first `count` tokens; the last of them is decoded next.  Raises InputError."""
+        if not 0 <= count <= len(self.tokens):
+            raise InputError(
+                f"slot {self.slot} has {len(self.tokens)} tokens; {count} cannot be kept"
+            )
+        del self.tokens[count:]
+        self.length = min(self.length, max(0, count - 1))
+        self.on_device = self.stopped = False
+
+
+def prompt_rows(
+    out: npt.NDArray[Any], slot: int, tokens: Items[int], position: int, *, sample: bool
+) -> npt.NDArray[Any]:
+    """Rows for a piece of a prompt; the last one samples if asked.  The rest of `out` pads."""
+    out[...] = np.zeros((), ROW)
+    count = len(tokens)
+    used = out[:count]
+    used["token"] = tokens
+    used["position"] = np.arange(position, position + count)
+    used["slot"] = slot
+    used["flags"] = ACTIVE
+    if sample:
+        used["flags"][-1] = ACTIVE | SAMPLE
+    return out
+
+
+def decode_rows(
+    out: npt.NDArray[Any], sequences: Items[Sequence], *, device_state: bool
+) -> npt.NDArray[Any]:
+    """One row a sequence, from the device's own state where that may be and is up to date."""
+    out[...] = np.zeros((), ROW)
+    for index, sequence in enumerate(sequences):
+        if device_state and sequence.on_device:
+            out[index] = (0, 0, sequence.slot, ACTIVE | SAMPLE | FROM_STATE)
+        else:
+            out[index] = (sequence.next_token, sequence.length, sequence.slot, ACTIVE | SAMPLE)
+    return out

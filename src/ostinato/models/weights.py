@@ -1,0 +1,144 @@
+"""A model's weights in device memory, in the shapes that the kernels want.
+
+Queries, keys and values are one matrix, gate and up another, so that a layer is four products.
+Where device memory is the process's own, a checkpoint is converted straight into place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato import Buffer, Device
+from ostinato.errors import ClosedError
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.config import LlamaConfig, tensor_shapes
+
+__all__ = ["Weights", "load_weights"]
+
+# Which canonical tensors lie below each other in one matrix.
+_FUSED = {"wqkv": ("wq", "wk", "wv"), "w_gate_up": ("w_gate", "w_up")}
+_PART_OF = {part: (name, parts) for name, parts in _FUSED.items() for part in parts}
+
+
+@dataclass(slots=True, eq=False)
+class Weights:
+    """The weights of one model.
+
+    `tensors`: by canonical name, the fused ones in place of their parts.  Matrices are `dtype`,
+    norms float32 always.  `loaded`: every tensor is there, with its values.
+    """
+
+    config: LlamaConfig
+    dtype: np.dtype[Any]
+    tensors: dict[str, Buffer] = field(default_factory=dict, repr=False)
+    loaded: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.tensors.values())
+
+    @property
+    def has_head(self) -> bool:
+        """Whether there is an output head: one of its own, or the tied embedding."""
+        name = "embed" if self.config.tied_embeddings else "head"
+        return name in self.tensors and not self.tensors[name].closed
+
+    def buffer(self, name: str, layer: int | None = None) -> Buffer:
+        """A tensor by its name in the program.  Raises ClosedError once it is gone."""
+        key = name if layer is None else f"layers.{layer}.{name}"
+        buffer = self.tensors.get(key)
+        if buffer is None or buffer.closed:
+            raise ClosedError(f"the weight {key!r} is not loaded (any more)")
+        return buffer
+
+    def close(self) -> None:
+        """Gives the memory back.  Idempotent."""
+        self.loaded = False
+        for buffer in self.tensors.values():
+            buffer.close()
+
+
+def load_weights(
+    device: Device,
+    checkpoint: Checkpoint,
+    dtype: npt.DTypeLike = np.float32,
+    *,
+    threads: int | None = None,
+) -> Weights:
+    """Reads every tensor of a checkpoint into device memory; it is there when this returns.
+
+    `dtype`: of matrices, float32 or uint16 (the bits of bfloat16).  `threads`: of the conversion;
+    as many as there are cores, 4 at most, if None.
+    Raises ModelFormatError, OutOfMemoryError; nothing is left allocated then.
+    """
+    config = checkpoint.config
+    weights = Weights(config, np.dtype(dtype))
+    workers = threads or min(4, os.cpu_count() or 1)
+    try:
+        for name, shape in _layout(config):
+            kind = weights.dtype if len(shape) == 2 else np.dtype(np.float32)
+            weights.tensors[name] = device.empty(shape, kind)
+        if device.capabilities.host_memory_is_device_memory:
+            parts = (_parts(config, name, b.array) for name, b in weights.tensors.items())
+            checkpoint.load(dict(itertools.chain.from_iterable(parts)), threads=workers)
+        else:
+            _upload(device, checkpoint, weights, workers)
+    except BaseException:
+        weights.close()
+        raise
+    weights.loaded = True
+    return weights
+
+
+def _upload(device: Device, checkpoint: Checkpoint, weights: Weights, threads: int) -> None:
+    """Through ordinary memory, one tensor of the device at a time."""
+    stream = device.create_stream()
+    try:
+        for name, buffer in weights.tensors.items():
+            values = np.empty(buffer.shape, buffer.dtype)
+            checkpoint.load(dict(_parts(weights.config, name, values)), threads=threads)
+            buffer.copy_from(values, stream)
+        stream.synchronize()
+    finally:
+        stream.close()
+
+
+def _layout(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors in device memory with their shapes, in the order of use."""
+    shapes = tensor_shapes(config)
+    for name, shape in shapes.items():
+        layer, _, last = name.rpartition(".")
+        fused, parts = _PART_OF.get(last, (last, (last,)))
+        if last == parts[0]:
+            if len(shape) == 2:
+                rows = sum(shapes[f"{layer}.{part}" if layer else part][0] for part in parts)
+                shape = (rows, shape[1])
+            yield f"{layer}.{fused}" if layer else fused, shape
+
+
+def _parts(
+    config: LlamaConfig, name: str, array: npt.NDArray[Any]
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """The canonical tensors that make up one in device memory, with their places in it."""
+    layer, _, last = name.rpartition(".")
+    rows = {
+        "wq": config.query_size,
+        "wk": config.kv_size,
+        "wv": config.kv_size,
+        "w_gate": config.inner,
+        "w_up": config.inner,
+    }
+    if last not in _FUSED:
+        yield name, array
+        return
+    start = 0
+    for part in _FUSED[last]:
+        yield f"{layer}.{part}", array[start : start + rows[part]]
+        start += rows[part]

@@ -1,0 +1,321 @@
+"""Loaded modules, and the kernels in them.
+
+    Kernel ──keeps──> LoadedModule ──owns──> the driver's module
+
+Graphs and recordings keep kernels, kernels keep their module.  Once nothing keeps a module it is
+retired: `Context.collect` unloads it outside of captures, after the device has finished.
+"""
+
+from __future__ import annotations
+
+import difflib
+import struct
+import threading
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from ostinato.driver.api import (
+    Driver,
+    FunctionHandle,
+    FunctionInfo,
+    Image,
+    KernelArguments,
+    ModuleHandle,
+)
+from ostinato.driver.context import Context
+from ostinato.driver.signature import Signature, address_of, pack_untyped
+from ostinato.errors import ClosedError, DriverError, InputError, Status
+
+__all__ = ["Kernel", "LoadedModule"]
+
+# Parameter types whose exact Python type needs no check beyond struct's own.
+_INTEGERS = {
+    "i8": "b",
+    "u8": "B",
+    "i16": "h",
+    "u16": "H",
+    "bf16": "H",
+    "i32": "i",
+    "u32": "I",
+    "i64": "q",
+    "u64": "Q",
+    "cond": "Q",
+}
+_FLOATS = {"f32": "f", "f64": "d"}
+
+
+class LoadedModule:
+    """Code on the device.  Kernels of it keep it; so does its cache, up to the cache's bounds.
+
+    `keep` is what the code needs alive (host functions).  `lowered` gives entry names for C++ name
+    expressions.  Raises what the driver's `module_load` raises.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        image: Image,
+        *,
+        name: str = "module",
+        lowered: Mapping[str, str] | None = None,
+        keep: object = None,
+        log: str = "",
+    ) -> None:
+        context.require_open()
+        self.context = context
+        self.name = name
+        self.kind = image.kind
+        self.nbytes = len(image.data)
+        self.log = log
+        """What the compiler said about it (warnings)."""
+        self.last_use = 0
+        self._lowered = dict(lowered or {})
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._functions: dict[str, FunctionHandle] = {}
+        self._names: tuple[str, ...] | None = None
+        self._handle = context.driver.module_load(image)
+        self._finalizer = weakref.finalize(
+            self, context.retire, _Unload(context.driver, self._handle)
+        )
+        self._finalizer.atexit = False
+
+    def __repr__(self) -> str:
+        state = " closed" if self.closed else ""
+        return f"<LoadedModule {self.name!r} ({self.kind}) on {self.context.driver.name}{state}>"
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The entry names in the module, in the module's order."""
+        if self._names is None:
+            self._require_open()
+            self._names = self.context.driver.module_functions(self._handle)
+        return self._names
+
+    def kernel(self, name: str, signature: Signature | str | None = None) -> Kernel:
+        """A kernel of this module, forced onto the device, so that no capture loads it lazily.
+
+        C++ entries are found by their plain name if it is unique.  Raises InputError that lists
+        the names there are, or that says how the signature differs from the compiled code.
+        """
+        if isinstance(signature, str):
+            signature = Signature.parse(signature)
+        with self._lock:
+            function = self._functions.get(name)
+            if function is None:
+                function = self._find(name)
+                self.context.driver.function_load(function)
+                self._functions[name] = function
+        return Kernel(self, name, function, signature)
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"the module {self.name!r} is unloaded; compile it again")
+
+    def _find(self, name: str) -> FunctionHandle:
+        self._require_open()
+        driver = self.context.driver
+        symbol = self._lowered.get(name, name)
+        try:
+            return driver.module_function(self._handle, symbol)
+        except DriverError as error:
+            if error.status != Status.NOT_FOUND:
+                raise
+        # The Itanium mangling of a plain C++ name: _Z, its length, the name, the parameters.
+        mangled = [n for n in self.names if n.startswith(f"_Z{len(name)}{name}")]
+        if len(mangled) == 1:
+            return driver.module_function(self._handle, mangled[0])
+        if mangled:
+            raise InputError(
+                f"{self.name}: {name!r} is overloaded or a template: {', '.join(mangled)}; "
+                f"name one of them, or give the C++ name in full (like '{name}<float>')"
+            )
+        there = ", ".join(self.names) or "no kernels at all"
+        close = difflib.get_close_matches(name, self.names, 1)
+        raise InputError(
+            f"{self.name} has no kernel {name!r}; there are: {there}."
+            + (f" Did you mean {close[0]!r}?" if close else "")
+        )
+
+    def close(self) -> None:
+        """Unloads it once no capture is under way and the device is done.  Idempotent.
+
+        For owners that know that no graph uses it; dropping the last reference does the same.
+        """
+        self._finalizer()
+        self.context.collect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Unload:
+    """What `Context.collect` calls for a module that nothing keeps any more.
+
+    Launches are not tied to modules, so the whole device is waited for: cuModuleUnload does not
+    promise to wait for kernels that still run.  Evictions are rare.
+    """
+
+    __slots__ = ("driver", "handle")
+
+    def __init__(self, driver: Driver, handle: ModuleHandle) -> None:
+        self.driver = driver
+        self.handle = handle
+
+    def __call__(self) -> None:
+        self.driver.synchronize()
+        self.driver.module_unload(self.handle)
+
+
+class Kernel:
+    """A function on the device, ready to launch.  Keeps its module loaded.
+
+    `signature` is None if nobody said what the parameters mean; then arguments are packed by the
+    sizes that the driver knows.  Made by `ModuleCache.get_or_compile` or `LoadedModule.kernel`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_codes",
+        "_struct",
+        "context",
+        "function",
+        "info",
+        "module",
+        "name",
+        "signature",
+        "slots",
+    )
+
+    def __init__(
+        self,
+        module: LoadedModule,
+        name: str,
+        function: FunctionHandle,
+        signature: Signature | None,
+    ) -> None:
+        self.module = module
+        self.context = module.context
+        self.name = name
+        self.function = function
+        self.info: FunctionInfo = module.context.driver.function_info(function)
+        self.signature = signature
+        known = self.info.parameters
+        if signature is not None:
+            _check_signature(module.name, name, signature, self.info)
+        self.slots = known or (signature.layout if signature is not None else ())
+        """Where each parameter lies: the compiled code's own layout where the driver tells it."""
+        self._struct, self._codes = _fast_packing(signature, self.slots)
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.name!r} of {self.module.name!r} on {self.context.driver.name}>"
+
+    def arguments(self, *values: object) -> KernelArguments:
+        """Packs arguments: buffers and other device arrays, addresses, numbers, bytes.
+
+        Raises InputError that names the parameter that a value does not fit.
+        """
+        if self._struct is not None and len(values) == len(self._codes):
+            # Exact types only; whatever is unusual takes the careful way below, which also words
+            # the errors.
+            words: list[object] = []
+            for code, value in zip(self._codes, values, strict=True):
+                kind = type(value)
+                if code == "p":
+                    word = value if kind is int else address_of(value)
+                    if word is None:
+                        break
+                    words.append(word)
+                elif kind is (float if code == "f" else int):
+                    words.append(value)
+                else:
+                    break
+            else:
+                try:
+                    return KernelArguments(self._struct.pack(*words), self.slots)
+                except (struct.error, OverflowError):
+                    pass
+        if self.signature is None:
+            return pack_untyped(self.slots, values)
+        packed = self.signature.pack(values)
+        if packed.layout == self.slots:
+            return packed
+        # A struct by value may be aligned otherwise than the signature can say.
+        data = bytearray(max((s.offset + s.size for s in self.slots), default=0))
+        for index, slot in enumerate(self.slots):
+            data[slot.offset : slot.offset + slot.size] = packed.raw(index)
+        return KernelArguments(bytes(data), self.slots)
+
+    def allow_shared(self, nbytes: int) -> None:
+        """Lets launches ask for up to `nbytes` of dynamic shared memory a block (over 48 KiB).
+
+        Raises DriverError if the device has not so much.  Holds for all handles of this function.
+        """
+        if nbytes < 0:
+            raise InputError(f"kernel {self.name}: {nbytes} bytes of shared memory")
+        self.context.driver.function_allow_shared(self.function, nbytes)
+
+    def occupancy(self, threads: int, shared: int = 0) -> int:
+        """Blocks of `threads` with `shared` bytes that one multiprocessor holds at once."""
+        return self.context.driver.function_occupancy(self.function, threads, shared)
+
+
+def _check_signature(module: str, name: str, signature: Signature, info: FunctionInfo) -> None:
+    """Raises InputError unless the signature has the sizes that the code was compiled with."""
+    known = info.parameters
+    if not known:  # nothing to compare with: no parameters, or a driver that cannot tell
+        return
+    wanted = signature.parameters
+    if len(wanted) != len(known):
+        raise InputError(
+            f"{module}: kernel {name!r} takes {len(known)} parameters, its signature has "
+            f"{len(wanted)} ({', '.join(p.name for p in wanted)})"
+        )
+    for index, (parameter, slot) in enumerate(zip(wanted, known, strict=True)):
+        if parameter.size != slot.size:
+            raise InputError(
+                f"{module}: kernel {name!r}: parameter {index} has {slot.size} bytes at offset "
+                f"{slot.offset}, but the signature's {parameter.name!r} has {parameter.size}; "
+                "mend the signature"
+            )
+
+
+def _fast_packing(
+    signature: Signature | None, slots: tuple[object, ...]
+) -> tuple[struct.Struct | None, tuple[str, ...]]:
+    """A precompiled layout for signatures of pointers and plain numbers, else None.
+
+    Codes: "p" pointer, "i" whole number, "f" float.
+    """
+    if signature is None or signature.layout != slots:
+        return None, ()
+    text, codes, end = "<", [], 0
+    for parameter, slot in zip(signature.parameters, signature.layout, strict=True):
+        text += f"{slot.offset - end}x" if slot.offset > end else ""
+        end = slot.offset + slot.size
+        if parameter.pointer:
+            text += "Q"
+            codes.append("p")
+        elif parameter.type in _INTEGERS:
+            text += _INTEGERS[parameter.type]
+            codes.append("i")
+        elif parameter.type in _FLOATS:
+            text += _FLOATS[parameter.type]
+            codes.append("f")
+        else:
+            return None, ()
+    return struct.Struct(text), tuple(codes)

@@ -1,0 +1,146 @@
+"""How CUDA C++ is compiled: typed options, and what they are called on the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ostinato.errors import InputError
+
+__all__ = [
+    "CompileOptions",
+    "as_options",
+    "flags_of",
+    "include_dirs",
+    "pre_includes",
+    "reads_files",
+]
+
+_ARCH = re.compile(r"(sm|compute)_\d+[af]?\Z")
+_OWN_FIELD = re.compile(r"--?(gpu-architecture|arch)\b")
+_INCLUDE_DIR = re.compile(r"(?:-I|--include-path)=?(?P<path>.*)\Z", re.DOTALL)
+_PRE_INCLUDE = re.compile(r"(?:-include|--pre-include)=?(?P<path>.*)\Z", re.DOTALL)
+# Flags that make the compiler read files which cannot be followed from the source's #include lines.
+_READS_FILES = re.compile(r"--?(use-pch|pch|create-pch|pch-dir|options-file|optf)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """Options of one compilation; equal options give equal code.
+
+    `std` is the C++ dialect; `defines` macros (a mapping, or pairs; None defines without a value);
+    `include` folders searched for headers, in order; `max_registers` a limit for each thread;
+    `line_info` keeps source lines for profilers; `arch` overrides the device's own architecture
+    ("sm_90a", or "compute_90" for PTX); `extra` goes to the compiler as it is.
+
+    Raises InputError for a value that no compiler takes.
+    """
+
+    std: str = "c++17"
+    defines: tuple[tuple[str, str | None], ...] | Mapping[str, str | None] = ()
+    include: tuple[str, ...] | Sequence[str] = ()
+    fast_math: bool = False
+    max_registers: int | None = None
+    line_info: bool = False
+    arch: str | None = None
+    extra: tuple[str, ...] | Sequence[str] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for what, value in (("include", self.include), ("extra", self.extra)):
+            if isinstance(value, str):
+                raise InputError(f"{what}={value!r}: a list is needed")
+        macros = dict(self.defines)
+        put = object.__setattr__
+        put(self, "defines", tuple((k, None if v is None else str(v)) for k, v in macros.items()))
+        put(self, "include", tuple(str(path) for path in self.include))
+        put(self, "extra", tuple(str(flag) for flag in self.extra))
+        if self.arch is not None and not _ARCH.match(self.arch):
+            raise InputError(f"arch={self.arch!r}: like 'sm_90', 'sm_90a' or 'compute_90'")
+        if self.max_registers is not None and not 16 <= self.max_registers <= 255:
+            raise InputError(f"max_registers={self.max_registers}: 16 to 255 are possible")
+        for flag in self.extra:
+            if _OWN_FIELD.match(flag):
+                raise InputError(f"extra flag {flag!r}: the architecture is the option `arch`")
+        put(
+            self,
+            "_hash",
+            hash(
+                (
+                    *(self.std, self.defines, self.include, self.fast_math),
+                    *(self.max_registers, self.line_info, self.arch, self.extra),
+                )
+            ),
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+DEFAULT = CompileOptions()
+
+
+def as_options(value: CompileOptions | Sequence[str]) -> CompileOptions:
+    """Options as given, or plain compiler flags as options."""
+    if isinstance(value, CompileOptions):
+        return value
+    if isinstance(value, str):
+        raise InputError(f"options={value!r}: give a list of flags, or CompileOptions")
+    return CompileOptions(extra=tuple(value)) if value else DEFAULT
+
+
+def flags_of(options: CompileOptions, arch: str) -> tuple[str, ...]:
+    """The compiler's command line."""
+    flags = [
+        f"--gpu-architecture={arch}",
+        f"--std={options.std}",
+        # Else the folder that the process happens to stand in would be searched for headers.
+        "--no-source-include",
+    ]
+    for name, value in dict(options.defines).items():
+        flags.append(
+            f"--define-macro={name}" if value is None else f"--define-macro={name}={value}"
+        )
+    flags += [f"--include-path={path}" for path in options.include]
+    if options.fast_math:
+        flags.append("--use_fast_math")
+    if options.max_registers is not None:
+        flags.append(f"--maxrregcount={options.max_registers}")
+    if options.line_info:
+        flags.append("--generate-line-info")
+    return (*flags, *options.extra)
+
+
+def _values(flags: Sequence[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
+    """The values of a flag that is written as -Ixxx, --flag=xxx, or as two words."""
+    found: list[str] = []
+    pending = False
+    for flag in flags:
+        if pending:
+            found.append(flag)
+            pending = False
+            continue
+        match = pattern.match(flag)
+        if match is None:
+            continue
+        if match["path"]:
+            found.append(match["path"])
+        else:
+            pending = True
+    return tuple(found)
+
+
+def include_dirs(flags: Sequence[str]) -> tuple[str, ...]:
+    """The folders that a command line searches for headers."""
+    return _values(flags, _INCLUDE_DIR)
+
+
+def pre_includes(flags: Sequence[str]) -> tuple[str, ...]:
+    """The headers that a command line includes before the source."""
+    return _values(flags, _PRE_INCLUDE)
+
+
+def reads_files(flags: Sequence[str]) -> bool:
+    """Whether the compiler would read files that this library cannot follow."""
+    return any(_READS_FILES.match(flag) for flag in flags)

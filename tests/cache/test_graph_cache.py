@@ -1,0 +1,344 @@
+"""The keyed cache: install, replay, evict; what leaves, when, and what is never pulled away."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.cache import Evictions
+from ostinato.device import Device, open_device
+from ostinato.errors import ClosedError, InputError
+from tests.sources import config, kernel
+
+
+class Counter:
+    """A number on the device, and graphs that add to it."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.stream = device.create_stream()
+        self.memory = device.zeros(1, np.int32)
+        self._increment = kernel(device, "increment")
+
+    def adding(self, by: int) -> ost.GraphExec:
+        with ost.capture(self.stream) as capture:
+            ost.launch(self.stream, self._increment, config(1), self.memory, by)
+        return capture.graph.instantiate(upload=self.stream)
+
+    @property
+    def value(self) -> int:
+        return int(self.memory.to_numpy(self.stream)[0])
+
+
+@pytest.fixture
+def counter(device: Device) -> Counter:
+    return Counter(device)
+
+
+@pytest.fixture
+def cache(device: Device) -> Iterator[ost.GraphCache]:
+    with ost.GraphCache(device) as opened:
+        yield opened
+
+
+def test_a_miss_says_so_and_runs_nothing(cache: ost.GraphCache, counter: Counter) -> None:
+    assert cache.replay("unknown", counter.stream) is False
+    assert cache.get("unknown") is None
+    with cache.hold("unknown") as run:
+        assert run is None
+    assert counter.value == 0
+    assert cache.statistics().misses == 3
+
+
+@pytest.mark.parametrize("key", ["name", 8, ("step", 8, 16), None, frozenset({1}), 2.5])
+def test_any_hashable_key(cache: ost.GraphCache, counter: Counter, key: object) -> None:
+    cache.install(key, counter.adding(3))
+    assert key in cache and len(cache) == 1 and cache.keys() == [key]
+    assert cache.replay(key, counter.stream)
+    assert cache.replay(key, counter.stream)
+    assert counter.value == 6
+    with pytest.raises(TypeError, match="unhashable"):
+        cache.replay([], counter.stream)
+
+
+def test_a_graph_is_captured_on_the_first_ask_only(cache: ost.GraphCache, counter: Counter) -> None:
+    made = [cache.get_or_capture("a", lambda: counter.adding(2)) for _ in range(3)]
+    assert made[0] is made[1] is made[2] is cache.get("a")
+    assert cache.replay("a", counter.stream) and counter.value == 2
+    stats = cache.statistics()
+    assert (stats.captures, stats.hits, stats.misses, stats.installed) == (1, 4, 0, 0)
+    assert stats.capture_ms >= (stats.keys[0].capture_ms or 0) > 0
+    assert stats.keys[0].hits == 4
+
+
+def test_installing_replaces_and_closes_the_old_one(
+    cache: ost.GraphCache, counter: Counter
+) -> None:
+    old, new = counter.adding(1), counter.adding(10)
+    cache.install("a", old)
+    cache.replay("a", counter.stream)
+    cache.install("a", new)
+    cache.replay("a", counter.stream)
+    assert old.closed and not new.closed
+    assert counter.value == 11
+    assert (cache.statistics().replaced, cache.statistics().evictions) == (1, Evictions())
+
+
+def test_installing_the_same_one_again_keeps_it(cache: ost.GraphCache, counter: Counter) -> None:
+    run = counter.adding(1)
+    cache.install("a", run, nbytes=5)
+    cache.install("a", run, nbytes=7)
+    assert not run.closed and cache.statistics().nbytes == 7 and cache.statistics().replaced == 0
+
+
+def test_what_cannot_be_installed(cache: ost.GraphCache, counter: Counter) -> None:
+    run, closed = counter.adding(1), counter.adding(1)
+    closed.close()
+    cache.install("a", run)
+    with pytest.raises(InputError, match="under key 'a' already"):
+        cache.install("b", run)
+    with pytest.raises(ClosedError):
+        cache.install("b", closed)
+    with pytest.raises(InputError, match="instantiate"):
+        cache.install("b", run.graph)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="instantiate"):
+        cache.get_or_capture("b", lambda: None)  # type: ignore[arg-type, return-value]
+    with open_device("host") as elsewhere, pytest.raises(InputError, match="another device"):
+        cache.install("b", Counter(elsewhere).adding(1))
+    with cache.hold("a"):
+        cache.evict("a")
+        with pytest.raises(InputError, match="just been evicted"):
+            cache.install("a", run)
+    assert "b" not in cache and cache.statistics().capture_failures == 1
+
+
+def test_evicting_one_and_all(cache: ost.GraphCache, counter: Counter) -> None:
+    runs = {key: counter.adding(1) for key in "abc"}
+    for key, run in runs.items():
+        cache.install(key, run)
+    assert cache.evict("b") is True and cache.evict("b") is False
+    assert runs["b"].closed and not cache.replay("b", counter.stream)
+    assert cache.evict_all() == 2 and cache.evict_all() == 0
+    assert all(run.closed for run in runs.values()) and len(cache) == 0
+    assert cache.statistics().evictions == Evictions(asked=3)
+    assert cache.statistics().nbytes == 0
+
+
+def test_the_least_recently_used_leaves(counter: Counter) -> None:
+    with ost.GraphCache(counter.device, max_graphs=2) as cache:
+        cache.install("a", counter.adding(1))
+        cache.install("b", counter.adding(1))
+        cache.replay("a", counter.stream)
+        cache.install("c", counter.adding(1))
+        assert cache.keys() == ["a", "c"]
+        cache.get_or_capture("a", lambda: counter.adding(1))
+        cache.install("d", counter.adding(1))
+        assert cache.keys() == ["a", "d"]
+        assert "d" in cache and cache.keys() == ["a", "d"]  # asking whether is no use
+        assert cache.statistics().evictions == Evictions(count=2)
+
+
+def test_the_budget_holds(counter: Counter) -> None:
+    with ost.GraphCache(counter.device, budget="10 B") as cache:
+        for key, nbytes in {"a": 4, "b": 4, "c": 2}.items():
+            cache.install(key, counter.adding(1), nbytes=nbytes)
+        assert cache.statistics().nbytes == 10 and len(cache) == 3
+        cache.install("d", counter.adding(1), nbytes=5)
+        assert cache.keys() == ["c", "d"]
+        cache.install("d", counter.adding(1), nbytes=9)  # replaced first, then trimmed
+        assert cache.keys() == ["d"]
+        assert cache.statistics().evictions == Evictions(budget=3)
+        assert cache.statistics().over_budget == 0
+
+
+def test_one_that_is_over_the_budget_alone_is_kept(counter: Counter) -> None:
+    with ost.GraphCache(counter.device, budget=10) as cache:
+        cache.install("a", counter.adding(1), nbytes=4)
+        cache.get_or_capture("b", lambda: counter.adding(1), nbytes=11)
+        assert cache.keys() == ["b"] and cache.replay("b", counter.stream)
+        stats = cache.statistics()
+        assert (stats.over_budget, stats.nbytes, stats.budget) == (1, 11, 10)
+
+
+def test_what_a_cache_is_made_of(device: Device) -> None:
+    with ost.GraphCache(device.context) as cache:
+        assert cache.buckets == ost.PowersOfTwo()
+    with ost.GraphCache(device, buckets=ost.PowersOfTwo(64), budget="512 MiB") as cache:
+        assert cache.buckets.bucket(3) == 4
+        assert cache.statistics().budget == 512 << 20
+        assert "0 graphs" in repr(cache)
+    with pytest.raises(InputError, match="device"):
+        ost.GraphCache(object())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="max_graphs=0"):
+        ost.GraphCache(device, max_graphs=0)
+    with pytest.raises(InputError, match="512 MiB"):
+        ost.GraphCache(device, budget="much")
+
+
+def test_a_closed_cache(device: Device, counter: Counter) -> None:
+    cache, run = ost.GraphCache(device), counter.adding(1)
+    cache.install("a", run)
+    cache.close()
+    cache.close()
+    assert run.closed and len(cache) == 0 and cache.closed and "closed" in repr(cache)
+    assert not cache.evict("a") and cache.evict_all() == 0
+    assert cache.evict_touching(counter.memory) == []
+    late = counter.adding(1)
+    for call in (
+        lambda: cache.replay("a", counter.stream),
+        lambda: cache.get("a"),
+        lambda: cache.get_or_capture("a", lambda: counter.adding(1)),
+        lambda: cache.install("a", late),
+    ):
+        with pytest.raises(ClosedError, match="cache is closed"):
+            call()
+    assert not late.closed
+    assert cache.statistics().evictions == Evictions()
+
+
+def test_a_cache_that_is_closed_during_a_capture(device: Device, counter: Counter) -> None:
+    cache, made = ost.GraphCache(device), []
+
+    def make() -> ost.GraphExec:
+        made.append(counter.adding(1))
+        cache.close()
+        return made[0]
+
+    with pytest.raises(ClosedError, match="cache is closed"):
+        cache.get_or_capture("a", make)
+    assert made[0].closed
+
+
+# --- nothing is pulled from under a replay
+
+
+class Gate:
+    """Holds a stream until it is opened."""
+
+    def __init__(self, stream: ost.Stream) -> None:
+        self._opened = threading.Event()
+        self._reached = threading.Event()
+        stream.call(self._wait)
+
+    def _wait(self) -> None:
+        self._reached.set()
+        self._opened.wait(30)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+def copying(device: Device, stream: ost.Stream, out: ost.Buffer, value: float) -> ost.GraphExec:
+    """out = value, from a buffer that nothing but the graph holds."""
+    source = device.array(np.full(out.size, value, np.float32))
+    with ost.capture(stream) as capture:
+        ost.copy(stream, out, source)
+    return capture.graph.instantiate(upload=stream)
+
+
+@pytest.mark.parametrize("how", ["replace", "evict", "evict_all", "budget", "touching", "close"])
+def test_a_replay_under_way_keeps_its_memory(device: Device, how: str) -> None:
+    stream, other = device.create_stream(), device.create_stream()
+    out = device.zeros(1000, np.float32)
+    cache = ost.GraphCache(device, budget=10)
+    cache.install("a", copying(device, stream, out, 7.0), nbytes=6)
+    device.synchronize()
+    settled = device.context.retired
+    gate = Gate(stream)
+    try:
+        assert cache.replay("a", stream)
+        if how == "replace":
+            cache.install("a", copying(device, other, out, 9.0), nbytes=6)
+        elif how == "evict":
+            cache.evict("a")
+        elif how == "evict_all":
+            cache.evict_all()
+        elif how == "budget":
+            cache.install("b", copying(device, other, out, 9.0), nbytes=6)
+        elif how == "touching":
+            cache.evict_touching(out)
+        else:
+            cache.close()
+        other.synchronize()  # which gives the context every chance to destroy too much
+        assert device.context.retired > settled
+        # What would take the place of freed memory.  Kept: freeing waits for the device.
+        filler = [device.array(np.full(1000, -1.0, np.float32)) for _ in range(3)]
+    finally:
+        gate.open()
+    np.testing.assert_array_equal(out.to_numpy(stream), np.full(1000, 7.0, np.float32))
+    assert len(filler) == 3
+    device.synchronize()
+    assert device.context.retired <= settled
+    cache.close()
+
+
+def test_an_eviction_waits_for_its_own_work_only(device: Device, counter: Counter) -> None:
+    """Row A7: another stream that is busy keeps nothing from being destroyed."""
+    with ost.GraphCache(device) as cache:
+        cache.install("a", counter.adding(1))
+        cache.replay("a", counter.stream)
+        counter.stream.synchronize()
+        device.context.collect()
+        settled = device.context.retired
+        busy = device.create_stream()
+        gate = Gate(busy)
+        try:
+            cache.evict("a")
+            assert device.context.collect() <= settled
+        finally:
+            gate.open()
+        busy.synchronize()
+
+
+def test_held_graphs_are_closed_at_the_end(cache: ost.GraphCache, counter: Counter) -> None:
+    run = counter.adding(1)
+    cache.install("a", run)
+    with cache.hold("a") as outer, cache.hold("a") as inner:
+        assert outer is inner is run
+        assert cache.evict("a") and "a" not in cache
+        assert not run.closed and cache.statistics().leaving == 1
+        run.launch(counter.stream)
+    assert run.closed and cache.statistics().leaving == 0
+    assert counter.value == 1
+
+
+def test_an_eviction_in_the_middle_of_a_launch(
+    cache: ost.GraphCache, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handle is not destroyed between the lookup and the driver's call."""
+    run, launch = counter.adding(1), ost.GraphExec.launch
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(self: ost.GraphExec, stream: ost.Stream) -> None:
+        inside.set()
+        go_on.wait(30)
+        launch(self, stream)
+
+    monkeypatch.setattr(ost.GraphExec, "launch", slow)
+    cache.install("a", run)
+    thread = threading.Thread(target=cache.replay, args=("a", counter.stream))
+    thread.start()
+    try:
+        assert inside.wait(30)
+        assert cache.evict("a")  # at once
+        assert not run.closed
+    finally:
+        go_on.set()
+        thread.join()
+    assert run.closed and counter.value == 1
+
+
+def test_a_failed_launch_gives_its_lease_back(
+    cache: ost.GraphCache, counter: Counter, device: Device
+) -> None:
+    run, stream = counter.adding(1), device.create_stream()
+    cache.install("a", run)
+    stream.close()
+    with pytest.raises(ClosedError, match="stream"):
+        cache.replay("a", stream)
+    cache.evict("a")
+    assert run.closed

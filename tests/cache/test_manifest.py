@@ -1,0 +1,168 @@
+"""Which graphs point into a buffer, as their next launches will use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.cache.manifest import range_of
+from ostinato.device import Device
+from ostinato.driver.api import ConditionalKind
+from ostinato.errors import InputError
+from tests.sources import config, kernel
+
+N = 64
+
+
+@pytest.fixture
+def stream(device: Device) -> ost.Stream:
+    return device.create_stream()
+
+
+@pytest.fixture
+def cache(device: Device) -> Iterator[ost.GraphCache]:
+    with ost.GraphCache(device) as opened:
+        yield opened
+
+
+def scaled(device: Device, stream: ost.Stream, x: ost.Buffer) -> ost.Graph:
+    """x *= 2"""
+    scale = kernel(device, "scale")
+    with ost.capture(stream) as capture:
+        ost.launch(stream, scale, config(x.size), x, x.size)
+    return capture.graph
+
+
+def floats(device: Device, count: int = N) -> ost.Buffer:
+    return device.zeros(count, np.float32)
+
+
+def test_every_kind_of_pointer(device: Device, stream: ost.Stream, cache: ost.GraphCache) -> None:
+    x, y, z, other = (floats(device) for _ in range(4))
+    scale = kernel(device, "scale")
+    with ost.capture(stream) as capture:
+        ost.launch(stream, scale, config(N), x, N)
+        ost.copy(stream, y, x)
+        ost.fill(stream, z, 1.0)
+    cache.install("all", capture.graph.instantiate())
+    assert [cache.touching(b) for b in (x, y, z, other)] == [["all"], ["all"], ["all"], []]
+    touches = {(t.node_index, t.place): t.range for t in cache.manifest("all")}
+    assert touches == {
+        (0, "argument 0"): x.range,
+        (1, "dst"): y.range,
+        (1, "src"): x.range,
+        (2, "dst"): z.range,
+    }
+    with pytest.raises(InputError, match="'none'"):
+        cache.manifest("none")
+
+
+def test_views(device: Device, stream: ost.Stream, cache: ost.GraphCache) -> None:
+    """What a launch was given reaches as far as the buffer it was given, not further."""
+    rows = device.zeros((8, N), np.float32)
+    cache.install("whole", scaled(device, stream, rows).instantiate())
+    cache.install("middle", scaled(device, stream, rows[2:4]).instantiate())
+    assert cache.touching(rows[3]) == ["whole", "middle"]
+    assert cache.touching(rows[4]) == ["whole"]
+    assert cache.touching(rows) == ["whole", "middle"]
+    assert cache.touching(rows[3:3]) == []  # no bytes
+
+
+def test_it_follows_patches_and_rebindings(
+    device: Device, stream: ost.Stream, cache: ost.GraphCache
+) -> None:
+    x, y, z = (floats(device) for _ in range(3))
+    run = scaled(device, stream, x).instantiate()
+    cache.install("step", run)
+    run.rebind({x: y})
+    assert [cache.touching(b) for b in (x, y)] == [[], ["step"]]
+    assert cache.touching(y.view(4 * (N - 1))) == ["step"]  # still as far as before
+    run.patch(0, "x", z)
+    assert [cache.touching(b) for b in (x, y, z)] == [[], [], ["step"]]
+    assert cache.evict_touching(x) == [] and "step" in cache
+    assert cache.evict_touching(z) == ["step"] and run.closed
+    assert not cache.replay("step", stream)
+    assert cache.statistics().evictions.touching == 1
+
+
+def test_it_follows_updates(device: Device, stream: ost.Stream, cache: ost.GraphCache) -> None:
+    x, y = floats(device), floats(device)
+    run = scaled(device, stream, x).instantiate()
+    cache.install("step", run)
+    run.update(scaled(device, stream, y))
+    assert [cache.touching(b) for b in (x, y)] == [[], ["step"]]
+
+
+def test_inside_child_graphs_and_bodies(
+    device: Device, stream: ost.Stream, cache: ost.GraphCache
+) -> None:
+    x, y = floats(device), floats(device)
+    outer = ost.Graph.create(device.context)
+    outer.add_child(scaled(device, stream, x))
+    branch = outer.add_conditional(ConditionalKind.IF, outer.condition(default=1))
+    scale = kernel(device, "scale")
+    with ost.capture(stream, into=branch.bodies[0]):
+        ost.launch(stream, scale, config(N), y, N)
+    cache.install("outer", outer.instantiate())
+    assert cache.touching(x) == ["outer"] and cache.touching(y) == ["outer"]
+    places = [(t.node_index, t.place) for t in cache.manifest("outer")]
+    assert places == [(0, "scale argument 0"), (1, "scale argument 0")]
+
+
+def test_numbers_are_no_pointers_where_a_signature_says_so(
+    device: Device, stream: ost.Stream, cache: ost.GraphCache
+) -> None:
+    x, out = floats(device), device.zeros(1, np.uint64)
+    number = kernel(device, "number")
+    with ost.capture(stream) as capture:
+        ost.launch(stream, number, config(1), x.address, out)
+    cache.install("typed", capture.graph.instantiate())
+    assert cache.touching(x) == [] and cache.touching(out) == ["typed"]
+
+
+def test_words_of_adopted_graphs(device: Device, stream: ost.Stream, cache: ost.GraphCache) -> None:
+    """Without a signature, a word that lies in the memory asked about counts."""
+    x, gone, other = floats(device), floats(device), floats(device)
+    for key, buffer in (("x", x), ("gone", gone)):
+        graph = scaled(device, stream, buffer)
+        cache.install(key, ost.Graph.adopt(device.context, graph.handle, owner=graph).instantiate())
+    assert [cache.touching(b) for b in (x, gone, other)] == [["x"], ["gone"], []]
+    assert [t.range.address for t in cache.manifest("x")] == [x.address]
+    gone.close()
+    device.synchronize()
+    assert cache.evict_touching(gone) == ["gone"]  # also when no allocation confirms it any more
+
+
+def test_a_graph_that_cannot_be_read_touches_everything(
+    device: Device, stream: ost.Stream, cache: ost.GraphCache
+) -> None:
+    x, other = floats(device), floats(device)
+    early, late = scaled(device, stream, x), scaled(device, stream, x)
+    early_run, late_run = early.instantiate(), late.instantiate()
+    early.close()
+    cache.install("early", early_run)
+    cache.install("late", late_run)
+    late.close()
+    assert cache.touching(other) == ["early"]
+    assert cache.touching(x) == ["early", "late"]
+
+
+def test_ranges_of_things() -> None:
+    def array(**interface: object) -> object:
+        return SimpleNamespace(__cuda_array_interface__={"version": 3, **interface})
+
+    own = ost.MemoryRange(256, 8)
+    assert range_of(own) is own
+    plain = array(shape=(2, 3), typestr="<f4", data=(4096, False))
+    assert range_of(plain) == ost.MemoryRange(4096, 24)
+    back = array(shape=(2, 3), typestr="<f4", data=(4096, False), strides=(100, -4))
+    assert range_of(back) == ost.MemoryRange(4096 - 8, 100 + 8 + 4)
+    empty = array(shape=(2, 0), typestr="<f4", data=(4096, False), strides=(100, 4))
+    assert range_of(empty) == ost.MemoryRange(4096, 0)
+    for wrong in (4096, "x", np.zeros(3)):
+        with pytest.raises(InputError, match="MemoryRange"):
+            range_of(wrong)

@@ -1,0 +1,367 @@
+"""Graphs shown: the table, plain data, DOT and the picture."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.driver.api import EdgeData, EdgeType, EmptyNodeParams, HostNodeParams
+from ostinato.graph.render import rich_table, to_dot, to_json, to_table
+from ostinato.graph.svg import to_svg
+from tests.sources import config, kernel, preload
+
+N = 300
+NASTY = 'a<b & "c" \\N {x} [bold]\x00\x1b\u202e\nend'
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def named(text: str) -> HostNodeParams:
+    """A host node of that name."""
+
+    def function() -> None:
+        pass
+
+    function.__qualname__ = text
+    return HostNodeParams(function)
+
+
+def everything(device: Device) -> ost.Graph:
+    """A graph with most kinds of nodes, a child graph and bodies within bodies."""
+    x, y = device.zeros(N, np.float32), device.zeros(N, np.float32)
+    graph = ost.Graph.create(device)
+    fill = graph.add_memset(x, 7, 4)
+    copy = graph.add_memcpy(y, x, (fill,))
+    scale = graph.add_kernel(kernel(device, "scale"), config(N), y, N, after=(copy,))
+    host = graph.add(named("callback"), (copy,))
+    condition = graph.condition(1)
+    loop = graph.add_conditional(ost.ConditionalKind.WHILE, condition, after=(scale, host))
+    body = loop.bodies[0]
+    first = body.add_kernel(kernel(device, "fill"), config(N), x, 2.5, N)
+    choice = body.add_conditional(ost.ConditionalKind.IF, body.condition(), size=2, after=(first,))
+    choice.bodies[0].add_kernel(kernel(device, "add"), config(N), x, y, y, N)
+    child = ost.Graph.create(device)
+    one = child.add_memset(x, 0)
+    child.add_memset(y, 0, after=(one,))
+    inside = graph.add_child(child, (loop.node,))
+    graph.add_empty((inside, fill))
+    return graph
+
+
+def chain(device: Device, layers: int, *, ends: bool = True) -> ost.Graph:
+    """Like a decode step: the same few launches again and again."""
+    x = device.zeros(N, np.float32)
+    graph = ost.Graph.create(device)
+    after: tuple[ost.Node, ...] = ()
+    if ends:
+        after = (graph.add_memset(x, 0),)
+    for layer in range(layers):
+        after = (graph.add_kernel(kernel(device, "scale"), config(N), x, N, after=after),)
+        after = (graph.add_kernel(kernel(device, "fill"), config(N), x, layer, N, after=after),)
+    if ends:
+        graph.add_kernel(kernel(device, "add"), config(N), x, x, x, N, after=after)
+    return graph
+
+
+def boxes(svg: str) -> list[str]:
+    """The names in a picture."""
+    found = ET.fromstring(svg).iter(f"{SVG}text")
+    return [t.text or "" for t in found if t.get("class") == "name"]
+
+
+# --- the table
+
+
+def test_the_table_has_a_row_for_each_node(device: Device) -> None:
+    text = str(everything(device))
+    lines = text.splitlines()
+    assert lines[0].startswith("graph: 12 nodes (4 memset, 3 kernel, 2 conditional")
+    assert all(len(line) <= 120 and line == line.rstrip() for line in lines)
+    row = next(line for line in lines if " scale " in line)
+    assert row.split()[:5] == ["2", "kernel", "scale", "3", "128"]
+    assert f"n={N}" in text and "factor" not in text
+    assert "test_render.py:" in row
+    # Bodies are indented under titles, the empty one says so.
+    assert [t for t in ("body:", "then:", "else: (empty)", "child:") if t not in text] == []
+    assert "shared" not in lines[1] and "cluster" not in lines[1]
+
+
+def test_columns_for_what_some_node_has(device: Device) -> None:
+    graph = ost.Graph.create(device)
+    launch = ost.LaunchConfig(grid=(2, 3), block=(8, 4, 2), shared=1024)
+    graph.add_kernel(kernel(device, "scale"), launch, device.zeros(4, np.float32), 4)
+    head, _, row = to_table(graph).splitlines()[1:4]
+    assert "shared" in head
+    assert "1024" in row and "2×3" in row and "8×4×2" in row
+
+
+def test_long_argument_lists_are_shortened(host_device: Device) -> None:
+    @ost.host_kernel(", ".join(f"parameter_{i}: u32" for i in range(40)))
+    def wide(launch, *values):
+        pass
+
+    graph = ost.Graph.create(host_device)
+    loaded = host_device.modules.get_or_compile(ost.Source(host=[wide], name="wide"), "wide")
+    graph.add_kernel(loaded, ost.LaunchConfig(1, 1), *range(40))
+    text = re.sub(r"\s+", " ", to_table(graph))
+    assert "parameter_0=0" in text and "parameter_39" not in text
+    shown = text.count("parameter_")
+    assert f"… {40 - shown} more" in text
+    arguments = to_json(graph)["nodes"][0]["arguments"]  # type: ignore[index]
+    assert [a["value"] for a in arguments] == list(range(40))
+
+
+def test_brackets_are_not_markup(device: Device) -> None:
+    graph = ost.Graph.create(device)
+    graph.add(named("[bold]x[/bold]"))
+    graph.add(named("[/]"))
+    text = to_table(graph)
+    assert "[bold]x[/bold]" in text and "[/]" in text
+
+
+def test_an_empty_graph_is_shown(device: Device) -> None:
+    graph = ost.Graph.create(device)
+    assert to_table(graph).startswith("graph: 0 nodes, 0 edges")
+    assert to_json(graph)["nodes"] == []
+    assert "digraph" in to_dot(graph)
+    assert "empty graph" in to_svg(graph)
+
+
+def test_a_terminal_gets_a_table(device: Device) -> None:
+    table = rich_table(everything(device))
+    assert [c.header for c in table.columns][:3] == ["node", "kind", "name"]
+
+
+# --- plain data
+
+
+def test_json_goes_through_json(device: Device) -> None:
+    data = to_json(everything(device))
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["schema"] == "ostinato.graph/1"
+
+
+def test_json_has_arguments_edges_and_bodies(device: Device) -> None:
+    graph = everything(device)
+    data = json.loads(json.dumps(graph.to_json()))
+    nodes = data["nodes"]
+    assert [n["index"] for n in nodes] == list(range(len(graph)))
+    scale = nodes[2]
+    assert (scale["kind"], scale["name"]) == ("kernel", "scale")
+    assert scale["params"]["grid"] == [3, 1, 1] and scale["params"]["shared"] == 0
+    x, n = scale["arguments"]
+    assert (x["index"], x["offset"], x["size"], x["name"], x["type"]) == (0, 0, 8, "x", "*f32")
+    assert int.from_bytes(bytes.fromhex(x["bytes"]), "little") == x["pointers"][0]["address"]
+    assert x["pointers"][0]["into"] == 0
+    assert x["pointers"][0]["allocation"]["nbytes"] >= 4 * N
+    assert (n["name"], n["value"], n["pointers"]) == ("n", N, [])
+    edges = {(e["source"], e["target"]) for e in data["edges"]}
+    assert edges == {(0, 1), (1, 2), (1, 3), (2, 4), (3, 4), (4, 5), (5, 6), (0, 6)}
+    assert all(e["type"] == "default" and e["from_port"] == 0 for e in data["edges"])
+    (body,) = nodes[4]["children"]
+    assert body["title"] == "body" and len(body["edges"]) == 1
+    assert [part["title"] for part in body["nodes"][1]["children"]] == ["then", "else"]
+    assert "test_render.py" in scale["location"]
+
+
+def test_json_has_edge_data(host_device: Device) -> None:
+    graph = programmatic(host_device)
+    assert to_json(graph)["edges"] == [
+        {"source": 0, "target": 1, "from_port": 1, "to_port": 0, "type": "programmatic"}
+    ]
+
+
+def test_numbers_that_json_has_no_words_for(device: Device) -> None:
+    graph = ost.Graph.create(device)
+    x = device.zeros(N, np.float32)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        graph.add_kernel(kernel(device, "fill"), config(N), x, value, N)
+    data = json.loads(json.dumps(to_json(graph), allow_nan=False))
+    assert [n["arguments"][1]["value"] for n in data["nodes"]] == ["nan", "inf", "-inf"]
+
+
+def programmatic(device: Device) -> ost.Graph:
+    graph = ost.Graph.create(device)
+    x = device.zeros(N, np.float32)
+    first = graph.add_kernel(kernel(device, "scale"), config(N), x, N)
+    operation = ost.prepare(kernel(device, "scale"), config(N), x, N)
+    data = EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)
+    graph.add(operation.params, (first,), edge_data=(data,), operation=operation)
+    return graph
+
+
+def test_programmatic_edges_are_dashed(host_device: Device) -> None:
+    graph = programmatic(host_device)
+    assert "⇢0" in to_table(graph)
+    assert "style=dashed" in to_dot(graph)
+    svg = to_svg(graph)
+    assert "1 programmatic edge<" in svg and 'class="edge early"' in svg
+
+
+# --- Graphviz
+
+
+def outside_quotes(dot: str) -> str:
+    """DOT without its quoted strings."""
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", dot)
+    assert '"' not in bare, "a quoted string does not end"
+    return bare
+
+
+def test_dot_is_balanced_and_has_all_nodes(device: Device) -> None:
+    graph = everything(device)
+    bare = outside_quotes(to_dot(graph))
+    assert bare.count("{") == bare.count("}") > 4
+    assert bare.count("[") == bare.count("]")
+    declared = set(re.findall(r"^\s*(n[\d_]+) \[", bare, re.MULTILINE))
+    used = {n for pair in re.findall(r"(n[\d_]+) -> (n[\d_]+)", bare) for n in pair}
+    assert used <= declared
+    assert len(declared) == graph.count() + 1, "every node, and one for the empty body"
+
+
+@pytest.mark.parametrize("show", [to_table, to_dot, to_svg], ids=["table", "dot", "svg"])
+def test_names_are_escaped(device: Device, show) -> None:
+    graph = ost.Graph.create(device)
+    node = graph.add(named(NASTY))
+    graph.add(named("\ud800"), (node,))
+    text = show(graph)
+    assert not set(text) & set("\x00\x1b\u202e")
+    if show is to_dot:
+        bare = outside_quotes(text)
+        assert bare.count("{") == bare.count("}") == 1
+        assert r"\\N" in text and 'a<b &amp; \\"c' in text
+    if show is to_svg:
+        assert boxes(text)[0].startswith('a<b & "c" \\N')
+    text.encode("utf-8")
+
+
+# --- the picture
+
+
+def test_the_picture_is_xml_with_a_box_for_each_node(device: Device) -> None:
+    graph = everything(device)
+    svg = to_svg(graph)
+    root = ET.fromstring(svg)
+    assert root.tag == f"{SVG}svg"
+    # Nodes with something inside are frames with their number.
+    assert sorted(boxes(svg)) == sorted(
+        ["memset", "memcpy", "scale", "callback", "while #4", "fill", "if #1", "add"]
+        + ["child graph #5", "memset", "memset", "empty"]
+    )
+    assert "grid 3 · block 128" in svg
+    assert "else: empty" in svg
+    edges = [p for p in root.iter(f"{SVG}path") if p.get("class") == "edge" and p.get("marker-end")]
+    assert len(edges) == 1 + 8 + 1 + 1, "one in the legend, and every edge"
+    assert svg == to_svg(graph), "the same graph gives the same text"
+
+
+def test_hovering_shows_all_arguments(device: Device) -> None:
+    graph = ost.Graph.create(device)
+    x = device.zeros(N, np.float32)
+    graph.add_kernel(kernel(device, "fill"), config(N), x, 2.5, N)
+    titles = [t.text or "" for t in ET.fromstring(to_svg(graph)).iter(f"{SVG}title")]
+    assert any("value=2.5" in t and f"n={N}" in t and "test_render.py" in t for t in titles)
+
+
+def size(svg: str) -> tuple[float, float]:
+    root = ET.fromstring(svg)
+    return float(root.get("width", "0")), float(root.get("height", "0"))
+
+
+def test_a_long_chain_is_wrapped(device: Device) -> None:
+    svg = to_svg(chain(device, 80))
+    assert len(boxes(svg)) == 162
+    width, height = size(svg)
+    assert 0.6 < width / height < 3
+    inside(svg)
+
+
+def test_what_repeats_is_folded(device: Device) -> None:
+    svg = to_svg(chain(device, 80), max_nodes=40)
+    assert boxes(svg) == ["memset", "80 times: nodes 1 to 160", "scale", "fill", "add"]
+    # A node that differs breaks the run in two.
+    graph = chain(device, 10, ends=False)
+    x = device.zeros(N, np.float32)
+    graph.add_kernel(kernel(device, "scale"), config(2 * N), x, N, after=(graph.nodes[-1],))
+    assert boxes(to_svg(graph, max_nodes=10))[-1] == "scale"
+    inside(svg)
+
+
+def test_what_is_too_much_is_left_out_and_said(device: Device) -> None:
+    graph = ost.Graph.create(device)
+    after: tuple[ost.Node, ...] = ()
+    for number in range(60):
+        after = (graph.add(named(f"step {number}"), after),)
+    names = boxes(to_svg(graph, max_nodes=11))
+    assert names[:5] == [f"step {n}" for n in range(5)]
+    assert names[5] == "… 50 nodes not drawn"
+    assert names[6:] == [f"step {n}" for n in range(55, 60)]
+
+
+def test_nodes_without_edges_do_not_make_one_endless_row(device: Device) -> None:
+    graph = ost.Graph.create(device)
+    for number in range(40):
+        graph.add(named(f"alone {number}"))
+    width, _ = size(to_svg(graph))
+    assert width < 2000
+
+
+def walk(element: ET.Element, x: float = 0, y: float = 0) -> Iterator[tuple[float, ...]]:
+    """Left, top, right, bottom of every rectangle."""
+    moved = re.match(r"translate\((\S+) (\S+)\)", element.get("transform", ""))
+    if moved:
+        x, y = x + float(moved[1]), y + float(moved[2])
+    if element.tag == f"{SVG}rect":
+        left, top = x + float(element.get("x", 0)), y + float(element.get("y", 0))
+        yield (
+            left,
+            top,
+            left + float(element.get("width", 0)),
+            top + float(element.get("height", 0)),
+        )
+    for child in element:
+        yield from walk(child, x, y)
+
+
+def inside(svg: str) -> None:
+    """Nothing lies outside of the picture, and no box on part of another."""
+    width, height = size(svg)
+    rectangles = list(walk(ET.fromstring(svg)))
+    for left, top, right, bottom in rectangles:
+        assert left >= 0 and top >= 0 and right <= width and bottom <= height
+    drawn = [r for r in rectangles if r[3] - r[1] == 40]
+    for number, a in enumerate(drawn):
+        for b in drawn[:number]:
+            apart = a[0] >= b[2] or b[0] >= a[2] or a[1] >= b[3] or b[1] >= a[3]
+            assert apart, "two boxes lie on each other"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_graph_can_be_shown(data: st.DataObject) -> None:
+    with ost.open_device("host") as device:
+        graph = ost.Graph.create(preload(device))
+        nodes: list[ost.Node] = []
+        for _ in range(data.draw(st.integers(0, 24))):
+            picks = st.sets(st.sampled_from(nodes or [None]).map(nodes.index)) if nodes else None
+            after = [nodes[i] for i in sorted(data.draw(picks))][:4] if picks is not None else []
+            params = data.draw(
+                st.sampled_from([EmptyNodeParams()]) | st.text(max_size=50).map(named)
+            )
+            nodes.append(graph.add(params, after))
+        limit = data.draw(st.integers(1, 30))
+        inside(to_svg(graph, max_nodes=limit))
+        bare = outside_quotes(to_dot(graph))
+        assert bare.count("{") == bare.count("}")
+        plain = to_json(graph)
+        assert json.loads(json.dumps(plain)) == plain
+        assert len(plain["edges"]) == len(graph.edges)  # type: ignore[arg-type]
+        to_table(graph)

@@ -1,0 +1,194 @@
+"""Text generation on a tiny model: pieces, stops, summaries, interruptions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.device import Device
+from ostinato.errors import ClosedError, InputError, ModelFormatError
+from ostinato.models.checkpoint import open_checkpoint
+from ostinato.models.generate import TextGenerator
+from ostinato.models.sampling import SamplingOptions
+from tests.models.model_files import write_folder, write_gguf
+
+HOT = SamplingOptions(temperature=5.0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture
+def generator(host_device: Device, tiny: Path) -> Iterator[TextGenerator]:
+    with TextGenerator(host_device, tiny) as opened:
+        yield opened
+
+
+def test_pieces_make_the_text_and_the_summary(generator: TextGenerator) -> None:
+    answer = generator.generate("Why?", max_tokens=20, sampling=HOT)
+    pieces = list(answer)
+    summary = answer.summary()
+    assert "".join(pieces) == answer.text == summary.text
+    assert summary.text == generator.tokenizer.decode(summary.token_ids)
+    assert len(pieces) > 1
+    assert summary.finish_reason in ("length", "stop")
+    assert summary.prompt_tokens == len(generator.encode("Why?"))
+    assert summary.tokens_per_second > 0
+    assert summary.prompt_tokens_per_second > 0
+    assert summary.time_to_first_token > 0
+    assert summary.load_seconds > 0
+    assert summary.device == "host"
+    launched = summary.launches_eager // summary.launches_per_token + summary.launches_replayed
+    assert launched == len(summary.token_ids)
+    assert sum(summary.eager_reasons.values()) == 2
+    assert json.loads(json.dumps(summary.as_dict()))["token_ids"] == list(summary.token_ids)
+    text = str(summary)
+    assert "graphs captured; device host" in text
+    assert "eager: 2 x warming up before the capture" in text
+
+
+def test_a_second_answer_starts_afresh(generator: TextGenerator) -> None:
+    first = generator.generate("ab", max_tokens=6, sampling=HOT)
+    text = "".join(first)
+    again = generator.generate("ab", max_tokens=6, sampling=HOT)
+    assert "".join(again) == text
+    assert again.summary().graphs_captured <= 1
+    assert again.summary().token_ids == first.summary().token_ids
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_max_tokens(generator: TextGenerator, count: int) -> None:
+    generator.decoder.set_stop_tokens(())
+    answer = generator.generate([5, 6, 7], max_tokens=count)
+    list(answer)
+    assert len(answer.token_ids) == count
+    assert answer.summary().finish_reason == "length"
+
+
+def test_the_context_ends_it(host_device: Device, tiny: Path) -> None:
+    with TextGenerator(host_device, tiny, max_context=12, stop_tokens=()) as generator:
+        answer = generator.generate([5] * 10, max_tokens=99)
+        list(answer)
+        assert answer.summary().finish_reason == "context"
+        assert len(answer.token_ids) == 3
+        with pytest.raises(InputError, match="13 tokens, more than the context of 12"):
+            generator.generate([5] * 13)
+
+
+def test_an_end_token_ends_it_and_is_no_text(generator: TextGenerator) -> None:
+    generator.decoder.set_stop_tokens(())
+    plain = generator.generate("abc", max_tokens=30, sampling=HOT)
+    list(plain)
+    tokens = plain.token_ids
+    at = next(i for i in range(4, 30) if tokens[i] not in tokens[:i])
+    generator.decoder.set_stop_tokens((tokens[at],))
+    answer = generator.generate("abc", max_tokens=30, sampling=HOT)
+    list(answer)
+    assert answer.token_ids == tokens[: at + 1]
+    assert answer.summary().finish_reason == "stop"
+
+
+def test_stop_tokens_are_the_tokenizers_too(generator: TextGenerator) -> None:
+    assert set(generator.tokenizer.eos_ids) <= set(generator.decoder.stop_tokens)
+
+
+def test_chat_raw_system_and_messages(generator: TextGenerator) -> None:
+    assert generator.chats
+    messages = [{"role": "user", "content": "hi"}]
+    assert generator.encode("hi") == generator.encode(messages) == generator.encode("hi", chat=True)
+    raw = generator.encode("hi", chat=False)
+    assert generator.tokenizer.decode(raw) == "hi"
+    text = generator.tokenizer.decode(generator.encode("hi", system="Be."), skip_special=False)
+    assert text.index("Be.") < text.index("hi")
+    assert text.endswith("assistant\n")
+    with pytest.raises(InputError, match="a system message needs a chat"):
+        generator.encode("hi", chat=False, system="Be.")
+
+
+def test_an_interruption_goes_to_the_caller_and_leaves_a_summary(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator.decoder.set_stop_tokens(())
+    whole = generator.generate("abc", max_tokens=12, sampling=HOT)
+    list(whole)
+    answer = generator.generate("abc", max_tokens=12, sampling=HOT)
+    original, calls = generator.decoder.decode, 0
+
+    def decode(slot: int = 0) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return original(slot)
+
+    monkeypatch.setattr(generator.decoder, "decode", decode)
+    with pytest.raises(KeyboardInterrupt):
+        list(answer)
+    summary = answer.summary()
+    assert summary.finish_reason == "interrupted"
+    assert summary.token_ids == whole.token_ids[:4]
+    assert list(answer) == [], "it is over"
+    again = generator.generate("abc", max_tokens=12, sampling=HOT)
+    list(again)
+    assert again.token_ids == whole.token_ids
+
+
+def test_a_summary_before_the_first_token(generator: TextGenerator) -> None:
+    summary = generator.generate("abc").summary()
+    assert summary.finish_reason == "interrupted"
+    assert (summary.token_ids, summary.text, summary.tokens_per_second) == ((), "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {"chat": False}, "the prompt is empty"),
+        ([], {}, "the prompt is empty"),
+        ([5, {"role": "user", "content": "x"}], {}, "mixes messages and token ids"),
+        ("abc", {"max_tokens": 0}, "max_tokens is 0"),
+        ([999], {}, "token 999 is outside"),
+    ],
+)
+def test_wrong_prompts(
+    generator: TextGenerator, prompt: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        list(generator.generate(prompt, **options))
+
+
+def test_a_folder_and_an_open_checkpoint(host_device: Device, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    with TextGenerator(host_device, folder) as generator:
+        text = "".join(generator.generate("ab", max_tokens=5))
+    with (
+        open_checkpoint(folder) as checkpoint,
+        TextGenerator(host_device, checkpoint, graphs=False) as generator,
+    ):
+        assert checkpoint.tensor("final_norm").shape == (64,), "the caller's, so still open"
+        answer = generator.generate("ab", max_tokens=5)
+        assert "".join(answer) == text
+        assert answer.summary().launches_replayed == 0
+        assert answer.summary().eager_reasons == {"graphs are switched off": 5}
+
+
+def test_a_damaged_tokenizer_gives_the_memory_back(host_device: Device, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{")
+    free, _ = host_device.memory_info()
+    with pytest.raises(ModelFormatError, match="tokenizer is damaged"):
+        TextGenerator(host_device, folder)
+    host_device.synchronize()
+    assert host_device.memory_info()[0] == free
+
+
+def test_a_closed_generator(host_device: Device, tiny: Path) -> None:
+    generator = TextGenerator(host_device, tiny)
+    generator.close()
+    with pytest.raises(ClosedError):
+        list(generator.generate("abc"))

@@ -1,0 +1,112 @@
+"""The real model against transformers, on the same file: tools/make_reference.py made the data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.device import open_device
+from ostinato.models.decoder import Decoder
+from ostinato.models.sampling import SamplingOptions
+
+REFERENCE: dict[str, Any] = json.loads(
+    (Path(__file__).parent.parent / "data" / "reference_smollm2.json").read_text(encoding="utf-8")
+)
+PROMPTS = {prompt["name"]: prompt for prompt in REFERENCE["prompts"]}
+
+
+@pytest.fixture(scope="module")
+def decoder(smollm2_path: Path) -> Iterator[Decoder]:
+    """One for all tests: it takes a second to load and 0.7 GB."""
+    with (
+        open_device("host") as device,
+        Decoder(device, smollm2_path, max_context=512, slots=2, stop_tokens=()) as opened,
+    ):
+        yield opened
+
+
+def relative_error(logits: np.ndarray, step: dict[str, Any]) -> float:
+    """The largest difference to the digest, relative to its largest logit."""
+    ours = np.concatenate([logits[step["top_ids"]], logits[REFERENCE["sample_indices"]]])
+    theirs = np.array(step["top_values"] + step["sampled"])
+    largest = np.abs(ours - theirs).max() / np.abs(theirs).max()
+    norm = np.linalg.norm(logits.astype(np.float64))
+    return float(max(largest, abs(norm - step["norm"]) / step["norm"]))
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_64_greedy_tokens_and_their_logits_equal_transformers(decoder: Decoder, name: str) -> None:
+    prompt = PROMPTS[name]
+    decoder.reset()
+    tokens = [decoder.prefill(prompt["prompt_ids"])]
+    errors = [relative_error(decoder.logits(), prompt["steps"][0])]
+    for step in prompt["steps"][1:]:
+        tokens.append(decoder.decode())
+        errors.append(relative_error(decoder.logits(), step))
+    assert tokens == prompt["tokens"]
+    assert max(errors) < 1e-3, f"the bound asked for; measured: {max(errors):.1e}"
+    assert max(errors) < 2e-5, "float32 should do far better than what was asked for"
+
+
+def test_a_long_prompt_in_pieces_equals_itself_token_by_token(decoder: Decoder) -> None:
+    tokens = [token for prompt in PROMPTS.values() for token in prompt["prompt_ids"]][:100]
+    decoder.reset()
+    decoder.prefill(tokens)
+    whole = decoder.logits()
+    decoder.reset()
+    decoder.prefill(tokens[:70])
+    for token in tokens[70:]:
+        decoder.prefill([token])
+    np.testing.assert_allclose(decoder.logits(), whole, rtol=1e-3, atol=1e-3)
+
+
+def test_replay_equals_eager_and_recorded_bit_for_bit(decoder: Decoder, smollm2_path: Path) -> None:
+    prompt = PROMPTS["chat_question"]["prompt_ids"]
+
+    def run(of: Decoder) -> tuple[list[int], list[bytes]]:
+        of.reset()
+        tokens, logits = [of.prefill(prompt)], [of.logits().tobytes()]
+        for _ in range(6):
+            tokens.append(of.decode())
+            logits.append(of.logits().tobytes())
+        return tokens, logits
+
+    replayed = run(decoder)
+    before = decoder.statistics()
+    assert run(decoder) == replayed
+    after = decoder.statistics()
+    assert after.launches_eager == before.launches_eager
+    assert after.launches_replayed == before.launches_replayed + 7
+    assert after.launches_per_token == 154
+    for options in ({"graphs": False}, {"build": "record"}):
+        with Decoder(
+            decoder.device, smollm2_path, max_context=128, stop_tokens=(), **options
+        ) as other:
+            assert run(other) == replayed
+
+
+def test_two_sequences_in_a_batch_equal_each_alone(decoder: Decoder) -> None:
+    names = ("question", "code")
+    decoder.reset()
+    first = [decoder.prefill(PROMPTS[name]["prompt_ids"], i) for i, name in enumerate(names)]
+    steps = [first, *(decoder.decode_batch((0, 1)) for _ in range(15))]
+    for column, name in zip(zip(*steps, strict=True), names, strict=True):
+        assert list(column) == PROMPTS[name]["tokens"][:16]
+
+
+def test_sampling_is_repeatable(decoder: Decoder) -> None:
+    def run(seed: int) -> list[int]:
+        decoder.set_sampling(SamplingOptions(temperature=0.8, top_p=0.9, seed=seed))
+        decoder.reset()
+        tokens = [decoder.prefill(PROMPTS["question"]["prompt_ids"])]
+        return tokens + [decoder.decode() for _ in range(7)]
+
+    try:
+        assert run(1) == run(1) != run(2)
+    finally:
+        decoder.set_sampling(SamplingOptions())

@@ -1,0 +1,81 @@
+"""Every kernel of the library, and of its tests, for every architecture: no warning, no spill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ostinato
+from ostinato.modules import CompileOptions, Source
+from ostinato.modules.catalog import ARCHITECTURES, check_source, package_sources
+from tests import sources
+from tests.modules.cubin_loader import needs_nvrtc
+
+pytestmark = needs_nvrtc()
+
+PACKAGE = list(package_sources(Path(ostinato.__file__).parent))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("source", [*PACKAGE, sources.SOURCE], ids=lambda s: s.name)
+def test_kernels_compile_cleanly(source: Source, arch: str) -> None:
+    report = check_source(source, arch)
+    assert report.kernels
+    assert not report.problems, "\n".join(report.problems)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_host_signatures_fit_the_compiled_kernels(arch: str) -> None:
+    report = check_source(sources.SOURCE, arch)
+    for kernel in report.kernels:
+        signature = sources.SOURCE.signature(kernel.resources.name)
+        assert signature is not None
+        assert signature.layout == kernel.resources.parameters
+
+
+def test_a_warning_is_a_problem() -> None:
+    source = Source('extern "C" __global__ void k(int* x) { int unused; x[0] = 1; }')
+    (problem,) = check_source(source, "sm_90").problems
+    assert "unused" in problem
+
+
+SPILLING = Source(
+    """
+extern "C" __global__ void __launch_bounds__(1024) k(float* x, int n) {
+    float a[96], sum = 0;
+    #pragma unroll
+    for (int i = 0; i < 96; ++i) a[i] = x[i * 7 + threadIdx.x];
+    for (int j = 0; j < n; ++j) {
+        #pragma unroll
+        for (int i = 0; i < 96; ++i) sum += a[i] * x[j];
+        #pragma unroll
+        for (int i = 0; i < 96; ++i) a[i] = a[(i + 7) % 96] + sum * i;
+    }
+    #pragma unroll
+    for (int i = 0; i < 96; ++i) x[i] = a[i];
+}
+"""
+)
+
+
+def test_a_spill_is_a_problem() -> None:
+    report = check_source(SPILLING, "sm_90")
+    assert any("spills" in p for p in report.problems)
+    (kernel,) = report.kernels
+    assert kernel.spill_stores > 0 and kernel.registers_allowed == 64
+
+
+def test_too_many_registers_are_a_problem() -> None:
+    unbound = Source(SPILLING.cuda.replace("__launch_bounds__(1024)", ""))
+    (problem,) = check_source(unbound, "sm_90").problems
+    assert "1024 threads (no launch bounds) leave 64" in problem
+    bound = Source(SPILLING.cuda.replace("1024", "128"))
+    assert not check_source(bound, "sm_90", CompileOptions()).problems
+
+
+def test_headers_beside_a_file_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a.cu").write_text('#include "a.cuh"\nextern "C" __global__ void k(T* x) {}')
+    (tmp_path / "a.cuh").write_text("typedef float T;\n")
+    (source,) = package_sources(tmp_path)
+    assert not check_source(source, "sm_80").problems

@@ -1,0 +1,254 @@
+"""The compiler, without a GPU: keys, logs, names, PTX, and what a cubin says of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ostinato.driver.api import ParameterSlot
+from ostinato.errors import CompileError, InputError
+from ostinato.modules import CompileOptions, Source
+from ostinato.modules import compiler as compiler_module
+from ostinato.modules.compiler import (
+    check_ptx,
+    compile_plan,
+    compiler_identity,
+    plan_compilation,
+    target_arch,
+)
+from ostinato.modules.cubin import kernel_names, kernel_resources
+from tests.modules.cubin_loader import kernel_text, needs_nvrtc
+
+pytestmark = needs_nvrtc()
+
+H100 = (9, 0)
+TEXT = kernel_text(1)
+
+
+def key(source: Source | str = TEXT, capability=H100, expressions=(), **options: object) -> bytes:
+    known = Source(source) if isinstance(source, str) else source
+    return plan_compilation(known, CompileOptions(**options), capability, expressions).key
+
+
+# --------------------------------------------------------------------------------------------- keys
+
+
+def test_the_key_covers_everything_that_matters(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "a.h").write_text("1")
+    keys = {
+        "plain": key(),
+        "text": key(TEXT + " "),
+        "name": key(Source(TEXT, name="other.cu")),
+        "header": key(Source(TEXT, headers={"a.h": "1"})),
+        "header text": key(Source(TEXT, headers={"a.h": "2"})),
+        "capability": key(capability=(8, 0)),
+        "arch": key(arch="sm_90a"),
+        "std": key(std="c++20"),
+        "define": key(defines={"A": None}),
+        "define value": key(defines={"A": "1"}),
+        "fast": key(fast_math=True),
+        "registers": key(max_registers=64),
+        "lines": key(line_info=True),
+        "extra": key(extra=["--restrict"]),
+        "folder": key(include=[tmp_path]),
+        "folder used": key('#include "a.h"\n' + TEXT, include=[tmp_path]),
+        "expression": key(expressions=["k<1>"]),
+    }
+    (tmp_path / "a.h").write_text("2")
+    keys["file changed"] = key('#include "a.h"\n' + TEXT, include=[tmp_path])
+    monkeypatch.setenv("NVRTC_APPEND_FLAGS", "--restrict")
+    keys["environment"] = key()
+    assert len(set(keys.values())) == len(keys)
+
+
+def test_the_same_question_has_the_same_key() -> None:
+    assert key() == key() == key(Source(TEXT))
+
+
+def test_the_compilers_version_is_in_the_key(monkeypatch) -> None:
+    before = key()
+    monkeypatch.setattr(compiler_module, "compiler_identity", lambda: "nvrtc 99.9")
+    assert key() != before
+
+
+def test_a_header_known_only_to_a_macro_is_never_stored() -> None:
+    text = "#define NAME <a.h>\n#include NAME\n" + TEXT
+    plan = plan_compilation(Source(text, headers={"a.h": ""}), CompileOptions(), H100)
+    assert not plan.storable and not plan.fixed
+    assert compile_plan(plan).kind == "cubin"
+
+
+# ---------------------------------------------------------------------------------------- compiling
+
+
+def compiled(source: Source | str, expressions=(), **options: object):
+    known = Source(source) if isinstance(source, str) else source
+    return compile_plan(plan_compilation(known, CompileOptions(**options), H100, expressions))
+
+
+def test_headers_come_from_memory_and_from_folders(tmp_path: Path) -> None:
+    (tmp_path / "disk.h").write_text("#define B 2\n")
+    source = Source(
+        '#include "deep/memory.h"\n#include <disk.h>\n'
+        'extern "C" __global__ void k(int* x) { x[0] = A + B; }\n',
+        headers={"deep/memory.h": "#define A 1\n"},
+    )
+    assert kernel_names(compiled(source, include=[tmp_path]).data) == ("k",)
+
+
+def test_the_toolkits_headers_are_there() -> None:
+    text = (
+        "#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n"
+        'extern "C" __global__ void k(__half* x, __nv_bfloat16* y) { x[0] += __half(1.f); }\n'
+    )
+    assert kernel_names(compiled(text).data) == ("k",)
+
+
+def test_the_current_folder_is_not_searched(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "stray.h").write_text("#define A 1\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CompileError, match=r"stray\.h"):
+        compiled('#include "stray.h"\n' + TEXT)
+
+
+def test_an_error_shows_log_and_source_line() -> None:
+    text = "// first\n__global__ void k(float* x) {\n  x[0] = missing;\n}\n"
+    with pytest.raises(CompileError) as caught:
+        compiled(Source(text, name="bad.cu"))
+    assert "bad.cu(3): error" in caught.value.log
+    message = str(caught.value)
+    assert "bad.cu does not compile for sm_90" in message
+    assert ">    3 |   x[0] = missing;" in message
+    assert compiler_identity() in message
+
+
+def test_an_error_in_a_header_shows_the_headers_line() -> None:
+    source = Source('#include "a.h"\n', headers={"a.h": "\n\nnonsense here\n"})
+    with pytest.raises(CompileError, match=r"a\.h, line 3:\n(.*\n)*>    3 \| nonsense here"):
+        compiled(source)
+
+
+def test_a_flag_that_is_not_known_is_a_compile_error() -> None:
+    with pytest.raises(CompileError, match="no-such-flag"):
+        compiled(TEXT, extra=["--no-such-flag"])
+
+
+def test_unicode_in_cuda_text_is_fine() -> None:
+    assert kernel_names(compiled("// größer, 大\n" + TEXT).data) == ("k",)
+
+
+def test_templates_are_named_in_cpp() -> None:
+    text = "namespace a { template <class T, int N> __global__ void t(T* x) { x[0] = N; } }\n"
+    answer = compiled(text, ["a::t<float, 3>"])
+    assert kernel_names(answer.data) == (answer.lowered["a::t<float, 3>"],)
+
+
+def test_a_template_that_is_not_there_is_a_compile_error() -> None:
+    with pytest.raises(CompileError, match="nothere"):
+        compiled(TEXT, ["nothere<int>"])
+
+
+def test_ptx_is_made_for_a_device_newer_than_the_compiler() -> None:
+    arch = target_arch((99, 0), CompileOptions())
+    assert arch.startswith("compute_")
+    plan = plan_compilation(Source(TEXT), CompileOptions(), (99, 0))
+    answer = compile_plan(plan)
+    assert answer.kind == "ptx" and b".entry k" in answer.data
+
+
+def test_a_device_older_than_the_compiler_is_refused() -> None:
+    with pytest.raises(InputError, match=r"compute capability 3\.5"):
+        target_arch((3, 5), CompileOptions())
+
+
+def test_many_threads_compile_at_once() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda n: compiled(kernel_text(n)), range(8)))
+    counts = [len(kernel_resources(a.data)[0].parameters) for a in answers]
+    assert counts == [n + 1 for n in range(8)]
+
+
+# ----------------------------------------------------------------------------------------- PTX (C5)
+
+PTX = b".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k() { ret; }\n"
+
+
+def test_sound_ptx_passes_unchanged() -> None:
+    source = Source(data=PTX, kind="ptx")
+    plan = plan_compilation(source, CompileOptions(), H100)
+    assert compile_plan(plan).data == PTX
+    assert not plan.storable
+
+
+def test_ptx_with_bytes_that_are_not_ascii_says_where() -> None:
+    text = PTX.decode() + "// naïve\n"
+    with pytest.raises(CompileError) as caught:
+        plan_compilation(Source(data=text, kind="ptx", name="my.ptx"), CompileOptions(), H100)
+    message = str(caught.value)
+    assert "my.ptx(5): column 6: byte 0xc3 is not ASCII" in message
+    assert "5 | // naïve" in message
+
+
+def test_positions_count_from_one() -> None:
+    with pytest.raises(CompileError, match=r"p\(1\): column 1: byte 0xff"):
+        check_ptx(b"\xff", "p")
+
+
+def test_options_are_not_for_compiled_code() -> None:
+    with pytest.raises(InputError, match="options are for CUDA"):
+        plan_compilation(Source(data=PTX, kind="ptx"), CompileOptions(fast_math=True), H100)
+
+
+# -------------------------------------------------------------------------------------------- cubin
+
+
+def test_a_cubin_tells_of_its_kernels() -> None:
+    text = (
+        "struct S { float a, b, c; };\n"
+        'extern "C" __global__ void __launch_bounds__(256) k(char c, S s, double* p, short h) {\n'
+        "  __shared__ float shared[64];\n"
+        "  shared[threadIdx.x % 64] = s.b; __syncthreads();\n"
+        "  p[threadIdx.x] = shared[(threadIdx.x + 1) % 64] + c + h;\n}\n"
+    )
+    (kernel,) = kernel_resources(compiled(text).data)
+    assert kernel.name == "k"
+    assert kernel.max_threads == 256
+    assert kernel.registers >= 8
+    assert kernel.shared >= 256
+    assert kernel.parameters == (
+        ParameterSlot(0, 1),
+        ParameterSlot(4, 12),
+        ParameterSlot(16, 8),
+        ParameterSlot(24, 2),
+    )
+
+
+def test_device_functions_are_not_kernels() -> None:
+    text = "__device__ __noinline__ int f(int x) { return x * 3; }\n" + kernel_text(0)
+    assert kernel_names(compiled(text).data) == ("k",)
+
+
+@pytest.mark.parametrize("size", [0, 4, 63, 200, 1000])
+def test_a_damaged_cubin_is_said(size: int) -> None:
+    with pytest.raises(InputError):
+        kernel_names(compiled(TEXT).data[:size])
+
+
+# ------------------------------------------------------------------------------------- without CUDA
+
+
+def test_without_the_extra_the_error_says_how_to_install_it() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['cuda'] = sys.modules['cuda.bindings'] = None\n"
+        "from ostinato.errors import NoCudaError\n"
+        "from ostinato.modules.compiler import compiler_identity\n"
+        "try:\n    compiler_identity()\n"
+        "except NoCudaError as error:\n    assert 'pip install' in str(error), error\n"
+        "else:\n    raise SystemExit('no error')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

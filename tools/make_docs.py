@@ -1,0 +1,103 @@
+"""Writes the generated docs: docs/cli.md from the --help texts, docs/graph.svg from a capture.
+
+python tools/make_docs.py           writes them
+python tools/make_docs.py --check   says which are not as they would be written; exit status 1
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ.update(COLUMNS="88", TERM="dumb", NO_COLOR="1")
+os.environ.pop("FORCE_COLOR", None)
+
+import click
+import numpy as np
+import typer
+
+import ostinato as ost
+from ostinato.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def cli_page() -> str:
+    """Every command's help, in the order of the commands."""
+    parts = [
+        "# The `ostinato` command\n\n"
+        "Generated from the `--help` texts by `make docs`; do not edit by hand.\n"
+    ]
+    root = typer.main.get_command(app)
+
+    def add(command: click.Command, path: str, depth: int) -> None:
+        context = click.Context(command, info_name=path, terminal_width=88, max_content_width=88)
+        text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
+        parts.append(f"\n{'#' * depth} `{path}`\n\n```\n{text.strip()}\n```\n")
+        for name, sub in getattr(command, "commands", {}).items():
+            add(sub, f"{path} {name}", min(depth + 1, 4))
+
+    add(root, "ostinato", 2)
+    return "".join(parts)
+
+
+def graph_picture() -> str:
+    """A small capture with a fork, drawn."""
+
+    @ost.host_kernel("x: *const f32, out: *out f32, n: u32")
+    def normalise(launch, x, out, n):
+        out[:n] = x[:n]
+
+    @ost.host_kernel("x: *const f32, weights: *const f32, out: *out f32, n: u32")
+    def project(launch, x, weights, out, n):
+        out[:n] = weights[:n] * x[:n]
+
+    @ost.host_kernel("a: *const f32, b: *const f32, out: *out f32, n: u32")
+    def multiply(launch, a, b, out, n):
+        out[:n] = a[:n] * b[:n]
+
+    source = ost.Source(host=[normalise, project, multiply], name="picture")
+    with ost.open_device("host") as device:
+        stream, side = device.create_stream(), device.create_stream()
+        k = {n: device.modules.get_or_compile(source, n) for n in source.host}
+        x, gate, up, out = (device.zeros(2048, np.float32) for _ in range(4))
+        shape = ost.LaunchConfig(grid=8, block=256)
+        with ost.capture(stream) as capture:
+            ost.fill(stream, out, 0)
+            ost.launch(stream, k["normalise"], shape, x, out, 2048)
+            side.wait(stream.record())
+            ost.launch(stream, k["project"], shape, out, x, gate, 2048)
+            ost.launch(side, k["project"], shape, out, x, up, 2048)
+            stream.wait(side.record())
+            ost.launch(stream, k["multiply"], shape, gate, up, out, 2048)
+            ost.copy(stream, x, out)
+        picture = capture.graph.to_svg()
+    # Addresses differ from run to run: numbered in the order in which they appear.
+    found = dict.fromkeys(re.findall(r"0x[0-9a-f]{6,}", picture))
+    for number, address in enumerate(found, start=1):
+        picture = picture.replace(address, f"0x{number:x}000")
+    return picture
+
+
+PAGES = {"docs/cli.md": cli_page, "docs/graph.svg": graph_picture}
+
+
+def main() -> int:
+    check = "--check" in sys.argv[1:]
+    stale = []
+    for name, make in PAGES.items():
+        path, text = ROOT / name, make()
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(name)
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    for name in stale:
+        print(f"{name}: {'stale; run make docs' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
