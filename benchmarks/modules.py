@@ -1,7 +1,7 @@
 """First compile, disk hit in a new process, memory hit: ours, cuda.core's program cache, CuPy.
 
 What bounds it: NVRTC takes some 20 to 40 ms for a small kernel, and loading its library 10 ms; a
-disk hit has to read some 5 KiB and hash some 10; a memory hit is a dictionary look-up of some 40 ns.
+disk hit has to read some 5 KiB and hash some 10; a memory hit is a dictionary look-up of 40 ns.
 
 Each first compile and each disk hit is a process of its own, so nothing is warm but the operating
 system's page cache.  Two times are taken of it, both medians over the processes:
@@ -156,10 +156,11 @@ def run_probe(who: str, folder: str, with_device: bool) -> dict[str, float]:
 
 def has_device() -> bool:
     import ostinato as ost
+    from ostinato.errors import NotAvailableError
 
     try:
         ost.open_device("cuda:0").close()
-    except ost.NotAvailableError:
+    except NotAvailableError:
         return False
     return True
 

@@ -34,6 +34,7 @@ from ostinato.graph.render import (
     kind_text,
     memop_text,
     outline,
+    plain,
     shape_text,
 )
 

@@ -58,7 +58,7 @@ __all__ = [
     "Link",
     "Outline",
     "outline",
-    "plain_params",
+    "plain",
     "rich_table",
     "to_dot",
     "to_json",
@@ -387,7 +387,7 @@ def _node_json(node: Node, inner: tuple[Outline, ...]) -> dict[str, object]:
         "index": node.index,
         "kind": node.kind.name.lower(),
         "name": node.name,
-        "params": plain_params(node.params),
+        "params": _params_json(node.params),
         "arguments": [_argument_json(a) for a in node.arguments],
         "children": [{"title": part.title, **_body_json(part)} for part in inner],
         "location": node.location,
@@ -402,12 +402,12 @@ def _argument_json(argument: Argument) -> dict[str, object]:
         "bytes": argument.raw.hex(),
         "name": argument.name,
         "type": argument.type,
-        "value": _plain(argument.value),
+        "value": plain(argument.value),
         "pointers": [{**_record(p), "into": p.into} for p in argument.pointers],
     }
 
 
-def plain_params(params: NodeParams) -> dict[str, object]:
+def _params_json(params: NodeParams) -> dict[str, object]:
     """A node's parameters as plain data; a kernel's arguments are not in it."""
     if not isinstance(params, KernelNodeParams):
         return _record(params)
@@ -421,10 +421,11 @@ def plain_params(params: NodeParams) -> dict[str, object]:
 
 def _record(value: object) -> dict[str, object]:
     assert dataclasses.is_dataclass(value)
-    return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """A record, or what is in one, as what `json.dumps` takes."""
     if isinstance(value, enum.Enum):
         return value.name.lower()
     if isinstance(value, float) and not math.isfinite(value):
@@ -432,7 +433,7 @@ def _plain(value: object) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if dataclasses.is_dataclass(value):
         return _record(value)
     return function_text(value) if callable(value) else repr(value)

@@ -24,7 +24,15 @@ from xml.sax.saxutils import escape
 
 from ostinato.driver.api import ConditionalKind, ConditionalNodeParams, KernelNodeParams, NodeKind
 from ostinato.graph.node import Node
-from ostinato.graph.render import Outline, details, kind_text, outline, printable, shape_text, shorten
+from ostinato.graph.render import (
+    Outline,
+    details,
+    kind_text,
+    outline,
+    printable,
+    shape_text,
+    shorten,
+)
 
 if TYPE_CHECKING:
     from ostinato.graph.graph import Graph
