@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import ostinato as ost
 from ostinato.cache import Evictions
 from ostinato.device import Device, open_device
-from ostinato.errors import ClosedError, InputError
+from ostinato.driver.api import ExecHandle
+from ostinato.errors import ClosedError, GraphError, InputError, OstinatoError, Status
+from ostinato.testing import FaultyDriver, HeldStream
 from tests.sources import config, kernel
 
 
@@ -213,85 +216,119 @@ def test_a_cache_that_is_closed_during_a_capture(device: Device, counter: Counte
     assert made[0].closed
 
 
+def test_a_driver_that_refuses_to_instantiate(host_device: Device) -> None:
+    """The error passes through, nothing is kept, and the next to ask tries again."""
+    faults = FaultyDriver(host_device.driver)
+    device = Device(faults)
+    counter = Counter(device)
+    cache = ost.GraphCache(device)
+    faults.fail("graph_instantiate", status=Status.OUT_OF_MEMORY)
+    with pytest.raises(GraphError, match="OUT_OF_MEMORY"):
+        cache.get_or_capture("a", lambda: counter.adding(1))
+    assert "a" not in cache and cache.statistics().capture_failures == 1
+    cache.get_or_capture("a", lambda: counter.adding(1))
+    faults.fail("exec_launch")
+    with pytest.raises(OstinatoError, match="exec_launch"):
+        cache.replay("a", counter.stream)
+    assert cache.replay("a", counter.stream) and counter.value == 1
+    run = cache.get("a")
+    cache.close()
+    assert run is not None and run.closed  # the failed launch gave its lease back
+    device.close()
+
+
 # --- nothing is pulled from under a replay
 
 
-class Gate:
-    """Holds a stream until it is opened."""
+@pytest.fixture
+def destroyed(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The executables that the driver has been told to destroy."""
+    handles: list[int] = []
+    destroy = device.driver.exec_destroy
 
-    def __init__(self, stream: ost.Stream) -> None:
-        self._opened = threading.Event()
-        self._reached = threading.Event()
-        stream.call(self._wait)
+    def noted(executable: ExecHandle) -> None:
+        handles.append(executable)
+        destroy(executable)
 
-    def _wait(self) -> None:
-        self._reached.set()
-        self._opened.wait(30)
-
-    def open(self) -> None:
-        self._opened.set()
+    monkeypatch.setattr(device.driver, "exec_destroy", noted)
+    return handles
 
 
-def copying(device: Device, stream: ost.Stream, out: ost.Buffer, value: float) -> ost.GraphExec:
-    """out = value, from a buffer that nothing but the graph holds."""
-    source = device.array(np.full(out.size, value, np.float32))
+def copying(device: Device, stream: ost.Stream, out: ost.Buffer, source: ost.Buffer) -> ost.Graph:
+    """out = source"""
     with ost.capture(stream) as capture:
         ost.copy(stream, out, source)
-    return capture.graph.instantiate(upload=stream)
+    return capture.graph
 
 
 @pytest.mark.parametrize("how", ["replace", "evict", "evict_all", "budget", "touching", "close"])
-def test_a_replay_under_way_keeps_its_memory(device: Device, how: str) -> None:
+def test_a_replay_under_way_is_not_disturbed(
+    device: Device, destroyed: list[int], how: str
+) -> None:
     stream, other = device.create_stream(), device.create_stream()
     out = device.zeros(1000, np.float32)
+    seven, nine = (device.array(np.full(1000, v, np.float32)) for v in (7, 9))
     cache = ost.GraphCache(device, budget=10)
-    cache.install("a", copying(device, stream, out, 7.0), nbytes=6)
-    device.synchronize()
-    settled = device.context.retired
-    gate = Gate(stream)
-    try:
+    cache.install("a", copying(device, stream, out, seven).instantiate(upload=stream), nbytes=6)
+    with HeldStream(stream):
         assert cache.replay("a", stream)
         if how == "replace":
-            cache.install("a", copying(device, other, out, 9.0), nbytes=6)
+            cache.install("a", copying(device, other, out, nine).instantiate(), nbytes=6)
         elif how == "evict":
             cache.evict("a")
         elif how == "evict_all":
             cache.evict_all()
         elif how == "budget":
-            cache.install("b", copying(device, other, out, 9.0), nbytes=6)
+            cache.install("b", copying(device, other, out, nine).instantiate(), nbytes=6)
         elif how == "touching":
             cache.evict_touching(out)
         else:
             cache.close()
         other.synchronize()  # which gives the context every chance to destroy too much
-        assert device.context.retired > settled
-        # What would take the place of freed memory.  Kept: freeing waits for the device.
-        filler = [device.array(np.full(1000, -1.0, np.float32)) for _ in range(3)]
-    finally:
-        gate.open()
+        assert destroyed == []
     np.testing.assert_array_equal(out.to_numpy(stream), np.full(1000, 7.0, np.float32))
-    assert len(filler) == 3
     device.synchronize()
-    assert device.context.retired <= settled
+    assert len(destroyed) == 1
     cache.close()
 
 
-def test_an_eviction_waits_for_its_own_work_only(device: Device, counter: Counter) -> None:
+@pytest.mark.xfail(reason="GraphExec's retired handle does not keep what its nodes point at")
+def test_what_a_replay_under_way_points_at_lives_until_it_is_done(device: Device) -> None:
+    """Memory that another library frees without waiting, such as a tensor, is not freed early."""
+
+    class Tensor:
+        pass
+
+    stream, out = device.create_stream(), device.zeros(4, np.float32)
+    tensor = Tensor()
+    alive = weakref.ref(tensor)
+    graph = copying(device, stream, out, device.array(np.ones(4, np.float32)))
+    graph.keep.append(tensor)
+    cache = ost.GraphCache(device)
+    cache.install("a", graph.instantiate(upload=stream))
+    del tensor, graph
+    device.synchronize()
+    with HeldStream(stream):
+        cache.replay("a", stream)
+        cache.evict("a")
+        assert alive() is not None
+    device.synchronize()
+    assert alive() is None
+    np.testing.assert_array_equal(out.to_numpy(stream), np.ones(4, np.float32))
+
+
+def test_an_eviction_waits_for_its_own_work_only(
+    device: Device, counter: Counter, destroyed: list[int]
+) -> None:
     """Row A7: another stream that is busy keeps nothing from being destroyed."""
     with ost.GraphCache(device) as cache:
         cache.install("a", counter.adding(1))
         cache.replay("a", counter.stream)
         counter.stream.synchronize()
-        device.context.collect()
-        settled = device.context.retired
         busy = device.create_stream()
-        gate = Gate(busy)
-        try:
+        with HeldStream(busy):
             cache.evict("a")
-            assert device.context.collect() <= settled
-        finally:
-            gate.open()
-        busy.synchronize()
+            assert len(destroyed) == 1
 
 
 def test_held_graphs_are_closed_at_the_end(cache: ost.GraphCache, counter: Counter) -> None:

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.cache.manifest import range_of
+from ostinato.cache.manifest import range_of, touches
 from ostinato.device import Device
-from ostinato.driver.api import ConditionalKind
+from ostinato.driver.api import (
+    ConditionalKind,
+    FunctionHandle,
+    KernelArguments,
+    KernelNodeParams,
+    MemcpyNodeParams,
+    MemOp,
+    MemOpKind,
+    NodeHandle,
+)
 from ostinato.errors import InputError
 from tests.sources import config, kernel
 
@@ -122,6 +131,46 @@ def test_numbers_are_no_pointers_where_a_signature_says_so(
         ost.launch(stream, number, config(1), x.address, out)
     cache.install("typed", capture.graph.instantiate())
     assert cache.touching(x) == [] and cache.touching(out) == ["typed"]
+
+
+def test_memory_nodes(device: Device, cache: ost.GraphCache) -> None:
+    x = device.zeros(4, np.uint32)
+    graph = ost.Graph.create(device.context)
+    placed = graph.add_alloc(4096)
+    write = MemOp(MemOpKind.WRITE, x.address + 4, 7)
+    graph.add_batch_mem_op([write], keep=[x], after=[placed])
+    graph.add_free(placed.alloc.address, after=[graph.nodes[1]])
+    graph.add_host(lambda: None)
+    cache.install("all", graph.instantiate())
+    assert cache.touching(x) == ["all"] and cache.touching(x[2:]) == []
+    assert cache.touching(ost.MemoryRange(placed.alloc.address + 4000, 8)) == ["all"]
+    places = [t.place for t in cache.manifest("all")]
+    assert places == ["allocation", "operation 0", "freed"]
+
+
+def test_rows_of_a_copy(device: Device, cache: ost.GraphCache) -> None:
+    """A copy reaches from its first row to the end of its last, gaps included."""
+    x, y = device.zeros((8, 16)), device.zeros((8, 16))
+    graph = ost.Graph.create(device.context)
+    rows = MemcpyNodeParams(y.address, x[1].address, 4, height=3, dst_pitch=4, src_pitch=16)
+    graph.add(rows, keep=[x, y])
+    cache.install("rows", graph.instantiate())
+    assert [t.range for t in cache.manifest("rows")] == [
+        ost.MemoryRange(y.address, 12),
+        ost.MemoryRange(x[1].address, 36),
+    ]
+    assert [cache.touching(x[n]) for n in (0, 1, 3, 4)] == [[], ["rows"], ["rows"], []]
+
+
+def test_packed_arguments() -> None:
+    """One buffer of unknown layout, as cuBLAS gives it: its words are searched."""
+    packed = KernelArguments(bytes(8) + (4096).to_bytes(8, "little"), (), packed=True)
+    params = KernelNodeParams(FunctionHandle(1), ost.LaunchConfig(1, 1), packed)
+    node = ost.Node(0, NodeHandle(1), ost.NodeKind.KERNEL, "gemm", params)
+    target = ost.MemoryRange(4000, 200)
+    run = SimpleNamespace(graph=SimpleNamespace(labels={}), nodes=(node,))
+    assert touches(run, target)  # type: ignore[arg-type]
+    assert not touches(run, ost.MemoryRange(4100, 200))  # type: ignore[arg-type]
 
 
 def test_words_of_adopted_graphs(device: Device, stream: ost.Stream, cache: ost.GraphCache) -> None:

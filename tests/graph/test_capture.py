@@ -7,7 +7,6 @@ import gc
 
 import numpy as np
 import pytest
-from ostinato.testing import FaultyDriver
 
 import ostinato as ost
 from ostinato.device import Device
@@ -18,6 +17,7 @@ from ostinato.errors import (
     PoolSealedError,
     Status,
 )
+from ostinato.testing import FaultyDriver
 from tests.sources import config, kernel, preload
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ostinato.testing import FaultyDriver
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import ClosedError, InputError, NodeKindError, UpdateRefusedError
+from ostinato.errors import CaptureError, ClosedError, InputError, NodeKindError, UpdateRefusedError
+from ostinato.testing import FaultyDriver
 from tests.sources import config, kernel, preload
 
 N = 300
@@ -251,16 +251,37 @@ def test_a_closed_graph_lets_its_executable_run(sums: Sum) -> None:
     np.testing.assert_array_equal(sums.result(), sums.expected)
 
 
-def test_launching_into_a_capture_makes_a_child(sums: Sum, stream: ost.Stream) -> None:
+def test_launching_into_a_capture_is_refused_and_the_capture_goes_on(
+    sums: Sum, stream: ost.Stream
+) -> None:
     with ost.capture(stream) as capture:
-        sums.run.launch(stream)
-    (child,) = capture.graph.nodes
+        with pytest.raises(CaptureError, match="add_child"):
+            sums.run.launch(stream)
+        ost.fill(stream, sums.copy, 0)
+    assert len(capture.graph) == 1
+    np.testing.assert_array_equal(sums.result(), sums.expected)
+
+
+def test_a_child_graph_runs_and_is_reported_not_rebound(sums: Sum, device: Device) -> None:
+    parent = ost.Graph.create(device)
+    child = parent.add_child(sums.graph)
     assert child.kind is ost.NodeKind.CHILD_GRAPH
     assert [n.name for n in child.children[0]][1:3] == ["add", "scale"]
-    assert capture.graph.count(ost.NodeKind.KERNEL) == 2
-    run = capture.graph.instantiate()
+    assert parent.count(ost.NodeKind.KERNEL) == 2
+    run = parent.instantiate()
     report = run.rebind({sums.a: sums.b})
     assert report.words == ()
     assert "inside" in report.left[0].why
-    run.launch(stream)
+    run.launch(sums.stream)
+    np.testing.assert_array_equal(sums.copy.to_numpy(sums.stream), sums.expected)
+
+
+def test_a_launch_while_recording_becomes_a_child(sums: Sum, stream: ost.Stream) -> None:
+    with ost.record(stream) as recording:
+        ost.fill(stream, sums.out, 9)
+        sums.run.launch(stream)
+    graph = recording.build()
+    assert [n.kind.name for n in graph.nodes] == ["MEMSET", "CHILD_GRAPH"]
+    assert len(graph.edges) == 1
+    graph.instantiate().launch(stream)
     np.testing.assert_array_equal(sums.copy.to_numpy(stream), sums.expected)

@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 
 import ostinato
+from ostinato.errors import CompileError
 from ostinato.modules import CompileOptions, Source
-from ostinato.modules.catalog import ARCHITECTURES, check_source, package_sources
+from ostinato.modules.catalog import (
+    ARCHITECTURES,
+    KernelCheck,
+    check_source,
+    package_sources,
+)
 from tests import sources
 from tests.modules.cubin_loader import needs_nvrtc
 
 pytestmark = needs_nvrtc()
 
-PACKAGE = list(package_sources(Path(ostinato.__file__).parent))
+ROOT = Path(ostinato.__file__).parent
+
+
+def package_checks() -> list[KernelCheck]:
+    """How each kernel file of the package is compiled: as its package says, else as it is."""
+    checks: list[KernelCheck] = []
+    for path in sorted(ROOT.rglob("*.py")):
+        if "\ndef kernel_checks(" in path.read_text(encoding="utf-8"):
+            name = ".".join(["ostinato", *path.relative_to(ROOT).with_suffix("").parts])
+            checks += importlib.import_module(name).kernel_checks()
+    for source in package_sources(ROOT):
+        if not any(check.covers(source.name) for check in checks):
+            checks.append(KernelCheck(source))
+    return checks
+
+
+def check_name(check: KernelCheck) -> str:
+    macros = ",".join(f"{k}={v}" for k, v in dict(check.options.defines).items())
+    return f"{check.source.name}[{macros[:40]}]" if macros else check.source.name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("source", [*PACKAGE, sources.SOURCE], ids=lambda s: s.name)
-def test_kernels_compile_cleanly(source: Source, arch: str) -> None:
-    report = check_source(source, arch)
+@pytest.mark.parametrize("check", [*package_checks(), KernelCheck(sources.SOURCE)], ids=check_name)
+def test_kernels_compile_cleanly(check: KernelCheck, arch: str) -> None:
+    try:
+        report = check_source(check.source, arch, check.options, check.expressions)
+    except CompileError as error:
+        error.add_note("say how it is compiled: kernel_checks() in ostinato.modules.catalog")
+        raise
     assert report.kernels
     assert not report.problems, "\n".join(report.problems)
 

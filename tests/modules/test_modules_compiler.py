@@ -108,6 +108,29 @@ def test_the_toolkits_headers_are_there() -> None:
     assert kernel_names(compiled(text).data) == ("k",)
 
 
+@pytest.fixture
+def forgotten_headers():
+    compiler_module._toolkit_headers.cache_clear()
+    yield
+    compiler_module._toolkit_headers.cache_clear()
+
+
+def test_the_toolkits_headers_are_unpacked_once(tmp_path, monkeypatch, forgotten_headers) -> None:
+    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path))
+    folder = compiler_module._toolkit_headers()
+    if folder is None or not folder.startswith(str(tmp_path)):
+        pytest.skip("this NVRTC brings no headers of its own")
+    assert (Path(folder) / "cuda_fp16.h").exists()
+    monkeypatch.setattr(compiler_module, "_run_nvrtc", None)  # not needed again
+    assert compiler_module._unpack_headers(Path(folder))
+
+
+def test_without_own_headers_an_installed_toolkits_are_used(monkeypatch, forgotten_headers) -> None:
+    monkeypatch.setattr(compiler_module, "_unpack_headers", lambda folder: False)
+    found = compiler_module._toolkit_headers()
+    assert found is None or Path(found).is_dir()
+
+
 def test_the_current_folder_is_not_searched(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "stray.h").write_text("#define A 1\n")
     monkeypatch.chdir(tmp_path)

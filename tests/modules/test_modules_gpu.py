@@ -168,23 +168,35 @@ def run_fresh(how: str, folder: Path) -> str:
         timeout=100,
     )
     assert answer.returncode == 0, answer.stderr
-    return answer.stdout
+    return answer.stdout + answer.stderr
 
 
 def test_fifty_kernels_preloaded_are_captured(cuda_device: Device, tmp_path: Path) -> None:
     assert "sum: 1225" in run_fresh("preload", tmp_path)
 
 
-def test_without_preload_the_error_says_preload(cuda_device: Device, tmp_path: Path) -> None:
+def test_without_preload_it_says_preload(cuda_device: Device, tmp_path: Path) -> None:
+    # Driver 580 allows the load and gives the right answer; others break the capture.
     said = run_fresh("lazily", tmp_path)
-    assert said.startswith("broken:") and "preload" in said
+    assert "sum: 1225" in said or said.startswith("broken:")
+    assert "preload" in said
 
 
-def test_loading_in_a_capture_says_where(cuda_device: Device) -> None:
+def test_loading_in_a_capture_says_where(
+    cuda_device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
     stream = cuda_device.create_stream()
-    with pytest.raises(CaptureBrokenError, match="preload") as caught, ost.capture(stream):
-        cuda_device.modules.get_or_compile("__global__ void never_before() {}", "never_before")
-    assert "test_modules_gpu.py" in str(caught.value.location)
+    said = ""
+    try:
+        with ost.capture(stream):
+            cuda_device.modules.get_or_compile("__global__ void never_before() {}", "never_before")
+    except CaptureBrokenError as error:
+        said = str(error) + str(error.location)
+    said += caplog.text
+    assert "preload" in said
+    assert "test_modules_gpu.py" in said
+    with ost.capture(stream):  # the stream works either way
+        pass
 
 
 def test_a_graph_keeps_its_kernels_loaded(cuda_device: Device, tmp_path: Path) -> None:

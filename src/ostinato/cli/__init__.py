@@ -1,5 +1,5 @@
-"""The `ostinato` command.  One file a command; each is loaded when it is called."""
+"""The `ostinato` command.  One file a command; each imports what it needs when it is called."""
 
-from ostinato.cli.app import app, main
+from ostinato.cli.main import app, main
 
 __all__ = ["app", "main"]

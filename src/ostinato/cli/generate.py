@@ -36,9 +36,7 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 takes the likeliest token (greedy).")
     ] = 0.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="Choose among so many tokens; 0 for all.")
-    ] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many tokens; 0 for all.")] = 0,
     top_p: Annotated[
         float, typer.Option(help="Choose among the likeliest of this total probability.")
     ] = 1.0,

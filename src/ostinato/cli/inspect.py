@@ -25,9 +25,7 @@ def inspect(
     what: Annotated[
         What, typer.Argument(help="decode (with the choice of a token) or prefill (without).")
     ] = What.decode,
-    model: Annotated[
-        str, typer.Option(help="As for `ostinato generate`.")
-    ] = "smollm2-135m",
+    model: Annotated[str, typer.Option(help="As for `ostinato generate`.")] = "smollm2-135m",
     rows: Annotated[
         int, typer.Option(min=1, max=64, help="Rows of the step: 1 for single-token decode.")
     ] = 1,

@@ -837,7 +837,7 @@ class Driver(Protocol):
     def exec_upload(self, executable: ExecHandle, stream: StreamHandle) -> None: ...
 
     def exec_launch(self, executable: ExecHandle, stream: StreamHandle) -> None:
-        """Into a capturing stream: becomes a child graph node.
+        """Into a capturing stream: 900, and invalidates (seen on driver 580).
 
         Two launches of one executable never overlap: the second waits for the first.
         """

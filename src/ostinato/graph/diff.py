@@ -26,7 +26,7 @@ from ostinato.driver.api import (
     KernelNodeParams,
 )
 from ostinato.graph.node import Argument, Node
-from ostinato.graph.render import (
+from ostinato.graph.outline import (
     Link,
     Outline,
     details,
@@ -34,9 +34,9 @@ from ostinato.graph.render import (
     kind_text,
     memop_text,
     outline,
-    plain,
     shape_text,
 )
+from ostinato.graph.render import plain
 
 if TYPE_CHECKING:
     from ostinato.graph.graph import Graph

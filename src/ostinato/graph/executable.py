@@ -28,6 +28,7 @@ from ostinato.driver.api import (
 from ostinato.driver.signature import Signature, pack_by_size
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
+    CaptureError,
     ClosedError,
     ContextPoisonedError,
     DriverError,
@@ -128,8 +129,8 @@ class GraphExec:
     def launch(self, stream: Stream) -> None:
         """Runs the graph once, in stream order; returns without waiting.
 
-        Into a stream that captures: becomes a child graph node.  The first launch on a stream
-        prepares the call; later ones only make it.  Raises DriverError, ClosedError.
+        The first launch on a stream prepares the call; later ones only make it.  Raises
+        CaptureError on a stream that captures (the capture goes on), DriverError, ClosedError.
         """
         call = self._prepared.get(stream)
         if call is None or stream.closed or self._closed:
@@ -150,11 +151,16 @@ class GraphExec:
         return call
 
     def _launch_tapped(self, stream: Stream, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except DriverError as error:
-            stream.report("graph launch", error)
-            raise
+        """Somebody listens: a recording notes the launch; into a capture it is refused.
+
+        The driver refuses it as well (status 900, measured on driver 580), but breaks the capture.
+        """
+        if stream.is_capturing:
+            raise CaptureError(
+                "an executable cannot be launched into a capture; capture the work itself, or add "
+                "its definition to a graph with Graph.add_child (the capture goes on)"
+            )
+        call()
         child = ChildGraphNodeParams(self.graph.handle)
         stream.announce(Operation(child, "graph", keep=(self,)))
 

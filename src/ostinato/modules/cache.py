@@ -17,6 +17,7 @@ compiler, a capture under way) are not remembered: the next caller tries again.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -57,6 +58,7 @@ AnySource: TypeAlias = Source | str | HostKernel
 PreloadItem: TypeAlias = Kernel | tuple[AnySource, str | Sequence[str]]
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _MAX_FAILURES = 256
 _MAX_ATTEMPTS = 3
@@ -123,7 +125,8 @@ class ModuleCache:
             self.disk = DiskStore(None if disk is True else disk)
         self._store = MemoryStore(max_modules, max_bytes)
         self._fast = self._store.fast
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may run anyone's finaliser inside, also one that asks us.
+        self._lock = threading.RLock()
         self._flights: dict[bytes, _Flight] = {}
         self._failed: OrderedDict[bytes, _Failure] = OrderedDict()
         # Numbers every memory hit: the time of last use, and the count of hits, in one call that
@@ -365,9 +368,21 @@ class ModuleCache:
         )
 
     def _loading(self, name: str, call: Callable[[], T]) -> T:
-        """Makes a call that loads code; says "preload" if a capture forbids it."""
+        """Makes a call that loads code; says "preload" if a capture is under way.
+
+        Some drivers refuse it and break the capture; 580 was seen to allow it.  Where it is
+        allowed a warning is all, since the same code fails elsewhere.
+        """
         try:
-            return call()
+            loaded = call()
+            if self.context.captures_under_way:
+                _log.warning(
+                    "kernel %r was loaded while a capture was under way, at %s; this driver "
+                    "allows it, others break the capture: modules.preload it before",
+                    name,
+                    caller_location(),
+                )
+            return loaded
         except StreamCaptureError as error:
             raise CaptureBrokenError(
                 f"kernel {name!r} had to be loaded while a capture was under way, which the driver "

@@ -2,13 +2,20 @@
 
 CI compiles the library's own kernels for each architecture it claims, and fails on a warning, a
 spill to local memory, or more registers than the launch bounds leave room for.
+
+A `.cu` file that does not compile by itself (it wants macros, or holds templates) is covered by a
+module beside it with a function that says how it is really compiled:
+
+    def kernel_checks() -> Iterable[KernelCheck]: ...
+
+whose sources have the file's name as their `name`, or include it as a header of that name.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ostinato.modules.compiler import compile_plan, plan_compilation
@@ -16,7 +23,14 @@ from ostinato.modules.cubin import KernelResources, kernel_resources
 from ostinato.modules.options import CompileOptions
 from ostinato.modules.source import Source
 
-__all__ = ["ARCHITECTURES", "CheckedKernel", "Report", "check_source", "package_sources"]
+__all__ = [
+    "ARCHITECTURES",
+    "CheckedKernel",
+    "KernelCheck",
+    "Report",
+    "check_source",
+    "package_sources",
+]
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
@@ -30,6 +44,19 @@ _SPILLS = re.compile(
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
 )
 _WARNING = re.compile(r"^.*\bwarning(?: #|\s*:).*$", re.MULTILINE | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCheck:
+    """One way in which a source is compiled; `expressions` are the C++ names wanted of it."""
+
+    source: Source
+    options: CompileOptions = field(default_factory=CompileOptions)
+    expressions: tuple[str, ...] = ()
+
+    def covers(self, file_name: str) -> bool:
+        """Whether this compiles the file of that name."""
+        return self.source.name == file_name or file_name in self.source.headers
 
 
 @dataclass(frozen=True, slots=True)

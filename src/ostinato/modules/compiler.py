@@ -210,7 +210,7 @@ def _unpack_headers(folder: Path) -> bool:
         done = folder / ".unpacked"
         if done.exists():
             return True
-        with FileLock(str(folder) + ".lock", timeout=60):
+        with FileLock(str(folder / ".lock"), timeout=60):
             if not done.exists():
                 answer = _run_nvrtc(
                     "", "unpack.cu", {}, (f"--use-bundled-headers={folder}", "-arch=sm_90"), ()

@@ -102,7 +102,7 @@ class DiskStore:
     ) -> None:
         self._folder = None if folder is None else Path(folder)
         self.max_bytes = max_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._ready = False
         self._off: str | None = None
         self._hits = self._misses = self._writes = self._rejected = self._pruned = 0

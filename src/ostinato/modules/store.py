@@ -83,7 +83,7 @@ class MemoryStore:
         if not self._over():
             return
         for key in sorted(self._entries, key=lambda k: self._entries[k].module.last_use):
-            if key != keep and self._let_go(key):
+            if key != keep and key in self._entries and self._let_go(key):
                 self.evictions += 1
                 if not self._over():
                     return
@@ -94,7 +94,7 @@ class MemoryStore:
     def _let_go(self, key: bytes) -> bool:
         """Drops an entry, or puts it back if its module turns out to be used elsewhere."""
         entry = self._entries.pop(key)
-        fast = {k: weakref.ref(self.fast.pop(k)) for k in entry.fast_keys}
+        fast = {k: weakref.ref(self.fast.pop(k)) for k in entry.fast_keys if k in self.fast}
         kernels = {k: weakref.ref(kernel) for k, kernel in entry.kernels.items()}
         nbytes, watched = entry.nbytes, weakref.ref(entry.module)
         entry.kernels.clear()

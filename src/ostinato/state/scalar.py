@@ -78,14 +78,13 @@ class DeviceArray:
 
         Raises InputError for an unknown field or more than one element.
         """
-        fields = self.dtype.fields or {}
-        if name not in fields:
-            raise InputError(
-                f"there is no field {name!r}; there are: {', '.join(fields) or 'none'}"
-            )
+        fields = self.dtype.fields
+        if fields is None or name not in fields:
+            known = ", ".join(self.dtype.names or ()) or "none"
+            raise InputError(f"there is no field {name!r}; there are: {known}")
         if self.buffer.size != 1:
             raise InputError("fields of one struct only; this holds several")
-        kind, offset = self.dtype.fields[name][:2]
+        kind, offset = fields[name][:2]
         return self.buffer.view(offset, kind.shape, kind.base)
 
     def close(self) -> None:

@@ -170,12 +170,11 @@ template <int WIDTH> DEVICE float sum_lanes(float v) {
     return v;
 }
 
+DEVICE u64 largest(u64 a, u64 b) { return a > b ? a : b; }
+
 DEVICE u64 largest_of_warp(u64 v) {
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) {
-        const u64 other = exchange(v, mask);
-        v = other > v ? other : v;
-    }
+    for (int mask = 16; mask > 0; mask /= 2) v = largest(v, exchange(v, mask));
     return v;
 }
 

@@ -8,7 +8,11 @@ from typing import Annotated
 import typer
 
 from ostinato import __version__
-from ostinato.cli import cache, doctor, generate, inspect, model
+from ostinato.cli.cache import app as cache_app
+from ostinato.cli.doctor import doctor
+from ostinato.cli.generate import generate
+from ostinato.cli.inspect import inspect
+from ostinato.cli.model import app as model_app
 from ostinato.errors import OstinatoError
 
 __all__ = ["app", "main"]
@@ -21,11 +25,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Capture GPU work into CUDA graphs once, and play it again: here with a real model.",
 )
-app.command("generate")(generate.generate)
-app.command("inspect")(inspect.inspect)
-app.command("doctor")(doctor.doctor)
-app.add_typer(model.app, name="model")
-app.add_typer(cache.app, name="cache")
+app.command("generate")(generate)
+app.command("inspect")(inspect)
+app.command("doctor")(doctor)
+app.add_typer(model_app, name="model")
+app.add_typer(cache_app, name="cache")
 
 
 def _version(wanted: bool) -> None:

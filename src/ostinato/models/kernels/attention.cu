@@ -1,0 +1,264 @@
+// Attention of each row over positions 0 to its own, of its slot, split over blocks.
+//
+// Physics.  Keys and values of a head are read once for all query heads that share it: 4 * HEAD_SIZE
+// bytes a position and KV head, which at short contexts is nothing; what counts is the chain
+// q -> scores -> exponentials -> mix -> merge.  So a position is asked for by HEAD_SIZE / 8 lanes
+// with 16 bytes each, all of a tile's keys and values at once and (but for the newest position,
+// which the previous kernel writes) before the wait; every group of lanes keeps its own running
+// maximum, sum and mix, and these are merged once at the end: over the lanes of a warp, over the
+// warps of the block, over the blocks of a head.
+//
+// The grid is (SPLITS, kv heads * parts of their queries, rows), fixed by the longest context.  The
+// live length is cut evenly into tiles over as many blocks as it needs; the others leave at once.
+// Where more than one block worked, the last of them merges what all left in the workspace, in the
+// order of the blocks, and sets the counter back.  One block alone writes the result itself.
+#include "common.cuh"
+
+constexpr int COUNTER_BYTES = 1 << 16;  // as in linear.cuh
+
+constexpr int CHUNKS = HEAD_SIZE / 8;                   // lanes of a position
+constexpr int LANES = power_of_two_above(CHUNKS);       // the same, with idle ones
+constexpr int GROUPS = 32 / LANES;                      // positions that a warp reads at once
+constexpr int QUERIES = ATTENTION_QUERIES;              // query heads of a block
+constexpr int PARTS = HEADS / KV_HEADS / QUERIES;       // blocks that share a KV head
+constexpr int WARPS = ATTENTION_WARPS, STEPS = ATTENTION_STEPS, SPLITS = ATTENTION_SPLITS;
+constexpr int TILE = WARPS * GROUPS * STEPS;            // positions of a block at once
+constexpr int PARTIAL = HEAD_SIZE + 2;                  // floats: maximum, sum, mix
+static_assert(HEADS % KV_HEADS == 0 && HEADS / KV_HEADS % QUERIES == 0, "query heads");
+static_assert(HEAD_SIZE % 8 == 0 && LANES <= 32, "head size");
+
+constexpr float MINUS_INFINITY = -__builtin_huge_valf();
+
+// A partial softmax: sum of 2^(score - maximum), and that sum over the values.
+struct Mix {
+    float maximum, sum, values[8];
+};
+
+// Factor for what was summed under `from` when the maximum is `to`; both may be minus infinity.
+DEVICE float rescale(float from, float to) { return from == to ? 1.0f : exp2_fast(from - to); }
+
+#ifndef EMULATED
+__global__ void __launch_bounds__(32 * WARPS)
+    attention(const int*, const float*, const bf16*, float*, float*, u32, u32, u32, u32, u32, u32,
+              float);
+#endif
+
+KERNEL attention(const int* live, const float* q, const bf16* cache, float* attended,
+                 float* workspace, u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 slots,
+                 u32 context, float scale) {
+    __shared__ float shared[WARPS][QUERIES][PARTIAL];
+    __shared__ bool last;
+    start_next_at<AT_START>();
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int group = lane / LANES, sub = lane % LANES;
+    const int split = blockIdx.x, kv_head = blockIdx.y / PARTS, index = blockIdx.z;
+    const int first_head = kv_head * (HEADS / KV_HEADS) + blockIdx.y % PARTS * QUERIES;
+
+    if constexpr (START_NEXT == AT_START) wait_for_previous();
+    const Row row = load_row(live, index);
+    const int length = row.flags & ACTIVE ? row.position + 1 : 0;
+    const int tiles = ceil_div(length, TILE), span = ceil_div(tiles, SPLITS) * TILE;
+    const int blocks = length ? ceil_div(length, span) : 0;  // with work
+    const int begin = split * span, end = smaller(begin + span, length);
+    if (split >= blocks) {
+        if constexpr (START_NEXT != AT_START) wait_for_previous();
+        start_next_at<AFTER_WAIT>();
+        return;
+    }
+
+    const long long line = static_cast<long long>(row.slot) * KV_HEADS + kv_head;
+    const bf16* const keys = cache + line * context * HEAD_SIZE + sub * 8;
+    const bf16* const values =
+        cache + (static_cast<long long>(slots) * KV_HEADS + line) * context * HEAD_SIZE + sub * 8;
+    const bool reads = sub < CHUNKS;
+    uint4 k[STEPS], v[STEPS];
+    // Positions of a tile go around: step, warp, group.  `newest`: only the row's own position.
+    auto position_of = [&](int start, int step) {
+        return start + (step * WARPS + warp) * GROUPS + group;
+    };
+    auto load_tile = [&](int start, int stop) {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const int position = position_of(start, step);
+            k[step] = v[step] = make_uint4(0, 0, 0, 0);
+            if (position < stop && reads) {
+                k[step] = load_fresh(reinterpret_cast<const uint4*>(keys + position * HEAD_SIZE));
+                v[step] = load_fresh(reinterpret_cast<const uint4*>(values + position * HEAD_SIZE));
+            }
+        }
+    };
+    if constexpr (START_NEXT == AT_START) {
+        load_tile(begin, end);
+    } else {
+        // The newest position of each row is being written; rows of one piece of a prompt read each
+        // other's, so what is older than the piece is all that is surely there.
+        const int settled = ROWS > 1 ? begin : smaller(end, length - 1);
+        load_tile(begin, settled);
+        wait_for_previous();
+        start_next_at<AFTER_WAIT>();
+        if constexpr (ROWS > 1) {
+            load_tile(begin, end);
+        } else if (end == length) {
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                const int p = position_of(begin, step);
+                if (p == length - 1 && reads) {
+                    k[step] = load_fresh(reinterpret_cast<const uint4*>(keys + p * HEAD_SIZE));
+                    v[step] = load_fresh(reinterpret_cast<const uint4*>(values + p * HEAD_SIZE));
+                }
+            }
+        }
+    }
+
+    // Queries, times the scale and log2(e), so that the exponentials are powers of two.
+    float query[QUERIES][8];
+    const float factor = scale * 1.44269504f;
+#pragma unroll
+    for (int j = 0; j < QUERIES; j++) {
+        float4 a = make_float4(0, 0, 0, 0), b = a;
+        if (reads) {
+            const float4* from = reinterpret_cast<const float4*>(
+                q + (index * HEADS + first_head + j) * HEAD_SIZE + sub * 8);
+            a = load_fresh(from);
+            b = load_fresh(from + 1);
+        }
+        query[j][0] = a.x * factor, query[j][1] = a.y * factor;
+        query[j][2] = a.z * factor, query[j][3] = a.w * factor;
+        query[j][4] = b.x * factor, query[j][5] = b.y * factor;
+        query[j][6] = b.z * factor, query[j][7] = b.w * factor;
+    }
+    start_next_at<AFTER_INPUT>();
+
+    Mix mix[QUERIES];
+#pragma unroll
+    for (int j = 0; j < QUERIES; j++) {
+        mix[j].maximum = MINUS_INFINITY;
+        mix[j].sum = 0.0f;
+#pragma unroll
+        for (int d = 0; d < 8; d++) mix[j].values[d] = 0.0f;
+    }
+    for (int start = begin; start < end; start += TILE) {
+        if (start != begin) load_tile(start, end);
+#pragma unroll
+        for (int j = 0; j < QUERIES; j++) {
+            float score[STEPS], maximum = mix[j].maximum;
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                float dot = query[j][0] * low_half(k[step].x);
+                dot = fmaf(query[j][1], high_half(k[step].x), dot);
+                dot = fmaf(query[j][2], low_half(k[step].y), dot);
+                dot = fmaf(query[j][3], high_half(k[step].y), dot);
+                dot = fmaf(query[j][4], low_half(k[step].z), dot);
+                dot = fmaf(query[j][5], high_half(k[step].z), dot);
+                dot = fmaf(query[j][6], low_half(k[step].w), dot);
+                dot = fmaf(query[j][7], high_half(k[step].w), dot);
+                dot = sum_lanes<LANES>(dot);
+                score[step] = position_of(start, step) < end ? dot : MINUS_INFINITY;
+                maximum = fmaxf(maximum, score[step]);
+            }
+            const float factor_before = rescale(mix[j].maximum, maximum);
+            mix[j].maximum = maximum;
+            mix[j].sum *= factor_before;
+#pragma unroll
+            for (int d = 0; d < 8; d++) mix[j].values[d] *= factor_before;
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                // A group whose positions all lie past the end has no maximum, and no weight.
+                const float weight =
+                    score[step] == MINUS_INFINITY ? 0.0f : exp2_fast(score[step] - maximum);
+                mix[j].sum += weight;
+                mix[j].values[0] = fmaf(weight, low_half(v[step].x), mix[j].values[0]);
+                mix[j].values[1] = fmaf(weight, high_half(v[step].x), mix[j].values[1]);
+                mix[j].values[2] = fmaf(weight, low_half(v[step].y), mix[j].values[2]);
+                mix[j].values[3] = fmaf(weight, high_half(v[step].y), mix[j].values[3]);
+                mix[j].values[4] = fmaf(weight, low_half(v[step].z), mix[j].values[4]);
+                mix[j].values[5] = fmaf(weight, high_half(v[step].z), mix[j].values[5]);
+                mix[j].values[6] = fmaf(weight, low_half(v[step].w), mix[j].values[6]);
+                mix[j].values[7] = fmaf(weight, high_half(v[step].w), mix[j].values[7]);
+            }
+        }
+    }
+
+    // Over the groups of the warp, and one partial a warp into shared memory.
+#pragma unroll
+    for (int j = 0; j < QUERIES; j++) {
+        float maximum = mix[j].maximum;
+#pragma unroll
+        for (int mask = 16; mask >= LANES; mask /= 2) maximum = fmaxf(maximum, exchange(maximum, mask));
+        const float own = rescale(mix[j].maximum, maximum);
+        float sum = mix[j].sum * own;
+#pragma unroll
+        for (int mask = 16; mask >= LANES; mask /= 2) sum += exchange(sum, mask);
+#pragma unroll
+        for (int d = 0; d < 8; d++) {
+            float value = mix[j].values[d] * own;
+#pragma unroll
+            for (int mask = 16; mask >= LANES; mask /= 2) value += exchange(value, mask);
+            if (group == 0 && reads) shared[warp][j][2 + sub * 8 + d] = value;
+        }
+        if (lane == 0) {
+            shared[warp][j][0] = maximum;
+            shared[warp][j][1] = sum;
+        }
+    }
+    __syncthreads();
+    start_next_at<BEFORE_OUTPUT>();
+
+    // Over the warps; a thread a value.
+    float* const partials = workspace + COUNTER_BYTES / sizeof(float);
+    auto partial_at = [&](int block, int j) {
+        const long long head = static_cast<long long>(index) * HEADS + first_head + j;
+        return partials + (head * SPLITS + block) * PARTIAL;
+    };
+    float* const out = attended + (index * HEADS + first_head) * HEAD_SIZE;
+    for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) {
+        const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
+        float maximum = shared[0][j][0];
+#pragma unroll
+        for (int i = 1; i < WARPS; i++) maximum = fmaxf(maximum, shared[i][j][0]);
+        float sum = 0.0f, value = 0.0f;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            const float own = rescale(shared[i][j][0], maximum);
+            sum = fmaf(own, shared[i][j][1], sum);
+            value = fmaf(own, shared[i][j][2 + d], value);
+        }
+        if (blocks == 1) {
+            out[item] = value / sum;
+            continue;
+        }
+        float* const to = partial_at(split, j);
+        to[2 + d] = value;
+        if (d == 0) {
+            to[0] = maximum;
+            to[1] = sum;
+        }
+    }
+    if (blocks == 1) return;
+
+    // Over the blocks: the last one to come here merges.
+    __threadfence();
+    __syncthreads();
+    if (thread == 0) {
+        u32* counter = reinterpret_cast<u32*>(workspace) + index * gridDim.y + blockIdx.y;
+        last = atomicAdd(counter, 1u) == static_cast<u32>(blocks - 1);
+        if (last) *counter = 0;  // for the next layer
+        __threadfence();
+    }
+    __syncthreads();
+    if (!last) return;
+    for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) {
+        const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
+        float maximum = MINUS_INFINITY, sum = 0.0f, value = 0.0f;
+        for (int i = 0; i < blocks; i++) {
+            const float* from = partial_at(i, j);
+            const float one = load_fresh(from), more = load_fresh(from + 1);
+            const float added = load_fresh(from + 2 + d), next = fmaxf(maximum, one);
+            const float before = rescale(maximum, next), own = rescale(one, next);
+            sum = fmaf(sum, before, more * own);
+            value = fmaf(value, before, added * own);
+            maximum = next;
+        }
+        out[item] = value / sum;
+    }
+}

@@ -1,0 +1,140 @@
+// The decoder's five products, each as the struct that `matvec` (one row) and `matmul` (more rows)
+// are specialised with: which weights belong together, and what becomes of the sums.
+//
+// Outputs are made in *pairs*, because three of five need two at once: rope turns dimensions i and
+// i + size / 2 of a head, the MLP multiplies gate i with up i, and the residual is read and written
+// two floats at a time.  `weight_row(pair, which)` says which two rows of the [out, in] matrix those
+// are; whoever computes a pair holds both sums in one thread and calls `finish`.
+//
+// Bytes: every weight once (2 * OUTPUTS * INPUTS).  All else comes from L2.
+#pragma once
+
+#include "common.cuh"
+
+// The workspace, in bytes: counters that are zero between kernels, then what a kernel leaves for
+// its own last block or for the next kernel.
+constexpr int COUNTER_BYTES = 1 << 16;
+
+DEVICE u32* counters_of(float* workspace) { return reinterpret_cast<u32*>(workspace); }
+DEVICE float* partials_of(float* workspace) { return workspace + COUNTER_BYTES / sizeof(float); }
+DEVICE u64* keys_of(float* workspace) { return reinterpret_cast<u64*>(partials_of(workspace)); }
+
+DEVICE float silu(float x) { return x / (1.0f + exp2_fast(-1.44269504f * x)); }
+
+DEVICE bf16 to_bf16(float x) { return static_cast<bf16>(pack_bf16(x, 0.0f)); }
+
+// q = rope(W_q h), and rope(W_k h), W_v h into the cache; h is the normed residual.
+struct QkvProduct {
+    static constexpr int INPUTS = HIDDEN, OUTPUTS = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;
+    static constexpr int PAIRS = OUTPUTS / 2, HALF = HEAD_SIZE / 2;
+    static constexpr bool NORMED = true;
+    static constexpr int WANTED = ACTIVE;
+    static constexpr bool KEYS = false;
+
+    const bf16* weight;
+    const float* input;  // the residual, [rows, hidden]
+    const float* norm;
+    float epsilon;
+    const float* rope;  // [context, 2, head_size / 2]: cosines, sines
+    bf16* cache;        // [2, slots, kv_heads, context, head_size]
+    float* q;           // [rows, heads, head_size]
+    int slots, context;
+
+    DEVICE static int weight_row(int pair, int which) {
+        return pair + (pair / HALF + which) * HALF;  // head * size + i, and half a head further
+    }
+    DEVICE float2 prepare(const Row& row, int, int pair) const {
+        if (pair >= (HEADS + KV_HEADS) * HALF) return make_float2(1.0f, 0.0f);  // values
+        const float* at = rope + static_cast<long long>(row.position) * HEAD_SIZE + pair % HALF;
+        return make_float2(__ldg(at), __ldg(at + HALF));
+    }
+    DEVICE u64 finish(const Row& row, int index, int pair, float a, float b, float2 turn) const {
+        const int head = pair / HALF, i = pair % HALF;
+        const float left = a * turn.x - b * turn.y, right = b * turn.x + a * turn.y;
+        if (head < HEADS) {
+            float* to = q + (index * HEADS + head) * HEAD_SIZE + i;
+            to[0] = left;
+            to[HALF] = right;
+            return 0;
+        }
+        const int part = head >= HEADS + KV_HEADS;
+        const int kv_head = head - HEADS - part * KV_HEADS;
+        const long long line = (static_cast<long long>(part) * slots + row.slot) * KV_HEADS + kv_head;
+        bf16* to = cache + (line * context + row.position) * HEAD_SIZE + i;
+        to[0] = to_bf16(left);
+        to[HALF] = to_bf16(right);
+        return 0;
+    }
+};
+
+// inner = silu(W_gate h) * (W_up h); h is the normed residual.
+struct GateUpProduct {
+    static constexpr int INPUTS = HIDDEN, OUTPUTS = 2 * INNER, PAIRS = INNER;
+    static constexpr bool NORMED = true;
+    static constexpr int WANTED = ACTIVE;
+    static constexpr bool KEYS = false;
+
+    const bf16* weight;  // [gate; up]
+    const float* input;
+    const float* norm;
+    float epsilon;
+    float* inner;
+
+    DEVICE static int weight_row(int pair, int which) { return pair + which * INNER; }
+    DEVICE float2 prepare(const Row&, int, int) const { return make_float2(0.0f, 0.0f); }
+    DEVICE u64 finish(const Row&, int index, int pair, float a, float b, float2) const {
+        inner[index * INNER + pair] = silu(a) * b;
+        return 0;
+    }
+};
+
+// x += W y: the output projection (y attended) and the MLP's way down (y inner).
+template <int WIDTH> struct ResidualProduct {
+    static constexpr int INPUTS = WIDTH, OUTPUTS = HIDDEN, PAIRS = HIDDEN / 2;
+    static constexpr bool NORMED = false;
+    static constexpr int WANTED = ACTIVE;
+    static constexpr bool KEYS = false;
+
+    const bf16* weight;
+    const float* input;
+    float* x;
+    const float* norm = nullptr;
+    float epsilon = 0.0f;
+
+    DEVICE static int weight_row(int pair, int which) { return 2 * pair + which; }
+    DEVICE float2 prepare(const Row&, int index, int pair) const {
+        return load_fresh(reinterpret_cast<const float2*>(x + index * HIDDEN) + pair);
+    }
+    DEVICE u64 finish(const Row&, int index, int pair, float a, float b, float2 before) const {
+        reinterpret_cast<float2*>(x + index * HIDDEN)[pair] =
+            make_float2(before.x + a, before.y + b);
+        return 0;
+    }
+};
+
+// logits = W h of the rows that sample, each slot's at its own place; and each block's largest one.
+struct HeadProduct {
+    static constexpr int INPUTS = HIDDEN, OUTPUTS = VOCAB, PAIRS = ceil_div(VOCAB, 2);
+    static constexpr bool NORMED = true;
+    static constexpr int WANTED = ACTIVE | SAMPLE;
+    static constexpr bool KEYS = true;
+
+    const bf16* weight;
+    const float* input;
+    const float* norm;
+    float epsilon;
+    float* logits;  // [slots, vocabulary]
+
+    DEVICE static int weight_row(int pair, int which) {
+        return smaller(2 * pair + which, VOCAB - 1);  // an odd vocabulary's last pair has one row
+    }
+    DEVICE float2 prepare(const Row&, int, int) const { return make_float2(0.0f, 0.0f); }
+    DEVICE u64 finish(const Row& row, int, int pair, float a, float b, float2) const {
+        float* to = logits + static_cast<long long>(row.slot) * VOCAB + 2 * pair;
+        to[0] = a;
+        const u64 key = logit_key(a, 2 * pair);
+        if (2 * pair + 1 >= VOCAB) return key;
+        to[1] = b;
+        return largest(key, logit_key(b, 2 * pair + 1));
+    }
+};

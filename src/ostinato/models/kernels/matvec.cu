@@ -1,0 +1,228 @@
+// The five products for one row: matrix times vector, all in float32 after the bfloat16 loads.
+//
+// Physics.  A product reads each weight once, so its floor is 2 * OUTPUTS * INPUTS bytes over the
+// memory's bandwidth; but a multiprocessor must have about 32 KiB of loads in flight to draw its
+// share of 3 TB/s at 0.8 us latency, and a small product is over before that: what counts there is
+// the chain  x from L2 (0.3 us) -> shared memory -> dot -> lanes' sum -> store.  So
+// * a thread asks for all of its weights at once, before it waits for the previous kernel, and keeps
+//   them in registers: STEPS * GROUP_PAIRS * 2 loads of 16 bytes;
+// * one barrier stands between x and the dot; the norm's scale is applied to the finished sums, and
+//   the sum of squares goes over the same barrier;
+// * what `finish` needs (residual, cosines) is asked for before the dot.
+//
+// Who computes what: LANES lanes of SPLIT warps share a pair of outputs (linear.cuh) and take 8
+// inputs (16 bytes) each in turn; a block has WARPS warps.  All sums go in a fixed order.
+#include "linear.cuh"
+
+// Lanes of a pair, warps of a pair, pairs of a group of lanes, warps of a block.
+template <int LANES_, int SPLIT_, int GROUP_PAIRS_, int WARPS_> struct Shape {
+    static constexpr int LANES = LANES_, SPLIT = SPLIT_, GROUP_PAIRS = GROUP_PAIRS_, WARPS = WARPS_;
+    static constexpr int GROUPS = 32 / LANES, TEAMS = WARPS / SPLIT, THREADS = 32 * WARPS;
+    static constexpr int BLOCK_PAIRS = TEAMS * GROUPS * GROUP_PAIRS;
+    static_assert(32 % LANES == 0 && WARPS % SPLIT == 0 && GROUP_PAIRS <= LANES, "shape");
+};
+
+// Adds the products of 8 weights with 8 inputs to two sums, which makes two chains of four.
+DEVICE void dot8(float& even, float& odd, const uint4& w, const float4& a, const float4& b) {
+    even = fmaf(low_half(w.x), a.x, even);
+    odd = fmaf(high_half(w.x), a.y, odd);
+    even = fmaf(low_half(w.y), a.z, even);
+    odd = fmaf(high_half(w.y), a.w, odd);
+    even = fmaf(low_half(w.z), b.x, even);
+    odd = fmaf(high_half(w.z), b.y, odd);
+    even = fmaf(low_half(w.w), b.z, even);
+    odd = fmaf(high_half(w.w), b.w, odd);
+}
+
+// Gives the key of the largest logit that this thread made.
+template <class S, class P> DEVICE u64 matvec(const P& product, const int* live) {
+    constexpr int CHUNKS = P::INPUTS / 8, QUADS = P::INPUTS / 4;
+    constexpr int STRIDE = S::LANES * S::SPLIT, STEPS = ceil_div(CHUNKS, STRIDE);
+    constexpr int STAGES = ceil_div(QUADS, S::THREADS);
+    // The input as [first or second half of a chunk][chunk], so that neighbouring lanes read
+    // neighbouring 16 bytes; the halves lie 64 bytes apart modulo the 128 of all banks.
+    constexpr int HALF_STRIDE = round_up(CHUNKS, 8) + 4;
+    DYNAMIC_SHARED(shared);
+    auto inputs = reinterpret_cast<float4(*)[HALF_STRIDE]>(shared);
+    __shared__ float squares[S::WARPS];
+    __shared__ float sums[S::SPLIT > 1 ? S::WARPS : 1][S::GROUPS][S::GROUP_PAIRS][2];
+
+    start_next_at<AT_START>();
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int team = warp / S::SPLIT, part = warp % S::SPLIT;
+    const int group = lane / S::LANES, sub = lane % S::LANES;
+    const int first = ((blockIdx.x * S::TEAMS + team) * S::GROUPS + group) * S::GROUP_PAIRS;
+
+    // The weights, all at once.
+    uint4 w[STEPS][S::GROUP_PAIRS][2];
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        const int chunk = step * STRIDE + part * S::LANES + sub;
+#pragma unroll
+        for (int j = 0; j < S::GROUP_PAIRS; j++) {
+            const int pair = smaller(first + j, P::PAIRS - 1);
+#pragma unroll
+            for (int which = 0; which < 2; which++) {
+                const long long at =
+                    static_cast<long long>(P::weight_row(pair, which)) * P::INPUTS + chunk * 8;
+                w[step][j][which] = CHUNKS % STRIDE == 0 || step < STEPS - 1 || chunk < CHUNKS
+                                        ? load_weights(product.weight + at)
+                                        : make_uint4(0, 0, 0, 0);
+            }
+        }
+    }
+    float4 norms[P::NORMED ? STAGES : 1];
+    if constexpr (P::NORMED) {
+#pragma unroll
+        for (int i = 0; i < STAGES; i++) {
+            const int quad = i * S::THREADS + thread;
+            if (quad < QUADS) norms[i] = __ldg(reinterpret_cast<const float4*>(product.norm) + quad);
+        }
+    }
+
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+
+    // The input into shared memory, times the norm's weights; its squares on the way.
+    const Row row = load_row(live, 0);
+    float4 x[STAGES];
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        const int quad = i * S::THREADS + thread;
+        if (quad < QUADS) x[i] = load_fresh(reinterpret_cast<const float4*>(product.input) + quad);
+    }
+    const bool wanted = (row.flags & P::WANTED) == P::WANTED;
+    const int mine = first + sub;  // the pair that this lane finishes, if any
+    const bool finishes = wanted && part == 0 && sub < S::GROUP_PAIRS && mine < P::PAIRS;
+    float2 prepared = make_float2(0.0f, 0.0f);
+    if (finishes) prepared = product.prepare(row, 0, mine);
+    float square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        const int quad = i * S::THREADS + thread;
+        if (quad < QUADS) {
+            float4 v = x[i];
+            if constexpr (P::NORMED) {
+                square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+                v = make_float4(v.x * norms[i].x, v.y * norms[i].y, v.z * norms[i].z,
+                                v.w * norms[i].w);
+            }
+            inputs[quad % 2][quad / 2] = v;
+        }
+    }
+    if constexpr (P::NORMED) {
+        square = sum_lanes<32>(square);
+        if (lane == 0) squares[warp] = square;
+    }
+    __syncthreads();
+    start_next_at<AFTER_INPUT>();
+
+    float sum[S::GROUP_PAIRS][2][2] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        int chunk = step * STRIDE + part * S::LANES + sub;
+        if (CHUNKS % STRIDE != 0 && step == STEPS - 1) {
+            if (chunk >= CHUNKS) continue;
+        }
+        const float4 a = inputs[0][chunk], b = inputs[1][chunk];
+#pragma unroll
+        for (int j = 0; j < S::GROUP_PAIRS; j++) {
+#pragma unroll
+            for (int which = 0; which < 2; which++)
+                dot8(sum[j][which][0], sum[j][which][1], w[step][j][which], a, b);
+        }
+    }
+    start_next_at<BEFORE_OUTPUT>();
+
+    float scale = 1.0f;
+    if constexpr (P::NORMED) {
+        float total = squares[0];
+#pragma unroll
+        for (int i = 1; i < S::WARPS; i++) total += squares[i];
+        scale = rsqrtf(total * (1.0f / P::INPUTS) + product.epsilon);
+    }
+    // Lane `sub` of a group finishes its pair `sub`.
+    float mine0 = 0.0f, mine1 = 0.0f;
+#pragma unroll
+    for (int j = 0; j < S::GROUP_PAIRS; j++) {
+        const float s0 = sum_lanes<S::LANES>(sum[j][0][0] + sum[j][0][1]);
+        const float s1 = sum_lanes<S::LANES>(sum[j][1][0] + sum[j][1][1]);
+        if (sub == j) mine0 = s0, mine1 = s1;
+    }
+    if constexpr (S::SPLIT > 1) {
+        if (sub < S::GROUP_PAIRS) {
+            sums[warp][group][sub][0] = mine0;
+            sums[warp][group][sub][1] = mine1;
+        }
+        __syncthreads();
+        if (finishes) {
+#pragma unroll
+            for (int other = 1; other < S::SPLIT; other++) {
+                mine0 += sums[warp + other][group][sub][0];
+                mine1 += sums[warp + other][group][sub][1];
+            }
+        }
+    }
+    if (!finishes) return 0;
+    return product.finish(row, 0, mine, mine0 * scale, mine1 * scale, prepared);
+}
+
+#ifndef EMULATED
+#define BOUNDS(S) __launch_bounds__(S::THREADS)
+#else
+#define BOUNDS(S)
+#endif
+
+typedef Shape<QKV_LANES, QKV_SPLIT, QKV_PAIRS, QKV_WARPS> QkvShape;
+typedef Shape<OUTPUT_LANES, OUTPUT_SPLIT, OUTPUT_PAIRS, OUTPUT_WARPS> OutputShape;
+typedef Shape<GATE_UP_LANES, GATE_UP_SPLIT, GATE_UP_PAIRS, GATE_UP_WARPS> GateUpShape;
+typedef Shape<DOWN_LANES, DOWN_SPLIT, DOWN_PAIRS, DOWN_WARPS> DownShape;
+typedef Shape<HEAD_LANES, HEAD_SPLIT, HEAD_PAIRS, HEAD_WARPS> HeadShape;
+
+KERNEL BOUNDS(QkvShape)
+    norm_qkv_rope(const int* live, const float* x, const float* norm, const bf16* weight,
+                  const float* rope, bf16* cache, float* q, float* workspace, u32 row_count,
+                  u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 slots, u32 context,
+                  float epsilon) {
+    const QkvProduct product{weight, x, norm, epsilon, rope, cache, q, static_cast<int>(slots),
+                       static_cast<int>(context)};
+    matvec<QkvShape>(product, live);
+}
+
+KERNEL BOUNDS(OutputShape)
+    output_residual(const int* live, const float* attended, const bf16* weight, float* x,
+                    float* workspace, u32 row_count, u32 hidden, u32 width) {
+    const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x};
+    matvec<OutputShape>(product, live);
+}
+
+KERNEL BOUNDS(GateUpShape)
+    norm_gate_up(const int* live, const float* x, const float* norm, const bf16* weight,
+                 float* inner, float* workspace, u32 row_count, u32 hidden, u32 width,
+                 float epsilon) {
+    const GateUpProduct product{weight, x, norm, epsilon, inner};
+    matvec<GateUpShape>(product, live);
+}
+
+KERNEL BOUNDS(DownShape)
+    down_residual(const int* live, const float* inner, const bf16* weight, float* x,
+                  float* workspace, u32 row_count, u32 hidden, u32 width) {
+    const ResidualProduct<INNER> product{weight, inner, x};
+    matvec<DownShape>(product, live);
+}
+
+// Leaves each block's largest key in the workspace, [1][blocks].
+KERNEL BOUNDS(HeadShape)
+    head(const int* live, const float* x, const float* norm, const bf16* weight, float* logits,
+         float* workspace, u32 row_count, u32 hidden, u32 vocabulary, float epsilon) {
+    __shared__ u64 bests[HeadShape::WARPS];
+    const HeadProduct product{weight, x, norm, epsilon, logits};
+    const u64 key = largest_of_warp(matvec<HeadShape>(product, live));
+    if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = key;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u64 best = bests[0];
+        for (int i = 1; i < HeadShape::WARPS; i++) best = largest(best, bests[i]);
+        keys_of(workspace)[blockIdx.x] = best;
+    }
+}
