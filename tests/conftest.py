@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One thread of BLAS for each worker and what it starts: two workers that spin on two cores
+    # each take ten times as long.  Read when NumPy is imported, so before everything else.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 from pathlib import Path
 

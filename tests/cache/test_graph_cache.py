@@ -292,7 +292,6 @@ def test_a_replay_under_way_is_not_disturbed(
     cache.close()
 
 
-@pytest.mark.xfail(reason="GraphExec's retired handle does not keep what its nodes point at")
 def test_what_a_replay_under_way_points_at_lives_until_it_is_done(device: Device) -> None:
     """Memory that another library frees without waiting, such as a tensor, is not freed early."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.cache.manifest import range_of, touches
+from ostinato.cache.manifest import touches
 from ostinato.device import Device
 from ostinato.driver.api import (
     ConditionalKind,
@@ -22,6 +22,7 @@ from ostinato.driver.api import (
     NodeHandle,
 )
 from ostinato.errors import InputError
+from ostinato.memory.ranges import range_of
 from tests.sources import config, kernel
 
 N = 64

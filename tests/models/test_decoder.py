@@ -13,10 +13,13 @@ import pytest
 from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, ModelError, NotAvailableError
 from ostinato.models.backend import backend_for
+from ostinato.models.checkpoint import open_checkpoint
 from ostinato.models.config import LlamaConfig, RopeScaling
 from ostinato.models.decoder import Decoder
+from ostinato.models.plan import BufferPlan
 from ostinato.models.program import STATE
 from ostinato.models.sampling import SamplingOptions, sample
+from ostinato.models.weights import load_weights
 from tests.models import reference_llama as reference
 from tests.models.model_files import CONFIG, weights, write_folder, write_gguf
 
@@ -260,6 +263,8 @@ def test_the_captured_graph_can_be_read(decoder: Decoder) -> None:
     names = [node.name for node in graph.nodes]
     assert names == [call.kernel for call in decoder.program()]
     assert len(decoder.graph(3, sampled=False).nodes) == len(names) - 3
+    assert str(decoder.program()[-2]).startswith("sample(live=live, logits=logits, options=options")
+    assert repr(decoder) == ("<Decoder of 2 layers, hidden 64, on host: 1 slots of 128 positions>")
 
 
 # -------------------------------------------------------------------------------------- batches
@@ -368,7 +373,7 @@ def test_truncate_takes_tokens_back(decoder: Decoder) -> None:
     assert decoder.tokens() == (*PROMPT, *tokens[:3])
     assert [decoder.decode() for _ in range(5)] == tokens[3:]
     decoder.truncate(0)
-    with pytest.raises(InputError, match="slot 0 is empty"):
+    with pytest.raises(InputError, match="slot 0 has no token to decode"):
         decoder.decode()
 
 
@@ -390,6 +395,83 @@ def test_an_interrupted_step_can_be_run_again(
     assert [decoder.decode() for _ in range(4)] == tokens[4:]
 
 
+def test_an_interrupted_prompt_leaves_whole_pieces(
+    host_device: Device, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Decoder(host_device, tiny, stop_tokens=(), max_rows=4) as decoder:
+        tokens = generate(decoder, 4)
+        decoder.reset()
+        synchronize = decoder.stream.synchronize
+
+        def interrupt() -> None:
+            monkeypatch.setattr(decoder.stream, "synchronize", synchronize)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(decoder.stream, "synchronize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.prefill(PROMPT)
+        done = decoder.tokens()
+        assert done == tuple(PROMPT[:8])
+        with pytest.raises(InputError, match="no token to decode"):
+            decoder.decode()
+        assert decoder.prefill(PROMPT[8:]) == tokens[0]
+        assert [decoder.decode() for _ in range(3)] == tokens[1:]
+
+
+def test_a_budget_of_one_graph_costs_captures_and_no_answers(
+    host_device: Device, tiny: Path
+) -> None:
+    with Decoder(host_device, tiny, stop_tokens=()) as decoder:
+        tokens = generate(decoder, 6)
+    with Decoder(host_device, tiny, stop_tokens=(), graph_budget=1, warmups=0) as decoder:
+        assert [generate(decoder, 6) for _ in range(3)] == [tokens] * 3
+        assert len(decoder.cache) == 1
+        assert decoder.statistics().graphs_captured == 6
+
+
+def test_weights_in_bfloat16_and_through_ordinary_memory(
+    host_device: Device, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a device with its own memory and bfloat16 kernels will load."""
+    apart = replace(host_device.capabilities, host_memory_is_device_memory=False)
+    with open_checkpoint(tiny) as checkpoint:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(host_device), "capabilities", apart)
+            loaded = load_weights(host_device, checkpoint, np.uint16)
+        assert loaded.loaded
+        assert loaded.has_head
+        for name in ("wq", "wk", "wv"):
+            assert f"layers.1.{name}" not in loaded.tensors
+        fused = np.concatenate([checkpoint.bfloat16(f"layers.1.w{part}") for part in "qkv"])
+        np.testing.assert_array_equal(loaded.buffer("wqkv", 1).array, fused)
+        np.testing.assert_array_equal(
+            loaded.buffer("final_norm").array, checkpoint.tensor("final_norm")
+        )
+        matrices = sum(b.size for b in loaded.tensors.values() if len(b.shape) == 2)
+        norms = sum(b.size for b in loaded.tensors.values() if len(b.shape) == 1)
+        assert loaded.nbytes == 2 * matrices + 4 * norms
+        loaded.close()
+        with pytest.raises(ClosedError, match=r"'layers\.1\.wo' is not loaded"):
+            loaded.buffer("wo", 1)
+
+
+def test_a_failed_load_gives_the_memory_back(
+    host_device: Device, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, _ = host_device.memory_info()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ModelError("no more")
+
+    with open_checkpoint(tiny) as checkpoint:
+        for owner, name in ((BufferPlan, "allocate"), (type(checkpoint), "load")):
+            monkeypatch.setattr(owner, name, refuse)
+            with pytest.raises(ModelError, match="no more"):
+                Decoder(host_device, checkpoint)
+    host_device.synchronize()
+    assert host_device.memory_info()[0] == free
+
+
 def test_nan_logits_are_an_error(host_device: Device, tmp_path: Path) -> None:
     values = weights()
     values["final_norm"][3] = np.nan
@@ -408,7 +490,7 @@ def test_nan_logits_are_an_error(host_device: Device, tmp_path: Path) -> None:
         (lambda d: d.prefill([280]), "token 280 is outside the vocabulary of 280"),
         (lambda d: d.prefill([-1]), "token -1 is outside"),
         (lambda d: d.prefill([1], 1), "slot 1 of 1"),
-        (lambda d: d.decode(), "slot 0 is empty"),
+        (lambda d: d.decode(), "slot 0 has no token to decode"),
         (lambda d: d.decode_batch(()), "one or more are needed"),
         (lambda d: d.decode_batch((0, 0)), "each once"),
         (lambda d: d.truncate(1), "1 cannot be kept"),

@@ -177,6 +177,26 @@ def test_a_folder_and_an_open_checkpoint(host_device: Device, tmp_path: Path) ->
         assert answer.summary().eager_reasons == {"graphs are switched off": 5}
 
 
+def test_a_known_name_is_looked_up(
+    host_device: Device, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ostinato.models import store
+
+    monkeypatch.setattr(store, "resolve", {"tiny": tiny}.__getitem__)
+    with TextGenerator(host_device, "tiny") as generator:
+        assert len(list(generator.generate("ab", max_tokens=3))) <= 4
+
+
+def test_the_packages_names_are_all_there() -> None:
+    import ostinato.models
+
+    for name in ostinato.models.__all__:
+        assert name in dir(ostinato.models)
+        assert getattr(ostinato.models, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ostinato.models.nothing
+
+
 def test_a_damaged_tokenizer_gives_the_memory_back(host_device: Device, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "tokenizer.json").write_text("{")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import threadpoolctl
 
 from ostinato.device import open_device
 from ostinato.models.decoder import Decoder
@@ -18,6 +19,14 @@ REFERENCE: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "reference_smollm2.json").read_text(encoding="utf-8")
 )
 PROMPTS = {prompt["name"]: prompt for prompt in REFERENCE["prompts"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """OpenBLAS's threads wait for each other by spinning: where other work shares the cores, two
+    are up to ten times slower than one."""
+    with threadpoolctl.threadpool_limits(limits=1, user_api="blas"):
+        yield
 
 
 @pytest.fixture(scope="module")

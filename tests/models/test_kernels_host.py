@@ -259,13 +259,15 @@ def head_case(live: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
     return logits, reference.rms_norm(x, norm, 1e-5) @ weight.T.astype(np.float64)
 
 
-@pytest.mark.parametrize("slots_of_rows", [[0], [2], [0, 1, 2], [1, 2], [2, 0], [0, 2]])
+@pytest.mark.parametrize(
+    "slots_of_rows", [[0], [2], [0, 1, 2], [1, 2], [2, 0], [0, 2], [3, 1, 5, 4, 0], list(range(6))]
+)
 def test_head_writes_each_slots_logits_in_place(slots_of_rows: list[int]) -> None:
     rows = [(0, 5, 1, ACTIVE), *((0, 1, slot, ACTIVE | SAMPLE) for slot in slots_of_rows)]
-    logits, expected = head_case(live_rows(*rows, (0, 0, 1, SAMPLE)), 3)
+    logits, expected = head_case(live_rows(*rows, (0, 0, 1, SAMPLE)), 6)
     for row, slot in enumerate(slots_of_rows, 1):
         np.testing.assert_allclose(logits[slot], expected[row], **F32)
-    others = [slot for slot in range(3) if slot not in slots_of_rows]
+    others = [slot for slot in range(6) if slot not in slots_of_rows]
     assert np.isnan(logits[others]).all()
 
 

@@ -7,7 +7,6 @@ import logging
 
 import numpy as np
 import pytest
-from ostinato.testing import FaultyDriver
 
 import ostinato as ost
 from ostinato.cache import GraphCache, PowersOfTwo
@@ -15,6 +14,7 @@ from ostinato.device import Device
 from ostinato.errors import VerificationError
 from ostinato.replay import Action, Reason, ReplayProfile
 from ostinato.settings import ReplaySettings
+from ostinato.testing import FaultyDriver
 from tests.sources import config, kernel, preload
 
 ROWS, WIDTH = 8, 16

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ostinato.testing import HeldStream
 
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import CaptureError, InputError
 from ostinato.state import StagingRing
 from ostinato.state.scalar import as_exact
+from ostinato.testing import HeldStream
 from tests.sources import config, kernel
 
 STEP = np.dtype([("token", "<i4"), ("position", "<i4"), ("length", "<i4")])

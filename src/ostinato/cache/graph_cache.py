@@ -15,28 +15,21 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from ostinato.cache.buckets import Buckets, PowersOfTwo
 from ostinato.cache.budget import Footprint, MemoryMeter, footprint, parse_bytes
 from ostinato.cache.flight import Flight, Flights
-from ostinato.cache.manifest import Touch, manifest, range_of, touches
+from ostinato.cache.manifest import Touch, manifest, touches
 from ostinato.cache.statistics import CacheStatistics
 from ostinato.cache.table import Entry, Table
-from ostinato.driver.context import Context
+from ostinato.driver.context import Context, HasContext
 from ostinato.driver.stream import Stream
 from ostinato.errors import ClosedError, InputError
 from ostinato.graph.executable import GraphExec
-from ostinato.graph.rebind import Target
+from ostinato.memory.ranges import Target, range_of
 
-__all__ = ["GraphCache", "HasContext"]
-
-
-class HasContext(Protocol):
-    """A device, or whatever else has one's context."""
-
-    @property
-    def context(self) -> Context: ...
+__all__ = ["GraphCache"]
 
 
 class _Hold:

@@ -25,13 +25,13 @@ from ostinato.driver.api import (
     NodeHandle,
     NodeParams,
 )
-from ostinato.errors import ClosedError, InputError
+from ostinato.errors import ClosedError
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node, NodeLabel, decode_arguments
-from ostinato.graph.rebind import Target
+from ostinato.graph.rebind import copy_extent
 
-__all__ = ["Touch", "manifest", "range_of", "touches"]
+__all__ = ["Touch", "manifest", "touches"]
 
 _WORD = 8
 
@@ -50,42 +50,6 @@ class Touch:
     node_name: str
     place: str
     range: MemoryRange
-
-
-def range_of(target: Target) -> MemoryRange:
-    """The memory of a buffer, of a device array of any library, or of a MemoryRange.
-
-    Raises InputError for anything else, a bare address too: it has no size.
-    """
-    if isinstance(target, MemoryRange):
-        return target
-    known = getattr(target, "range", None)
-    if isinstance(known, MemoryRange):
-        return known
-    interface = getattr(target, "__cuda_array_interface__", None)
-    if isinstance(interface, dict):
-        return _interface_range(interface)
-    raise InputError(
-        f"{type(target).__name__} says no memory range; give a Buffer, a device array, or "
-        "MemoryRange(address, nbytes)"
-    )
-
-
-def _interface_range(interface: dict[str, object]) -> MemoryRange:
-    """From the first to behind the last byte of an array, also of a strided one."""
-    shape, data, typestr = interface["shape"], interface["data"], interface["typestr"]
-    assert isinstance(shape, tuple) and isinstance(data, tuple) and isinstance(typestr, str)
-    size = int(typestr[2:])
-    strides = interface.get("strides")
-    if 0 in shape:
-        return MemoryRange(int(data[0]), 0)
-    if not isinstance(strides, tuple):
-        for extent in shape:
-            size *= int(extent)
-        return MemoryRange(int(data[0]), size)
-    reach = [(int(n) - 1) * int(stride) for n, stride in zip(shape, strides, strict=True)]
-    low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
-    return MemoryRange(int(data[0]) + low, high - low + size)
 
 
 def touches(executable: GraphExec, target: MemoryRange) -> bool:
@@ -187,8 +151,8 @@ def _place(params: KernelNodeParams, offset: int) -> str:
 def _fields(params: NodeParams) -> Iterator[tuple[str, int, int]]:
     """Place, address and bytes of each address field of a node that is no kernel."""
     if isinstance(params, MemcpyNodeParams):
-        dst = _extent(params, params.dst_pitch, params.dst_height)
-        src = _extent(params, params.src_pitch, params.src_height)
+        dst = copy_extent(params, params.dst_pitch, params.dst_height)
+        src = copy_extent(params, params.src_pitch, params.src_height)
         yield "dst", params.dst, dst
         yield "src", params.src, src
     elif isinstance(params, MemsetNodeParams):
@@ -201,10 +165,3 @@ def _fields(params: NodeParams) -> Iterator[tuple[str, int, int]]:
         yield "allocation", params.address, params.nbytes
     elif isinstance(params, FreeNodeParams):
         yield "freed", params.address, 1
-
-
-def _extent(params: MemcpyNodeParams, pitch: int, height: int) -> int:
-    """Bytes from the first to behind the last that a copy touches on one side."""
-    row = pitch or params.width
-    rows = (params.depth - 1) * (height or params.height) + params.height
-    return (rows - 1) * row + params.width

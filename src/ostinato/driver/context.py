@@ -77,7 +77,8 @@ class Context:
         self._incoming: deque[_Retired] = deque()
         self._waiting: list[_Retired] = []
         self._lock = threading.RLock()
-        self._collecting = False
+        self._idle = threading.Condition(self._lock)
+        self._destroying = 0
         self._captures = 0
         self._closed = False
 
@@ -87,10 +88,16 @@ class Context:
         """How many captures this library has begun and not ended on this context."""
         return self._captures
 
-    def capture_begun(self) -> None:
-        """Destruction stops from here on.  Waits for a `collect` that runs on another thread."""
-        with self._lock:
+    def capture_begun(self, *, exclusive: bool = False) -> None:
+        """Destruction stops from here on.
+
+        `exclusive` also waits for what another thread is destroying just now: only a capture in
+        global mode can be broken by that, and freeing memory may wait for the whole device.
+        """
+        with self._idle:
             self._captures += 1
+            while exclusive and self._destroying:
+                self._idle.wait()
 
     def capture_ended(self) -> None:
         """Undoes one `capture_begun`; with the last, what waited is destroyed."""
@@ -123,49 +130,58 @@ class Context:
     def collect(self) -> int:
         """Destroys what can be destroyed now; how many still wait.  Never raises.
 
-        Does nothing while a capture is under way.
+        Does nothing while a capture is under way.  Destroying happens outside of the lock: it may
+        take long (freed memory waits for the device) and may retire more.
         """
         if not self._incoming and not self._waiting:
             return 0
         with self._lock:
-            # A destroy may drop the last reference to another owner, whose finaliser or close
-            # comes back here on the same thread.
-            if self._collecting or self._captures or self._closed:
+            if self._captures or self._closed:
                 return self.retired
-            self._collecting = True
-            try:
-                while self._incoming:
-                    self._waiting.append(self._incoming.popleft())
-                self._waiting = [item for item in self._waiting if not self._advance(item)]
-            finally:
-                self._collecting = False
-            return self.retired
+            while self._incoming:
+                self._waiting.append(self._incoming.popleft())
+            ready = [item for item in self._waiting if self._reached(item)]
+            self._waiting = [item for item in self._waiting if item not in ready]
+            self._destroying += 1
+        try:
+            for item in ready:
+                self._destroy(item)
+        finally:
+            with self._idle:
+                self._destroying -= 1
+                self._idle.notify_all()
+        # Whatever a destroyed thing kept alive was retired by its going.
+        return self.collect() if ready and self._incoming else self.retired
 
-    def _advance(self, item: _Retired) -> bool:
-        """Moves one retired thing on by as many states as it can.  True once it is gone."""
+    def _reached(self, item: _Retired) -> bool:
+        """Moves one retired thing on by as many states as it can.  True once its marks are past."""
         driver = self.driver
         try:
-            if item.streams:
-                unmarked = []
-                for stream in item.streams:
-                    mark = stream.mark()
-                    if mark is None:  # captured by someone else just now
-                        unmarked.append(stream)
-                    else:
-                        item.marks.append(mark)
-                item.streams = tuple(unmarked)
+            unmarked = []
+            for stream in item.streams:
+                mark = stream.mark()
+                if mark is None:  # captured by someone else just now
+                    unmarked.append(stream)
+                else:
+                    item.marks.append(mark)
+            item.streams = tuple(unmarked)
             while item.marks:
                 if not driver.event_query(item.marks[-1]):
                     return False
                 driver.event_destroy(item.marks.pop())
-            if item.streams:
-                return False
+        except DriverError as error:
+            if not isinstance(error, ContextPoisonedError):
+                _log.warning("waiting for a closed object failed: %s", error)
+            return True
+        return not item.streams
+
+    def _destroy(self, item: _Retired) -> None:
+        try:
             item.destroy()
         except ContextPoisonedError:
-            return True  # the driver took everything down with it
+            pass  # the driver took everything down with it
         except DriverError as error:
             _log.warning("destroying a closed object failed: %s", error)
-        return True
 
     def synchronize(self) -> None:
         """Waits for all work of the context, then destroys what waited for it."""

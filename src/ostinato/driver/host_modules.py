@@ -229,7 +229,7 @@ class ModuleCalls(HostCore):
                 f"{function.kernel.name}: {shared} bytes of shared memory; "
                 f"{function.allowed_shared} are allowed (function_allow_shared)",
             )
-        if config.grid > (1, 1, 1):
+        if config.block[2] > 64 or config.cluster is not None or max(config.grid) > 65535:
             self._check_sizes(call, function, config)
 
     def _check_sizes(self, call: str, function: LoadedFunction, config: LaunchConfig) -> None:

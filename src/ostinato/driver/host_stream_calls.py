@@ -152,15 +152,16 @@ class StreamCalls(CaptureCalls):
     def event_elapsed(self, start: EventHandle, end: EventHandle) -> float:
         call = "event_elapsed"
         self._enter(call)
+        with self._lock:
+            found = [self._event(call, handle) for handle in (start, end)]
+            for event in found:
+                self._refuse_captured(call, event, breaks=False)
         times: list[float] = []
-        for event in (start, end):
-            with self._lock:
-                found = self._event(call, event)
-                self._refuse_captured(call, found, breaks=False)
-            if not found.timing or found.mark is None:
-                why = "was never recorded" if found.timing else "was made without timing"
-                raise driver_error(Status.INVALID_HANDLE, call, f"event {event:#x} {why}")
-            if not found.mark.done() or found.mark.time is None:
-                raise driver_error(Status.NOT_READY, call, f"event {event:#x}")
-            times.append(found.mark.time)
+        for event in found:
+            if not event.timing or event.mark is None:
+                why = "was never recorded" if event.timing else "was made without timing"
+                raise driver_error(Status.INVALID_HANDLE, call, f"event {event.handle:#x} {why}")
+            if not event.mark.done() or event.mark.time is None:
+                raise driver_error(Status.NOT_READY, call, f"event {event.handle:#x}")
+            times.append(event.mark.time)
         return (times[1] - times[0]) * 1e3

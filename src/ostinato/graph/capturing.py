@@ -115,7 +115,7 @@ class Capture:
         stream, context = self.stream, self.stream.context
         context.require_open()
         context.collect()
-        context.capture_begun()
+        context.capture_begun(exclusive=self.mode is CaptureMode.GLOBAL)
         try:
             driver = context.driver
             if self._into is None:

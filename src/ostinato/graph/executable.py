@@ -38,8 +38,9 @@ from ostinato.errors import (
 )
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
-from ostinato.graph.rebind import Change, RebindReport, Target, plan_rebind
+from ostinato.graph.rebind import Change, RebindReport, plan_rebind
 from ostinato.memory import Buffer
+from ostinato.memory.ranges import Target
 
 __all__ = ["GraphExec", "UpdateReport"]
 
@@ -79,16 +80,22 @@ class GraphExec:
         self._closed = False
         self._lock = threading.RLock()
         self._prepared: dict[Stream, Callable[[], None]] = {}
+        # The nodes it was made of: a definition may grow afterwards.
+        self._handles = self.context.driver.graph_nodes(graph.handle)
         self._nodes: tuple[Node, ...] | None = None
         self._current: dict[NodeHandle, NodeParams] = {}
-        self._keep: dict[NodeHandle, list[object]] = {}
-        self._updated_from: Graph | None = None
-        driver, prepared = self.context.driver, self._prepared
+        self._keep = _Keep(graph)
+        driver, prepared, keep = self.context.driver, self._prepared, self._keep
         context = self.context
 
         def retire() -> None:
-            # The streams it ran on: it is destroyed once its own last launch there is done.
-            context.retire(lambda: driver.exec_destroy(handle), tuple(prepared))
+            # The streams it ran on: it is destroyed, and what its nodes point at let go, once its
+            # own last launch there is done.
+            def destroy() -> None:
+                driver.exec_destroy(handle)
+                keep.clear()
+
+            context.retire(destroy, tuple(prepared))
 
         self._finalizer = weakref.finalize(self, retire)
         self._finalizer.atexit = False
@@ -183,8 +190,14 @@ class GraphExec:
 
     def _definition(self) -> tuple[Node, ...]:
         if self._nodes is None:
-            self._nodes = self.graph.nodes
+            own = set(self._handles)
+            self._nodes = tuple(n for n in self.graph.nodes if n.handle in own)
         return self._nodes
+
+    def _let_go(self, old: list[object]) -> None:
+        """Keeps what is no longer pointed at until the launches under way are done."""
+        if old:
+            self.context.retire(old.clear, tuple(self._prepared))
 
     def _node(self, node: Node | int) -> Node:
         index = node.index if isinstance(node, Node) else node
@@ -214,7 +227,7 @@ class GraphExec:
         with self._lock:
             found = self._node(node)
             self._apply([Change(found, params)])
-            self._keep[found.handle] = list(keep)
+            self._let_go(self._keep.replace(found.handle, keep))
 
     def patch(self, node: Node | int, argument: int | str, value: object) -> None:
         """Sets one kernel argument, by index or, where the signature is known, by name.
@@ -229,7 +242,7 @@ class GraphExec:
             arguments = kernel.arguments.with_raw(index, raw)
             self._apply([Change(found, replace(kernel, arguments=arguments))])
             if not isinstance(value, int | float | bytes):
-                self._keep.setdefault(found.handle, []).append(value)
+                self._keep.add(found.handle, [value])
 
     def set_config(self, node: Node | int, config: LaunchConfig) -> None:
         """Sets a kernel node's grid, block and dynamic shared memory.
@@ -308,7 +321,7 @@ class GraphExec:
             self._apply(plan.changes)
             owners = list(targets.values())
             for change in plan.changes:
-                self._keep.setdefault(change.node.handle, []).extend(owners)
+                self._keep.add(change.node.handle, owners)
             return plan.report
 
     def update(self, graph: Graph) -> UpdateReport:
@@ -328,13 +341,15 @@ class GraphExec:
                     f"({outcome.verdict.name}). Instantiate the new graph instead.",
                     node_index=None if blamed is None else blamed.index,
                 )
-            changed = 0
-            for old_node, new_node in zip(nodes, new, strict=True):
-                before = self._current.get(old_node.handle, old_node.params)
-                changed += before != new_node.params
-                self._current[old_node.handle] = new_node.params
-            self._keep.clear()
-            self._updated_from = graph  # keeps what its nodes point at
+            before = [self._current.get(n.handle, n.params) for n in nodes]
+            changed = sum(b != n.params for b, n in zip(before, new, strict=True))
+            # What is set later still goes by the nodes it was instantiated from.
+            self._nodes = tuple(
+                replace(n, handle=old.handle, index=old.index)
+                for old, n in zip(nodes, new, strict=True)
+            )
+            self._current.clear()
+            self._let_go(self._keep.replace_all(graph))
             return UpdateReport(len(new), changed)
 
     def _apply(self, changes: list[Change]) -> None:
@@ -376,6 +391,34 @@ class GraphExec:
         tb: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class _Keep:
+    """What an executable keeps alive: its graphs, and what single nodes were set to."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graphs: list[object] = [graph]
+        self._nodes: dict[NodeHandle, list[object]] = {}
+
+    def add(self, node: NodeHandle, owners: Iterable[object]) -> None:
+        self._nodes.setdefault(node, []).extend(owners)
+
+    def replace(self, node: NodeHandle, owners: Iterable[object]) -> list[object]:
+        """The node's new owners; gives back the old."""
+        old = self._nodes.get(node, [])
+        self._nodes[node] = list(owners)
+        return old
+
+    def replace_all(self, graph: Graph) -> list[object]:
+        """Everything now comes from `graph`; the first one stays, for its nodes' handles."""
+        old = [*self._graphs[1:], *(o for owners in self._nodes.values() for o in owners)]
+        self._graphs[1:] = [graph]
+        self._nodes.clear()
+        return old
+
+    def clear(self) -> None:
+        self._graphs.clear()
+        self._nodes.clear()
 
 
 def _refused(node: Node, error: DriverError) -> Exception:

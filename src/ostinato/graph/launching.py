@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ostinato.driver.api import KernelNodeParams, LaunchConfig, MemoryRange
 from ostinato.driver.signature import Access, Signature, address_of
 from ostinato.driver.stream import Operation, Stream
+from ostinato.memory.ranges import range_of
 
 if TYPE_CHECKING:
     from ostinato.driver.context import Context
@@ -78,11 +79,10 @@ def _touched(
 
 
 def _range_of(context: Context, value: object) -> MemoryRange | None:
-    known = getattr(value, "range", None)
-    if isinstance(known, MemoryRange):
-        return known
     address = address_of(value)
     if not address:
         return None
+    if hasattr(value, "range") or hasattr(value, "__cuda_array_interface__"):
+        return range_of(value)
     # How far a bare address is used is unknown: the whole allocation behind it.
     return context.driver.memory_range(address) or MemoryRange(address, 1)

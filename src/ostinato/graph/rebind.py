@@ -24,9 +24,9 @@ from ostinato.driver.api import (
     MemsetNodeParams,
     NodeParams,
 )
-from ostinato.driver.signature import address_of
 from ostinato.errors import InputError
 from ostinato.graph.node import Node
+from ostinato.memory.ranges import Target, range_of
 
 __all__ = [
     "Change",
@@ -34,12 +34,9 @@ __all__ = [
     "RebindReport",
     "Rebinding",
     "ReboundWord",
-    "Target",
+    "copy_extent",
     "plan_rebind",
 ]
-
-Target = object
-"""A Buffer, a device array of any library, or a MemoryRange."""
 
 _WORD = 8
 
@@ -112,7 +109,10 @@ def plan_rebind(
     find: Callable[[int], MemoryRange | None],
 ) -> Rebinding:
     """Works out a rebinding.  Raises InputError for ranges that overlap or do not fit."""
-    moves = [_Move(_range(old, "old"), _range(new, "new")) for old, new in targets.items()]
+    moves = [
+        _Move(range_of(old, "old target"), range_of(new, "new target"))
+        for old, new in targets.items()
+    ]
     ordered = sorted(moves, key=lambda m: m.old.address)
     for left, right in itertools.pairwise(ordered):
         if left.old.end > right.old.address:
@@ -121,23 +121,6 @@ def plan_rebind(
     for node in nodes:
         plan.visit(node)
     return Rebinding(plan.changes, RebindReport(tuple(plan.words), tuple(plan.left)))
-
-
-def _range(target: Target, which: str) -> MemoryRange:
-    if isinstance(target, MemoryRange):
-        return target
-    known = getattr(target, "range", None)
-    if isinstance(known, MemoryRange):
-        return known
-    interface = getattr(target, "__cuda_array_interface__", None)
-    if isinstance(interface, dict) and not interface.get("strides"):
-        size = int(interface["typestr"][2:])
-        for extent in interface["shape"]:
-            size *= int(extent)
-        return MemoryRange(int(interface["data"][0]), size)
-    if address_of(target) is not None:
-        raise InputError(f"the {which} target is a bare address; give a MemoryRange with its size")
-    raise InputError(f"the {which} target {type(target).__name__} is not contiguous device memory")
 
 
 class _Plan:
@@ -247,10 +230,10 @@ class _Plan:
         if params.opaque:
             return  # an array side has no address; the linear side cannot be set without it
         dst = self._field(
-            node, "dst", params.dst, _extent(params, params.dst_pitch, params.dst_height)
+            node, "dst", params.dst, copy_extent(params, params.dst_pitch, params.dst_height)
         )
         src = self._field(
-            node, "src", params.src, _extent(params, params.src_pitch, params.src_height)
+            node, "src", params.src, copy_extent(params, params.src_pitch, params.src_height)
         )
         if (dst, src) != (params.dst, params.src):
             self.changes.append(Change(node, replace(params, dst=dst, src=src)))
@@ -271,7 +254,7 @@ class _Plan:
         self.left.extend(inner.left)
 
 
-def _extent(params: MemcpyNodeParams, pitch: int, height: int) -> int:
+def copy_extent(params: MemcpyNodeParams, pitch: int, height: int) -> int:
     """Bytes from the first to behind the last that a copy touches on one side."""
     row = pitch or params.width
     rows = (params.depth - 1) * (height or params.height) + params.height

@@ -71,7 +71,8 @@ class Decoder:
     from the first run's launches.  `warmups`: eager runs of each bucket before its capture.
     `verify` as for GraphedStep.  `device_state` off (it can be changed between steps): the host
     sets token and position before each step, instead of the device advancing them.
-    `stop_tokens`: tokens that end a sequence, 16 at most; the model's own if None.
+    `stop_tokens`: tokens that end a sequence, 16 at most; the model's own if None.  `graph_budget`:
+    device bytes that all graphs together may take.  `threads`: of the weights' conversion.
 
     Raises ModelError, OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder are
     not to overlap.  After an exception in a step its slots can be reset and used again, unless it
@@ -92,7 +93,7 @@ class Decoder:
         verify: Literal["off", "first"] | int = "off",
         device_state: bool = True,
         stop_tokens: Iterable[int] | None = None,
-        cache: GraphCache | None = None,
+        graph_budget: int | str | None = None,
         threads: int | None = None,
     ) -> None:
         self.device = device
@@ -118,8 +119,7 @@ class Decoder:
             self.weights.close()
             raise
         self.stream: Stream = device.create_stream()
-        self.cache = cache or GraphCache(device, buckets=PowersOfTwo(max_rows))
-        self._owns_cache = cache is None
+        self.cache = GraphCache(device, buckets=PowersOfTwo(max_rows), budget=graph_budget)
         self._programs = {s: decode_program(self.config, sampled=s) for s in (False, True)}
         self._prepared: dict[tuple[bool, int], tuple[Operation, ...]] = {}
         self._sequences = [Sequence(slot) for slot in range(slots)]
@@ -235,8 +235,7 @@ class Decoder:
                 last = start + largest >= len(tokens)
                 self._set_rows(prompt_rows(self._rows, slot, piece, sequence.length, sample=last))
                 if last:
-                    sequence.tokens.extend(piece)
-                    chosen = self._sampled([sequence], len(piece), len(piece))[0]
+                    chosen = self._sampled([sequence], piece)[0]
                 else:
                     self.last_decision = self._steps[False](rows=len(piece))
                     sequence.tokens.extend(piece)
@@ -262,35 +261,40 @@ class Decoder:
                 raise InputError(f"slot {sequence.slot} is at the end of its context")
         with self._phases.measure("decode", len(sequences)):
             self._set_rows(decode_rows(self._rows, sequences, device_state=self.device_state))
-            return self._sampled(sequences, len(sequences), 1)
+            return self._sampled(sequences)
 
     def logits(self, slot: int = 0) -> npt.NDArray[np.float32]:
         """A copy of the slot's latest logits: float32, (vocabulary,).  Waits for the step."""
         self._sequence(slot)
         return self.plan.buffers["logits"][slot].to_numpy(self.stream)
 
-    def _sampled(self, sequences: list[Sequence], rows: int, count: int) -> list[int]:
-        """Runs a step that samples once for each sequence, `count` tokens further; the tokens."""
+    def _sampled(self, sequences: list[Sequence], piece: Items[int] = ()) -> list[int]:
+        """Runs a step that samples once for each sequence; what was chosen.
+
+        `piece`: the step is the end of this one sequence's prompt, else one token of each.
+        """
         self._require_open()
-        ring = self.plan.ring.array
+        count = len(piece) or 1
+        ring, size = self.plan.ring.array, self.plan.sizes.ring
         entries = []
         for sequence in sequences:
             sequence.on_device = False  # until the step is known to have ended well
-            entry = ring[sequence.slot, (sequence.length + count) % self.plan.sizes.ring :][:1]
-            entry["tag"] = -1
-            entries.append(entry)
-        self.last_decision = self._steps[True](rows=rows)
+            at = (sequence.length + count) % size
+            entries.append(ring[sequence.slot, at : at + 1])
+            entries[-1]["tag"] = -1
+        self.last_decision = self._steps[True](rows=len(piece) or len(sequences))
         self.stream.synchronize()
         chosen = []
         for sequence, entry in zip(sequences, entries, strict=True):
             token, tag = entry[0].item()
-            if token < 0 or tag >> 1 != sequence.length + count:
+            assert tag >> 1 == sequence.length + count, "the step skipped a row that was active"
+            if token < 0:
                 raise ModelError(
-                    f"slot {sequence.slot}, position {sequence.length + count}: the logits hold "
-                    "NaN, so no token can be chosen; the weights may be damaged"
+                    f"slot {sequence.slot}, position {tag >> 1}: the logits hold NaN, so no token "
+                    "can be chosen; the weights may be damaged"
                 )
+            sequence.tokens += [*piece, token]
             sequence.length += count
-            sequence.tokens.append(token)
             sequence.stopped, sequence.on_device = bool(tag & 1), True
             chosen.append(token)
         return chosen
@@ -411,8 +415,7 @@ class Decoder:
         self._closed = True
         if not self.device.context.closed:
             self.stream.synchronize()
-        if self._owns_cache:
-            self.cache.close()
+        self.cache.close()
         self._prepared.clear()
         self.plan.close()
         self.weights.close()

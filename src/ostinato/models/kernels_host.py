@@ -30,6 +30,7 @@ HOST_KERNELS: dict[str, HostKernel] = {}
 """By name."""
 
 _TOKEN, _POSITION, _SLOT, _FLAGS = range(4)
+_ROW_BY_ROW = 4  # up to so many rows, matrix-vector products are faster than a matrix product
 _CHUNK = 1 << 15  # scores of one attention product at a time, in rows * KV length
 
 
@@ -90,11 +91,16 @@ def _matrix(flat: npt.NDArray[Any], rows: int, columns: int) -> npt.NDArray[Any]
 
 
 def _product(weight: Floats, x: Floats, out: Floats) -> None:
-    """out = x @ weight.T for x [rows, in], weight [out, in]; one row is a matrix-vector product."""
-    if len(x) == 1:
-        np.matmul(weight, x[0], out=out[0])
+    """out = x @ weight.T for x [rows, in], weight [out, in].
+
+    Measured with OpenBLAS on two cores, all layers of SmolLM2-135M: as `x @ weight.T` 2 rows take
+    43 ms and 8 take 47; row by row 2 take 23; as `weight @ x.T` 8 take 38, the copy included.
+    """
+    if len(x) <= _ROW_BY_ROW:
+        for row, target in zip(x, out, strict=True):
+            np.matmul(weight, row, out=target)
     else:
-        np.matmul(x, weight.T, out=out)
+        out[...] = np.matmul(weight, x.T).T
 
 
 def _normed(x: Floats, norm: Floats, epsilon: float) -> Floats:
@@ -248,8 +254,12 @@ def attention(
             before = run.position + start - run.start
             end = before + stop - start
             # [kv_heads, rows * group, head_size]: one product a key head, all its queries at once.
-            query = queries[start:stop].transpose(1, 0, 2, 3).reshape(kv_heads, -1, head_size)
-            scores = np.matmul(query * np.float32(scale), keys[:, :end].transpose(0, 2, 1))
+            query = queries[start:stop].transpose(1, 0, 2, 3).copy()
+            query = query.reshape(kv_heads, -1, head_size)
+            query *= np.float32(scale)
+            # Keys on the left: for one row's queries three times as fast as the other way round.
+            scores = np.matmul(keys[:, :end], query.transpose(0, 2, 1))
+            scores = np.ascontiguousarray(scores.transpose(0, 2, 1))
             if stop - start > 1:
                 later = np.triu(np.full((stop - start, stop - start), -np.inf, np.float32), 1)
                 square = scores.reshape(kv_heads, stop - start, group, end)[..., before:]
@@ -358,13 +368,14 @@ def head(
         return
     matrix = _matrix(weight, vocabulary, hidden)
     rows = [row for row, _, _ in sampled]
-    first, last = sampled[0][2], sampled[-1][2]
+    slots = [slot for _, _, slot in sampled]
     final = _normed(_matrix(x, row_count, hidden)[rows], norm, epsilon)
-    if [slot for _, _, slot in sampled] == list(range(first, last + 1)):
-        _product(matrix, final, _matrix(logits, last + 1, vocabulary)[first:])
-        return
-    for index, (_, _, slot) in enumerate(sampled):
-        np.matmul(matrix, final[index], out=logits[slot * vocabulary : (slot + 1) * vocabulary])
+    out = _matrix(logits, max(slots) + 1, vocabulary)
+    if len(rows) <= _ROW_BY_ROW:
+        for row, slot in zip(final, slots, strict=True):
+            np.matmul(matrix, row, out=out[slot])
+    else:
+        out[slots] = np.matmul(matrix, final.T).T
 
 
 @_kernel(

@@ -4,10 +4,11 @@ A step works on *rows*.  A row is one token of one sequence:
 
     {token, position, slot, flags}        four int32: `ROW`
 
-`slot` says whose sequence it is, `position` where in it.  Rows of one slot at rising positions are
-a piece of a prompt; rows of different slots are a batch.  Rows without `ACTIVE` pad a bucket: they
-write nothing that anybody reads.  Nothing but the number of rows is frozen in a captured step:
-tokens, positions and lengths are read on the device, and they are advanced there too.
+`slot` says whose sequence it is (its place in the KV cache), `position` where in it.  Rows of one
+slot at rising positions are a piece of a prompt; rows of different slots are a batch.  Rows without
+`ACTIVE` pad a bucket: they write nothing that anybody reads.  Nothing but the number of rows is
+frozen in a captured step: tokens, positions and lengths are read on the device, and they are
+advanced there too.
 
     embed                                                 rows and states -> live rows, residual
     layer 0..n: norm_qkv_rope  attention  output_residual  norm_gate_up  down_residual

@@ -34,7 +34,7 @@ class Sequence:
     def next_token(self) -> int:
         """The token to decode.  Raises InputError if there is none yet."""
         if self.length >= len(self.tokens):
-            raise InputError(f"slot {self.slot} is empty: prefill it first")
+            raise InputError(f"slot {self.slot} has no token to decode: prefill it first")
         return self.tokens[self.length]
 
     def truncate(self, count: int) -> None:

@@ -191,13 +191,14 @@ class GraphedStep:
             state = self._states.get(key)
             if state is None:
                 state = self._states[key] = _KeyState()
-            executable = self.cache.get(key)
-            decision = decide(self._situation(state, executable is not None))
             self._counts.calls += 1
             self._counts.used += sum(sizes.values())
             self._counts.padded += sum(buckets.values())
-            if decision.action is Action.REPLAY and executable is not None:
-                return self._replay(key, state, executable, sizes, buckets, decision)
+            # Held, so that another thread's eviction cannot close it before it is launched.
+            with self.cache.hold(key) as executable:
+                decision = decide(self._situation(state, executable is not None))
+                if decision.action is Action.REPLAY and executable is not None:
+                    return self._replay(key, state, executable, sizes, buckets, decision)
             if decision.action is Action.BUILD:
                 return self._build(key, state, sizes, buckets, decision)
             state.runs += 1
@@ -283,14 +284,14 @@ class GraphedStep:
             # The capture ran nothing, so the step is still to be run, once.
             self._run_eager(buckets, failure)
             return failure
-        executable = self.cache.get(key)
-        if executable is None:  # evicted at once: a budget below one graph
-            self._run_eager(buckets, decision)
+        with self.cache.hold(key) as executable:
+            if executable is None:  # evicted at once, by another thread
+                self._run_eager(buckets, decision)
+                return decision
+            if self.verify != "off":
+                return self._checked(key, state, executable, sizes, buckets, decision)
+            self._launch(key, executable)
             return decision
-        if self.verify != "off":
-            return self._checked(key, state, executable, sizes, buckets, decision)
-        self._launch(key, executable)
-        return decision
 
     def _make_graph(self, key: Key, state: _KeyState, buckets: dict[str, int]) -> Decision | None:
         """Captures and installs; or quarantines the key and says why."""

@@ -37,15 +37,10 @@ struct Mix {
 // Factor for what was summed under `from` when the maximum is `to`; both may be minus infinity.
 DEVICE float rescale(float from, float to) { return from == to ? 1.0f : exp2_fast(from - to); }
 
-#ifndef EMULATED
-__global__ void __launch_bounds__(32 * WARPS)
-    attention(const int*, const float*, const bf16*, float*, float*, u32, u32, u32, u32, u32, u32,
-              float);
-#endif
-
-KERNEL attention(const int* live, const float* q, const bf16* cache, float* attended,
-                 float* workspace, u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 slots,
-                 u32 context, float scale) {
+KERNEL __launch_bounds__(32 * WARPS)
+    attention(const int* live, const float* q, const bf16* cache, float* attended, float* workspace,
+              u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 slots, u32 context,
+              float scale) {
     __shared__ float shared[WARPS][QUERIES][PARTIAL];
     __shared__ bool last;
     start_next_at<AT_START>();
@@ -82,8 +77,9 @@ KERNEL attention(const int* live, const float* q, const bf16* cache, float* atte
             const int position = position_of(start, step);
             k[step] = v[step] = make_uint4(0, 0, 0, 0);
             if (position < stop && reads) {
-                k[step] = load_fresh(reinterpret_cast<const uint4*>(keys + position * HEAD_SIZE));
-                v[step] = load_fresh(reinterpret_cast<const uint4*>(values + position * HEAD_SIZE));
+                const long long at = static_cast<long long>(position) * HEAD_SIZE;
+                k[step] = load_fresh(reinterpret_cast<const uint4*>(keys + at));
+                v[step] = load_fresh(reinterpret_cast<const uint4*>(values + at));
             }
         }
     };
@@ -103,8 +99,9 @@ KERNEL attention(const int* live, const float* q, const bf16* cache, float* atte
             for (int step = 0; step < STEPS; step++) {
                 const int p = position_of(begin, step);
                 if (p == length - 1 && reads) {
-                    k[step] = load_fresh(reinterpret_cast<const uint4*>(keys + p * HEAD_SIZE));
-                    v[step] = load_fresh(reinterpret_cast<const uint4*>(values + p * HEAD_SIZE));
+                    const long long at = static_cast<long long>(p) * HEAD_SIZE;
+                    k[step] = load_fresh(reinterpret_cast<const uint4*>(keys + at));
+                    v[step] = load_fresh(reinterpret_cast<const uint4*>(values + at));
                 }
             }
         }

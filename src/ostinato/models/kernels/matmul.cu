@@ -244,19 +244,13 @@ DEVICE void matmul(const P& product, const int* live, float* workspace, Wanted& 
     }
 }
 
-#ifndef EMULATED
-#define BOUNDS(S) __launch_bounds__(S::THREADS)
-#else
-#define BOUNDS(S)
-#endif
-
 typedef Shape<QKV_TILES, QKV_SPLIT, QKV_BLOCKS_K, QKV_SLAB> QkvShape;
 typedef Shape<OUTPUT_TILES, OUTPUT_SPLIT, OUTPUT_BLOCKS_K, OUTPUT_SLAB> OutputShape;
 typedef Shape<GATE_UP_TILES, GATE_UP_SPLIT, GATE_UP_BLOCKS_K, GATE_UP_SLAB> GateUpShape;
 typedef Shape<DOWN_TILES, DOWN_SPLIT, DOWN_BLOCKS_K, DOWN_SLAB> DownShape;
 typedef Shape<HEAD_TILES, HEAD_SPLIT, HEAD_BLOCKS_K, HEAD_SLAB> HeadShape;
 
-KERNEL BOUNDS(QkvShape)
+KERNEL __launch_bounds__(QkvShape::THREADS)
     norm_qkv_rope(const int* live, const float* x, const float* norm, const bf16* weight,
                   const float* rope, bf16* cache, float* q, float* workspace, u32 row_count,
                   u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 slots, u32 context,
@@ -267,7 +261,7 @@ KERNEL BOUNDS(QkvShape)
     matmul<QkvShape>(product, live, workspace, rows);
 }
 
-KERNEL BOUNDS(OutputShape)
+KERNEL __launch_bounds__(OutputShape::THREADS)
     output_residual(const int* live, const float* attended, const bf16* weight, float* x,
                     float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ Wanted rows;
@@ -275,7 +269,7 @@ KERNEL BOUNDS(OutputShape)
     matmul<OutputShape>(product, live, workspace, rows);
 }
 
-KERNEL BOUNDS(GateUpShape)
+KERNEL __launch_bounds__(GateUpShape::THREADS)
     norm_gate_up(const int* live, const float* x, const float* norm, const bf16* weight,
                  float* inner, float* workspace, u32 row_count, u32 hidden, u32 width,
                  float epsilon) {
@@ -284,7 +278,7 @@ KERNEL BOUNDS(GateUpShape)
     matmul<GateUpShape>(product, live, workspace, rows);
 }
 
-KERNEL BOUNDS(DownShape)
+KERNEL __launch_bounds__(DownShape::THREADS)
     down_residual(const int* live, const float* inner, const bf16* weight, float* x,
                   float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ Wanted rows;
@@ -293,7 +287,7 @@ KERNEL BOUNDS(DownShape)
 }
 
 // Leaves each block's largest key of each row in the workspace, [rows][blocks].
-KERNEL BOUNDS(HeadShape)
+KERNEL __launch_bounds__(HeadShape::THREADS)
     head(const int* live, const float* x, const float* norm, const bf16* weight, float* logits,
          float* workspace, u32 row_count, u32 hidden, u32 vocabulary, float epsilon) {
     __shared__ Wanted rows;

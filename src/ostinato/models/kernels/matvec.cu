@@ -167,19 +167,13 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
     return product.finish(row, 0, mine, mine0 * scale, mine1 * scale, prepared);
 }
 
-#ifndef EMULATED
-#define BOUNDS(S) __launch_bounds__(S::THREADS)
-#else
-#define BOUNDS(S)
-#endif
-
 typedef Shape<QKV_LANES, QKV_SPLIT, QKV_PAIRS, QKV_WARPS> QkvShape;
 typedef Shape<OUTPUT_LANES, OUTPUT_SPLIT, OUTPUT_PAIRS, OUTPUT_WARPS> OutputShape;
 typedef Shape<GATE_UP_LANES, GATE_UP_SPLIT, GATE_UP_PAIRS, GATE_UP_WARPS> GateUpShape;
 typedef Shape<DOWN_LANES, DOWN_SPLIT, DOWN_PAIRS, DOWN_WARPS> DownShape;
 typedef Shape<HEAD_LANES, HEAD_SPLIT, HEAD_PAIRS, HEAD_WARPS> HeadShape;
 
-KERNEL BOUNDS(QkvShape)
+KERNEL __launch_bounds__(QkvShape::THREADS)
     norm_qkv_rope(const int* live, const float* x, const float* norm, const bf16* weight,
                   const float* rope, bf16* cache, float* q, float* workspace, u32 row_count,
                   u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 slots, u32 context,
@@ -189,14 +183,14 @@ KERNEL BOUNDS(QkvShape)
     matvec<QkvShape>(product, live);
 }
 
-KERNEL BOUNDS(OutputShape)
+KERNEL __launch_bounds__(OutputShape::THREADS)
     output_residual(const int* live, const float* attended, const bf16* weight, float* x,
                     float* workspace, u32 row_count, u32 hidden, u32 width) {
     const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x};
     matvec<OutputShape>(product, live);
 }
 
-KERNEL BOUNDS(GateUpShape)
+KERNEL __launch_bounds__(GateUpShape::THREADS)
     norm_gate_up(const int* live, const float* x, const float* norm, const bf16* weight,
                  float* inner, float* workspace, u32 row_count, u32 hidden, u32 width,
                  float epsilon) {
@@ -204,7 +198,7 @@ KERNEL BOUNDS(GateUpShape)
     matvec<GateUpShape>(product, live);
 }
 
-KERNEL BOUNDS(DownShape)
+KERNEL __launch_bounds__(DownShape::THREADS)
     down_residual(const int* live, const float* inner, const bf16* weight, float* x,
                   float* workspace, u32 row_count, u32 hidden, u32 width) {
     const ResidualProduct<INNER> product{weight, inner, x};
@@ -212,7 +206,7 @@ KERNEL BOUNDS(DownShape)
 }
 
 // Leaves each block's largest key in the workspace, [1][blocks].
-KERNEL BOUNDS(HeadShape)
+KERNEL __launch_bounds__(HeadShape::THREADS)
     head(const int* live, const float* x, const float* norm, const bf16* weight, float* logits,
          float* workspace, u32 row_count, u32 hidden, u32 vocabulary, float epsilon) {
     __shared__ u64 bests[HeadShape::WARPS];
