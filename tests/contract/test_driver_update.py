@@ -136,6 +136,25 @@ def test_what_one_node_cannot_become(chain: Chain) -> None:
     assert chain.result() == [6.0] * 4
 
 
+def test_a_copy_to_another_kind_of_memory(chain: Chain) -> None:
+    """A driver may refuse it, and then nothing has changed; or do it right."""
+    driver = chain.driver
+    pinned = driver.mem_alloc_pinned(16)
+    view = driver.pinned_view(pinned, 16)
+    view[:] = bytes(16)
+    try:
+        driver.exec_set_params(chain.run, chain.nodes[2], copy_of(pinned, chain.x, 16))
+    except DriverError as error:
+        assert error.status == Status.INVALID_VALUE
+        assert chain.result() == [6.0] * 4
+    else:
+        assert chain.result() == [-1.0] * 4
+        assert view.cast("f").tolist() == [6.0] * 4
+    driver.exec_destroy(chain.run)
+    view.release()
+    driver.mem_free_pinned(pinned)
+
+
 def test_flat_fills_stay_flat(rig: Rig) -> None:
     driver, x, graph = rig.driver, rig.zeros(16), rig.driver.graph_create()
     node = rig.add(graph, (), words(x, 1, 4))

@@ -28,7 +28,7 @@ from ostinato.driver.api import (
 from ostinato.driver.host_core import HostCore
 from ostinato.driver.host_graph import GraphDefinition, Node, ancestors
 from ostinato.driver.host_stream import CapturedMark, Event, Stream
-from ostinato.errors import Status, driver_error
+from ostinato.errors import DriverError, Status, driver_error
 
 __all__ = ["Capture", "CaptureCalls"]
 
@@ -80,7 +80,12 @@ class CaptureCalls(HostCore):
             and all(node.kind == NodeKind.KERNEL for node in stream.dependencies)
         ):
             edge_data = (_PROGRAMMATIC,) * len(stream.dependencies)
-        node = self._add_node(call, capture.graph, stream.dependencies, params, edge_data)
+        try:
+            node = self._add_node(call, capture.graph, stream.dependencies, params, edge_data)
+        except DriverError:
+            # Work that is refused breaks the capture too: the graph would lack it.
+            capture.broken = True
+            raise
         stream.dependencies = (node,)
         return node
 

@@ -24,7 +24,7 @@ from ostinato.driver.api import (
 from ostinato.driver.host_graph import GraphDefinition, Node
 from ostinato.driver.host_steps import Conditions, LoadedFunction, Step
 from ostinato.driver.host_stream import Event, HostContext, Stream, WorkQueue
-from ostinato.errors import DriverError, Status, driver_error
+from ostinato.errors import Status, driver_error
 
 if TYPE_CHECKING:
     from ostinato.driver.host_capture import Capture
@@ -68,10 +68,7 @@ class HostCore:
     def _raise_failure(self, call: str) -> None:
         failure = self._context.failure
         if failure is not None:
-            cause = failure.cause
-            # The cause says its own status; what it was about is enough here.
-            detail = cause.detail if isinstance(cause, DriverError) else repr(cause)
-            raise driver_error(failure.status, call, detail) from cause
+            raise driver_error(failure.status, call, failure.detail) from failure.cause
 
     @contextlib.contextmanager
     def _entered(self, call: str) -> Iterator[None]:

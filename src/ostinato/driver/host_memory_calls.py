@@ -166,5 +166,5 @@ class MemoryCalls(HostCore):
 def _bytes_of(view: memoryview, call: str) -> npt.NDArray[np.uint8]:
     try:
         return np.frombuffer(view, dtype=np.uint8)
-    except ValueError as error:
+    except (BufferError, ValueError) as error:
         raise driver_error(Status.INVALID_VALUE, call, str(error)) from error

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from ostinato.driver.host_kernel import HostKernel
 from ostinato.driver.host_memory import MemoryTable
-from ostinato.errors import ContextPoisonedError, Status
+from ostinato.errors import ContextPoisonedError, DriverError, Status
 
 if TYPE_CHECKING:
     from ostinato.driver.host_capture import Capture
@@ -40,6 +41,26 @@ class Failure:
 
     status: int
     cause: BaseException
+    detail: str
+
+
+def _failure(error: BaseException) -> Failure:
+    """What a failure of running work means; which kernel it was is found in the traceback."""
+    status = int(Status.ILLEGAL_ADDRESS if isinstance(error, IndexError) else Status.LAUNCH_FAILED)
+    detail = f"{type(error).__name__}: {error}"
+    if isinstance(error, DriverError):
+        detail = f"{error.call}: {error.detail}"
+        if isinstance(error, ContextPoisonedError):
+            status = error.status
+    else:
+        frame = error.__traceback__
+        while frame is not None:
+            kernel = frame.tb_frame.f_locals.get("kernel")
+            if isinstance(kernel, HostKernel):
+                detail = f"kernel {kernel.name}: {detail}"
+                break
+            frame = frame.tb_next
+    return Failure(status, error, detail)
 
 
 class HostContext:
@@ -55,14 +76,8 @@ class HostContext:
 
     def fail(self, error: BaseException) -> None:
         """Poisons the context; the first failure stays."""
-        if self.failure is not None or self.closed:
-            return
-        status = int(Status.LAUNCH_FAILED)
-        if isinstance(error, ContextPoisonedError):
-            status = error.status
-        elif isinstance(error, IndexError):
-            status = int(Status.ILLEGAL_ADDRESS)
-        self.failure = Failure(status, error)
+        if self.failure is None and not self.closed:
+            self.failure = _failure(error)
 
     @property
     def stopped(self) -> bool:

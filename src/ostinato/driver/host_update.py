@@ -38,7 +38,12 @@ def may_become(old: NodeParams, new: NodeParams, is_pinned: Callable[[int], bool
 def compare_graphs(
     old: GraphDefinition, new: GraphDefinition, is_pinned: Callable[[int], bool]
 ) -> UpdateOutcome:
-    """Whether the executable's snapshot `old` may become `new`.  Nodes pair by creation order."""
+    """Whether the executable's snapshot `old` may become `new`.
+
+    Nodes pair by order of creation.  CUDA pairs them along the edges, so it also takes an equal
+    graph whose nodes were created in another order (measured); its documentation asks for the same
+    order all the same.
+    """
     before, after = list(old.nodes.values()), list(new.nodes.values())
     if len(before) != len(after):
         return UpdateOutcome(UpdateVerdict.TOPOLOGY_CHANGED)
@@ -49,10 +54,12 @@ def compare_graphs(
             return UpdateOutcome(UpdateVerdict.NODE_TYPE_CHANGED, is_.handle)
         if len(was.incoming) != len(is_.incoming):
             return UpdateOutcome(UpdateVerdict.TOPOLOGY_CHANGED, is_.handle)
-        edges = {(old_index[source], data) for source, data in was.incoming}
+        edges = [(old_index[source], data) for source, data in was.incoming]
         for source, data in is_.incoming:
             if (new_index[source], data) not in edges:
                 return UpdateOutcome(UpdateVerdict.TOPOLOGY_CHANGED, is_.handle, source.handle)
+        if was.params == is_.params and not was.inner:
+            continue
         outcome = _compare_nodes(was, is_, is_pinned)
         if outcome is not SUCCESS:
             return outcome

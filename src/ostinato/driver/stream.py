@@ -27,7 +27,13 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.context import Context
 from ostinato.driver.signature import Signature
-from ostinato.errors import ClosedError, DriverError, InputError, StreamCaptureError
+from ostinato.errors import (
+    ClosedError,
+    DriverError,
+    InputError,
+    NotAvailableError,
+    StreamCaptureError,
+)
 
 __all__ = ["Event", "Operation", "Stream"]
 
@@ -133,6 +139,15 @@ class Stream:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """(version, handle), for libraries that take CUDA streams by this protocol.
+
+        Only on CUDA: NotAvailableError elsewhere.
+        """
+        if self.context.driver.capabilities.source_language != "cuda":
+            raise NotAvailableError(f"a stream of {self.context.driver.name} is no CUDA stream")
+        return 0, self._require_open()
 
     def _require_open(self) -> StreamHandle:
         if self._closed:

@@ -308,18 +308,22 @@ class GraphExec:
         """Whether a node runs."""
         return self.context.driver.exec_enabled(self.handle, self._node(node).handle)
 
-    def rebind(self, targets: Mapping[Target, Target]) -> RebindReport:
+    def rebind(
+        self, targets: Mapping[Target, Target] | Iterable[tuple[Target, Target]]
+    ) -> RebindReport:
         """Makes every pointer into one buffer point to the same place in another.
 
-        Keys and values are buffers, device arrays, or MemoryRange.  Kernel arguments, memcpy and
+        `targets`: {old: new}, or (old, new) pairs for arrays that cannot be keys; buffers, device
+        arrays of any library, or MemoryRange.  Kernel arguments, memcpy and
         memset nodes are changed, and nothing else; the report lists every word, and what was left
         and why.  Raises InputError if a new range is shorter than what is pointed at in the old,
         UpdateRefusedError if the driver refuses; the executable is then as before.
         """
+        pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with self._lock:
-            plan = plan_rebind(self.nodes, targets, self.context.driver.memory_range)
+            plan = plan_rebind(self.nodes, pairs, self.context.driver.memory_range)
             self._apply(plan.changes)
-            owners = list(targets.values())
+            owners = [new for _, new in pairs]
             for change in plan.changes:
                 self._keep.add(change.node.handle, owners)
             return plan.report

@@ -10,7 +10,7 @@ a signature calls a scalar is never touched, however much it looks like an addre
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ostinato.driver.api import (
@@ -105,13 +105,12 @@ class _Move:
 
 def plan_rebind(
     nodes: Sequence[Node],
-    targets: Mapping[Target, Target],
+    targets: Sequence[tuple[Target, Target]],
     find: Callable[[int], MemoryRange | None],
 ) -> Rebinding:
     """Works out a rebinding.  Raises InputError for ranges that overlap or do not fit."""
     moves = [
-        _Move(range_of(old, "old target"), range_of(new, "new target"))
-        for old, new in targets.items()
+        _Move(range_of(old, "old target"), range_of(new, "new target")) for old, new in targets
     ]
     ordered = sorted(moves, key=lambda m: m.old.address)
     for left, right in itertools.pairwise(ordered):

@@ -22,6 +22,8 @@ def adopt_graph(device: Device, graph: Any) -> Graph:
 
 def external_stream(stream: Stream) -> Any:
     """Our stream as a CuPy stream; `with` makes it current."""
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
+        return cupy.cuda.Stream.from_external(stream)
     return cupy.cuda.ExternalStream(stream.handle)
 
 

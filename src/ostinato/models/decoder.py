@@ -12,10 +12,9 @@ only size is the number of rows; everything else is read on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -23,28 +22,17 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import (
-    Device,
-    Graph,
-    GraphCache,
-    GraphedStep,
-    Operation,
-    PowersOfTwo,
-    Role,
-    Slot,
-    Stream,
-    capture,
-    prepare,
-)
+from ostinato import Device, Graph, GraphCache, Stream
 from ostinato.errors import ClosedError, InputError, ModelError
 from ostinato.models.backend import Backend, backend_for
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.config import LlamaConfig
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
 from ostinato.models.plan import BufferPlan, PlanSizes
-from ostinato.models.program import OPTIONS, ROW, STOP_TOKENS, KernelCall, decode_program
+from ostinato.models.program import OPTIONS, ROW, STOP_TOKENS, KernelCall
 from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.sequences import Sequence, decode_rows, prompt_rows
+from ostinato.models.steps import DecoderSteps
 from ostinato.models.weights import Weights, load_weights
 from ostinato.replay import Decision
 
@@ -52,11 +40,6 @@ __all__ = ["DEFAULT_CONTEXT", "Decoder"]
 
 DEFAULT_CONTEXT = 2048
 """Positions a slot has if nobody says otherwise, and the model was trained for as many."""
-
-# By whether the step samples.
-_STEP_NAMES = {False: "prefill", True: "decode"}
-# Garbage for padding rows while a step is checked: without ACTIVE, outside of everything.
-_POISON_ROWS = (-2, 1 << 30)
 
 
 class Decoder:
@@ -118,37 +101,22 @@ class Decoder:
         except BaseException:
             self.weights.close()
             raise
-        self.stream: Stream = device.create_stream()
-        self.cache = GraphCache(device, buckets=PowersOfTwo(max_rows), budget=graph_budget)
-        self._programs = {s: decode_program(self.config, sampled=s) for s in (False, True)}
-        self._prepared: dict[tuple[bool, int], tuple[Operation, ...]] = {}
         self._sequences = [Sequence(slot) for slot in range(slots)]
         self._rows = np.zeros(max_rows, ROW)
         self._rows_on_device = b""
         self._options = np.zeros(slots, OPTIONS)
-        self._times = OperationTimes()
-        self.last_decision: Decision | None = None
-        """How the last step was run, and why."""
-        self._preload()
-        self._steps = {
-            sampled: GraphedStep(
-                partial(self._submit, sampled),
-                stream=self.stream,
-                cache=self.cache,
-                name=name,
-                slots=self._slots_to_verify() if verify != "off" else (),
-                build=build,
-                warmups=warmups,
-                enabled=graphs,
-                verify=verify,
-                preconditions={
-                    "weights loaded": lambda: self.weights.loaded,
-                    "workspace ready": lambda: self.plan.prepared,
-                    "output head present": lambda: self.weights.has_head,
-                },
-            )
-            for sampled, name in _STEP_NAMES.items()
-        }
+        self._steps = DecoderSteps(
+            device,
+            self.backend,
+            self.plan,
+            graphs=graphs,
+            build=build,
+            warmups=warmups,
+            verify=verify,
+            graph_budget=graph_budget,
+        )
+        self.stream: Stream = self._steps.stream
+        self.cache: GraphCache = self._steps.cache
         self.set_stop_tokens(self.config.eos_token_ids if stop_tokens is None else stop_tokens)
         for slot in range(slots):
             self.set_sampling(GREEDY, slot)
@@ -237,7 +205,7 @@ class Decoder:
                 if last:
                     chosen = self._sampled([sequence], piece)[0]
                 else:
-                    self.last_decision = self._steps[False](rows=len(piece))
+                    self._steps(len(piece), sampled=False)
                     sequence.tokens.extend(piece)
                     sequence.length += len(piece)
         return chosen
@@ -282,7 +250,7 @@ class Decoder:
             at = (sequence.length + count) % size
             entries.append(ring[sequence.slot, at : at + 1])
             entries[-1]["tag"] = -1
-        self.last_decision = self._steps[True](rows=len(piece) or len(sequences))
+        self._steps(len(piece) or len(sequences), sampled=True)
         self.stream.synchronize()
         chosen = []
         for sequence, entry in zip(sequences, entries, strict=True):
@@ -311,74 +279,33 @@ class Decoder:
     # --- what a step runs
     def program(self, *, sampled: bool = True) -> tuple[KernelCall, ...]:
         """The launches of a step, in order."""
-        return self._programs[sampled]
-
-    def _submit(self, sampled: bool, stream: Stream, *, rows: int) -> None:
-        operations = self._operations(sampled, rows)
-        if self._steps[sampled].profiling:
-            self._times.run(stream, operations)
-            return
-        for operation in operations:
-            stream.submit(operation)
-
-    def _operations(self, sampled: bool, rows: int) -> tuple[Operation, ...]:
-        known = self._prepared.get((sampled, rows))
-        if known is None:
-            known = tuple(
-                prepare(
-                    self._kernels[call.kernel],
-                    self.backend.shape(call, rows),
-                    *(self.plan.resolve(value, rows) for _, value in call.arguments),
-                )
-                for call in self._programs[sampled]
-            )
-            self._prepared[sampled, rows] = known
-        return known
-
-    def _preload(self) -> None:
-        """Loads every kernel that any capture may meet."""
-        names = dict.fromkeys(call.kernel for call in self._programs[True])
-        modules = self.device.modules
-        self._kernels = {name: modules.get_or_compile(self.backend.source, name) for name in names}
-
-    def _slots_to_verify(self) -> tuple[Slot, ...]:
-        plan, buffers = self.plan, self.plan.buffers
-        return (
-            Slot("rows", plan.rows.buffer, Role.INPUT, size="rows", poison=_POISON_ROWS),
-            Slot("cache", buffers["cache"], Role.STATE),
-            Slot("state", buffers["state"], Role.STATE),
-            Slot("ring", plan.ring, Role.STATE),
-            Slot("logits", buffers["logits"], Role.STATE),
-        )
+        return self._steps.programs[sampled]
 
     def graph(self, rows: int = 1, *, sampled: bool = True) -> Graph:
         """The graph of a step of so many rows (or of their bucket), captured for reading."""
         self._require_open()
-        bucket = self.cache.buckets.bucket(rows)
-        with capture(self.stream) as under_way:
-            self._submit(sampled, self.stream, rows=bucket)
-        return under_way.graph
+        return self._steps.graph(rows, sampled=sampled)
 
-    @contextmanager
-    def profile(self) -> Iterator[OperationTimes]:
-        """Times every operation by itself; steps inside the block run eagerly for it."""
-        times = self._times = OperationTimes()
-        for step in self._steps.values():
-            step.profiling = True
-        try:
-            yield times
-        finally:
-            for step in self._steps.values():
-                step.profiling = False
+    @property
+    def last_decision(self) -> Decision | None:
+        """How the last step was run, and why; None before the first."""
+        return self._steps.last_decision
+
+    def profile(self) -> AbstractContextManager[OperationTimes]:
+        """`with decoder.profile() as times`: every operation is timed by itself.
+
+        Steps inside the block run eagerly for it, with that reason.
+        """
+        return self._steps.profile()
 
     # --- numbers
     def statistics(self) -> DecoderStatistics:
         """What was launched, how, why eagerly, and how long the phases took."""
         return DecoderStatistics.of(
-            {name: self._steps[s].statistics() for s, name in _STEP_NAMES.items()},
+            self._steps.statistics(),
             self.cache.statistics(),
             self._phases,
-            launches_per_token=len(self._programs[True]),
+            launches_per_token=len(self.program()),
             weight_bytes=self.weights.nbytes,
             plan_bytes=self.plan.nbytes,
         )
@@ -415,11 +342,9 @@ class Decoder:
         self._closed = True
         if not self.device.context.closed:
             self.stream.synchronize()
-        self.cache.close()
-        self._prepared.clear()
+        self._steps.close()
         self.plan.close()
         self.weights.close()
-        self.stream.close()
 
     def __enter__(self) -> Self:
         return self

@@ -10,113 +10,30 @@ rows give the same bits, launched eagerly or from a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import HostKernel, host_kernel
-from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE
+from ostinato.models.kernels_host_common import (
+    HOST_KERNELS,
+    ROW_BY_ROW,
+    Floats,
+    Ints,
+    kernel,
+    matrix,
+    normed,
+    product,
+    runs_of,
+    sampled_rows,
+    used_rows,
+)
+from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS
 from ostinato.models.sampling import sample as sample_reference
 
 __all__ = ["HOST_KERNELS"]
 
-Floats: TypeAlias = npt.NDArray[np.float32]
-Ints: TypeAlias = npt.NDArray[np.int32]
-
-HOST_KERNELS: dict[str, HostKernel] = {}
-"""By name."""
-
-_TOKEN, _POSITION, _SLOT, _FLAGS = range(4)
-_ROW_BY_ROW = 4  # up to so many rows, matrix-vector products are faster than a matrix product
 _CHUNK = 1 << 15  # scores of one attention product at a time, in rows * KV length
-
-
-def _kernel(signature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a kernel.  As on a GPU, infinities and NaN are values and no warnings."""
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        made = host_kernel(signature, name=function.__name__)(np.errstate(all="ignore")(function))
-        HOST_KERNELS[made.name] = made
-        return function
-
-    return decorate
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Rows `start` to `stop` of one slot at rising positions from `position`."""
-
-    start: int
-    stop: int
-    slot: int
-    position: int
-
-
-def _used(live: Ints, row_count: int) -> int:
-    """Rows up to the last active one."""
-    if row_count == 1:
-        return int(live[_FLAGS]) & ACTIVE
-    active = np.flatnonzero(live[_FLAGS : 4 * row_count : 4] & ACTIVE)
-    return int(active[-1]) + 1 if active.size else 0
-
-
-def _runs(live: Ints, used: int) -> Iterator[_Run]:
-    run: _Run | None = None
-    for index, (_, position, slot, flags) in enumerate(live[: 4 * used].reshape(-1, 4).tolist()):
-        if not flags & ACTIVE:
-            continue
-        if run is not None:
-            follows = run.stop == index and run.slot == slot
-            if follows and run.position + run.stop - run.start == position:
-                run = _Run(run.start, index + 1, slot, run.position)
-                continue
-            yield run
-        run = _Run(index, index + 1, slot, position)
-    if run is not None:
-        yield run
-
-
-def _sampled(live: Ints, used: int) -> list[tuple[int, int, int]]:
-    """(row, position, slot) of the rows that get logits."""
-    wanted = ACTIVE | SAMPLE
-    rows = live[: 4 * used].reshape(-1, 4).tolist()
-    return [(i, row[1], row[2]) for i, row in enumerate(rows) if row[3] & wanted == wanted]
-
-
-def _matrix(flat: npt.NDArray[Any], rows: int, columns: int) -> npt.NDArray[Any]:
-    return flat[: rows * columns].reshape(rows, columns)
-
-
-def _product(weight: Floats, x: Floats, out: Floats) -> None:
-    """out = x @ weight.T for x [rows, in], weight [out, in].
-
-    Measured with OpenBLAS on two cores, all layers of SmolLM2-135M: as `x @ weight.T` 2 rows take
-    43 ms and 8 take 47; row by row 2 take 23; as `weight @ x.T` 8 take 38, the copy included.
-    """
-    if len(x) <= _ROW_BY_ROW:
-        for row, target in zip(x, out, strict=True):
-            np.matmul(weight, row, out=target)
-    else:
-        out[...] = np.matmul(weight, x.T).T
-
-
-def _normed(x: Floats, norm: Floats, epsilon: float) -> Floats:
-    """RMS norm of rows, times the weights."""
-    width = x.shape[1]
-    if len(x) == 1:
-        row = x[0]
-        scale = 1.0 / np.sqrt(np.dot(row, row) / np.float32(width) + np.float32(epsilon))
-        out = x * np.float32(scale)
-    else:
-        squares = np.square(x).mean(axis=1, keepdims=True)
-        squares += np.float32(epsilon)
-        np.sqrt(squares, out=squares)
-        out = x / squares
-    out *= norm[:width]
-    return out
 
 
 def _rotate(x: Floats, cosine: Floats, sine: Floats, out: Floats) -> None:
@@ -130,7 +47,7 @@ def _rotate(x: Floats, cosine: Floats, sine: Floats, out: Floats) -> None:
     out_right += left * sine
 
 
-@_kernel(
+@kernel(
     "rows: *const i32, state: *const i32, live: *out i32, table: *const f32, x: *out f32, "
     "row_count: u32, hidden: u32, vocabulary: u32, slots: u32, context: u32"
 )
@@ -151,8 +68,8 @@ def embed(
 
     A row that would reach outside of anything is not active afterwards.
     """
-    out = _matrix(x, row_count, hidden)
-    embedding = _matrix(table, vocabulary, hidden)
+    out = matrix(x, row_count, hidden)
+    embedding = matrix(table, vocabulary, hidden)
     for index, row in enumerate(rows[: 4 * row_count].reshape(-1, 4).tolist()):
         token, position, slot, flags = row
         if not 0 <= slot < slots:
@@ -170,7 +87,7 @@ def embed(
             out[index] = 0.0
 
 
-@_kernel(
+@kernel(
     "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, rope: *const f32, "
     "cache: *f32, q: *out f32, workspace: *out f32, row_count: u32, hidden: u32, heads: u32, "
     "kv_heads: u32, head_size: u32, slots: u32, context: u32, epsilon: f32"
@@ -199,18 +116,18 @@ def norm_qkv_rope(
     `rope`: [context, 2, head_size / 2], cosines and sines.  `cache`: this layer's part, [2, slots,
     kv_heads, context, head_size].  `q`: [rows, heads, head_size].
     """
-    used = _used(live, row_count)
+    used = used_rows(live, row_count)
     if not used:
         return
     width = (heads + 2 * kv_heads) * head_size
-    qkv = _matrix(workspace, used, width)
-    _product(_matrix(weight, width, hidden), _normed(_matrix(x, used, hidden), norm, epsilon), qkv)
+    qkv = matrix(workspace, used, width)
+    product(matrix(weight, width, hidden), normed(matrix(x, used, hidden), norm, epsilon), qkv)
     parts = qkv.reshape(used, heads + 2 * kv_heads, head_size)
-    queries = _matrix(q, used, heads * head_size).reshape(used, heads, head_size)
+    queries = matrix(q, used, heads * head_size).reshape(used, heads, head_size)
     shape = (2, slots, kv_heads, context, head_size)
     keys, values = cache[: 2 * slots * kv_heads * context * head_size].reshape(shape)
     table = rope[: context * head_size].reshape(context, 2, 1, head_size // 2)
-    for run in _runs(live, used):
+    for run in runs_of(live, used):
         rows, end = slice(run.start, run.stop), run.position + run.stop - run.start
         cosine, sine = table[run.position : end, 0], table[run.position : end, 1]
         _rotate(parts[rows, :heads], cosine, sine, queries[rows])
@@ -219,7 +136,7 @@ def norm_qkv_rope(
         values[where] = parts[rows, heads + kv_heads :].transpose(1, 0, 2)
 
 
-@_kernel(
+@kernel(
     "live: *const i32, q: *const f32, cache: *const f32, attended: *out f32, workspace: *out f32, "
     "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32, "
     "scale: f32"
@@ -240,13 +157,13 @@ def attention(
     scale: float,
 ) -> None:
     """Each row attends to positions 0 to its own of its slot; `attended` is [rows, heads, size]."""
-    used = _used(live, row_count)
+    used = used_rows(live, row_count)
     group = heads // kv_heads
     shape = (2, slots, kv_heads, context, head_size)
     all_keys, all_values = cache[: 2 * slots * kv_heads * context * head_size].reshape(shape)
     out = attended[: used * heads * head_size].reshape(used, kv_heads, group, head_size)
     queries = q[: used * heads * head_size].reshape(used, kv_heads, group, head_size)
-    for run in _runs(live, used):
+    for run in runs_of(live, used):
         keys, values = all_keys[run.slot], all_values[run.slot]
         step = max(1, _CHUNK // (run.position + run.stop - run.start))
         for start in range(run.start, run.stop, step):
@@ -254,9 +171,8 @@ def attention(
             before = run.position + start - run.start
             end = before + stop - start
             # [kv_heads, rows * group, head_size]: one product a key head, all its queries at once.
-            query = queries[start:stop].transpose(1, 0, 2, 3).copy()
-            query = query.reshape(kv_heads, -1, head_size)
-            query *= np.float32(scale)
+            scaled = queries[start:stop] * np.float32(scale)
+            query = scaled.transpose(1, 0, 2, 3).reshape(kv_heads, -1, head_size)
             # Keys on the left: for one row's queries three times as fast as the other way round.
             scores = np.matmul(keys[:, :end], query.transpose(0, 2, 1))
             scores = np.ascontiguousarray(scores.transpose(0, 2, 1))
@@ -284,16 +200,16 @@ def _add_product(
     hidden: int,
     width: int,
 ) -> None:
-    used = _used(live, row_count)
+    used = used_rows(live, row_count)
     if not used:
         return
-    added = _matrix(workspace, used, hidden)
-    _product(_matrix(weight, hidden, width), _matrix(source, used, width), added)
-    residual = _matrix(x, used, hidden)
+    added = matrix(workspace, used, hidden)
+    product(matrix(weight, hidden, width), matrix(source, used, width), added)
+    residual = matrix(x, used, hidden)
     residual += added
 
 
-@_kernel(
+@kernel(
     "live: *const i32, attended: *const f32, weight: *const f32, x: *f32, workspace: *out f32, "
     "row_count: u32, hidden: u32, width: u32"
 )
@@ -302,7 +218,7 @@ def output_residual(launch: object, *arguments: Any) -> None:
     _add_product(*arguments)
 
 
-@_kernel(
+@kernel(
     "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, inner: *out f32, "
     "workspace: *out f32, row_count: u32, hidden: u32, width: u32, epsilon: f32"
 )
@@ -320,15 +236,13 @@ def norm_gate_up(
     epsilon: float,
 ) -> None:
     """inner = silu(gate) * up, of the normed residual; `weight` is [gate; up]."""
-    used = _used(live, row_count)
+    used = used_rows(live, row_count)
     if not used:
         return
-    both = _matrix(workspace, used, 2 * width)
-    _product(
-        _matrix(weight, 2 * width, hidden), _normed(_matrix(x, used, hidden), norm, epsilon), both
-    )
+    both = matrix(workspace, used, 2 * width)
+    product(matrix(weight, 2 * width, hidden), normed(matrix(x, used, hidden), norm, epsilon), both)
     gate, up = both[:, :width], both[:, width:]
-    out = _matrix(inner, used, width)
+    out = matrix(inner, used, width)
     np.negative(gate, out=out)
     np.exp(out, out=out)  # infinite for gates below -88: their silu is 0 then
     out += np.float32(1)
@@ -336,7 +250,7 @@ def norm_gate_up(
     out *= up
 
 
-@_kernel(
+@kernel(
     "live: *const i32, inner: *const f32, weight: *const f32, x: *f32, workspace: *out f32, "
     "row_count: u32, hidden: u32, width: u32"
 )
@@ -345,7 +259,7 @@ def down_residual(launch: object, *arguments: Any) -> None:
     _add_product(*arguments)
 
 
-@_kernel(
+@kernel(
     "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, logits: *f32, "
     "workspace: *out f32, row_count: u32, hidden: u32, vocabulary: u32, epsilon: f32"
 )
@@ -363,22 +277,22 @@ def head(
     epsilon: float,
 ) -> None:
     """Logits of the rows that sample; each slot's at its own place, [slots, vocabulary]."""
-    sampled = _sampled(live, _used(live, row_count))
+    sampled = sampled_rows(live, used_rows(live, row_count))
     if not sampled:
         return
-    matrix = _matrix(weight, vocabulary, hidden)
+    table = matrix(weight, vocabulary, hidden)
     rows = [row for row, _, _ in sampled]
     slots = [slot for _, _, slot in sampled]
-    final = _normed(_matrix(x, row_count, hidden)[rows], norm, epsilon)
-    out = _matrix(logits, max(slots) + 1, vocabulary)
-    if len(rows) <= _ROW_BY_ROW:
+    final = normed(matrix(x, row_count, hidden)[rows], norm, epsilon)
+    out = matrix(logits, max(slots) + 1, vocabulary)
+    if len(rows) <= ROW_BY_ROW:
         for row, slot in zip(final, slots, strict=True):
-            np.matmul(matrix, row, out=out[slot])
+            np.matmul(table, row, out=out[slot])
     else:
-        out[slots] = np.matmul(matrix, final.T).T
+        out[slots] = np.matmul(table, final.T).T
 
 
-@_kernel(
+@kernel(
     "live: *const i32, logits: *const f32, options: *const u64, chosen: *out i32, "
     "row_count: u32, vocabulary: u32"
 )
@@ -396,7 +310,7 @@ def sample(
     -1 if a logit is NaN: the model is broken, and no token of it means anything.
     """
     settings = options.view(OPTIONS)
-    for row, position, slot in _sampled(live, _used(live, row_count)):
+    for row, position, slot in sampled_rows(live, used_rows(live, row_count)):
         temperature, top_p, seed, top_k, _ = settings[slot].item()
         values = logits[slot * vocabulary : (slot + 1) * vocabulary]
         if np.isnan(values).any():
@@ -405,7 +319,7 @@ def sample(
         chosen[row] = sample_reference(values, temperature, top_k, top_p, seed, position + 1)
 
 
-@_kernel(
+@kernel(
     "live: *const i32, chosen: *const i32, options: *const u64, stops: *const i32, state: *i32, "
     "ring: *i32, row_count: u32, stop_count: u32, context: u32, ring_size: u32"
 )
@@ -425,7 +339,7 @@ def advance(
     """The state of each slot that sampled, and its token into the ring that the host reads."""
     settings = options.view(OPTIONS)
     ends = {stop for stop in stops[:stop_count].tolist() if stop >= 0}
-    for row, position, slot in _sampled(live, _used(live, row_count)):
+    for row, position, slot in sampled_rows(live, used_rows(live, row_count)):
         token = int(chosen[row])
         limit = min(int(settings[slot]["limit"]), context)
         stopped = int(token < 0 or token in ends or position + 1 >= limit)
