@@ -262,18 +262,40 @@ def test_launching_into_a_capture_is_refused_and_the_capture_goes_on(
     np.testing.assert_array_equal(sums.result(), sums.expected)
 
 
-def test_a_child_graph_runs_and_is_reported_not_rebound(sums: Sum, device: Device) -> None:
+def test_rebind_reaches_into_child_graphs(sums: Sum, device: Device) -> None:
     parent = ost.Graph.create(device)
     child = parent.add_child(sums.graph)
     assert child.kind is ost.NodeKind.CHILD_GRAPH
     assert [n.name for n in child.children[0]][1:3] == ["add", "scale"]
     assert parent.count(ost.NodeKind.KERNEL) == 2
     run = parent.instantiate()
-    report = run.rebind({sums.a: sums.b})
-    assert report.words == ()
-    assert "inside" in report.left[0].why
     run.launch(sums.stream)
     np.testing.assert_array_equal(sums.copy.to_numpy(sums.stream), sums.expected)
+    report = run.rebind({sums.a: sums.b})
+    assert [(w.node_index, w.node_name) for w in report.words] == [(0, "child_graph / add")]
+    assert report.left == ()
+    run.launch(sums.stream)
+    np.testing.assert_array_equal(sums.copy.to_numpy(sums.stream), 4 * sums.b_host)
+    fresh = device.array(sums.a_host)
+    run.rebind([(sums.b, fresh)])
+    run.launch(sums.stream)
+    np.testing.assert_array_equal(sums.copy.to_numpy(sums.stream), 4 * sums.a_host)
+
+
+def test_an_update_with_nodes_in_another_order_is_refused(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, y = device.zeros(N, np.float32), device.zeros(N, np.float32)
+    first, second = ost.Graph.create(device), ost.Graph.create(device)
+    a = first.add_memset(x, 1)
+    first.add_memset(x, 2, after=[a])
+    b = second.add_memset(y, 2)
+    second.add_edges([(second.add_memset(y, 1), b)])
+    run = first.instantiate()
+    with pytest.raises(UpdateRefusedError, match="another order"):
+        run.update(second)
+    run.launch(stream)
+    assert (x.to_numpy(stream).view(np.uint8) == 2).all()
 
 
 def test_a_launch_while_recording_becomes_a_child(sums: Sum, stream: ost.Stream) -> None:

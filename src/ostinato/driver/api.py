@@ -756,8 +756,9 @@ class Driver(Protocol):
     def stream_end_capture(self, stream: StreamHandle) -> GraphHandle:
         """The graph; after `…_to_graph` that same graph.  Raises 901 to 908 if it was broken.
 
-        ILLEGAL_STATE (401) if the stream does not capture.  Except for 903 and 908 (wrong stream,
-        wrong thread), the stream works again afterwards, also when this raises.
+        ILLEGAL_STATE (401) if the stream does not capture.  The streams work again afterwards, also
+        when this raises; but a fork asked to end (903) only breaks the capture, which its own
+        stream must still end.  From another thread (908) the capture ends and is dropped.
         """
         ...
 
@@ -782,7 +783,7 @@ class Driver(Protocol):
         ...
 
     def graph_nodes(self, graph: GraphHandle) -> tuple[NodeHandle, ...]:
-        """In the driver's order: the order of creation on both drivers."""
+        """In the driver's order: as a rule, but not always, the order of creation."""
         ...
 
     def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]: ...
@@ -804,7 +805,7 @@ class Driver(Protocol):
     def graph_remove_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None: ...
 
     def graph_remove_node(self, node: NodeHandle) -> None:
-        """NOT_PERMITTED for nodes that cannot leave their graph (memory nodes)."""
+        """Refused for memory nodes (800), and in graphs that have some (801)."""
         ...
 
     def node_kind(self, node: NodeHandle) -> NodeKind: ...

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,17 @@ class Signature:
     """The parameters of a kernel, in order."""
 
     parameters: tuple[Parameter, ...]
+    layout: tuple[ParameterSlot, ...] = field(init=False, repr=False, compare=False)
+    """Offset and size of each parameter in the packed buffer."""
+
+    def __post_init__(self) -> None:
+        slots: list[ParameterSlot] = []
+        end = 0
+        for parameter in self.parameters:
+            start = -(-end // parameter.alignment) * parameter.alignment
+            slots.append(ParameterSlot(start, parameter.size))
+            end = start + parameter.size
+        object.__setattr__(self, "layout", tuple(slots))
 
     @classmethod
     def parse(cls, text: str) -> Signature:
@@ -89,17 +100,6 @@ class Signature:
         if len(set(names)) != len(names):
             raise InputError(f"signature {text!r}: two parameters share a name")
         return cls(tuple(parameters))
-
-    @property
-    def layout(self) -> tuple[ParameterSlot, ...]:
-        """Offset and size of each parameter in the packed buffer."""
-        slots: list[ParameterSlot] = []
-        end = 0
-        for parameter in self.parameters:
-            start = -(-end // parameter.alignment) * parameter.alignment
-            slots.append(ParameterSlot(start, parameter.size))
-            end = start + parameter.size
-        return tuple(slots)
 
     def index(self, name: str) -> int:
         """The position of a parameter by name.  Raises InputError that lists the names."""

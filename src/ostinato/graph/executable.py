@@ -18,14 +18,12 @@ from ostinato.driver.api import (
     ChildGraphNodeParams,
     ExecHandle,
     InstantiateFlags,
-    KernelArguments,
     LaunchConfig,
     NodeHandle,
     NodeKind,
     NodeParams,
     UpdateVerdict,
 )
-from ostinato.driver.signature import Signature, pack_by_size
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
     CaptureError,
@@ -36,6 +34,7 @@ from ostinato.errors import (
     InputError,
     UpdateRefusedError,
 )
+from ostinato.graph.changes import VERDICTS, Keep, argument_bytes, links, refused
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
 from ostinato.graph.rebind import Change, RebindReport, plan_rebind
@@ -43,17 +42,6 @@ from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target
 
 __all__ = ["GraphExec", "UpdateReport"]
-
-_VERDICTS = {
-    UpdateVerdict.ERROR: "the driver failed for a reason it does not give",
-    UpdateVerdict.TOPOLOGY_CHANGED: "the nodes or the edges are not the same",
-    UpdateVerdict.NODE_TYPE_CHANGED: "a node is of another kind",
-    UpdateVerdict.FUNCTION_CHANGED: "a kernel node has another function",
-    UpdateVerdict.PARAMETERS_CHANGED: "a parameter changed that an update cannot change",
-    UpdateVerdict.NOT_SUPPORTED: "a node holds something that updates do not support",
-    UpdateVerdict.UNSUPPORTED_FUNCTION_CHANGE: "a kernel's function changed in an unsupported way",
-    UpdateVerdict.ATTRIBUTES_CHANGED: "a kernel's launch attributes changed",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +70,10 @@ class GraphExec:
         self._prepared: dict[Stream, Callable[[], None]] = {}
         # The nodes it was made of: a definition may grow afterwards.
         self._handles = self.context.driver.graph_nodes(graph.handle)
+        self._edges = graph.edges
         self._nodes: tuple[Node, ...] | None = None
         self._current: dict[NodeHandle, NodeParams] = {}
-        self._keep = _Keep(graph)
+        self._keep = Keep(graph)
         driver, prepared, keep = self.context.driver, self._prepared, self._keep
         context = self.context
 
@@ -184,9 +173,17 @@ class GraphExec:
         Arguments are decoded as they were in the definition; `params` is current.
         """
         with self._lock:
-            return tuple(
-                replace(n, params=self._current.get(n.handle, n.params)) for n in self._definition()
+            return self._overlaid(self._definition())
+
+    def _overlaid(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        return tuple(
+            replace(
+                n,
+                params=self._current.get(n.handle, n.params),
+                children=tuple(self._overlaid(body) for body in n.children),
             )
+            for n in nodes
+        )
 
     def _definition(self) -> tuple[Node, ...]:
         if self._nodes is None:
@@ -238,7 +235,7 @@ class GraphExec:
         with self._lock:
             found = self._node(node)
             kernel = replace(found, params=self.params(found)).kernel
-            index, raw = _argument_bytes(found, kernel.arguments, argument, value)
+            index, raw = argument_bytes(found, kernel.arguments, argument, value)
             arguments = kernel.arguments.with_raw(index, raw)
             self._apply([Change(found, replace(kernel, arguments=arguments))])
             if not isinstance(value, int | float | bytes):
@@ -302,7 +299,7 @@ class GraphExec:
             try:
                 self.context.driver.exec_set_enabled(self.handle, found.handle, enabled)
             except DriverError as error:
-                raise _refused(found, error) from error
+                raise refused(found, error) from error
 
     def enabled(self, node: Node | int) -> bool:
         """Whether a node runs."""
@@ -336,12 +333,13 @@ class GraphExec:
         """
         with self._lock:
             nodes, new = self._definition(), graph.nodes
+            self._require_same_order(nodes, new, graph)
             outcome = self.context.driver.exec_update(self.handle, graph.handle)
             if outcome.verdict is not UpdateVerdict.SUCCESS:
                 blamed = next((n for n in new if n.handle == outcome.node), None)
                 where = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
                 raise UpdateRefusedError(
-                    f"the update was refused{where}: {_VERDICTS[outcome.verdict]} "
+                    f"the update was refused{where}: {VERDICTS[outcome.verdict]} "
                     f"({outcome.verdict.name}). Instantiate the new graph instead.",
                     node_index=None if blamed is None else blamed.index,
                 )
@@ -356,6 +354,21 @@ class GraphExec:
             self._let_go(self._keep.replace_all(graph))
             return UpdateReport(len(new), changed)
 
+    def _require_same_order(
+        self, nodes: tuple[Node, ...], new: tuple[Node, ...], graph: Graph
+    ) -> None:
+        """CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another order.
+
+        What is set later goes by a node's place, so that is refused here, on both drivers.
+        """
+        if [n.kind for n in nodes] != [n.kind for n in new]:
+            return  # the driver names the node
+        if links(self._edges, nodes) != links(graph.edges, new):
+            raise UpdateRefusedError(
+                "the update was refused: the edges are not the same, or the nodes come in another "
+                "order (TOPOLOGY_CHANGED). Instantiate the new graph instead."
+            )
+
     def _apply(self, changes: list[Change]) -> None:
         """Makes changes in order; undoes those made if one is refused."""
         driver, handle = self.context.driver, self.handle
@@ -368,7 +381,7 @@ class GraphExec:
             for node in reversed(made):
                 before = self._current.get(node.handle, node.params)
                 driver.exec_set_params(handle, node.handle, before)
-            raise _refused(changes[len(made)].node, error) from error
+            raise refused(changes[len(made)].node, error) from error
         for change in changes:
             self._current[change.node.handle] = change.params
 
@@ -395,58 +408,3 @@ class GraphExec:
         tb: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class _Keep:
-    """What an executable keeps alive: its graphs, and what single nodes were set to."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graphs: list[object] = [graph]
-        self._nodes: dict[NodeHandle, list[object]] = {}
-
-    def add(self, node: NodeHandle, owners: Iterable[object]) -> None:
-        self._nodes.setdefault(node, []).extend(owners)
-
-    def replace(self, node: NodeHandle, owners: Iterable[object]) -> list[object]:
-        """The node's new owners; gives back the old."""
-        old = self._nodes.get(node, [])
-        self._nodes[node] = list(owners)
-        return old
-
-    def replace_all(self, graph: Graph) -> list[object]:
-        """Everything now comes from `graph`; the first one stays, for its nodes' handles."""
-        old = [*self._graphs[1:], *(o for owners in self._nodes.values() for o in owners)]
-        self._graphs[1:] = [graph]
-        self._nodes.clear()
-        return old
-
-    def clear(self) -> None:
-        self._graphs.clear()
-        self._nodes.clear()
-
-
-def _refused(node: Node, error: DriverError) -> Exception:
-    if isinstance(error, ContextPoisonedError):
-        return error
-    return UpdateRefusedError(
-        f"node {node.index} ({node.name}, {node.kind.name}) cannot be changed so: {error}",
-        node_index=node.index,
-    )
-
-
-def _argument_bytes(
-    node: Node, arguments: KernelArguments, argument: int | str, value: object
-) -> tuple[int, bytes]:
-    signature = node.signature
-    typed = signature is not None and signature.layout == arguments.layout
-    if isinstance(argument, str):
-        if signature is None or not typed:
-            raise InputError(
-                f"node {node.index} ({node.name}) has no signature, so its arguments have no "
-                f"names; use an index below {len(arguments)}"
-            )
-        argument = signature.index(argument)
-    size = arguments.slot(argument).size
-    if signature is not None and typed:
-        return argument, Signature.pack_one(signature.parameters[argument], value)
-    return argument, pack_by_size(size, value, argument)

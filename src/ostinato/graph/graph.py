@@ -200,7 +200,8 @@ class Graph:
         if operation is not None:
             self.keep.extend(operation.keep)
         self.labels[handle] = NodeLabel(operation, location or caller_location())
-        return self._read_node(len(driver.graph_nodes(self.handle)) - 1, handle)
+        # As a rule the last, but the driver's order is its own.
+        return self._read_node(driver.graph_nodes(self.handle).index(handle), handle)
 
     def add_operation(self, operation: Operation, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a node for a prepared operation."""

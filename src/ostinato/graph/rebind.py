@@ -53,8 +53,9 @@ class Change:
 class ReboundWord:
     """One word that was changed.
 
-    `place` says where: "argument 2 (x)", "argument 0 +16", "dst", "src".  `confirmed_by` is
-    "signature", "allocation" or "field".
+    `node_index` is of the graph's own node; for a node inside a child graph or a body, of the one
+    around it, and `node_name` is the path inwards.  `place` says where: "argument 2 (x)",
+    "argument 0 +16", "dst", "src".  `confirmed_by` is "signature", "allocation" or "field".
     """
 
     node_index: int
@@ -126,6 +127,7 @@ class _Plan:
     def __init__(self, moves: Sequence[_Move], find: Callable[[int], MemoryRange | None]) -> None:
         self._moves = moves
         self._find = find
+        self._outer: list[Node] = []  # the child graph or conditional nodes around the visited one
         self.changes: list[Change] = []
         self.words: list[ReboundWord] = []
         self.left: list[LeftWord] = []
@@ -145,9 +147,19 @@ class _Plan:
             if dst != params.dst:
                 self.changes.append(Change(node, replace(params, dst=dst)))
         elif isinstance(params, ChildGraphNodeParams | ConditionalNodeParams):
-            self._inner(node, node.children)
+            # Nodes inside are set one by one like the others (measured on driver 580).
+            for body in node.children:
+                for child in body:
+                    self._outer.append(node)
+                    self.visit(child)
+                    self._outer.pop()
         elif isinstance(params, HostNodeParams):
             pass  # what a host function holds is not ours to see
+
+    def _name(self, node: Node) -> tuple[int, str]:
+        """The index of the outermost node, and the names from there inwards."""
+        path = [*self._outer, node]
+        return path[0].index, " / ".join(n.name for n in path)
 
     # --- words
     def _moved(self, address: int, extent: int, where: str) -> int | None:
@@ -205,16 +217,16 @@ class _Plan:
                 continue
             if scalar:
                 why = "its signature says that it is a number, not a pointer"
-                self.left.append(LeftWord(node.index, node.name, place, value, why))
+                self.left.append(LeftWord(*self._name(node), place, value, why))
                 continue
             if not by_signature and self._find(value) is None:
                 why = "no live allocation holds it, so nothing confirms that it is a pointer"
-                self.left.append(LeftWord(node.index, node.name, place, value, why))
+                self.left.append(LeftWord(*self._name(node), place, value, why))
                 continue
             new = self._moved(value, 1, f"node {node.index} ({node.name}) {place}")
             assert new is not None
             confirmed = "signature" if by_signature else "allocation"
-            self.words.append(ReboundWord(node.index, node.name, place, value, new, confirmed))
+            self.words.append(ReboundWord(*self._name(node), place, value, new, confirmed))
             arguments = arguments.with_bytes(at, new.to_bytes(_WORD, "little"))
         return arguments
 
@@ -222,7 +234,7 @@ class _Plan:
         new = self._moved(address, extent, f"node {node.index} ({node.name}) {place}")
         if new is None:
             return address
-        self.words.append(ReboundWord(node.index, node.name, place, address, new, "field"))
+        self.words.append(ReboundWord(*self._name(node), place, address, new, "field"))
         return new
 
     def _memcpy(self, node: Node, params: MemcpyNodeParams) -> None:
@@ -236,21 +248,6 @@ class _Plan:
         )
         if (dst, src) != (params.dst, params.src):
             self.changes.append(Change(node, replace(params, dst=dst, src=src)))
-
-    def _inner(self, node: Node, bodies: Sequence[tuple[Node, ...]]) -> None:
-        """Nodes inside a child graph or a body cannot be set one by one: they are reported."""
-        inner = _Plan(self._moves, self._find)
-        for body in bodies:
-            for child in body:
-                inner.visit(child)
-        why = (
-            f"it is inside node {node.index} ({node.name}), where executables take no single change"
-        )
-        self.left.extend(
-            LeftWord(node.index, node.name, f"{w.node_name} {w.place}", w.old, why)
-            for w in inner.words
-        )
-        self.left.extend(inner.left)
 
 
 def copy_extent(params: MemcpyNodeParams, pitch: int, height: int) -> int:

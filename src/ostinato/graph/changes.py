@@ -1,0 +1,85 @@
+"""The parts of changing an executable: refusals in words, argument bytes, what is kept alive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ostinato.driver.api import Edge, EdgeData, KernelArguments, NodeHandle, UpdateVerdict
+from ostinato.driver.signature import Signature, pack_by_size
+from ostinato.errors import ContextPoisonedError, DriverError, InputError, UpdateRefusedError
+from ostinato.graph.graph import Graph
+from ostinato.graph.node import Node
+
+__all__ = ["VERDICTS", "Keep", "argument_bytes", "links", "refused"]
+
+VERDICTS = {
+    UpdateVerdict.ERROR: "the driver failed for a reason it does not give",
+    UpdateVerdict.TOPOLOGY_CHANGED: "the nodes or the edges are not the same",
+    UpdateVerdict.NODE_TYPE_CHANGED: "a node is of another kind",
+    UpdateVerdict.FUNCTION_CHANGED: "a kernel node has another function",
+    UpdateVerdict.PARAMETERS_CHANGED: "a parameter changed that an update cannot change",
+    UpdateVerdict.NOT_SUPPORTED: "a node holds something that updates do not support",
+    UpdateVerdict.UNSUPPORTED_FUNCTION_CHANGE: "a kernel's function changed in an unsupported way",
+    UpdateVerdict.ATTRIBUTES_CHANGED: "a kernel's launch attributes changed",
+}
+
+
+def links(edges: Sequence[Edge], nodes: Sequence[Node]) -> set[tuple[int, int, EdgeData]]:
+    """The edges by the places of their nodes."""
+    place = {n.handle: i for i, n in enumerate(nodes)}
+    return {(place[e.source], place[e.target], e.data) for e in edges}
+
+
+class Keep:
+    """What an executable keeps alive: its graphs, and what single nodes were set to."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graphs: list[object] = [graph]
+        self._nodes: dict[NodeHandle, list[object]] = {}
+
+    def add(self, node: NodeHandle, owners: Iterable[object]) -> None:
+        self._nodes.setdefault(node, []).extend(owners)
+
+    def replace(self, node: NodeHandle, owners: Iterable[object]) -> list[object]:
+        """The node's new owners; gives back the old."""
+        old = self._nodes.get(node, [])
+        self._nodes[node] = list(owners)
+        return old
+
+    def replace_all(self, graph: Graph) -> list[object]:
+        """Everything now comes from `graph`; the first one stays, for its nodes' handles."""
+        old = [*self._graphs[1:], *(o for owners in self._nodes.values() for o in owners)]
+        self._graphs[1:] = [graph]
+        self._nodes.clear()
+        return old
+
+    def clear(self) -> None:
+        self._graphs.clear()
+        self._nodes.clear()
+
+
+def refused(node: Node, error: DriverError) -> Exception:
+    if isinstance(error, ContextPoisonedError):
+        return error
+    return UpdateRefusedError(
+        f"node {node.index} ({node.name}, {node.kind.name}) cannot be changed so: {error}",
+        node_index=node.index,
+    )
+
+
+def argument_bytes(
+    node: Node, arguments: KernelArguments, argument: int | str, value: object
+) -> tuple[int, bytes]:
+    signature = node.signature
+    typed = signature is not None and signature.layout == arguments.layout
+    if isinstance(argument, str):
+        if signature is None or not typed:
+            raise InputError(
+                f"node {node.index} ({node.name}) has no signature, so its arguments have no "
+                f"names; use an index below {len(arguments)}"
+            )
+        argument = signature.index(argument)
+    size = arguments.slot(argument).size
+    if signature is not None and typed:
+        return argument, Signature.pack_one(signature.parameters[argument], value)
+    return argument, pack_by_size(size, value, argument)
