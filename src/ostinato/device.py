@@ -105,9 +105,7 @@ class Device:
         buffer = allocate(self.context, shape, dtype)
         if buffer.nbytes:
             stream = self._copy_stream()
-            stream.guarded(
-                "zeros", lambda h: self.driver.memset(buffer.address, 0, 1, buffer.nbytes, h)
-            )
+            stream.guarded(lambda h: self.driver.memset(buffer.address, 0, 1, buffer.nbytes, h))
             stream.synchronize()
         return buffer
 

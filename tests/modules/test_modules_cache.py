@@ -391,12 +391,12 @@ def test_dropping_the_last_kernel_unloads_after_the_capture(context: Context) ->
     gc.collect()
     context.collect()
     assert not unloaded  # the kernel keeps it
-    context.capture_begun()
+    thread = context.capture_begun()
     del kernel
     gc.collect()
     context.collect()
     assert not unloaded  # a capture is under way
-    context.capture_ended()
+    context.capture_ended(thread)
     assert len(unloaded) == 1
 
 
@@ -483,14 +483,14 @@ def test_loading_inside_a_capture_says_preload(context: Context, modules: Module
     ready = modules.get_or_compile(HOST, "scale")
     stream = driver.stream_create()
     driver.stream_begin_capture(stream, CaptureMode.THREAD_LOCAL)
-    context.capture_begun()
+    thread = context.capture_begun()
     assert modules.get_or_compile(HOST, "scale") is ready  # what is loaded stays at hand
     with pytest.raises(CaptureBrokenError, match="preload") as caught:
         modules.get_or_compile(fresh_source(1), "k")
     assert "test_modules_cache.py" in caught.value.location
     with pytest.raises(Exception, match="901"):
         driver.stream_end_capture(stream)
-    context.capture_ended()
+    context.capture_ended(thread)
     assert modules.get_or_compile(fresh_source(1), "k").name == "k"
 
 

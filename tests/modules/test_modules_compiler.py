@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from ostinato.modules import compiler as compiler_module
 from ostinato.modules.compiler import (
     check_ptx,
     compile_plan,
-    compiler_identity,
     plan_compilation,
     target_arch,
 )
@@ -108,34 +105,63 @@ def test_the_toolkits_headers_are_there() -> None:
     assert kernel_names(compiled(text).data) == ("k",)
 
 
-@pytest.fixture
-def forgotten_headers():
-    compiler_module._toolkit_headers.cache_clear()
-    yield
-    compiler_module._toolkit_headers.cache_clear()
+def test_the_toolkits_own_headers_find_those_beside_them() -> None:
+    text = "#include <mma.h>\n#include <cooperative_groups.h>\n#include <cuda_pipeline.h>\n" + TEXT
+    answer = compiled(text)
+    assert kernel_names(answer.data) == ("k",) and not answer.log
 
 
-def test_the_toolkits_headers_are_unpacked_once(tmp_path, monkeypatch, forgotten_headers) -> None:
-    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path))
-    folder = compiler_module._toolkit_headers()
-    if folder is None or not folder.startswith(str(tmp_path)):
-        pytest.skip("this NVRTC brings no headers of its own")
-    assert (Path(folder) / "cuda_fp16.h").exists()
-    monkeypatch.setattr(compiler_module, "_run_nvrtc", None)  # not needed again
-    assert compiler_module._unpack_headers(Path(folder))
+def test_headers_in_folders_find_those_beside_them(tmp_path: Path) -> None:
+    for folder, value in (("one", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "outer.h").write_text('#include "inner.h"\n')
+        (tmp_path / folder / "inner.h").write_text(f"#define IS_{value} 1\n")
+    text = '#include "one/outer.h"\n#include "two/outer.h"\nstatic_assert(IS_1 + IS_2 == 2);\n'
+    plan = plan_compilation(Source(text + TEXT), CompileOptions(include=[tmp_path]), H100)
+    assert kernel_names(compile_plan(plan).data) == ("k",)
+    assert len(plan.dependencies.files) == 4
+    (tmp_path / "two" / "inner.h").write_text("#define IS_2 3\n")
+    assert not plan.dependencies.unchanged()
 
 
-def test_without_own_headers_an_installed_toolkits_are_used(monkeypatch, forgotten_headers) -> None:
-    monkeypatch.setattr(compiler_module, "_unpack_headers", lambda folder: False)
-    found = compiler_module._toolkit_headers()
-    assert found is None or Path(found).is_dir()
-
-
-def test_the_current_folder_is_not_searched(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "stray.h").write_text("#define A 1\n")
+@pytest.mark.parametrize(
+    ("text", "headers"),
+    [
+        ('#include "stray.h"\n', {}),
+        ('#include "memory.h"\n', {"memory.h": '#include "stray.h"\n'}),
+        ('#include "deep/memory.h"\n', {"deep/memory.h": '#include "stray.h"\n'}),
+        ('#include "up/memory.h"\n', {"up/memory.h": '#include "../stray.h"\n'}),
+    ],
+)
+def test_the_current_folder_is_not_searched(tmp_path, monkeypatch, text, headers) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "up").mkdir()
+    for folder in (tmp_path, tmp_path / "deep"):
+        (folder / "stray.h").write_text("#define A 1\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CompileError, match=r"stray\.h"):
-        compiled('#include "stray.h"\n' + TEXT)
+    with pytest.raises(CompileError, match=r"cannot open source file|could not open source file"):
+        compiled(Source(text + TEXT, headers=headers))
+
+
+def test_headers_in_memory_include_each_other() -> None:
+    source = Source(
+        '#include "deep/one.h"\n#include <two.h>\nstatic_assert(ONE + TWO == 3);\n' + TEXT,
+        headers={
+            "deep/one.h": '#pragma once\n#include "two.h"\n#define ONE 1\n',
+            "two.h": '#pragma once\n#include "deep/one.h"\n#define TWO 2\n',
+        },
+    )
+    assert kernel_names(compiled(source).data) == ("k",)
+
+
+def test_messages_and_file_names_are_the_sources_own() -> None:
+    name = 'odd "name"\\.cu'
+    text = "__device__ const char* f() { return __FILE__; } int unused_error\n"
+    with pytest.raises(CompileError) as caught:
+        compiled(Source(text, name=name))
+    assert name in str(caught.value) and "ostinato-memory" not in str(caught.value)
+    size = len(name) + 1
+    assert compiled(Source(f"static_assert(sizeof(__FILE__) == {size});\n" + TEXT, name=name))
 
 
 def test_an_error_shows_log_and_source_line() -> None:
@@ -146,7 +172,7 @@ def test_an_error_shows_log_and_source_line() -> None:
     message = str(caught.value)
     assert "bad.cu does not compile for sm_90" in message
     assert ">    3 |   x[0] = missing;" in message
-    assert compiler_identity() in message
+    assert str(compiler_module.toolchain.library()) in message and "NVRTC 1" in message
 
 
 def test_an_error_in_a_header_shows_the_headers_line() -> None:
@@ -259,19 +285,3 @@ def test_device_functions_are_not_kernels() -> None:
 def test_a_damaged_cubin_is_said(size: int) -> None:
     with pytest.raises(InputError):
         kernel_names(compiled(TEXT).data[:size])
-
-
-# ------------------------------------------------------------------------------------- without CUDA
-
-
-def test_without_the_extra_the_error_says_how_to_install_it() -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['cuda'] = sys.modules['cuda.bindings'] = None\n"
-        "from ostinato.errors import NoCudaError\n"
-        "from ostinato.modules.compiler import compiler_identity\n"
-        "try:\n    compiler_identity()\n"
-        "except NoCudaError as error:\n    assert 'pip install' in str(error), error\n"
-        "else:\n    raise SystemExit('no error')\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

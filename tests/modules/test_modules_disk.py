@@ -20,6 +20,7 @@ from ostinato.errors import Status, driver_error
 from ostinato.modules import DiskStore
 from ostinato.modules import disk as disk_module
 from ostinato.modules.compiler import Compiled
+from ostinato.modules.private_file import UntrustedError
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
 from tests.modules.disk_worker import source
 
@@ -91,16 +92,16 @@ def test_every_flipped_bit_is_noticed(store: DiskStore) -> None:
     for at in range(len(whole)):
         torn = bytearray(whole)
         torn[at] ^= 1 << (at % 8)
-        with pytest.raises(disk_module._Untrusted):
+        with pytest.raises(UntrustedError):
             disk_module._decode(bytes(torn), KEY)
 
 
 def test_every_truncation_is_noticed(store: DiskStore) -> None:
     whole = saved(store).read_bytes()
     for size in range(len(whole)):
-        with pytest.raises(disk_module._Untrusted):
+        with pytest.raises(UntrustedError):
             disk_module._decode(whole[:size], KEY)
-    with pytest.raises(disk_module._Untrusted):
+    with pytest.raises(UntrustedError):
         disk_module._decode(whole + b"\0", KEY)
 
 
@@ -108,7 +109,7 @@ def test_every_truncation_is_noticed(store: DiskStore) -> None:
 @given(st.binary(max_size=300))
 def test_no_noise_is_believed(noise: bytes) -> None:
     for data in (noise, b"OSTINATO" + noise):
-        with pytest.raises(disk_module._Untrusted):
+        with pytest.raises(UntrustedError):
             disk_module._decode(data, KEY)
 
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Context", "HasContext", "Tap", "context_of"]
 
 _log = logging.getLogger(__name__)
+_BACKLOG = 64
+"""More than so many retired things are not left waiting for a pause between captures."""
 
 
 class Tap(Protocol):
@@ -39,8 +42,12 @@ class Tap(Protocol):
         """Called after the driver took the operation."""
         ...
 
-    def failed(self, stream: Stream, what: str, error: DriverError) -> None:
-        """Called when the driver refused a call on this stream."""
+    def waited(self, stream: Stream) -> None:
+        """Called after the stream was made to wait for an event: a fork or a join, in a capture."""
+        ...
+
+    def failed(self, stream: Stream | None, error: DriverError) -> None:
+        """Called when the driver refused a call on this stream, or one that is no stream's."""
         ...
 
 
@@ -65,6 +72,7 @@ class _Retired:
 
     destroy: Callable[[], None]
     streams: tuple[Stream, ...] = ()
+    quiet: bool = False
     marks: list[EventHandle] = field(default_factory=list)
 
 
@@ -79,31 +87,52 @@ class Context:
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._destroying = 0
-        self._captures = 0
+        self._capturing: Counter[int] = Counter()  # captures under way by the thread that began
+        self._exclusive = 0
         self._closed = False
 
     # --- captures
     @property
     def captures_under_way(self) -> int:
         """How many captures this library has begun and not ended on this context."""
-        return self._captures
+        return self._capturing.total()
 
-    def capture_begun(self, *, exclusive: bool = False) -> None:
-        """Destruction stops from here on.
+    def capture_begun(self, *, exclusive: bool = False) -> int:
+        """This thread destroys nothing from here on; with `exclusive`, no thread does.
 
-        `exclusive` also waits for what another thread is destroying just now: only a capture in
-        global mode can be broken by that, and freeing memory may wait for the whole device.
+        `exclusive` is for captures in global mode, which any thread's calls can break; it waits for
+        what another thread is destroying just now.  Gives what `capture_ended` takes.
         """
+        thread = threading.get_ident()
         with self._idle:
-            self._captures += 1
+            self._capturing[thread] += 1
+            self._exclusive += exclusive
             while exclusive and self._destroying:
                 self._idle.wait()
+        return thread
 
-    def capture_ended(self) -> None:
-        """Undoes one `capture_begun`; with the last, what waited is destroyed."""
+    def capture_ended(self, thread: int, *, exclusive: bool = False) -> None:
+        """Undoes one `capture_begun`; what waited is destroyed as far as it can be."""
         with self._lock:
-            self._captures -= 1
+            self._capturing[thread] -= 1
+            self._exclusive -= exclusive
+            if not self._capturing[thread]:
+                del self._capturing[thread]
         self.collect()
+
+    def report(self, error: DriverError) -> None:
+        """Tells the taps that the driver refused a call that is no stream's."""
+        for tap in self.taps:
+            tap.failed(None, error)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """For calls that are no stream's: the taps are told if the driver refuses one."""
+        try:
+            yield
+        except DriverError as error:
+            self.report(error)
+            raise
 
     def add_tap(self, tap: Tap) -> None:
         with self._lock:
@@ -119,24 +148,33 @@ class Context:
         """How many closed objects are not destroyed yet."""
         return len(self._incoming) + len(self._waiting)
 
-    def retire(self, destroy: Callable[[], None], streams: Iterable[Stream] = ()) -> None:
+    def retire(
+        self,
+        destroy: Callable[[], None],
+        streams: Iterable[Stream] = (),
+        *,
+        quiet: bool = False,
+    ) -> None:
         """Notes that `destroy` is to run once all work now on `streams` is done.
 
+        `quiet`: and while no capture is under way on any thread, since it waits for the device.
         Safe in finalisers: touches nothing but a deque.  Streams are marked at the next `collect`,
         so work submitted in between is waited for as well.
         """
-        self._incoming.append(_Retired(destroy, tuple(streams)))
+        self._incoming.append(_Retired(destroy, tuple(streams), quiet))
 
     def collect(self) -> int:
         """Destroys what can be destroyed now; how many still wait.  Never raises.
 
-        Does nothing while a capture is under way.  Destroying happens outside of the lock: it may
-        take long (freed memory waits for the device) and may retire more.
+        Does nothing while a capture is under way.  Only with a long backlog (threads that capture
+        in turns never leave a pause) it goes on beside another thread's capture, unless that is
+        in global mode: the others are not disturbed by it.  Destroying happens outside of the
+        lock: it may take long (freed memory waits for the device) and retire more.
         """
         if not self._incoming and not self._waiting:
             return 0
         with self._lock:
-            if self._captures or self._closed:
+            if self._closed or self._must_wait():
                 return self.retired
             while self._incoming:
                 self._waiting.append(self._incoming.popleft())
@@ -153,9 +191,17 @@ class Context:
         # Whatever a destroyed thing kept alive was retired by its going.
         return self.collect() if ready and self._incoming else self.retired
 
+    def _must_wait(self) -> bool:
+        if not self._capturing:
+            return False
+        mine = threading.get_ident() in self._capturing
+        return mine or self._exclusive > 0 or self.retired <= _BACKLOG
+
     def _reached(self, item: _Retired) -> bool:
         """Moves one retired thing on by as many states as it can.  True once its marks are past."""
         driver = self.driver
+        if item.quiet and self._capturing:
+            return False
         try:
             unmarked = []
             for stream in item.streams:
@@ -185,7 +231,8 @@ class Context:
 
     def synchronize(self) -> None:
         """Waits for all work of the context, then destroys what waited for it."""
-        self.driver.synchronize()
+        with self.reporting():
+            self.driver.synchronize()
         self.collect()
 
     @property

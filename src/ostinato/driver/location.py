@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import linecache
 import sys
-from pathlib import Path
 from types import FrameType
 
 __all__ = ["caller_location", "describe_line", "is_internal"]
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
-_MACHINERY = ("contextlib.py", "threading.py")
+_PACKAGE = __name__.partition(".")[0]
+_USERS = tuple(f"{_PACKAGE}.{user}" for user in ("models", "cli", "relational"))
+_MACHINERY = ("contextlib", "threading")
 
 
 def describe_line(filename: str, line: int) -> str:
@@ -23,17 +23,18 @@ def caller_location() -> str:
     """The innermost line outside this package (models and CLI count as users of it)."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not is_internal(name):
-            return describe_line(name, frame.f_lineno)
+        if not is_internal(frame):
+            return describe_line(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "unknown line"
 
 
-def is_internal(filename: str) -> bool:
-    """Whether a file is this package's own machinery, not a user of it."""
-    if filename.endswith(_MACHINERY):
+def is_internal(frame: FrameType) -> bool:
+    """Whether a frame is this package's own machinery, not a user of it.
+
+    By the module's name: files do not tell, since generated code (dataclasses) has none.
+    """
+    name = frame.f_globals.get("__name__", "")
+    if name in _MACHINERY:
         return True
-    if not filename.startswith(_PACKAGE):
-        return False
-    return not filename[len(_PACKAGE) + 1 :].startswith(("models", "cli", "relational"))
+    return name.partition(".")[0] == _PACKAGE and not name.startswith(_USERS)

@@ -23,7 +23,15 @@ import numpy as np
 from ostinato.driver.api import KernelArguments, ParameterSlot
 from ostinato.errors import InputError
 
-__all__ = ["Access", "Parameter", "Signature", "address_of", "pack_untyped"]
+__all__ = [
+    "Access",
+    "Parameter",
+    "Signature",
+    "address_of",
+    "array_interface",
+    "pack_by_size",
+    "pack_untyped",
+]
 
 
 class Access(enum.Flag):
@@ -175,10 +183,23 @@ def address_of(value: object) -> int | None:
     address = getattr(value, "address", None)
     if isinstance(address, int):
         return address
-    interface = getattr(value, "__cuda_array_interface__", None)
-    if isinstance(interface, dict):
-        return int(interface["data"][0])
-    return None
+    interface = array_interface(value)
+    return None if interface is None else int(interface["data"][0])
+
+
+def array_interface(value: object) -> dict[str, Any] | None:
+    """Another library's `__cuda_array_interface__`, or None if it has none.
+
+    Raises InputError where the library refuses it (a torch tensor that requires a gradient).
+    """
+    try:
+        interface = getattr(value, "__cuda_array_interface__", None)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"{type(value).__name__} does not give its memory: {error}; if it is a tensor that "
+            "requires a gradient, give tensor.detach()"
+        ) from error
+    return interface if isinstance(interface, dict) else None
 
 
 def _pack_scalar(dtype: np.dtype[Any], value: object, what: str) -> bytes:

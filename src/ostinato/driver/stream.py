@@ -78,11 +78,13 @@ class Event:
     @property
     def done(self) -> bool:
         """Whether the work before its last record is done.  Status 907 if that was captured."""
-        return self.context.driver.event_query(self.handle)
+        with self.context.reporting():
+            return self.context.driver.event_query(self.handle)
 
     def synchronize(self) -> None:
         """Waits for the work before its last record."""
-        self.context.driver.event_synchronize(self.handle)
+        with self.context.reporting():
+            self.context.driver.event_synchronize(self.handle)
 
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds from `start` to this event; both made with `timing` and recorded."""
@@ -179,7 +181,7 @@ class Stream:
             else:
                 raise InputError(f"{operation.name}: not work that a stream takes by itself")
         except DriverError as error:
-            self.report(operation.name, error)
+            self.report(error)
             raise
         self.submitted += 1
         if self.context.taps:
@@ -190,10 +192,10 @@ class Stream:
         for tap in self.context.taps:
             tap.submitted(self, operation)
 
-    def report(self, what: str, error: DriverError) -> None:
+    def report(self, error: DriverError) -> None:
         """Tells the taps that the driver refused a call on this stream."""
         for tap in self.context.taps:
-            tap.failed(self, what, error)
+            tap.failed(self, error)
 
     def call(self, function: Callable[[], object]) -> None:
         """Calls `function` in stream order on a driver's thread.  It must not call the driver."""
@@ -204,7 +206,7 @@ class Stream:
         """Records an event (a new one if none is given) after the work submitted so far."""
         if event is None:
             event = Event(self.context)
-        self.guarded("record", lambda h: self.context.driver.event_record(event.handle, h))
+        self.guarded(lambda h: self.context.driver.event_record(event.handle, h))
         return event
 
     def wait(self, event: Event) -> None:
@@ -212,25 +214,27 @@ class Stream:
 
         An event recorded inside a capture pulls this stream into the capture (fork and join).
         """
-        self.guarded("wait", lambda h: self.context.driver.stream_wait_event(h, event.handle))
+        self.guarded(lambda h: self.context.driver.stream_wait_event(h, event.handle))
+        for tap in self.context.taps:
+            tap.waited(self)
 
     def synchronize(self) -> None:
         """Waits for all work of the stream.  Not allowed while it captures (status 900)."""
-        self.guarded("synchronize", self.context.driver.stream_synchronize)
+        self.guarded(self.context.driver.stream_synchronize)
         self.context.collect()
 
     @property
     def done(self) -> bool:
         """Whether all its work is done.  Not allowed while it captures (status 900)."""
-        return self.guarded("query", self.context.driver.stream_query)
+        return self.guarded(self.context.driver.stream_query)
 
-    def guarded(self, what: str, call: Callable[[StreamHandle], T]) -> T:
+    def guarded(self, call: Callable[[StreamHandle], T]) -> T:
         """Makes a driver call on this stream; taps are told if it is refused."""
         handle = self._require_open()
         try:
             return call(handle)
         except DriverError as error:
-            self.report(what, error)
+            self.report(error)
             raise
 
     # --- capture state

@@ -13,6 +13,7 @@ query, a library's first call) breaks the capture.
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -77,6 +78,9 @@ class Capture:
         self._keep: list[object] = []
         self._broken_at: str | None = None
         self._broken_by: DriverError | None = None
+        self._forked_at: str | None = None
+        """The last line that worked on a stream forked from this one."""
+        self._thread = 0
 
     # --- Tap
     def submitted(self, stream: Stream, operation: Operation) -> None:
@@ -87,13 +91,24 @@ class Capture:
         if info.status is not CaptureStatus.ACTIVE or info.capture_id != self._id:
             return
         self._keep.extend(operation.keep)
+        location = caller_location()
+        if stream is not self.stream:
+            self._forked_at = location
         if len(info.dependencies) == 1:
-            label = NodeLabel(operation, caller_location())
-            self._labels[info.dependencies[0]] = label
+            self._labels[info.dependencies[0]] = NodeLabel(operation, location)
 
-    def failed(self, stream: Stream, what: str, error: DriverError) -> None:
-        """Notes the line of the first refused call on the capture's streams."""
-        if stream is self.stream or isinstance(error, StreamCaptureError):
+    def waited(self, stream: Stream) -> None:
+        """Notes the line that pulled another stream into this capture."""
+        if stream is self.stream:
+            return
+        info = stream.capture_info
+        if info.status is CaptureStatus.ACTIVE and info.capture_id == self._id:
+            self._forked_at = caller_location()
+
+    def failed(self, stream: Stream | None, error: DriverError) -> None:
+        """Notes the line of the first refused call that can have broken this capture."""
+        mine = threading.get_ident() == self._thread or self.mode is CaptureMode.GLOBAL
+        if stream is self.stream or (mine and isinstance(error, StreamCaptureError)):
             self._note_broken(error)
 
     def _note_broken(self, error: DriverError | None) -> None:
@@ -115,7 +130,8 @@ class Capture:
         stream, context = self.stream, self.stream.context
         context.require_open()
         context.collect()
-        context.capture_begun(exclusive=self.mode is CaptureMode.GLOBAL)
+        exclusive = self.mode is CaptureMode.GLOBAL
+        self._thread = context.capture_begun(exclusive=exclusive)
         try:
             driver = context.driver
             if self._into is None:
@@ -127,7 +143,9 @@ class Capture:
                 )
             self._id = stream.capture_info.capture_id
         except DriverError as error:
-            context.capture_ended()
+            context.capture_ended(self._thread, exclusive=exclusive)
+            if isinstance(error, ContextPoisonedError):
+                raise
             reason = (
                 "the stream is capturing already: end that capture first (they do not nest)"
                 if error.status == Status.ILLEGAL_STATE
@@ -194,7 +212,7 @@ class Capture:
         except DriverError as error:
             failure = error
         finally:
-            context.capture_ended()
+            context.capture_ended(self._thread, exclusive=self.mode is CaptureMode.GLOBAL)
         return handle, failure
 
     def _broken(self, error: DriverError) -> Exception:
@@ -203,6 +221,8 @@ class Capture:
         where = self._broken_at
         if where is None and self._trace is not None:
             where = self._trace.broken_at
+        if error.status == Status.STREAM_CAPTURE_UNJOINED:
+            where = where or self._forked_at
         cause = self._broken_by or error
         meaning = explain(cause.status)
         place = f" at {where}" if where else ""

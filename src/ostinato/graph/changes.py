@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from ostinato.driver.api import Edge, EdgeData, KernelArguments, NodeHandle, UpdateVerdict
+from ostinato.driver.api import (
+    Edge,
+    EdgeData,
+    KernelArguments,
+    KernelNodeParams,
+    MemcpyNodeParams,
+    MemsetNodeParams,
+    NodeHandle,
+    NodeParams,
+    UpdateVerdict,
+)
 from ostinato.driver.signature import Signature, pack_by_size
 from ostinato.errors import ContextPoisonedError, DriverError, InputError, UpdateRefusedError
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
+from ostinato.graph.rebind import Change
+from ostinato.memory.ranges import range_of
 
-__all__ = ["VERDICTS", "Keep", "argument_bytes", "links", "refused"]
+__all__ = ["VERDICTS", "Keep", "argument_bytes", "links", "refused", "under_handles"]
 
 VERDICTS = {
     UpdateVerdict.ERROR: "the driver failed for a reason it does not give",
@@ -37,8 +50,20 @@ class Keep:
         self._graphs: list[object] = [graph]
         self._nodes: dict[NodeHandle, list[object]] = {}
 
-    def add(self, node: NodeHandle, owners: Iterable[object]) -> None:
-        self._nodes.setdefault(node, []).extend(owners)
+    def renew(self, change: Change, owners: Iterable[object]) -> list[object]:
+        """Keeps what the changed node points at, of `owners` and those before; gives back the rest.
+
+        An owner that does not say its memory range is kept: it may be pointed at.
+        """
+        handle = change.node.handle
+        known = [*self._nodes.get(handle, ()), *owners]
+        words = set(_addresses(change.params))
+        held: list[object] = []
+        left: list[object] = []
+        for owner in known:
+            (held if _points_at(words, owner) else left).append(owner)
+        self._nodes[handle] = held
+        return left
 
     def replace(self, node: NodeHandle, owners: Iterable[object]) -> list[object]:
         """The node's new owners; gives back the old."""
@@ -56,6 +81,41 @@ class Keep:
     def clear(self) -> None:
         self._graphs.clear()
         self._nodes.clear()
+
+
+def _addresses(params: NodeParams) -> Iterator[int]:
+    """Every word of a node that may be an address."""
+    if isinstance(params, KernelNodeParams):
+        data = params.arguments.data
+        for at in range(0, len(data) - 7, 8):
+            yield int.from_bytes(data[at : at + 8], "little")
+    elif isinstance(params, MemcpyNodeParams):
+        yield from (params.dst, params.src)
+    elif isinstance(params, MemsetNodeParams):
+        yield params.dst
+
+
+def _points_at(words: set[int], owner: object) -> bool:
+    try:
+        memory = range_of(owner)
+    except InputError:
+        return True
+    return any(memory.holds(word) for word in words)
+
+
+def under_handles(first: Sequence[Node], new: Sequence[Node]) -> tuple[Node, ...]:
+    """The new nodes under the first ones' handles and places, also inside."""
+    return tuple(
+        replace(
+            n,
+            handle=old.handle,
+            index=old.index,
+            children=tuple(
+                under_handles(a, b) for a, b in zip(old.children, n.children, strict=True)
+            ),
+        )
+        for old, n in zip(first, new, strict=True)
+    )
 
 
 def refused(node: Node, error: DriverError) -> Exception:

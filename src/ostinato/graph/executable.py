@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -34,7 +34,7 @@ from ostinato.errors import (
     InputError,
     UpdateRefusedError,
 )
-from ostinato.graph.changes import VERDICTS, Keep, argument_bytes, links, refused
+from ostinato.graph.changes import VERDICTS, Keep, argument_bytes, links, refused, under_handles
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
 from ostinato.graph.rebind import Change, RebindReport, plan_rebind
@@ -46,10 +46,9 @@ __all__ = ["GraphExec", "UpdateReport"]
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What a whole-graph update did: how many nodes have other parameters than before."""
+    """What a whole-graph update did: how many nodes have the new graph's parameters now."""
 
     nodes: int
-    changed: int
 
 
 class GraphExec:
@@ -72,6 +71,8 @@ class GraphExec:
         self._handles = self.context.driver.graph_nodes(graph.handle)
         self._edges = graph.edges
         self._nodes: tuple[Node, ...] | None = None
+        self._updated: tuple[Graph, tuple[NodeHandle, ...]] | None = None
+        self._definition_before_update: tuple[Node, ...] | None = None
         self._current: dict[NodeHandle, NodeParams] = {}
         self._keep = Keep(graph)
         driver, prepared, keep = self.context.driver, self._prepared, self._keep
@@ -176,19 +177,37 @@ class GraphExec:
             return self._overlaid(self._definition())
 
     def _overlaid(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        if not self._current:
+            return nodes
         return tuple(
             replace(
                 n,
                 params=self._current.get(n.handle, n.params),
                 children=tuple(self._overlaid(body) for body in n.children),
             )
+            if n.children or n.handle in self._current
+            else n
             for n in nodes
         )
 
     def _definition(self) -> tuple[Node, ...]:
-        if self._nodes is None:
-            own = set(self._handles)
-            self._nodes = tuple(n for n in self.graph.nodes if n.handle in own)
+        """The nodes as they were instantiated, or last updated, under the first ones' handles."""
+        if self._nodes is None and self._updated is None:
+            self._nodes = _some(self.graph, self._handles)
+        elif self._nodes is None and self._updated is not None:
+            first = self._definition_before_update or _some(self.graph, self._handles)
+            graph, handles = self._updated
+            new = _some(graph, handles)
+            # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another
+            # order; what is set here goes by a node's place.
+            same = [n.kind for n in first] == [n.kind for n in new]
+            if not same or links(self._edges, first) != links(graph.edges, new):
+                raise UpdateRefusedError(
+                    "the executable was updated from a graph whose nodes come in another order, so "
+                    "its single nodes cannot be told apart any more; instantiate again to set them"
+                )
+            self._nodes = under_handles(first, new)
+        assert self._nodes is not None
         return self._nodes
 
     def _let_go(self, old: list[object]) -> None:
@@ -237,9 +256,10 @@ class GraphExec:
             kernel = replace(found, params=self.params(found)).kernel
             index, raw = argument_bytes(found, kernel.arguments, argument, value)
             arguments = kernel.arguments.with_raw(index, raw)
-            self._apply([Change(found, replace(kernel, arguments=arguments))])
-            if not isinstance(value, int | float | bytes):
-                self._keep.add(found.handle, [value])
+            change = Change(found, replace(kernel, arguments=arguments))
+            self._apply([change])
+            owners = [] if isinstance(value, int | float | bytes) else [value]
+            self._let_go(self._keep.renew(change, owners))
 
     def set_config(self, node: Node | int, config: LaunchConfig) -> None:
         """Sets a kernel node's grid, block and dynamic shared memory.
@@ -322,7 +342,7 @@ class GraphExec:
             self._apply(plan.changes)
             owners = [new for _, new in pairs]
             for change in plan.changes:
-                self._keep.add(change.node.handle, owners)
+                self._let_go(self._keep.renew(change, owners))
             return plan.report
 
     def update(self, graph: Graph) -> UpdateReport:
@@ -332,42 +352,22 @@ class GraphExec:
         before.  It silently keeps launch attributes that the driver cannot read from the graph.
         """
         with self._lock:
-            nodes, new = self._definition(), graph.nodes
-            self._require_same_order(nodes, new, graph)
+            handles = self.context.driver.graph_nodes(graph.handle)
             outcome = self.context.driver.exec_update(self.handle, graph.handle)
             if outcome.verdict is not UpdateVerdict.SUCCESS:
-                blamed = next((n for n in new if n.handle == outcome.node), None)
+                blamed = next((n for n in graph.nodes if n.handle == outcome.node), None)
                 where = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
                 raise UpdateRefusedError(
                     f"the update was refused{where}: {VERDICTS[outcome.verdict]} "
                     f"({outcome.verdict.name}). Instantiate the new graph instead.",
                     node_index=None if blamed is None else blamed.index,
                 )
-            before = [self._current.get(n.handle, n.params) for n in nodes]
-            changed = sum(b != n.params for b, n in zip(before, new, strict=True))
-            # What is set later still goes by the nodes it was instantiated from.
-            self._nodes = tuple(
-                replace(n, handle=old.handle, index=old.index)
-                for old, n in zip(nodes, new, strict=True)
-            )
+            # Read only when a single node is asked for: an update by itself stays one call.
+            self._definition_before_update = self._nodes or self._definition_before_update
+            self._nodes, self._updated = None, (graph, handles)
             self._current.clear()
             self._let_go(self._keep.replace_all(graph))
-            return UpdateReport(len(new), changed)
-
-    def _require_same_order(
-        self, nodes: tuple[Node, ...], new: tuple[Node, ...], graph: Graph
-    ) -> None:
-        """CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another order.
-
-        What is set later goes by a node's place, so that is refused here, on both drivers.
-        """
-        if [n.kind for n in nodes] != [n.kind for n in new]:
-            return  # the driver names the node
-        if links(self._edges, nodes) != links(graph.edges, new):
-            raise UpdateRefusedError(
-                "the update was refused: the edges are not the same, or the nodes come in another "
-                "order (TOPOLOGY_CHANGED). Instantiate the new graph instead."
-            )
+            return UpdateReport(len(handles))
 
     def _apply(self, changes: list[Change]) -> None:
         """Makes changes in order; undoes those made if one is refused."""
@@ -408,3 +408,9 @@ class GraphExec:
         tb: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _some(graph: Graph, handles: Sequence[NodeHandle]) -> tuple[Node, ...]:
+    """Those nodes of a definition, which may have grown since."""
+    wanted = set(handles)
+    return tuple(n for n in graph.nodes if n.handle in wanted)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import KernelNodeParams, LaunchConfig, MemoryRange
-from ostinato.driver.signature import Access, Signature, address_of
+from ostinato.driver.signature import Access, Signature, address_of, array_interface
 from ostinato.driver.stream import Operation, Stream
 from ostinato.memory.ranges import range_of
 
@@ -82,7 +82,7 @@ def _range_of(context: Context, value: object) -> MemoryRange | None:
     address = address_of(value)
     if not address:
         return None
-    if hasattr(value, "range") or hasattr(value, "__cuda_array_interface__"):
+    if hasattr(value, "range") or array_interface(value) is not None:
         return range_of(value)
     # How far a bare address is used is unknown: the whole allocation behind it.
     return context.driver.memory_range(address) or MemoryRange(address, 1)

@@ -49,7 +49,10 @@ class Recording:
         if stream is self.stream:
             self.operations.append(Recorded(operation, caller_location()))
 
-    def failed(self, stream: Stream, what: str, error: DriverError) -> None:
+    def waited(self, stream: Stream) -> None:
+        """Nothing to note: edges come from the memory that operations touch."""
+
+    def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Nothing to note: the caller sees the error, and what ran before stays recorded."""
 
     def __len__(self) -> int:

@@ -73,19 +73,19 @@ class LineTrace:
         if status is not CaptureStatus.ACTIVE and self._last is not None:
             self.broken_at = describe_line(*self._last)
 
-    def _line(self, filename: str, line: int) -> None:
-        if is_internal(filename) or threading.get_ident() != self._thread:
+    def _line(self, frame: FrameType, line: int) -> None:
+        if is_internal(frame) or threading.get_ident() != self._thread:
             return
         self._check()
-        self._last = (filename, line)
+        self._last = (frame.f_code.co_filename, line)
 
     # --- before 3.12
     def _on_frame(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._on_event if not is_internal(frame.f_code.co_filename) else None
+        return None if is_internal(frame) else self._on_event
 
     def _on_event(self, frame: FrameType, event: str, argument: object) -> Any:
         if self._running and event == "line":
-            self._line(frame.f_code.co_filename, frame.f_lineno)
+            self._line(frame, frame.f_lineno)
         return self._on_event
 
     # --- 3.12 and later
@@ -104,7 +104,8 @@ class LineTrace:
             monitoring.set_events(tool, monitoring.events.LINE)
 
         def _on_line(self, code: CodeType, line: int) -> Any:
-            if is_internal(code.co_filename):
+            frame = sys._getframe(1)
+            if is_internal(frame):
                 return sys.monitoring.DISABLE
-            self._line(code.co_filename, line)
+            self._line(frame, line)
             return None

@@ -38,7 +38,12 @@ def external_stream(stream: Stream) -> Any:
 
 @contextmanager
 def use_stream(stream: Stream) -> Iterator[Any]:
-    """Makes our stream torch's current one, so that torch and Triton launch on it."""
+    """Makes our stream torch's current one, so that torch and Triton launch on it.
+
+    Inside our own captures torch's allocator does not know that it is captured: temporaries that
+    it gives out may be given to others while the graph still points at them.  Use operations with
+    `out=`, or capture with `torch.cuda.graph` and `adopt_graph`.
+    """
     with torch.cuda.stream(external_stream(stream)) as current:
         yield current
 

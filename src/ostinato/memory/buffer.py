@@ -178,7 +178,6 @@ class Buffer:
         if array.size:
             data = array.reshape(-1).view(np.uint8).data
             stream.guarded(
-                "copy_from",
                 lambda handle: self.context.driver.memcpy_from_host(self.address, data, handle),
             )
         return self
@@ -190,7 +189,6 @@ class Buffer:
         if out.size:
             data = out.reshape(-1).view(np.uint8).data
             stream.guarded(
-                "to_numpy",
                 lambda handle: self.context.driver.memcpy_to_host(data, self.address, handle),
             )
         return out
@@ -234,7 +232,8 @@ def allocate(
         raise InputError(f"dtype {kind!r} holds Python objects, which no device can read")
     driver = context.driver
     nbytes = max(1, math.prod(dims) * kind.itemsize)
-    address = driver.mem_alloc_pinned(nbytes) if pinned else driver.mem_alloc(nbytes)
+    with context.reporting():
+        address = driver.mem_alloc_pinned(nbytes) if pinned else driver.mem_alloc(nbytes)
     buffer = Buffer(context, address, dims, kind, pinned=pinned)
     free = driver.mem_free_pinned if pinned else driver.mem_free
     buffer._finalizer = weakref.finalize(buffer, context.retire, lambda: free(address))

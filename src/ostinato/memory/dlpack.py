@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.driver.context import Context
+from ostinato.driver.signature import array_interface
 from ostinato.errors import InputError
 from ostinato.memory.buffer import Buffer
 
@@ -49,10 +50,11 @@ def adopt_array(context: Context, array: object) -> Buffer:
     """
     if isinstance(array, Buffer):
         return array
-    interface = getattr(array, "__cuda_array_interface__", None)
-    if isinstance(interface, dict):
+    interface = array_interface(array)
+    if interface is not None:
         shape = tuple(int(n) for n in interface["shape"])
-        dtype = np.dtype(interface["typestr"])
+        typestr = interface["typestr"]
+        dtype = np.dtype(np.uint16 if typestr == "<V2" else typestr)  # torch's bfloat16
         strides = interface.get("strides")
         if strides is not None and tuple(strides) != _dense(shape, dtype.itemsize):
             raise InputError(

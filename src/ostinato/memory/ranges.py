@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from ostinato.driver.api import MemoryRange
+from ostinato.driver.signature import array_interface
 from ostinato.errors import InputError
 
 __all__ = ["Target", "range_of"]
@@ -23,8 +24,8 @@ def range_of(target: Target, which: str = "target") -> MemoryRange:
     known = getattr(target, "range", None)
     if isinstance(known, MemoryRange):
         return known
-    interface = getattr(target, "__cuda_array_interface__", None)
-    if isinstance(interface, dict):
+    interface = array_interface(target)
+    if interface is not None:
         return _interface_range(interface)
     raise InputError(
         f"the {which} ({type(target).__name__}) says no memory range; give a Buffer, a device "

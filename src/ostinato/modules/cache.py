@@ -43,7 +43,7 @@ from ostinato.errors import (
     Status,
     StreamCaptureError,
 )
-from ostinato.modules.compiler import Compiled, Plan, compile_plan
+from ostinato.modules.compiler import Compiled, Plan, compile_plan, confirmed
 from ostinato.modules.disk import DiskStore
 from ostinato.modules.kernel import Kernel, LoadedModule
 from ostinato.modules.options import CompileOptions, as_options
@@ -75,8 +75,8 @@ _BAD_CODE = frozenset(
 )
 
 
-class _HeaderChangedError(Exception):
-    """A header is no longer what the key was made of: ask again."""
+class _AskAgainError(Exception):
+    """Something is not, or no longer, what the key was made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class ModuleCache:
             asked = ask(self.context.driver, known, name, chosen)
             try:
                 module = self._module(asked, name)
-            except _HeaderChangedError as error:
+            except _AskAgainError as error:
                 if attempt == _MAX_ATTEMPTS:
                     raise NotAvailableError(f"{known.name}: {error}; try again later") from None
                 continue
@@ -333,6 +333,8 @@ class ModuleCache:
                     raise
                 # Whole and ours, and yet not loadable: made for another machine's driver.
                 disk.reject(plan.key, f"the driver refuses it ({error})")
+        if confirmed(plan) is not plan:
+            raise _AskAgainError("the compiler is another than its file promised")
         compiled = self._compile(plan)
         if disk is not None:
             disk.save(plan.key, compiled, name=source.name, arch=plan.arch)
@@ -355,7 +357,7 @@ class ModuleCache:
                     self._compiles += 1
                     self._compile_seconds += time.perf_counter() - start
         if not plan.dependencies.unchanged():
-            raise _HeaderChangedError("its header files change while it is compiled")
+            raise _AskAgainError("its header files change while it is compiled")
         return compiled
 
     def _load(self, source: Source, compiled: Compiled) -> LoadedModule:
@@ -384,6 +386,7 @@ class ModuleCache:
                 )
             return loaded
         except StreamCaptureError as error:
+            self.context.report(error)
             raise CaptureBrokenError(
                 f"kernel {name!r} had to be loaded while a capture was under way, which the driver "
                 f"refuses ({error}). Load it before the capture: "

@@ -1,31 +1,32 @@
 """CUDA C++ to code for one architecture, with NVRTC; the only file of `modules` that knows `cuda`.
 
-NVRTC is called through cuda.bindings and not through cuda.core's Program, which has no way to give
-headers from memory, and whose program object wants a device for its default architecture.  NVRTC
-needs no driver and no GPU; it lets go of the GIL while it compiles.
+NVRTC is called directly and not through cuda.core's Program, which has no way to give headers from
+memory, and whose program object wants a device for its default architecture.
 
-A compilation has two steps, so that the key is known before anything is compiled:
+A compilation has two steps, so that the key is known before anything is compiled, and before the
+compiler is even loaded:
 
     plan_compilation(source, options, …) -> Plan     reads headers, makes the key
-    compile_plan(plan) -> Compiled                   runs the compiler
+    compile_plan(plan) -> Compiled                   loads the compiler and runs it
+
+A plan is made for the compiler that is expected (`nvrtc_file`); `confirmed` says, once there is
+something to compile, whether it was that one, and else plans again.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
-from ostinato import settings
-from ostinato.errors import CompileError, InputError, NoCudaError
+from ostinato.errors import CompileError, InputError
+from ostinato.modules.header_index import HeaderIndex
 from ostinato.modules.headers import Dependencies, find_dependencies
 from ostinato.modules.keys import SCHEMA, digest_of
+from ostinato.modules.nvrtc import Toolchain
 from ostinato.modules.options import (
     CompileOptions,
     flags_of,
@@ -33,9 +34,8 @@ from ostinato.modules.options import (
     pre_includes,
     reads_files,
 )
-
-if TYPE_CHECKING:
-    from ostinato.modules.source import Source
+from ostinato.modules.source import Source
+from ostinato.modules.toolkit import headers_folder, unpacked_headers
 
 __all__ = [
     "Compiled",
@@ -43,11 +43,13 @@ __all__ = [
     "check_ptx",
     "compile_plan",
     "compiler_identity",
+    "confirmed",
+    "is_expression",
     "plan_compilation",
     "target_arch",
 ]
 
-_INSTALL = "install it with: pip install 'ostinato[cuda13]' (or 'ostinato[cuda12]')"
+_log = logging.getLogger(__name__)
 
 # The compiler reads these itself, so they belong to every key.
 _COMPILER_VARIABLES = ("NVRTC_PREPEND_FLAGS", "NVRTC_APPEND_FLAGS")
@@ -56,20 +58,42 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_$][\w$]*\Z")
 _ERROR_LINE = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error", re.M)
 
 
+def _load_with_pathfinder() -> str | None:
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+    except ImportError:
+        return None
+    path: str | None = load_nvidia_dynamic_lib("nvrtc").abs_path
+    return path
+
+
+toolchain = Toolchain(_load_with_pathfinder)
+"""The compiler of this process."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that one compilation depends on, and the key made of it."""
 
     source: Source
-    arch: str
+    options: CompileOptions
+    capability: tuple[int, int]
     flags: tuple[str, ...]
+    """All but the architecture."""
     expressions: tuple[str, ...]
     dependencies: Dependencies
+    compiler: str
+    """The identity of the compiler that this was planned for."""
     key: bytes = field(repr=False)
     storable: bool
     """Whether the key covers all that the compiler reads, so that files may be kept."""
     fixed: bool = True
     """Whether the key stays the same for the process: no folder of the caller's is searched."""
+
+    @property
+    def arch(self) -> str:
+        """What it is compiled for, which the loaded compiler decides; "" for compiled code."""
+        return target_arch(self.capability, self.options) if self.source.kind == "cuda" else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,83 +110,27 @@ class Compiled:
     lowered: dict[str, str] = field(default_factory=dict)
 
 
-def _nvrtc() -> ModuleType:
-    try:
-        from cuda.bindings import nvrtc
-
-        module: ModuleType = nvrtc
-    except ImportError as error:
-        raise NoCudaError(
-            f"the CUDA compiler's bindings are missing ({error}); {_INSTALL}"
-        ) from None
-    return module
-
-
-@dataclass(frozen=True, slots=True)
-class _Toolchain:
-    version: tuple[int, int]
-    identity: str
-    architectures: tuple[int, ...]
-
-
-@functools.cache
-def _toolchain() -> _Toolchain:
-    """The compiler that is installed.  Raises NoCudaError if there is none."""
-    nvrtc = _nvrtc()
-    try:
-        version = _checked(nvrtc.nvrtcVersion())
-        architectures = _checked(nvrtc.nvrtcGetSupportedArchs())
-    except Exception as error:  # cuda.pathfinder's DynamicLibNotFoundError, and its relatives
-        if isinstance(error, NoCudaError | CompileError):
-            raise
-        raise NoCudaError(
-            f"NVRTC, the CUDA compiler, cannot be loaded ({error}); {_INSTALL}"
-        ) from None
-    major, minor = version
-    # Patch releases share a version number; their libraries differ in size.
-    size = 0
-    try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib
-
-        path = load_nvidia_dynamic_lib("nvrtc").abs_path
-        size = Path(path).stat().st_size if path else 0
-    except Exception:
-        size = 0
-    return _Toolchain(
-        (int(major), int(minor)),
-        f"nvrtc {major}.{minor} ({size} bytes)",
-        tuple(sorted(int(a) for a in architectures)),
-    )
-
-
-def _checked(answer: Sequence[object]) -> tuple[int, ...]:
-    status, *values = answer
-    if int(status) != 0:  # type: ignore[call-overload]
-        raise CompileError(f"NVRTC cannot be asked anything: {status!r}")
-    value = values[0] if len(values) == 1 else values
-    return tuple(value)  # type: ignore[arg-type]
-
-
 def compiler_identity() -> str:
-    """The compiler's version in words, part of every key.  Raises NoCudaError without one."""
-    return _toolchain().identity
+    """Which compiler it is, part of every key.  Raises NoCudaError without one."""
+    return toolchain.file().identity
 
 
 def target_arch(capability: tuple[int, int], options: CompileOptions) -> str:
     """What to compile for: the device's own architecture, or PTX where the compiler is older.
 
-    Raises InputError if the device is older than anything the compiler knows.
+    Raises InputError if the device is older than anything the compiler knows, NoCudaError.
     """
     if options.arch is not None:
         return options.arch
     wanted = capability[0] * 10 + capability[1]
-    known = _toolchain().architectures
+    library = toolchain.library()
+    known = library.architectures
     if wanted in known:
         return f"sm_{wanted}"
     older = [arch for arch in known if arch < wanted]
     if not older:
         raise InputError(
-            f"{compiler_identity()} compiles for {known[0]} and later; this device has compute "
+            f"{library} compiles for {known[0]} and later; this device has compute "
             f"capability {capability[0]}.{capability[1]}: install an older CUDA"
         )
     return f"compute_{older[-1]}"
@@ -171,18 +139,19 @@ def target_arch(capability: tuple[int, int], options: CompileOptions) -> str:
 # -------------------------------------------------------------------------------- the toolkit's own
 
 
-@functools.cache
 def _toolkit_headers() -> str | None:
     """The folder of cuda_fp16.h and its like, or None.
 
-    A recent NVRTC brings its own headers, which fit it by construction; they are unpacked once
-    into the cache folder.  For an older one cuda.pathfinder looks for an installed toolkit's.
+    For a compiler without its own, cuda.pathfinder looks for an installed toolkit's.
     """
-    version = "-".join(str(part) for part in _toolchain().version)
-    for root in (settings.cache_dir() / "headers", Path(tempfile.gettempdir())):
-        folder = root / f"ostinato-nvrtc-{version}-{_user()}"
-        if _unpack_headers(folder):
-            return str(folder)
+    return _toolkit_headers_of(toolchain.file().identity)
+
+
+@functools.cache
+def _toolkit_headers_of(compiler: str) -> str | None:
+    own = unpacked_headers(toolchain)
+    if own is not None:
+        return own
     try:
         from cuda.pathfinder import find_nvidia_header_directory
 
@@ -195,32 +164,11 @@ def _toolkit_headers() -> str | None:
     return None
 
 
-def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
-
-
-def _unpack_headers(folder: Path) -> bool:
-    """Makes NVRTC unpack its headers; False if it cannot, or if the folder is not ours."""
-    from filelock import FileLock, Timeout
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-            return False
-        done = folder / ".unpacked"
-        if done.exists():
-            return True
-        with FileLock(str(folder / ".lock"), timeout=60):
-            if not done.exists():
-                answer = _run_nvrtc(
-                    "", "unpack.cu", {}, (f"--use-bundled-headers={folder}", "-arch=sm_90"), ()
-                )
-                if isinstance(answer, _Refusal):
-                    return False
-                done.touch()
-        return True
-    except (OSError, Timeout):
-        return False
+@functools.cache
+def _index_of(root: str) -> HeaderIndex:
+    index = HeaderIndex(root, headers_folder())
+    index.recall()
+    return index
 
 
 # ----------------------------------------------------------------------------------------- planning
@@ -246,10 +194,9 @@ def plan_compilation(
             check_ptx(source.data, source.name)
         nothing = Dependencies((), (), (), True)
         key = digest_of([SCHEMA, source.text_digest()])
-        return Plan(source, "", (), (), nothing, key, storable=False)
+        return Plan(source, options, capability, (), (), nothing, "", key, storable=False)
     assert source.cuda is not None
-    arch = target_arch(capability, options)
-    flags = flags_of(options, arch)
+    flags = flags_of(options)
     from_environment = [os.environ.get(name) for name in _COMPILER_VARIABLES]
     words = (*flags, *(w for text in from_environment if text for w in text.split()))
     folders, first = include_dirs(words), pre_includes(words)
@@ -258,12 +205,18 @@ def plan_compilation(
         toolkit = _toolkit_headers()
         if toolkit is not None:
             # CUDA 13 keeps <cuda/std/…> and <nv/target> one folder down.
-            own = [toolkit, os.path.join(toolkit, "cccl")]  # noqa: PTH118
+            own = [toolkit, f"{toolkit}/cccl"]
+            index = _index_of(toolkit)
             flags = (*flags, *(f"--include-path={folder}" for folder in own))
             wanted = find_dependencies(
                 source.cuda, source.headers, (*folders, *own), first=first, trusted=toolkit
             )
-    parts: list[str | bytes | int | None] = [SCHEMA, compiler_identity(), source.text_digest()]
+            index.remember()
+    # Asked for now: looking for headers may have loaded it.
+    compiler = compiler_identity()
+    parts: list[str | bytes | int | None] = [SCHEMA, compiler, source.text_digest()]
+    # The compiler and the device decide on the architecture together.
+    parts += [options.arch] if options.arch else list(capability)
     for group in (flags, tuple(sorted(expressions)), wanted.missing):
         parts += [len(group), *group]
     parts += from_environment
@@ -271,10 +224,12 @@ def plan_compilation(
         parts += [file.path, file.digest]
     return Plan(
         source=source,
-        arch=arch,
+        options=options,
+        capability=capability,
         flags=flags,
         expressions=tuple(sorted(expressions)),
         dependencies=wanted,
+        compiler=compiler,
         key=digest_of(parts),
         storable=wanted.exact and not reads_files(words),
         fixed=wanted.exact and not folders and not reads_files(words),
@@ -308,10 +263,18 @@ def check_ptx(data: bytes, name: str) -> None:
 # ---------------------------------------------------------------------------------------- compiling
 
 
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    status: str
-    log: str
+def confirmed(plan: Plan) -> Plan:
+    """The plan itself if it was made for the compiler that is really used, else a new one.
+
+    Loads the compiler.  Raises what `plan_compilation` raises.
+    """
+    if plan.source.kind != "cuda":
+        return plan
+    used = toolchain.library().file.identity
+    if plan.compiler == used:
+        return plan
+    _log.info("the compiler is %s; %s was expected", used, plan.compiler)
+    return plan_compilation(plan.source, plan.options, plan.capability, plan.expressions)
 
 
 def compile_plan(plan: Plan) -> Compiled:
@@ -320,13 +283,18 @@ def compile_plan(plan: Plan) -> Compiled:
     if source.kind != "cuda":
         return Compiled(source.kind, source.data)
     assert source.cuda is not None
-    answer = _run_nvrtc(source.cuda, source.name, source.headers, plan.flags, plan.expressions)
-    if isinstance(answer, Compiled):
-        return answer
-    log = answer.log or answer.status
+    plan = confirmed(plan)
+    library, arch = toolchain.library(), plan.arch
+    ptx = arch.startswith("compute_")
+    flags = (f"--gpu-architecture={arch}", *plan.flags)
+    answer = library.compile(
+        source.cuda, source.name, source.headers, flags, plan.expressions, ptx=ptx
+    )
+    if not answer.status:
+        return Compiled("ptx" if ptx else "cubin", answer.data, answer.log, answer.lowered)
+    log = answer.log or library.status_text(answer.status)
     raise CompileError(
-        f"{source.name} does not compile for {plan.arch} ({compiler_identity()}):\n{log}"
-        f"{_excerpt(source, log)}",
+        f"{source.name} does not compile for {arch} ({library}):\n{log}{_excerpt(source, log)}",
         log=log,
     )
 
@@ -345,64 +313,3 @@ def _excerpt(source: Source, log: str) -> str:
         ]
         return f"\n\n{file}, line {line}:\n" + "\n".join(shown)
     return ""
-
-
-def _run_nvrtc(
-    text: str,
-    name: str,
-    headers: dict[str, str] | object,
-    flags: Sequence[str],
-    expressions: Sequence[str],
-) -> Compiled | _Refusal:
-    """One NVRTC program from creation to destruction."""
-    nvrtc = _nvrtc()
-    assert hasattr(headers, "items")
-    pairs = [(k.encode(), v.encode("utf-8", "replace")) for k, v in headers.items()]
-    status, program = nvrtc.nvrtcCreateProgram(
-        text.encode("utf-8", "replace"),
-        name.encode("utf-8", "replace"),
-        len(pairs),
-        [body for _, body in pairs],
-        [include for include, _ in pairs],
-    )
-    if int(status):
-        return _Refusal(repr(status), "")
-    try:
-        for expression in expressions:
-            (status,) = nvrtc.nvrtcAddNameExpression(program, expression.encode())
-            if int(status):
-                return _Refusal(repr(status), f"{expression!r} is no C++ name expression")
-        words = [flag.encode() for flag in flags]
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
-        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-        if int(result):
-            return _Refusal(repr(result), log)
-        lowered = {}
-        for expression in expressions:
-            status, symbol = nvrtc.nvrtcGetLoweredName(program, expression.encode())
-            if int(status):
-                return _Refusal(repr(status), f"{expression!r} names no kernel of this source")
-            lowered[expression] = symbol.decode()
-        ptx = any(f.startswith("--gpu-architecture=compute_") for f in flags)
-        if ptx:
-            data = _bytes(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
-        else:
-            data = _bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-        return Compiled("ptx" if ptx else "cubin", data, log, lowered)
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-def _bytes(size_of, fetch, program) -> bytes:  # type: ignore[no-untyped-def]
-    status, size = size_of(program)
-    if int(status):
-        raise CompileError(f"NVRTC does not give its answer: {status!r}")
-    data = bytearray(int(size))  # never `bytes`: the binding writes, and short ones are shared
-    (status,) = fetch(program, data)
-    if int(status):
-        raise CompileError(f"NVRTC does not give its answer: {status!r}")
-    return bytes(data)
-
-
-def _text(size_of, fetch, program) -> str:  # type: ignore[no-untyped-def]
-    return str(_bytes(size_of, fetch, program).rstrip(b"\0").decode("utf-8", "replace").strip())

@@ -41,6 +41,7 @@ from pathlib import Path
 from ostinato import settings
 from ostinato.modules.compiler import Compiled
 from ostinato.modules.keys import DIGEST_BYTES, SCHEMA
+from ostinato.modules.private_file import UntrustedError, read_private
 
 __all__ = ["DiskStatistics", "DiskStore", "StoredKernel"]
 
@@ -54,10 +55,6 @@ _MAX_FILE = 1 << 30
 _STALE_SECONDS = 3600.0
 
 DEFAULT_MAX_BYTES = 512 * 1024 * 1024
-
-
-class _Untrusted(Exception):
-    """A file is there, but not one to believe; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +128,11 @@ class DiskStore:
             return None
         path = self.path(key)
         try:
-            compiled = _read(path, key)
+            compiled, _ = _decode(read_private(path, _MAX_FILE, touch=True), key)
         except FileNotFoundError:
             self._count(misses=1)
             return None
-        except _Untrusted as error:
+        except UntrustedError as error:
             self.reject(key, str(error))
             return None
         except OSError as error:
@@ -163,7 +160,7 @@ class DiskStore:
         try:
             self._make_folder()
             self._write(self.path(key), data)
-        except (OSError, _Untrusted) as error:
+        except (OSError, UntrustedError) as error:
             self._switch_off(str(error))
             return False
         self._count(writes=1)
@@ -177,9 +174,9 @@ class DiskStore:
         status = self.folder.stat()
         if hasattr(os, "getuid"):
             if status.st_uid != os.getuid():
-                raise _Untrusted(f"{self.folder} belongs to another user ({status.st_uid})")
+                raise UntrustedError(f"{self.folder} belongs to another user ({status.st_uid})")
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise _Untrusted(f"others may write to {self.folder}; run chmod go-w on it")
+                raise UntrustedError(f"others may write to {self.folder}; run chmod go-w on it")
         self._ready = True
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -241,12 +238,12 @@ class DiskStore:
 
         Does nothing while another process prunes.
         """
-        from filelock import FileLock, Timeout
-
         limit = self.max_bytes if max_bytes is None else max_bytes
         files = list(self._files())
         if sum(status.st_size for _, status in files) <= limit:
             return 0
+        from filelock import FileLock, Timeout
+
         try:
             with FileLock(str(self.folder / ".lock"), timeout=0, mode=0o600):
                 files = sorted(self._files(), key=lambda f: f[1].st_mtime)
@@ -290,48 +287,24 @@ def _authenticate(key: bytes, *parts: bytes) -> bytes:
     return state.digest()
 
 
-def _read(path: Path, key: bytes) -> Compiled:
-    """Raises FileNotFoundError, OSError, _Untrusted."""
-    # Not through a link: the file that is checked must be the one that is read.
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    # A FIFO of that name must not block the open.
-    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise _Untrusted("it is not a regular file")
-        if hasattr(os, "getuid"):
-            if status.st_uid != os.getuid():
-                raise _Untrusted(f"it belongs to another user ({status.st_uid})")
-            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise _Untrusted("other users may write to it")
-        if status.st_size > _MAX_FILE:
-            raise _Untrusted(f"it has {status.st_size} bytes")
-        data = file.read()
-        compiled, _ = _decode(data, key)
-        with contextlib.suppress(OSError):  # the time of last use, for pruning
-            os.utime(descriptor if os.utime in os.supports_fd else path)
-    return compiled
-
-
 def _decode(data: bytes, key: bytes) -> tuple[Compiled, dict[str, object]]:
-    """Raises _Untrusted unless every byte is what was written under this key."""
+    """Raises UntrustedError unless every byte is what was written under this key."""
     start = _HEADER.size + DIGEST_BYTES
     if len(data) < start:
-        raise _Untrusted(f"it is torn ({len(data)} bytes)")
+        raise UntrustedError(f"it is torn ({len(data)} bytes)")
     magic, schema, about_size, code_size, own_key = _HEADER.unpack_from(data)
     if magic != _MAGIC:
-        raise _Untrusted("it is not a kernel file")
+        raise UntrustedError("it is not a kernel file")
     if schema != SCHEMA:
-        raise _Untrusted(f"it has schema {schema}; this version reads {SCHEMA}")
+        raise UntrustedError(f"it has schema {schema}; this version reads {SCHEMA}")
     if own_key != key:
-        raise _Untrusted("it holds another key's kernel")
+        raise UntrustedError("it holds another key's kernel")
     if len(data) != start + about_size + code_size:
-        raise _Untrusted(f"it is torn ({len(data)} of {start + about_size + code_size} bytes)")
+        raise UntrustedError(f"it is torn ({len(data)} of {start + about_size + code_size} bytes)")
     header, digest = data[: _HEADER.size], data[_HEADER.size : start]
     about, code = data[start : start + about_size], data[start + about_size :]
     if not secrets.compare_digest(digest, _authenticate(key, header, about, code)):
-        raise _Untrusted("it is damaged (its digest does not fit)")
+        raise UntrustedError("it is damaged (its digest does not fit)")
     record = json.loads(about)
     return Compiled(record["kind"], code, record["log"], record["lowered"]), record
 
@@ -351,7 +324,7 @@ def _described(record: StoredKernel) -> StoredKernel:
         entries = kernel_names(compiled.data) if compiled.kind == "cubin" else ()
     except ValueError:
         problem = "its name is not a key"
-    except (_Untrusted, OSError) as error:
+    except (UntrustedError, OSError) as error:
         problem = str(error)
     return StoredKernel(
         record.path, record.key, record.nbytes, record.last_use, name, arch, entries, problem

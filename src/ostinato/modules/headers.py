@@ -12,13 +12,24 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ostinato.modules.keys import content_digest
 
-__all__ = ["Dependencies", "HeaderFile", "find_dependencies"]
+__all__ = [
+    "Dependencies",
+    "HeaderFile",
+    "Read",
+    "Scan",
+    "find_dependencies",
+    "read_before",
+]
+
+# A file that changes twice within its clock's grain looks unchanged; the coarsest is 2 s.
+_SETTLED_NS = 2_000_000_000
 
 _DIRECTIVE = re.compile(
     r"^[ \t]*(?:\#|%:|\?\?=)[ \t]*(?P<word>include_next|include|import|embed)\b[ \t]*(?P<rest>.*)$",
@@ -65,19 +76,25 @@ class Dependencies:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scan:
+class Scan:
+    """The names that a text includes, and whether those are all."""
+
     names: tuple[str, ...]
     exact: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class Read:
+    """A header that was read.  `settled` if its time was well past then, so that it can be told
+    by its stamp for good."""
+
     file: HeaderFile
-    scan: _Scan
+    scan: Scan
+    settled: bool
 
 
-# By path, checked by stamp: the toolkit's headers are read once a process.
-_read_before: dict[str, _Read] = {}
+read_before: dict[str, Read] = {}
+"""By path, checked by stamp: the toolkit's headers are read once a process."""
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
@@ -88,7 +105,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def _scan(text: str) -> _Scan:
+def _scan(text: str) -> Scan:
     spliced = _SPLICE.sub("", text)
     names: dict[str, None] = {}
     exact = True
@@ -107,25 +124,35 @@ def _scan(text: str) -> _Scan:
             named = _NAMED.match(match["rest"])
             if named is not None:
                 names[named["angle"] or named["quote"]] = None
-    return _Scan(tuple(names), exact)
+    return Scan(tuple(names), exact)
 
 
-def _read(path: str) -> _Read | None:
+def _read(path: str) -> Read | None:
     stamp = _stamp(path)
     if stamp is None:
         return None
-    before = _read_before.get(path)
+    before = read_before.get(path)
     if before is not None and before.file.stamp == stamp:
         return before
+    begin = time.time_ns()
     try:
         data = Path(path).read_bytes()
     except OSError:
         return None
-    read = _Read(
-        HeaderFile(path, content_digest(data), stamp), _scan(data.decode("utf-8", "replace"))
+    read = Read(
+        HeaderFile(path, content_digest(data), stamp),
+        _scan(data.decode("utf-8", "replace")),
+        settled=begin - stamp[1] > _SETTLED_NS,
     )
-    _read_before[path] = read
+    read_before[path] = read
     return read
+
+
+def _join(folder: str, name: str) -> str:
+    """In the normal form; `folder` has it already."""
+    if "." in name[:1] or "/." in name or "//" in name or name.startswith("/"):
+        return os.path.normpath(os.path.join(folder, name))  # noqa: PTH118
+    return f"{folder}/{name}"
 
 
 def find_dependencies(
@@ -142,7 +169,7 @@ def find_dependencies(
     included before the source.  Includes that only a macro knows are forgiven in files under
     `trusted`, the compiler's own headers.
     """
-    search = [str(folder) for folder in folders]
+    search = [os.path.normpath(folder) for folder in folders]
     files: dict[str, HeaderFile] = {}
     missing: dict[str, None] = {}
     probed: dict[str, None] = {}
@@ -163,7 +190,7 @@ def find_dependencies(
         name, beside = item
         found = name in headers
         for folder in ([beside] if beside else []) + search:
-            path = os.path.normpath(os.path.join(folder, name))  # noqa: PTH118
+            path = _join(folder, name)
             read = _read(path)
             if read is None:
                 probed[path] = None

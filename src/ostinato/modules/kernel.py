@@ -78,7 +78,7 @@ class LoadedModule:
         self._names: tuple[str, ...] | None = None
         self._handle = context.driver.module_load(image)
         self._finalizer = weakref.finalize(
-            self, context.retire, _Unload(context.driver, self._handle)
+            self, context.retire, _Unload(context.driver, self._handle), quiet=True
         )
         self._finalizer.atexit = False
 

@@ -90,14 +90,9 @@ def as_options(value: CompileOptions | Sequence[str]) -> CompileOptions:
     return CompileOptions(extra=tuple(value)) if value else DEFAULT
 
 
-def flags_of(options: CompileOptions, arch: str) -> tuple[str, ...]:
-    """The compiler's command line."""
-    flags = [
-        f"--gpu-architecture={arch}",
-        f"--std={options.std}",
-        # Else the folder that the process happens to stand in would be searched for headers.
-        "--no-source-include",
-    ]
+def flags_of(options: CompileOptions) -> tuple[str, ...]:
+    """The compiler's command line without the architecture, which the compiler has a say in."""
+    flags = [f"--std={options.std}"]
     for name, value in dict(options.defines).items():
         flags.append(
             f"--define-macro={name}" if value is None else f"--define-macro={name}={value}"

@@ -139,7 +139,7 @@ class GraphedStep:
         self.run = run
         self.stream = stream
         self.cache = cache
-        self.name: str = name or getattr(run, "__qualname__", type(run).__name__)
+        self.name: str = name or str(getattr(run, "__qualname__", type(run).__name__))
         self.slots = tuple(slots)
         self.build = build
         self.warmups = warmups

@@ -1,0 +1,1 @@
+"""Benchmarks: each states the physics first, measures, and ends with one line of JSON."""

@@ -1,0 +1,388 @@
+"""What a change to an executable costs the CPU, beside the same driver calls made from C.
+
+What bounds it: each change is one or more calls of libcuda, and the C figures are those calls and
+nothing else: `cuGraphExecKernelNodeSetParams` once, or for each of 280 nodes; `cuGraphExecUpdate`;
+or a whole capture, instantiate and destroy.  What ours adds is finding the words, checking them,
+and keeping what is needed to take a refused change back.
+
+  patch one    one argument of one node
+  rebind all   every pointer into one buffer, in all nodes (two a node)
+  update       all parameters from another definition of the same topology
+  recapture    capture all launches again and instantiate
+
+After each timed change the graph runs, untimed, so that no change is made in vain, and the answers
+are compared with NumPy.
+
+    python -m benchmarks.change_cost [--out DIR] [--device cuda:0|host] [--quick]
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import ostinato as ost
+from benchmarks import common
+from benchmarks.common import Chain, Measured, measured
+
+NODES = 280
+REPETITIONS = {"patch one": 1000, "rebind all": 200, "update": 200, "recapture": 60}
+
+C_CHANGES = r"""
+#include <stdint.h>
+#include <time.h>
+
+/* CUDA_KERNEL_NODE_PARAMS_v2 */
+typedef struct {
+    void* func;
+    unsigned grid[3], block[3], shared;
+    void** kernel_params;
+    void** extra;
+    void* kern;
+    void* context;
+} kernel;
+
+typedef int (*set_params)(void* executable, void* node, const kernel* params);
+typedef int (*update_function)(void* executable, void* graph, void* result);
+typedef int (*launch_graph)(void* executable, void* stream);
+typedef int (*wait_function)(void* stream);
+typedef int (*begin_capture)(void* stream, int mode);
+typedef int (*end_capture)(void* stream, void** graph);
+typedef int (*launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                             unsigned, void* stream, void** params, void** extra);
+typedef int (*instantiate_graph)(void** executable, void* graph, unsigned long long flags);
+typedef int (*destroy)(void* handle);
+
+static int64_t now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+/* Sets `nodes` nodes, by turns to what `one` and what `two` say. */
+int set_nodes(set_params set, launch_graph launch, wait_function wait, void* executable,
+              void* stream, void** handles, const kernel* one, const kernel* two, int64_t nodes,
+              int64_t count, int64_t* nanoseconds) {
+    int status = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const kernel* params = i % 2 ? one : two;
+        int64_t start = now();
+        for (int64_t n = 0; n < nodes; n++) status |= set(executable, handles[n], &params[n]);
+        nanoseconds[i] = now() - start;
+        if (status || (status = launch(executable, stream)) || (status = wait(stream)))
+            return status;
+    }
+    return status;
+}
+
+/* Updates by turns from two definitions. */
+int update(update_function change, launch_graph launch, wait_function wait, void* executable,
+           void* stream, void* one, void* two, int64_t count, int64_t* nanoseconds) {
+    for (int64_t i = 0; i < count; i++) {
+        int64_t result[8] = {0};
+        int64_t start = now();
+        int status = change(executable, i % 2 ? one : two, result);
+        nanoseconds[i] = now() - start;
+        if (status || (status = launch(executable, stream)) || (status = wait(stream)))
+            return status;
+    }
+    return 0;
+}
+
+/* Captures the launches, instantiates, and destroys both after a run. */
+int recapture(begin_capture begin, launch_kernel launch_one, end_capture end,
+              instantiate_graph instantiate, launch_graph launch, wait_function wait,
+              destroy destroy_executable, destroy destroy_graph, void* stream,
+              const kernel* params, int64_t nodes, int64_t count, int64_t* nanoseconds) {
+    for (int64_t i = 0; i < count; i++) {
+        void *graph = 0, *executable = 0;
+        int64_t start = now();
+        int status = begin(stream, 1);
+        for (int64_t n = 0; n < nodes; n++) {
+            const kernel* k = &params[n];
+            status |= launch_one(k->func, k->grid[0], k->grid[1], k->grid[2], k->block[0],
+                                 k->block[1], k->block[2], k->shared, stream, k->kernel_params, 0);
+        }
+        status |= end(stream, &graph);
+        if (!status) status = instantiate(&executable, graph, 0);
+        int64_t made = now() - start;
+        if (status || (status = launch(executable, stream)) || (status = wait(stream)))
+            return status;
+        start = now();
+        status = destroy_executable(executable) | destroy_graph(graph);
+        nanoseconds[i] = made + now() - start;
+        if (status) return status;
+    }
+    return 0;
+}
+"""
+
+
+class _Kernel(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("kernel_params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kern", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+class C:
+    """The driver's calls from C on graphs of ours."""
+
+    def __init__(self, stream: ost.Stream) -> None:
+        self.library = common.build_c(C_CHANGES)
+        self.libcuda = ctypes.CDLL("libcuda.so.1")
+        self.stream = ctypes.c_void_p(stream.handle)
+        self._keep: list[object] = []
+
+    def call(self, symbol: str) -> ctypes.c_void_p:
+        return common.address_of_function(self.libcuda, symbol)
+
+    @property
+    def running(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        return self.call("cuGraphLaunch"), self.call("cuStreamSynchronize")
+
+    def kernels(self, nodes: Sequence[ost.Node]) -> ctypes.Array[_Kernel]:
+        """The nodes' parameters as the driver takes them."""
+        array = (_Kernel * len(nodes))()
+        for slot, node in zip(array, nodes, strict=True):
+            kernel = node.kernel
+            data = ctypes.create_string_buffer(kernel.arguments.data, len(kernel.arguments.data))
+            first = ctypes.addressof(data)
+            layout = kernel.arguments.layout
+            pointers = (ctypes.c_void_p * len(layout))(*[first + s.offset for s in layout])
+            self._keep += [data, pointers]
+            slot.func = kernel.function
+            slot.grid[:], slot.block[:] = kernel.config.grid, kernel.config.block
+            slot.shared = kernel.config.shared
+            slot.kernel_params = ctypes.addressof(pointers)
+        return array
+
+    def set_nodes(
+        self, run: ost.GraphExec, one: Sequence[ost.Node], two: Sequence[ost.Node], count: int
+    ) -> list[int]:
+        """Sets all of the nodes, whose handles are those of `one`."""
+        handles = (ctypes.c_void_p * len(one))(*[node.handle for node in one])
+        return self._times(
+            count,
+            self.library.set_nodes,
+            self.call("cuGraphExecKernelNodeSetParams_v2"),
+            *self.running,
+            ctypes.c_void_p(run.handle),
+            self.stream,
+            handles,
+            self.kernels(one),
+            self.kernels(two),
+            ctypes.c_int64(len(one)),
+        )
+
+    def update(self, run: ost.GraphExec, one: ost.Graph, two: ost.Graph, count: int) -> list[int]:
+        return self._times(
+            count,
+            self.library.update,
+            self.call("cuGraphExecUpdate_v2"),
+            *self.running,
+            ctypes.c_void_p(run.handle),
+            self.stream,
+            ctypes.c_void_p(one.handle),
+            ctypes.c_void_p(two.handle),
+        )
+
+    def recapture(self, nodes: Sequence[ost.Node], count: int) -> list[int]:
+        return self._times(
+            count,
+            self.library.recapture,
+            self.call("cuStreamBeginCapture_v2"),
+            self.call("cuLaunchKernel"),
+            self.call("cuStreamEndCapture"),
+            self.call("cuGraphInstantiateWithFlags"),
+            *self.running,
+            self.call("cuGraphExecDestroy"),
+            self.call("cuGraphDestroy"),
+            self.stream,
+            self.kernels(nodes),
+            ctypes.c_int64(len(nodes)),
+        )
+
+    @staticmethod
+    def _times(count: int, function: Callable[..., int], *args: object) -> list[int]:
+        times = (ctypes.c_int64 * count)()
+        status = function(*args, ctypes.c_int64(count), times)
+        if status:
+            raise RuntimeError(f"the driver answered {status} to the C calls")
+        return list(times)
+
+
+def timed(count: int, change: Callable[[int], object], settle: Callable[[], object]) -> list[int]:
+    """Nanoseconds of each `change(i)`; `settle` is not timed."""
+    times = []
+    for i in range(count):
+        start = time.perf_counter_ns()
+        change(i)
+        times.append(time.perf_counter_ns() - start)
+        settle()
+    return times
+
+
+class Ours:
+    """The changes through this library, on one executable."""
+
+    def __init__(self, chain: Chain, stream: ost.Stream) -> None:
+        self.chain, self.stream = chain, stream
+        self.arenas = (chain.arena, chain.new_arena())
+        self.graphs = tuple(self.capture(arena) for arena in self.arenas)
+        self.run = self.graphs[0].instantiate(upload=stream)
+
+    def capture(self, arena: ost.Buffer) -> ost.Graph:
+        with ost.capture(self.stream) as capture:
+            self.chain.submit(self.stream, arena)
+        return capture.graph
+
+    def settle(self) -> None:
+        self.run.launch(self.stream)
+        self.stream.synchronize()
+
+    def answer(self, what: str, arena: int) -> None:
+        """The next run ends in the right arena, with the right numbers."""
+        self.settle()
+        self.chain.check(what, self.stream, self.arenas[arena])
+
+    def patch(self, count: int) -> list[int]:
+        chain, node = self.chain, self.chain.length // 2
+        others = (chain.other, chain.device.array(chain.other.to_numpy(self.stream)))
+        times = timed(count, lambda i: self.run.patch(node, "b", others[(i + 1) % 2]), self.settle)
+        self.run.patch(node, "b", chain.other)
+        self.answer("patch", 0)
+        return times
+
+    def rebind(self, count: int) -> list[int]:
+        """Ends where it began."""
+        count += count % 2
+
+        def change(i: int) -> None:
+            old, new = self.arenas[i % 2], self.arenas[(i + 1) % 2]
+            report = self.run.rebind({old: new})
+            assert report.nodes == self.chain.length and not report.left
+
+        times = timed(1, change, lambda: self.answer("rebind", 1))
+        return times + timed(count - 1, lambda i: change(i + 1), self.settle)
+
+    def update(self, count: int) -> list[int]:
+        count += count % 2
+        times = timed(
+            1, lambda i: self.run.update(self.graphs[1]), lambda: self.answer("update", 1)
+        )
+        times += timed(count - 1, lambda i: self.run.update(self.graphs[i % 2]), self.settle)
+        self.run.update(self.graphs[0])
+        self.answer("update", 0)
+        return times
+
+    def recapture(self, count: int) -> list[int]:
+        times = []
+        for _ in range(count):
+            start = time.perf_counter_ns()
+            graph = self.capture(self.chain.arena)
+            run = graph.instantiate()
+            made = time.perf_counter_ns() - start
+            run.launch(self.stream)
+            self.stream.synchronize()
+            start = time.perf_counter_ns()
+            run.close()
+            graph.close()
+            times.append(made + time.perf_counter_ns() - start)
+        self.chain.check("recapture", self.stream)
+        return times
+
+
+def measure(
+    chain: Chain, stream: ost.Stream, *, quick: bool, skipped: dict[str, str]
+) -> list[dict[str, object]]:
+    ours = Ours(chain, stream)
+    counts = {name: 4 if quick else count for name, count in REPETITIONS.items()}
+    results: dict[str, dict[str, list[int]]] = {
+        "patch one": {"ostinato": ours.patch(counts["patch one"])},
+        "rebind all": {"ostinato": ours.rebind(counts["rebind all"])},
+        "update": {"ostinato": ours.update(counts["update"])},
+        "recapture": {"ostinato": ours.recapture(counts["recapture"])},
+    }
+    if chain.device.capabilities.source_language != "cuda":
+        skipped["C"] = f"{chain.device.name} is no GPU"
+    else:
+        common.optional(skipped, "C", lambda: _in_c(ours, counts, results))
+    rows = []
+    for name, by in results.items():
+        c = measured(by["C"]) if "C" in by else None
+        rows += [_row(name, who, measured(times), c) for who, times in by.items()]
+    ours.run.close()
+    return rows
+
+
+def _in_c(ours: Ours, counts: dict[str, int], results: dict[str, dict[str, list[int]]]) -> None:
+    c, stream, chain = C(ours.stream), ours.stream, ours.chain
+    one, two = (graph.nodes for graph in ours.graphs)
+    # An executable of its own: what C sets is not in the shadow of ours.
+    with ours.graphs[0].instantiate(upload=stream) as run:
+        stream.synchronize()
+        middle = slice(chain.length // 2, chain.length // 2 + 1)
+        results["patch one"]["C"] = c.set_nodes(run, one[middle], two[middle], counts["patch one"])
+        even = counts["rebind all"] + counts["rebind all"] % 2
+        results["rebind all"]["C"] = c.set_nodes(run, one, two, even)
+        chain.check("C, rebind", stream)
+        results["update"]["C"] = c.update(run, *ours.graphs, even)
+        chain.check("C, update", stream)
+        results["recapture"]["C"] = c.recapture(one, counts["recapture"])
+        chain.check("C, recapture", stream)
+
+
+def _row(change: str, who: str, one: Measured, c: Measured | None) -> dict[str, object]:
+    times_c = None if c is None else round(one.median / c.median, 2)
+    return {"change": change, "by": who, **one.fields(), "times_c": times_c}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = common.options(__doc__).parse_args(argv)
+    nodes = 8 if options.quick else NODES
+    skipped: dict[str, str] = {}
+    with ost.open_device(options.device) as device:
+        stream, chain = device.create_stream(), Chain(device, nodes)
+        chain.submit(stream)
+        chain.check("eager", stream)
+        rows = measure(chain, stream, quick=options.quick, skipped=skipped)
+        title = f"Changing an executable of {nodes} kernels, {device.properties.name}"
+        columns = ["change", "by", "median_us", "p90_us", "min_us", "times_c"]
+        print(common.table(title, rows, columns))
+        by_change = itertools.groupby(rows, key=lambda row: row["change"])
+        medians = {
+            str(change): {str(row["by"]): row["median_us"] for row in group}
+            for change, group in by_change
+        }
+        common.emit(
+            "change_cost",
+            device,
+            options.out,
+            ceiling={
+                "what": "the same driver calls made from C, median, microseconds by change",
+                "us": {change: by["C"] for change, by in medians.items() if "C" in by},
+            },
+            settings={"nodes": nodes, "quick": options.quick},
+            rows=rows,
+            skipped=skipped,
+            summary={"median_us": medians},
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

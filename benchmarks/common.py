@@ -1,0 +1,299 @@
+"""What all benchmarks share: the machine in words, medians, tables, result files.
+
+A result file is `{out}/{benchmark}-{device}.json`; the same object, on one line, is the last line
+on stdout.  Its keys: `schema`, `benchmark`, `ceiling` (the physics that bounds the numbers, with
+the numbers), `machine`, `settings`, `rows` (one record a line of the table), `skipped` (what could
+not be measured here, and why).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import ostinato as ost
+
+__all__ = [
+    "BLOCK",
+    "CELL",
+    "SOURCE",
+    "Chain",
+    "Measured",
+    "address_of_function",
+    "build_c",
+    "emit",
+    "machine",
+    "measured",
+    "optional",
+    "options",
+    "table",
+]
+
+SCHEMA = "ostinato.benchmark/1"
+ROOT = Path(__file__).resolve().parent
+LIBRARIES = ("ostinato", "numpy", "cuda-core", "cuda-bindings", "torch", "cupy-cuda13x")
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark takes."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder of result files")
+    parser.add_argument("--device", default="cuda:0", help='"cuda:0", or "host" for a dry run')
+    parser.add_argument("--quick", action="store_true", help="tiny counts: shows that it runs")
+    return parser
+
+
+# ------------------------------------------------------------------------------------ the machine
+
+
+def commit() -> str:
+    """OSTINATO_COMMIT, else what git says, else "unknown"."""
+    given = os.environ.get("OSTINATO_COMMIT")
+    if given:
+        return given
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return answer.stdout.strip()
+
+
+def machine(device: ost.Device) -> dict[str, object]:
+    """What was measured on, and with what."""
+    properties = device.properties
+    versions = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": properties.name,
+        "driver": device.name,
+        "driver_version": properties.driver_version,
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+# ----------------------------------------------------------------------------------------- numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Times of one thing, in microseconds."""
+
+    median: float
+    p90: float
+    least: float
+    count: int
+
+    def fields(self, prefix: str = "") -> dict[str, float]:
+        """For a row: `{prefix}median_us`, `{prefix}p90_us`, …"""
+        return {
+            f"{prefix}median_us": round(self.median, 3),
+            f"{prefix}p90_us": round(self.p90, 3),
+            f"{prefix}min_us": round(self.least, 3),
+            f"{prefix}count": self.count,
+        }
+
+
+def measured(nanoseconds: Sequence[int]) -> Measured:
+    """Median, 90th percentile and least of samples in nanoseconds."""
+    ordered = sorted(nanoseconds)
+    p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    return Measured(statistics.median(ordered) / 1e3, p90 / 1e3, ordered[0] / 1e3, len(ordered))
+
+
+# ------------------------------------------------------------------------------------------ output
+
+
+def table(title: str, rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
+    """Plain text, numbers to the right."""
+    cells = [[_cell(row.get(name)) for name in columns] for row in rows]
+    widths = [max(len(n), *(len(line[i]) for line in cells)) for i, n in enumerate(columns)]
+    right = [any(isinstance(row.get(n), int | float) for row in rows) for n in columns]
+
+    def line(values: Sequence[str]) -> str:
+        return "  ".join(
+            v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right, strict=True)
+        ).rstrip()
+
+    return "\n".join([title, "", line(columns), *map(line, cells), ""])
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def emit(
+    benchmark: str,
+    device: ost.Device,
+    out: Path,
+    *,
+    ceiling: Mapping[str, object],
+    settings: Mapping[str, object],
+    rows: Sequence[Mapping[str, object]],
+    skipped: Mapping[str, str],
+    summary: Mapping[str, object] | None = None,
+) -> Path:
+    """Writes the result file, says where, and prints it on one line: the last."""
+    result = {
+        "schema": SCHEMA,
+        "benchmark": benchmark,
+        "ceiling": dict(ceiling),
+        "summary": dict(summary or {}),
+        "machine": machine(device),
+        "settings": dict(settings),
+        "rows": [dict(row) for row in rows],
+        "skipped": dict(skipped),
+    }
+    slug = re.sub(r"[^a-z0-9]+", "-", device.properties.name.lower()).strip("-")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{benchmark}-{slug}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for name, why in skipped.items():
+        print(f"not measured: {name}: {why}")
+    print(f"results: {path}")
+    print(json.dumps(result), flush=True)
+    return path
+
+
+# ------------------------------------------------------------------------------- what is measured
+
+CELL = 256
+"""Floats that one kernel reads and writes: as small as a launch is worth."""
+BLOCK = 256
+
+CUDA = r"""
+extern "C" __global__ void blend(const float* a, const float* b, float* out, unsigned n) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = 0.5f * a[i] + 0.5f * b[i];
+}
+extern "C" __global__ void count(unsigned long long* counter, unsigned long long by) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *counter += by;
+}
+"""
+
+
+@ost.host_kernel("a: *const f32, b: *const f32, out: *out f32, n: u32")
+def blend(launch, a, b, out, n):
+    out[:n] = np.float32(0.5) * a[:n] + np.float32(0.5) * b[:n]
+
+
+@ost.host_kernel("counter: *u64, by: u64")
+def count(launch, counter, by):
+    counter[0] += np.uint64(by)
+
+
+SOURCE = ost.Source(cuda=CUDA, host=[blend, count], name="benchmarks")
+
+
+class Chain:
+    """`length` kernels in a row: cell i+1 of an arena is half of cell i and half of a second input.
+
+    Inputs are random; halving is exact, so NumPy gives the same bits (`check`).
+    """
+
+    def __init__(self, device: ost.Device, length: int, seed: int = 7) -> None:
+        rng = np.random.default_rng(seed)
+        self.device, self.length = device, length
+        self.config = ost.LaunchConfig(grid=1, block=BLOCK)
+        self.kernel = device.modules.get_or_compile(SOURCE, "blend")
+        self._first = rng.uniform(1, 2, CELL).astype(np.float32)
+        self._other = rng.uniform(1, 2, CELL).astype(np.float32)
+        self.arena = self.new_arena()
+        self.other = device.array(self._other)
+        self._expected = self._first
+        for _ in range(length):
+            self._expected = np.float32(0.5) * self._expected + np.float32(0.5) * self._other
+
+    def new_arena(self) -> ost.Buffer:
+        """All cells: the first holds the input, the others zeros."""
+        cells = np.zeros((self.length + 1, CELL), np.float32)
+        cells[0] = self._first
+        return self.device.array(cells)
+
+    def submit(self, stream: ost.Stream, arena: ost.Buffer | None = None) -> None:
+        """Launches it on a stream: eagerly, or into whichever capture is under way there."""
+        cells = self.arena if arena is None else arena
+        for i in range(self.length):
+            operands = (cells[i], self.other, cells[i + 1], CELL)
+            ost.launch(stream, self.kernel, self.config, *operands)
+
+    def check(self, what: str, stream: ost.Stream, arena: ost.Buffer | None = None) -> None:
+        """The last cell is right; it is cleared for who comes next."""
+        last = (self.arena if arena is None else arena)[self.length]
+        if not np.array_equal(last.to_numpy(stream), self._expected):
+            raise AssertionError(f"{what}: the last cell of {self.length} is wrong")
+        ost.fill(stream, last, 0)
+        stream.synchronize()
+
+
+# --------------------------------------------------------------------------------------- C beside
+
+
+def build_c(source: str) -> ctypes.CDLL:
+    """Compiles C to a shared library (gcc -O2).  Raises RuntimeError with the compiler's words."""
+    with tempfile.TemporaryDirectory() as folder:
+        code, library = Path(folder, "loop.c"), Path(folder, "loop.so")
+        code.write_text(source, encoding="utf-8")
+        try:
+            answer = subprocess.run(
+                ["gcc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, code],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        except OSError as error:
+            raise RuntimeError(f"no C compiler: {error}") from error
+        if answer.returncode:
+            raise RuntimeError(f"gcc: {answer.stderr.strip()}")
+        return ctypes.CDLL(str(library))
+
+
+def address_of_function(library: ctypes.CDLL, name: str) -> ctypes.c_void_p:
+    """A C function's address, to be given to other C."""
+    return ctypes.cast(library[name], ctypes.c_void_p)
+
+
+def optional(skipped: dict[str, str], name: str, make: Callable[[], object]) -> object | None:
+    """What `make` gives, or None with the reason noted: one missing library ends no benchmark.
+
+    A wrong answer does (AssertionError).
+    """
+    try:
+        return make()
+    except AssertionError:
+        raise
+    except Exception as error:
+        skipped[name] = f"{type(error).__name__}: {error}"
+        return None

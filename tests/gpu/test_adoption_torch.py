@@ -1,0 +1,303 @@
+"""Graphs that PyTorch captured: a linear layer and a softmax, cuBLAS and elementwise kernels."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import InputError, UpdateRefusedError
+from tests.gpu.foreign import (
+    Area,
+    check_inventory,
+    check_rebind,
+    check_replay,
+    check_showing,
+    clear,
+    kernels,
+    library,
+    read,
+)
+
+torch = library("torch")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+ROWS, INNER, OUTER = 64, 256, 512
+DTYPES = ["float32", "bfloat16"]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def stream(cuda_device: Device) -> ost.Stream:
+    return cuda_device.create_stream()
+
+
+def area(name: str, tensor: torch.Tensor) -> Area:
+    assert tensor.is_contiguous()
+    return Area(name, tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+class Step:
+    """y = softmax(x w' + b), captured by torch as its documentation says."""
+
+    def __init__(self, dtype: str = "float32", seed: int = 7) -> None:
+        self.dtype = getattr(torch, dtype)
+        self._generator = torch.Generator(device="cuda").manual_seed(seed)
+        self.x = self.random(ROWS, INNER)
+        self.weight, self.bias = self.random(OUTER, INNER), self.random(OUTER)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.eager(self.x)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(self.graph):
+            self.y = self.eager(self.x)
+        torch.cuda.synchronize()
+
+    def random(self, *shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, device="cuda", generator=self._generator)
+        return values.to(self.dtype)
+
+    def eager(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(torch.nn.functional.linear(x, self.weight, self.bias), dim=-1)
+
+
+def adopted(device: Device, step: Step) -> ost.Graph:
+    from ostinato.interop.torch import adopt_graph
+
+    return adopt_graph(device, step.graph)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inventory(cuda_device: Device, dtype: str) -> None:
+    step = Step(dtype)
+    graph = adopted(cuda_device, step)
+    tensors = {"x": step.x, "weight": step.weight, "bias": step.bias, "y": step.y}
+    check_inventory(graph, [area(name, tensor) for name, tensor in tensors.items()])
+    names = [node.name.lower() for node in kernels(graph)]
+    assert any("softmax" in name for name in names), names
+    assert any("softmax" not in name for name in names), names  # cuBLAS has its own names
+    check_showing(graph)
+
+
+def test_packed_arguments_of_cublas(cuda_device: Device) -> None:
+    step = Step()
+    graph = adopted(cuda_device, step)
+    packed = [node for node in kernels(graph) if node.kernel.arguments.packed]
+    shown = {n.name: len(n.kernel.arguments.data) for n in kernels(graph)}
+    assert packed, f"no kernel's arguments came through `extra`: {shown}"
+    wanted = step.x.data_ptr()
+    assert any(p.address == wanted for n in packed for a in n.arguments for p in a.pointers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_replay_is_the_owners_bit_by_bit(
+    cuda_device: Device, stream: ost.Stream, dtype: str
+) -> None:
+    step = Step(dtype)
+    graph = adopted(cuda_device, step)
+    run = check_replay(cuda_device, stream, graph, step.graph.replay, [area("y", step.y)])
+    assert read(cuda_device, area("y", step.y)) == bits(step.eager(step.x))
+    run.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rebind_is_eager_on_the_new_input(
+    cuda_device: Device, stream: ost.Stream, dtype: str
+) -> None:
+    step = Step(dtype)
+    run = adopted(cuda_device, step).instantiate(upload=stream)
+    fresh = step.random(ROWS, INNER)
+    torch.cuda.synchronize()
+    output = area("y", step.y)
+    check_rebind(cuda_device, stream, run, step.x, fresh, lambda: bits(step.eager(fresh)), output)
+
+
+def test_rebind_of_weights_and_output(cuda_device: Device, stream: ost.Stream) -> None:
+    step = Step()
+    run = adopted(cuda_device, step).instantiate(upload=stream)
+    weight, y = step.random(OUTER, INNER), torch.zeros_like(step.y)
+    run.rebind({step.weight: weight, step.y: y})
+    torch.cuda.synchronize()
+    clear(cuda_device, area("y", step.y))
+    run.launch(stream)
+    step.weight = weight
+    assert read(cuda_device, area("new y", y)) == bits(step.eager(step.x))
+    assert set(read(cuda_device, area("y", step.y))) == {0xEE}  # the old output is not touched
+
+
+def test_update_from_another_of_torchs_graphs(cuda_device: Device, stream: ost.Stream) -> None:
+    one, two = Step(seed=1), Step(seed=2)
+    first, second = adopted(cuda_device, one), adopted(cuda_device, two)
+    difference = first.diff(second)
+    assert difference.changed and not difference.added and not difference.removed
+    run = first.instantiate(upload=stream)
+    report = run.update(second)
+    assert report.changed
+    run.launch(stream)
+    assert read(cuda_device, area("y", two.y)) == bits(two.eager(two.x))
+
+
+def test_an_update_to_another_topology_is_refused_and_changes_nothing(
+    cuda_device: Device, stream: ost.Stream
+) -> None:
+    step = Step()
+    run = adopted(cuda_device, step).instantiate(upload=stream)
+    other = torch.cuda.CUDAGraph(keep_graph=True)
+    y = torch.zeros_like(step.x)
+    with torch.cuda.graph(other):
+        y.copy_(step.x)
+        y.mul_(2).add_(1).relu_().sub_(3)
+    from ostinato.interop.torch import adopt_graph
+
+    with pytest.raises(UpdateRefusedError):
+        run.update(adopt_graph(cuda_device, other))
+    clear(cuda_device, area("y", step.y))
+    run.launch(stream)
+    assert read(cuda_device, area("y", step.y)) == bits(step.eager(step.x))
+
+
+def test_the_owner_lives_as_long_as_we_need_it(cuda_device: Device, stream: ost.Stream) -> None:
+    step = Step()
+    graph = adopted(cuda_device, step)
+    run = graph.instantiate(upload=stream)
+    owner = weakref.ref(step.graph)
+    wanted = bits(step.eager(step.x))
+    del step.graph, graph
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert owner() is not None
+    clear(cuda_device, area("y", step.y))
+    run.launch(stream)
+    assert read(cuda_device, area("y", step.y)) == wanted
+    run.close()
+    del run
+    gc.collect()
+    cuda_device.synchronize()
+    gc.collect()
+    assert owner() is None
+
+
+def test_torchs_pool_is_not_given_away_under_our_replay(
+    cuda_device: Device, stream: ost.Stream
+) -> None:
+    step = Step()
+    run = adopted(cuda_device, step).instantiate(upload=stream)
+    y = area("y", step.y)
+    wanted = bits(step.eager(step.x))
+    del step.graph, step.y  # from here on only our executable stands for the pool
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = [torch.full((ROWS, OUTER), 9.0, device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        run.launch(stream)
+        assert read(cuda_device, y) == wanted
+    assert all(bool((other == 9).all()) for other in others)
+
+
+def test_one_node_switched_off(cuda_device: Device, stream: ost.Stream) -> None:
+    step = Step()
+    graph = adopted(cuda_device, step)
+    run = graph.instantiate(upload=stream)
+    (softmax,) = [node for node in kernels(graph) if "softmax" in node.name.lower()]
+    y = area("y", step.y)
+    clear(cuda_device, y)
+    run.set_enabled(softmax, False)
+    run.launch(stream)
+    assert read(cuda_device, y) != bits(step.eager(step.x))
+    run.set_enabled(softmax, True)
+    run.launch(stream)
+    assert read(cuda_device, y) == bits(step.eager(step.x))
+
+
+def test_a_graph_that_torch_did_not_keep_is_refused(cuda_device: Device) -> None:
+    from ostinato.interop.torch import adopt_graph
+
+    x = torch.ones(16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.mul_(2)
+    with pytest.raises(InputError, match="keep_graph"):
+        adopt_graph(cuda_device, graph)
+
+
+def test_torchs_work_in_our_capture(cuda_device: Device, stream: ost.Stream) -> None:
+    from ostinato.interop.torch import use_stream
+
+    step = Step()
+    linear, y = torch.empty_like(step.y), torch.empty_like(step.y)
+
+    def work() -> None:
+        torch.addmm(step.bias, step.x, step.weight.t(), out=linear)
+        torch.softmax(linear, dim=-1, out=y)
+
+    torch.cuda.synchronize()
+    with use_stream(stream):
+        work()
+    stream.synchronize()
+    wanted = bits(y)
+    with use_stream(stream), ost.capture(stream) as capture:
+        work()
+    check_inventory(capture.graph, [area("x", step.x), area("y", y)])
+    clear(cuda_device, area("y", y))
+    run = capture.graph.instantiate(upload=stream)
+    run.launch(stream)
+    assert read(cuda_device, area("y", y)) == wanted
+
+
+def test_our_buffers_in_torchs_graph(cuda_device: Device, stream: ost.Stream) -> None:
+    from ostinato.interop.torch import adopt_graph, as_tensor
+
+    rng = np.random.default_rng(5)
+    values = [rng.standard_normal(1000).astype(np.float32) for _ in range(2)]
+    x, other = (cuda_device.array(v) for v in values)
+    out = cuda_device.zeros(1000, np.float32)
+    x_there, out_there = as_tensor(x), as_tensor(out)
+    assert x_there.data_ptr() == x.address
+    torch.mul(x_there, 3, out=out_there)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(captured):
+        torch.mul(x_there, 3, out=out_there)
+    graph = adopt_graph(cuda_device, captured)
+    check_inventory(graph, [Area("x", x.address, x.nbytes), Area("out", out.address, out.nbytes)])
+    run = graph.instantiate(upload=stream)
+    for buffer, host in ((x, values[0]), (other, values[1])):
+        if buffer is other:
+            run.rebind({x: other})
+        run.launch(stream)
+        np.testing.assert_array_equal(out.to_numpy(stream), 3 * host)
+
+
+def test_streams_and_arrays_come_over(cuda_device: Device, stream: ost.Stream) -> None:
+    theirs = torch.cuda.Stream()
+    ours = cuda_device.adopt_stream(theirs)
+    assert ours.handle == theirs.cuda_stream
+    tensor = torch.arange(100, dtype=torch.float32, device="cuda")
+    torch.cuda.synchronize()
+    buffer = cuda_device.adopt_array(tensor)
+    ost.fill(ours, buffer, 4)
+    ours.synchronize()
+    assert bool((tensor == 4).all())
+    with pytest.raises(InputError, match="strided"):
+        cuda_device.adopt_array(torch.zeros(8, 8, device="cuda").t()[:, 1:])
+    half = torch.ones(10, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    assert cuda_device.adopt_array(half).nbytes == 20

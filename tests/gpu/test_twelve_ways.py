@@ -1,0 +1,360 @@
+"""Twelve ways to break a capture.
+
+Each is one function that does the forbidden thing inside a capture, on a line marked `# breaks it`.
+Of each it is shown that the error names that line, that the stream works afterwards, and that fifty
+times of it lose no device memory.  Two of the twelve do not break a capture, and that is shown
+instead: garbage that is collected in it, and another thread's call in thread-local mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import CaptureBrokenError, CaptureError, DriverError
+from tests.sources import config, kernel, preload
+
+N = 1000
+TIMES = 50
+MARK = "# breaks it"
+
+Way = Callable[["Bench"], object]
+WAYS: dict[str, Way] = {}
+
+
+class Bench:
+    """A device with a stream to capture on, and what the ways need, all made beforehand."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.stream, self.other = device.create_stream(), device.create_stream()
+        self.x = device.array(np.arange(N, dtype=np.float32))
+        self.recorded = self.other.record()
+        self.other.synchronize()
+        self.number = 0
+
+    def legacy(self) -> ost.Stream:
+        """The legacy default stream."""
+        return self.device.adopt_stream(Legacy())
+
+    def in_a_thread(self, work: Callable[[], object]) -> BaseException | None:
+        """Runs `work` on another thread; what it raised."""
+        raised: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                work()
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+        return raised[0] if raised else None
+
+    def assert_sound(self) -> None:
+        """Nothing captures any more, a capture works, and so does eager work."""
+        device, stream = self.device, self.stream
+        assert not stream.is_capturing and not self.other.is_capturing
+        assert device.context.captures_under_way == 0 and device.context.taps == ()
+        scale = kernel(device, "scale")
+        before = self.x.to_numpy(stream)
+        with ost.capture(stream) as capture:
+            ost.launch(stream, scale, config(N), self.x, N)
+        with capture.graph as graph, graph.instantiate(upload=stream) as run:
+            run.launch(stream)
+        np.testing.assert_array_equal(self.x.to_numpy(stream), 2 * before)
+        self.x.copy_from(before, stream)
+        stream.synchronize()
+
+
+class Legacy:
+    """The legacy default stream, as other libraries hand it out."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, 0)
+
+
+def way(function: Way) -> Way:
+    WAYS[function.__name__] = function
+    return function
+
+
+@way
+def synchronise(bench: Bench) -> None:
+    bench.stream.synchronize()  # breaks it
+
+
+@way
+def synchronise_the_device(bench: Bench) -> None:
+    bench.device.synchronize()  # breaks it
+
+
+@way
+def pageable_copy_in(bench: Bench) -> None:
+    bench.x.copy_from(np.zeros(N, np.float32), bench.stream)  # breaks it
+
+
+@way
+def pageable_copy_out(bench: Bench) -> None:
+    bench.x.to_numpy(bench.stream)  # breaks it
+
+
+@way
+def allocation_outside_the_pool(bench: Bench) -> None:
+    bench.device.empty(1 << 20)  # breaks it
+
+
+@way
+def lazy_module_load(bench: Bench) -> None:
+    bench.device.modules.get_or_compile(NEVER_LOADED, "never_loaded")  # breaks it
+
+
+@way
+def legacy_stream_call(bench: Bench) -> None:
+    fork, legacy = bench.stream.record(), bench.legacy()
+    legacy.wait(fork)  # breaks it
+
+
+@way
+def unjoined_fork(bench: Bench) -> None:
+    fork = bench.stream.record()
+    bench.other.wait(fork)  # breaks it
+    ost.fill(bench.other, bench.x, 2)  # breaks it (or this: it is what nobody waits for)
+
+
+@way
+def nested_capture(bench: Bench) -> None:
+    ost.Capture(bench.stream).begin()  # breaks it
+
+
+@way
+def invalid_kernel_launch(bench: Bench) -> None:
+    too_large = ost.LaunchConfig(grid=1, block=4096)
+    ost.launch(bench.stream, kernel(bench.device, "scale"), too_large, bench.x, N)  # breaks it
+
+
+@way
+def exception_in_user_code(bench: Bench) -> None:
+    raise ZeroDivisionError("the user's own")  # breaks it
+
+
+@way
+def event_query_outside(bench: Bench) -> None:
+    _ = bench.recorded.done  # breaks it
+
+
+@way
+def event_query_inside(bench: Bench) -> None:
+    event = bench.stream.record()
+    _ = event.done  # breaks it
+
+
+NEVER_LOADED = ost.Source(
+    cuda='extern "C" __global__ void never_loaded(float* x) { *x = 1; }',
+    host=[ost.host_kernel("x: *f32", name="never_loaded")(lambda launch, x: x.fill(1))],
+    name="never loaded",
+)
+
+
+HARMLESS_IF_SWALLOWED = (
+    "exception_in_user_code",
+    "nested_capture",
+    "invalid_kernel_launch",
+    "event_query_inside",
+)
+
+
+@pytest.fixture
+def bench(device: Device) -> Bench:
+    return Bench(device)
+
+
+@pytest.fixture(params=sorted(WAYS))
+def breaks(request: pytest.FixtureRequest) -> Way:
+    return WAYS[request.param]
+
+
+def broken(bench: Bench, breaks: Way, **options: Any) -> BaseException:
+    """Captures, lets it be broken, and gives the error."""
+    with (
+        pytest.raises((CaptureError, ZeroDivisionError)) as caught,
+        ost.capture(bench.stream, **options),
+    ):
+        ost.fill(bench.stream, bench.x, 1)
+        breaks(bench)
+    return caught.value
+
+
+def named(error: BaseException) -> str:
+    """Where the error says it was: the location that it names, for ours; else its traceback.
+
+    A nested capture breaks nothing, and a user's own exception is raised as it was: they are
+    errors like any other, and it is their traceback that says where.
+    """
+    if isinstance(error, CaptureBrokenError):
+        return error.location or ""
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("trace", [False, True], ids=["", "trace"])
+def test_the_error_names_the_line(bench: Bench, breaks: Way, trace: bool) -> None:
+    error = broken(bench, breaks, trace=trace)
+    assert MARK in named(error), f"{type(error).__name__}: {error}"
+    if isinstance(error, CaptureBrokenError):
+        assert "works again" in str(error) or "preload" in str(error)
+    bench.assert_sound()
+
+
+@pytest.mark.parametrize("trace", [False, True], ids=["", "trace"])
+def test_the_error_names_the_line_if_it_was_swallowed(
+    bench: Bench, breaks: Way, trace: bool
+) -> None:
+    if breaks.__name__ in HARMLESS_IF_SWALLOWED:
+        pytest.skip("swallowed, it need not break the capture")
+
+    def swallowed(bench: Bench) -> None:
+        with contextlib.suppress(ost.OstinatoError):
+            breaks(bench)
+        _ = 1 + 1
+
+    with pytest.raises(CaptureError) as caught, ost.capture(bench.stream, trace=trace):
+        ost.fill(bench.stream, bench.x, 1)
+        swallowed(bench)
+    assert MARK in named(caught.value), str(caught.value)
+    bench.assert_sound()
+
+
+def test_fifty_times_lose_no_memory(bench: Bench, breaks: Way) -> None:
+    device = bench.device
+
+    def free() -> int:
+        bench.assert_sound()
+        gc.collect()
+        device.synchronize()
+        assert device.context.retired == 0
+        return device.memory_info()[0]
+
+    for _ in range(3):  # pools and logs that grow once
+        broken(bench, breaks)
+    before = free()
+    for _ in range(TIMES):
+        broken(bench, breaks)
+    assert free() >= before
+
+
+@pytest.mark.parametrize("times", [1, TIMES])
+def test_a_collected_graph_does_not_break_it(bench: Bench, times: int) -> None:
+    device, stream, x = bench.device, bench.stream, bench.x
+
+    def doomed() -> list[object]:
+        graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 0))
+        return [graph.instantiate(upload=stream), graph, device.zeros(64), stream.record()]
+
+    def survives() -> None:
+        garbage = doomed()
+        garbage.append(garbage)  # a cycle: only the collector frees it
+        stream.synchronize()
+        with ost.capture(stream) as capture:
+            ost.fill(stream, x, 1)
+            del garbage
+            gc.collect()
+            ost.fill(stream, x, 2)
+        with capture.graph as graph, graph.instantiate(upload=stream) as run:
+            run.launch(stream)
+        assert (x.to_numpy(stream) == 2).all()
+
+    survives()
+    device.synchronize()
+    before = device.memory_info()[0]
+    for _ in range(times):
+        survives()
+    gc.collect()
+    device.synchronize()
+    assert device.context.retired == 0
+    assert device.memory_info()[0] >= before
+
+
+def test_another_threads_call_breaks_a_global_capture(bench: Bench) -> None:
+    raised: list[BaseException | None] = []
+
+    def allocates() -> None:
+        bench.device.empty(1 << 20)  # breaks it
+
+    for _ in range(TIMES):
+        with (
+            pytest.raises(CaptureBrokenError) as caught,
+            ost.capture(bench.stream, mode=ost.CaptureMode.GLOBAL),
+        ):
+            ost.fill(bench.stream, bench.x, 1)
+            raised.append(bench.in_a_thread(allocates))
+            ost.fill(bench.stream, bench.x, 2)
+        assert MARK in named(caught.value), str(caught.value)
+    assert all(isinstance(error, DriverError) for error in raised)
+    bench.assert_sound()
+
+
+def test_another_threads_calls_do_not_break_a_thread_local_capture(bench: Bench) -> None:
+    device, before = bench.device, 0
+
+    def much() -> None:
+        with device.create_stream() as stream, device.empty(N, np.float32) as y:
+            ost.fill(stream, y, 3)
+            stream.synchronize()
+            assert stream.record().done
+            assert (y.to_numpy(stream) == 3).all()
+
+    for i in range(3 + TIMES):
+        if i == 3:  # what grows once has grown
+            device.synchronize()
+            before = device.memory_info()[0]
+        with ost.capture(bench.stream) as capture:
+            ost.fill(bench.stream, bench.x, 1)
+            assert bench.in_a_thread(much) is None
+            ost.fill(bench.stream, bench.x, 2)
+        with capture.graph as graph, graph.instantiate() as run:
+            run.launch(bench.stream)
+        assert (bench.x.to_numpy(bench.stream) == 2).all()
+    bench.x.copy_from(np.arange(N, dtype=np.float32), bench.stream)
+    bench.assert_sound()
+    gc.collect()
+    device.synchronize()
+    assert device.memory_info()[0] >= before
+
+
+# ------------------------------------------------------------------------------ what only CUDA has
+
+
+@pytest.fixture
+def blocking(cuda_device: Device) -> Iterator[Bench]:
+    """A bench whose stream waits for the legacy one, as streams of other libraries may."""
+    from cuda.core import Device as CoreDevice
+    from cuda.core import StreamOptions
+
+    owner = CoreDevice(0)
+    owner.set_current()
+    bench = Bench(preload(cuda_device))
+    bench.stream = cuda_device.adopt_stream(
+        owner.create_stream(options=StreamOptions(nonblocking=False))
+    )
+    yield bench
+
+
+@pytest.mark.gpu
+def test_work_on_the_legacy_stream_breaks_a_blocking_streams_capture(blocking: Bench) -> None:
+    def submits(bench: Bench) -> None:
+        ost.fill(bench.legacy(), bench.x, 1)  # breaks it
+
+    for _ in range(3):
+        error = broken(blocking, submits)
+        assert MARK in named(error) and "906" in str(error), str(error)
+        blocking.assert_sound()

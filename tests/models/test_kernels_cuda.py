@@ -1,0 +1,244 @@
+"""The CUDA kernels: that all compile clean, that launches fit the program, and what they compute.
+
+Without a GPU they are compiled with NVRTC, and run on the CPU by the emulator of
+`benchmarks.kernels` on small shapes; with one, every kernel is checked on the device.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from benchmarks.kernels import checks
+from benchmarks.kernels.emulator import Emulator
+from ostinato.device import Device
+from ostinato.driver.signature import Signature
+from ostinato.errors import UnsupportedModelError
+from ostinato.models import kernels_cuda as kc
+from ostinato.models.config import LlamaConfig
+from ostinato.models.kernels_host import HOST_KERNELS
+from ostinato.models.program import Bound, decode_program
+from ostinato.modules.compiler import compile_plan, plan_compilation
+from ostinato.modules.cubin import kernel_resources
+
+
+def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
+    values = {"hidden": heads * head_size, "layers": 2, "context_length": 8192, **sizes}
+    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
+
+
+SMALL = config_of(3, 1, 64, inner=136, vocabulary=257, tied_embeddings=True)
+SHAPES = {
+    "smollm2-135m": config_of(9, 3, 64, inner=1536, vocabulary=49152, tied_embeddings=True),
+    "llama-3.1-8b": config_of(32, 8, 128, inner=14336, vocabulary=128256),
+    "odd": config_of(5, 1, 80, hidden=328, inner=264, vocabulary=301),
+}
+
+
+def distinct(launches: tuple[kc.CudaLaunch, ...]) -> list[kc.CudaLaunch]:
+    return list({(one.source, one.options): one for one in launches}.values())
+
+
+# ------------------------------------------------------------------------------------------ compile
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_kernel_compiles_without_warnings_or_local_memory(shape: str, arch: str) -> None:
+    config = SHAPES[shape]
+    wanted = [
+        one
+        for rows in (1, 16)
+        for one in distinct(kc.lower(decode_program(config), config, rows=rows, context=2048))
+    ]
+
+    def compile_one(launch: kc.CudaLaunch) -> tuple[kc.CudaLaunch, str, bytes]:
+        options = replace(launch.options, arch=arch)
+        made = compile_plan(plan_compilation(launch.source, options, (9, 0)))
+        return launch, made.log, made.data
+
+    with ThreadPoolExecutor(2) as pool:
+        for launch, log, image in pool.map(compile_one, wanted):
+            assert log == ""
+            for kernel in kernel_resources(image):
+                where = f"{launch.source.name}: {kernel.name}"
+                assert kernel.frame == 0, f"{where} uses {kernel.frame} bytes of local memory"
+                assert kernel.shared + launch.config.shared <= 200 * 1024, where
+                slots = Signature.parse(kc.SIGNATURES[kernel.name]).layout
+                assert kernel.parameters == slots, where
+                threads = kernel.max_threads or 1024
+                assert kernel.registers * threads <= 1 << 16, f"{where} does not fit"
+
+
+# ----------------------------------------------------------------------------------------- lowering
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_launches_follow_the_program(shape: str, rows: int) -> None:
+    config = SHAPES[shape]
+    program = decode_program(config)
+    launches = kc.lower(program, config, rows=rows, context=500)
+    assert [one.kernel for one in launches] == [call.kernel for call in program]
+    for call, one in zip(program, launches, strict=True):
+        given, wanted = dict(call.arguments), dict(one.arguments)
+        assert given.items() <= wanted.items()
+        assert set(wanted) - set(given) <= {"workspace"}
+        assert list(wanted) == [p.name for p in Signature.parse(one.signature).parameters]
+        assert one.config.shared <= 200 * 1024
+    assert not launches[0].config.programmatic, "a step waits for what was before it"
+    assert all(one.config.programmatic for one in launches[1:])
+
+
+def test_parameters_are_the_hosts() -> None:
+    for name, text in kc.SIGNATURES.items():
+        own = list(Signature.parse(text).parameters)
+        host = {p.name: p for p in HOST_KERNELS[name].signature.parameters}
+        assert [p.name for p in own if p.name in host] == list(host)
+        for p in own:
+            if p.name != "workspace":
+                assert p.pointer == host[p.name].pointer
+                assert p.access == host[p.name].access
+                assert p.pointer or p.type == host[p.name].type
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_output_has_a_block(shape: str, rows: int) -> None:
+    config = SHAPES[shape]
+    tuning = kc.default_tuning(config, rows=rows)
+    pairs = {
+        "norm_qkv_rope": (config.query_size + 2 * config.kv_size) // 2,
+        "output_residual": config.hidden // 2,
+        "norm_gate_up": config.inner,
+        "down_residual": config.hidden // 2,
+        "head": (config.vocabulary + 1) // 2,
+    }
+    for one in kc.lower(decode_program(config), config, rows=rows, context=500):
+        if one.kernel in pairs:
+            shape_of = getattr(tuning, kc.PRODUCTS[one.kernel])
+            made = one.config.grid[0] * shape_of.block_pairs
+            assert pairs[one.kernel] <= made < pairs[one.kernel] + shape_of.block_pairs
+
+
+def test_the_workspace_grows_with_what_uses_it() -> None:
+    config = SHAPES["llama-3.1-8b"]
+    assert kc.workspace_bytes(config, rows=1, context=100) > 1 << 16
+    assert kc.workspace_bytes(config, rows=64, context=100) < 1 << 25
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden": 324}, "hidden is 324"),
+        ({"inner": 33}, "inner is 33"),
+        ({"heads": 3, "kv_heads": 3, "head_size": 40, "hidden": 64, "inner": 36}, "inner is 36"),
+        ({"head_size": 512}, "head_size is 512"),
+    ],
+)
+def test_what_is_not_supported_is_said(changes: Mapping[str, Any], said: str) -> None:
+    config = replace(SMALL, **changes)
+    with pytest.raises(UnsupportedModelError, match=said):
+        kc.lower(decode_program(config), config, rows=1, context=100)
+
+
+def test_too_many_rows_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="65 rows"):
+        kc.default_tuning(SMALL, rows=65)
+
+
+# ---------------------------------------------------------------------------------- on the emulator
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_kernels_agree_with_numpy_on_the_emulator(rows: int) -> None:
+    config = replace(SMALL, layers=1)
+    bench = checks.Bench(Emulator(), config, max_rows=rows, slots=2, context=70)
+    for case in list(checks.cases(bench, rows))[::3]:
+        bench.check(case)
+
+
+# ----------------------------------------------------------------------------------------- on a GPU
+
+
+class OnDevice:
+    """A machine for the checks: the library's own device, modules and launches."""
+
+    name = "device"
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.stream = device, device.create_stream()
+        self._kernels: dict[Any, Any] = {}
+
+    def array(self, values: np.ndarray) -> Any:
+        return self.device.array(values)
+
+    def read(self, array: Any) -> np.ndarray:
+        return self.device.to_numpy(array)
+
+    def write(self, array: Any, values: np.ndarray) -> None:
+        array.copy_from(values, self.stream)
+        self.synchronize()
+
+    def launch(self, launch: kc.CudaLaunch, values: Mapping[str, Any]) -> None:
+        key = (launch.source, launch.options, launch.kernel)
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            modules = self.device.modules
+            kernel = modules.get_or_compile(launch.source, launch.kernel, options=launch.options)
+            kernel.allow_shared(max(launch.config.shared, 1 << 15))
+            self._kernels[key] = kernel
+        arguments = (values[name] for name, _ in launch.arguments)
+        ost.launch(self.stream, kernel, launch.config, *arguments)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+
+GPU_CASES = {
+    "smollm2-135m": (SHAPES["smollm2-135m"], (1, 8, 40)),
+    "head 128, group 4, odd vocabulary": (
+        config_of(8, 2, 128, inner=1432, vocabulary=1003),
+        (1, 2, 5, 33, 64),
+    ),
+    "group 8": (config_of(8, 1, 64, hidden=328, inner=264, vocabulary=301), (1, 3, 7, 24)),
+    "group 1": (config_of(4, 4, 32, inner=88, vocabulary=131), (1, 4, 12)),
+    "head 80": (config_of(2, 1, 80, inner=96, vocabulary=64), (1, 2, 9)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_kernels_agree_with_numpy(cuda_device: Device, name: str) -> None:
+    config, rows = GPU_CASES[name]
+    checks.run_checks(OnDevice(cuda_device), config, rows, slots=5, context=600)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_step_gives_the_same_bits_every_time(cuda_device: Device, rows: int) -> None:
+    machine = OnDevice(cuda_device)
+    bench = checks.Bench(machine, SHAPES["smollm2-135m"], max_rows=rows, slots=8, context=600)
+    case = next(iter(checks.cases(bench, rows)))
+    case.rows["position"] = 500 + np.arange(rows)
+    bench.set_case(case)
+    launches = bench.launches(rows)
+    seen = set()
+    for _ in range(50):
+        for launch in launches:
+            bench.launch(launch, rows)
+        seen.add(machine.read(bench.device["logits"]).tobytes())
+    assert len(seen) == 1
+
+
+def test_sample_reads_what_head_found() -> None:
+    launches = kc.lower(decode_program(SMALL), SMALL, rows=1, context=100)
+    assert dict(launches[-2].arguments)["workspace"] == Bound("workspace")

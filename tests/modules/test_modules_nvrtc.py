@@ -1,0 +1,409 @@
+"""Which compiler it is: told from its file, checked when it is loaded, never mistaken."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ostinato.errors import NoCudaError
+from ostinato.modules import CompileOptions, DiskStore, Source, nvrtc_file
+from ostinato.modules import compiler as compiler_module
+from ostinato.modules import nvrtc as nvrtc_module
+from ostinato.modules import toolkit as toolkit_module
+from ostinato.modules.compiler import compile_plan, compiler_identity, confirmed, plan_compilation
+from ostinato.modules.nvrtc import INVALID_OPTION, Answer, Toolchain
+from ostinato.modules.nvrtc_file import CompilerFile, expected_file
+from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
+
+nvrtc = needs_nvrtc()
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files as on Linux")
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = kernel_text(1)
+locate = compiler_module._load_with_pathfinder
+
+
+def never() -> str:
+    raise AssertionError("the compiler was loaded")
+
+
+def key() -> bytes:
+    return plan_compilation(Source(TEXT), CompileOptions(), (9, 0)).key
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Toolchain], Toolchain]:
+    """Makes a toolchain that of the process, as a process of its own would have it."""
+
+    def put(toolchain: Toolchain) -> Toolchain:
+        monkeypatch.setattr(compiler_module, "toolchain", toolchain)
+        return toolchain
+
+    return put
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A file that looks like a compiler from outside."""
+    path = tmp_path / "other" / "libnvrtc.so.13"
+    path.parent.mkdir()
+    path.write_bytes(b"not really")
+    return path
+
+
+# -------------------------------------------------------------------------------- keys from a file
+
+
+def test_a_key_needs_no_compiler_but_its_file(use, other: Path) -> None:
+    use(Toolchain(never, lambda: CompilerFile.of(str(other))))
+    assert key() == key()
+    assert str(other) in compiler_identity()
+
+
+def test_another_file_is_another_key(use, other: Path) -> None:
+    def key_now() -> bytes:
+        use(Toolchain(never, lambda: CompilerFile.of(str(other))))
+        return key()
+
+    keys = [key_now()]
+    status = other.stat()
+    other.write_bytes(b"not really, but longer")  # another size
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    keys.append(key_now())
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # another time
+    keys.append(key_now())
+    other.rename(other.with_name("libnvrtc.so.13.9"))  # another name, found through a link
+    other.symlink_to("libnvrtc.so.13.9")
+    keys.append(key_now())
+    assert len(set(keys)) == 4
+
+
+def test_a_file_is_looked_at_once_a_process(use, other: Path) -> None:
+    toolchain = use(Toolchain(never, lambda: CompilerFile.of(str(other))))
+    before = toolchain.file()
+    other.write_bytes(b"changed")
+    assert toolchain.file() is before
+
+
+@nvrtc
+def test_an_unknown_file_is_told_by_the_loaded_library(use) -> None:
+    toolchain = use(Toolchain(locate, lambda: None))
+    assert toolchain.file() == toolchain.library().file
+    assert toolchain.file().nbytes > 1_000_000
+
+
+# ---------------------------------------------------------------------------- what is really loaded
+
+IN_A_FRESH_PROCESS = """
+import sys
+from pathlib import Path
+from tests.modules.cubin_loader import kernel_text, make_cache
+from ostinato.modules.compiler import toolchain
+
+cache, _ = make_cache(Path(sys.argv[1]))
+expected = toolchain.file()
+cache.get_or_compile(kernel_text(1), "k")
+mapped = "libnvrtc" in Path("/proc/self/maps").read_text()
+print(cache.statistics().compiles, mapped, toolchain.loaded is not None, "cuda" in sys.modules)
+assert expected == toolchain.library().file, (expected, toolchain.library().file)
+from cuda.pathfinder import load_nvidia_dynamic_lib
+assert Path(load_nvidia_dynamic_lib("nvrtc").abs_path).samefile(expected.path)
+"""
+
+
+def run_fresh(code: str, *arguments: str, **variables: str) -> str:
+    answer = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout.strip()
+
+
+@nvrtc
+@linux
+def test_a_disk_hit_loads_no_compiler(tmp_path: Path) -> None:
+    assert run_fresh(IN_A_FRESH_PROCESS, str(tmp_path)) == "1 True True True"
+    assert run_fresh(IN_A_FRESH_PROCESS, str(tmp_path)) == "0 False False False"
+
+
+LOADED_ALREADY = """
+import ctypes, sys
+from ostinato.modules.compiler import toolchain
+
+kept = ctypes.CDLL(sys.argv[1])
+assert toolchain.file().path == sys.argv[1], toolchain.file()
+print(toolchain.library().file == toolchain.file())
+"""
+
+
+@nvrtc
+@linux
+def test_what_the_process_has_loaded_already_is_used(tmp_path: Path) -> None:
+    real = Path(compiler_module.toolchain.library().file.path)
+    copy = tmp_path / real.name
+    try:
+        os.link(real, copy)
+    except OSError:
+        pytest.skip("no hard links from the compiler's file system")
+    assert run_fresh(LOADED_ALREADY, str(copy)) == "True"
+
+
+@nvrtc
+def test_a_wrong_expectation_is_noticed(use, other: Path, tmp_path: Path) -> None:
+    wrong = CompilerFile.of(str(other))
+    store = DiskStore(tmp_path / "kernels")
+
+    def ask(find: Callable[[], CompilerFile | None]) -> tuple[int, Toolchain, bytes]:
+        toolchain = use(Toolchain(locate, find))
+        before = key()
+        cache, loader = make_cache(store.folder)
+        kernel = cache.get_or_compile(TEXT, "k")
+        assert len(kernel.info.parameters) == 2 and loader.loads == 1
+        assert cache.get_or_compile(TEXT, "k") is kernel
+        return cache.statistics().compiles, toolchain, before
+
+    compiles, toolchain, wrong_key = ask(lambda: wrong)
+    assert compiles == 1
+    assert toolchain.file() != wrong  # it knows better now
+    true_key = key()
+    assert true_key != wrong_key
+    # Written under the name of the compiler that made it, and under no other.
+    assert store.load(true_key) is not None and store.load(wrong_key) is None
+    assert len(store.entries()) == 1
+    # Others that expect the wrong one load the compiler, and then find it.
+    compiles, toolchain, _ = ask(lambda: wrong)
+    assert compiles == 0 and toolchain.loaded is not None
+    # Those that expect the right one do not even load it.
+    use(Toolchain(never, lambda: CompilerFile.of(toolchain.file().path)))
+    assert key() == true_key
+
+
+@nvrtc
+def test_a_plan_for_another_compiler_is_made_again(use, other: Path) -> None:
+    use(Toolchain(locate, lambda: CompilerFile.of(str(other))))
+    plan = plan_compilation(Source(TEXT), CompileOptions(), (9, 0))
+    again = confirmed(plan)
+    assert again.key != plan.key and again.compiler != plan.compiler
+    assert confirmed(again) is again
+    assert compile_plan(plan) == compile_plan(again)
+
+
+@nvrtc
+def test_headers_are_those_of_the_compiler_that_is_used(use, other, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "cache"))
+    source = Source("#include <cuda_fp16.h>\n" + TEXT)
+    toolchain = use(Toolchain(locate, lambda: CompilerFile.of(str(other))))
+    plan = plan_compilation(source, CompileOptions(), (9, 0))
+    assert plan.compiler == toolchain.library().file.identity  # looking for them loaded it
+    assert confirmed(plan) is plan and compile_plan(plan).kind == "cubin"
+
+
+@nvrtc
+def test_many_threads_load_it_once() -> None:
+    calls: list[int] = []
+
+    def counted() -> str | None:
+        calls.append(1)
+        return locate()
+
+    toolchain = Toolchain(counted)
+    with ThreadPoolExecutor(8) as pool:
+        libraries = {id(f.result()) for f in [pool.submit(toolchain.library) for _ in range(32)]}
+    assert len(libraries) == len(calls) == 1
+
+
+@nvrtc
+@linux
+def test_a_file_replaced_under_a_loaded_compiler_is_like_no_other(other: Path) -> None:
+    path = str(other)
+    before = CompilerFile.of(path)
+    assert nvrtc_module._loaded_file(path, before) == before
+    other.write_bytes(b"an upgrade")
+    after = nvrtc_module._loaded_file(path, before)
+    assert after.identity not in (before.identity, CompilerFile.of(path).identity)
+    other.unlink()
+    gone = nvrtc_module._loaded_file(path, before)
+    assert gone != nvrtc_module._loaded_file(path, before)
+
+
+@linux
+def test_a_removed_library_that_is_still_mapped_is_noticed(tmp_path: Path) -> None:
+    name = ctypes.util.find_library("m")
+    library = ctypes.CDLL(name)
+    original = nvrtc_file.path_of_symbol(library, "cos")
+    assert original is not None and original.endswith(name)
+    copy = tmp_path / "libnvrtc.so.13"
+    copy.write_bytes(Path(original).read_bytes())
+    kept = ctypes.CDLL(str(copy))
+    assert nvrtc_file.path_of_symbol(kept, "cos") == str(copy)
+    assert nvrtc_module._loaded_file(str(copy), None) == CompilerFile.of(str(copy))
+    copy.unlink()
+    copy.write_bytes(b"an upgrade")
+    assert nvrtc_module._loaded_file(str(copy), None).note
+    assert nvrtc_file.path_of_symbol(kept, "nothing_of_this_name") is None
+
+
+# -------------------------------------------------------------------------------- where it is found
+
+
+@linux
+def test_it_is_looked_for_where_pathfinder_looks(tmp_path: Path, monkeypatch) -> None:
+    places = {
+        "wheel": tmp_path / "site" / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13",
+        "old wheel": tmp_path / "site" / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.12",
+        "conda": tmp_path / "conda" / "lib" / "libnvrtc.so.12",
+        "folder": tmp_path / "folder" / "libnvrtc.so.13",
+        "linker": tmp_path / "linker" / "libnvrtc.so.13",
+        "old linker": tmp_path / "linker" / "libnvrtc.so.12",
+        "toolkit": tmp_path / "toolkit" / "lib64" / "libnvrtc.so.13",
+    }
+    for number, path in enumerate(places.values()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * number)
+    table = tmp_path / "ld.so.cache"
+    table.write_bytes(
+        b"glibc-ld.so.cache1.1\1\2\3\0libnvrtc.so.12\0"
+        + str(places["old linker"]).encode()
+        + b"\0libnvrtc.so.13\0"
+        + str(places["linker"]).encode()
+        + b"\0/usr/lib/libnvrtc.so.13.debug\0"
+    )
+    monkeypatch.setattr(nvrtc_file, "_loaded", lambda name: None)
+    monkeypatch.setattr(nvrtc_file, "_LINKER_CACHE", table)
+    monkeypatch.setattr(nvrtc_file.site, "getsitepackages", lambda: [str(tmp_path / "site")])
+    monkeypatch.setattr(nvrtc_file.site, "ENABLE_USER_SITE", False)
+    monkeypatch.setenv("CONDA_PREFIX", str(tmp_path / "conda"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path / 'folder'}")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    found = []
+    while (file := expected_file()) is not None:
+        found.append(next(n for n, path in places.items() if str(path) == file.path))
+        Path(file.path).unlink()
+    assert found == list(places)
+    table.unlink()
+    assert expected_file() is None
+
+
+def test_elsewhere_the_library_is_asked(monkeypatch) -> None:
+    monkeypatch.setattr(nvrtc_file.sys, "platform", "win32")
+    assert expected_file() is None
+
+
+# ------------------------------------------------------------------------------- without a compiler
+
+
+@pytest.mark.parametrize("found", [None, "no file", "no library", "no compiler"])
+def test_without_a_compiler_the_error_says_how_to_install_it(found, tmp_path, other) -> None:
+    answers = {
+        None: None,
+        "no file": str(tmp_path / "libnvrtc.so.13"),
+        "no library": str(other),
+        "no compiler": ctypes.util.find_library("m"),
+    }
+    toolchain = Toolchain(lambda: answers[found], lambda: None)
+    for ask in (toolchain.file, toolchain.library):
+        with pytest.raises(NoCudaError, match="pip install"):
+            ask()
+
+
+def test_pathfinders_own_words_are_kept() -> None:
+    def fail() -> str:
+        raise RuntimeError("looked everywhere")
+
+    with pytest.raises(NoCudaError, match="looked everywhere"):
+        Toolchain(fail, lambda: None).library()
+
+
+@nvrtc
+def test_without_pathfinder_the_expected_file_is_loaded(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    assert locate() is None
+    assert Toolchain(locate).library().version >= (12, 0)
+
+
+# ----------------------------------------------------------------------------- headers of its own
+
+
+class NoHeaders:
+    """A compiler that has no headers of its own, and counts how often it is asked."""
+
+    def __init__(self, status: int) -> None:
+        self.file = CompilerFile("/old/libnvrtc.so.12", 1, 1)
+        self.status = status
+        self.asked = 0
+
+    def compile(self, *_: object) -> Answer:
+        self.asked += 1
+        return Answer(self.status, "unrecognized option")
+
+
+class Loaded(Toolchain):
+    """A toolchain that has loaded that."""
+
+    def __init__(self, library: object) -> None:
+        super().__init__(never)
+        self._library = library
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(toolkit_module.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    return tmp_path / "cache"
+
+
+@nvrtc
+def test_headers_are_unpacked_once(cache_folder: Path) -> None:
+    loaded = compiler_module.toolchain.library()
+    folder = toolkit_module.unpacked_headers(compiler_module.toolchain)
+    if folder is None:
+        pytest.skip("this NVRTC brings no headers of its own")
+    assert folder.startswith(str(cache_folder)) and Path(folder, "cuda_fp16.h").exists()
+    again = Toolchain(never, lambda: loaded.file)
+    assert toolkit_module.unpacked_headers(again) == folder
+
+
+@nvrtc
+def test_headers_go_elsewhere_if_the_cache_folder_cannot_be_written(cache_folder: Path) -> None:
+    cache_folder.write_text("in the way")
+    folder = toolkit_module.unpacked_headers(compiler_module.toolchain)
+    assert folder is None or folder.startswith(str(cache_folder.with_name("temporary")))
+
+
+def test_that_there_are_none_is_remembered(cache_folder: Path) -> None:
+    library = NoHeaders(INVALID_OPTION)
+    assert toolkit_module.unpacked_headers(Loaded(library)) is None
+    assert toolkit_module.unpacked_headers(Loaded(library)) is None
+    assert library.asked == 1
+    unloaded = Toolchain(never, lambda: library.file)
+    assert toolkit_module.unpacked_headers(unloaded) is None
+
+
+def test_a_passing_failure_is_not_remembered(cache_folder: Path) -> None:
+    library = NoHeaders(1)
+    for asked in (2, 4):  # each time in both folders
+        assert toolkit_module.unpacked_headers(Loaded(library)) is None
+        assert library.asked == asked
+
+
+@nvrtc
+def test_a_compiler_without_headers_uses_an_installed_toolkits(use, monkeypatch) -> None:
+    use(Toolchain(locate))
+    monkeypatch.setattr(compiler_module, "unpacked_headers", lambda toolchain: None)
+    compiler_module._toolkit_headers_of.cache_clear()
+    found = compiler_module._toolkit_headers()
+    compiler_module._toolkit_headers_of.cache_clear()
+    assert found is None or Path(found).is_dir()

@@ -1,0 +1,176 @@
+"""The benchmarks run, and write what they promise; what they measure here is of no account."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ostinato as ost
+from benchmarks import change_cost, common, replay_cost, soak
+from ostinato.device import Device
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT_KEYS = {
+    "schema",
+    "benchmark",
+    "ceiling",
+    "summary",
+    "machine",
+    "settings",
+    "rows",
+    "skipped",
+}
+MACHINE_KEYS = {"device", "driver", "driver_version", "cpus", "python", "versions", "commit"}
+
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+
+
+def last_line(text: str) -> dict[str, object]:
+    result = json.loads(text.rstrip().splitlines()[-1])
+    assert isinstance(result, dict)
+    return result
+
+
+@pytest.mark.parametrize("benchmark", [replay_cost, change_cost, soak], ids=lambda b: b.__name__)
+def test_each_prints_a_table_and_writes_its_results(
+    benchmark: object,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OSTINATO_COMMIT", "abc123")
+    name = benchmark.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
+    options = ["--device", "host", "--quick", "--out", str(tmp_path)]
+    assert benchmark.main(options) == 0  # type: ignore[attr-defined]
+    printed = capsys.readouterr().out
+    result = last_line(printed)
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.startswith(f"{name}-host")
+    assert json.loads(path.read_text(encoding="utf-8")) == result
+    assert set(result) == RESULT_KEYS
+    assert result["benchmark"] == name and result["schema"] == common.SCHEMA
+    machine, rows, ceiling = result["machine"], result["rows"], result["ceiling"]
+    assert isinstance(machine, dict) and isinstance(rows, list) and isinstance(ceiling, dict)
+    assert set(machine) >= MACHINE_KEYS and machine["commit"] == "abc123"
+    assert rows and all(isinstance(row, dict) for row in rows)
+    assert ceiling["what"] and "us" in ceiling
+    for row in rows:  # each one is a line of the table
+        first = next(value for value in row.values() if isinstance(value, str))
+        assert first in printed
+
+
+def test_replay_cost_measures_both_of_our_ways(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay_cost.main(["--device", "host", "--quick", "--out", str(tmp_path)])
+    rows = last_line(capsys.readouterr().out)["rows"]
+    assert isinstance(rows, list)
+    assert {(r["kernels"], r["launched by"]) for r in rows} == {
+        (n, by) for n in (1, 8) for by in ("ostinato, prepared call", "ostinato, GraphExec.launch")
+    }
+    assert all(r["median_us"] > 0 and r["back_to_back_us"] > 0 for r in rows)
+
+
+def test_the_soak_counts_and_watches_memory(host_device: Device) -> None:
+    part = soak.replays(host_device, 500)
+    assert part.patches == 500 // soak.PATCH_EVERY
+    assert len(part.samples) == soak.POINTS and part.samples[-1].done == 500
+    part = soak.rounds(host_device, 40)
+    assert part.samples[-1].done == 40 and part.left == 0
+
+
+def test_a_leak_is_not_flat() -> None:
+    part = soak.Part("leaks")
+    for done, used in ((1, 0), (2, soak.DEVICE_SLACK + 1)):
+        part.samples.append(soak.Sample(done, used, 0, 0))
+    assert not part.flat
+    part.samples[-1] = soak.Sample(2, 0, 0, 0)
+    assert part.flat
+    part.left = 1
+    assert not part.flat
+
+
+def test_a_wrong_answer_ends_the_benchmark(host_device: Device) -> None:
+    stream, chain = host_device.create_stream(), common.Chain(host_device, 3)
+    with pytest.raises(AssertionError, match="nobody"):
+        chain.check("nobody", stream)  # nothing was launched
+    chain.submit(stream)
+    chain.check("eager", stream)
+    with pytest.raises(AssertionError, match="wrong"):
+        common.optional({}, "C", lambda: chain.check("wrong", stream))
+    skipped: dict[str, str] = {}
+    assert common.optional(skipped, "torch", lambda: __import__("no_such_library")) is None
+    assert "no_such_library" in skipped["torch"]
+
+
+@needs_gcc
+def test_the_c_loops_compile_and_call() -> None:
+    calls = {"launch": 0, "wait": 0}
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+    def launch(executable: int, stream: int) -> int:
+        assert (executable, stream) == (11, 22)
+        calls["launch"] += 1
+        return 0
+
+    def wait(stream: int, _: int) -> int:
+        calls["wait"] += 1
+        return 0
+
+    keep = kind(launch), kind(wait)
+    addresses = [ctypes.cast(function, ctypes.c_void_p) for function in keep]
+    contender = replay_cost.CLoop().contender("C", *addresses, 11, 22, keep)
+    times = contender.bursts(10, 4)
+    assert calls == {"launch": 10, "wait": 3} and len(times) == 10
+    assert all(time > 0 for time in times)
+    assert contender.back_to_back(5) > 0
+    assert calls == {"launch": 15, "wait": 4}
+    common.build_c(change_cost.C_CHANGES)
+    with pytest.raises(RuntimeError, match="gcc"):
+        common.build_c("this is no C")
+
+
+@needs_gcc
+def test_c_gets_kernels_as_cuda_h_lays_them_out(host_device: Device) -> None:
+    # The driver's own structure, as the CUDA driver writes it.
+    from ostinato.driver.cuda_structs import KernelParams
+
+    ours = change_cost._Kernel
+    theirs = {name: getattr(KernelParams, name).offset for name, *_ in KernelParams._fields_}
+    assert ctypes.sizeof(ours) == ctypes.sizeof(KernelParams)
+    assert ours.grid.offset == theirs["gridDimX"] and ours.block.offset == theirs["blockDimX"]
+    assert ours.shared.offset == theirs["sharedMemBytes"]
+    assert ours.kernel_params.offset == theirs["kernelParams"]
+    assert ours.kern.offset == theirs["kern"] and ours.context.offset == theirs["ctx"]
+
+
+def test_medians() -> None:
+    found = common.measured([3000, 1000, 2000, 10_000, 4000])
+    assert (found.median, found.p90, found.least, found.count) == (3.0, 10.0, 1.0, 5)
+
+
+def test_the_package_runs_those_that_are_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "change_cost", "--device", "host", "--quick"]
+    answer = subprocess.run(
+        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert last_line(answer.stdout)["benchmark"] == "change_cost"
+    refused = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "no_such"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert refused.returncode != 0 and "replay_cost" in refused.stderr
+
+
+def test_kernels_are_the_same_in_both_languages(device: Device) -> None:
+    stream, chain = device.create_stream(), common.Chain(device, 4)
+    with ost.capture(stream) as capture:
+        chain.submit(stream)
+    run = capture.graph.instantiate(upload=stream)
+    run.launch(stream)
+    chain.check("graph", stream)
