@@ -138,12 +138,12 @@ def check_rebind(
     first = read(device, output)
     wanted = eager()
     clear(device, output)
-    report = run.rebind({old: new})
+    report = run.rebind([(old, new)])
     assert report.words and report.nodes >= 1, str(report)
     run.launch(stream)
     assert read(device, output) == wanted, "the rebound replay differs from the eager run"
     assert wanted != first
     clear(device, output)
-    assert len(run.rebind({new: old}).words) == len(report.words)
+    assert len(run.rebind([(new, old)]).words) == len(report.words)
     run.launch(stream)
     assert read(device, output) == first
