@@ -11,7 +11,7 @@ import sys
 
 from benchmarks import common
 
-NAMES = ("replay_cost", "change_cost", "soak")
+NAMES = ("replay_cost", "change_cost", "soak", "modules", "decode")
 
 
 def main() -> int:

@@ -1,17 +1,25 @@
 """First compile, disk hit in a new process, memory hit: ours, cuda.core's program cache, CuPy.
 
-What bounds it: NVRTC takes some 20 to 40 ms for a small kernel, and loading its library 10 ms; a
-disk hit has to read some 5 KiB and hash some 10; a memory hit is a dictionary look-up of 40 ns.
+What bounds it: a disk hit has to read some 5 KiB, to authenticate them and to have the driver load
+them; a first compile has to load NVRTC (10 ms) and to run it (20 to 40 ms for a small kernel); a
+memory hit is a dictionary look-up of 40 ns.
 
 Each first compile and each disk hit is a process of its own, so nothing is warm but the operating
-system's page cache.  Two times are taken of it, both medians over the processes:
+system's page cache; they take turns, so that a slow minute meets everyone.  Times, all medians
+over the processes, from the question with the device open and the libraries imported:
 
-  call   from the question to the kernel (or to its bytes, without a GPU), libraries imported
-  total  the same with imports and opening the device, as a user's program waits for it
+  call      until the library answers with its kernel
+  loaded    until the code is on the GPU: cuFuncLoad for those whose answer is only registered
+  launched  until a first launch has finished; its answer is compared with NumPy, on random inputs
+  total     the same from the start of the process, as who runs a program waits for it
 
-Without a GPU nothing can be loaded; then all stop at the compiled bytes, and CuPy is left out.
+`again` is the same question in the same process, a memory hit; cuda.core keeps no loaded kernels,
+so there it reads the file again.
 
-    python benchmarks/modules.py [--rounds 9] [--no-device]
+With `--device host` nothing can be loaded: all stop at the compiled bytes, CuPy is left out, and
+ours has a memory hit of the host driver.
+
+    python -m benchmarks.modules [--out DIR] [--device cuda:0|host] [--quick]
 
 The last line is one JSON object.
 """
@@ -19,6 +27,7 @@ The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
@@ -27,7 +36,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+# Probes are this file in a new process, and must not pay for what they do not measure: what is not
+# the standard library's is imported by those who use it.
 
 SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(256) scale(float* x, float factor, unsigned n) {
@@ -35,10 +49,20 @@ extern "C" __global__ void __launch_bounds__(256) scale(float* x, float factor, 
     if (i < n) x[i] *= factor;
 }
 """
-MEMORY_ROUNDS = 20_000
+N, BLOCK = 1000, 256
+GRID = (N + BLOCK - 1) // BLOCK
+
+PROCESSES = 7
+SECONDS = 75.0
+"""No round begins later: a slow machine gives fewer processes, and not no answer."""
+AGAIN = 20_000
+AGAIN_SLOW = 50
+
+NAMES = {"ours": "ostinato", "cuda.core": "cuda.core", "cupy": "CuPy"}
+STEPS = ("call", "loaded", "launched", "total")
 
 
-def per_call(call, rounds: int) -> float:
+def per_call(call: Callable[[], object], rounds: int) -> float:
     """The best of five means, in microseconds."""
     best = float("inf")
     for _ in range(5):
@@ -49,186 +73,349 @@ def per_call(call, rounds: int) -> float:
     return best * 1e6
 
 
-def probe_ours(begin: float, folder: str, with_device: bool) -> dict[str, float]:
-    if with_device:
-        import ostinato as ost
-
-        modules = ost.open_device("cuda:0").modules
-        start = time.perf_counter()
-        modules.get_or_compile(SOURCE, "scale")
-        end = time.perf_counter()
-        compiled = modules.statistics().compiles
-        hit = per_call(lambda: modules.get_or_compile(SOURCE, "scale"), MEMORY_ROUNDS)
-    else:
-        from ostinato.modules import CompileOptions, DiskStore, Source
-        from ostinato.modules.compiler import compile_plan, plan_compilation
-
-        store = DiskStore(Path(folder) / "kernels")
-        start = time.perf_counter()
-        plan = plan_compilation(Source(SOURCE), CompileOptions(), (9, 0))
-        compiled = 0
-        if store.load(plan.key) is None:
-            store.save(plan.key, compile_plan(plan))
-            compiled = 1
-        end = time.perf_counter()
-        hit = memory_hit_on_host()
-    return {"call": end - start, "total": end - begin, "compiled": compiled, "memory": hit}
+# ------------------------------------------------------------------------------------------ probes
 
 
-def memory_hit_on_host() -> float:
+class Clock:
+    """The times of one probe, in seconds: each step since the question, the total since `begin`."""
+
+    def __init__(self, begin: float) -> None:
+        self.begin = begin
+        self.start = time.monotonic()
+        self.times: dict[str, float] = {}
+
+    def lap(self, step: str) -> None:
+        now = time.monotonic()
+        self.times[step] = now - self.start
+        self.times["total"] = now - self.begin
+
+
+class Operands:
+    """Random inputs, and what must come out."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        dice = np.random.default_rng()
+        self.x = dice.standard_normal(N).astype(np.float32)
+        self.factor = np.float32(dice.uniform(1, 2))
+        self.n = np.uint32(N)
+
+    def check(self, answer: Any) -> None:
+        import numpy as np
+
+        np.testing.assert_array_equal(answer, self.x * self.factor)
+
+
+class Loader:
+    """cuFuncLoad, for libraries that leave loading to the first launch."""
+
+    def __init__(self) -> None:
+        self.lib = ctypes.CDLL("libcuda.so.1")
+
+    def function(self, function: int) -> None:
+        status = self.lib.cuFuncLoad(ctypes.c_void_p(function))
+        assert status == 0, f"cuFuncLoad: {status}"
+
+    def kernel(self, kernel: int) -> None:
+        function = ctypes.c_void_p()
+        status = self.lib.cuKernelGetFunction(ctypes.byref(function), ctypes.c_void_p(kernel))
+        assert status == 0 and function.value, f"cuKernelGetFunction: {status}"
+        self.function(function.value)
+
+    def copy(self, call: Any, address: int, array: Any) -> None:
+        """cuMemcpyHtoD or cuMemcpyDtoH, between device memory and an array."""
+        device, host = ctypes.c_uint64(address), ctypes.c_void_p(array.ctypes.data)
+        pair = (device, host) if call is self.lib.cuMemcpyHtoD_v2 else (host, device)
+        status = call(*pair, ctypes.c_size_t(array.nbytes))
+        assert status == 0, f"copy: {status}"
+
+
+def files_in(folder: Path) -> int:
+    return sum(path.is_file() for path in folder.rglob("*"))
+
+
+def probe_ours(begin: float, folder: Path, device_name: str) -> dict[str, float]:
+    if device_name == "host":
+        return probe_ours_bytes(begin, folder)
     import ostinato as ost
 
+    operands = Operands()
+    device = ost.open_device(device_name)
+    stream, modules = device.create_stream(), device.modules
+    x = device.array(operands.x)
+    config = ost.LaunchConfig(grid=GRID, block=BLOCK)
+    clock = Clock(begin)
+    kernel = modules.get_or_compile(SOURCE, "scale")
+    clock.lap("call")
+    clock.lap("loaded")  # it is
+    ost.launch(stream, kernel, config, x, operands.factor, operands.n)
+    stream.synchronize()
+    clock.lap("launched")
+    operands.check(x.to_numpy(stream))
+    compiled = modules.statistics().compiles
+    again = per_call(lambda: modules.get_or_compile(SOURCE, "scale"), AGAIN)
+    return {**clock.times, "compiled": compiled, "again": again}
+
+
+def probe_ours_bytes(begin: float, folder: Path) -> dict[str, float]:
+    import ostinato as ost
+    from ostinato.modules import CompileOptions, DiskStore
+    from ostinato.modules.compiler import compile_plan, plan_compilation
+
+    store = DiskStore(folder / "ours")
+    clock = Clock(begin)
+    plan = plan_compilation(ost.Source(SOURCE), CompileOptions(), (9, 0))
+    compiled = 0
+    if store.load(plan.key) is None:
+        store.save(plan.key, compile_plan(plan))
+        compiled = 1
+    clock.lap("call")
+
     @ost.host_kernel("x: *f32, factor: f32, n: u32")
-    def scale(launch, x, factor, n):
+    def scale(launch: Any, x: Any, factor: Any, n: Any) -> None:
         x[:n] *= factor
 
     source = ost.Source(SOURCE, host=[scale])
     with ost.open_device("host") as device:
-        return per_call(lambda: device.modules.get_or_compile(source, "scale"), MEMORY_ROUNDS)
+        again = per_call(lambda: device.modules.get_or_compile(source, "scale"), AGAIN)
+    return {**clock.times, "compiled": compiled, "again": again}
 
 
-def probe_cuda_core(begin: float, folder: str, with_device: bool) -> dict[str, float]:
-    from cuda.core import Device, Program, ProgramOptions
+def probe_cuda_core(begin: float, folder: Path, device_name: str) -> dict[str, float]:
+    from cuda.core import Device, LaunchConfig, Program, ProgramOptions, launch
     from cuda.core.utils import FileStreamProgramCache
 
+    on_gpu = device_name != "host"
+    store = folder / "core"
     arch = "sm_90"
-    if with_device:
-        device = Device()
+    if on_gpu:
+        operands, loader = Operands(), Loader()
+        device = Device(int(device_name.partition(":")[2] or 0))
         device.set_current()
         arch = f"sm_{device.arch}"
-    with FileStreamProgramCache(Path(folder) / "core") as cache:
+        stream = device.create_stream()
+        x = device.allocate(operands.x.nbytes, stream=stream)
+        stream.sync()
+        loader.copy(loader.lib.cuMemcpyHtoD_v2, int(x.handle), operands.x)
+        config = LaunchConfig(grid=GRID, block=BLOCK)
+    with FileStreamProgramCache(store) as cache:
 
-        def ask():
+        def ask() -> Any:
             options = ProgramOptions(arch=arch, std="c++17")
             code = Program(SOURCE, "c++", options).compile("cubin", cache=cache)
-            return code.get_kernel("scale") if with_device else code.code
+            return code.get_kernel("scale") if on_gpu else code.code
 
-        before = len(list((Path(folder) / "core").rglob("*")))
-        start = time.perf_counter()
-        ask()
-        end = time.perf_counter()
-        compiled = int(len(list((Path(folder) / "core").rglob("*"))) > before)
-        hit = per_call(ask, 50)  # it keeps no loaded kernels: a hit reads the file again
-    return {"call": end - start, "total": end - begin, "compiled": compiled, "memory": hit}
+        before = files_in(store)
+        clock = Clock(begin)
+        kernel = ask()
+        clock.lap("call")
+        if on_gpu:
+            loader.kernel(int(kernel.handle))
+            clock.lap("loaded")
+            launch(stream, config, kernel, x, operands.factor, operands.n)
+            stream.sync()
+            clock.lap("launched")
+            answer = operands.x.copy()
+            loader.copy(loader.lib.cuMemcpyDtoH_v2, int(x.handle), answer)
+            operands.check(answer)
+        compiled = int(files_in(store) > before)
+        return {**clock.times, "compiled": compiled, "again": per_call(ask, AGAIN_SLOW)}
 
 
-def probe_cupy(begin: float, folder: str, with_device: bool) -> dict[str, float]:
+def probe_cupy(begin: float, folder: Path, device_name: str) -> dict[str, float]:
     import cupy
 
-    cupy.cuda.Device(0).use()
+    operands, loader = Operands(), Loader()
+    cupy.cuda.Device(int(device_name.partition(":")[2] or 0)).use()
+    x = cupy.asarray(operands.x)
+    stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Stream.null.synchronize()
-    store = Path(folder) / "cupy"
-    before = len(list(store.rglob("*")))
+    store = folder / "cupy"
+    before = files_in(store)
 
-    def ask():
+    def ask() -> Any:
         return cupy.RawModule(code=SOURCE, options=("-std=c++17",)).get_function("scale")
 
-    start = time.perf_counter()
-    ask()
-    end = time.perf_counter()
-    compiled = int(len(list(store.rglob("*"))) > before)
-    hit = per_call(ask, 50)
-    return {"call": end - start, "total": end - begin, "compiled": compiled, "memory": hit}
+    clock = Clock(begin)
+    kernel = ask()
+    clock.lap("call")
+    loader.function(int(kernel.kernel.ptr))
+    clock.lap("loaded")
+    with stream:
+        kernel((GRID,), (BLOCK,), (x, operands.factor, operands.n))
+    stream.synchronize()
+    clock.lap("launched")
+    operands.check(cupy.asnumpy(x))
+    compiled = int(files_in(store) > before)
+    return {**clock.times, "compiled": compiled, "again": per_call(ask, AGAIN_SLOW)}
 
 
-PROBES = {"ours": probe_ours, "cuda.core": probe_cuda_core, "cupy": probe_cupy}
+PROBES: dict[str, Callable[[float, Path, str], dict[str, float]]] = {
+    "ours": probe_ours,
+    "cuda.core": probe_cuda_core,
+    "cupy": probe_cupy,
+}
 
 
-def run_probe(who: str, folder: str, with_device: bool) -> dict[str, float]:
-    words = [sys.executable, __file__, "--probe", who, "--folder", folder]
+class ProbeError(Exception):
+    """A probe's process failed; says why."""
+
+
+def run_probe(who: str, folder: str, device_name: str) -> dict[str, float]:
+    """One probe in a process of its own.  Raises ProbeError."""
+    words = ["--probe", who, "--folder", folder, "--device", device_name]
     environment = {
         **os.environ,
         "OSTINATO_CACHE_DIR": folder,
         "CUPY_CACHE_DIR": str(Path(folder) / "cupy"),
-        "CUDA_CACHE_DISABLE": "1",  # the driver's own cache of assembled PTX would flatter CuPy
+        "CUDA_CACHE_DISABLE": "1",  # the driver's own cache would flatter who loads PTX
     }
+    begin = time.monotonic()  # one clock for all processes of a machine
     answer = subprocess.run(
-        words if with_device else [*words, "--no-device"],
+        [sys.executable, "-m", "benchmarks.modules", *words, "--begin", repr(begin)],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     if answer.returncode:
-        raise SystemExit(f"{who} failed:\n{answer.stderr}")
-    return json.loads(answer.stdout.splitlines()[-1])
+        raise ProbeError(answer.stderr.strip()[-400:] or f"exit status {answer.returncode}")
+    found: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
+    return found
 
 
-def has_device() -> bool:
+# --------------------------------------------------------------------------------------- measuring
+
+
+class Samples:
+    """What the processes of one library measured, by kind ("first", "disk")."""
+
+    def __init__(self) -> None:
+        self.by_kind: dict[str, list[dict[str, float]]] = {"first": [], "disk": []}
+
+    def add(self, who: str, device_name: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for kind, rows in self.by_kind.items():
+                row = run_probe(who, folder, device_name)
+                if bool(row["compiled"]) != (kind == "first"):
+                    raise ProbeError(f"{kind}: compiled {row['compiled']} times")
+                rows.append(row)
+
+    def median(self, kind: str, step: str, scale: float) -> float | None:
+        values = [row[step] for row in self.by_kind[kind] if step in row]
+        return round(statistics.median(values) * scale, 4) if values else None
+
+
+def measure(
+    device_name: str, processes: int, skipped: dict[str, str]
+) -> tuple[dict[str, Samples], int]:
+    """The samples of all libraries there are, and the number of rounds."""
+    who = {"ours": Samples()}
+    for name, module in (("cuda.core", "cuda"), ("cupy", "cupy")):
+        if name == "cupy" and device_name == "host":
+            skipped[NAMES[name]] = "it needs a GPU"
+        elif importlib.util.find_spec(module) is None:
+            skipped[NAMES[name]] = "not installed"
+        else:
+            who[name] = Samples()
+    start, rounds = time.monotonic(), 0
+    while rounds < processes and time.monotonic() - start < SECONDS:
+        rounds += 1
+        for name, samples in list(who.items()):
+            try:
+                samples.add(name, device_name)
+            except ProbeError as error:
+                if name == "ours":
+                    raise SystemExit(f"ours cannot be measured: {error}") from None
+                skipped[NAMES[name]] = str(error)
+                del who[name]
+    if rounds < processes:
+        skipped["more processes"] = f"{rounds} of {processes} rounds took {SECONDS:.0f} s"
+    return who, rounds
+
+
+def ratios(row: dict[str, object], ours: dict[str, object]) -> dict[str, float]:
+    """How many times as long as ours, by column."""
+    found = {}
+    for column, value in row.items():
+        own = ours.get(column)
+        if isinstance(value, float) and isinstance(own, float) and own:
+            found[column] = round(value / own, 2)
+    return found
+
+
+def rows_of(who: dict[str, Samples]) -> list[dict[str, object]]:
+    """A row a library, in milliseconds; `again_us` in microseconds."""
+    rows: list[dict[str, object]] = []
+    for name, samples in who.items():
+        row: dict[str, object] = {"library": NAMES[name]}
+        for kind in ("first", "disk"):
+            for step in STEPS:
+                row[f"{kind}_{step}_ms"] = samples.median(kind, step, 1e3)
+        row["again_us"] = samples.median("disk", "again", 1)
+        row["processes"] = len(samples.by_kind["disk"])
+        rows.append(row)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from benchmarks import common
+
+    options = common.options(__doc__).parse_args(argv)
     import ostinato as ost
-    from ostinato.errors import NotAvailableError
 
-    try:
-        ost.open_device("cuda:0").close()
-    except NotAvailableError:
-        return False
-    return True
-
-
-def main() -> None:
-    begin = time.perf_counter()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-device", action="store_true")
-    parser.add_argument("--probe", choices=PROBES)
-    parser.add_argument("--folder", default="")
-    chosen = parser.parse_args()
-    if chosen.probe:
-        print(json.dumps(PROBES[chosen.probe](begin, chosen.folder, not chosen.no_device)))
-        return
-
-    with_device = not chosen.no_device and has_device()
-    who = ["ours", "cuda.core"]
-    if with_device and importlib.util.find_spec("cupy"):
-        who.append("cupy")
-    first: dict[str, list[dict[str, float]]] = {name: [] for name in who}
-    second: dict[str, list[dict[str, float]]] = {name: [] for name in who}
-    for _ in range(chosen.rounds):  # in turns, so that a slow minute hits all of them
-        for name in who:
-            with tempfile.TemporaryDirectory() as folder:
-                first[name].append(run_probe(name, folder, with_device))
-                second[name].append(run_probe(name, folder, with_device))
-    for name in who:
-        assert all(r["compiled"] for r in first[name]), f"{name}: a first compile was none"
-        assert not any(r["compiled"] for r in second[name]), f"{name}: a disk hit compiled"
-
-    def median(rows: list[dict[str, float]], what: str) -> float:
-        return statistics.median(row[what] for row in rows)
-
-    table = {
-        name: {
-            "first_call_ms": 1e3 * median(first[name], "call"),
-            "first_total_ms": 1e3 * median(first[name], "total"),
-            "disk_call_ms": 1e3 * median(second[name], "call"),
-            "disk_total_ms": 1e3 * median(second[name], "total"),
-            "again_us": median(second[name], "memory"),
-        }
-        for name in who
-    }
+    skipped: dict[str, str] = {}
+    processes = 1 if options.quick else PROCESSES
+    who, rounds = measure(options.device, processes, skipped)
+    rows = rows_of(who)
     known: dict[tuple[str, str], int] = {(SOURCE, "scale"): 1}
     question = (SOURCE, "scale")
-    lookup = per_call(lambda: known[question], MEMORY_ROUNDS)
-    print(f"{'':10} " + " ".join(f"{column:>15}" for column in table["ours"]))
-    for name, row in table.items():
-        print(f"{name:10} " + " ".join(f"{value:15.3f}" for value in row.values()))
-        if name != "ours":
-            ratios = [row[c] / table["ours"][c] for c in row]
-            print(f"{'  / ours':10} " + " ".join(f"{ratio:14.2f}x" for ratio in ratios))
-    over = table["ours"]["again_us"] - lookup
-    print(f"memory hit over a dictionary look-up: {over:.3f} us (target: under 1)")
-    print(
-        json.dumps(
-            {
-                "benchmark": "modules",
-                "device": with_device,
-                "rounds": chosen.rounds,
-                "dict_lookup_us": lookup,
-                "memory_hit_over_dict_us": over,
-                **table,
-            }
+    lookup = per_call(lambda: known[question], AGAIN)
+    ours = rows[0]
+    over = {str(row["library"]): ratios(row, ours) for row in rows[1:]}
+    step = "loaded" if ours["disk_loaded_ms"] is not None else "call"
+    columns = [f"{kind}_{s}_ms" for kind in ("first", "disk") for s in STEPS]
+    with ost.open_device(options.device) as device:
+        name = device.properties.name
+        print(common.table(f"A kernel, {name}", rows, ["library", *columns, "again_us"]))
+        shown = [{"times ours": library, **values} for library, values in over.items()]
+        print(common.table("Times as long as ours", shown, ["times ours", *columns, "again_us"]))
+        common.emit(
+            "modules",
+            device,
+            options.out,
+            ceiling={
+                "what": "a dictionary look-up with the same question, microseconds",
+                "us": round(lookup, 4),
+            },
+            settings={"rounds": rounds, "processes": processes, "quick": options.quick},
+            rows=rows,
+            skipped=skipped,
+            summary={
+                "memory hit over a dictionary look-up, us (target: under 1)": round(
+                    float(str(ours["again_us"])) - lookup, 4
+                ),
+                f"disk hit, until {step}, times ours (target: 1 or more)": {
+                    library: values.get(f"disk_{step}_ms") for library, values in over.items()
+                },
+                "times ours": over,
+            },
         )
-    )
+    return 0
+
+
+def probe() -> None:
+    parser = argparse.ArgumentParser()
+    for word in ("--probe", "--folder", "--device", "--begin"):
+        parser.add_argument(word, required=True)
+    chosen = parser.parse_args()
+    answer = PROBES[chosen.probe](float(chosen.begin), Path(chosen.folder), chosen.device)
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":
-    main()
+    if "--probe" in sys.argv:
+        probe()
+    else:
+        sys.exit(main())

@@ -115,7 +115,7 @@ def test_rebind_is_eager_on_the_new_input(cuda_device: Device, stream: ost.Strea
     output = area("y", step.y)
     check_rebind(cuda_device, stream, run, step.x, fresh, lambda: step.eager_bits(fresh), output)
     ours = cuda_device.array(fresh.get())
-    report = run.rebind({step.x: ours})  # a buffer of ours in the place of theirs
+    report = run.rebind([(step.x, ours)])  # a buffer of ours in the place of theirs
     assert {word.node_index for word in report.words} == {0, 2}
     clear(cuda_device, output)
     run.launch(stream)

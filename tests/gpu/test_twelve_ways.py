@@ -166,12 +166,13 @@ NEVER_LOADED = ost.Source(
 )
 
 
-HARMLESS_IF_SWALLOWED = (
+HARMLESS_IF_SWALLOWED = {
     "exception_in_user_code",
     "nested_capture",
     "invalid_kernel_launch",
     "event_query_inside",
-)
+    "lazy_module_load",  # on the host it breaks the capture, on driver 580 it does not
+}
 
 
 @pytest.fixture
@@ -184,8 +185,16 @@ def breaks(request: pytest.FixtureRequest) -> Way:
     return WAYS[request.param]
 
 
-def broken(bench: Bench, breaks: Way, **options: Any) -> BaseException:
-    """Captures, lets it be broken, and gives the error."""
+def broken(bench: Bench, breaks: Way, **options: Any) -> BaseException | None:
+    """Captures, lets it be broken, and gives the error.
+
+    None for a module loaded on CUDA: driver 580 allows that, and only a warning says preload.
+    """
+    if breaks is lazy_module_load and bench.device.capabilities.source_language == "cuda":
+        with ost.capture(bench.stream, **options):
+            ost.fill(bench.stream, bench.x, 1)
+            breaks(bench)
+        return None
     with (
         pytest.raises((CaptureError, ZeroDivisionError)) as caught,
         ost.capture(bench.stream, **options),
@@ -207,8 +216,14 @@ def named(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("trace", [False, True], ids=["", "trace"])
-def test_the_error_names_the_line(bench: Bench, breaks: Way, trace: bool) -> None:
+def test_the_error_names_the_line(
+    bench: Bench, breaks: Way, trace: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     error = broken(bench, breaks, trace=trace)
+    if error is None:
+        assert "preload" in caplog.text and MARK in caplog.text
+        bench.assert_sound()
+        return
     assert MARK in named(error), f"{type(error).__name__}: {error}"
     if isinstance(error, CaptureBrokenError):
         assert "works again" in str(error) or "preload" in str(error)
@@ -216,11 +231,10 @@ def test_the_error_names_the_line(bench: Bench, breaks: Way, trace: bool) -> Non
 
 
 @pytest.mark.parametrize("trace", [False, True], ids=["", "trace"])
+@pytest.mark.parametrize("breaks", sorted(set(WAYS) - HARMLESS_IF_SWALLOWED), indirect=True)
 def test_the_error_names_the_line_if_it_was_swallowed(
     bench: Bench, breaks: Way, trace: bool
 ) -> None:
-    if breaks.__name__ in HARMLESS_IF_SWALLOWED:
-        pytest.skip("swallowed, it need not break the capture")
 
     def swallowed(bench: Bench) -> None:
         with contextlib.suppress(ost.OstinatoError):

@@ -22,6 +22,7 @@ from ostinato.device import Device
 from ostinato.driver.signature import Signature
 from ostinato.errors import UnsupportedModelError
 from ostinato.models import kernels_cuda as kc
+from ostinato.models import kernels_cuda_shapes as shapes
 from ostinato.models.config import LlamaConfig
 from ostinato.models.kernels_host import HOST_KERNELS
 from ostinato.models.program import Bound, decode_program
@@ -113,7 +114,7 @@ def test_parameters_are_the_hosts() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_output_has_a_block(shape: str, rows: int) -> None:
     config = SHAPES[shape]
-    tuning = kc.default_tuning(config, rows=rows)
+    tuning = shapes.default_tuning(config, rows=rows)
     pairs = {
         "norm_qkv_rope": (config.query_size + 2 * config.kv_size) // 2,
         "output_residual": config.hidden // 2,
@@ -123,7 +124,7 @@ def test_every_output_has_a_block(shape: str, rows: int) -> None:
     }
     for one in kc.lower(decode_program(config), config, rows=rows, context=500):
         if one.kernel in pairs:
-            shape_of = getattr(tuning, kc.PRODUCTS[one.kernel])
+            shape_of = getattr(tuning, shapes.PRODUCTS[one.kernel])
             made = one.config.grid[0] * shape_of.block_pairs
             assert pairs[one.kernel] <= made < pairs[one.kernel] + shape_of.block_pairs
 
@@ -151,7 +152,7 @@ def test_what_is_not_supported_is_said(changes: Mapping[str, Any], said: str) ->
 
 def test_too_many_rows_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="65 rows"):
-        kc.default_tuning(SMALL, rows=65)
+        shapes.default_tuning(SMALL, rows=65)
 
 
 # ---------------------------------------------------------------------------------- on the emulator

@@ -12,6 +12,7 @@ function or a pointer in device memory leads to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ostinato.driver.api import (
@@ -25,11 +26,12 @@ from ostinato.driver.api import (
     NodeHandle,
     NodeParams,
 )
-from ostinato.errors import ClosedError
+from ostinato.errors import ClosedError, InputError
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node, NodeLabel, decode_arguments
 from ostinato.graph.rebind import copy_extent
+from ostinato.memory.ranges import range_of
 
 __all__ = ["Touch", "manifest", "touches"]
 
@@ -129,8 +131,9 @@ class _Reader:
         if operation is None or not isinstance(operation.params, KernelNodeParams):
             return {}
         given: dict[int, int] = {}
-        for touched in (*(operation.reads or ()), *(operation.writes or ())):
-            if touched.nbytes:
+        for owner in operation.keep:
+            with suppress(InputError):  # the kernel itself, or what says no range
+                touched = range_of(owner)
                 given[touched.address] = max(touched.nbytes, given.get(touched.address, 0))
         data = operation.params.arguments.data
         words = (

@@ -38,6 +38,9 @@ _BACKLOG = 64
 class Tap(Protocol):
     """Someone who is told of the work submitted to streams: a capture or a recording."""
 
+    needs_access: bool
+    """Whether operations must say what they read and write."""
+
     def submitted(self, stream: Stream, operation: Operation) -> None:
         """Called after the driver took the operation."""
         ...
@@ -178,8 +181,11 @@ class Context:
                 return self.retired
             while self._incoming:
                 self._waiting.append(self._incoming.popleft())
-            ready = [item for item in self._waiting if self._reached(item)]
-            self._waiting = [item for item in self._waiting if item not in ready]
+            ready: list[_Retired] = []
+            waiting: list[_Retired] = []
+            for item in self._waiting:
+                (ready if self._reached(item) else waiting).append(item)
+            self._waiting = waiting
             self._destroying += 1
         try:
             for item in ready:

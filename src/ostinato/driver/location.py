@@ -6,7 +6,7 @@ import linecache
 import sys
 from types import FrameType
 
-__all__ = ["caller_location", "describe_line", "is_internal"]
+__all__ = ["caller_line", "caller_location", "describe_line", "is_internal"]
 
 _PACKAGE = __name__.partition(".")[0]
 _USERS = tuple(f"{_PACKAGE}.{user}" for user in ("models", "cli", "relational"))
@@ -21,12 +21,18 @@ def describe_line(filename: str, line: int) -> str:
 
 def caller_location() -> str:
     """The innermost line outside this package (models and CLI count as users of it)."""
+    line = caller_line()
+    return "unknown line" if line is None else describe_line(*line)
+
+
+def caller_line() -> tuple[str, int] | None:
+    """`caller_location` as file and number, for `describe_line` later: words cost more to make."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not is_internal(frame):
-            return describe_line(frame.f_code.co_filename, frame.f_lineno)
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return "unknown line"
+    return None
 
 
 def is_internal(frame: FrameType) -> bool:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import CaptureMode, CaptureStatus, GraphHandle, NodeHandle
-from ostinato.driver.location import caller_location
+from ostinato.driver.location import caller_line, caller_location, describe_line
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
     CaptureBrokenError,
@@ -57,6 +57,8 @@ class Capture:
     inside libraries that do not go through this one; it is slow, and for finding faults.
     """
 
+    needs_access = False
+
     def __init__(
         self,
         stream: Stream,
@@ -91,9 +93,9 @@ class Capture:
         if info.status is not CaptureStatus.ACTIVE or info.capture_id != self._id:
             return
         self._keep.extend(operation.keep)
-        location = caller_location()
-        if stream is not self.stream:
-            self._forked_at = location
+        location = caller_line()
+        if stream is not self.stream and location is not None:
+            self._forked_at = describe_line(*location)
         if len(info.dependencies) == 1:
             self._labels[info.dependencies[0]] = NodeLabel(operation, location)
 

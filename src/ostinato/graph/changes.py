@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ostinato.driver.api import (
     Edge,
     EdgeData,
     KernelArguments,
-    KernelNodeParams,
-    MemcpyNodeParams,
-    MemsetNodeParams,
     NodeHandle,
-    NodeParams,
     UpdateVerdict,
 )
 from ostinato.driver.signature import Signature, pack_by_size
@@ -21,7 +17,6 @@ from ostinato.errors import ContextPoisonedError, DriverError, InputError, Updat
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
 from ostinato.graph.rebind import Change
-from ostinato.memory.ranges import range_of
 
 __all__ = ["VERDICTS", "Keep", "argument_bytes", "links", "refused", "under_handles"]
 
@@ -44,63 +39,35 @@ def links(edges: Sequence[Edge], nodes: Sequence[Node]) -> set[tuple[int, int, E
 
 
 class Keep:
-    """What an executable keeps alive: its graphs, and what single nodes were set to."""
+    """What an executable keeps alive: its graphs, and what single words were set to point at."""
 
     def __init__(self, graph: Graph) -> None:
         self._graphs: list[object] = [graph]
-        self._nodes: dict[NodeHandle, list[object]] = {}
+        self._words: dict[NodeHandle, dict[int | str, object]] = {}
 
-    def renew(self, change: Change, owners: Iterable[object]) -> list[object]:
-        """Keeps what the changed node points at, of `owners` and those before; gives back the rest.
-
-        An owner that does not say its memory range is kept: it may be pointed at.
-        """
-        handle = change.node.handle
-        known = [*self._nodes.get(handle, ()), *owners]
-        words = set(_addresses(change.params))
-        held: list[object] = []
-        left: list[object] = []
-        for owner in known:
-            (held if _points_at(words, owner) else left).append(owner)
-        self._nodes[handle] = held
-        return left
+    def renew(self, change: Change) -> list[object]:
+        """Keeps what the changed words point at now; gives back what they pointed at before."""
+        words = self._words.setdefault(change.node.handle, {})
+        old = [words[place] for place, _ in change.owners if place in words]
+        words.update(change.owners)
+        return old
 
     def replace(self, node: NodeHandle, owners: Iterable[object]) -> list[object]:
-        """The node's new owners; gives back the old."""
-        old = self._nodes.get(node, [])
-        self._nodes[node] = list(owners)
+        """All of the node's new owners; gives back the old."""
+        old = list(self._words.get(node, {}).values())
+        self._words[node] = {f"owner {i}": owner for i, owner in enumerate(owners)}
         return old
 
     def replace_all(self, graph: Graph) -> list[object]:
         """Everything now comes from `graph`; the first one stays, for its nodes' handles."""
-        old = [*self._graphs[1:], *(o for owners in self._nodes.values() for o in owners)]
+        old = [*self._graphs[1:], *(o for words in self._words.values() for o in words.values())]
         self._graphs[1:] = [graph]
-        self._nodes.clear()
+        self._words.clear()
         return old
 
     def clear(self) -> None:
         self._graphs.clear()
-        self._nodes.clear()
-
-
-def _addresses(params: NodeParams) -> Iterator[int]:
-    """Every word of a node that may be an address."""
-    if isinstance(params, KernelNodeParams):
-        data = params.arguments.data
-        for at in range(0, len(data) - 7, 8):
-            yield int.from_bytes(data[at : at + 8], "little")
-    elif isinstance(params, MemcpyNodeParams):
-        yield from (params.dst, params.src)
-    elif isinstance(params, MemsetNodeParams):
-        yield params.dst
-
-
-def _points_at(words: set[int], owner: object) -> bool:
-    try:
-        memory = range_of(owner)
-    except InputError:
-        return True
-    return any(memory.holds(word) for word in words)
+        self._words.clear()
 
 
 def under_handles(first: Sequence[Node], new: Sequence[Node]) -> tuple[Node, ...]:

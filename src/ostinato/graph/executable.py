@@ -18,6 +18,7 @@ from ostinato.driver.api import (
     ChildGraphNodeParams,
     ExecHandle,
     InstantiateFlags,
+    KernelNodeParams,
     LaunchConfig,
     NodeHandle,
     NodeKind,
@@ -130,10 +131,8 @@ class GraphExec:
         CaptureError on a stream that captures (the capture goes on), DriverError, ClosedError.
         """
         call = self._prepared.get(stream)
-        if call is None or stream.closed or self._closed:
-            call = self._prepare(stream)
-        if self.context.taps:
-            self._launch_tapped(stream, call)
+        if call is None or stream.closed or self._closed or self.context.taps:
+            self._launch_slowly(stream)
         else:
             call()
 
@@ -147,11 +146,16 @@ class GraphExec:
             self._prepared[stream] = call
         return call
 
-    def _launch_tapped(self, stream: Stream, call: Callable[[], None]) -> None:
-        """Somebody listens: a recording notes the launch; into a capture it is refused.
+    def _launch_slowly(self, stream: Stream) -> None:
+        """The first launch on a stream, or a launch that somebody listens to.
 
-        The driver refuses it as well (status 900, measured on driver 580), but breaks the capture.
+        A recording notes it.  Into a capture it is refused: the driver would refuse it as well
+        (status 900, measured on driver 580), but break the capture.
         """
+        call = self._prepare(stream)
+        if not self.context.taps:
+            call()
+            return
         if stream.is_capturing:
             raise CaptureError(
                 "an executable cannot be launched into a capture; capture the work itself, or add "
@@ -212,7 +216,7 @@ class GraphExec:
 
     def _let_go(self, old: list[object]) -> None:
         """Keeps what is no longer pointed at until the launches under way are done."""
-        if old:
+        if any(owner is not None for owner in old):
             self.context.retire(old.clear, tuple(self._prepared))
 
     def _node(self, node: Node | int) -> Node:
@@ -253,13 +257,21 @@ class GraphExec:
         """
         with self._lock:
             found = self._node(node)
-            kernel = replace(found, params=self.params(found)).kernel
+            kernel = self._kernel(found)
             index, raw = argument_bytes(found, kernel.arguments, argument, value)
             arguments = kernel.arguments.with_raw(index, raw)
-            change = Change(found, replace(kernel, arguments=arguments))
+            owner = None if isinstance(value, int | float | bytes) else value
+            place = arguments.layout[index].offset
+            params = KernelNodeParams(
+                kernel.function, kernel.config, arguments, kernel.extra_attributes
+            )
+            change = Change(found, params, ((place, owner),))
             self._apply([change])
-            owners = [] if isinstance(value, int | float | bytes) else [value]
-            self._let_go(self._keep.renew(change, owners))
+            self._let_go(self._keep.renew(change))
+
+    def _kernel(self, node: Node) -> KernelNodeParams:
+        params = self._current.get(node.handle, node.params)
+        return params if isinstance(params, KernelNodeParams) else node.kernel
 
     def set_config(self, node: Node | int, config: LaunchConfig) -> None:
         """Sets a kernel node's grid, block and dynamic shared memory.
@@ -269,7 +281,7 @@ class GraphExec:
         """
         with self._lock:
             found = self._node(node)
-            kernel = replace(found, params=self.params(found)).kernel
+            kernel = self._kernel(found)
             old = kernel.config
             fixed = ("cluster", "cooperative", "programmatic", "priority")
             changed = [name for name in fixed if getattr(old, name) != getattr(config, name)]
@@ -338,11 +350,10 @@ class GraphExec:
         """
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with self._lock:
-            plan = plan_rebind(self.nodes, pairs, self.context.driver.memory_range)
+            find = self.context.driver.memory_range
+            plan = plan_rebind(self._definition(), self._current, pairs, find)
             self._apply(plan.changes)
-            owners = [new for _, new in pairs]
-            for change in plan.changes:
-                self._let_go(self._keep.renew(change, owners))
+            self._let_go([o for change in plan.changes for o in self._keep.renew(change)])
             return plan.report
 
     def update(self, graph: Graph) -> UpdateReport:

@@ -33,7 +33,7 @@ from ostinato.driver.api import (
     NodeParams,
 )
 from ostinato.driver.context import Context, HasContext, context_of
-from ostinato.driver.location import caller_location
+from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
 from ostinato.graph.launching import prepare
@@ -184,7 +184,7 @@ class Graph:
         edge_data: Sequence[EdgeData] | None = None,
         keep: Iterable[object] = (),
         operation: Operation | None = None,
-        location: str | None = None,
+        line: tuple[str, int] | None = None,
     ) -> Node:
         """Adds a node that runs after the given ones.
 
@@ -199,7 +199,7 @@ class Graph:
         self.keep.extend(keep)
         if operation is not None:
             self.keep.extend(operation.keep)
-        self.labels[handle] = NodeLabel(operation, location or caller_location())
+        self.labels[handle] = NodeLabel(operation, line or caller_line())
         # As a rule the last, but the driver's order is its own.
         return self._read_node(driver.graph_nodes(self.handle).index(handle), handle)
 

@@ -33,12 +33,14 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
 
     Arguments as for `prepare`.  Raises InputError, DriverError.
     """
-    if stream.context.taps:
+    taps = stream.context.taps
+    if any(tap.needs_access for tap in taps):
         stream.submit(prepare(kernel, config, *args))
         return
-    # Nobody listens: no need to work out what the launch touches.
+    # What it reads and writes is asked by nobody; what it keeps, only by a capture.
     params = KernelNodeParams(kernel.function, config, kernel.arguments(*args))
-    stream.submit(Operation(params, kernel.name))
+    keep = (kernel, *_owners(args)) if taps else ()
+    stream.submit(Operation(params, kernel.name, keep=keep, signature=kernel.signature))
 
 
 def _owners(args: Sequence[object]) -> tuple[object, ...]:

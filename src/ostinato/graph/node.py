@@ -24,6 +24,7 @@ from ostinato.driver.api import (
     NodeKind,
     NodeParams,
 )
+from ostinato.driver.location import describe_line
 from ostinato.driver.signature import Parameter, Signature
 from ostinato.driver.stream import Operation
 from ostinato.errors import NodeKindError
@@ -93,7 +94,12 @@ class NodeLabel:
     """What this library knows of a node beyond what the driver does: who made it, and where."""
 
     operation: Operation | None
-    location: str | None
+    line: tuple[str, int] | None
+
+    @property
+    def location(self) -> str | None:
+        """ "file:line: source", where it is known."""
+        return None if self.line is None else describe_line(*self.line)
 
 
 @dataclass(frozen=True, slots=True)

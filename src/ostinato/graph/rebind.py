@@ -9,21 +9,25 @@ a signature calls a scalar is never touched, however much it looks like an addre
 
 from __future__ import annotations
 
+import enum
 import itertools
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from ostinato.driver.api import (
-    ChildGraphNodeParams,
-    ConditionalNodeParams,
-    HostNodeParams,
     KernelArguments,
     KernelNodeParams,
     MemcpyNodeParams,
     MemoryRange,
     MemsetNodeParams,
+    NodeHandle,
     NodeParams,
+    ParameterSlot,
 )
+from ostinato.driver.signature import Parameter, Signature
 from ostinato.errors import InputError
 from ostinato.graph.node import Node
 from ostinato.memory.ranges import Target, range_of
@@ -43,10 +47,14 @@ _WORD = 8
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A node and the parameters that it is to have."""
+    """A node and the parameters that it is to have.
+
+    `owners`: what its changed words point at now, by place (byte offset, "dst" or "src").
+    """
 
     node: Node
     params: NodeParams
+    owners: tuple[tuple[int | str, object], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +110,84 @@ class Rebinding:
 class _Move:
     old: MemoryRange
     new: MemoryRange
+    target: Target
+
+
+class _Sort(enum.Enum):
+    POINTER = "its signature says so"
+    SCALAR = "its signature says that it is a number"
+    UNKNOWN = "nothing says what it is"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """An aligned word of a parameter buffer that may hold an address."""
+
+    offset: int
+    label: str
+    sort: _Sort
+
+
+@lru_cache(maxsize=4096)
+def _places(
+    signature: Signature | None, layout: tuple[ParameterSlot, ...], nbytes: int
+) -> tuple[_Place, ...]:
+    """Where addresses may be: the same for every launch of a kernel, so worked out once."""
+    if not layout:
+        return tuple(
+            _Place(at, f"packed arguments +{at}", _Sort.UNKNOWN)
+            for at in range(0, nbytes - _WORD + 1, _WORD)
+        )
+    typed: Sequence[Parameter | None] = [None] * len(layout)
+    if signature is not None and signature.layout == layout:
+        typed = signature.parameters
+    found = []
+    for index, (slot, parameter) in enumerate(zip(layout, typed, strict=True)):
+        sort = _Sort.UNKNOWN
+        if parameter is not None and parameter.type != "bytes":
+            sort = _Sort.POINTER if parameter.pointer else _Sort.SCALAR
+        label = f"argument {index}" + (f" ({parameter.name})" if parameter else "")
+        start = -(-slot.offset // _WORD) * _WORD
+        for at in range(start, slot.offset + slot.size - _WORD + 1, _WORD):
+            inside = "" if at == slot.offset else f" +{at - slot.offset}"
+            found.append(_Place(at, label + inside, sort))
+    return tuple(found)
 
 
 def plan_rebind(
     nodes: Sequence[Node],
+    current: Mapping[NodeHandle, NodeParams],
     targets: Sequence[tuple[Target, Target]],
     find: Callable[[int], MemoryRange | None],
 ) -> Rebinding:
-    """Works out a rebinding.  Raises InputError for ranges that overlap or do not fit."""
+    """Works out a rebinding of nodes, whose parameters are `current`'s where that has them.
+
+    Raises InputError for ranges that overlap or do not fit.
+    """
     moves = [
-        _Move(range_of(old, "old target"), range_of(new, "new target")) for old, new in targets
+        _Move(range_of(old, "old target"), range_of(new, "new target"), new) for old, new in targets
     ]
     ordered = sorted(moves, key=lambda m: m.old.address)
     for left, right in itertools.pairwise(ordered):
         if left.old.end > right.old.address:
             raise InputError("two of the ranges to rebind from overlap; rebind one at a time")
-    plan = _Plan(moves, find)
+    plan = _Plan(ordered, current, find)
     for node in nodes:
         plan.visit(node)
     return Rebinding(plan.changes, RebindReport(tuple(plan.words), tuple(plan.left)))
 
 
 class _Plan:
-    def __init__(self, moves: Sequence[_Move], find: Callable[[int], MemoryRange | None]) -> None:
+    def __init__(
+        self,
+        moves: Sequence[_Move],
+        current: Mapping[NodeHandle, NodeParams],
+        find: Callable[[int], MemoryRange | None],
+    ) -> None:
         self._moves = moves
+        self._low = min((m.old.address for m in moves), default=0)
+        self._high = max((m.old.end for m in moves), default=0)
+        self._current = current
         self._find = find
         self._outer: list[Node] = []  # the child graph or conditional nodes around the visited one
         self.changes: list[Change] = []
@@ -133,121 +195,96 @@ class _Plan:
         self.left: list[LeftWord] = []
 
     def visit(self, node: Node) -> None:
-        params = node.params
+        params = self._current.get(node.handle, node.params)
         if isinstance(params, KernelNodeParams):
-            arguments = self._kernel(node, params.arguments)
-            if arguments != params.arguments:
-                self.changes.append(Change(node, replace(params, arguments=arguments)))
-        elif isinstance(params, MemcpyNodeParams):
-            self._memcpy(node, params)
+            self._kernel(node, params)
+        elif isinstance(params, MemcpyNodeParams) and not params.opaque:
+            to = copy_extent(params, params.dst_pitch, params.dst_height)
+            come = copy_extent(params, params.src_pitch, params.src_height)
+            self._fields(node, params, {"dst": (params.dst, to), "src": (params.src, come)})
         elif isinstance(params, MemsetNodeParams):
-            extent = params.width * params.element_size
-            extent += (params.height - 1) * params.pitch
-            dst = self._field(node, "dst", params.dst, extent)
-            if dst != params.dst:
-                self.changes.append(Change(node, replace(params, dst=dst)))
-        elif isinstance(params, ChildGraphNodeParams | ConditionalNodeParams):
+            extent = params.width * params.element_size + (params.height - 1) * params.pitch
+            self._fields(node, params, {"dst": (params.dst, extent)})
+        elif node.children:
             # Nodes inside are set one by one like the others (measured on driver 580).
+            self._outer.append(node)
             for body in node.children:
                 for child in body:
-                    self._outer.append(node)
                     self.visit(child)
-                    self._outer.pop()
-        elif isinstance(params, HostNodeParams):
-            pass  # what a host function holds is not ours to see
+            self._outer.pop()
 
     def _name(self, node: Node) -> tuple[int, str]:
         """The index of the outermost node, and the names from there inwards."""
-        path = [*self._outer, node]
-        return path[0].index, " / ".join(n.name for n in path)
+        if not self._outer:
+            return node.index, node.name
+        return self._outer[0].index, " / ".join(n.name for n in (*self._outer, node))
 
-    # --- words
-    def _moved(self, address: int, extent: int, where: str) -> int | None:
-        """The new address, or None if it is in no old range.  Raises InputError if it overruns."""
-        for move in self._moves:
-            if not move.old.holds(address):
+    def _move_of(self, address: int) -> _Move | None:
+        if not self._low <= address < self._high:
+            return None
+        return next((move for move in self._moves if move.old.holds(address)), None)
+
+    def _moved(self, move: _Move, address: int, extent: int, node: Node, place: str) -> int:
+        """The new address.  Raises InputError if what is pointed at would overrun the new range."""
+        offset = address - move.old.address
+        if move.new.address + offset + extent > move.new.end:
+            index, name = self._name(node)
+            raise InputError(
+                f"node {index} ({name}) {place} points {offset} bytes into the old range, and the "
+                f"new one has only {move.new.nbytes} bytes; nothing was changed"
+            )
+        return move.new.address + offset
+
+    def _kernel(self, node: Node, params: KernelNodeParams) -> None:
+        arguments = params.arguments
+        words = struct.unpack_from(f"<{len(arguments.data) // _WORD}Q", arguments.data)
+        data: bytearray | None = None
+        owners: list[tuple[int | str, object]] = []
+        for place in _places(node.signature, arguments.layout, len(arguments.data)):
+            value = words[place.offset // _WORD]
+            move = self._move_of(value)
+            if move is None:
                 continue
-            new = move.new.address + (address - move.old.address)
-            if new + extent > move.new.end:
-                raise InputError(
-                    f"{where} points {address - move.old.address} bytes into the old range, and "
-                    f"the new one has only {move.new.nbytes} bytes; nothing was changed"
-                )
-            return new
-        return None
+            if place.sort is not _Sort.POINTER and not self._confirmed(node, place, value):
+                continue
+            new = self._moved(move, value, 1, node, place.label)
+            by = "signature" if place.sort is _Sort.POINTER else "allocation"
+            self.words.append(ReboundWord(*self._name(node), place.label, value, new, by))
+            data = data or bytearray(arguments.data)
+            data[place.offset : place.offset + _WORD] = new.to_bytes(_WORD, "little")
+            owners.append((place.offset, move.target))
+        if data is not None:
+            changed = KernelArguments(bytes(data), arguments.layout, arguments.packed)
+            self.changes.append(Change(node, replace(params, arguments=changed), tuple(owners)))
 
-    def _kernel(self, node: Node, arguments: KernelArguments) -> KernelArguments:
-        signature = node.signature
-        typed = signature is not None and signature.layout == arguments.layout
-        for index, slot in enumerate(arguments.layout):
-            parameter = signature.parameters[index] if signature is not None and typed else None
-            label = f"argument {index}" + (f" ({parameter.name})" if parameter else "")
-            scalar = parameter is not None and not parameter.pointer and parameter.type != "bytes"
-            arguments = self._words(
-                node,
-                arguments,
-                range(-(-slot.offset // _WORD) * _WORD, slot.offset + slot.size - _WORD + 1, _WORD),
-                slot.offset,
-                label,
-                by_signature=parameter is not None and parameter.pointer,
-                scalar=scalar,
-            )
-        if not arguments.layout and arguments.data:
-            places = range(0, len(arguments.data) - _WORD + 1, _WORD)
-            arguments = self._words(
-                node, arguments, places, 0, "packed arguments", by_signature=False, scalar=False
-            )
-        return arguments
+    def _confirmed(self, node: Node, place: _Place, value: int) -> bool:
+        """Whether a word that no signature calls a pointer is one; it is reported if not."""
+        if place.sort is _Sort.SCALAR:
+            why = "its signature says that it is a number, not a pointer"
+        elif self._find(value) is None:
+            why = "no live allocation holds it, so nothing confirms that it is a pointer"
+        else:
+            return True
+        self.left.append(LeftWord(*self._name(node), place.label, value, why))
+        return False
 
-    def _words(
+    def _fields(
         self,
         node: Node,
-        arguments: KernelArguments,
-        places: range,
-        start: int,
-        label: str,
-        *,
-        by_signature: bool,
-        scalar: bool,
-    ) -> KernelArguments:
-        for at in places:
-            value = int.from_bytes(arguments.data[at : at + _WORD], "little")
-            place = label if at == start else f"{label} +{at - start}"
-            if not any(move.old.holds(value) for move in self._moves):
-                continue
-            if scalar:
-                why = "its signature says that it is a number, not a pointer"
-                self.left.append(LeftWord(*self._name(node), place, value, why))
-                continue
-            if not by_signature and self._find(value) is None:
-                why = "no live allocation holds it, so nothing confirms that it is a pointer"
-                self.left.append(LeftWord(*self._name(node), place, value, why))
-                continue
-            new = self._moved(value, 1, f"node {node.index} ({node.name}) {place}")
-            assert new is not None
-            confirmed = "signature" if by_signature else "allocation"
-            self.words.append(ReboundWord(*self._name(node), place, value, new, confirmed))
-            arguments = arguments.with_bytes(at, new.to_bytes(_WORD, "little"))
-        return arguments
-
-    def _field(self, node: Node, place: str, address: int, extent: int) -> int:
-        new = self._moved(address, extent, f"node {node.index} ({node.name}) {place}")
-        if new is None:
-            return address
-        self.words.append(ReboundWord(*self._name(node), place, address, new, "field"))
-        return new
-
-    def _memcpy(self, node: Node, params: MemcpyNodeParams) -> None:
-        if params.opaque:
-            return  # an array side has no address; the linear side cannot be set without it
-        dst = self._field(
-            node, "dst", params.dst, copy_extent(params, params.dst_pitch, params.dst_height)
-        )
-        src = self._field(
-            node, "src", params.src, copy_extent(params, params.src_pitch, params.src_height)
-        )
-        if (dst, src) != (params.dst, params.src):
-            self.changes.append(Change(node, replace(params, dst=dst, src=src)))
+        params: MemcpyNodeParams | MemsetNodeParams,
+        fields: Mapping[str, tuple[int, int]],
+    ) -> None:
+        new: dict[str, Any] = {}
+        owners: list[tuple[int | str, object]] = []
+        for place, (address, extent) in fields.items():
+            move = self._move_of(address)
+            if move is not None:
+                new[place] = self._moved(move, address, extent, node, place)
+                name = self._name(node)
+                self.words.append(ReboundWord(*name, place, address, new[place], "field"))
+                owners.append((place, move.target))
+        if new:
+            self.changes.append(Change(node, replace(params, **new), tuple(owners)))
 
 
 def copy_extent(params: MemcpyNodeParams, pitch: int, height: int) -> int:

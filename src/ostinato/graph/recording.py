@@ -19,7 +19,7 @@ from ostinato.driver.api import (
     KernelNodeParams,
     MemoryRange,
 )
-from ostinato.driver.location import caller_location
+from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import CaptureError, DriverError, GraphError
 from ostinato.graph.graph import Graph
@@ -35,11 +35,13 @@ class Recorded:
     """One operation that ran, and the line that submitted it."""
 
     operation: Operation
-    location: str
+    line: tuple[str, int] | None
 
 
 class Recording:
     """The operations that ran on one stream, in order."""
+
+    needs_access = True
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -47,7 +49,7 @@ class Recording:
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
         if stream is self.stream:
-            self.operations.append(Recorded(operation, caller_location()))
+            self.operations.append(Recorded(operation, caller_line()))
 
     def waited(self, stream: Stream) -> None:
         """Nothing to note: edges come from the memory that operations touch."""
@@ -103,7 +105,7 @@ def build_graph(stream: Stream, recorded: Sequence[Recorded], *, serial: bool = 
                     [nodes[i] for i in after[index]],
                     edge_data=_edge_data(operations, index, after[index]),
                     operation=operation,
-                    location=entry.location,
+                    line=entry.line,
                 )
             )
     except BaseException:
