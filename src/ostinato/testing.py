@@ -156,14 +156,14 @@ class FaultyDriver(_WrappedDriver):
             return call
 
     def _prepared(
-        self, prepare: Callable[..., Callable[[], None]]
-    ) -> Callable[..., Callable[[], None]]:
-        def prepare_counted(*arguments: Any, **options: Any) -> Callable[[], None]:
+        self, prepare: Callable[..., Callable[[], int]]
+    ) -> Callable[..., Callable[[], int]]:
+        def prepare_counted(*arguments: Any, **options: Any) -> Callable[[], int]:
             launch = prepare(*arguments, **options)
 
-            def counted() -> None:
+            def counted() -> int:
                 self._note("exec_launch")
-                launch()
+                return launch()
 
             return counted
 

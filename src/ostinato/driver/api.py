@@ -846,8 +846,13 @@ class Driver(Protocol):
 
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
-    ) -> Callable[[], None]:
-        """`exec_launch` as a call with everything ready.  Invalid once either handle is gone."""
+    ) -> Callable[[], int]:
+        """`exec_launch` as a call with everything ready.  Invalid once either handle is gone.
+
+        The call gives 0 for a launch, or a status for one that was refused: nothing was launched
+        then, and `exec_launch` raises the error (or succeeds, where only the thread lacked the
+        context).  It may also raise the error itself.
+        """
         ...
 
     def exec_set_params(self, executable: ExecHandle, node: NodeHandle, params: NodeParams) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import byref
+from functools import partial
 
 from ostinato.driver import cuda_structs as cs
 from ostinato.driver.api import (
@@ -81,41 +82,23 @@ class ExecCalls(NodeCalls):
 
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
-    ) -> Callable[[], None]:
+    ) -> Callable[[], int]:
         if not stream:  # the legacy stream of whichever context is current: that must be asked
 
-            def launch_on_legacy() -> None:
+            def launch_on_legacy() -> int:
                 self.exec_launch(executable, stream)
+                return 0
 
             return launch_on_legacy
 
-        # Two ctypes objects and a function without conversions: nothing is made or looked up.
+        # Two ctypes objects, a function without conversions, and no frame of Python: nothing is
+        # made or looked up.  ctypes lets go of the GIL for the call.
         call = self._lib.bare("cuGraphLaunch")
         assert call is not None
-        raw_executable, raw_stream = ctypes.c_void_p(executable), ctypes.c_void_p(stream)
-        failed = self._prepared_launch_failed
-
-        def launch() -> None:
-            status = call(raw_executable, raw_stream)
-            if status:
-                failed(status, executable, stream)
-
-        return launch
-
-    def _prepared_launch_failed(
-        self, status: int, executable: ExecHandle, stream: StreamHandle
-    ) -> None:
-        """No context on this thread, or another one: once more with ours.  Else it raises.
-
-        Both statuses come before anything was launched.
-        """
-        if status in (Status.INVALID_CONTEXT, Status.INVALID_HANDLE) and not self._closed:
-            slot = ctypes.c_void_p()
-            self._get_current(byref(slot))
-            if slot.value != self._context:
-                self.exec_launch(executable, stream)
-                return
-        raise self._error(status, "exec_launch")
+        prepared: Callable[[], int] = partial(
+            call, ctypes.c_void_p(executable), ctypes.c_void_p(stream)
+        )
+        return prepared
 
     def exec_set_params(self, executable: ExecHandle, node: NodeHandle, params: NodeParams) -> None:
         seam = "exec_set_params"

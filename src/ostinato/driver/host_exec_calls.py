@@ -173,14 +173,14 @@ class ExecCalls(GraphCalls, StreamCalls):
 
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
-    ) -> Callable[[], None]:
+    ) -> Callable[[], int]:
         call = "exec_launch"
         with self._entered("exec_prepare_launch"):
             found = self._executable("exec_prepare_launch", executable)
             target = self._stream("exec_prepare_launch", stream)
         enter, lock, launch_ = self._enter, self._lock, self._launch
 
-        def launch() -> None:
+        def launch() -> int:
             enter(call)
             with lock:
                 if found.destroyed or target.destroyed:
@@ -189,6 +189,7 @@ class ExecCalls(GraphCalls, StreamCalls):
                         Status.INVALID_HANDLE, call, f"the prepared {what} was destroyed"
                     )
                 launch_(found, target)
+            return 0
 
         return launch
 

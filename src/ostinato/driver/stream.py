@@ -124,7 +124,7 @@ class Stream:
         self.owner = owner
         self.submitted = 0
         """Operations that the driver took on this stream so far."""
-        self._closed = False
+        self.closed = False
         self._destroyed = False
         self._finalizer: weakref.finalize[..., Stream] | None = None
         if owned:
@@ -135,12 +135,8 @@ class Stream:
             self._finalizer.atexit = False
 
     def __repr__(self) -> str:
-        state = " closed" if self._closed else ""
+        state = " closed" if self.closed else ""
         return f"<Stream {self.handle:#x} on {self.context.driver.name}{state}>"
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """(version, handle), for libraries that take CUDA streams by this protocol.
@@ -152,7 +148,7 @@ class Stream:
         return 0, self._require_open()
 
     def _require_open(self) -> StreamHandle:
-        if self._closed:
+        if self.closed:
             raise ClosedError("the stream is closed; create another")
         return self.handle
 
@@ -270,9 +266,9 @@ class Stream:
 
     def close(self) -> None:
         """Gives the stream back once its work is done; does not wait.  Idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         if self._finalizer is not None and self._finalizer.detach():
             self.context.retire(self._destroy, (self,))
         self.context.collect()

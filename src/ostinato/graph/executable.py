@@ -67,7 +67,7 @@ class GraphExec:
         self._handle = handle
         self._closed = False
         self._lock = threading.RLock()
-        self._prepared: dict[Stream, Callable[[], None]] = {}
+        self._prepared: dict[Stream, Callable[[], int]] = {}
         # The nodes it was made of: a definition may grow afterwards.
         self._handles = self.context.driver.graph_nodes(graph.handle)
         self._edges = graph.edges
@@ -133,10 +133,10 @@ class GraphExec:
         call = self._prepared.get(stream)
         if call is None or stream.closed or self._closed or self.context.taps:
             self._launch_slowly(stream)
-        else:
-            call()
+        elif call():  # a status: refused, and nothing was launched
+            self.context.driver.exec_launch(self._handle, stream.handle)
 
-    def _prepare(self, stream: Stream) -> Callable[[], None]:
+    def _prepare(self, stream: Stream) -> None:
         if stream.closed:
             raise ClosedError("the stream is closed; launch on another")
         call = self.context.driver.exec_prepare_launch(self.handle, stream.handle)
@@ -144,7 +144,6 @@ class GraphExec:
             for old in [s for s in self._prepared if s.closed and s is not stream]:
                 del self._prepared[old]
             self._prepared[stream] = call
-        return call
 
     def _launch_slowly(self, stream: Stream) -> None:
         """The first launch on a stream, or a launch that somebody listens to.
@@ -152,16 +151,17 @@ class GraphExec:
         A recording notes it.  Into a capture it is refused: the driver would refuse it as well
         (status 900, measured on driver 580), but break the capture.
         """
-        call = self._prepare(stream)
+        self._prepare(stream)
+        launch = self.context.driver.exec_launch
         if not self.context.taps:
-            call()
+            launch(self.handle, stream.handle)
             return
         if stream.is_capturing:
             raise CaptureError(
                 "an executable cannot be launched into a capture; capture the work itself, or add "
                 "its definition to a graph with Graph.add_child (the capture goes on)"
             )
-        call()
+        launch(self.handle, stream.handle)
         child = ChildGraphNodeParams(self.graph.handle)
         stream.announce(Operation(child, "graph", keep=(self,)))
 

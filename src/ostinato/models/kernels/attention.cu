@@ -24,10 +24,13 @@ constexpr int PARTS = HEADS / KV_HEADS / QUERIES;       // blocks that share a K
 constexpr int WARPS = ATTENTION_WARPS, STEPS = ATTENTION_STEPS, SPLITS = ATTENTION_SPLITS;
 constexpr int TILE = WARPS * GROUPS * STEPS;            // positions of a block at once
 constexpr int PARTIAL = HEAD_SIZE + 2;                  // floats: maximum, sum, mix
+// Whether `live`, and what earlier steps left in the cache, may be read before the wait: not if the
+// previous kernel (norm_qkv_rope) lets this one start before its own wait.
+constexpr bool EARLY = PREVIOUS_STARTS != AT_START;
 static_assert(HEADS % KV_HEADS == 0 && HEADS / KV_HEADS % QUERIES == 0, "query heads");
 static_assert(HEAD_SIZE % 8 == 0 && LANES <= 32, "head size");
 
-constexpr float MINUS_INFINITY = -__builtin_huge_valf();
+#define MINUS_INFINITY __uint_as_float(0xff800000u)
 
 // A partial softmax: sum of 2^(score - maximum), and that sum over the values.
 struct Mix {
@@ -49,14 +52,14 @@ KERNEL __launch_bounds__(32 * WARPS)
     const int split = blockIdx.x, kv_head = blockIdx.y / PARTS, index = blockIdx.z;
     const int first_head = kv_head * (HEADS / KV_HEADS) + blockIdx.y % PARTS * QUERIES;
 
-    if constexpr (START_NEXT == AT_START) wait_for_previous();
+    if constexpr (!EARLY) wait_for_previous();
     const Row row = load_row(live, index);
     const int length = row.flags & ACTIVE ? row.position + 1 : 0;
     const int tiles = ceil_div(length, TILE), span = ceil_div(tiles, SPLITS) * TILE;
     const int blocks = length ? ceil_div(length, span) : 0;  // with work
     const int begin = split * span, end = smaller(begin + span, length);
     if (split >= blocks) {
-        if constexpr (START_NEXT != AT_START) wait_for_previous();
+        if constexpr (EARLY) wait_for_previous();
         start_next_at<AFTER_WAIT>();
         return;
     }
@@ -83,13 +86,13 @@ KERNEL __launch_bounds__(32 * WARPS)
             }
         }
     };
-    if constexpr (START_NEXT == AT_START) {
+    if constexpr (!EARLY) {
+        start_next_at<AFTER_WAIT>();
         load_tile(begin, end);
     } else {
-        // The newest position of each row is being written; rows of one piece of a prompt read each
-        // other's, so what is older than the piece is all that is surely there.
-        const int settled = ROWS > 1 ? begin : smaller(end, length - 1);
-        load_tile(begin, settled);
+        // The newest position of each row is being written.  Rows of one piece of a prompt read each
+        // other's: with more than one row nothing is read early.
+        if constexpr (ROWS == 1) load_tile(begin, smaller(end, length - 1));
         wait_for_previous();
         start_next_at<AFTER_WAIT>();
         if constexpr (ROWS > 1) {

@@ -5,11 +5,13 @@
 //
 // Memory rules, which every kernel keeps:
 // * Weights, norms and the rope table never change while a step runs: they may be read before
-//   `wait_for_previous`, and through the read-only path.
+//   `wait_for_previous`.  Not with ld.global.nc: ptxas (13.0 to 13.5) moves such loads, volatile or
+//   not, behind griddepcontrol.wait, and the whole prefetch is gone.  Weak loads stay where they
+//   are; look for ACQBULK behind the LDG.E.NA.128 in the disassembly.
 // * Everything that a step writes is read after `wait_for_previous`, past L1 (`load_fresh`), with
 //   no __restrict__: the compiler must not take it for constant and move a load over the wait.
-//   What a kernel before the previous one wrote may be read earlier if START_NEXT is not
-//   AT_START: a kernel starts only when all blocks of the previous one are past their own wait.
+//   What a kernel before the previous one wrote may be read earlier if the previous one's
+//   START_NEXT is not AT_START: then all its blocks were past their own wait.
 // * Every block waits, also one with nothing to do: the next kernel's wait stands for all before.
 #pragma once
 
@@ -33,16 +35,6 @@ struct alignas(16) Row {
     int token, position, slot, flags;
 };
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-constexpr int smaller(int a, int b) { return a < b ? a : b; }
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int power_of_two_above(int n) {
-    int p = 1;
-    while (p < n) p *= 2;
-    return p;
-}
-
 #ifdef EMULATED
 #include "emulate.h"
 #else
@@ -56,8 +48,16 @@ constexpr int power_of_two_above(int n) {
 // 16 bytes of weights: read once by one multiprocessor, so they do not displace anything in L1.
 DEVICE uint4 load_weights(const void* p) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+// 16 bytes of a norm's weights: read by every block.
+DEVICE float4 load_norm(const float4* p) {
+    float4 v;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "l"(p));
     return v;
 }
@@ -148,6 +148,16 @@ DEVICE void store_for_host(int2* p, int2 v) {
 }
 
 #endif  // EMULATED
+
+DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+DEVICE constexpr int smaller(int a, int b) { return a < b ? a : b; }
+DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
+DEVICE constexpr int power_of_two_above(int n) {
+    int p = 1;
+    while (p < n) p *= 2;
+    return p;
+}
 
 template <int WHERE> DEVICE void start_next_at() {
     if constexpr (WHERE == START_NEXT) start_next();

@@ -110,35 +110,54 @@ DEVICE void matmul(const P& product, const int* live, float* workspace, Wanted& 
     const int count = rows.count, row_tiles = ceil_div(count, 8);
     if (count == 0) return;
 
+    // What a lane brings in: 8 inputs of one row, at `at` of the slab.
+    struct Item {
+        int n, at, k;
+        bool there;
+    };
+    constexpr int ITEMS = WARP_ROWS * LANE_CHUNKS, BATCH = smaller(4, ITEMS);
+    auto item_of = [&](int i, int slab) {
+        const int n = i / LANE_CHUNKS * S::WARPS + warp, at = (i % LANE_CHUNKS * 32 + lane) * 8;
+        const int k = (first_slab + slab) * S::SLAB + at;
+        return Item{n, at, k, (S::SLAB % 256 == 0 || at < S::SLAB) && (K % S::SLAB == 0 || k < K)};
+    };
+
     float c[ROW_TILES][4] = {};
     float square[P::NORMED ? WARP_ROWS : 1] = {};
     for (int slab = 0; slab < slabs; slab++) {
-        // Inputs into shared memory: a warp a row, a lane 8 neighbours.
+        // Inputs into shared memory: a warp a row, a lane 8 neighbours; BATCH of these at once.
 #pragma unroll
-        for (int i = 0; i < WARP_ROWS; i++) {
-            const int n = i * S::WARPS + warp;
-            if (n >= row_tiles * 8) continue;
+        for (int start = 0; start < ITEMS; start += BATCH) {
+            float4 a[BATCH][2];
 #pragma unroll
-            for (int j = 0; j < LANE_CHUNKS; j++) {
-                const int at = (j * 32 + lane) * 8, k = (first_slab + slab) * S::SLAB + at;
-                if (S::SLAB % 256 != 0 && at >= S::SLAB) continue;
-                float4 a = make_float4(0, 0, 0, 0), b = a;
-                if (n < count && (K % S::SLAB == 0 || k < K)) {
-                    const float* from = product.input + rows.index[n] * K + k;
-                    a = load_fresh(reinterpret_cast<const float4*>(from));
-                    b = load_fresh(reinterpret_cast<const float4*>(from) + 1);
-                    if constexpr (P::NORMED) {
-                        square[i] += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
-                        square[i] += b.x * b.x + b.y * b.y + b.z * b.z + b.w * b.w;
-                        const float4* norm = reinterpret_cast<const float4*>(product.norm + k);
-                        const float4 u = __ldg(norm), v = __ldg(norm + 1);
-                        a = make_float4(a.x * u.x, a.y * u.y, a.z * u.z, a.w * u.w);
-                        b = make_float4(b.x * v.x, b.y * v.y, b.z * v.z, b.w * v.w);
+            for (int j = 0; j < BATCH; j++) {
+                const Item item = item_of(start + j, slab);
+                a[j][0] = a[j][1] = make_float4(0, 0, 0, 0);
+                if (start + j < ITEMS && item.there && item.n < count) {
+                    const float* from = product.input + rows.index[item.n] * K + item.k;
+                    a[j][0] = load_fresh(reinterpret_cast<const float4*>(from));
+                    a[j][1] = load_fresh(reinterpret_cast<const float4*>(from) + 1);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                const Item item = item_of(start + j, slab);
+                if (start + j >= ITEMS || item.n >= row_tiles * 8 || item.at >= S::SLAB) continue;
+                float4 u = a[j][0], v = a[j][1];
+                if constexpr (P::NORMED) {
+                    float& sum = square[(start + j) / LANE_CHUNKS];
+                    sum += u.x * u.x + u.y * u.y + u.z * u.z + u.w * u.w;
+                    sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+                    if (item.there) {
+                        const float4* norm = reinterpret_cast<const float4*>(product.norm + item.k);
+                        const float4 p = load_norm(norm), q = load_norm(norm + 1);
+                        u = make_float4(u.x * p.x, u.y * p.y, u.z * p.z, u.w * p.w);
+                        v = make_float4(v.x * q.x, v.y * q.y, v.z * q.z, v.w * q.w);
                     }
                 }
-                *reinterpret_cast<uint4*>(inputs + n * S::STRIDE + at) =
-                    make_uint4(pack_bf16(a.x, a.y), pack_bf16(a.z, a.w), pack_bf16(b.x, b.y),
-                               pack_bf16(b.z, b.w));
+                *reinterpret_cast<uint4*>(inputs + item.n * S::STRIDE + item.at) =
+                    make_uint4(pack_bf16(u.x, u.y), pack_bf16(u.z, u.w), pack_bf16(v.x, v.y),
+                               pack_bf16(v.z, v.w));
             }
         }
         __syncthreads();

@@ -76,7 +76,7 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
 #pragma unroll
         for (int i = 0; i < STAGES; i++) {
             const int quad = i * S::THREADS + thread;
-            if (quad < QUADS) norms[i] = __ldg(reinterpret_cast<const float4*>(product.norm) + quad);
+            if (quad < QUADS) norms[i] = load_norm(reinterpret_cast<const float4*>(product.norm) + quad);
         }
     }
 

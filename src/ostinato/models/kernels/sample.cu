@@ -26,7 +26,7 @@ constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32;
 constexpr int BINS = 2048, LISTED = 3072;
 constexpr float BIN_WIDTH = 1.0f / 64;  // in scaled logits; the last bin takes all below -32
 constexpr int INDEX_BITS = 21;          // config: a vocabulary has at most 2^21 tokens
-constexpr int bits_of(int n) { return n <= 1 ? 0 : 1 + bits_of((n + 1) / 2); }
+DEVICE constexpr int bits_of(int n) { return n <= 1 ? 0 : 1 + bits_of((n + 1) / 2); }
 constexpr int SHIFT = 62 - bits_of(VOCAB);  // so that the sum of all weights fits
 static_assert(VOCAB <= 1 << INDEX_BITS && BINS % THREADS == 0, "vocabulary");
 
@@ -79,10 +79,36 @@ struct Tokens {
     float largest, temperature;
     Place last;  // tokens after this place take no part
 
-    DEVICE float scaled(int index) const {
-        const float logit = load_fresh(logits + index);
+    DEVICE float scaled(float logit) const {
         // A temperature that is 0 in float32 makes 0 / 0 of the largest.
         return logit == largest ? 0.0f : __fdiv_rn(logit - largest, temperature);
+    }
+
+    // Calls visit(scaled logit, index) for every token, in any order.
+    template <class Visit> DEVICE void scan(const Visit& visit) const {
+        constexpr int WIDTH = VOCAB % 4 == 0 ? 4 : 1, UNROLL = 2;
+        constexpr int VECTORS = VOCAB / WIDTH;
+        for (int start = threadIdx.x; start < VECTORS; start += UNROLL * THREADS) {
+            float values[UNROLL][WIDTH];
+#pragma unroll
+            for (int i = 0; i < UNROLL; i++) {
+                const int at = start + i * THREADS;
+                if (at >= VECTORS) continue;
+                if constexpr (WIDTH == 4) {
+                    const float4 v = load_fresh(reinterpret_cast<const float4*>(logits) + at);
+                    values[i][0] = v.x, values[i][1] = v.y, values[i][2] = v.z, values[i][3] = v.w;
+                } else {
+                    values[i][0] = load_fresh(logits + at);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < UNROLL; i++) {
+                const int at = start + i * THREADS;
+                if (at >= VECTORS) continue;
+#pragma unroll
+                for (int j = 0; j < WIDTH; j++) visit(scaled(values[i][j]), at * WIDTH + j);
+            }
+        }
     }
 };
 
@@ -130,13 +156,11 @@ DEVICE void clear_bins(Workbench& bench) {
 // Sums the weights (COUNTED: ones) of the tokens that take part into bins of their scaled logit.
 template <bool COUNTED> DEVICE void fill_bins(Workbench& bench, const Tokens& tokens) {
     clear_bins(bench);
-#pragma unroll 4
-    for (int index = threadIdx.x; index < VOCAB; index += THREADS) {
-        const float scaled = tokens.scaled(index);
-        if (place_of(scaled, index) < tokens.last) continue;
+    tokens.scan([&](float scaled, int index) {
+        if (place_of(scaled, index) < tokens.last) return;
         const u64 weight = COUNTED ? 1 : weight_of(scaled);
         if (weight) atomicAdd(&bench.sums[bin_of(scaled)], weight);
-    }
+    });
 }
 
 // The first token with which the running sum reaches `target`; the bins are filled.
@@ -148,18 +172,15 @@ DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
     target -= bench.before;
     if (thread == 0) bench.listed = 0;
     __syncthreads();
-#pragma unroll 4
-    for (int index = thread; index < VOCAB; index += THREADS) {
-        const float scaled = tokens.scaled(index);
+    tokens.scan([&](float scaled, int index) {
         const Place place = place_of(scaled, index);
-        if (bin_of(scaled) != bin || place < tokens.last) continue;
+        if (bin_of(scaled) != bin || place < tokens.last) return;
         const int at = atomicAdd(&bench.listed, 1);
         if (at < LISTED) bench.list[at] = place;
-    }
+    });
     __syncthreads();
     const int listed = bench.listed;
     const bool complete = listed <= LISTED;
-    const int count = complete ? listed : VOCAB;
     // Digits of a place, largest first: 11, 11 and 10 bits of the logit, 11 and 10 of the index.
     Place prefix = 0;
     int above = 32 + INDEX_BITS;  // bits that are not found yet
@@ -168,13 +189,22 @@ DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
         const int digit_bits = round == 2 || round == 4 ? 10 : 11, shift = above - digit_bits;
         const int highest = (1 << digit_bits) - 1;
         clear_bins(bench);
-        for (int i = thread; i < count; i += THREADS) {
-            const Place place = complete ? bench.list[i] : place_of(tokens.scaled(i), i);
-            if (!complete && (bin_of(scaled_of(place)) != bin || place < tokens.last)) continue;
-            if (place >> above != prefix) continue;
-            const u64 weight = COUNTED ? 1 : weight_of(scaled_of(place));
+        auto add = [&](Place place, float scaled) {
+            if (place >> above != prefix) return;
+            const u64 weight = COUNTED ? 1 : weight_of(scaled);
             const int digit = static_cast<int>(place >> shift) & highest;
             if (weight) atomicAdd(&bench.sums[highest - digit], weight);
+        };
+        if (complete) {
+            for (int i = thread; i < listed; i += THREADS)
+                add(bench.list[i], scaled_of(bench.list[i]));
+        } else {
+#pragma unroll 1
+            for (int index = thread; index < VOCAB; index += THREADS) {
+                const float scaled = tokens.scaled(load_fresh(tokens.logits + index));
+                const Place place = place_of(scaled, index);
+                if (bin_of(scaled) == bin && place >= tokens.last) add(place, scaled);
+            }
         }
         find_bin(bench, target);
         target -= bench.before;
@@ -227,7 +257,7 @@ DEVICE int sample_row(Workbench& bench, const Row& row, const float* logits, con
     return index_of(find_token<false>(bench, tokens, drawn + 1));
 }
 
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, 1)
     sample(const int* live, const float* logits, const Options* options, int* chosen,
            float* workspace, u32 row_count, u32 vocabulary) {
     __shared__ Workbench bench;
