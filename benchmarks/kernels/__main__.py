@@ -1,0 +1,171 @@
+"""`python -m benchmarks.kernels --out DIR [--sweep 135M,1B] [--emulate] [--skip-checks]`
+
+Checks every CUDA kernel against NumPy, then times one decode step as a graph.  Prints a table, and
+ends with one line of JSON; `DIR/kernels.json` has the same, `DIR/sweep.txt` what a sweep tried.
+
+The physics: a step of one row reads every weight once, so its floor is bytes over bandwidth (269 MB
+and 88 µs for the 135M shape, 2.47 GB and 810 µs for the 1B shape); what it takes above that is the
+latency of 150 and 80 dependent kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.kernels.checks import Bench, Case, cases, run_checks
+from benchmarks.kernels.timing import CONFIGS, StepBench, sweep
+from ostinato.models.config import LlamaConfig
+from ostinato.models.kernels_cuda_shapes import default_tuning
+
+
+def _config(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
+    values = {"hidden": heads * head_size, "layers": 2, "context_length": 8192, **sizes}
+    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
+
+
+# Head sizes 16 to 128, grouped heads 1, 3, 4, 5 and 8, odd vocabularies, widths that fill no tile.
+CHECKED = {
+    "135M": (_config(9, 3, 64, inner=1536, vocabulary=49152, tied_embeddings=True), (1, 8, 64)),
+    "1B": (_config(32, 8, 64, inner=8192, vocabulary=8191, layers=1), (1, 16, 64)),
+    "head 128, group 4": (_config(8, 2, 128, inner=1432, vocabulary=1003), (1, 2, 5, 33)),
+    "group 8": (_config(8, 1, 64, hidden=328, inner=264, vocabulary=301), (1, 3, 7, 24)),
+    "group 1": (_config(4, 4, 32, inner=88, vocabulary=131), (1, 4, 12)),
+    "head 80": (_config(2, 1, 80, inner=96, vocabulary=64), (1, 2, 9)),
+    "head 96, group 5": (_config(5, 1, 96, inner=1000, vocabulary=77), (1, 6, 17)),
+    "head 16": (_config(5, 1, 16, inner=48, vocabulary=33), (1, 8)),
+}
+QUICK = ("head 128, group 4", "group 8", "head 80")
+
+
+def check(machine: Any, names: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        config, rows = CHECKED[name]
+        started = time.perf_counter()
+        errors = run_checks(
+            machine, config, rows, slots=5, context=777 if config.hidden > 500 else 150
+        )
+        found[name] = errors
+        shown = " ".join(f"{kernel} {error:.1e}" for kernel, error in errors.items() if error)
+        print(
+            f"ok {name:18} rows {rows}: {shown}  {time.perf_counter() - started:.1f} s", flush=True
+        )
+    return found
+
+
+def repeat_check(machine: Any, times: int) -> None:
+    """One step again and again from the same state: the same bits."""
+    config, _ = CHECKED["135M"]
+    for rows in (1, 8):
+        bench = Bench(machine, config, max_rows=rows, slots=8, context=600)
+        batch = [c for c in cases(bench, rows) if c.name.startswith(("position 299", "batch"))]
+        case: Case = batch[-1] if batch else next(iter(cases(bench, rows)))
+        case.rows["position"] = 500 - np.arange(rows)
+        bench.set_case(case)
+        launches = bench.launches(rows)
+        first = None
+        for _ in range(times):
+            for launch in launches:
+                bench.launch(launch, rows)
+            bits = bench.machine.read(bench.device["logits"]).tobytes()
+            first = first or bits
+            assert bits == first, f"{rows} rows: logits differ between repeats"
+        print(f"ok {times} repeats of a step of {rows} rows: equal bits", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--sweep", default="", help="shapes to sweep, such as 135M,1B")
+    parser.add_argument("--shapes", default="135M,1B", help="shapes to time")
+    parser.add_argument("--emulate", action="store_true", help="checks on the CPU, no timing")
+    parser.add_argument("--skip-checks", action="store_true")
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {"benchmark": "kernels", "checks": {}, "steps": [], "kernels": []}
+    if chosen.emulate:
+        from benchmarks.kernels.emulator import Emulator
+
+        record["checks"] = check(Emulator(), QUICK)
+        print(json.dumps(record))
+        return 0
+
+    from benchmarks.kernels.rig import Gpu
+
+    gpu = Gpu()
+    record["device"] = gpu.device_name
+    print(gpu.device_name, gpu.capability, gpu.multiprocessors, flush=True)
+    if not chosen.skip_checks:
+        record["checks"] = check(gpu, CHECKED)
+        repeat_check(gpu, 100)
+        gpu.free_all()
+    log = (chosen.out / "sweep.txt").open("w")
+    for name in chosen.shapes.split(","):
+        started = time.perf_counter()
+        bench = StepBench(gpu, CONFIGS[name], slots=64 if name == "1B" else 16, context=2048)
+        tunings = {1: default_tuning(CONFIGS[name], rows=1, context=2048)}
+        if name in chosen.sweep.split(","):
+
+            def tell(line: str) -> None:
+                print(line, flush=True)
+                print(line, file=log, flush=True)
+
+            tell(f"{name}: sweep")
+            best, _ = sweep(bench, 20, log=tell)
+            tell(f"{name}: {best}")
+            tunings[1] = best
+        for rows, positions in ((1, (20, 500)), (8, (500,)), (32, (500,)), (64, (500,))):
+            if rows > bench.slots:
+                continue
+            tuning = tunings.get(rows) or default_tuning(CONFIGS[name], rows=rows, context=2048)
+            for position in positions:
+                us, floor = bench.time_step(rows, tuning, position), bench.floor(rows, position)
+                record["steps"].append(
+                    {"shape": name, "rows": rows, "position": position, "us": us, "floor_us": floor}
+                )
+                print(
+                    f"{name:5} rows {rows:2} at {position:4}: {us:8.1f} us "
+                    f"{rows * 1e6 / us:8.0f} tok/s {floor / us:5.0%} of the floor",
+                    flush=True,
+                )
+        for start in (0, 448):
+            tuning = default_tuning(CONFIGS[name], rows=64, context=2048)
+            us = bench.time_piece(64, tuning, start)
+            rate = 64e6 / us
+            print(f"{name:5} piece of 64 at {start:3}: {us:8.1f} us, {rate:8.0f} tok/s", flush=True)
+            record["steps"].append({"shape": name, "rows": 64, "piece_at": start, "us": us})
+        for label, options in (
+            ("temperature", (0.8, 1.0, 0)),
+            ("top_p", (0.8, 0.9, 0)),
+            ("top_k", (0.8, 0.9, 40)),
+        ):
+            us = bench.time_step(1, tunings[1], 20, options=options)
+            print(f"{name:5} sampling by {label:12} {us:8.1f} us", flush=True)
+            record["steps"].append({"shape": name, "rows": 1, "sampling": label, "us": us})
+        for position in (20, 500):
+            for kernel, times in bench.profile(1, tunings[1], position).items():
+                record["kernels"].append(
+                    {"shape": name, "position": position, "kernel": kernel, **times}
+                )
+                print(
+                    f"{name:5} at {position:4} {kernel:16} x{times['launches']:<3} alone "
+                    f"{times['alone_us']:7.2f} us, adds {times['adds_us']:7.2f}, floor "
+                    f"{times['floor_us']:7.2f}",
+                    flush=True,
+                )
+        gpu.free_all()
+        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+    (chosen.out / "kernels.json").write_text(json.dumps(record, indent=1))
+    print(json.dumps(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

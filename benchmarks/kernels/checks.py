@@ -1,0 +1,353 @@
+"""Every kernel against its NumPy namesake, on random inputs, on any machine that can launch it.
+
+A machine has `array`, `read`, `write`, `launch` and `synchronize` (emulator.Emulator, rig.Gpu).
+After each launch what the kernel may write is compared, what it may not write must be as it was,
+and the next kernel starts from the device's own results: an error is the kernel's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.kernels_cuda import CudaLaunch, lower, workspace_bytes
+from ostinato.models.kernels_cuda_shapes import Tuning
+from ostinato.models.kernels_host import HOST_KERNELS
+from ostinato.models.plan import rope_table
+from ostinato.models.program import (
+    ACTIVE,
+    FROM_STATE,
+    OPTIONS,
+    ROW,
+    SAMPLE,
+    STATE,
+    STOP_TOKENS,
+    Bound,
+    decode_program,
+)
+
+# Relative errors |out - ref| / |ref| that are accepted: float32 sums, and bfloat16 inputs.
+FLOAT32, BFLOAT16 = 2e-5, 6e-3
+
+
+class Machine(Protocol):
+    name: str
+
+    def array(self, values: np.ndarray) -> Any: ...
+    def read(self, array: Any) -> np.ndarray: ...
+    def write(self, array: Any, values: np.ndarray) -> None: ...
+    def launch(self, launch: CudaLaunch, values: dict[str, Any]) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """The bits of float32 values as bfloat16, rounded to nearest even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@dataclass
+class Case:
+    """One step: its rows, and how slots sample."""
+
+    name: str
+    rows: np.ndarray
+    state: np.ndarray
+    options: np.ndarray
+
+
+class Bench:
+    """A model with random weights and all buffers of a plan, on the host and on a machine."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        config: LlamaConfig,
+        *,
+        max_rows: int,
+        slots: int,
+        context: int,
+        seed: int = 0,
+        tunings: dict[int, Tuning] | None = None,
+    ) -> None:
+        self.machine, self.config = machine, config
+        self.slots, self.context, self.ring = slots, context, 16
+        self.tunings = tunings or {}
+        self.random = random = np.random.default_rng(seed)
+        c = config
+        host: dict[str, np.ndarray] = {}
+        for name, shape in tensor_shapes(c).items():
+            if len(shape) == 1:
+                host[name] = random.uniform(0.5, 1.5, shape).astype(np.float32)
+            else:
+                scale = 1.0 if name == "embed" else shape[1] ** -0.5
+                host[name] = from_bf16(to_bf16(random.standard_normal(shape) * scale))
+        for layer in range(c.layers):
+            at = f"layers.{layer}."
+            parts = [host.pop(at + name) for name in ("wq", "wk", "wv")]
+            host[at + "wqkv"] = np.concatenate(parts)
+            host[at + "w_gate_up"] = np.concatenate(
+                [host.pop(at + "w_gate"), host.pop(at + "w_up")]
+            )
+        matrices = {name for name, values in host.items() if values.ndim == 2}
+        cache = random.standard_normal((c.layers, 2, slots, c.kv_heads, context, c.head_size))
+        host["cache"] = from_bf16(to_bf16(cache))
+        self.halves = matrices | {"cache"}
+        nan = np.float32(np.nan)
+        for name, width in (
+            ("x", c.hidden),
+            ("q", c.query_size),
+            ("attended", c.query_size),
+            ("inner", c.inner),
+        ):
+            host[name] = np.full((max_rows, width), nan)
+        host["logits"] = np.full((slots, c.vocabulary), nan)
+        host["rope"] = rope_table(c, context)
+        host["live"] = np.full((max_rows, 4), 77, np.int32)
+        host["rows"] = np.zeros((max_rows, 4), np.int32)
+        host["chosen"] = np.full(max_rows, 77, np.int32)
+        host["state"] = np.zeros((slots, 4), np.int32)
+        host["options"] = np.zeros((slots, 4), np.uint64)
+        host["stops"] = np.full(STOP_TOKENS, -1, np.int32)
+        host["ring"] = np.full((slots, self.ring, 2), -1, np.int32)
+        self.host = host
+        self.device = {
+            name: machine.array(to_bf16(values) if name in self.halves else values)
+            for name, values in host.items()
+        }
+        widest = max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden)
+        self.host["workspace"] = np.full(max_rows * widest, nan)
+        need = max(
+            workspace_bytes(c, rows=r, context=context, tuning=self.tunings.get(r))
+            for r in range(1, max_rows + 1)
+        )
+        workspace = np.full(need // 4, nan)
+        workspace[: 1 << 14] = 0
+        self.device["workspace"] = machine.array(workspace)
+
+    def launches(self, rows: int, *, sampled: bool = True) -> tuple[CudaLaunch, ...]:
+        return lower(
+            decode_program(self.config, sampled=sampled),
+            self.config,
+            rows=rows,
+            context=self.context,
+            tuning=self.tunings.get(rows),
+        )
+
+    def resolve(self, value: object, rows: int, where: dict[str, Any]) -> Any:
+        if isinstance(value, Bound):
+            if value.layer is None:
+                return where[value.name]
+            if value.name == "cache":
+                return where["cache"][value.layer]
+            return where[f"layers.{value.layer}.{value.name}"]
+        if isinstance(value, str):
+            sizes = {"rows": rows, "slots": self.slots, "context": self.context, "ring": self.ring}
+            return sizes[value]
+        return value
+
+    def launch(self, launch: CudaLaunch, rows: int) -> None:
+        values = {name: self.resolve(v, rows, self.device) for name, v in launch.arguments}
+        self.machine.launch(launch, values)
+
+    def read(self, name: str) -> np.ndarray:
+        values = self.machine.read(self.device[name])
+        return from_bf16(values) if name in self.halves else values
+
+    def set_case(self, case: Case) -> None:
+        rows = len(case.rows)
+        for name, values in (
+            ("rows", case.rows.view(np.int32).reshape(-1, 4)),
+            ("state", case.state.view(np.int32).reshape(-1, 4)),
+            ("options", case.options.view(np.uint64).reshape(-1, 4)),
+        ):
+            self.host[name][: len(values)] = values
+            self.machine.write(self.device[name], self.host[name])
+        assert rows <= len(self.host["rows"])
+
+    def check(self, case: Case) -> dict[str, float]:
+        """Runs one step, kernel by kernel; the largest error of each.  Raises AssertionError."""
+        self.set_case(case)
+        rows = len(case.rows)
+        program = decode_program(self.config)
+        errors: dict[str, float] = {}
+        for call, launch in zip(program, self.launches(rows), strict=True):
+            assert call.kernel == launch.kernel
+            self._run_host(call, rows)
+            before = {name: self.read(name) for name in self._written(call)}
+            self.launch(launch, rows)
+            self.machine.synchronize()
+            for name, old in before.items():
+                where = f"{case.name}: {call}: {name}"
+                limit = FLOAT32 if rows == 1 else BFLOAT16
+                error = self._compare(name, old, self.read(name), rows, limit, where)
+                errors[call.kernel] = max(errors.get(call.kernel, 0.0), error)
+            counters = self.machine.read(self.device["workspace"])[: 1 << 14]
+            assert not counters.view(np.uint32).any(), f"{case.name}: {call}: counters left"
+        return errors
+
+    def _run_host(self, call: Any, rows: int) -> None:
+        kernel = HOST_KERNELS[call.kernel]
+        arguments = dict(call.arguments)
+        values = []
+        for parameter in kernel.signature.parameters:
+            value = self.resolve(arguments[parameter.name], rows, self.host)
+            if parameter.pointer:
+                value = value.reshape(-1).view(parameter.dtype)
+            values.append(value)
+        kernel.function(None, *values)
+
+    def _written(self, call: Any) -> list[str]:
+        kernel = HOST_KERNELS[call.kernel]
+        arguments = dict(call.arguments)
+        return [
+            arguments[p.name].name for p in kernel.pointers if p.writable and p.name != "workspace"
+        ]
+
+    def _compare(
+        self, name: str, old: np.ndarray, new: np.ndarray, rows: int, limit: float, where: str
+    ) -> float:
+        """Compares the device's buffer with the host's, and makes the host's equal to it."""
+        host = self.host[name]
+        live = self.host["live"][:rows]
+        active = (live[:, 3] & ACTIVE) != 0
+        sampled = active & ((live[:, 3] & SAMPLE) != 0)
+        if name in ("live", "state", "ring"):
+            assert np.array_equal(
+                new[:rows] if name == "live" else new, host[:rows] if name == "live" else host
+            ), f"{where}: {new[:rows].tolist()} is not {host[:rows].tolist()}"
+            return 0.0
+        if name == "chosen":
+            assert np.array_equal(new[:rows][sampled], host[:rows][sampled]), (
+                f"{where}: {new[:rows][sampled]} is not {host[:rows][sampled]}"
+            )
+            return 0.0
+        if name == "cache":
+            written = np.zeros(host.shape, bool)
+            for _, position, slot, _ in live[active]:
+                written[:, :, slot, :, position] = True
+            assert np.array_equal(new[~written], old[~written]), f"{where}: wrote elsewhere"
+            # Each rounds to bfloat16 by itself: half a unit in the last place of 8 bits and more.
+            good = np.abs(new - host) <= 2.0**-7 * np.abs(host) + limit * 2
+            assert good[written].all(), f"{where}: {np.abs(new - host)[written].max()}"
+            wrong = new[written] - host[written]
+            error = float(np.linalg.norm(wrong) / max(np.linalg.norm(host[written]), 1e-30))
+            host[...] = new
+            return error / 100  # mostly the cache's own rounding
+        mask = np.zeros(len(host), bool)
+        if name == "logits":
+            mask[live[sampled, 2]] = True
+        else:
+            mask[:rows] = True if name == "x" and "embed" in where else active
+        same = np.array_equal(new[~mask], old[~mask], equal_nan=True)
+        assert same, f"{where}: wrote to rows that are not its own"
+        error = 0.0
+        for row in np.flatnonzero(mask):
+            size = np.linalg.norm(host[row].astype(np.float64))
+            wrong = np.linalg.norm(new[row].astype(np.float64) - host[row])
+            assert np.isfinite(wrong), f"{where}: row {row} is not finite"
+            error = max(error, float(wrong / size) if size else float(wrong))
+        assert error <= limit, f"{where}: relative error {error:.2e} is above {limit:.0e}"
+        host[...] = new
+        return error
+
+
+# ------------------------------------------------------------------------------------------- cases
+
+
+def cases(bench: Bench, rows: int) -> Iterator[Case]:
+    """Steps of `rows` rows: single tokens, batches, pieces of prompts, mixtures, padding."""
+    c, random, slots, context = bench.config, bench.random, bench.slots, bench.context
+    on = ACTIVE | SAMPLE
+
+    def made(name: str, values: Sequence[tuple[int, int, int, int]], stopped: bool = False) -> Case:
+        table = np.full((rows, 4), (-5, 1 << 30, 99, SAMPLE), np.int32)
+        if values:
+            table[: len(values)] = values
+        state = np.zeros(slots, STATE)
+        for slot in range(slots):
+            position = int(random.integers(context))
+            state[slot] = (int(random.integers(c.vocabulary)), position, position + 1, stopped)
+        options = np.zeros(slots, OPTIONS)
+        for slot in range(slots):
+            options[slot] = _OPTIONS[int(random.integers(len(_OPTIONS)))]
+            options[slot]["seed"] = random.integers(1 << 63)
+        return Case(name, table.view(ROW).reshape(-1), state, options)
+
+    def token() -> int:
+        return int(random.integers(c.vocabulary))
+
+    if rows == 1:
+        edges = {0, 1, 2, 31, 32, 33, 63, 64, 127, 128, context // 2, context - 2, context - 1}
+        for position in sorted(p for p in edges if 0 <= p < context):
+            yield made(
+                f"position {position}", [(token(), position, int(random.integers(slots)), on)]
+            )
+        yield made("from state", [(0, 0, slots - 1, on | FROM_STATE)])
+        yield made("stopped", [(0, 0, 0, on | FROM_STATE)], stopped=True)
+        yield made("no sample", [(token(), 3, 0, ACTIVE)])
+        yield made("padding", [])
+        return
+    count = min(rows, slots)
+    batch = [(token(), int(random.integers(context)), slot, on) for slot in range(count)]
+    yield made(f"batch of {count} in {rows}", batch)
+    mixed = [(t, p, s, f if i % 3 else f & ~ACTIVE) for i, (t, p, s, f) in enumerate(batch)]
+    yield made(f"gaps in {rows}", mixed)
+    yield made(f"states in {rows}", [(0, 0, slot, on | FROM_STATE) for slot in range(count)])
+    for start, length in ((0, rows), (min(37, context - rows), rows), (1, max(1, rows // 2))):
+        piece = [(token(), start + i, slots - 1, ACTIVE) for i in range(length)]
+        piece[-1] = (*piece[-1][:3], on)
+        yield made(f"piece of {length} at {start} in {rows}", piece)
+    yield made(f"padding in {rows}", [])
+
+
+_OPTIONS = [
+    (0.0, 1.0, 0, 0, 1 << 30),
+    (1.0, 1.0, 0, 0, 1 << 30),
+    (0.7, 0.9, 0, 0, 1 << 30),
+    (1.3, 1.0, 0, 7, 1 << 30),
+    (0.9, 0.5, 0, 40, 20),
+    (2.5, 0.99, 0, 1, 1 << 30),
+    (1e-50, 0.9, 0, 0, 1 << 30),
+    (40.0, 0.3, 0, 0, 1 << 30),
+]
+
+
+def run_checks(
+    machine: Machine,
+    config: LlamaConfig,
+    rows: Sequence[int],
+    *,
+    slots: int = 3,
+    context: int = 150,
+    seed: int = 0,
+    tunings: dict[int, Tuning] | None = None,
+) -> dict[str, float]:
+    """All cases of all numbers of rows; the largest relative error of each kernel."""
+    bench = Bench(
+        machine,
+        config,
+        max_rows=max(rows),
+        slots=slots,
+        context=context,
+        seed=seed,
+        tunings=tunings,
+    )
+    worst: dict[str, float] = {}
+    for count in rows:
+        for case in cases(bench, count):
+            for kernel, error in bench.check(case).items():
+                worst[kernel] = max(worst.get(kernel, 0.0), error)
+    return worst
+
+
+def small(config: LlamaConfig, **changes: Any) -> LlamaConfig:
+    return replace(config, **changes)

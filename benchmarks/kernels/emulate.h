@@ -1,0 +1,329 @@
+// CUDA on one CPU thread, enough of it to run the decoder's kernels: a block's threads are fibers
+// that switch at barriers and warp exchanges, blocks run one after the other.
+//
+// Not for speed, and no proof of anything that depends on timing or on memory ordering; it finds
+// wrong indices, wrong sums, reads of shared memory that nobody wrote, and barriers that not all
+// threads reach.  x86-64 only.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+#include <vector>
+
+#define DEVICE inline
+#define KERNEL static void  // not visible: libc has an `advance` of its own
+#define __shared__ static
+#define __launch_bounds__(...)
+#define DYNAMIC_SHARED(name) unsigned char* const name = emulated::block_shared()
+
+struct dim3 { unsigned x, y, z; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(8) int2 { int x, y; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+
+namespace emulated {
+
+constexpr size_t STACK = 1 << 18;
+
+struct Barrier {
+    int arrived = 0, generation = 0;
+};
+
+struct Block;
+
+struct Fiber {
+    void* stack_pointer = nullptr;
+    std::vector<char> stack;
+    Block* block = nullptr;
+    dim3 thread{}, index{};
+    int number = 0;
+    bool done = false;
+    long waited = 0;
+};
+
+struct Block {
+    std::vector<Fiber*> fibers;
+    std::vector<unsigned char> shared;
+    unsigned char* shared_start = nullptr;
+    Barrier barrier;
+    std::vector<Barrier> warp_barriers;
+    std::vector<int> warp_live;
+    std::vector<uint64_t> slots;   // one a thread, for exchanges
+    std::vector<uint32_t> operands;  // six a thread, for multiply_tile
+    int live = 0;
+};
+
+inline Fiber* current = nullptr;
+inline void* scheduler_stack = nullptr;
+inline const std::function<void()>* body = nullptr;
+inline dim3 grid_size{}, block_size{};
+inline long progress = 0;
+
+extern "C" void emulated_switch(void** save, void* to);
+asm(R"(
+.text
+.weak emulated_switch
+.type emulated_switch,@function
+emulated_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+
+inline void yield() { emulated_switch(&current->stack_pointer, scheduler_stack); }
+
+inline void fiber_main() {
+    (*body)();
+    Fiber* const self = current;
+    self->done = true;
+    self->block->live--;
+    self->block->warp_live[self->number / 32]--;
+    progress++;
+    yield();
+    abort();
+}
+
+inline void arrive(Barrier& barrier, const int& live) {
+    const int generation = barrier.generation;
+    barrier.arrived++;
+    while (barrier.generation == generation) {
+        if (barrier.arrived >= live) {
+            barrier.arrived = 0;
+            barrier.generation++;
+            progress++;
+            return;
+        }
+        yield();
+    }
+}
+
+inline void sync_warp() {
+    Block& block = *current->block;
+    const int warp = current->number / 32;
+    arrive(block.warp_barriers[warp], block.warp_live[warp]);
+}
+
+inline unsigned char* block_shared() { return current->block->shared_start; }
+
+template <class T> T from_lane(T value, int lane) {
+    static_assert(sizeof(T) <= 8);
+    Block& block = *current->block;
+    const int number = current->number;
+    std::memcpy(&block.slots[number], &value, sizeof(T));
+    sync_warp();
+    T other;
+    std::memcpy(&other, &block.slots[number / 32 * 32 + lane], sizeof(T));
+    sync_warp();
+    return other;
+}
+
+// `together`: all blocks at once (for kernels whose blocks wait for each other), else one by one.
+inline void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shared,
+                   bool together = false) {
+    body = &kernel;
+    grid_size = grid;
+    block_size = block;
+    const int threads = block.x * block.y * block.z;
+    const int blocks = grid.x * grid.y * grid.z, batch = together ? blocks : 1;
+    std::vector<Fiber> fibers(static_cast<size_t>(batch) * threads);
+    std::vector<Block> made(batch);
+    for (int start = 0; start < blocks; start += batch) {
+        for (int b = 0; b < batch; b++) {
+            Block& one = made[b];
+            one.shared.assign(shared + 256, 0xff);  // NaN, for who reads what nobody wrote
+            one.shared_start = reinterpret_cast<unsigned char*>(
+                (reinterpret_cast<uintptr_t>(one.shared.data()) + 127) / 128 * 128);
+            one.barrier = {};
+            one.warp_barriers.assign((threads + 31) / 32, {});
+            one.warp_live.assign((threads + 31) / 32, 0);
+            one.slots.assign(threads, 0);
+            one.operands.assign(threads * 6, 0);
+            one.live = threads;
+            const int index = start + b;
+            for (int t = 0; t < threads; t++) {
+                Fiber& fiber = fibers[static_cast<size_t>(b) * threads + t];
+                if (fiber.stack.empty()) fiber.stack.resize(STACK);
+                fiber.block = &one;
+                fiber.number = t;
+                fiber.done = false;
+                fiber.thread = {t % block.x, t / block.x % block.y, t / (block.x * block.y)};
+                fiber.index = {index % grid.x, index / grid.x % grid.y, index / (grid.x * grid.y)};
+                one.warp_live[t / 32]++;
+                uintptr_t top = reinterpret_cast<uintptr_t>(fiber.stack.data() + STACK) / 16 * 16;
+                void** at = reinterpret_cast<void**>(top) - 2;
+                *at = reinterpret_cast<void*>(&fiber_main);  // the return address of the switch
+                at -= 6;
+                std::memset(at, 0, 6 * sizeof(void*));
+                fiber.stack_pointer = at;
+            }
+        }
+        size_t left = fibers.size();
+        long idle = 0;
+        while (left) {
+            const long before = progress;
+            for (Fiber& fiber : fibers) {
+                if (fiber.done) continue;
+                current = &fiber;
+                emulated_switch(&scheduler_stack, fiber.stack_pointer);
+                if (fiber.done) left--;
+            }
+            idle = progress == before ? idle + 1 : 0;
+            if (idle > 1000 && left) {
+                std::fprintf(stderr, "emulated: %zu threads wait for ever\n", left);
+                abort();
+            }
+        }
+    }
+}
+
+template <class... A, size_t... I>
+void launch_with(void (*kernel)(A...), void** arguments, std::index_sequence<I...>, dim3 grid,
+                 dim3 block, int shared, bool together) {
+    const std::function<void()> call = [=] {
+        kernel(*static_cast<std::remove_reference_t<A>*>(arguments[I])...);
+    };
+    launch(call, grid, block, shared, together);
+}
+
+template <class... A>
+void launch_kernel(void (*kernel)(A...), void** arguments, const int* grid, const int* block,
+                   int shared, int together) {
+    launch_with(kernel, arguments, std::index_sequence_for<A...>{},
+                {unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])},
+                {unsigned(block[0]), unsigned(block[1]), unsigned(block[2])}, shared, together);
+}
+
+}  // namespace emulated
+
+#define threadIdx (emulated::current->thread)
+#define blockIdx (emulated::current->index)
+#define blockDim (emulated::block_size)
+#define gridDim (emulated::grid_size)
+
+inline void __syncthreads() {
+    emulated::arrive(emulated::current->block->barrier, emulated::current->block->live);
+}
+inline void __syncwarp() { emulated::sync_warp(); }
+inline void __threadfence() {}
+inline void __threadfence_system() {}
+
+template <class T> T exchange(T value, int mask) {
+    return emulated::from_lane(value, emulated::current->number % 32 ^ mask);
+}
+template <class T> T __shfl_sync(unsigned, T value, int lane) {
+    return emulated::from_lane(value, lane);
+}
+template <class T> T __shfl_up_sync(unsigned, T value, int distance) {
+    const int lane = emulated::current->number % 32;
+    return emulated::from_lane(value, lane >= distance ? lane - distance : lane);
+}
+inline unsigned __ballot_sync(unsigned, bool value) {
+    unsigned all = 0;
+    for (int lane = 0; lane < 32; lane++)
+        all |= static_cast<unsigned>(emulated::from_lane<int>(value, lane)) << lane;
+    return all;
+}
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+
+template <class T, class U> T atomicAdd(T* p, U v) {
+    const T old = *p;
+    *p = old + v;
+    return old;
+}
+template <class T, class U> T atomicMax(T* p, U v) {
+    const T old = *p;
+    *p = old > v ? old : v;
+    return old;
+}
+template <class T> T __ldg(const T* p) { return *p; }
+
+inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
+inline unsigned __float_as_uint(float f) { unsigned v; std::memcpy(&v, &f, 4); return v; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline unsigned long long __float2ull_rn(float x) {
+    return static_cast<unsigned long long>(std::nearbyint(static_cast<double>(x)));
+}
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
+template <class T> T min(T a, T b) { return a < b ? a : b; }
+template <class T> T max(T a, T b) { return a > b ? a : b; }
+using std::isinf;
+
+// ------------------------------------------------------------------- the wrappers of common.cuh
+
+inline void check_aligned(const void* p, size_t bytes) {
+    if (reinterpret_cast<uintptr_t>(p) % bytes) {
+        std::fprintf(stderr, "emulated: %zu bytes from %p are not aligned\n", bytes, p);
+        abort();
+    }
+}
+inline uint4 load_weights(const void* p) {
+    check_aligned(p, 16);
+    return *static_cast<const uint4*>(p);
+}
+inline float4 load_norm(const float4* p) { return *p; }
+template <class T> T load_fresh(const T* p) {
+    check_aligned(p, sizeof(T));
+    return *p;
+}
+inline void wait_for_previous() {}
+inline void start_next() {}
+
+inline unsigned round_bf16(float f) {
+    const unsigned v = __float_as_uint(f);
+    if (f != f) return 0x7fff;
+    return (v + 0x7fff + (v >> 16 & 1)) >> 16;
+}
+inline unsigned pack_bf16(float a, float b) { return round_bf16(a) | round_bf16(b) << 16; }
+
+inline float exp2_fast(float x) { return std::exp2(x); }
+
+inline void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                          unsigned b0, unsigned b1) {
+    emulated::Block& block = *emulated::current->block;
+    const int number = emulated::current->number, lane = number % 32, start = number - lane;
+    const unsigned own[6] = {a0, a1, a2, a3, b0, b1};
+    std::memcpy(&block.operands[number * 6], own, sizeof own);
+    emulated::sync_warp();
+    const int g = lane / 4, t = lane % 4;
+    auto half = [](unsigned w, int i) { return __uint_as_float(i ? w & 0xffff0000u : w << 16); };
+    for (int upper = 0; upper < 2; upper++)
+        for (int i = 0; i < 2; i++) {
+            const int n = 2 * t + i;
+            float sum = c[upper * 2 + i];
+            for (int k = 0; k < 16; k++) {
+                const int quarter = k % 8 / 2, late = k / 8;
+                const unsigned a = block.operands[(start + g * 4 + quarter) * 6 + upper + 2 * late];
+                const unsigned b = block.operands[(start + n * 4 + quarter) * 6 + 4 + late];
+                sum += half(a, k % 2) * half(b, k % 2);
+            }
+            c[upper * 2 + i] = sum;
+        }
+    emulated::sync_warp();
+}
+
+inline void store_for_host(int2* p, int2 v) { *p = v; }

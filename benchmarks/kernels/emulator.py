@@ -1,0 +1,118 @@
+"""The CUDA kernels on the CPU: compiled as C++ with `emulate.h`, run as fibers.  Needs g++.
+
+Every buffer ends at a page that nobody may touch, so that an index past the end is a fault at the
+instruction that has it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato.driver.signature import Signature
+from ostinato.models import kernels_cuda
+from ostinato.models.kernels_cuda import CudaLaunch
+
+HERE = Path(__file__).parent
+KERNELS = Path(kernels_cuda.__file__).parent / "kernels"
+
+# Unique symbols would make one library's statics another's.
+_FLAGS = (
+    *("-x", "c++", "-", "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-DEMULATED"),
+    *("-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"),
+    *("-Wl,-Bsymbolic", "-Wno-unknown-pragmas", "-Wno-unused-function"),
+)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Emulator:
+    """Runs `CudaLaunch`es over NumPy arrays."""
+
+    name = "emulator"
+
+    def __init__(self, flags: tuple[str, ...] = ()) -> None:
+        self._flags = flags
+        self._libraries: dict[str, ctypes.CDLL] = {}
+        self._folder = Path(tempfile.gettempdir()) / f"ostinato-emulator-{os.getuid()}"
+        self._folder.mkdir(exist_ok=True)
+
+    def array(self, values: np.ndarray) -> np.ndarray:
+        """A copy in memory that ends at a page without access."""
+        page = mmap.PAGESIZE
+        size = max(1, -(-values.nbytes // page)) * page
+        region = mmap.mmap(-1, size + 2 * page)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(region))
+        for edge in (base, base + page + size):
+            if _libc.mprotect(ctypes.c_void_p(edge), page, 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+        start = page + size - -(-values.nbytes // 16) * 16
+        flat = np.frombuffer(region, values.dtype, values.size, start)
+        flat[:] = values.reshape(-1)
+        return flat.reshape(values.shape)
+
+    def read(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def write(self, array: np.ndarray, values: np.ndarray) -> None:
+        array[...] = values
+
+    def launch(self, launch: CudaLaunch, values: Mapping[str, Any]) -> None:
+        """`values`: by parameter name, arrays of this emulator or numbers."""
+        library = self._library(launch)
+        signature = Signature.parse(launch.signature)
+        holders = []
+        for parameter in signature.parameters:
+            value = values[parameter.name]
+            if parameter.pointer:
+                holders.append(ctypes.c_void_p(value.ctypes.data))
+            elif parameter.type == "f32":
+                holders.append(ctypes.c_float(value))
+            else:
+                holders.append(ctypes.c_uint32(value))
+        pointers = (ctypes.c_void_p * len(holders))(*[ctypes.addressof(h) for h in holders])
+        config = launch.config
+        getattr(library, f"emulate_{launch.kernel}")(
+            pointers,
+            (ctypes.c_int * 3)(*config.grid),
+            (ctypes.c_int * 3)(*config.block),
+            config.shared,
+            int(config.cooperative),
+        )
+
+    def synchronize(self) -> None:
+        pass
+
+    def _library(self, launch: CudaLaunch) -> ctypes.CDLL:
+        defines = [f"-D{name}={value}" for name, value in launch.options.defines]
+        texts = [launch.source.cuda or "", *launch.source.headers.values()]
+        texts += [(HERE / "emulate.h").read_text(), *defines, *self._flags, launch.kernel]
+        key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
+        known = self._libraries.get(key)
+        if known is not None:
+            return known
+        target = self._folder / f"{key}.so"
+        if not target.exists():
+            code = (
+                f'#include "{KERNELS / launch.source.name}"\n'
+                f'extern "C" void emulate_{launch.kernel}(void** arguments, const int* grid, '
+                "const int* block, int shared, int together) {\n"
+                f"    emulated::launch_kernel({launch.kernel}, arguments, grid, block, shared, "
+                "together);\n}\n"
+            )
+            temporary = target.with_suffix(f".{os.getpid()}.tmp")
+            command = ["g++", *_FLAGS, f"-I{HERE}", f"-I{KERNELS}", *defines, *self._flags]
+            subprocess.run([*command, "-o", str(temporary)], input=code, text=True, check=True)
+            temporary.replace(target)
+        library = ctypes.CDLL(str(target))
+        self._libraries[key] = library
+        return library

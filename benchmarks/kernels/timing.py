@@ -1,0 +1,334 @@
+"""One decode step as a CUDA graph, timed: whole, kernel by kernel, and over a sweep of shapes.
+
+The floor: every weight once and the KV cache up to the position, over BANDWIDTH.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.kernels.rig import Gpu, Memory
+from ostinato.models.config import LlamaConfig
+from ostinato.models.kernels_cuda import CudaLaunch, lower, workspace_bytes
+from ostinato.models.kernels_cuda_shapes import (
+    PRODUCTS,
+    AttentionShape,
+    Tuning,
+    VectorShape,
+    default_tuning,
+)
+from ostinato.models.plan import rope_table
+from ostinato.models.program import (
+    ACTIVE,
+    FROM_STATE,
+    OPTIONS,
+    SAMPLE,
+    STATE,
+    STOP_TOKENS,
+    Bound,
+    decode_program,
+)
+
+BANDWIDTH = 3.05e12  # bytes a second, measured on one H100 80GB reading 2 GiB
+
+CONFIGS = {
+    "135M": LlamaConfig(
+        hidden=576, layers=30, heads=9, kv_heads=3, head_size=64, inner=1536,
+        vocabulary=49152, context_length=8192, tied_embeddings=True,
+    ),
+    "1B": LlamaConfig(
+        hidden=2048, layers=16, heads=32, kv_heads=8, head_size=64, inner=8192,
+        vocabulary=128256, context_length=8192, tied_embeddings=True,
+    ),
+    "360M": LlamaConfig(
+        hidden=960, layers=32, heads=15, kv_heads=5, head_size=64, inner=2560,
+        vocabulary=49152, context_length=8192, tied_embeddings=True,
+    ),
+    "8B": LlamaConfig(
+        hidden=4096, layers=32, heads=32, kv_heads=8, head_size=128, inner=14336,
+        vocabulary=128256, context_length=8192,
+    ),
+}  # fmt: skip
+
+
+class StepBench:
+    """Random weights and all buffers of one shape on a GPU."""
+
+    def __init__(
+        self, gpu: Gpu, config: LlamaConfig, *, slots: int = 1, context: int = 2048
+    ) -> None:
+        self.gpu, self.config, self.slots, self.context = gpu, config, slots, context
+        self.ring = 256
+        c = config
+        random = np.random.default_rng(0)
+        noise = random.standard_normal(1 << 24, dtype=np.float32) * 0.02
+        bits = (noise.view(np.uint32) >> 16).astype(np.uint16)
+        self._noise = gpu.array(bits)
+        self._shift = 0
+        width = c.query_size + 2 * c.kv_size
+        self.where: dict[str, Memory] = {"embed": self._noisy((c.vocabulary, c.hidden))}
+        ones = np.ones(c.hidden, np.float32)
+        for layer in range(c.layers):
+            at = f"layers.{layer}."
+            self.where[at + "attn_norm"] = gpu.array(ones)
+            self.where[at + "wqkv"] = self._noisy((width, c.hidden))
+            self.where[at + "wo"] = self._noisy((c.hidden, c.query_size))
+            self.where[at + "mlp_norm"] = gpu.array(ones)
+            self.where[at + "w_gate_up"] = self._noisy((2 * c.inner, c.hidden))
+            self.where[at + "w_down"] = self._noisy((c.hidden, c.inner))
+        self.where["final_norm"] = gpu.array(ones)
+        if not c.tied_embeddings:
+            self.where["head"] = self._noisy((c.vocabulary, c.hidden))
+        self.where["cache"] = self._noisy((c.layers, 2, slots, c.kv_heads, context, c.head_size))
+        rows = max(slots, 64)
+        for name, count in (
+            ("x", c.hidden),
+            ("q", c.query_size),
+            ("attended", c.query_size),
+            ("inner", c.inner),
+        ):
+            self.where[name] = gpu.empty((rows, count), np.float32)
+        self.where["logits"] = gpu.empty((slots, c.vocabulary), np.float32)
+        self.where["rope"] = gpu.array(rope_table(c, context))
+        self.where["live"] = gpu.array(np.zeros((rows, 4), np.int32))
+        self.where["rows"] = gpu.array(np.zeros((rows, 4), np.int32))
+        self.where["chosen"] = gpu.array(np.zeros(rows, np.int32))
+        self.where["state"] = gpu.array(np.zeros((slots, 4), np.int32))
+        self.where["options"] = gpu.array(np.zeros((slots, 4), np.uint64))
+        self.where["stops"] = gpu.array(np.full(STOP_TOKENS, -1, np.int32))
+        self.where["ring"], self.ring_host = gpu.pinned(
+            np.full((slots, self.ring, 2), -1, np.int32)
+        )
+        self.where["workspace"] = gpu.array(np.zeros(1 << 24, np.uint8))
+
+    def _noisy(self, shape: tuple[int, ...]) -> Memory:
+        """Random bits of small normal numbers, not the same in any two matrices."""
+        made = self.gpu.empty(shape, np.uint16)
+        done = 0
+        while done < made.nbytes:
+            self._shift = (self._shift + 7_654_320) % (self._noise.nbytes // 2)
+            size = min(self._noise.nbytes - self._shift, made.nbytes - done)
+            self.gpu.copy(made.address + done, self._noise.address + self._shift, size)
+            done += size
+        return made
+
+    def floor(self, rows: int, position: int) -> float:
+        """µs."""
+        return self.weight_bytes() / BANDWIDTH * 1e6 + (
+            rows * (position + 1) * self.config.layers * 4 * self.config.kv_size / BANDWIDTH * 1e6
+        )
+
+    def weight_bytes(self, kernel: str | None = None) -> int:
+        """Of a step, or of one launch of a kernel."""
+        c = self.config
+        sizes = {
+            "norm_qkv_rope": (c.query_size + 2 * c.kv_size) * c.hidden * 2,
+            "output_residual": c.hidden * c.query_size * 2,
+            "norm_gate_up": 2 * c.inner * c.hidden * 2,
+            "down_residual": c.hidden * c.inner * 2,
+        }
+        head = c.vocabulary * c.hidden * 2
+        if kernel is not None:
+            return {**sizes, "head": head}.get(kernel, 0)
+        return c.layers * sum(sizes.values()) + head
+
+    def set_position(self, rows: int, position: int, options: tuple[float, ...] = ()) -> None:
+        """Every row decodes the next token of its slot, from this position."""
+        table = np.zeros((self.where["rows"].shape[0], 4), np.int32)
+        table[:rows, 2] = np.arange(rows)
+        table[:rows, 3] = ACTIVE | SAMPLE | FROM_STATE
+        state = np.zeros(self.slots, STATE)
+        state["token"], state["position"], state["length"] = 1, position, position + 1
+        chosen = np.zeros(self.slots, OPTIONS)
+        chosen["top_p"], chosen["limit"] = 1.0, 1 << 30
+        if options:
+            chosen["temperature"], chosen["top_p"], chosen["top_k"] = options
+        self.gpu.write(self.where["rows"], table)
+        self.gpu.write(self.where["state"], state.view(np.int32).reshape(-1, 4))
+        self.gpu.write(self.where["options"], chosen.view(np.uint64).reshape(-1, 4))
+
+    def launches(self, rows: int, tuning: Tuning) -> tuple[CudaLaunch, ...]:
+        need = workspace_bytes(self.config, rows=rows, context=self.context, tuning=tuning)
+        assert need <= self.where["workspace"].nbytes
+        program = decode_program(self.config)
+        return lower(program, self.config, rows=rows, context=self.context, tuning=tuning)
+
+    def submit(self, launches: Iterable[CudaLaunch], rows: int) -> None:
+        sizes = {"rows": rows, "slots": self.slots, "context": self.context, "ring": self.ring}
+        for launch in launches:
+            values: dict[str, Any] = {}
+            for name, value in launch.arguments:
+                if isinstance(value, Bound):
+                    if value.layer is None:
+                        value = self.where[value.name]
+                    elif value.name == "cache":
+                        value = self.where["cache"][value.layer]
+                    else:
+                        value = self.where[f"layers.{value.layer}.{value.name}"]
+                elif isinstance(value, str):
+                    value = sizes[value]
+                values[name] = value
+            self.gpu.launch(launch, values)
+
+    def time_step(
+        self, rows: int, tuning: Tuning, position: int, *, repeats: int = 60, rounds: int = 5,
+        options: tuple[float, ...] = (),
+    ) -> float:  # fmt: skip
+        """µs of one replayed step, the position rising from `position` in each round."""
+        launches = self.launches(rows, tuning)
+        executable = self.gpu.capture(lambda: self.submit(launches, rows))
+        try:
+            return self.gpu.time(
+                executable,
+                repeats=repeats,
+                rounds=rounds,
+                before=lambda: self.set_position(rows, position, options),
+            )
+        finally:
+            self.gpu.destroy(executable)
+
+    def time_piece(self, rows: int, tuning: Tuning, position: int) -> float:
+        """µs of a piece of a prompt: rows of slot 0 from `position`, none of which samples."""
+        program = decode_program(self.config, sampled=False)
+        launches = lower(program, self.config, rows=rows, context=self.context, tuning=tuning)
+        table = np.zeros((self.where["rows"].shape[0], 4), np.int32)
+        table[:rows] = [
+            (7 * i % self.config.vocabulary, position + i, 0, ACTIVE) for i in range(rows)
+        ]
+        self.gpu.write(self.where["rows"], table)
+        executable = self.gpu.capture(lambda: self.submit(launches, rows))
+        try:
+            return self.gpu.time(executable, repeats=20)
+        finally:
+            self.gpu.destroy(executable)
+
+    def profile(self, rows: int, tuning: Tuning, position: int) -> dict[str, dict[str, float]]:
+        """By kernel: µs alone (its launches one after the other) and µs that it adds to a step."""
+        launches = self.launches(rows, tuning)
+        whole = self.time_step(rows, tuning, position)
+        found: dict[str, dict[str, float]] = {}
+        for kernel in dict.fromkeys(one.kernel for one in launches):
+            if kernel in ("embed", "advance"):
+                continue
+            own = [one for one in launches if one.kernel == kernel]
+            embed = [one for one in launches if one.kernel == "embed"]
+            times = -(-60 // len(own))
+            graph = self.gpu.capture(lambda own=own, times=times: self.submit(own * times, rows))
+
+            # Rows as they are in a step; no advance, so they stay.
+            def before(embed: list[CudaLaunch] = embed) -> None:
+                self.set_position(rows, position)
+                self.submit(embed, rows)
+
+            alone = self.gpu.time(graph, repeats=10, before=before) / (len(own) * times)
+            self.gpu.destroy(graph)
+            rest = [one for one in launches if one.kernel != kernel]
+            graph = self.gpu.capture(lambda rest=rest: self.submit(rest, rows))
+            without = self.gpu.time(
+                graph, repeats=40, before=lambda: self.set_position(rows, position)
+            )
+            self.gpu.destroy(graph)
+            nbytes = self.weight_bytes(kernel)
+            found[kernel] = {
+                "launches": len(own),
+                "alone_us": alone,
+                "adds_us": (whole - without) / len(own),
+                "floor_us": nbytes / BANDWIDTH * 1e6,
+            }
+        return found
+
+
+# ------------------------------------------------------------------------------------------- sweeps
+
+
+def vector_shapes(inputs: int, pairs: int) -> Iterator[VectorShape]:
+    """Shapes of matvec.cu worth trying for a product."""
+    chunks = inputs // 8
+    for lanes, split, each, warps in itertools.product(
+        (8, 16, 32), (1, 2, 4, 8), (1, 2), (1, 2, 3, 4, 6, 8, 12, 16)
+    ):
+        if warps % split:
+            continue
+        steps = -(-chunks // (lanes * split))
+        loads = steps * each * 2
+        blocks = -(-pairs // VectorShape(lanes, split, each, warps).block_pairs)
+        waste = steps * lanes * split / chunks
+        if 4 <= loads <= 20 and waste <= 1.35 and (blocks >= 66 or pairs < 512):
+            yield VectorShape(lanes, split, each, warps)
+
+
+def sweep(
+    bench: StepBench, position: int, *, log: Any = print, products: Iterable[str] = ()
+) -> tuple[Tuning, float]:
+    """Coordinate by coordinate, the step's time decides.  Gives the best tuning and its µs."""
+    config = bench.config
+    best = default_tuning(config, rows=1, context=bench.context)
+    c = config
+    sizes = {
+        "qkv": (c.hidden, (c.query_size + 2 * c.kv_size) // 2),
+        "output": (c.query_size, c.hidden // 2),
+        "gate_up": (c.hidden, c.inner),
+        "down": (c.inner, c.hidden // 2),
+        "head": (c.hidden, -(-c.vocabulary // 2)),
+    }
+
+    def measure(
+        variants: list[tuple[str, Tuning]], quick: bool, at: int = position
+    ) -> list[tuple[float, str, Tuning]]:
+        bench.gpu.preload([one for _, t in variants for one in bench.launches(1, t)])
+        results = []
+        for name, tuning in variants:
+            us = bench.time_step(1, tuning, at, repeats=20, rounds=3 if quick else 5)
+            results.append((us, name, tuning))
+        return sorted(results, key=lambda r: r[0])
+
+    def starts() -> list[tuple[str, Tuning]]:
+        places = ("AT_START", "AFTER_WAIT", "AFTER_INPUT", "BEFORE_OUTPUT", "NEVER")
+        made = [(place, best.with_start(place)) for place in places]
+        return [*made, ("plain", replace(best, programmatic=False))]
+
+    for name, us in ((n, u) for u, n, _ in measure(starts(), False)):
+        log(f"  start_next {name:14} {us:8.1f} us")
+    best = measure(starts(), False)[0][2]
+    group = c.heads // c.kv_heads
+    attention = [
+        (f"attention {a}", replace(best, attention=a))
+        for a in (
+            AttentionShape(queries, warps, steps, splits)
+            for queries in (q for q in range(1, 6) if group % q == 0)
+            for warps in (2, 4, 8)
+            for steps in (1, 2, 4)
+            for splits in (8, 16, 32, 64)
+        )
+    ]
+    stages = [("attention", attention)]
+    for name in products or sizes:
+        shapes = vector_shapes(*sizes[name])
+        stages.append((name, [(f"{name} {s}", replace(best, **{name: s})) for s in shapes]))
+    chosen: dict[str, Any] = {}
+    for name, variants in stages:
+        # Attention for contexts short and long: in between.
+        results = measure(variants, True, 260 if name == "attention" else position)
+        for us, label, _ in results[:4]:
+            log(f"  {label:60} {us:8.1f} us")
+        log(f"  ... of {len(results)}, the worst {results[-1][0]:.1f}")
+        chosen[name] = getattr(results[0][2], name)
+    best = replace(best, **chosen)
+    final = measure(starts(), False)
+    # Where each kernel by itself lets the next one start.
+    best_us, _, best = final[0]
+    for kernel in (*PRODUCTS, "attention"):
+        variants = [
+            (f"{kernel} {place}", replace(best, start_next={**best.start_next, kernel: place}))
+            for place in ("AT_START", "AFTER_WAIT", "AFTER_INPUT", "BEFORE_OUTPUT")
+        ]
+        us, label, tuning = measure(variants, False)[0]
+        if us < best_us:
+            log(f"  {label:60} {us:8.1f} us")
+            best, best_us = tuning, us
+    return best, best_us
