@@ -78,7 +78,7 @@ def graph_picture() -> str:
     found = dict.fromkeys(re.findall(r"0x[0-9a-f]{6,}", picture))
     for number, address in enumerate(found, start=1):
         picture = picture.replace(address, f"0x{number:x}000")
-    return picture
+    return picture.replace(f"{ROOT}/", "")
 
 
 PAGES = {"docs/cli.md": cli_page, "docs/graph.svg": graph_picture}
