@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato import settings
 from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHandle
+from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError
@@ -22,7 +22,7 @@ from ostinato.modules import ModuleCache
 __all__ = ["Device", "open_device"]
 
 
-class Device:
+class Device(Closeable):
     """One opened device.  `close()` or `with` gives it back.
 
     Everything made from it belongs to it and is of no use after it is closed.
@@ -149,17 +149,6 @@ class Device:
         self.modules.close()
         self.context.close()
         self._finalizer.detach()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def open_device(name: str | None = None) -> Device:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self
 
 from ostinato.cache.buckets import Buckets, PowersOfTwo
 from ostinato.cache.budget import Footprint, MemoryMeter, footprint, parse_bytes
@@ -23,6 +22,7 @@ from ostinato.cache.flight import Flight, Flights
 from ostinato.cache.manifest import Touch, manifest, touches
 from ostinato.cache.statistics import CacheStatistics
 from ostinato.cache.table import Entry, Table
+from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext
 from ostinato.driver.stream import Stream
 from ostinato.errors import ClosedError, InputError
@@ -57,7 +57,7 @@ class _Hold:
             self._cache._release(entry)
 
 
-class GraphCache:
+class GraphCache(Closeable):
     """Executable graphs by key.
 
     A key is anything hashable: a bucket, a tuple of shapes, a name.  The cache owns what is put
@@ -364,14 +364,3 @@ class GraphCache:
             self._closed = True
             out = self._table.remove(list(self._table.entries), "closed")
         self._close(out)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -10,8 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from ostinato.driver.api import (
     CaptureInfo,
@@ -25,6 +24,7 @@ from ostinato.driver.api import (
     NodeParams,
     StreamHandle,
 )
+from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.signature import Signature
 from ostinato.errors import (
@@ -58,7 +58,7 @@ class Operation:
     """Of a kernel, where it is known: names and types of its arguments."""
 
 
-class Event:
+class Event(Closeable):
     """A point in a stream's work.  `with` or `close()` gives it back.
 
     `timing` events can be subtracted: `end.elapsed_since(start)` in milliseconds.
@@ -97,19 +97,8 @@ class Event:
         self._finalizer()
         self.context.collect()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class Stream:
+class Stream(Closeable):
     """An ordered queue of device work.
 
     Made by `Device.create_stream`, or adopted from another library by `Device.adopt_stream` (then
@@ -276,14 +265,3 @@ class Stream:
     def _destroy(self) -> None:
         self._destroyed = True
         self.context.driver.stream_destroy(self.handle)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -11,8 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Self
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
@@ -25,6 +23,7 @@ from ostinato.driver.api import (
     NodeParams,
     UpdateVerdict,
 )
+from ostinato.driver.closeable import Closeable
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
     CaptureError,
@@ -52,7 +51,7 @@ class UpdateReport:
     nodes: int
 
 
-class GraphExec:
+class GraphExec(Closeable):
     """An executable (CUgraphExec), made by `Graph.instantiate`.
 
     It keeps its graph alive, and with it what the nodes point at, and every buffer it was rebound
@@ -408,17 +407,6 @@ class GraphExec:
         self._closed = True
         self._finalizer()
         self.context.collect()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _some(graph: Graph, handles: Sequence[NodeHandle]) -> tuple[Node, ...]:

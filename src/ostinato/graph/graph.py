@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -32,6 +31,7 @@ from ostinato.driver.api import (
     NodeKind,
     NodeParams,
 )
+from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream
@@ -50,7 +50,7 @@ __all__ = ["Conditional", "Graph"]
 NodeRef = Node | NodeHandle
 
 
-class Graph:
+class Graph(Closeable):
     """A graph definition (CUgraph).
 
     Got from a capture, a recording, `Graph.create`, or `Graph.adopt` for one that another library
@@ -369,17 +369,6 @@ class Graph:
         if self._finalizer is not None:
             self._finalizer()
         self.context.collect()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Conditional:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams
+from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
@@ -32,7 +32,7 @@ def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n) for n in parts)
 
 
-class Buffer:
+class Buffer(Closeable):
     """Memory of a device (or pinned memory of the host), with a shape and a dtype, C order.
 
     Made by `Device.empty`, `Device.array`, `Device.pinned`, a pool, or as a view of another.
@@ -204,17 +204,6 @@ class Buffer:
         if self._finalizer is not None:
             self._finalizer()
             self.context.collect()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def allocate(

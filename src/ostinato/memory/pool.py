@@ -14,13 +14,13 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import CaptureMode
+from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.location import caller_location
 from ostinato.errors import ClosedError, InputError, PoolSealedError
@@ -60,7 +60,7 @@ class PoolStatistics:
     grown_in_capture: tuple[Growth, ...] = ()
 
 
-class CapturePool:
+class CapturePool(Closeable):
     """Memory for what captured graphs point at.
 
     `reserve` bytes are taken at once, so that captures need not grow it; `slab` is the least that
@@ -192,14 +192,3 @@ class CapturePool:
             slabs, self._slabs = self._slabs, []
         for slab in slabs:
             slab.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()

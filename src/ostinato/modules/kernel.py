@@ -13,8 +13,6 @@ import struct
 import threading
 import weakref
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Self
 
 from ostinato.driver.api import (
     Driver,
@@ -24,6 +22,7 @@ from ostinato.driver.api import (
     KernelArguments,
     ModuleHandle,
 )
+from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.signature import Signature, address_of, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
@@ -46,7 +45,7 @@ _INTEGERS = {
 _FLOATS = {"f32": "f", "f64": "d"}
 
 
-class LoadedModule:
+class LoadedModule(Closeable):
     """Code on the device.  Kernels of it keep it; so does its cache, up to the cache's bounds.
 
     `keep` is what the code needs alive (host functions).  `lowered` gives entry names for C++ name
@@ -150,17 +149,6 @@ class LoadedModule:
         """
         self._finalizer()
         self.context.collect()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Unload:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import MemoryRange
+from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
@@ -21,7 +21,7 @@ __all__ = ["DeviceArray", "DeviceScalar"]
 _LARGEST = 64 << 10
 
 
-class DeviceArray:
+class DeviceArray(Closeable):
     """A small array of values or structs at one device address, set as a whole in one copy.
 
     `dtype` may be any NumPy number or struct dtype; the whole is at most 64 KiB.  Writes go
@@ -91,17 +91,6 @@ class DeviceArray:
         """Gives the memory back.  Idempotent."""
         self._ring.close()
         self.buffer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class DeviceScalar(DeviceArray):
