@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -287,3 +288,30 @@ def test_closing_what_a_launch_still_uses_waits_for_it(device: Device, stream: o
         device.context.collect()
         device.array(np.full(N, 9, np.float32))
     assert (out.to_numpy(stream) == 2).all()
+
+
+def test_two_threads_on_two_streams_replay_on_their_own(device: Device) -> None:
+    counter = device.zeros(1, np.int32)
+    first = device.create_stream()
+    run = ost.capture_function(
+        first, lambda: ost.launch(first, kernel(device, "increment"), config(1), counter, 1)
+    ).instantiate(upload=first)
+    second = device.create_stream()
+    run.launch(second)  # both are prepared now
+
+    def replay(stream: ost.Stream) -> None:
+        for _ in range(300):
+            run.launch(stream)
+
+    with HeldStream(second):
+        thread = threading.Thread(target=replay, args=(first,))
+        thread.start()
+        thread.join()
+        first.synchronize()  # nothing of it went to the held stream
+    threads = [threading.Thread(target=replay, args=(s,)) for s in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    device.synchronize()
+    assert device.to_numpy(counter)[0] == 901

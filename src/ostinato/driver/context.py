@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from ostinato.errors import ClosedError, ContextPoisonedError, DriverError
 if TYPE_CHECKING:
     from ostinato.driver.stream import Operation, Stream
 
-__all__ = ["Context", "HasContext", "Tap", "context_of"]
+__all__ = ["Context", "HasContext", "Hot", "Tap", "context_of"]
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 64
@@ -51,6 +52,14 @@ class Tap(Protocol):
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Called when the driver refused a call on this stream, or one that is no stream's."""
+        ...
+
+
+class Hot(Protocol):
+    """Something with a shortcut that holds only while nobody taps and no stream is closed."""
+
+    def cool(self) -> None:
+        """Drops the shortcut; it may be taken again after a fresh look."""
         ...
 
 
@@ -85,6 +94,7 @@ class Context:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.taps: tuple[Tap, ...] = ()
+        self._hot: weakref.WeakSet[Hot] = weakref.WeakSet()
         self._incoming: deque[_Retired] = deque()
         self._waiting: list[_Retired] = []
         self._lock = threading.RLock()
@@ -140,6 +150,21 @@ class Context:
     def add_tap(self, tap: Tap) -> None:
         with self._lock:
             self.taps = (*self.taps, tap)
+        self.cool()
+
+    def keep_hot(self, hot: Hot) -> bool:
+        """Whether a shortcut may be taken now; if so it is cooled when that changes."""
+        with self._lock:
+            if not self.taps:
+                self._hot.add(hot)
+            return not self.taps
+
+    def cool(self) -> None:
+        """Drops every shortcut: somebody taps, or a stream was closed."""
+        with self._lock:
+            hot, self._hot = list(self._hot), weakref.WeakSet()
+            for one in hot:
+                one.cool()
 
     def remove_tap(self, tap: Tap) -> None:
         with self._lock:

@@ -258,6 +258,7 @@ class Stream(Closeable):
         if self.closed:
             return
         self.closed = True
+        self.context.cool()
         if self._finalizer is not None and self._finalizer.detach():
             self.context.retire(self._destroy, (self,))
         self.context.collect()

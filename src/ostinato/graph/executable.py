@@ -67,6 +67,9 @@ class GraphExec(Closeable):
         self._closed = False
         self._lock = threading.RLock()
         self._prepared: dict[Stream, Callable[[], int]] = {}
+        # The stream of the last launch and its call, as long as nothing speaks against it: one
+        # comparison is all that a replay has to do.
+        self._hot = _COLD
         # The nodes it was made of: a definition may grow afterwards.
         self._handles = self.context.driver.graph_nodes(graph.handle)
         self._edges = graph.edges
@@ -129,31 +132,41 @@ class GraphExec(Closeable):
         The first launch on a stream prepares the call; later ones only make it.  Raises
         CaptureError on a stream that captures (the capture goes on), DriverError, ClosedError.
         """
-        call = self._prepared.get(stream)
-        if call is None or stream.closed or self._closed or self.context.taps:
+        hot, call = self._hot  # one pair, read at once: another thread may launch elsewhere
+        if stream is not hot:
             self._launch_slowly(stream)
         elif call():  # a status: refused, and nothing was launched
-            self.context.driver.exec_launch(self._handle, stream.handle)
+            self.context.driver.exec_launch(self.handle, stream.handle)
 
-    def _prepare(self, stream: Stream) -> None:
+    def _prepare(self, stream: Stream) -> Callable[[], int]:
+        handle = self.handle
         if stream.closed:
             raise ClosedError("the stream is closed; launch on another")
-        call = self.context.driver.exec_prepare_launch(self.handle, stream.handle)
-        with self._lock:
-            for old in [s for s in self._prepared if s.closed and s is not stream]:
-                del self._prepared[old]
-            self._prepared[stream] = call
+        call = self._prepared.get(stream)
+        if call is None:
+            call = self.context.driver.exec_prepare_launch(handle, stream.handle)
+            with self._lock:
+                for old in [s for s in self._prepared if s.closed]:
+                    del self._prepared[old]
+                self._prepared[stream] = call
+        return call
+
+    def cool(self) -> None:
+        """The next launch looks again whether anybody listens and everything is open."""
+        self._hot = _COLD
 
     def _launch_slowly(self, stream: Stream) -> None:
-        """The first launch on a stream, or a launch that somebody listens to.
+        """A launch on another stream than the last, or one that somebody listens to.
 
         A recording notes it.  Into a capture it is refused: the driver would refuse it as well
         (status 900, measured on driver 580), but break the capture.
         """
-        self._prepare(stream)
+        call = self._prepare(stream)
         launch = self.context.driver.exec_launch
         if not self.context.taps:
-            launch(self.handle, stream.handle)
+            self._hot = (stream, call) if self.context.keep_hot(self) else _COLD
+            if call():
+                launch(self.handle, stream.handle)
             return
         if stream.is_capturing:
             raise CaptureError(
@@ -405,6 +418,7 @@ class GraphExec(Closeable):
         if self._closed:
             return
         self._closed = True
+        self.cool()
         self._finalizer()
         self.context.collect()
 
@@ -413,3 +427,10 @@ def _some(graph: Graph, handles: Sequence[NodeHandle]) -> tuple[Node, ...]:
     """Those nodes of a definition, which may have grown since."""
     wanted = set(handles)
     return tuple(n for n in graph.nodes if n.handle in wanted)
+
+
+def _never() -> int:
+    raise AssertionError("a hot call without a hot stream")
+
+
+_COLD: tuple[Stream | None, Callable[[], int]] = (None, _never)
