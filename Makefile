@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 GPU_PYTHON ?= $(BIN)/python
 PROMPT ?= Why is the sky blue?
 
-.PHONY: demo test check format coverage gpu bench docs clean setup
+.PHONY: demo test check format gpu sanitize bench docs clean setup
 
 $(VENV)/.runtime: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,6 +41,19 @@ docs: $(VENV)/.dev              ## docs/cli.md from the --help texts, and the pi
 
 gpu:                            ## the GPU and contract tests; a missing GPU is a failure
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest --require-gpu -m "gpu" -p no:cacheprovider $(ARGS)
+
+SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 9 --report-api-errors no
+SANITIZED = --require-gpu -m gpu -q -p no:cacheprovider --timeout 300
+
+sanitize:                       ## compute-sanitizer: memcheck over the drivers' tests; the kernels by all tools
+	$(SANITIZER) --tool memcheck $(GPU_PYTHON) -m pytest $(SANITIZED) \
+	    tests/contract tests/graph tests/state tests/replay tests/cache tests/test_footguns.py
+	$(SANITIZER) --tool memcheck $(GPU_PYTHON) -m pytest $(SANITIZED) \
+	    tests/models/test_kernels_cuda.py -k "group"
+	$(SANITIZER) --tool racecheck $(GPU_PYTHON) -m pytest $(SANITIZED) \
+	    tests/models/test_kernels_cuda.py -k "group"
+	$(SANITIZER) --tool initcheck $(GPU_PYTHON) -m pytest $(SANITIZED) \
+	    tests/models/test_kernels_cuda.py -k "group"
 
 bench:                          ## benchmarks on this machine; results under benchmarks/results
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks $(ARGS)

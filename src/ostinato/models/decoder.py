@@ -12,6 +12,7 @@ only size is the number of rows; everything else is read on the device.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
@@ -41,6 +42,9 @@ __all__ = ["DEFAULT_CONTEXT", "Decoder"]
 DEFAULT_CONTEXT = 2048
 """Positions a slot has if nobody says otherwise, and the model was trained for as many."""
 
+# How long the host looks for a token before it waits for the stream.
+_SPIN_SECONDS = 0.002
+
 
 class Decoder:
     """A model in device memory with its KV cache, stepping through graphs.
@@ -57,9 +61,10 @@ class Decoder:
     `stop_tokens`: tokens that end a sequence, 16 at most; the model's own if None.  `graph_budget`:
     device bytes that all graphs together may take.  `threads`: of the weights' conversion.
 
-    Raises ModelError, OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder are
-    not to overlap.  After an exception in a step its slots can be reset and used again, unless it
-    was a ContextPoisonedError.
+    Raises ModelError (UnsupportedModelError before anything is loaded), CompileError,
+    OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder are not to overlap.
+    After an exception in a step its slots can be reset and used again, unless it was a
+    ContextPoisonedError.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class Decoder:
         try:
             self.config: LlamaConfig = checkpoint.config
             sizes = PlanSizes(max_rows, slots, _context(self.config, max_context))
+            self.backend.require_supported(self.config, sizes.rows)
             with self._phases.measure("load"):
                 self.weights: Weights = load_weights(
                     device, checkpoint, self.backend.dtype, threads=threads
@@ -97,24 +103,31 @@ class Decoder:
                 checkpoint.close()
         try:
             with self._phases.measure("plan"):
-                self.plan = BufferPlan.allocate(device, self.weights, sizes)
+                workspace = self.backend.workspace_bytes(self.config, sizes.buckets, sizes.context)
+                self.plan = BufferPlan.allocate(device, self.weights, sizes, workspace=workspace)
         except BaseException:
+            self.weights.close()
+            raise
+        try:
+            self._steps = DecoderSteps(
+                device,
+                self.backend,
+                self.plan,
+                graphs=graphs,
+                build=build,
+                warmups=warmups,
+                verify=verify,
+                graph_budget=graph_budget,
+            )
+        except BaseException:
+            self.plan.close()
             self.weights.close()
             raise
         self._sequences = [Sequence(slot) for slot in range(slots)]
         self._rows = np.zeros(max_rows, ROW)
         self._rows_on_device = b""
         self._options = np.zeros(slots, OPTIONS)
-        self._steps = DecoderSteps(
-            device,
-            self.backend,
-            self.plan,
-            graphs=graphs,
-            build=build,
-            warmups=warmups,
-            verify=verify,
-            graph_budget=graph_budget,
-        )
+        self._settled = True
         self.stream: Stream = self._steps.stream
         self.cache: GraphCache = self._steps.cache
         self.set_stop_tokens(self.config.eos_token_ids if stop_tokens is None else stop_tokens)
@@ -243,6 +256,8 @@ class Decoder:
         """
         self._require_open()
         count = len(piece) or 1
+        if not self._settled:  # an interrupted step must not write where this one is waited for
+            self.stream.synchronize()
         ring, size = self.plan.ring.array, self.plan.sizes.ring
         entries = []
         for sequence in sequences:
@@ -250,8 +265,10 @@ class Decoder:
             at = (sequence.length + count) % size
             entries.append(ring[sequence.slot, at : at + 1])
             entries[-1]["tag"] = -1
+        self._settled = False
         self._steps(len(piece) or len(sequences), sampled=True)
-        self.stream.synchronize()
+        self._wait_for(entries)
+        self._settled = True
         chosen = []
         for sequence, entry in zip(sequences, entries, strict=True):
             token, tag = entry[0].item()
@@ -266,6 +283,21 @@ class Decoder:
             sequence.stopped, sequence.on_device = bool(tag & 1), True
             chosen.append(token)
         return chosen
+
+    def _wait_for(self, entries: list[npt.NDArray[Any]]) -> None:
+        """Returns once all entries are there; what was written before them is in stream order.
+
+        A look at pinned memory is some microseconds faster than waiting for the stream, which comes
+        after `_SPIN_SECONDS` without an answer, and which raises if the step failed.
+        """
+        if self.backend.whole_entries:
+            words = [entry.view(np.int64) for entry in entries]  # token and tag in one load
+            give_up = time.perf_counter() + _SPIN_SECONDS
+            while time.perf_counter() < give_up:
+                # The tag is the upper half, so a word is negative as long as its tag is.
+                if all(word.item() >= 0 for word in words):
+                    return
+        self.stream.synchronize()
 
     def _set_rows(self, rows: npt.NDArray[Any]) -> None:
         """Sets all rows in one staged copy, unless they are there already."""
@@ -308,6 +340,7 @@ class Decoder:
             launches_per_token=len(self.program()),
             weight_bytes=self.weights.nbytes,
             plan_bytes=self.plan.nbytes,
+            kernel_seconds=self._steps.kernel_seconds,
         )
 
     # --- checks and lifetime

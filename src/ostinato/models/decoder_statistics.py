@@ -81,7 +81,8 @@ class DecoderStatistics:
     `launches_eager`: operations launched one by one.  `launches_replayed`: graph launches, each in
     place of many.  `launches_per_token`: the operations of one decode step, which one graph launch
     stands for.  `eager_reasons`: eager steps by reason.  `host_writes`: staged copies of rows.
-    Seconds are wall time; `load_seconds` reads the weights.
+    Seconds are wall time; `load_seconds` reads the weights, `plan_seconds` allocates the buffers,
+    `kernel_seconds` compiles or finds the kernels, loads them and prepares their launches.
     """
 
     launches_eager: int
@@ -93,6 +94,8 @@ class DecoderStatistics:
     prefill_tokens: int
     decoded_tokens: int
     load_seconds: float
+    plan_seconds: float
+    kernel_seconds: float
     prefill_seconds: float
     decode_seconds: float
     host_writes: int
@@ -111,6 +114,7 @@ class DecoderStatistics:
         launches_per_token: int,
         weight_bytes: int,
         plan_bytes: int,
+        kernel_seconds: float,
     ) -> DecoderStatistics:
         reasons: Counter[str] = Counter()
         quarantined: dict[str, str] = {}
@@ -127,6 +131,8 @@ class DecoderStatistics:
             prefill_tokens=phases.tokens["prefill"],
             decoded_tokens=phases.tokens["decode"],
             load_seconds=phases.seconds["load"],
+            plan_seconds=phases.seconds["plan"],
+            kernel_seconds=kernel_seconds,
             prefill_seconds=phases.seconds["prefill"],
             decode_seconds=phases.seconds["decode"],
             host_writes=phases.host_writes,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Buffer, Device, DeviceArray
+from ostinato import Buffer, Device, DeviceArray, PowersOfTwo
 from ostinato.errors import InputError
 from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
 from ostinato.models.program import OPTIONS, RING, ROW, STATE, STOP_TOKENS, Argument, Bound
@@ -42,6 +42,11 @@ class PlanSizes:
         if self.slots > self.rows:
             raise InputError(f"{self.slots} slots cannot step together in {self.rows} rows")
 
+    @property
+    def buckets(self) -> PowersOfTwo:
+        """The numbers of rows that steps are made for: powers of two, and `rows` itself."""
+        return PowersOfTwo(self.rows)
+
 
 @dataclass(slots=True, eq=False)
 class BufferPlan:
@@ -69,18 +74,24 @@ class BufferPlan:
         self.scalars = {"slots": sizes.slots, "context": sizes.context, "ring": sizes.ring}
 
     @classmethod
-    def allocate(cls, device: Device, weights: Weights, sizes: PlanSizes) -> BufferPlan:
-        """Allocates everything for the largest step.  Raises OutOfMemoryError, InputError."""
+    def allocate(
+        cls, device: Device, weights: Weights, sizes: PlanSizes, *, workspace: int
+    ) -> BufferPlan:
+        """Allocates everything for the largest step.  Raises OutOfMemoryError, InputError.
+
+        `workspace`: bytes that the kernels need beside the named buffers (`Backend`).  All but the
+        KV cache is zero at first: counters in the workspace start from it, and no kernel meets
+        what was never written.  Of the cache only positions that were written are read.
+        """
         c, context = weights.config, device.context
         f32 = np.float32
-        widest = max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden)
         buffers = {
             "live": device.zeros((sizes.rows, 4), np.int32),
-            "x": device.empty((sizes.rows, c.hidden), f32),
-            "q": device.empty((sizes.rows, c.heads, c.head_size), f32),
-            "attended": device.empty((sizes.rows, c.heads, c.head_size), f32),
-            "inner": device.empty((sizes.rows, c.inner), f32),
-            "workspace": device.empty((sizes.rows, widest), f32),
+            "x": device.zeros((sizes.rows, c.hidden), f32),
+            "q": device.zeros((sizes.rows, c.heads, c.head_size), f32),
+            "attended": device.zeros((sizes.rows, c.heads, c.head_size), f32),
+            "inner": device.zeros((sizes.rows, c.inner), f32),
+            "workspace": device.zeros(-(-workspace // 4), f32),
             "cache": device.empty(
                 (c.layers, 2, sizes.slots, c.kv_heads, sizes.context, c.head_size), weights.dtype
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,6 @@ from ostinato import (
     GraphCache,
     GraphedStep,
     Operation,
-    PowersOfTwo,
     Role,
     Slot,
     Stream,
@@ -23,7 +23,7 @@ from ostinato import (
 from ostinato.models.backend import Backend
 from ostinato.models.decoder_statistics import OperationTimes
 from ostinato.models.plan import BufferPlan
-from ostinato.models.program import KernelCall, decode_program
+from ostinato.models.program import decode_program
 from ostinato.replay import Decision, StepStatistics
 
 __all__ = ["DecoderSteps"]
@@ -37,8 +37,9 @@ _POISON_ROWS = (-2, 1 << 30)
 class DecoderSteps:
     """Runs a step of so many rows: eagerly, or by its bucket's graph.
 
-    Every kernel is loaded when this is made, so that no capture meets one that is not.  Launches
-    are prepared once for each bucket and kind.  Arguments are those of `Decoder`.
+    Launches are prepared once for each bucket: for single rows when this is made, for others before
+    their first step.  That loads their kernels, so that no capture meets one that is not.
+    Arguments are those of `Decoder`.
     """
 
     def __init__(
@@ -53,16 +54,15 @@ class DecoderSteps:
         verify: Literal["off", "first"] | int,
         graph_budget: int | str | None,
     ) -> None:
-        self.stream: Stream = device.create_stream()
-        buckets = PowersOfTwo(plan.sizes.rows)
-        self.cache = GraphCache(device, buckets=buckets, budget=graph_budget)
         self._backend = backend
         self._plan = plan
         self.programs = {s: decode_program(plan.config, sampled=s) for s in _NAMES}
-        names = dict.fromkeys(call.kernel for call in self.programs[True])
-        get = device.modules.get_or_compile
-        self._kernels = {name: get(backend.source, name) for name in names}
-        self._prepared: dict[tuple[bool, int], tuple[Operation, ...]] = {}
+        self.kernel_seconds = 0.0
+        """Spent on kernels: compiling or finding them, loading, preparing their launches."""
+        self._prepared: dict[int, dict[bool, tuple[Operation, ...]]] = {}
+        self._prepare(1)
+        self.cache = GraphCache(device, buckets=plan.sizes.buckets, budget=graph_budget)
+        self.stream: Stream = device.create_stream()
         self._times: OperationTimes | None = None
         self.last_decision: Decision | None = None
         """How the last step was run, and why."""
@@ -88,32 +88,40 @@ class DecoderSteps:
 
     def __call__(self, rows: int, *, sampled: bool) -> Decision:
         """Runs the step on the first `rows` of the plan's rows.  Does not wait."""
+        self._prepare(self.cache.buckets.bucket(rows))
         self.last_decision = self._steps[sampled](rows=rows)
         return self.last_decision
 
     def _submit(self, sampled: bool, stream: Stream, *, rows: int) -> None:
-        operations = self._operations(sampled, rows)
+        operations = self._prepared[rows][sampled]
         if self._times is not None:
             self._times.run(stream, operations)
             return
         for operation in operations:
             stream.submit(operation)
 
-    def _operations(self, sampled: bool, rows: int) -> tuple[Operation, ...]:
-        known = self._prepared.get((sampled, rows))
-        if known is None:
-            known = tuple(self._operation(call, rows) for call in self.programs[sampled])
-            self._prepared[sampled, rows] = known
-        return known
-
-    def _operation(self, call: KernelCall, rows: int) -> Operation:
-        values = (self._plan.resolve(value, rows) for _, value in call.arguments)
-        return prepare(self._kernels[call.kernel], self._backend.shape(call, rows), *values)
+    def _prepare(self, rows: int) -> None:
+        """Makes the launches of a bucket, unless they are there: never inside a capture, since it
+        may compile and load."""
+        if rows in self._prepared:
+            return
+        begin = time.perf_counter()
+        plan, whole = self._plan, self.programs[True]
+        bound = self._backend.bind(whole, plan.config, rows, plan.sizes.context)
+        operations = tuple(
+            prepare(one.kernel, one.config, *(plan.resolve(v, rows) for _, v in one.arguments))
+            for one in bound
+        )
+        # A step that does not sample is the beginning of one that does.
+        self._prepared[rows] = {s: operations[: len(p)] for s, p in self.programs.items()}
+        self.kernel_seconds += time.perf_counter() - begin
 
     def graph(self, rows: int, *, sampled: bool) -> Graph:
         """The graph of a step of so many rows (or of their bucket), captured for reading."""
+        bucket = self.cache.buckets.bucket(rows)
+        self._prepare(bucket)
         with capture(self.stream) as under_way:
-            self._submit(sampled, self.stream, rows=self.cache.buckets.bucket(rows))
+            self._submit(sampled, self.stream, rows=bucket)
         return under_way.graph
 
     @contextmanager

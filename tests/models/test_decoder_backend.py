@@ -1,0 +1,145 @@
+"""How a program becomes launches for a device: what can be said of the CUDA backend without one."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.device import Device
+from ostinato.driver.api import KernelNodeParams, MemoryRange
+from ostinato.driver.signature import Access, Signature
+from ostinato.driver.stream import Operation
+from ostinato.errors import NotAvailableError, UnsupportedModelError
+from ostinato.graph.recording import dependencies
+from ostinato.models import kernels_cuda as kc
+from ostinato.models.backend import CudaBackend, backend_for
+from ostinato.models.config import LlamaConfig
+from ostinato.models.decoder import Decoder
+from ostinato.models.plan import PlanSizes
+from ostinato.models.program import Bound, decode_program
+from tests.models.model_files import CONFIG, write_gguf
+
+MODEL = LlamaConfig(
+    hidden=192,
+    layers=3,
+    heads=3,
+    kv_heads=1,
+    head_size=64,
+    inner=136,
+    vocabulary=257,
+    context_length=512,
+    tied_embeddings=True,
+)
+
+
+@dataclass
+class FakeKernel:
+    name: str
+    options: Any
+    shared: int = 0
+
+    def allow_shared(self, nbytes: int) -> None:
+        self.shared = nbytes
+
+
+@dataclass
+class FakeModules:
+    made: list[FakeKernel] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get_or_compile(self, source: Any, name: str, *, options: Any) -> FakeKernel:
+        with self.lock:
+            self.made.append(FakeKernel(name, options))
+            return self.made[-1]
+
+
+@dataclass
+class FakeDevice:
+    """Just what a backend asks of a device."""
+
+    properties: Any
+    capabilities: Any
+    modules: FakeModules = field(default_factory=FakeModules)
+    name: str = "cuda:0"
+
+
+@pytest.fixture
+def gpu(host_device: Device) -> FakeDevice:
+    return FakeDevice(
+        replace(host_device.properties, compute_capability=(9, 0), multiprocessors=132),
+        replace(host_device.capabilities, source_language="cuda"),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 64])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_launches_chain_so_that_each_may_start_early(rows: int, sampled: bool) -> None:
+    """Every kernel touches what the one before it wrote: a recorded graph is a chain then, and a
+    wait for the one kernel before stands for all earlier ones."""
+    addresses: dict[Bound, int] = {}
+    operations = []
+    for one in kc.lower(decode_program(MODEL, sampled=sampled), MODEL, rows=rows, context=512):
+        reads, writes = [], []
+        parameters = Signature.parse(one.signature).parameters
+        for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
+            if parameter.pointer:
+                assert isinstance(value, Bound)
+                at = MemoryRange(addresses.setdefault(value, 0x1000 * (1 + len(addresses))), 64)
+                reads += [at] if Access.READ in parameter.access else []
+                writes += [at] if Access.WRITE in parameter.access else []
+        params: Any = KernelNodeParams.__new__(KernelNodeParams)
+        operations.append(Operation(params, one.kernel, tuple(reads), tuple(writes)))
+    assert dependencies(operations) == [[i - 1] if i else [] for i in range(len(operations))]
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_every_kernel_is_loaded_once_with_its_shared_memory(gpu: FakeDevice, rows: int) -> None:
+    backend = backend_for(gpu)  # type: ignore[arg-type]
+    assert isinstance(backend, CudaBackend)
+    assert backend.dtype == np.uint16
+    program = decode_program(MODEL)
+    bound = backend.bind(program, MODEL, rows, 512)
+    assert [one.kernel.name for one in bound] == [call.kernel for call in program]
+    assert sorted(k.name for k in gpu.modules.made) == sorted({c.kernel for c in program})
+    lowered = kc.lower(program, MODEL, rows=rows, context=512)
+    for one, wanted in zip(bound, lowered, strict=True):
+        made: Any = one.kernel
+        assert (one.config, one.arguments) == (wanted.config, wanted.arguments)
+        assert made.options == wanted.options
+        assert made.shared == one.config.shared
+    # A step without an end is the beginning of one with: their launches are shared.
+    without = backend.bind(decode_program(MODEL, sampled=False), MODEL, rows, 512)
+    assert [one.config for one in without] == [one.config for one in bound[: len(without)]]
+
+
+def test_the_workspace_serves_every_bucket(gpu: FakeDevice) -> None:
+    backend = CudaBackend(gpu)  # type: ignore[arg-type]
+    buckets = PlanSizes(rows=48).buckets
+    assert list(buckets) == [1, 2, 4, 8, 16, 32, 48]
+    most = backend.workspace_bytes(MODEL, buckets, 512)
+    each = [kc.workspace_bytes(MODEL, rows=rows, context=512) for rows in buckets]
+    assert most == max(each) > min(each)
+
+
+def test_old_gpus_are_refused(gpu: FakeDevice) -> None:
+    gpu.properties = replace(gpu.properties, compute_capability=(7, 5))
+    with pytest.raises(NotAvailableError, match=r"compute capability 7\.5"):
+        backend_for(gpu)  # type: ignore[arg-type]
+
+
+def test_what_the_kernels_cannot_do_is_said_before_anything_is_loaded(
+    host_device: Device, tmp_path: Any, gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = replace(CONFIG, inner=92)
+    path = write_gguf(tmp_path / "odd.gguf", config=odd, values=None)
+    monkeypatch.setattr("ostinato.models.decoder.backend_for", lambda _: CudaBackend(gpu))  # type: ignore[arg-type]
+    free, _ = host_device.memory_info()
+    with pytest.raises(UnsupportedModelError, match="inner is 92"):
+        Decoder(host_device, path)
+    with pytest.raises(UnsupportedModelError, match="65 rows"):
+        Decoder(host_device, write_gguf(tmp_path / "tiny.gguf"), max_rows=65)
+    assert host_device.memory_info()[0] == free

@@ -1,0 +1,78 @@
+"""The decoder with its CUDA kernels and no GPU: on the host driver, by the kernels' emulator.
+
+What it shows is that plan, launches and arguments fit the kernels; the rest is in
+test_decoder_gpu.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.kernels.emulator import Emulator
+from ostinato.device import Device
+from ostinato.driver.api import LaunchConfig
+from ostinato.driver.host_kernel import HostKernel
+from ostinato.driver.signature import Signature
+from ostinato.models import kernels_cuda as kc
+from ostinato.models.backend import BoundLaunch
+from ostinato.models.decoder import Decoder
+from tests.models.test_decoder_gpu import RELATIVE, checkpoint_of, difference, tokens_of
+
+SHAPE = "group 3, head 64, tied"
+CONTEXT = 40
+
+
+class EmulatedBackend:
+    """The CUDA backend's launches, each as a host kernel that calls the emulator."""
+
+    name = "emulated"
+    dtype: np.dtype[Any] = np.dtype(np.uint16)
+    whole_entries = False
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.emulator = device, Emulator()
+
+    def require_supported(self, config: Any, rows: int) -> None:
+        pass
+
+    def workspace_bytes(self, config: Any, rows: Any, context: int) -> int:
+        return max(kc.workspace_bytes(config, rows=count, context=context) for count in rows)
+
+    def bind(self, program: Any, config: Any, rows: int, context: int) -> tuple[BoundLaunch, ...]:
+        lowered = kc.lower(program, config, rows=rows, context=context)
+        kernels = {one.kernel: self.kernel(one) for one in lowered}
+        shape = LaunchConfig(grid=rows, block=1)
+        return tuple(BoundLaunch(kernels[o.kernel], shape, o.arguments) for o in lowered)
+
+    def kernel(self, launch: kc.CudaLaunch) -> Any:
+        names = [name for name, _ in launch.arguments]
+
+        def run(_: object, *values: Any) -> None:
+            self.emulator.launch(launch, dict(zip(names, values, strict=True)))
+
+        host = HostKernel(launch.kernel, run, Signature.parse(launch.signature))
+        return self.device.modules.get_or_compile(host, launch.kernel)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+def test_the_decoder_agrees_with_numpy_on_the_emulator(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tokens_of(SHAPE, 3)
+    options: dict[str, Any] = {"max_context": CONTEXT, "stop_tokens": (), "max_rows": 2}
+    with Decoder(host_device, checkpoint_of(SHAPE), **options) as numpy:
+        monkeypatch.setattr("ostinato.models.decoder.backend_for", EmulatedBackend)
+        with Decoder(host_device, checkpoint_of(SHAPE), **options) as decoder:
+            token = decoder.prefill(prompt)  # two rows, then one that samples
+            for _ in range(2):  # captured, replayed
+                numpy.reset()
+                numpy.prefill([*prompt, *decoder.tokens()[len(prompt) : -1]])
+                assert difference(decoder.logits(), numpy.logits()) < RELATIVE
+                assert token == int(decoder.logits().argmax())
+                token = decoder.decode()
+            assert not decoder.statistics().quarantined
+            assert not decoder.plan.buffers["workspace"].array[: kc.COUNTER_BYTES // 4].any()
