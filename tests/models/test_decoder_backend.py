@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,12 +50,16 @@ class FakeKernel:
 @dataclass
 class FakeModules:
     made: list[FakeKernel] = field(default_factory=list)
+    loaded: list[FakeKernel] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get_or_compile(self, source: Any, name: str, *, options: Any) -> FakeKernel:
         with self.lock:
             self.made.append(FakeKernel(name, options))
             return self.made[-1]
+
+    def preload(self, kernels: Iterable[FakeKernel]) -> None:
+        self.loaded += kernels
 
 
 @dataclass
@@ -105,6 +110,7 @@ def test_every_kernel_is_loaded_once_with_its_shared_memory(gpu: FakeDevice, row
     bound = backend.bind(program, MODEL, rows, 512)
     assert [one.kernel.name for one in bound] == [call.kernel for call in program]
     assert sorted(k.name for k in gpu.modules.made) == sorted({c.kernel for c in program})
+    assert {id(k) for k in gpu.modules.loaded} == {id(k) for k in gpu.modules.made}
     lowered = kc.lower(program, MODEL, rows=rows, context=512)
     for one, wanted in zip(bound, lowered, strict=True):
         made: Any = one.kernel

@@ -287,3 +287,32 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replay_settings({"OSTINATO_PROFILE_EVERY": "8"}).print_every == 8
     with pytest.raises(ost.OstinatoError, match="OSTINATO_PROFILE_EVERY"):
         replay_settings({"OSTINATO_PROFILE_EVERY": "none"})
+
+
+def test_preload_comes_before_the_first_capture_and_once(device: Device) -> None:
+    """A kernel that nobody loaded is loaded outside of the capture."""
+    text = 'extern "C" __global__ void late(int* c) { *c += 1; }'
+
+    @ost.host_kernel("c: *i32")
+    def late(launch, c):
+        c[0] += 1
+
+    source = ost.Source(cuda=text, host=[late], name="late")
+    counter, stream = device.zeros(1, np.int32), device.create_stream()
+    seen = []
+
+    def preload() -> object:
+        seen.append(stream.is_capturing)
+        return device.modules.preload([(source, "late")])
+
+    def work(stream: ost.Stream, n: int) -> None:
+        kernel = device.modules.get_or_compile(source, "late")
+        ost.launch(stream, kernel, ost.LaunchConfig(n, 1), counter)
+
+    step = ost.GraphedStep(
+        work, stream=stream, cache=GraphCache(device), warmups=0, preload=preload
+    )
+    for n in (1, 2, 1):
+        assert step(n=n).action in (Action.BUILD, Action.REPLAY)
+    assert seen == [False]
+    assert step.statistics().quarantined == {}

@@ -180,6 +180,7 @@ class CudaBackend:
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             kernels = dict(zip(first_uses, pool.map(load, first_uses.values()), strict=True))
+        self._modules.preload(kernels.values())  # on the device now, not at the first launch
         return tuple(
             BoundLaunch(kernels[one.kernel], one.config, one.arguments) for one in launches
         )

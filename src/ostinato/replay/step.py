@@ -103,7 +103,9 @@ class GraphedStep:
     quarantines the key and keeps the eager answer, or raises VerificationError if `strict`.
 
     `preconditions` are asked before each replay or build; the names of those that fail are the
-    reason of the eager run.  `warmups` eager runs precede a capture.
+    reason of the eager run.  `warmups` eager runs precede a capture.  `preload` is called once,
+    before the first capture and outside of it, to load what the step launches
+    (`lambda: device.modules.preload(kernels)`); what it raises quarantines the key.
 
     Calls of one step are serialised.  Not guaranteed: that a `run` which keeps state outside of
     device memory gives the same answers by replay; `verify` is there to find out.
@@ -123,6 +125,7 @@ class GraphedStep:
         verify: Literal["off", "first"] | int = "off",
         strict: bool = False,
         preconditions: Mapping[str, Callable[[], bool]] | None = None,
+        preload: Callable[[], object] | None = None,
         mode: CaptureMode = CaptureMode.THREAD_LOCAL,
         pool: CapturePool | None = None,
         settings: ReplaySettings | None = None,
@@ -149,6 +152,8 @@ class GraphedStep:
         self.verify = verify
         self.strict = strict
         self.preconditions = dict(preconditions or {})
+        self._preload = preload
+        self._preloaded: object = None
         self.mode = mode
         self.pool = pool
         self.settings = _settings.replay_settings(base=settings)
@@ -297,6 +302,9 @@ class GraphedStep:
         """Captures and installs; or quarantines the key and says why."""
 
         def make() -> GraphExec:
+            if self._preload is not None:
+                # Kept: what nobody holds may be unloaded again.
+                self._preloaded, self._preload = self._preload(), None
             with capture(self.stream, mode=self.mode, pool=self.pool) as under_way:
                 self.run(self.stream, **buckets)
             return under_way.graph.instantiate(upload=self.stream)
