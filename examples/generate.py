@@ -29,7 +29,7 @@ def main() -> None:
 
     sampling = SamplingOptions(temperature=options.temperature, seed=options.seed)
     with (
-        ost.open_device("host") as device,
+        ost.open_device() as device,
         TextGenerator(device, options.model, graphs=not options.eager) as generator,
     ):
         if options.program:

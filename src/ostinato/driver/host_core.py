@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ostinato.driver.api import (
     CaptureMode,
@@ -29,10 +30,20 @@ from ostinato.errors import Status, driver_error
 if TYPE_CHECKING:
     from ostinato.driver.host_capture import Capture
 
-__all__ = ["HostCore"]
+__all__ = ["HostCore", "known"]
 
 
-class HostCore:
+T = TypeVar("T")
+
+
+def known(found: T | None, call: str, what: str, handle: int) -> T:
+    """What a handle stands for.  Raises INVALID_HANDLE if nothing was found under it."""
+    if found is None:
+        raise driver_error(Status.INVALID_HANDLE, call, f"{what} {handle:#x}")
+    return found
+
+
+class HostCore(ABC):
     """Tables of handles.  The parts of the driver inherit it and add their calls."""
 
     def __init__(self, total_memory: int) -> None:
@@ -105,34 +116,19 @@ class HostCore:
     # --- by handle
 
     def _stream(self, call: str, handle: StreamHandle) -> Stream:
-        stream = self._streams.get(handle)
-        if stream is None:
-            raise driver_error(Status.INVALID_HANDLE, call, f"stream {handle:#x}")
-        return stream
+        return known(self._streams.get(handle), call, "stream", handle)
 
     def _event(self, call: str, handle: EventHandle) -> Event:
-        event = self._events.get(handle)
-        if event is None:
-            raise driver_error(Status.INVALID_HANDLE, call, f"event {handle:#x}")
-        return event
+        return known(self._events.get(handle), call, "event", handle)
 
     def _function(self, call: str, handle: FunctionHandle) -> LoadedFunction:
-        function = self._functions.get(handle)
-        if function is None:
-            raise driver_error(Status.INVALID_HANDLE, call, f"function {handle:#x}")
-        return function
+        return known(self._functions.get(handle), call, "function", handle)
 
     def _graph(self, call: str, handle: GraphHandle) -> GraphDefinition:
-        graph = self._graphs.get(handle)
-        if graph is None:
-            raise driver_error(Status.INVALID_HANDLE, call, f"graph {handle:#x}")
-        return graph
+        return known(self._graphs.get(handle), call, "graph", handle)
 
     def _node(self, call: str, handle: NodeHandle) -> Node:
-        node = self._nodes.get(handle)
-        if node is None:
-            raise driver_error(Status.INVALID_HANDLE, call, f"node {handle:#x}")
-        return node
+        return known(self._nodes.get(handle), call, "node", handle)
 
     def _nodes_of(
         self, call: str, graph: GraphDefinition, handles: Sequence[NodeHandle]
@@ -181,6 +177,7 @@ class HostCore:
 
     # --- by the parts above; declared here so that the parts need not know each other
 
+    @abstractmethod
     def _add_node(
         self,
         call: str,
@@ -188,17 +185,18 @@ class HostCore:
         dependencies: Sequence[Node],
         params: NodeParams,
         edge_data: Sequence[EdgeData] | None = None,
-    ) -> Node:
-        raise NotImplementedError
+    ) -> Node: ...
 
-    def _submit(self, call: str, stream: Stream, params: NodeParams) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _submit(self, call: str, stream: Stream, params: NodeParams) -> None: ...
 
-    def _check_params(self, call: str, params: NodeParams) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check_params(self, call: str, params: NodeParams) -> None: ...
 
-    def _step(self, call: str, params: NodeParams, conditions: Conditions | None = None) -> Step:
-        raise NotImplementedError
+    @abstractmethod
+    def _step(
+        self, call: str, params: NodeParams, conditions: Conditions | None = None
+    ) -> Step: ...
 
-    def _refuse_capturing(self, call: str, stream: Stream) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _refuse_capturing(self, call: str, stream: Stream) -> None: ...

@@ -22,6 +22,7 @@ from ostinato.driver.api import (
     UpdateOutcome,
     UpdateVerdict,
 )
+from ostinato.driver.host_core import known
 from ostinato.driver.host_exec import (
     EnabledKinds,
     Executable,
@@ -62,10 +63,7 @@ class ExecCalls(GraphCalls, StreamCalls):
         self._executables: dict[int, Executable] = {}
 
     def _executable(self, call: str, handle: ExecHandle) -> Executable:
-        executable = self._executables.get(handle)
-        if executable is None:
-            raise driver_error(Status.INVALID_HANDLE, call, f"executable {handle:#x}")
-        return executable
+        return known(self._executables.get(handle), call, "executable", handle)
 
     def graph_instantiate(
         self, graph: GraphHandle, flags: InstantiateFlags = InstantiateFlags.NONE
