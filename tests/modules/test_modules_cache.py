@@ -497,17 +497,6 @@ def test_loading_inside_a_capture_says_preload(context: Context, modules: Module
 # --------------------------------------------------------------------------------------- statistics
 
 
-def test_a_memory_hit_is_quick(modules: ModuleCache) -> None:
-    modules.get_or_compile(HOST, "scale")
-    best = 1.0
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(1000):
-            modules.get_or_compile(HOST, "scale")
-        best = min(best, (time.perf_counter() - start) / 1000)
-    assert best < 3e-6, f"{best * 1e9:.0f} ns"  # 0.2 µs when measured; CI machines are slow
-
-
 @nvrtc
 def test_statistics_add_up(tmp_path: Path) -> None:
     cache, _ = make_cache(tmp_path)
