@@ -334,3 +334,21 @@ def test_a_launch_while_recording_becomes_a_child(sums: Sum, stream: ost.Stream)
     assert len(graph.edges) == 1
     graph.instantiate().launch(stream)
     np.testing.assert_array_equal(sums.copy.to_numpy(stream), sums.expected)
+
+
+def test_events_between_graph_and_stream(device: Device, stream: ost.Stream) -> None:
+    """Record and wait nodes built by hand order a graph against work outside of it."""
+    x, inside, outside = device.zeros(N), device.create_event(), device.create_event()
+    graph = ost.Graph.create(device)
+    wait = graph.add_event_wait(outside)
+    filled = graph.add_memset(x, 7, after=[wait])
+    record = graph.add_event_record(inside, after=[filled])
+    assert wait.event_wait.event == outside.handle
+    assert record.event_record.event == inside.handle
+    with pytest.raises(NodeKindError, match="EVENT_WAIT"):
+        _ = wait.event_record
+    stream.record(outside)
+    graph.instantiate().launch(stream)
+    stream.synchronize()
+    assert inside.done
+    assert (x.to_numpy(stream) == 7).all()

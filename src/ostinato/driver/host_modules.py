@@ -213,7 +213,7 @@ class ModuleCalls(HostCore):
         arguments, config = params.arguments, params.config
         if arguments.layout is not function.accepted_layout:
             self._check_arguments(call, function, arguments)
-        threads = config.block[0] * config.block[1] * config.block[2]
+        threads = config.threads_per_block
         if threads > function.kernel.max_threads or threads > MAX_THREADS:
             raise driver_error(
                 Status.INVALID_VALUE,

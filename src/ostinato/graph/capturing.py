@@ -174,7 +174,6 @@ class Capture:
         if error is not None:
             raise self._broken(error) from (self._broken_by or error)
         if not handle:
-            self._state = _State.ABORTED
             raise CaptureError("the driver ended the capture without an error and without a graph")
         self._state = _State.ENDED
         if self._into is not None:
@@ -194,7 +193,6 @@ class Capture:
         if self._state is not _State.ACTIVE:
             return None
         handle, error = self._finish()
-        self._state = _State.ABORTED
         if handle and self._into is None:
             driver = self.stream.context.driver
             self.stream.context.retire(lambda: driver.graph_destroy(handle))
@@ -202,7 +200,7 @@ class Capture:
         return error
 
     def _finish(self) -> tuple[GraphHandle, DriverError | None]:
-        """Leaves the driver's capture, whatever state it is in."""
+        """Leaves the driver's capture, whatever state it is in.  ABORTED, until it gave a graph."""
         context = self.stream.context
         if self._trace is not None:
             self._trace.stop()
@@ -217,12 +215,14 @@ class Capture:
             context.capture_ended(self._thread, exclusive=self.mode is CaptureMode.GLOBAL)
         return handle, failure
 
+    def _where(self) -> str | None:
+        """The line that broke the capture: of a refused call of ours, else what the trace found."""
+        return self._broken_at or (self._trace.broken_at if self._trace else None)
+
     def _broken(self, error: DriverError) -> Exception:
         if isinstance(error, ContextPoisonedError | OutOfMemoryError):
             return error
-        where = self._broken_at
-        if where is None and self._trace is not None:
-            where = self._trace.broken_at
+        where = self._where()
         if error.status == Status.STREAM_CAPTURE_UNJOINED:
             where = where or self._forked_at
         cause = self._broken_by or error
@@ -245,7 +245,7 @@ class Capture:
             self._broken_by = self._broken_by or error
             return self._broken(error)
         if ended_with is not None and hasattr(error, "add_note"):
-            where = self._broken_at or (self._trace.broken_at if self._trace else None)
+            where = self._where()
             at = f" at {where}" if where else ""
             error.add_note(f"the capture on {self.stream!r} was broken{at}: {ended_with}")
         return None

@@ -72,7 +72,6 @@ class Graph(Closeable):
             raise GraphError("the driver gave a null graph; nothing was captured")
         self.context = context
         self._handle = handle
-        self._owned = owned
         self.owner = owner
         self.labels: dict[NodeHandle, NodeLabel] = dict(labels or {})
         self.keep: list[object] = list(keep)

@@ -299,7 +299,7 @@ class GraphedStep:
             return decision
 
     def _make_graph(self, key: Key, state: _KeyState, buckets: dict[str, int]) -> Decision | None:
-        """Captures and installs; or quarantines the key and says why."""
+        """Captures the step and installs its graph; the decision if that failed."""
 
         def make() -> GraphExec:
             if self._preload is not None:
@@ -309,6 +309,12 @@ class GraphedStep:
                 self.run(self.stream, **buckets)
             return under_way.graph.instantiate(upload=self.stream)
 
+        return self._install(key, state, make)
+
+    def _install(
+        self, key: Key, state: _KeyState, make: Callable[[], GraphExec]
+    ) -> Decision | None:
+        """Puts what `make` gives into the cache; or quarantines the key and says why."""
         try:
             self.cache.get_or_capture(key, make)
         except ContextPoisonedError:
@@ -328,14 +334,7 @@ class GraphedStep:
         def make() -> GraphExec:
             return recording.build().instantiate(upload=self.stream)
 
-        try:
-            self.cache.get_or_capture(key, make)
-        except ContextPoisonedError:
-            raise
-        except Exception as error:
-            return self._quarantine(key, state, Reason.BUILD_FAILED, str(error))
-        self._counts.built += 1
-        return decision
+        return self._install(key, state, make) or decision
 
     def _quarantine(self, key: Key, state: _KeyState, reason: Reason, why: str) -> Decision:
         state.quarantine = (reason, why)
