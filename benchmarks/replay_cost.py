@@ -12,8 +12,13 @@ Two figures each, both on graphs of the same kernels (a chain of tiny ones, rand
   back to back  many calls and one wait at the end, for each replay: the larger of what the CPU and
                 what the GPU need.
 
-Python's clock costs some 40 ns a reading, which is in the Python figures; C reads its own.  All
-take turns, so that a clock that changes meets everyone.  Each one's answer is compared with NumPy.
+Ours is measured twice: with the compiled hot path (`driver/_launch.c`), where it was built, and
+with the one in Python over a ctypes call, on an executable of its own of the same graph.
+
+All Python callables are called without arguments, those that take some as a `functools.partial`: no
+frame of ours in between.  Python's clock costs some 40 ns a reading, which is in the Python
+figures; C reads its own.  All take turns, so that a clock that changes meets everyone.  Each one's
+answer is compared with NumPy.
 
     python -m benchmarks.replay_cost [--out DIR] [--device cuda:0|host] [--quick]
 
@@ -26,11 +31,14 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import ostinato as ost
 from benchmarks import common
 from benchmarks.common import Chain, Measured, measured
+from ostinato.driver import launcher
 
 CALLS = {1: 2000, 32: 2000, 280: 600, 1000: 200}
 """Graph length to calls a turn: the longer ones take the GPU longer."""
@@ -92,12 +100,24 @@ class Contender:
 
 
 def python_contender(
-    name: str, launch: Callable[[], object], wait: Callable[[], object], keep: object = None
+    name: str,
+    launch: Callable[[], object],
+    wait: Callable[[], object],
+    keep: object = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Contender:
-    """A launch from Python, timed from Python."""
+    """A launch from Python, timed from Python; `around` what is timed."""
     clock = time.perf_counter_ns
 
     def bursts(count: int, burst: int) -> list[int]:
+        with around():
+            return timed_bursts(count, burst)
+
+    def back_to_back(count: int) -> int:
+        with around():
+            return timed_back_to_back(count)
+
+    def timed_bursts(count: int, burst: int) -> list[int]:
         times = [0] * count
         for i in range(count):
             start = clock()
@@ -108,7 +128,7 @@ def python_contender(
         wait()
         return times
 
-    def back_to_back(count: int) -> int:
+    def timed_back_to_back(count: int) -> int:
         start = clock()
         for _ in range(count):
             launch()
@@ -158,29 +178,48 @@ def _check(status: int) -> None:
 
 def contenders(
     chain: Chain, stream: ost.Stream, skipped: dict[str, str]
-) -> tuple[list[Contender], ost.GraphExec]:
-    """All that can be had here.  C comes first: the others are compared with it."""
+) -> tuple[list[Contender], list[ost.GraphExec]]:
+    """All that can be had here, and our executables.  C comes first: the others are compared."""
     device = chain.device
     with ost.capture(stream) as capture:
         chain.submit(stream)
     run = capture.graph.instantiate(upload=stream)
-    wait = stream.synchronize
-    prepared = device.driver.exec_prepare_launch(run.handle, stream.handle)
+    with launcher.without_extension():  # what is prepared here is a ctypes call
+        plain = capture.graph.instantiate(upload=stream)
+    cuda = device.capabilities.source_language == "cuda"
     found: list[Contender | None] = []
-    if device.capabilities.source_language == "cuda":
+    if cuda:
         found.append(_made(skipped, "C", lambda: _c(run, stream)))
     else:
         skipped["C, cuda.bindings, cuda.core, PyTorch, CuPy"] = f"{device.name} is no GPU"
-    found.append(python_contender("ostinato, prepared call", prepared, wait, run))
-    found.append(
-        python_contender("ostinato, GraphExec.launch", lambda: run.launch(stream), wait, run)
-    )
-    if device.capabilities.source_language == "cuda":
+    if launcher.compiled():
+        found += _ours("compiled", run, stream, nullcontext)
+    else:
+        skipped["ostinato compiled"] = launcher.description()
+    found += _ours("ctypes", plain, stream, launcher.without_extension)
+    if cuda:
         found.append(_made(skipped, "cuda.bindings", lambda: _bindings(run, stream)))
         found.append(_made(skipped, "cuda.core", lambda: _cuda_core(chain)))
         found.append(_made(skipped, "PyTorch", lambda: _torch(chain, stream)))
         found.append(_made(skipped, "CuPy", lambda: _cupy(chain)))
-    return [c for c in found if c is not None], run
+    return [c for c in found if c is not None], [run, plain]
+
+
+def _ours(
+    path: str,
+    run: ost.GraphExec,
+    stream: ost.Stream,
+    around: Callable[[], AbstractContextManager[None]],
+) -> list[Contender]:
+    """The prepared call by itself, and the method that users call."""
+    wait, driver = stream.synchronize, stream.context.driver
+    with around():
+        prepared = driver.exec_prepare_launch(run.handle, stream.handle)
+        launch = partial(run.launch, stream)  # bound to the path that is in use here
+    return [
+        python_contender(f"ostinato {path}, prepared call", prepared, wait, run, around),
+        python_contender(f"ostinato {path}, GraphExec.launch", launch, wait, run, around),
+    ]
 
 
 def _made(skipped: dict[str, str], name: str, make: Callable[[], Contender]) -> Contender | None:
@@ -200,7 +239,7 @@ def _bindings(run: ost.GraphExec, stream: ost.Stream) -> Contender:
 
     executable, on = driver.CUgraphExec(run.handle), driver.CUstream(stream.handle)
     return python_contender(
-        "cuda.bindings", lambda: driver.cuGraphLaunch(executable, on), stream.synchronize, run
+        "cuda.bindings", partial(driver.cuGraphLaunch, executable, on), stream.synchronize, run
     )
 
 
@@ -215,7 +254,7 @@ def _cuda_core(chain: Chain) -> Contender:
     chain.submit(chain.device.adopt_stream(on))
     graph = builder.end_building().complete()
     graph.upload(on)
-    return python_contender("cuda.core", lambda: graph.launch(on), on.sync, (builder, owner))
+    return python_contender("cuda.core", partial(graph.launch, on), on.sync, (builder, owner))
 
 
 def _torch(chain: Chain, stream: ost.Stream) -> Contender:
@@ -237,7 +276,7 @@ def _cupy(chain: Chain) -> Contender:
     chain.submit(chain.device.adopt_stream(on))
     graph = on.end_capture()
     graph.upload(on)
-    return python_contender("CuPy", lambda: graph.launch(on), on.synchronize, graph)
+    return python_contender("CuPy", partial(graph.launch, on), on.synchronize, graph)
 
 
 def measure(
@@ -246,7 +285,7 @@ def measure(
     """The rows of one length."""
     chain.submit(stream)  # everything is loaded before it is captured
     chain.check("eager", stream)
-    found, run = contenders(chain, stream, skipped)
+    found, executables = contenders(chain, stream, skipped)
     calls = 8 if quick else CALLS[length]
     burst = 16 if length < 280 else 4
     many = 4 if quick else CALLS[length]
@@ -275,7 +314,8 @@ def measure(
                 "per_kernel_us": round(total.median / length, 4),
             }
         )
-    run.close()
+    for run in executables:
+        run.close()
     return rows
 
 
@@ -302,15 +342,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "microseconds by number of kernels",
                 "us": c,
             },
-            settings={"turns": 1 if options.quick else TURNS, "quick": options.quick},
+            settings={
+                "turns": 1 if options.quick else TURNS,
+                "quick": options.quick,
+                "replay call": launcher.description(),
+            },
             rows=rows,
             skipped=skipped,
             summary={
-                "GraphExec.launch over C": {
+                f"{path} GraphExec.launch over C": {
                     str(r["kernels"]): r["times_c"]
                     for r in rows
-                    if r["launched by"] == "ostinato, GraphExec.launch"
+                    if r["launched by"] == f"ostinato {path}, GraphExec.launch"
                 }
+                for path in ("compiled", "ctypes")
             },
         )
     return 0

@@ -17,6 +17,8 @@ from tests.sources import config, kernel
 
 N = 256
 
+pytestmark = pytest.mark.usefixtures("launcher")  # compiled, and in Python
+
 
 @pytest.fixture
 def stream(device: Device) -> ost.Stream:

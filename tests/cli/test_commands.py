@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.driver import launcher
+
 
 def ostinato(*arguments: str, timeout: float = 120, **environ: str) -> subprocess.CompletedProcess:
     return subprocess.run(
@@ -35,6 +37,7 @@ def test_version_and_help() -> None:
 def test_doctor_says_what_there_is(tmp_path: Path) -> None:
     found = json.loads(ostinato("doctor", "--json", OSTINATO_CACHE_DIR=str(tmp_path)).stdout)
     assert found["host"]["kernels in"] == "host"
+    assert found["ostinato"]["replay call"] == launcher.description()
     assert found["caches"]["folder"] == str(tmp_path)
     assert isinstance(found["cuda"], dict) or "not available" in found["cuda"]
     assert "OSTINATO_DEVICE" in found["settings"]

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import CaptureError, ClosedError, InputError, NodeKindError, UpdateRefusedError
+from ostinato.driver.context import Hot
+from ostinato.errors import (
+    CaptureError,
+    ClosedError,
+    DriverError,
+    InputError,
+    NodeKindError,
+    UpdateRefusedError,
+)
 from ostinato.testing import FaultyDriver
 from tests.sources import config, kernel, preload
 
 N = 300
+
+pytestmark = pytest.mark.usefixtures("launcher")  # compiled, and in Python
 
 
 @pytest.fixture
@@ -247,6 +258,51 @@ def test_closed_executables_refuse(sums: Sum) -> None:
     other.close()
     with pytest.raises(ClosedError):
         again.launch(other)
+
+
+@pytest.mark.parametrize("closed", ["executable", "stream"])
+def test_what_is_closed_during_its_first_launch_is_not_launched_again(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """By another thread, between the look that all is open and the short way of later launches."""
+    sums = Sum(host_device, host_device.create_stream())
+    context, other = host_device.context, host_device.create_stream()
+    keep_hot = context.keep_hot
+
+    def meanwhile(hot: Hot) -> bool:
+        kept = keep_hot(hot)
+        (sums.run if closed == "executable" else other).close()
+        return kept
+
+    monkeypatch.setattr(context, "keep_hot", meanwhile)
+    with suppress(DriverError):  # who launches what another closes has only this launch to lose
+        sums.run.launch(other)
+    with pytest.raises(ClosedError):
+        sums.run.launch(other)
+
+
+def test_who_listens_since_the_first_launch_hears_the_second(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = host_device.create_stream()
+    sums = Sum(host_device, stream)
+    context, keep_hot = host_device.context, host_device.context.keep_hot
+    with ExitStack() as stack:
+        recordings = []
+
+        def meanwhile(hot: Hot) -> bool:
+            kept = keep_hot(hot)
+            if not recordings:
+                recordings.append(stack.enter_context(ost.record(stream)))
+            return kept
+
+        monkeypatch.setattr(context, "keep_hot", meanwhile)
+        sums.run.launch(stream)
+        assert recordings
+        sums.run.launch(stream)
+    (recording,) = recordings
+    assert [n.kind.name for n in recording.build().nodes] == ["CHILD_GRAPH"]
+    np.testing.assert_array_equal(sums.result(), sums.expected)
 
 
 def test_a_closed_graph_lets_its_executable_run(sums: Sum) -> None:

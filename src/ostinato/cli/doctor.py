@@ -13,6 +13,7 @@ import typer
 
 from ostinato import __version__, settings
 from ostinato.device import open_device
+from ostinato.driver import launcher
 from ostinato.errors import OstinatoError
 
 __all__ = ["doctor", "findings"]
@@ -59,6 +60,7 @@ def findings() -> dict[str, Any]:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "processors": os.cpu_count(),
+            "replay call": launcher.description(),
         },
         "cuda": _device("cuda:0"),
         "host": _device("host"),

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NewType, Protocol, TypeAlias
 
 from ostinato.errors import InputError
@@ -272,7 +272,7 @@ class KernelArguments:
         if not 0 <= offset <= len(self.data) - len(value):
             raise InputError(f"{len(value)} bytes at offset {offset} are outside {len(self.data)}")
         data = self.data[:offset] + value + self.data[offset + len(value) :]
-        return replace(self, data=data)
+        return KernelArguments(data, self.layout, self.packed)
 
 
 # ------------------------------------------------------------------------------------------ capture

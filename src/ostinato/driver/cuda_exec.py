@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import byref
-from functools import partial
 
 from ostinato.driver import cuda_structs as cs
 from ostinato.driver.api import (
@@ -28,6 +27,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda_node import NodeCalls
 from ostinato.driver.cuda_node_records import fill_memset
+from ostinato.driver.launcher import prepare
 from ostinato.errors import Status
 
 __all__ = ["ExecCalls"]
@@ -91,14 +91,9 @@ class ExecCalls(NodeCalls):
 
             return launch_on_legacy
 
-        # Two ctypes objects, a function without conversions, and no frame of Python: nothing is
-        # made or looked up.  ctypes lets go of the GIL for the call.
         call = self._lib.bare("cuGraphLaunch")
         assert call is not None
-        prepared: Callable[[], int] = partial(
-            call, ctypes.c_void_p(executable), ctypes.c_void_p(stream)
-        )
-        return prepared
+        return prepare(call, executable, stream)
 
     def exec_set_params(self, executable: ExecHandle, node: NodeHandle, params: NodeParams) -> None:
         seam = "exec_set_params"

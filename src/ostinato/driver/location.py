@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+from functools import lru_cache
 from types import FrameType
 
 __all__ = ["caller_line", "caller_location", "describe_line", "is_internal"]
@@ -40,7 +41,11 @@ def is_internal(frame: FrameType) -> bool:
 
     By the module's name: files do not tell, since generated code (dataclasses) has none.
     """
-    name = frame.f_globals.get("__name__", "")
+    return _is_machinery(frame.f_globals.get("__name__", ""))
+
+
+@lru_cache(maxsize=1024)
+def _is_machinery(name: str) -> bool:
     if name in _MACHINERY:
         return True
     return name.partition(".")[0] == _PACKAGE and not name.startswith(_USERS)

@@ -24,6 +24,7 @@ from ostinato.driver.api import (
     UpdateVerdict,
 )
 from ostinato.driver.closeable import Closeable
+from ostinato.driver.launcher import Launcher
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
     CaptureError,
@@ -51,7 +52,7 @@ class UpdateReport:
     nodes: int
 
 
-class GraphExec(Closeable):
+class GraphExec(Launcher, Closeable):
     """An executable (CUgraphExec), made by `Graph.instantiate`.
 
     It keeps its graph alive, and with it what the nodes point at, and every buffer it was rebound
@@ -67,9 +68,6 @@ class GraphExec(Closeable):
         self._closed = False
         self._lock = threading.RLock()
         self._prepared: dict[Stream, Callable[[], int]] = {}
-        # The stream of the last launch and its call, as long as nothing speaks against it: one
-        # comparison is all that a replay has to do.
-        self._hot = _COLD
         # The nodes it was made of: a definition may grow afterwards.
         self._handles = self.context.driver.graph_nodes(graph.handle)
         self._edges = graph.edges
@@ -126,18 +124,6 @@ class GraphExec(Closeable):
         return self._handle
 
     # --- running
-    def launch(self, stream: Stream) -> None:
-        """Runs the graph once, in stream order; returns without waiting.
-
-        The first launch on a stream prepares the call; later ones only make it.  Raises
-        CaptureError on a stream that captures (the capture goes on), DriverError, ClosedError.
-        """
-        hot, call = self._hot  # one pair, read at once: another thread may launch elsewhere
-        if stream is not hot:
-            self._launch_slowly(stream)
-        elif call():  # a status: refused, and nothing was launched
-            self.context.driver.exec_launch(self.handle, stream.handle)
-
     def _prepare(self, stream: Stream) -> Callable[[], int]:
         handle = self.handle
         if stream.closed:
@@ -151,10 +137,6 @@ class GraphExec(Closeable):
                 self._prepared[stream] = call
         return call
 
-    def cool(self) -> None:
-        """The next launch looks again whether anybody listens and everything is open."""
-        self._hot = _COLD
-
     def _launch_slowly(self, stream: Stream) -> None:
         """A launch on another stream than the last, or one that somebody listens to.
 
@@ -162,20 +144,25 @@ class GraphExec(Closeable):
         (status 900, measured on driver 580), but break the capture.
         """
         call = self._prepare(stream)
-        launch = self.context.driver.exec_launch
         if not self.context.taps:
-            self._hot = (stream, call) if self.context.keep_hot(self) else _COLD
+            self._heat(stream, call)
+            # Asked afterwards: whoever taps or closes meanwhile either cools it or is seen here.
+            if not self.context.keep_hot(self) or self._closed or stream.closed:
+                self.cool()
             if call():
-                launch(self.handle, stream.handle)
+                self._launch_checked(stream)
             return
         if stream.is_capturing:
             raise CaptureError(
                 "an executable cannot be launched into a capture; capture the work itself, or add "
                 "its definition to a graph with Graph.add_child (the capture goes on)"
             )
-        launch(self.handle, stream.handle)
+        self._launch_checked(stream)
         child = ChildGraphNodeParams(self.graph.handle)
         stream.announce(Operation(child, "graph", keep=(self,)))
+
+    def _launch_checked(self, stream: Stream) -> None:
+        self.context.driver.exec_launch(self.handle, stream.handle)
 
     def upload(self, stream: Stream) -> None:
         """Puts the executable on the device before its first launch, in stream order."""
@@ -427,10 +414,3 @@ def _some(graph: Graph, handles: Sequence[NodeHandle]) -> tuple[Node, ...]:
     """Those nodes of a definition, which may have grown since."""
     wanted = set(handles)
     return tuple(n for n in graph.nodes if n.handle in wanted)
-
-
-def _never() -> int:
-    raise AssertionError("a hot call without a hot stream")
-
-
-_COLD: tuple[Stream | None, Callable[[], int]] = (None, _never)

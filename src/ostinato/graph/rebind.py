@@ -189,6 +189,9 @@ class _Plan:
         self._high = max((m.old.end for m in moves), default=0)
         self._current = current
         self._find = find
+        # By identity: nodes of one kernel share both objects, and hashing them takes longer than
+        # what the places are needed for.  The nodes keep them alive meanwhile.
+        self._places: dict[tuple[int, int, int], tuple[_Place, ...]] = {}
         self._outer: list[Node] = []  # the child graph or conditional nodes around the visited one
         self.changes: list[Change] = []
         self.words: list[ReboundWord] = []
@@ -220,9 +223,11 @@ class _Plan:
         return self._outer[0].index, " / ".join(n.name for n in (*self._outer, node))
 
     def _move_of(self, address: int) -> _Move | None:
-        if not self._low <= address < self._high:
-            return None
-        return next((move for move in self._moves if move.old.holds(address)), None)
+        if self._low <= address < self._high:
+            for move in self._moves:
+                if move.old.holds(address):
+                    return move
+        return None
 
     def _moved(self, move: _Move, address: int, extent: int, node: Node, place: str) -> int:
         """The new address.  Raises InputError if what is pointed at would overrun the new range."""
@@ -240,7 +245,8 @@ class _Plan:
         words = struct.unpack_from(f"<{len(arguments.data) // _WORD}Q", arguments.data)
         data: bytearray | None = None
         owners: list[tuple[int | str, object]] = []
-        for place in _places(node.signature, arguments.layout, len(arguments.data)):
+        name: tuple[int, str] | None = None
+        for place in self._places_of(node.signature, arguments):
             value = words[place.offset // _WORD]
             move = self._move_of(value)
             if move is None:
@@ -249,13 +255,27 @@ class _Plan:
                 continue
             new = self._moved(move, value, 1, node, place.label)
             by = "signature" if place.sort is _Sort.POINTER else "allocation"
-            self.words.append(ReboundWord(*self._name(node), place.label, value, new, by))
+            name = name or self._name(node)
+            self.words.append(ReboundWord(*name, place.label, value, new, by))
             data = data or bytearray(arguments.data)
             data[place.offset : place.offset + _WORD] = new.to_bytes(_WORD, "little")
             owners.append((place.offset, move.target))
         if data is not None:
             changed = KernelArguments(bytes(data), arguments.layout, arguments.packed)
-            self.changes.append(Change(node, replace(params, arguments=changed), tuple(owners)))
+            made = KernelNodeParams(
+                params.function, params.config, changed, params.extra_attributes
+            )
+            self.changes.append(Change(node, made, tuple(owners)))
+
+    def _places_of(
+        self, signature: Signature | None, arguments: KernelArguments
+    ) -> tuple[_Place, ...]:
+        nbytes = len(arguments.data)
+        key = id(signature), id(arguments.layout), nbytes
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = _places(signature, arguments.layout, nbytes)
+        return found
 
     def _confirmed(self, node: Node, place: _Place, value: int) -> bool:
         """Whether a word that no signature calls a pointer is one; it is reported if not."""
