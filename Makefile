@@ -6,15 +6,17 @@ BIN    := $(VENV)/bin
 # A machine with a GPU often has its own Python with torch and CuPy in it: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 PROMPT ?= Why is the sky blue?
+# What an installation is made from; everything else is used where it lies.
+BUILD  := pyproject.toml setup.py src/ostinato/driver/_launch.c
 
-.PHONY: demo test check format gpu sanitize bench docs clean setup
+.PHONY: demo test check format native gpu sanitize bench docs clean setup
 
-$(VENV)/.runtime: pyproject.toml
+$(VENV)/.runtime: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml
+$(VENV)/.dev: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,cuda13]"
 	@touch $@ $(VENV)/.runtime
@@ -36,27 +38,22 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+native: $(VENV)/.dev            ## the compiled replay call, beside its source; one build for all Pythons
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77"
+	$(BIN)/python setup.py --quiet build_ext --inplace --force
+	$(BIN)/python -c "from ostinato.driver import launcher as l; print(l.description()); exit(not l.compiled())"
+
 docs: $(VENV)/.dev              ## docs/cli.md from the --help texts, and the pictures
 	$(BIN)/python tools/make_docs.py
 
 gpu:                            ## the GPU and contract tests; a missing GPU is a failure
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest --require-gpu -m "gpu" -p no:cacheprovider $(ARGS)
 
-SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 9 --report-api-errors no
-SANITIZED = --require-gpu -m gpu -q -p no:cacheprovider --timeout 300
-
-sanitize:                       ## compute-sanitizer: memcheck over the drivers' tests; the kernels by all tools
-	$(SANITIZER) --tool memcheck $(GPU_PYTHON) -m pytest $(SANITIZED) \
-	    tests/contract tests/graph tests/state tests/replay tests/cache tests/test_footguns.py
-	$(SANITIZER) --tool memcheck $(GPU_PYTHON) -m pytest $(SANITIZED) \
-	    tests/models/test_kernels_cuda.py -k "group"
-	$(SANITIZER) --tool racecheck $(GPU_PYTHON) -m pytest $(SANITIZED) \
-	    tests/models/test_kernels_cuda.py -k "group"
-	$(SANITIZER) --tool initcheck $(GPU_PYTHON) -m pytest $(SANITIZED) \
-	    tests/models/test_kernels_cuda.py -k "group"
+sanitize:                       ## compute-sanitizer over the GPU tests, in parts side by side
+	PYTHONPATH=src $(GPU_PYTHON) -m tools.sanitize $(ARGS)
 
 bench:                          ## benchmarks on this machine; results under benchmarks/results
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/ostinato/driver/*.so

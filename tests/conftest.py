@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.device import Device, open_device
+from ostinato.driver import launcher as driver_launcher
 from ostinato.errors import NotAvailableError
 from tests.sources import preload
 
@@ -25,6 +26,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="a missing GPU is a failure, not a skip",
     )
+    parser.addoption(
+        "--share",
+        type=_share,
+        metavar="K/N",
+        help="only the K-th of N equal shares of the tests, for runs side by side",
+    )
+
+
+def _share(text: str) -> tuple[int, int]:
+    which, _, of = text.partition("/")
+    share = int(which), int(of)
+    if not 1 <= share[0] <= share[1]:
+        raise ValueError(f"{text} is no share: it is K/N with K from 1 to N")
+    return share
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share: tuple[int, int] | None = config.getoption("--share")
+    if share is not None:
+        which, of = share
+        chosen = items[which - 1 :: of]
+        config.hook.pytest_deselected(items=[i for i in items if i not in set(chosen)])
+        items[:] = chosen
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -46,6 +71,18 @@ def cuda_device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """A CUDA device, for tests marked gpu."""
     with open_test_device("cuda", request.config) as opened:
         yield preload(opened)
+
+
+@pytest.fixture(params=["compiled", "python"])
+def launcher(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Replays by the compiled hot path, where it was built, and by the one in Python."""
+    if request.param == "python":
+        with driver_launcher.without_extension():
+            yield "python"
+    elif driver_launcher.compiled():
+        yield "compiled"
+    else:
+        pytest.skip(f"replay call: {driver_launcher.description()}")
 
 
 def open_test_device(name: str, config: pytest.Config) -> Device:

@@ -48,6 +48,7 @@ def two_nodes(device: Device) -> ost.GraphExec:
     return graph.instantiate()
 
 
+@pytest.mark.alone
 def test_a_small_graph_is_estimated_by_its_nodes(device: Device) -> None:
     with ost.GraphCache(device) as cache:
         cache.get_or_capture("a", lambda: two_nodes(device))
@@ -65,6 +66,7 @@ def test_nodes_inside_others_count(device: Device) -> None:
         assert cache.statistics().nbytes == 3 * NODE_BYTES
 
 
+@pytest.mark.alone
 def test_what_a_graph_brings_is_measured(device: Device) -> None:
     kept = []
 

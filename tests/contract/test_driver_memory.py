@@ -39,6 +39,7 @@ def test_allocations_do_not_overlap(driver: Driver) -> None:
         driver.mem_free(one.address)
 
 
+@pytest.mark.alone
 def test_memory_info(driver: Driver) -> None:
     free, total = driver.memory_info()
     assert 0 < free <= total

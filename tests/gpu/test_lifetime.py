@@ -195,6 +195,7 @@ def test_what_was_patched_in_and_out_again_is_let_go(
     assert alive == 0, f"{alive} of 8 buffers that no argument holds any more are kept"
 
 
+@pytest.mark.alone
 def test_many_graphs_leave_nothing(device: Device, stream: ost.Stream) -> None:
     x = device.zeros(N, np.float32)
 

@@ -248,6 +248,7 @@ def test_the_error_names_the_line_if_it_was_swallowed(
     bench.assert_sound()
 
 
+@pytest.mark.alone
 def test_fifty_times_lose_no_memory(bench: Bench, breaks: Way) -> None:
     device = bench.device
 
@@ -266,6 +267,7 @@ def test_fifty_times_lose_no_memory(bench: Bench, breaks: Way) -> None:
     assert free() >= before
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("times", [1, TIMES])
 def test_a_collected_graph_does_not_break_it(bench: Bench, times: int) -> None:
     device, stream, x = bench.device, bench.stream, bench.x
@@ -317,6 +319,7 @@ def test_another_threads_call_breaks_a_global_capture(bench: Bench) -> None:
     bench.assert_sound()
 
 
+@pytest.mark.alone
 def test_another_threads_calls_do_not_break_a_thread_local_capture(bench: Bench) -> None:
     device, before = bench.device, 0
 

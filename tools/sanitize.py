@@ -1,0 +1,434 @@
+"""compute-sanitizer over the GPU tests, in parts side by side, and one file of what it found.
+
+    PYTHONPATH=src python3 -m tools.sanitize [--out DIR] [--only NAME ...] [--jobs N] [--within S]
+
+A part is one tool over one selection of tests, in a process of its own; the parts share the GPU.
+Tests that measure the whole device's memory (marked `alone`) come last, by themselves.  racecheck,
+initcheck and synccheck run over small cases of the kernels (marked `sanitize`), memcheck over all
+tests of drivers, graphs and decoder but those in LEFT_OUT.
+
+Each part has two logs under DIR/sanitize-logs: what pytest printed, and what the tool did.  The
+result is DIR/sanitize-{device}.json.  Exit status: 0 if every part is complete and sound; 1 if one
+reports an error, fails a test, selects none, or was cut off; 2 if nothing could be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+__all__ = [
+    "LEFT_OUT",
+    "PARTS",
+    "Found",
+    "Outcome",
+    "Part",
+    "Ran",
+    "main",
+    "read_pytest",
+    "read_tool",
+    "result",
+]
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = "ostinato.sanitize/1"
+FOUND_ERRORS = 9
+"""The sanitizer's exit status when it reports something."""
+FIRST_PORT, PORTS = 49152, 16
+"""Where the tool and what it watches meet: the first port, and how many each part may use."""
+GRACE = 10.0
+"""Seconds that a part which is cut off has to write its summaries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tool over some tests."""
+
+    name: str
+    tool: str
+    tests: tuple[str, ...]
+    marks: str = "gpu and not alone"
+    keyword: str = ""
+    timeout: float = 240
+    """Seconds."""
+    alone: bool = False
+    """Nothing else runs beside it."""
+    share: tuple[int, int] = (1, 1)
+    """(k, n): the k-th of n equal shares of the tests."""
+
+    def command(self, sanitizer: str, log: Path, port: int) -> list[str]:
+        """What is run; the tool's own words go to `log`.  It may use PORTS ports from `port` on."""
+        tool = [sanitizer, "--tool", self.tool, "--target-processes", "all"]
+        # Tests provoke refused calls on purpose, and what they start may fail on purpose: those
+        # are pytest's to judge, and only what happens on the device is the tool's.
+        tool += ["--report-api-errors", "no", "--check-exit-code", "no"]
+        tool += ["--error-exitcode", str(FOUND_ERRORS), "--log-file", str(log)]
+        # By default all try the same ten ports.  It waits for its program as long as the part may.
+        tool += ["--port", str(port), "--max-connections", str(PORTS), "--launch-timeout", "0"]
+        pytest = [sys.executable, "-m", "pytest", *self.tests, "-v", "--color=no", "--require-gpu"]
+        pytest += ["-p", "no:cacheprovider", "-m", self.marks, "--timeout", str(int(self.timeout))]
+        if self.keyword:
+            pytest += ["-k", self.keyword]
+        if self.share[1] > 1:
+            pytest += ["--share", "{}/{}".format(*self.share)]
+        return tool + pytest
+
+
+_KERNELS = "tests/models/test_kernels_cuda.py"
+_DECODER = tuple(
+    path.relative_to(ROOT).as_posix()
+    for path in sorted((ROOT / "tests" / "models").glob("test_decoder*.py"))
+)
+_GPU = "tests/gpu/"
+_ADOPTION = (_GPU + "test_adoption_handles.py", _GPU + "test_lifetime.py")
+_WAYS = _GPU + "test_twelve_ways.py"
+LEFT_OUT = {
+    _GPU + "test_poison.py": "breaks contexts on purpose",
+    _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
+}
+"""Files of GPU tests that no part runs, and why."""
+# Of the decoder's tests: not those whose size is the point (a whole model, real widths, a thousand
+# steps), nor those that run another library.  Their kernels are those of the others.
+_SMALL = "not 64_greedy and not 8b and not real_widths and not thousand and not transformers"
+_MEASURED = ("tests/cache", "tests/contract", _ADOPTION[1], _WAYS, *_DECODER)
+
+
+def _memcheck(shares: int, name: str, *tests: str, keyword: str = "") -> list[Part]:
+    return _shares(Part(f"memcheck {name}", "memcheck", tests, keyword=keyword), shares)
+
+
+def _kernels(tool: str, shares: int) -> list[Part]:
+    return _shares(Part(f"{tool} kernels", tool, (_KERNELS,), marks="gpu and sanitize"), shares)
+
+
+def _shares(part: Part, count: int) -> list[Part]:
+    if count == 1:
+        return [part]
+    each = range(1, count + 1)
+    return [replace(part, name=f"{part.name} {k}/{count}", share=(k, count)) for k in each]
+
+
+PARTS: tuple[Part, ...] = (
+    # The longest first, so that none of them begins last.
+    *_kernels("racecheck", 8),
+    *_memcheck(8, "decoder", *_DECODER, keyword=_SMALL),
+    *_memcheck(3, "twelve ways to break a capture", _WAYS),
+    *_memcheck(1, "adopted from torch", _GPU + "test_adoption_torch.py"),
+    *_memcheck(1, "adopted from CuPy", _GPU + "test_adoption_cupy.py"),
+    *_memcheck(1, "adopted from Triton", _GPU + "test_adoption_triton.py"),
+    *_memcheck(1, "adopted from Numba", _GPU + "test_adoption_numba.py"),
+    *_memcheck(1, "lines of others", _GPU + "test_trace_foreign.py"),
+    *_memcheck(5, "contract", "tests/contract"),
+    *_memcheck(2, "graph", "tests/graph"),
+    *_memcheck(1, "state, replay, cache", "tests/state", "tests/replay", "tests/cache"),
+    *_memcheck(1, "footguns", "tests/test_footguns.py"),
+    *_memcheck(1, "handles and lifetime", *_ADOPTION),
+    *_memcheck(1, "modules", "tests/modules/test_modules_gpu.py"),
+    *_memcheck(2, "kernels", _KERNELS, keyword="not smollm2 and not same_bits"),
+    *_kernels("initcheck", 4),
+    *_kernels("synccheck", 2),
+    Part("memcheck alone", "memcheck", _MEASURED, marks="gpu and alone", alone=True),
+)
+
+
+# ------------------------------------------------------------------------------------ what was said
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What pytest said: how many tests were selected and how they ended; whether it came to its
+    end."""
+
+    selected: int | None = None
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    ended: bool = False
+
+
+_COLLECTED = re.compile(
+    r"^(?:collecting \.\.\. )?collected (\d+) items?(?:.*?/ (\d+) selected)?", re.MULTILINE
+)
+_OUTCOME = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: \(.*\))?(?: +\[ *\d+%\])?$")
+_LAST = re.compile(r"^=+ (?:no tests ran|\d+ (?:passed|failed|skipped|errors?|deselected)\b.*) in ")
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+
+
+def read_pytest(text: str) -> Ran:
+    """From `pytest -v` output, also of a run that was cut off."""
+    counts: dict[str, int] = {}
+    ended = False
+    for line in text.splitlines():
+        if _LAST.match(line):  # the last word: a line of a test may have been torn by output
+            ended = True
+            counts = {word.rstrip("s"): int(n) for n, word in _COUNT.findall(line)}
+        elif not ended and (found := _OUTCOME.search(line)):
+            word = {"SKIPPED": "skipped", "PASSED": "passed", "ERROR": "error"}.get(found[1])
+            word = word or ("failed" if found[1] in ("FAILED", "XPASS") else "skipped")
+            counts[word] = counts.get(word, 0) + 1
+    collected = _COLLECTED.search(text)
+    selected = int(collected[2] or collected[1]) if collected else None
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    return Ran(selected, counts.get("passed", 0), failed, counts.get("skipped", 0), ended)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the sanitizer said, over all processes of a part."""
+
+    errors: int = 0
+    warnings: int = 0
+    summaries: int = 0
+    """How many summaries there were; none means that it was cut off, or never began."""
+    trouble: str = ""
+    """Its first word of trouble of its own."""
+
+
+_ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?\s*$")
+_RACES = re.compile(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
+_TROUBLE = re.compile(
+    r"========= ((?:Internal Sanitizer Error|Error:|Target application terminated).*)"
+)
+
+
+def read_tool(text: str) -> Found:
+    """From the lines that start with "=========".
+
+    "ERROR SUMMARY: 4 errors were not printed" says again what the line before has counted.
+    """
+    errors = warnings = summaries = 0
+    trouble = ""
+    for line in text.splitlines():
+        if not line.startswith("========="):
+            continue
+        if found := _ERRORS.search(line):
+            errors += int(found[1])
+            summaries += 1
+        elif found := _RACES.search(line):
+            errors += int(found[1])
+            warnings += int(found[2])
+            summaries += 1
+        elif not trouble and (found := _TROUBLE.match(line)):
+            trouble = found[1].strip()
+    return Found(errors, warnings, summaries, trouble)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a part went."""
+
+    part: Part
+    ran: Ran = field(default_factory=Ran)
+    found: Found = field(default_factory=Found)
+    seconds: float = 0.0
+    status: int | None = None
+    """The exit status; None if it was cut off or never began."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it came to its end by itself, with both summaries."""
+        return self.status is not None and self.ran.ended and self.found.summaries > 0
+
+    @property
+    def objections(self) -> list[str]:
+        """Why the part is not sound, in words; empty if it is."""
+        ran, found = self.ran, self.found
+        said = []
+        if not self.complete:
+            said.append("cut off" if self.status is None else "ended without a summary")
+        if found.errors:
+            said.append(f"{found.errors} errors reported by {self.part.tool}")
+        if ran.failed:
+            said.append(f"{ran.failed} tests failed")
+        if self.complete and not ran.passed:
+            said.append("no test passed")
+        if found.trouble and (said or found.trouble.startswith("Internal")):
+            said.append(found.trouble)
+        if not said and self.status not in (0, None):
+            said.append(f"exit status {self.status}")
+        return said
+
+    def row(self) -> dict[str, object]:
+        """For the result file."""
+        return {
+            "part": self.part.name,
+            "tool": self.part.tool,
+            "tests": [*self.part.tests],
+            "selected": self.ran.selected,
+            "passed": self.ran.passed,
+            "failed": self.ran.failed,
+            "skipped": self.ran.skipped,
+            "errors": self.found.errors,
+            "warnings": self.found.warnings,
+            "seconds": round(self.seconds, 1),
+            "complete": self.complete,
+            "objections": self.objections,
+        }
+
+
+def result(outcomes: Sequence[Outcome], machine: Mapping[str, object]) -> dict[str, object]:
+    """The result file's content."""
+    tools = sorted({o.part.tool for o in outcomes})
+    return {
+        "schema": SCHEMA,
+        "benchmark": "sanitize",
+        "summary": {
+            "sound": bool(outcomes) and not any(o.objections for o in outcomes),
+            **{
+                tool: {
+                    "passed": sum(o.ran.passed for o in outcomes if o.part.tool == tool),
+                    "errors": sum(o.found.errors for o in outcomes if o.part.tool == tool),
+                    "parts": sum(o.part.tool == tool for o in outcomes),
+                    "complete": sum(o.complete for o in outcomes if o.part.tool == tool),
+                }
+                for tool in tools
+            },
+        },
+        "machine": dict(machine),
+        "rows": [o.row() for o in outcomes],
+    }
+
+
+# ------------------------------------------------------------------------------------------ running
+
+
+def run_part(
+    part: Part, logs: Path, deadline: float, command: Callable[[Part, Path], list[str]]
+) -> Outcome:
+    """Runs a part until it ends, its own time is up or the `deadline` (time.monotonic) is there.
+
+    What is cut off is interrupted first, so that it can still write its summaries.
+    """
+    start = time.monotonic()
+    seconds = min(part.timeout, deadline - start)
+    if seconds <= 0:
+        return Outcome(part)
+    slug = re.sub(r"[^a-z0-9]+", "-", part.name.lower()).strip("-")
+    words, tool_words = logs / f"{slug}.txt", logs / f"{slug}.tool.txt"
+    tool_words.unlink(missing_ok=True)
+    status: int | None = None
+    with words.open("wb") as out:
+        process = subprocess.Popen(
+            command(part, tool_words),
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # so that all of it can be ended
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            _end(process)
+        except BaseException:
+            _end(process)
+            raise
+    text = words.read_text(encoding="utf-8", errors="replace")
+    said = tool_words.read_text("utf-8", "replace") if tool_words.exists() else ""
+    found = read_tool(said or text)
+    return Outcome(part, read_pytest(text), found, time.monotonic() - start, status)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for how, seconds in ((signal.SIGINT, GRACE), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, how)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def run_all(
+    parts: Sequence[Part],
+    jobs: int,
+    run: Callable[[Part], Outcome],
+    say: Callable[[str], None] = print,
+) -> list[Outcome]:
+    """All parts, `jobs` at a time; those that must be alone one by one at the end."""
+
+    def one(part: Part) -> Outcome:
+        outcome = run(part)
+        ran, verdict = outcome.ran, "; ".join(outcome.objections) or "sound"
+        of = "?" if ran.selected is None else ran.selected
+        say(f"{outcome.seconds:6.1f} s  {ran.passed:>3} of {of:>3}  {part.name}: {verdict}")
+        return outcome
+
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        done = list(pool.map(one, [p for p in parts if not p.alone]))
+    return done + [one(p) for p in parts if p.alone]
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    results = ROOT / "benchmarks" / "results"
+    parser.add_argument("--out", type=Path, default=results, help="folder of the result file")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="parts named so")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--within", type=float, default=570, metavar="S", help="seconds in all")
+    parser.add_argument("--sanitizer", default="", help="the program; by default looked for")
+    parser.add_argument("--list", action="store_true", help="say which parts there are")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _options().parse_args(argv)
+    parts = [p for p in PARTS if not options.only or any(t in p.name for t in options.only)]
+    if options.list:
+        print("\n".join(part.name for part in parts))
+        return 0
+    program = options.sanitizer or shutil.which("compute-sanitizer")
+    program = program or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if not program or not parts:
+        print("no part has such a name" if program else "compute-sanitizer was not found")
+        return 2
+    deadline = time.monotonic() + options.within
+    logs: Path = options.out / "sanitize-logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    print(f"{len(parts)} parts, {options.jobs} at a time; logs: {logs}", flush=True)
+
+    def run(part: Part) -> Outcome:
+        port = FIRST_PORT + PORTS * parts.index(part)
+        return run_part(part, logs, deadline, lambda p, log: p.command(program, log, port))
+
+    outcomes = run_all(parts, options.jobs, run, lambda line: print(line, flush=True))
+    machine = _machine()
+    found = result(outcomes, machine)
+    slug = re.sub(r"[^a-z0-9]+", "-", str(machine["device"]).lower()).strip("-")
+    path: Path = options.out / f"sanitize-{slug}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"results: {path}")
+    print(json.dumps(found["summary"]), flush=True)
+    return 1 if any(o.objections for o in outcomes) else 0
+
+
+def _machine() -> dict[str, object]:
+    import ostinato as ost
+    from benchmarks import common
+
+    try:
+        with ost.open_device("cuda:0") as device:
+            return common.machine(device)
+    except ost.OstinatoError as error:  # the parts' outcomes are worth keeping all the same
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return {"device": "unknown", "why": str(error), "commit": common.commit(), "date": now}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
