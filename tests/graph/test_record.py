@@ -49,6 +49,27 @@ def test_independent_launches_run_side_by_side(device: Device) -> None:
     assert (z.to_numpy(stream) == 3).all()
 
 
+def test_prepared_operations_become_the_graph_of_their_recording(device: Device) -> None:
+    stream = device.create_stream()
+    x, y, z = (device.zeros(N, np.float32) for _ in range(3))
+    operations = [
+        ost.prepare(kernel(device, "fill"), config(N), x, 1.0, N),
+        ost.prepare(kernel(device, "fill"), config(N), y, 2.0, N),
+        ost.prepare(kernel(device, "add"), config(N), x, y, z, N),
+    ]
+    with ost.record(stream) as recording:
+        for operation in operations:
+            stream.submit(operation)
+    graph = ost.Graph.create(device)
+    nodes = graph.add_operations(operations)
+    assert [node.name for node in nodes] == ["fill", "fill", "add"]
+    assert not graph.diff(recording.build())
+    for buffer in (x, y, z):
+        ost.fill(stream, buffer, 0)
+    graph.instantiate().launch(stream)
+    assert (z.to_numpy(stream) == 3).all()
+
+
 def test_nothing_recorded_is_an_error(device: Device) -> None:
     stream = device.create_stream()
     with ost.record(stream) as recording:

@@ -13,6 +13,7 @@ from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, ModelFormatError
 from ostinato.models.checkpoint import open_checkpoint
 from ostinato.models.generate import TextGenerator
+from ostinato.models.ring import TokenRing
 from ostinato.models.sampling import SamplingOptions
 from tests.models.model_files import write_folder, write_gguf
 
@@ -118,18 +119,19 @@ def test_an_interruption_goes_to_the_caller_and_leaves_a_summary(
     whole = generator.generate("abc", max_tokens=12, sampling=HOT)
     list(whole)
     answer = generator.generate("abc", max_tokens=12, sampling=HOT)
-    original, calls = generator.decoder.decode, 0
+    with monkeypatch.context() as patch:
+        original, calls = TokenRing.wait, 0
 
-    def decode(slot: int = 0) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
-        return original(slot)
+        def wait(*arguments: Any, **options: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 5:
+                raise KeyboardInterrupt
+            original(*arguments, **options)
 
-    monkeypatch.setattr(generator.decoder, "decode", decode)
-    with pytest.raises(KeyboardInterrupt):
-        list(answer)
+        patch.setattr(TokenRing, "wait", wait)
+        with pytest.raises(KeyboardInterrupt):
+            list(answer)
     summary = answer.summary()
     assert summary.finish_reason == "interrupted"
     assert summary.token_ids == whole.token_ids[:4]
@@ -137,6 +139,48 @@ def test_an_interruption_goes_to_the_caller_and_leaves_a_summary(
     again = generator.generate("abc", max_tokens=12, sampling=HOT)
     list(again)
     assert again.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("tokens_per_launch", [1, 3, 16])
+@pytest.mark.parametrize("build", ["capture", "record"])
+def test_many_tokens_a_launch_give_the_same_answer(
+    host_device: Device, tiny: Path, build: str, tokens_per_launch: int
+) -> None:
+    with TextGenerator(host_device, tiny, graphs=False) as eager:
+        wanted = "".join(eager.generate("abc", max_tokens=40, sampling=HOT))
+        numbers = eager.latest.summary()
+        assert numbers.one_by_one == {}
+    with TextGenerator(host_device, tiny, build=build) as generator:
+        for _ in range(2):
+            answer = generator.generate(
+                "abc", max_tokens=40, sampling=HOT, tokens_per_launch=tokens_per_launch
+            )
+            assert "".join(answer) == wanted
+        summary = answer.summary()
+    assert summary.finish_reason == numbers.finish_reason
+    assert summary.tokens_per_launch == tokens_per_launch
+    most = -(-(len(summary.token_ids) - 1) // tokens_per_launch) + 1 + 2
+    assert summary.launches_replayed <= most
+
+
+def test_why_tokens_come_one_by_one_is_in_the_summary(host_device: Device, tiny: Path) -> None:
+    with TextGenerator(host_device, tiny, graphs=False) as generator:
+        answer = generator.generate("abc", max_tokens=5, sampling=HOT, tokens_per_launch=4)
+        list(answer)
+        assert answer.summary().one_by_one == {"graphs are switched off": 1}
+        assert "token by token: graphs are switched off" in str(answer.summary())
+
+
+def test_a_new_answer_ends_the_one_before(generator: TextGenerator) -> None:
+    wanted = "".join(generator.generate("ab", max_tokens=8, sampling=HOT))
+    unbegun = generator.generate("xyz", max_tokens=8, sampling=HOT)
+    begun = generator.generate("xyz", max_tokens=8, sampling=HOT)
+    next(begun)
+    answer = generator.generate("ab", max_tokens=8, sampling=HOT)
+    for old in (unbegun, begun):
+        with pytest.raises(ClosedError, match="a later generation ended this one"):
+            next(old)
+    assert "".join(answer) == wanted
 
 
 def test_a_summary_before_the_first_token(generator: TextGenerator) -> None:
@@ -152,6 +196,7 @@ def test_a_summary_before_the_first_token(generator: TextGenerator) -> None:
         ([], {}, "the prompt is empty"),
         ([5, {"role": "user", "content": "x"}], {}, "mixes messages and token ids"),
         ("abc", {"max_tokens": 0}, "max_tokens is 0"),
+        ("abc", {"tokens_per_launch": 0}, "tokens_per_launch is 0, must be 1 to 256"),
         ([999], {}, "token 999 is outside"),
     ],
 )

@@ -18,6 +18,7 @@ from ostinato.models.program import (
     Bound,
     decode_program,
     describe,
+    loop_call,
 )
 from ostinato.models.sampling import sample, uniform
 from tests.models import reference_llama as reference
@@ -26,7 +27,17 @@ NAN = np.float32(np.nan)
 F32 = {"rtol": 2e-5, "atol": 2e-5}
 
 
-def run(name: str, **arguments: Any) -> None:
+class Launch:
+    """What a kernel may do besides: set conditions."""
+
+    def __init__(self) -> None:
+        self.conditions: dict[int, int] = {}
+
+    def set_conditional(self, handle: int, value: int) -> None:
+        self.conditions[handle] = value
+
+
+def run(name: str, launch: Launch | None = None, **arguments: Any) -> None:
     """Calls a kernel as the driver does: flat views, read-only where the signature says so."""
     kernel = HOST_KERNELS[name]
     values = []
@@ -39,7 +50,7 @@ def run(name: str, **arguments: Any) -> None:
                 value.setflags(write=False)
         values.append(value)
     assert not arguments, f"{name} takes no {sorted(arguments)}"
-    kernel.function(None, *values)
+    kernel.function(launch, *values)
 
 
 def live_rows(*rows: tuple[int, int, int, int]) -> np.ndarray:
@@ -344,3 +355,47 @@ def test_advance(token: int, position: int, limit: int, stopped: int) -> None:
     ring[1, (position + 1) % 6] = 77
     assert (ring == 77).all()
     assert (state[0] == 77).all()
+
+
+LIVE, STATE_ROW = ACTIVE | SAMPLE, ACTIVE | SAMPLE | FROM_STATE
+
+
+@pytest.mark.parametrize(
+    ("rows", "begins", "goes_on"),
+    [
+        ([(0, 0, 0, STATE_ROW)], True, True),
+        ([(0, 0, 1, STATE_ROW)], False, False),  # stopped
+        ([(0, 0, 1, STATE_ROW), (0, 0, 2, STATE_ROW)], True, True),
+        ([(7, 3, 0, LIVE)], True, False),  # the host's row would be the same step again
+        ([(7, 3, 1, LIVE)], True, False),  # and it does not look at the state
+        ([(0, 0, 0, 0), (0, 0, 0, FROM_STATE), (0, 0, 0, ACTIVE | FROM_STATE)], False, False),
+        ([(0, 0, 3, STATE_ROW), (0, 0, -1, STATE_ROW)], False, False),  # no such slots
+    ],
+)
+def test_continue_loop(rows: list[tuple[int, ...]], begins: bool, goes_on: bool) -> None:
+    """Slot 1 of 3 has stopped."""
+    state = np.array([(5, 3, 4, 0), (5, 3, 4, 1), (5, 3, 4, 0)], np.int32)
+    counter, launch = np.array([-9], np.int32), Launch()
+
+    def call(start: int) -> tuple[int, int]:
+        run(
+            "continue_loop",
+            launch,
+            condition=77,
+            counter=counter,
+            rows=np.array(rows, np.int32),
+            state=state,
+            row_count=len(rows),
+            slots=3,
+            start=start,
+        )
+        return int(counter[0]), launch.conditions[77]
+
+    assert call(3) == (3, begins)
+    assert call(0) == (2, goes_on)
+    assert call(0) == (1, goes_on)
+    assert call(0) == (0, 0), "the count is over"
+    names = [name for name, _ in loop_call(3).arguments]
+    assert names == [p.name for p in HOST_KERNELS["continue_loop"].signature.parameters]
+    assert dict(loop_call(3).arguments)["start"] == 3
+    assert dict(loop_call().arguments)["start"] == 0

@@ -11,8 +11,8 @@ import pytest
 import ostinato as ost
 from ostinato.cache import GraphCache, PowersOfTwo
 from ostinato.device import Device
-from ostinato.errors import VerificationError
-from ostinato.replay import Action, Reason, ReplayProfile
+from ostinato.errors import ClosedError, InputError, VerificationError
+from ostinato.replay import Action, Decision, HeldReplay, Reason, ReplayProfile
 from ostinato.settings import ReplaySettings
 from ostinato.testing import FaultyDriver
 from tests.sources import config, kernel, preload
@@ -119,6 +119,10 @@ def test_a_size_over_the_buckets_is_run_eagerly(device: Device) -> None:
     decision = rows.step(rows=8)
     assert decision.reason is Reason.OVER_BUCKETS
     np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))
+    statistics = rows.step.statistics()
+    assert (statistics.calls, statistics.eager) == (1, 1)
+    assert statistics.eager_reasons == {Reason.OVER_BUCKETS.value: 1}
+    assert (statistics.used, statistics.padded) == (8, 8)
 
 
 def test_a_key_that_cannot_be_captured_is_quarantined_and_served(
@@ -316,3 +320,115 @@ def test_preload_comes_before_the_first_capture_and_once(device: Device) -> None
         assert step(n=n).action in (Action.BUILD, Action.REPLAY)
     assert seen == [False]
     assert step.statistics().quarantined == {}
+
+
+# ------------------------------------------------------------------------------- held and built
+
+
+def test_a_held_graph_replays_as_calls_do_and_counts_as_they_do(device: Device) -> None:
+    rows = Rows(device, warmups=0)
+    x = rows.x.to_numpy(rows.stream)
+    with rows.step.hold(rows=3) as held:  # nothing has to run for it, so it is made
+        assert (rows.totals() == 0).all()
+        for _ in range(3):
+            held.launch()
+        rows.step(rows=4)
+    np.testing.assert_array_equal(rows.totals()[:3], 4 * x[:3])
+    with pytest.raises(ClosedError, match="not held any more"):
+        held.launch()
+    statistics = rows.step.statistics()
+    assert (statistics.calls, statistics.replayed, statistics.launches_replayed) == (4, 4, 4)
+    assert (statistics.used, statistics.padded, statistics.built) == (13, 16, 1)
+
+
+def test_what_is_held_outlives_an_eviction(device: Device) -> None:
+    rows = Rows(device, warmups=0)
+    held = rows.step.hold(rows=8)
+    assert isinstance(held, HeldReplay)
+    rows.cache.evict_all()
+    held.launch()
+    np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))
+    assert rows.cache.statistics().leaving == 1
+    held.close()
+    held.close()
+    assert rows.cache.statistics().leaving == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"warmups": 1}, Reason.WARMING_UP),
+        ({"enabled": False}, Reason.GRAPHS_OFF),
+        ({"build": "record"}, Reason.FIRST_USE),
+        ({"warmups": 0, "verify": "first"}, Reason.FIRST_USE),
+        ({"warmups": 0, "verify": 2}, Reason.FIRST_USE),
+        ({"preconditions": {"ready": lambda: False}}, Reason.PRECONDITION),
+    ],
+)
+def test_nothing_is_held_where_a_call_does_more_than_replay(
+    device: Device, options: dict[str, object], reason: Reason
+) -> None:
+    rows = Rows(device, **options)
+    decision = rows.step.hold(rows=2)
+    assert isinstance(decision, Decision)
+    assert decision.reason is reason
+    assert rows.runs == 0
+    assert rows.step.statistics().calls == 0
+    rows.cache.buckets = PowersOfTwo(4)
+    over = rows.step.hold(rows=8)
+    assert isinstance(over, Decision)
+    assert over.action is Action.EAGER
+
+
+def test_a_check_now_and_then_keeps_replays_from_being_held(device: Device) -> None:
+    rows = Rows(device, warmups=0, verify=2)
+    rows.step(rows=2)
+    decision = rows.step.hold(rows=2)
+    assert isinstance(decision, Decision)
+    assert decision.action is Action.REPLAY
+    first = Rows(device, warmups=0, verify="first")
+    first.step(rows=2)
+    assert isinstance(first.step.hold(rows=2), HeldReplay)
+
+
+def test_held_replays_are_profiled_too(device: Device) -> None:
+    profile = ReplayProfile()
+    settings = ReplaySettings(profile=True, synchronize=True)
+    rows = Rows(device, warmups=0, profile=profile, settings=settings)
+    with rows.step.hold(rows=8) as held:
+        held.launch()
+    (event,) = profile.events
+    assert event.synchronize > 0
+
+
+def test_a_builder_makes_the_graph_by_itself(device: Device) -> None:
+    rows = Rows(device)
+
+    def build(stream: ost.Stream, rows: int) -> ost.GraphExec:
+        graph = ost.Graph.create(device)
+        n, step = rows * WIDTH, made
+        graph.add_kernel(step.axpy, config(n), step.x, step.factor, step.total, n)
+        return graph.instantiate(upload=stream)
+
+    made = Rows(device, builder=build)
+    for _ in range(3):
+        rows.step(rows=8)
+        made.step(rows=8)
+    np.testing.assert_array_equal(made.totals(), rows.totals())
+    assert made.runs == 1, "the warm-up; nothing was captured"
+    assert made.step.statistics().replayed == 2
+    with pytest.raises(InputError, match="nothing is recorded"):
+        Rows(device, builder=build, build="record")
+
+
+def test_a_builder_that_fails_quarantines_its_key(device: Device) -> None:
+    def build(stream: ost.Stream, rows: int) -> ost.GraphExec:
+        raise ValueError("no plan")
+
+    rows = Rows(device, warmups=0, builder=build)
+    decision = rows.step.hold(rows=8)
+    assert isinstance(decision, Decision)
+    assert (decision.reason, decision.detail) == (Reason.BUILD_FAILED, "no plan")
+    rows.step(rows=8)
+    np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))
+    assert "no plan" in str(rows.step.statistics().quarantined)

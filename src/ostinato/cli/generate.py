@@ -61,6 +61,10 @@ def generate(
     build: Annotated[
         Build, typer.Option(help="Graphs from stream capture, or by hand from a recorded run.")
     ] = Build.capture,
+    tokens_per_launch: Annotated[
+        int,
+        typer.Option(min=1, max=256, help="Tokens of one graph launch, by a loop on the device."),
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="The last line is the summary as one JSON object.")
     ] = False,
@@ -84,7 +88,12 @@ def generate(
         ) as generator,
     ):
         answer = generator.generate(
-            prompt, max_tokens=max_tokens, sampling=sampling, chat=chat, system=system
+            prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            chat=chat,
+            system=system,
+            tokens_per_launch=tokens_per_launch,
         )
         try:
             for piece in answer:

@@ -206,6 +206,16 @@ class Graph(Closeable):
         """Adds a node for a prepared operation."""
         return self.add(operation.params, after, operation=operation)
 
+    def add_operations(self, operations: Sequence[Operation]) -> list[Node]:
+        """Adds operations as a recording of them would: edges from what each reads and writes.
+
+        There are no edges from nodes that are there already.  Raises GraphError with the driver's
+        reason; what was added before stays.
+        """
+        from ostinato.graph.recording import Recorded, add_recorded
+
+        return add_recorded(self, [Recorded(operation, None) for operation in operations])
+
     def add_kernel(
         self, kernel: Kernel, config: LaunchConfig, *args: object, after: Sequence[NodeRef] = ()
     ) -> Node:

@@ -25,7 +25,7 @@ from ostinato.errors import CaptureError, DriverError, GraphError
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
 
-__all__ = ["Recorded", "Recording", "build_graph", "dependencies", "record"]
+__all__ = ["Recorded", "Recording", "add_recorded", "build_graph", "dependencies", "record"]
 
 _PROGRAMMATIC = EdgeData(from_port=1, to_port=0, type=EdgeType.PROGRAMMATIC)
 
@@ -89,29 +89,35 @@ def build_graph(stream: Stream, recorded: Sequence[Recorded], *, serial: bool = 
     """The graph of recorded operations; see `Recording.build`."""
     if not recorded:
         raise GraphError("nothing was recorded on the stream, so there is no graph to build")
+    graph = Graph.create(stream.context)
+    try:
+        add_recorded(graph, recorded, serial=serial)
+    except BaseException:
+        graph.close()
+        raise
+    return graph
+
+
+def add_recorded(graph: Graph, recorded: Sequence[Recorded], *, serial: bool = False) -> list[Node]:
+    """Adds recorded operations to a graph, with edges between them as in `Recording.build`."""
     operations = [r.operation for r in recorded]
     if serial:
         after = [[i - 1] if i else [] for i in range(len(operations))]
     else:
         after = dependencies(operations)
-    graph = Graph.create(stream.context)
     nodes: list[Node] = []
-    try:
-        for index, entry in enumerate(recorded):
-            operation = entry.operation
-            nodes.append(
-                graph.add(
-                    operation.params,
-                    [nodes[i] for i in after[index]],
-                    edge_data=_edge_data(operations, index, after[index]),
-                    operation=operation,
-                    line=entry.line,
-                )
+    for index, entry in enumerate(recorded):
+        operation = entry.operation
+        nodes.append(
+            graph.add(
+                operation.params,
+                [nodes[i] for i in after[index]],
+                edge_data=_edge_data(operations, index, after[index]),
+                operation=operation,
+                line=entry.line,
             )
-    except BaseException:
-        graph.close()
-        raise
-    return graph
+        )
+    return nodes
 
 
 def _edge_data(

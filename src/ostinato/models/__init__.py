@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from ostinato.models.program import KernelCall as KernelCall
     from ostinato.models.program import decode_program as decode_program
     from ostinato.models.program import describe as describe
+    from ostinato.models.run import BatchRun as BatchRun
+    from ostinato.models.run import TokenRun as TokenRun
     from ostinato.models.sampling import SamplingOptions as SamplingOptions
     from ostinato.models.tokenizer import Tokenizer as Tokenizer
     from ostinato.models.tokenizer import load_tokenizer as load_tokenizer
 
 _HOMES = {
+    "BatchRun": "run",
     "Checkpoint": "checkpoint",
     "Decoder": "decoder",
     "DecoderStatistics": "decoder_statistics",
@@ -34,6 +37,7 @@ _HOMES = {
     "SamplingOptions": "sampling",
     "Summary": "generate",
     "TextGenerator": "generate",
+    "TokenRun": "run",
     "Tokenizer": "tokenizer",
     "decode_program": "program",
     "describe": "program",

@@ -4,6 +4,8 @@
         token = decoder.prefill([4898, 314, 260])     # the first token after the prompt
         while not decoder.stopped():
             token = decoder.decode()                  # one graph launch, no host write
+        for token in decoder.run(count=100):          # the same, the device never waiting
+            ...
 
 Two graphed steps share one program and one buffer plan: "prefill" (pieces of a prompt, no output
 head) and "decode" (whatever samples: the last piece of a prompt, and every token after it).  Their
@@ -12,27 +14,29 @@ only size is the number of rows; everything else is read on the device.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato import Device, Graph, GraphCache, Stream
-from ostinato.errors import ClosedError, InputError, ModelError
+from ostinato.errors import ClosedError, InputError
 from ostinato.models.backend import Backend, backend_for
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.config import LlamaConfig
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
 from ostinato.models.plan import BufferPlan, PlanSizes
-from ostinato.models.program import OPTIONS, ROW, STOP_TOKENS, KernelCall
+from ostinato.models.program import OPTIONS, STOP_TOKENS, KernelCall
+from ostinato.models.ring import TokenRing
+from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions
-from ostinato.models.sequences import Sequence, decode_rows, prompt_rows
+from ostinato.models.sequences import Sequence
+from ostinato.models.stepper import Stepper
 from ostinato.models.steps import DecoderSteps
 from ostinato.models.weights import Weights, load_weights
 from ostinato.replay import Decision
@@ -41,9 +45,6 @@ __all__ = ["DEFAULT_CONTEXT", "Decoder"]
 
 DEFAULT_CONTEXT = 2048
 """Positions a slot has if nobody says otherwise, and the model was trained for as many."""
-
-# How long the host looks for a token before it waits for the stream.
-_SPIN_SECONDS = 0.002
 
 
 class Decoder:
@@ -123,13 +124,13 @@ class Decoder:
             self.plan.close()
             self.weights.close()
             raise
-        self._sequences = [Sequence(slot) for slot in range(slots)]
-        self._rows = np.zeros(max_rows, ROW)
-        self._rows_on_device = b""
-        self._options = np.zeros(slots, OPTIONS)
-        self._settled = True
         self.stream: Stream = self._steps.stream
         self.cache: GraphCache = self._steps.cache
+        ring = TokenRing(self.plan.ring, self.stream, spins=self.backend.spins)
+        self._stepper = Stepper(self.plan, self._steps, ring, self._phases)
+        self._run: Run[int] | Run[dict[int, int]] | None = None
+        self._sequences = [Sequence(slot) for slot in range(slots)]
+        self._options = np.zeros(slots, OPTIONS)
         self.set_stop_tokens(self.config.eos_token_ids if stop_tokens is None else stop_tokens)
         for slot in range(slots):
             self.set_sampling(GREEDY, slot)
@@ -153,13 +154,15 @@ class Decoder:
         sequence = self._sequence(slot)
         if limit is not None and limit < 0:
             raise InputError(f"limit is {limit}, must be a position, 0 or more")
+        self._end_run("set_sampling")
         context = self.plan.sizes.context
+        sequence.limit = context if limit is None else min(limit, context)
         self._options[slot] = (
             options.temperature,
             options.top_p,
             options.seed,
             min(options.top_k, self.config.vocabulary),
-            context if limit is None else min(limit, context),
+            sequence.limit,
         )
         self.plan.options.set(self._options, self.stream)
         sequence.on_device = sequence.stopped = False
@@ -169,6 +172,7 @@ class Decoder:
         wanted = list(dict.fromkeys(tokens))
         if len(wanted) > STOP_TOKENS or any(t < 0 for t in wanted):
             raise InputError(f"{len(wanted)} stop tokens; at most {STOP_TOKENS}, none negative")
+        self._end_run("set_stop_tokens")
         stops = np.full(STOP_TOKENS, -1, np.int32)
         stops[: len(wanted)] = wanted
         self.plan.stops.set(stops, self.stream)
@@ -187,7 +191,9 @@ class Decoder:
 
     def reset(self, slot: int | None = None) -> None:
         """Forgets a slot's tokens, or all slots'.  Nothing is written to the device."""
-        for sequence in self._sequences if slot is None else [self._sequence(slot)]:
+        sequences = self._sequences if slot is None else [self._sequence(slot)]
+        self._end_run("reset")
+        for sequence in sequences:
             sequence.truncate(0)
 
     def truncate(self, count: int, slot: int = 0) -> None:
@@ -195,7 +201,9 @@ class Decoder:
 
         Raises InputError if there are not so many.
         """
-        self._sequence(slot).truncate(count)
+        sequence = self._sequence(slot)
+        self._end_run("truncate")
+        sequence.truncate(count)
 
     # --- steps
     def prefill(self, tokens: Items[int], slot: int = 0) -> int:
@@ -207,21 +215,10 @@ class Decoder:
         """
         sequence = self._sequence(slot)
         self._check_tokens(tokens, sequence)
-        with self._phases.measure("prefill", len(tokens)):
-            del sequence.tokens[sequence.length :]
-            sequence.on_device = sequence.stopped = False
-            largest = self.plan.sizes.rows
-            for start in range(0, len(tokens), largest):
-                piece = tokens[start : start + largest]
-                last = start + largest >= len(tokens)
-                self._set_rows(prompt_rows(self._rows, slot, piece, sequence.length, sample=last))
-                if last:
-                    chosen = self._sampled([sequence], piece)[0]
-                else:
-                    self._steps(len(piece), sampled=False)
-                    sequence.tokens.extend(piece)
-                    sequence.length += len(piece)
-        return chosen
+        self._begin("prefill")
+        del sequence.tokens[sequence.length :]
+        sequence.on_device = sequence.stopped = False
+        return self._stepper.prompt(sequence, tokens)
 
     def decode(self, slot: int = 0) -> int:
         """One more token of a slot.
@@ -232,6 +229,73 @@ class Decoder:
 
     def decode_batch(self, slots: Items[int]) -> list[int]:
         """One more token of each of several slots, in one step.  Raises as `decode`."""
+        sequences = self._ready(slots)
+        self._begin("decode")
+        return self._stepper.together(sequences, device_state=self.device_state)
+
+    def run(
+        self,
+        slot: int = 0,
+        *,
+        count: int | None = None,
+        tokens_per_launch: int = 1,
+        ahead: int | None = None,
+    ) -> TokenRun:
+        """An iterator over a slot's next tokens, with the device kept busy.
+
+        Ends where the slot stops, or after `count` tokens.  `tokens_per_launch`: so many tokens
+        from one graph launch, by a loop on the device that ends where the slot stops; if it cannot
+        be made, one each, with the reason in the statistics.  `ahead`: launches under way besides
+        the one whose token is waited for (`models.run`); 2 if None, and tokens_per_launch *
+        (ahead + 1) at most 256.  The tokens are those of `decode`, bit by bit.
+
+        One run at a time: any other call that changes the decoder or runs a step (prefill, decode,
+        run, reset, truncate, set_…, profile) ends it, as `close()` does, and takes up after the
+        last token that was handed out.  Steps wait for each other while `device_state` is off, and
+        where a step has no graph: then it is launched operation by operation, one a token.
+        Raises as `decode`, InputError for options that make no sense.
+        """
+        options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
+        sequences = self._ready((slot,))
+        self._begin("run")
+        run = TokenRun(self._stepper, sequences, options, device_state=self.device_state)
+        self._run = run
+        return run
+
+    def run_batch(
+        self,
+        slots: Items[int],
+        *,
+        count: int | None = None,
+        tokens_per_launch: int = 1,
+        ahead: int | None = None,
+    ) -> BatchRun:
+        """As `run` for several slots in step: each item is {slot: token} of those that had not
+        stopped before, so the last ones have fewer slots.  Ends where all have stopped."""
+        options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
+        sequences = self._ready(slots)
+        self._begin("run_batch")
+        run = BatchRun(self._stepper, sequences, options, device_state=self.device_state)
+        self._run = run
+        return run
+
+    def logits(self, slot: int = 0) -> npt.NDArray[np.float32]:
+        """A copy of the slot's latest logits: float32, (vocabulary,).  Waits for the step.
+
+        Raises InputError if a run computed further than the tokens it handed out: the logits there
+        are of a later token.
+        """
+        sequence = self._sequence(slot)
+        if sequence.ahead or (self._run is not None and self._run.is_ahead(sequence)):
+            raise InputError(
+                f"the device is further in slot {slot} than the {len(sequence.tokens)} tokens "
+                "handed out, and so are its logits; truncate by one token and decode it again, or "
+                "run with ahead=0"
+            )
+        return self.plan.buffers["logits"][slot].to_numpy(self.stream)
+
+    def _ready(self, slots: Items[int]) -> list[Sequence]:
+        """The sequences of slots that can step together.  Raises InputError."""
         sequences = [self._sequence(slot) for slot in slots]
         if not sequences or len(set(slots)) != len(sequences):
             raise InputError(f"slots {list(slots)}: one or more are needed, each once")
@@ -240,73 +304,18 @@ class Decoder:
                 raise InputError(f"slot {sequence.slot} has stopped; reset or truncate it")
             if sequence.length >= self.plan.sizes.context:
                 raise InputError(f"slot {sequence.slot} is at the end of its context")
-        with self._phases.measure("decode", len(sequences)):
-            self._set_rows(decode_rows(self._rows, sequences, device_state=self.device_state))
-            return self._sampled(sequences)
+            _ = sequence.next_token  # there must be one
+        return sequences
 
-    def logits(self, slot: int = 0) -> npt.NDArray[np.float32]:
-        """A copy of the slot's latest logits: float32, (vocabulary,).  Waits for the step."""
-        self._sequence(slot)
-        return self.plan.buffers["logits"][slot].to_numpy(self.stream)
-
-    def _sampled(self, sequences: list[Sequence], piece: Items[int] = ()) -> list[int]:
-        """Runs a step that samples once for each sequence; what was chosen.
-
-        `piece`: the step is the end of this one sequence's prompt, else one token of each.
-        """
+    def _begin(self, what: str) -> None:
+        """Before every step: a run under way ends."""
         self._require_open()
-        count = len(piece) or 1
-        if not self._settled:  # an interrupted step must not write where this one is waited for
-            self.stream.synchronize()
-        ring, size = self.plan.ring.array, self.plan.sizes.ring
-        entries = []
-        for sequence in sequences:
-            sequence.on_device = False  # until the step is known to have ended well
-            at = (sequence.length + count) % size
-            entries.append(ring[sequence.slot, at : at + 1])
-            entries[-1]["tag"] = -1
-        self._settled = False
-        self._steps(len(piece) or len(sequences), sampled=True)
-        self._wait_for(entries)
-        self._settled = True
-        chosen = []
-        for sequence, entry in zip(sequences, entries, strict=True):
-            token, tag = entry[0].item()
-            assert tag >> 1 == sequence.length + count, "the step skipped a row that was active"
-            if token < 0:
-                raise ModelError(
-                    f"slot {sequence.slot}, position {tag >> 1}: the logits hold NaN, so no token "
-                    "can be chosen; the weights may be damaged"
-                )
-            sequence.tokens += [*piece, token]
-            sequence.length += count
-            sequence.stopped, sequence.on_device = bool(tag & 1), True
-            chosen.append(token)
-        return chosen
+        self._end_run(what)
 
-    def _wait_for(self, entries: list[npt.NDArray[Any]]) -> None:
-        """Returns once all entries are there; what was written before them is in stream order.
-
-        A look at pinned memory is some microseconds faster than waiting for the stream, which comes
-        after `_SPIN_SECONDS` without an answer, and which raises if the step failed.
-        """
-        if self.backend.whole_entries:
-            words = [entry.view(np.int64) for entry in entries]  # token and tag in one load
-            give_up = time.perf_counter() + _SPIN_SECONDS
-            while time.perf_counter() < give_up:
-                # The tag is the upper half, so a word is negative as long as its tag is.
-                if all(word.item() >= 0 for word in words):
-                    return
-        self.stream.synchronize()
-
-    def _set_rows(self, rows: npt.NDArray[Any]) -> None:
-        """Sets all rows in one staged copy, unless they are there already."""
-        data = rows.tobytes()
-        if data != self._rows_on_device:
-            self._rows_on_device = b""
-            self.plan.rows.set(rows, self.stream)
-            self._rows_on_device = data
-            self._phases.host_writes += 1
+    def _end_run(self, by: str) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.end(f"{by}()")
 
     # --- what a step runs
     def program(self, *, sampled: bool = True) -> tuple[KernelCall, ...]:
@@ -323,12 +332,18 @@ class Decoder:
         """How the last step was run, and why; None before the first."""
         return self._steps.last_decision
 
-    def profile(self) -> AbstractContextManager[OperationTimes]:
+    @contextmanager
+    def profile(self) -> Iterator[OperationTimes]:
         """`with decoder.profile() as times`: every operation is timed by itself.
 
         Steps inside the block run eagerly for it, with that reason.
         """
-        return self._steps.profile()
+        self._end_run("profile")
+        with self._steps.profile() as times:
+            try:
+                yield times
+            finally:
+                self._end_run("the end of profile")
 
     # --- numbers
     def statistics(self) -> DecoderStatistics:
@@ -337,7 +352,7 @@ class Decoder:
             self._steps.statistics(),
             self.cache.statistics(),
             self._phases,
-            launches_per_token=len(self.program()),
+            launches_per_token=self._steps.launches,
             weight_bytes=self.weights.nbytes,
             plan_bytes=self.plan.nbytes,
             kernel_seconds=self._steps.kernel_seconds,
@@ -372,6 +387,7 @@ class Decoder:
         """Waits for its work and gives everything back: graphs, buffers, weights.  Idempotent."""
         if self._closed:
             return
+        self._end_run("close")
         self._closed = True
         if not self.device.context.closed:
             self.stream.synchronize()

@@ -22,6 +22,19 @@ class Phases:
     tokens: Counter[str] = field(default_factory=Counter)
     host_writes: int = 0
     """How often the host set the rows of a step."""
+    tokens_eager: int = 0
+    """Tokens chosen by steps that ran launch by launch."""
+    tokens_replayed: int = 0
+    """Tokens chosen by replays."""
+    one_by_one: Counter[str] = field(default_factory=Counter)
+    """Runs that could not go ahead, or not many tokens a launch, by reason."""
+
+    def sampled(self, tokens: int, *, eagerly: bool) -> None:
+        """Counts tokens that were chosen, at the ends of prompts too."""
+        if eagerly:
+            self.tokens_eager += tokens
+        else:
+            self.tokens_replayed += tokens
 
     @contextmanager
     def measure(self, phase: str, tokens: int = 0) -> Iterator[None]:
@@ -79,17 +92,25 @@ class DecoderStatistics:
     """What a decoder did so far.
 
     `launches_eager`: operations launched one by one.  `launches_replayed`: graph launches, each in
-    place of many.  `launches_per_token`: the operations of one decode step, which one graph launch
-    stands for.  `eager_reasons`: eager steps by reason.  `host_writes`: staged copies of rows.
-    Seconds are wall time; `load_seconds` reads the weights, `plan_seconds` allocates the buffers,
-    `kernel_seconds` compiles or finds the kernels, loads them and prepares their launches.
+    place of many.  `launches_per_token`: the operations of one decode step of one row, which one
+    graph launch stands for.  `launches_per_token_eager`, `launches_per_token_replayed`: what was
+    counted, launches of steps that choose tokens over the tokens they gave; 0 if there were none.
+    `eager_reasons`: eager steps by reason.  `one_by_one`: runs (`Decoder.run`) that waited for each
+    step, or had one launch for each where more tokens a launch were wanted, by reason.
+    `host_writes`: staged copies of rows.
+    Seconds are wall time (of a run, what it waited for tokens): `load_seconds` reads the weights,
+    `plan_seconds` allocates the buffers, `kernel_seconds` compiles or finds the kernels, loads them
+    and prepares their launches.
     """
 
     launches_eager: int
     launches_replayed: int
     launches_per_token: int
+    launches_per_token_eager: float
+    launches_per_token_replayed: float
     graphs_captured: int
     eager_reasons: dict[str, int]
+    one_by_one: dict[str, int]
     quarantined: dict[str, str]
     prefill_tokens: int
     decoded_tokens: int
@@ -121,12 +142,18 @@ class DecoderStatistics:
         for step in steps.values():
             reasons.update(step.eager_reasons)
             quarantined.update(step.quarantined)
+        sampling = [step for name, step in steps.items() if name != "prefill"]
+        eager = sum(step.launches_eager for step in sampling)
+        replayed = sum(step.launches_replayed for step in sampling)
         return cls(
             launches_eager=sum(step.launches_eager for step in steps.values()),
             launches_replayed=sum(step.launches_replayed for step in steps.values()),
             launches_per_token=launches_per_token,
+            launches_per_token_eager=_ratio(eager, phases.tokens_eager),
+            launches_per_token_replayed=_ratio(replayed, phases.tokens_replayed),
             graphs_captured=sum(step.built for step in steps.values()),
             eager_reasons=dict(reasons),
+            one_by_one=dict(phases.one_by_one),
             quarantined=quarantined,
             prefill_tokens=phases.tokens["prefill"],
             decoded_tokens=phases.tokens["decode"],
@@ -141,3 +168,7 @@ class DecoderStatistics:
             steps=dict(steps),
             cache=cache,
         )
+
+
+def _ratio(launches: int, tokens: int) -> float:
+    return launches / tokens if tokens else 0.0

@@ -19,12 +19,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from ostinato import Device
-from ostinato.errors import InputError
-from ostinato.models.chat import render_chat
+from ostinato.errors import ClosedError, InputError
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.decoder import Decoder
+from ostinato.models.run import RunOptions
 from ostinato.models.sampling import GREEDY, SamplingOptions
-from ostinato.models.tokenizer import Tokenizer, load_tokenizer
+from ostinato.models.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
 
 __all__ = ["Generation", "Summary", "TextGenerator"]
 
@@ -39,7 +39,9 @@ class Summary:
     `prompt_tokens_per_second`: of the prompt.  `time_to_first_token`: seconds from `generate` on.
 
     `launches_eager`, `launches_replayed`, `graphs_captured`, `eager_reasons`: of this generation;
-    one graph launch stands for `launches_per_token` eager ones.  `load_seconds`: of the model, once
+    one graph launch stands for `launches_per_token` eager ones or, with `tokens_per_launch`, for
+    so many times more.  `one_by_one`: why tokens came in other ways than asked (see
+    `DecoderStatistics`).  `load_seconds`: of the model, once
     for all generations.
     """
 
@@ -54,9 +56,11 @@ class Summary:
     launches_eager: int
     launches_replayed: int
     launches_per_token: int
+    tokens_per_launch: int
     graphs_captured: int
     device: str
     eager_reasons: dict[str, int]
+    one_by_one: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -69,10 +73,11 @@ class Summary:
             f"prompt {self.prompt_tokens} tokens at {self.prompt_tokens_per_second:.0f} tokens/s; "
             f"model loaded in {self.load_seconds:.2f} s",
             f"launches: {self.launches_eager} eager, {self.launches_replayed} of graphs "
-            f"(each in place of up to {self.launches_per_token}); "
+            f"(each in place of up to {self.launches_per_token * self.tokens_per_launch}); "
             f"{self.graphs_captured} graphs captured; device {self.device}",
         ]
         lines += [f"eager: {count} x {reason}" for reason, count in self.eager_reasons.items()]
+        lines += [f"token by token: {reason}" for reason in self.one_by_one]
         return "\n".join(lines)
 
 
@@ -84,9 +89,12 @@ class Generation:
     again.
     """
 
-    def __init__(self, generator: TextGenerator, prompt: Items[int]) -> None:
+    def __init__(
+        self, generator: TextGenerator, prompt: Items[int], *, tokens_per_launch: int = 1
+    ) -> None:
         self._generator = generator
         self._prompt = tuple(prompt)
+        self._per_launch = tokens_per_launch
         self._before = generator.decoder.statistics()
         self._began = time.perf_counter()
         self._first = self._last = 0.0
@@ -99,6 +107,8 @@ class Generation:
         return self
 
     def __next__(self) -> str:
+        if self._generator.latest is not self and self._reason == "interrupted":
+            raise ClosedError("a later generation ended this one; the decoder holds its tokens now")
         return next(self._work)
 
     @property
@@ -112,36 +122,41 @@ class Generation:
         return "".join(self._pieces)
 
     def _run(self) -> Iterator[str]:
-        decoder, stops = self._generator.decoder, self._generator.decoder.stop_tokens
+        decoder = self._generator.decoder
         out = self._generator.tokenizer.stream_decoder()
-        token = decoder.prefill(self._prompt)
-        while True:
-            self._last = time.perf_counter()
-            self._first = self._first or self._last
-            self._tokens.append(token)
-            piece = out.push(token)
-            ended = token in stops
-            if ended or decoder.stopped():
-                full = len(self._prompt) + len(self._tokens) > decoder.plan.sizes.context
-                length = "context" if full else "length"
-                # Set before the last piece: whoever takes it may not ask for another.
-                self._reason = "stop" if ended else length
-                piece += out.finish()
-            if piece:
-                self._pieces.append(piece)
-                yield piece
-            if self._reason != "interrupted":
-                return
-            token = decoder.decode()
+        piece, ended = self._next(out, decoder.prefill(self._prompt))
+        if piece:
+            yield piece
+        if ended:
+            return
+        # The next tokens are under way while the caller has a piece in its hands.
+        with decoder.run(tokens_per_launch=self._per_launch) as tokens:
+            for token in tokens:
+                piece, _ = self._next(out, token)
+                if piece:
+                    yield piece
+
+    def _next(self, out: IncrementalDecoder, token: int) -> tuple[str, bool]:
+        """Takes a token: its piece of text, and whether it is the last."""
+        decoder = self._generator.decoder
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self._tokens.append(token)
+        piece, ended = out.push(token), token in decoder.stop_tokens
+        over = ended or decoder.stopped()
+        if over:
+            full = len(self._prompt) + len(self._tokens) > decoder.plan.sizes.context
+            length = "context" if full else "length"
+            # Set before the last piece: whoever takes it may not ask for another.
+            self._reason = "stop" if ended else length
+            piece += out.finish()
+        if piece:
+            self._pieces.append(piece)
+        return piece, over
 
     def summary(self) -> Summary:
         """The numbers so far; complete once the iteration has ended."""
         now, before = self._generator.decoder.statistics(), self._before
-        reasons = {
-            reason: count - before.eager_reasons.get(reason, 0)
-            for reason, count in now.eager_reasons.items()
-            if count > before.eager_reasons.get(reason, 0)
-        }
         decoded, spent = len(self._tokens) - 1, self._last - self._first
         prefill = now.prefill_seconds - before.prefill_seconds
         return Summary(
@@ -156,10 +171,18 @@ class Generation:
             launches_eager=now.launches_eager - before.launches_eager,
             launches_replayed=now.launches_replayed - before.launches_replayed,
             launches_per_token=now.launches_per_token,
+            tokens_per_launch=self._per_launch,
             graphs_captured=now.graphs_captured - before.graphs_captured,
             device=self._generator.device.name,
-            eager_reasons=reasons,
+            eager_reasons=_since(before.eager_reasons, now.eager_reasons),
+            one_by_one=_since(before.one_by_one, now.one_by_one),
         )
+
+
+def _since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """What was counted in between."""
+    counts = {reason: count - before.get(reason, 0) for reason, count in now.items()}
+    return {reason: count for reason, count in counts.items() if count}
 
 
 class TextGenerator:
@@ -194,6 +217,8 @@ class TextGenerator:
             if checkpoint is not model:
                 checkpoint.close()
         self.load_seconds = time.perf_counter() - began
+        self.latest: Generation | None = None
+        """The generation that the decoder is at; those before it are over."""
 
     @property
     def chats(self) -> bool:
@@ -222,6 +247,8 @@ class TextGenerator:
             *([{"role": "system", "content": system}] if system is not None else []),
             *prompt,
         ]
+        from ostinato.models.chat import render_chat
+
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_ids
         text = render_chat(
             self.tokenizer.chat_template,
@@ -239,15 +266,18 @@ class TextGenerator:
         sampling: SamplingOptions = GREEDY,
         chat: bool | None = None,
         system: str | None = None,
+        tokens_per_launch: int = 1,
     ) -> Generation:
         """The answer to a prompt (text, messages, or token ids), as an iterator over its pieces.
 
-        It ends at an end token, after `max_tokens` tokens, or where the context is full.  One
-        generation at a time: a new one ends the one before.  Raises InputError if the prompt
+        It ends at an end token, after `max_tokens` tokens, or where the context is full.
+        `tokens_per_launch` as for `Decoder.run`.  One generation at a time: a new one ends the one
+        before, whose next step then raises ClosedError.  Raises InputError if the prompt
         leaves no room in the context, or for options that make no sense.
         """
         if isinstance(max_tokens, bool) or max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}, must be 1 or more")
+        RunOptions(tokens_per_launch=tokens_per_launch).checked(self.decoder.plan.sizes.ring)
         tokens = self._tokens(prompt, chat, system)
         context = self.decoder.plan.sizes.context
         if len(tokens) > context:
@@ -258,7 +288,8 @@ class TextGenerator:
         self.decoder.reset()
         # The last token takes the position after all others: prompt + max_tokens - 1.
         self.decoder.set_sampling(sampling, limit=len(tokens) + max_tokens - 1)
-        return Generation(self, tokens)
+        self.latest = Generation(self, tokens, tokens_per_launch=tokens_per_launch)
+        return self.latest
 
     def _tokens(
         self,
@@ -309,6 +340,8 @@ class _Background:
             self._tokenizer = load_tokenizer(
                 self._checkpoint.tokenizer, vocabulary=self._checkpoint.config.vocabulary
             )
+            if self._tokenizer.chat_template is not None:
+                import ostinato.models.chat  # noqa: F401 - jinja2, which a prompt will need
         except BaseException as error:
             self._error = error
 

@@ -28,7 +28,7 @@ from ostinato.models.kernels_host_common import (
     sampled_rows,
     used_rows,
 )
-from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS
+from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE
 from ostinato.models.sampling import sample as sample_reference
 
 __all__ = ["HOST_KERNELS"]
@@ -344,6 +344,34 @@ def advance(
         limit = min(int(settings[slot]["limit"]), context)
         stopped = int(token < 0 or token in ends or position + 1 >= limit)
         state[4 * slot : 4 * slot + 4] = (token, position + 1, position + 2, stopped)
-        at = 2 * (slot * ring_size + (position + 1) % ring_size)
-        ring[at] = token
-        ring[at + 1] = 2 * (position + 1) + stopped
+        # One store of 8 bytes: the host may be looking for it.
+        entry = (2 * (position + 1) + stopped) << 32 | token & 0xFFFFFFFF
+        ring.view(np.int64)[slot * ring_size + (position + 1) % ring_size] = entry
+
+
+@kernel(
+    "condition: cond, counter: *i32, rows: *const i32, state: *const i32, row_count: u32, "
+    "slots: u32, start: u32"
+)
+def continue_loop(
+    launch: Any,
+    condition: int,
+    counter: Ints,
+    rows: Ints,
+    state: Ints,
+    row_count: int,
+    slots: int,
+    start: int,
+) -> None:
+    """Begins the count of a loop (`start` steps at most), or counts one step (`start` 0).
+
+    The loop goes on if steps are left and one of them would compute a row: for rows that are not
+    FROM_STATE only the first would, since they stay what they are.
+    """
+    wanted = ACTIVE | SAMPLE
+    live = False
+    for _, _, slot, flags in rows[: 4 * row_count].reshape(-1, 4).tolist():
+        if flags & wanted == wanted and 0 <= slot < slots:
+            live |= not state[4 * slot + 3] if flags & FROM_STATE else start > 0
+    counter[0] = start if start else counter[0] - 1
+    launch.set_conditional(condition, int(live and bool(counter[0] > 0)))

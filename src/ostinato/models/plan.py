@@ -99,6 +99,7 @@ class BufferPlan:
             "logits": device.zeros((sizes.slots, c.vocabulary), f32),
             "chosen": device.zeros(sizes.rows, np.int32),
             "state": device.zeros((sizes.slots, STATE.itemsize // 4), np.int32),
+            "counter": device.zeros(1, np.int32),
         }
         ring = device.pinned((sizes.slots, sizes.ring), RING)
         ring.array[...] = (0, -1)

@@ -14,6 +14,11 @@ advanced there too.
     layer 0..n: norm_qkv_rope  attention  output_residual  norm_gate_up  down_residual
     head  sample  advance                                 only in a step that samples
 
+Several steps can be one launch: a graph with a WHILE node whose body is a step and one kernel more,
+which counts down and looks whether any row of the step has a token to come.
+
+    continue_loop (starts the count)   while: embed … advance  continue_loop (counts down)
+
 `decode_program(config)` gives that as a tuple of `KernelCall`; it is pure, and printing it is the
 documentation of a step.  The buffers that the calls name are made by `models.plan`.
 """
@@ -43,6 +48,7 @@ __all__ = [
     "Work",
     "decode_program",
     "describe",
+    "loop_call",
 ]
 
 ACTIVE = 1
@@ -92,8 +98,8 @@ class Bound:
 
 
 Argument: TypeAlias = Bound | str | int | float
-"""A buffer, the name of a size that the step decides ("rows", "slots", "context", "ring"), or a
-constant."""
+"""A buffer, the name of a size that the step decides ("rows", "slots", "context", "ring") or of the
+loop's "condition", or a constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,26 @@ def decode_program(config: LlamaConfig, *, sampled: bool = True) -> tuple[Kernel
     if sampled:
         calls.extend(sizes.ending())
     return tuple(calls)
+
+
+def loop_call(start: int = 0) -> KernelCall:
+    """The kernel that decides whether a loop goes on with another step.
+
+    With `start` it stands before the loop, which will then do so many steps at most; without, it
+    ends the loop's body.  The loop goes on only as long as a row that is FROM_STATE has not
+    stopped, so no step runs after all have.
+    """
+    return _call(
+        "continue_loop",
+        Work(1),
+        condition="condition",
+        counter=Bound("counter"),
+        rows=Bound("rows"),
+        state=Bound("state"),
+        row_count="rows",
+        slots="slots",
+        start=start,
+    )
 
 
 def describe(program: Sequence[KernelCall]) -> str:

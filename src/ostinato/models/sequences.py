@@ -21,14 +21,23 @@ class Sequence:
 
     The first `length` of `tokens` have their keys and values in the cache; one more, if there is
     one, is the next to be decoded.  `on_device`: the slot's state on the device says the same.
+    `ahead`: the device went on from there, so its logits are of a later token.
     `stopped`: at an end token, at its limit or at the end of the context.
+    `limit`: the position that stops the sequence once a token takes it.
     """
 
     slot: int
     tokens: list[int] = field(default_factory=list)
     length: int = 0
     on_device: bool = False
+    ahead: bool = False
     stopped: bool = False
+    limit: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens until it has stopped for certain; one at least."""
+        return max(1, self.limit - self.length)
 
     @property
     def next_token(self) -> int:

@@ -1,18 +1,30 @@
-"""The decoder's two graphed steps over one program: "prefill", and "decode", which samples."""
+"""The decoder's graphed steps over one program: "prefill", "decode", which samples, and loops of
+"decode": several tokens a launch.
+
+A loop's graph is made by hand around the step, whatever kernels that has:
+
+    continue_loop (starts the count)  ->  WHILE: the step's launches  ->  continue_loop (counts)
+
+Its body is captured, or with `build="record"` built from the same launches with edges from what
+each reads and writes.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from ostinato import (
+    ConditionalKind,
     Device,
     Graph,
     GraphCache,
     GraphedStep,
+    GraphExec,
     Operation,
     Role,
     Slot,
@@ -20,11 +32,18 @@ from ostinato import (
     capture,
     prepare,
 )
-from ostinato.models.backend import Backend
+from ostinato.errors import (
+    CaptureError,
+    ContextPoisonedError,
+    DriverError,
+    GraphError,
+    NotAvailableError,
+)
+from ostinato.models.backend import Backend, BoundLaunch
 from ostinato.models.decoder_statistics import OperationTimes
 from ostinato.models.plan import BufferPlan
-from ostinato.models.program import decode_program
-from ostinato.replay import Decision, StepStatistics
+from ostinato.models.program import decode_program, loop_call
+from ostinato.replay import Action, Decision, HeldReplay, Reason, StepStatistics
 
 __all__ = ["DecoderSteps"]
 
@@ -35,7 +54,7 @@ _POISON_ROWS = (-2, 1 << 30)
 
 
 class DecoderSteps:
-    """Runs a step of so many rows: eagerly, or by its bucket's graph.
+    """Runs a step of so many rows, or several of them: eagerly, or by their graph.
 
     Launches are prepared once for each bucket: for single rows when this is made, for others before
     their first step.  That loads their kernels, so that no capture meets one that is not.
@@ -54,8 +73,10 @@ class DecoderSteps:
         verify: Literal["off", "first"] | int,
         graph_budget: int | str | None,
     ) -> None:
+        self._device = device
         self._backend = backend
         self._plan = plan
+        self._build = build
         self.programs = {s: decode_program(plan.config, sampled=s) for s in _NAMES}
         self.kernel_seconds = 0.0
         """Spent on kernels: compiling or finding them, loading, preparing their launches."""
@@ -66,31 +87,55 @@ class DecoderSteps:
         self._times: OperationTimes | None = None
         self.last_decision: Decision | None = None
         """How the last step was run, and why."""
+        self._new_step = partial(
+            GraphedStep,
+            stream=self.stream,
+            cache=self.cache,
+            slots=_slots_to_verify(plan) if verify != "off" else (),
+            enabled=graphs,
+            verify=verify,
+            preconditions={
+                "weights loaded": lambda: plan.weights.loaded,
+                "workspace ready": lambda: plan.prepared,
+                "output head present": lambda: plan.weights.has_head,
+            },
+        )
         self._steps = {
-            sampled: GraphedStep(
-                partial(self._submit, sampled),
-                stream=self.stream,
-                cache=self.cache,
-                name=name,
-                slots=_slots_to_verify(plan) if verify != "off" else (),
-                build=build,
-                warmups=warmups,
-                enabled=graphs,
-                verify=verify,
-                preconditions={
-                    "weights loaded": lambda: plan.weights.loaded,
-                    "workspace ready": lambda: plan.prepared,
-                    "output head present": lambda: plan.weights.has_head,
-                },
+            sampled: self._new_step(
+                partial(self._submit, sampled), name=name, build=build, warmups=warmups
             )
             for sampled, name in _NAMES.items()
         }
+        self._loops: dict[int, GraphedStep] = {}
 
-    def __call__(self, rows: int, *, sampled: bool) -> Decision:
-        """Runs the step on the first `rows` of the plan's rows.  Does not wait."""
+    def __call__(self, rows: int, *, sampled: bool = True, tokens: int = 1) -> Decision:
+        """Runs the step on the first `rows` of the plan's rows, `tokens` times.  Does not wait.
+
+        More than once only if it samples and all active rows are FROM_STATE.
+        """
         self._prepare(self.cache.buckets.bucket(rows))
-        self.last_decision = self._steps[sampled](rows=rows)
+        step = self._steps[sampled] if tokens == 1 else self._loop(tokens)
+        self.last_decision = step(rows=rows)
         return self.last_decision
+
+    def hold(self, rows: int, *, tokens: int = 1) -> HeldReplay | Decision:
+        """The graph of that for many launches in a row, or why there is none; see `GraphedStep`."""
+        self._prepare(self.cache.buckets.bucket(rows))
+        step = self._steps[True] if tokens == 1 else self._loop(tokens)
+        held = step.hold(rows=rows)
+        if isinstance(held, HeldReplay):
+            self.last_decision = Decision(Action.REPLAY, Reason.REPLAYED)
+        return held
+
+    @property
+    def launches(self) -> int:
+        """How many launches a step of one row is that samples."""
+        return len(self._prepared[1][True])
+
+    def ran_eagerly(self, decision: Decision) -> bool:
+        """Whether a step that was run so was launched operation by operation."""
+        recorded = decision.action is Action.BUILD and self._build == "record"
+        return decision.action is Action.EAGER or recorded
 
     def _submit(self, sampled: bool, stream: Stream, *, rows: int) -> None:
         operations = self._prepared[rows][sampled]
@@ -106,15 +151,98 @@ class DecoderSteps:
         if rows in self._prepared:
             return
         begin = time.perf_counter()
-        plan, whole = self._plan, self.programs[True]
-        bound = self._backend.bind(whole, plan.config, rows, plan.sizes.context)
-        operations = tuple(
-            prepare(one.kernel, one.config, *(plan.resolve(v, rows) for _, v in one.arguments))
+        # The longer one first: it loads what both need, side by side.
+        self._prepared[rows] = {
+            sampled: self._operations(self._bound(rows, sampled=sampled), rows)
+            for sampled in (True, False)
+        }
+        self.kernel_seconds += time.perf_counter() - begin
+
+    def _bound(self, rows: int, *, sampled: bool) -> tuple[BoundLaunch, ...]:
+        config, context = self._plan.config, self._plan.sizes.context
+        return self._backend.bind(self.programs[sampled], config, rows, context)
+
+    def _operations(
+        self, bound: tuple[BoundLaunch, ...], rows: int, condition: int | None = None
+    ) -> tuple[Operation, ...]:
+        resolve = self._plan.resolve
+        return tuple(
+            prepare(
+                one.kernel,
+                one.config,
+                *(condition if v == "condition" else resolve(v, rows) for _, v in one.arguments),
+            )
             for one in bound
         )
-        # A step that does not sample is the beginning of one that does.
-        self._prepared[rows] = {s: operations[: len(p)] for s, p in self.programs.items()}
+
+    # --- loops
+    def _loop(self, tokens: int) -> GraphedStep:
+        """The step that is so many steps.  Eagerly it runs them all: those after the end of all
+        rows find only padding."""
+        step = self._loops.get(tokens)
+        if step is None:
+
+            def submit(stream: Stream, **sizes: int) -> None:
+                for _ in range(tokens):
+                    self._submit(True, stream, **sizes)
+
+            # Nothing to warm up: a slot has a token to go on from only after a first step.
+            step = self._new_step(
+                submit,
+                name=f"decode x {tokens}",
+                warmups=0,
+                builder=partial(self._build_loop, tokens),
+            )
+            step.profiling = self._times is not None
+            self._loops[tokens] = step
+        return step
+
+    def _build_loop(self, tokens: int, stream: Stream, *, rows: int) -> GraphExec:
+        if not self._device.capabilities.conditional_nodes:
+            raise NotAvailableError(f"{self._device.name} has no conditional nodes")
+        begin = time.perf_counter()
+        bound = self._bound(rows, sampled=True)
+        calls = (loop_call(tokens), loop_call())
+        loop = self._backend.bind(calls, self._plan.config, rows, self._plan.sizes.context)
         self.kernel_seconds += time.perf_counter() - begin
+        try:
+            return self._loop_graph(stream, rows, bound, *loop)
+        except ContextPoisonedError:
+            raise
+        except (CaptureError, DriverError, GraphError):
+            # A driver may refuse programmatic launches in the body of a loop.
+            plain = tuple(replace(o, config=replace(o.config, programmatic=False)) for o in bound)
+            if plain == bound:
+                raise
+            return self._loop_graph(stream, rows, plain, *loop)
+
+    def _loop_graph(
+        self,
+        stream: Stream,
+        rows: int,
+        step: tuple[BoundLaunch, ...],
+        begin: BoundLaunch,
+        again: BoundLaunch,
+    ) -> GraphExec:
+        chained = replace(again.config, programmatic=step[-1].config.programmatic)
+        graph = Graph.create(self._device)
+        try:
+            condition = graph.condition()
+            (start,) = self._operations((begin,), rows, condition)
+            started = graph.add_operation(start)
+            loop = graph.add_conditional(ConditionalKind.WHILE, condition, after=[started])
+            body = loop.bodies[0]
+            operations = self._operations((*step, replace(again, config=chained)), rows, condition)
+            if self._build == "record":
+                body.add_operations(operations)
+            else:
+                with capture(stream, into=body):
+                    for operation in operations:
+                        stream.submit(operation)
+            return graph.instantiate(upload=stream)
+        except BaseException:
+            graph.close()
+            raise
 
     def graph(self, rows: int, *, sampled: bool) -> Graph:
         """The graph of a step of so many rows (or of their bucket), captured for reading."""
@@ -128,18 +256,21 @@ class DecoderSteps:
     def profile(self) -> Iterator[OperationTimes]:
         """Times every operation by itself; steps inside the block run eagerly for it."""
         times = self._times = OperationTimes()
-        for step in self._steps.values():
-            step.profiling = True
+        self._profiling(True)
         try:
             yield times
         finally:
             self._times = None
-            for step in self._steps.values():
-                step.profiling = False
+            self._profiling(False)
+
+    def _profiling(self, on: bool) -> None:
+        for step in (*self._steps.values(), *self._loops.values()):
+            step.profiling = on
 
     def statistics(self) -> dict[str, StepStatistics]:
         """What each step did so far, by name."""
-        return {name: self._steps[sampled].statistics() for sampled, name in _NAMES.items()}
+        steps = (*self._steps.values(), *self._loops.values())
+        return {step.name: step.statistics() for step in steps}
 
     def close(self) -> None:
         """Gives graphs and stream back once their work is done.  Idempotent."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol
 
 from ostinato import settings as _settings
@@ -24,9 +25,11 @@ from ostinato.driver.stream import Stream
 from ostinato.errors import ContextPoisonedError, InputError, VerificationError
 from ostinato.graph import GraphExec, capture, record
 from ostinato.memory import CapturePool
+from ostinato.replay.held import HeldReplay
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide
 from ostinato.replay.profile import ReplayProfile, run_replay
 from ostinato.replay.slots import Slot, check_replay
+from ostinato.replay.statistics import Counts, StepStatistics
 from ostinato.settings import ReplaySettings
 
 __all__ = ["GraphedStep", "StepStatistics"]
@@ -42,30 +45,10 @@ class Work(Protocol):
     def __call__(self, stream: Stream, **sizes: int) -> object: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepStatistics:
-    """What a step did so far.
+class Builder(Protocol):
+    """Makes the executable of the given (bucketed) sizes, uploaded on the stream or not."""
 
-    `launches_eager` counts operations launched one by one, `launches_replayed` graph launches.
-    `eager_reasons` counts calls by reason.  `padded` and `used` add up bucketed and real sizes.
-    """
-
-    calls: int
-    eager: int
-    replayed: int
-    built: int
-    launches_eager: int
-    launches_replayed: int
-    eager_reasons: dict[str, int]
-    quarantined: dict[str, str]
-    verified: int
-    used: int
-    padded: int
-
-    @property
-    def padding_waste(self) -> float:
-        """The share of bucketed sizes that was padding, 0 to 1."""
-        return 1 - self.used / self.padded if self.padded else 0.0
+    def __call__(self, stream: Stream, **sizes: int) -> GraphExec: ...
 
 
 @dataclass(slots=True)
@@ -75,20 +58,6 @@ class _KeyState:
     runs: int = 0
     replays: int = 0
     quarantine: tuple[Reason, str] | None = None
-
-
-@dataclass(slots=True)
-class _Counts:
-    calls: int = 0
-    eager: int = 0
-    replayed: int = 0
-    built: int = 0
-    launches_eager: int = 0
-    launches_replayed: int = 0
-    verified: int = 0
-    used: int = 0
-    padded: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
 
 
 class GraphedStep:
@@ -106,6 +75,10 @@ class GraphedStep:
     reason of the eager run.  `warmups` eager runs precede a capture.  `preload` is called once,
     before the first capture and outside of it, to load what the step launches
     (`lambda: device.modules.preload(kernels)`); what it raises quarantines the key.
+
+    `builder(stream, **sizes)`, if given, makes the executable in place of a capture of `run`, for
+    graphs that no stream shows, such as a loop; what it raises quarantines the key.  It must do
+    what `run` does, which is still what runs eagerly.
 
     Calls of one step are serialised.  Not guaranteed: that a `run` which keeps state outside of
     device memory gives the same answers by replay; `verify` is there to find out.
@@ -126,6 +99,7 @@ class GraphedStep:
         strict: bool = False,
         preconditions: Mapping[str, Callable[[], bool]] | None = None,
         preload: Callable[[], object] | None = None,
+        builder: Builder | None = None,
         mode: CaptureMode = CaptureMode.THREAD_LOCAL,
         pool: CapturePool | None = None,
         settings: ReplaySettings | None = None,
@@ -133,6 +107,8 @@ class GraphedStep:
     ) -> None:
         if build not in ("capture", "record"):
             raise InputError(f'build={build!r}: "capture" or "record"')
+        if builder is not None and build == "record":
+            raise InputError("a builder makes the graph itself, so nothing is recorded for it")
         if warmups < 0:
             raise InputError(f"warmups={warmups}: 0 or more")
         if isinstance(verify, str) and verify not in ("off", "first"):
@@ -154,6 +130,7 @@ class GraphedStep:
         self.preconditions = dict(preconditions or {})
         self._preload = preload
         self._preloaded: object = None
+        self._builder = builder
         self.mode = mode
         self.pool = pool
         self.settings = _settings.replay_settings(base=settings)
@@ -162,7 +139,8 @@ class GraphedStep:
             self.profile = ReplayProfile(print_every=self.settings.print_every)
         self._keys: dict[tuple[tuple[str, int], ...], tuple[Key, dict[str, int]]] = {}
         self._states: dict[Key, _KeyState] = {}
-        self._counts = _Counts()
+        self._counts = Counts()
+        self._held: list[HeldReplay] = []
         self._lock = threading.RLock()
 
     # --- keys
@@ -191,14 +169,13 @@ class GraphedStep:
             except InputError as error:
                 situation = Situation(enabled=self.enabled, over_buckets=str(error))
                 decision = decide(situation)
+                self._counts.called(sum(sizes.values()), sum(sizes.values()))
                 self._run_eager(dict(sizes), decision)
                 return decision
             state = self._states.get(key)
             if state is None:
                 state = self._states[key] = _KeyState()
-            self._counts.calls += 1
-            self._counts.used += sum(sizes.values())
-            self._counts.padded += sum(buckets.values())
+            self._counts.called(sum(sizes.values()), sum(buckets.values()))
             # Held, so that another thread's eviction cannot close it before it is launched.
             with self.cache.hold(key) as executable:
                 decision = decide(self._situation(state, executable is not None))
@@ -228,6 +205,47 @@ class GraphedStep:
                 failure = self._make_graph(key, state, buckets)
                 return failure or decision
             return decision
+
+    def hold(self, **sizes: int) -> HeldReplay | Decision:
+        """The graph of these sizes for many replays in a row, each of which costs a launch alone.
+
+        Makes the graph first if it is due and nothing has to run for it.  A Decision, and nothing
+        is held, where a call would do more than replay (run eagerly, record, check): call then.
+        The decision holds for as long as the graph is held: what is switched off meanwhile is not
+        asked for again.  Raises ContextPoisonedError.
+        """
+        with self._lock:
+            try:
+                key, buckets = self._bucketed(sizes)
+            except InputError as error:
+                return decide(Situation(enabled=self.enabled, over_buckets=str(error)))
+            state = self._states.setdefault(key, _KeyState())
+            decision = decide(self._situation(state, key in self.cache))
+            if decision.action is Action.EAGER or isinstance(self.verify, int):
+                return decision
+            if decision.action is Action.BUILD:
+                if self.build == "record" or self.verify != "off":
+                    return decision
+                failure = self._make_graph(key, state, buckets)
+                if failure is not None:
+                    return failure
+            lease = ExitStack()
+            executable = lease.enter_context(self.cache.hold(key))
+            if executable is None:  # evicted at once, by another thread
+                return Decision(Action.BUILD, Reason.FIRST_USE)
+            settings, replay = self.settings, partial(executable.launch, self.stream)
+            if settings.upload or settings.synchronize or settings.profile:
+                replay = partial(run_replay, key, executable, self.stream, settings, self.profile)
+            used, padded = sum(sizes.values()), sum(buckets.values())
+            held = HeldReplay(replay, lease, used=used, padded=padded)
+            lease.callback(self._let_go, held)
+            self._held.append(held)
+            return held
+
+    def _let_go(self, held: HeldReplay) -> None:
+        with self._lock:
+            self._held.remove(held)
+            self._counts.replays(held)
 
     def _situation(self, state: _KeyState, has_graph: bool) -> Situation:
         context = self.stream.context
@@ -305,6 +323,8 @@ class GraphedStep:
             if self._preload is not None:
                 # Kept: what nobody holds may be unloaded again.
                 self._preloaded, self._preload = self._preload(), None
+            if self._builder is not None:
+                return self._builder(self.stream, **buckets)
             with capture(self.stream, mode=self.mode, pool=self.pool) as under_way:
                 self.run(self.stream, **buckets)
             return under_way.graph.instantiate(upload=self.stream)
@@ -378,17 +398,8 @@ class GraphedStep:
     def statistics(self) -> StepStatistics:
         """What the step did so far."""
         with self._lock:
-            c = self._counts
-            return StepStatistics(
-                c.calls,
-                c.eager,
-                c.replayed,
-                c.built,
-                c.launches_eager,
-                c.launches_replayed,
-                dict(c.reasons),
-                {str(k): s.quarantine[1] for k, s in self._states.items() if s.quarantine},
-                c.verified,
-                c.used,
-                c.padded,
-            )
+            quarantined = {str(k): s.quarantine[1] for k, s in self._states.items() if s.quarantine}
+            counts = replace(self._counts)
+            for held in self._held:
+                counts.replays(held)
+            return counts.statistics(quarantined)

@@ -1,0 +1,242 @@
+"""Running ahead: the next steps are launched before the last tokens are read.
+
+    launched   ■ ■ ■ ■ ■ ■ . .      the device's work, `ahead` launches more than is waited for
+    taken      ■ ■ ■ . . . . .      what the caller has
+
+A step advances the state on the device, so a launch needs nothing from the host; and a step finds
+only padding once all its rows have stopped, so one too many changes nothing.  Tokens come through
+the ring: no more than it holds are ever launched and not taken, so none is overwritten unread.
+
+What was launched and not taken is forgotten when a run ends.  Then the host says at the next step
+where the sequence is (`Sequence.on_device` is off), and everything behind is written again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Self, TypeVar
+
+from ostinato.errors import ClosedError, InputError
+from ostinato.models.sequences import Sequence
+from ostinato.models.stepper import Stepper
+from ostinato.replay import Action, HeldReplay
+
+__all__ = ["BatchRun", "Run", "RunOptions", "TokenRun"]
+
+T = TypeVar("T")
+
+_AHEAD = 2
+_HOST_STATE = "the host sets the state before each step (device_state is off)"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a run goes.
+
+    `count`: tokens of each sequence at most; None for no such end.  `tokens_per_launch`: more than
+    1 by a graph with a loop on the device, which stops by itself where all rows have stopped.
+    `ahead`: launches under way besides the one whose tokens are waited for; None for 2, or fewer if
+    the ring cannot hold so many tokens.
+    """
+
+    count: int | None = None
+    tokens_per_launch: int = 1
+    ahead: int | None = None
+
+    def checked(self, ring: int) -> RunOptions:
+        """With all numbers given.  Raises InputError if they make no sense or overrun the ring."""
+        if self.count is not None and not _whole(self.count, 1):
+            raise InputError(f"count is {self.count!r}, must be 1 or more, or None")
+        if not (_whole(self.tokens_per_launch, 1) and self.tokens_per_launch <= ring):
+            raise InputError(
+                f"tokens_per_launch is {self.tokens_per_launch!r}, must be 1 to {ring}, which is "
+                "what the ring holds"
+            )
+        most = ring // self.tokens_per_launch - 1
+        ahead = min(_AHEAD, most) if self.ahead is None else self.ahead
+        if not (_whole(ahead, 0) and ahead <= most):
+            raise InputError(
+                f"ahead is {ahead!r}, must be 0 to {most}: the ring holds {ring} tokens, and "
+                f"{self.tokens_per_launch} come with each launch"
+            )
+        return RunOptions(self.count, self.tokens_per_launch, ahead)
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True, slots=True)
+class _Launches:
+    """What makes `tokens` steps at a call; `most` calls, or any number."""
+
+    call: Callable[[], object]
+    tokens: int
+    most: int | None = None
+
+
+class Run(ABC, Generic[T]):
+    """Tokens of one or more sequences as they come; an iterator.  Made by `Decoder`.
+
+    It ends where all its sequences have stopped, or after `count` tokens of each; or by `close()`
+    or the end of a `with` block, which drop what was computed and not taken.  Whatever else is done
+    with the decoder ends it too, and then its next step raises ClosedError.  An exception ends it.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        sequences: list[Sequence],
+        options: RunOptions,
+        *,
+        device_state: bool,
+    ) -> None:
+        self._stepper = stepper
+        self._live = sequences
+        self._left = options.count
+        self._per_launch = options.tokens_per_launch
+        self._ahead = options.ahead or 0
+        self._device_state = device_state
+        self._launched = self._taken = 0  # steps, since the device goes ahead
+        self._over = False
+        self._ended_by: str | None = None
+        self._work = self._steps()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        """The next tokens.  Raises StopIteration, ClosedError, ModelError if the logits hold NaN,
+        and what a step raises."""
+        if self._ended_by is not None:
+            raise ClosedError(
+                f"the run was ended by {self._ended_by}, and what was computed ahead is dropped; "
+                "begin another"
+            )
+        try:
+            return next(self._work)
+        except BaseException:  # StopIteration too
+            self._over = True
+            raise
+
+    @abstractmethod
+    def _item(self, sequences: list[Sequence], chosen: list[int]) -> T:
+        """What the caller gets for one step."""
+
+    # --- the end
+    def close(self) -> None:
+        """Ends the run; what was computed and not taken is dropped.  Idempotent, does not wait."""
+        self._over = True
+        self._work.close()
+
+    def end(self, by: str) -> None:
+        """Ends the run on behalf of something else that is done with the decoder."""
+        if not self._over and self._live and self._left != 0:
+            self._ended_by = by
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def is_ahead(self, sequence: Sequence) -> bool:
+        """Whether the device is, or will be, further in a sequence than the tokens taken."""
+        return self._launched > self._taken and sequence in self._live
+
+    # --- the steps
+    def _steps(self) -> Generator[T, None, None]:
+        if not self._device_state:
+            self._note(_HOST_STATE)
+        while self._live and self._left != 0:
+            with ExitStack() as stack:
+                launches = self._find(stack)
+                if launches is not None:
+                    yield from self._go_ahead(launches)
+                    continue
+            live = self._live
+            yield self._hand(self._stepper.together(live, device_state=self._device_state))
+
+    def _find(self, stack: ExitStack) -> _Launches | None:
+        """What to launch ahead; None for one step that is waited for: the host has to say where a
+        sequence is, or there is no graph (yet)."""
+        steps, rows = self._stepper.steps, len(self._live)
+        if not (self._device_state and all(sequence.on_device for sequence in self._live)):
+            return None
+        for tokens in dict.fromkeys((self._per_launch, 1)):
+            if self._left is not None and self._left < tokens:
+                continue
+            held = steps.hold(rows, tokens=tokens)
+            if isinstance(held, HeldReplay):
+                stack.enter_context(held)
+                return _Launches(held.launch, tokens)
+            if tokens > 1 and held.action is not Action.EAGER:  # to be checked against eager steps
+                return _Launches(partial(steps, rows, tokens=tokens), tokens, most=1)
+            if tokens > 1:
+                self._note(held.reason.value)
+                self._per_launch = 1  # and not asked again in this run
+        return None
+
+    def _note(self, reason: str) -> None:
+        """Why the run goes another way than asked."""
+        self._stepper.phases.one_by_one[reason] += 1
+
+    def _go_ahead(self, launches: _Launches) -> Generator[T, None, None]:
+        stepper, sequences = self._stepper, self._live
+        room = max(sequence.room for sequence in sequences)
+        self._launched = self._taken = 0
+        further = True
+        stepper.begin_ahead(sequences)
+        try:
+            while self._live and self._left != 0:
+                self._launch(launches, room)
+                if self._launched == self._taken:
+                    break  # fewer tokens are left than one more launch would give
+                chosen = stepper.take_next(self._live)
+                self._taken += 1
+                yield self._hand(chosen)
+            further = self._launched > self._taken
+        except GeneratorExit:
+            further = self._launched > self._taken
+            raise
+        finally:
+            stepper.end_ahead(sequences, further=further)
+
+    def _launch(self, launches: _Launches, room: int) -> None:
+        """Launches as long as it may: `ahead` launches more than is waited for, none that could
+        only find padding, no token more than wanted."""
+        tokens, most, left = launches.tokens, launches.most, self._left
+        while (behind := self._launched - self._taken) <= self._ahead * tokens:
+            if self._launched >= room or (left is not None and behind + tokens > left):
+                return
+            if most is not None and self._launched >= most * tokens:
+                return
+            self._launched += tokens  # before the call: an interruption must not hide a launch
+            launches.call()
+
+    def _hand(self, chosen: list[int]) -> T:
+        live = self._live
+        if self._left is not None:
+            self._left -= 1
+        if any(sequence.stopped for sequence in live):
+            self._live = [sequence for sequence in live if not sequence.stopped]
+        return self._item(live, chosen)
+
+
+class TokenRun(Run[int]):
+    """The tokens of one sequence."""
+
+    def _item(self, sequences: list[Sequence], chosen: list[int]) -> int:
+        return chosen[0]
+
+
+class BatchRun(Run[dict[int, int]]):
+    """One token of each sequence that has not stopped, by slot, for each step."""
+
+    def _item(self, sequences: list[Sequence], chosen: list[int]) -> dict[int, int]:
+        return {s.slot: token for s, token in zip(sequences, chosen, strict=True)}

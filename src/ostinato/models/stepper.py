@@ -1,0 +1,152 @@
+"""Runs steps for sequences: rows to the device, tokens back, and the host's view kept right.
+
+What the host knows of a sequence (`Sequence`) changes only once a token is in its hand.  So after
+an exception, or with a device that is further, the next step sends token and position again, and
+rewrites what lies behind them in the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.errors import ModelError
+from ostinato.models.decoder_statistics import Phases
+from ostinato.models.plan import BufferPlan
+from ostinato.models.program import ROW
+from ostinato.models.ring import TokenRing
+from ostinato.models.sequences import Sequence, decode_rows, prompt_rows
+from ostinato.models.steps import DecoderSteps
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """Steps of one decoder.  Calls are not to overlap."""
+
+    def __init__(
+        self, plan: BufferPlan, steps: DecoderSteps, ring: TokenRing, phases: Phases
+    ) -> None:
+        self.steps = steps
+        self.ring = ring
+        self.phases = phases
+        self._plan = plan
+        self._stream = steps.stream
+        self._rows = np.zeros(plan.sizes.rows, ROW)
+        self._rows_on_device = b""
+        self._settled = True
+
+    # --- one step
+    def prompt(self, sequence: Sequence, tokens: Items[int]) -> int:
+        """Puts tokens behind what the cache holds of a sequence, in pieces; the token after them.
+
+        Raises ModelError if the logits hold NaN.
+        """
+        chosen, largest = -1, self._plan.sizes.rows
+        with self.phases.measure("prefill", len(tokens)):
+            for start in range(0, len(tokens), largest):
+                piece = tokens[start : start + largest]
+                last = start + largest >= len(tokens)
+                rows = prompt_rows(self._rows, sequence.slot, piece, sequence.length, sample=last)
+                self._set_rows(rows)
+                if last:
+                    chosen = self._sampled([sequence], piece)[0]
+                else:
+                    self.steps(len(piece), sampled=False)
+                    sequence.tokens.extend(piece)
+                    sequence.length += len(piece)
+        return chosen
+
+    def together(self, sequences: list[Sequence], *, device_state: bool) -> list[int]:
+        """One more token of each, in one step that is waited for.
+
+        Raises InputError if one has no token to go on from, ModelError if the logits hold NaN.
+        """
+        with self.phases.measure("decode", len(sequences)):
+            self._set_rows(decode_rows(self._rows, sequences, device_state=device_state))
+            return self._sampled(sequences)
+
+    def _sampled(self, sequences: list[Sequence], piece: Items[int] = ()) -> list[int]:
+        """Runs a step that samples once for each sequence; what was chosen.
+
+        `piece`: the step is the end of this one sequence's prompt, else one token of each.
+        """
+        step = len(piece) or 1
+        self._settle()
+        for sequence in sequences:
+            sequence.on_device = False  # until the step is known to have ended well
+            self.ring.forget(sequence, step)
+        self._settled = False
+        decision = self.steps(len(piece) or len(sequences))
+        self.ring.wait(sequences, step, last=True)
+        self._settled = True
+        chosen = self._take(sequences, step, piece)
+        for sequence in sequences:
+            sequence.on_device, sequence.ahead = True, False
+        self.phases.sampled(len(sequences), eagerly=self.steps.ran_eagerly(decision))
+        return chosen
+
+    def _take(self, sequences: list[Sequence], step: int, piece: Items[int] = ()) -> list[int]:
+        """What is in the ring becomes the sequences' own, of all or of none."""
+        words = [self.ring.word(sequence, step) for sequence in sequences]
+        for sequence, (token, _) in zip(sequences, words, strict=True):
+            if token < 0:
+                raise ModelError(
+                    f"slot {sequence.slot}, position {sequence.length + step}: the logits hold "
+                    "NaN, so no token can be chosen; the weights may be damaged"
+                )
+        for sequence, (token, stopped) in zip(sequences, words, strict=True):
+            sequence.tokens += (*piece, token)
+            sequence.length += step
+            sequence.stopped = stopped
+        return [token for token, _ in words]
+
+    # --- many steps, the host behind
+    def begin_ahead(self, sequences: list[Sequence]) -> None:
+        """From here on steps of these sequences may be launched before their tokens are taken.
+
+        All must be on the device.  Nothing is written by the host until `end_ahead`.
+        """
+        self._settle()
+        self._set_rows(decode_rows(self._rows, sequences, device_state=True))
+        for sequence in sequences:
+            sequence.on_device = False  # it is further
+            self.ring.forget_all(sequence)
+
+    def take_next(self, sequences: list[Sequence]) -> list[int]:
+        """The next token of each, once it is there.  Raises ModelError if the logits hold NaN."""
+        begin = time.perf_counter()
+        self.ring.wait(sequences, 1, last=False)
+        chosen = self._take(sequences, 1)
+        count = len(chosen)
+        phases = self.phases
+        phases.tokens["decode"] += count
+        phases.sampled(count, eagerly=False)
+        phases.seconds["decode"] += time.perf_counter() - begin
+        return chosen
+
+    def end_ahead(self, sequences: list[Sequence], *, further: bool) -> None:
+        """No more steps are launched.  `further`: there may be tokens that nobody took."""
+        for sequence in sequences:
+            if not sequence.stopped:
+                sequence.on_device, sequence.ahead = not further, further
+                self._settled = self._settled and not further
+
+    def _settle(self) -> None:
+        """An interrupted step must not write to the ring where another one is waited for."""
+        if not self._settled:
+            self._stream.synchronize()
+            self._settled = True
+
+    def _set_rows(self, rows: npt.NDArray[Any]) -> None:
+        """Sets all rows in one staged copy, unless they are there already."""
+        data = rows.tobytes()
+        if data != self._rows_on_device:
+            self._rows_on_device = b""
+            self._plan.rows.set(rows, self._stream)
+            self._rows_on_device = data
+            self.phases.host_writes += 1

@@ -1,0 +1,713 @@
+"""Running ahead: the same tokens and logits as step by step, however a run goes and ends.
+
+A silent wrong answer here would be a token of another step, or logits of a later token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.device import Device
+from ostinato.errors import CaptureError, ClosedError, GraphError, InputError, ModelError
+from ostinato.graph import Graph, capture
+from ostinato.models.decoder import Decoder
+from ostinato.models.ring import TokenRing
+from ostinato.models.sampling import SamplingOptions
+from tests.conftest import open_test_device
+from tests.models.random_models import RandomModel, llama
+
+CONTEXT = 300
+MODEL = RandomModel(llama(3, 1, 64, inner=136, vocabulary=257, layers=2, tied_embeddings=True))
+PROMPT = MODEL.tokens(9)
+OTHER = MODEL.tokens(9, seed=8)
+HOT = SamplingOptions(temperature=1.5, seed=6)  # greedily it repeats itself
+COUNT = 40
+
+
+@pytest.fixture(scope="module", params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """One device for all tests here: what is compiled for one is there for the next."""
+    with open_test_device(request.param, request.config) as opened:
+        yield opened
+
+
+def open_decoder(device: Device, **options: Any) -> Decoder:
+    options = {"max_context": CONTEXT, "stop_tokens": (), **options}
+    decoder = Decoder(device, MODEL.checkpoint(), **options)
+    for slot in range(options.get("slots", 1)):
+        decoder.set_sampling(HOT, slot)
+    return decoder
+
+
+@pytest.fixture
+def decoder(where: Device) -> Iterator[Decoder]:
+    with open_decoder(where) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def wanted(where: Device) -> dict[str, list[Any]]:
+    """Step by step and eagerly: the tokens after each prompt, and the logits of each."""
+    made: dict[str, list[Any]] = {}
+    with open_decoder(where, graphs=False) as eager:
+        for name, prompt in (("PROMPT", PROMPT), ("OTHER", OTHER)):
+            eager.reset()
+            tokens, logits = [eager.prefill(prompt)], [eager.logits().tobytes()]
+            for _ in range(COUNT):
+                tokens.append(eager.decode())
+                logits.append(eager.logits().tobytes())
+            made[name], made[f"{name} logits"] = tokens, logits
+    assert len(set(made["PROMPT"])) > COUNT / 4, "the same token again and again shows nothing"
+    assert made["PROMPT"] != made["OTHER"]
+    return made
+
+
+def past(decoder: Decoder) -> bytes:
+    """Keys and values of the positions that slot 0 has."""
+    cache = decoder.plan.buffers["cache"].to_numpy(decoder.stream)
+    return cache[:, :, 0, :, : len(decoder.tokens()) - 1].tobytes()
+
+
+# ------------------------------------------------------------------------------ every way the same
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "eager": {"graphs": False},
+    "captured": {},
+    "captured at once": {"warmups": 0},
+    "recorded": {"build": "record"},
+    "checked": {"verify": "first"},
+    "checked always": {"verify": 1},
+    "host sets rows": {"device_state": False},
+    "one graph at a time": {"graph_budget": 1},
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "one a launch": {},
+    "one a launch, none ahead": {"ahead": 0},
+    "one a launch, far ahead": {"ahead": 255},
+    "loop of 4": {"tokens_per_launch": 4},
+    "loop of 4, none ahead": {"tokens_per_launch": 4, "ahead": 0},
+    "loop of 16": {"tokens_per_launch": 16},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("way", DECODERS)
+def test_every_way_gives_the_same_bits(
+    where: Device, wanted: dict[str, list[Any]], way: str, run: str
+) -> None:
+    with open_decoder(where, graphs=False) as eager:
+        eager.prefill(PROMPT)
+        for _ in range(23):
+            eager.decode()
+        kept = past(eager)
+    with open_decoder(where, **DECODERS[way]) as decoder:
+        for _ in range(3):
+            decoder.reset()
+            tokens = [decoder.prefill(PROMPT), *decoder.run(count=23, **RUNS[run])]
+            assert tokens == wanted["PROMPT"][:24]
+            assert decoder.tokens() == (*PROMPT, *tokens)
+            assert decoder.logits().tobytes() == wanted["PROMPT logits"][23]
+            assert past(decoder) == kept
+            assert decoder.decode() == wanted["PROMPT"][24], "and it goes on from there"
+        assert not decoder.statistics().quarantined
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 33])
+@pytest.mark.parametrize("tokens_per_launch", [1, 16])
+def test_a_run_gives_as_many_as_were_asked_for(
+    decoder: Decoder, wanted: dict[str, list[Any]], tokens_per_launch: int, count: int
+) -> None:
+    for _ in range(3):
+        decoder.reset()
+        decoder.prefill(PROMPT)
+        tokens = list(decoder.run(count=count, tokens_per_launch=tokens_per_launch))
+        assert tokens == wanted["PROMPT"][1 : count + 1]
+        assert decoder.logits().tobytes() == wanted["PROMPT logits"][count]
+        assert not decoder.stopped()
+
+
+def test_runs_after_each_other_and_single_steps_in_between(
+    decoder: Decoder, wanted: dict[str, list[Any]]
+) -> None:
+    tokens = [decoder.prefill(PROMPT)]
+    for count, per_launch in ((5, 1), (9, 4), (1, 1), (7, 16), (4, 4)):
+        tokens += decoder.run(count=count, tokens_per_launch=per_launch)
+        tokens.append(decoder.decode())
+    assert tokens == wanted["PROMPT"][: len(tokens)]
+
+
+def test_a_whole_loop_is_one_launch_and_no_host_write(
+    decoder: Decoder, wanted: dict[str, list[Any]]
+) -> None:
+    decoder.prefill(PROMPT)
+    list(decoder.run(count=17, tokens_per_launch=16))  # everything is built
+    decoder.truncate(len(PROMPT) + 1)
+    decoder.decode()  # says where the sequence is
+    decoder.decode()  # has it from the device
+    before = decoder.statistics()
+    tokens = list(decoder.run(count=32, tokens_per_launch=16))
+    after = decoder.statistics()
+    assert tokens == wanted["PROMPT"][3:35]
+    assert after.launches_replayed - before.launches_replayed == 2
+    assert after.launches_eager == before.launches_eager
+    assert after.host_writes == before.host_writes
+    assert after.decoded_tokens - before.decoded_tokens == 32
+    assert after.decode_seconds > before.decode_seconds
+    assert after.launches_per_token_replayed < 1
+    assert after.launches_per_token_eager >= 1
+
+
+# --------------------------------------------------------------------------------------- the end
+
+
+@pytest.mark.parametrize("tokens_per_launch", [1, 4, 16])
+def test_ends_at_an_end_token_and_no_step_runs_after_it(
+    decoder: Decoder, wanted: dict[str, list[Any]], tokens_per_launch: int
+) -> None:
+    tokens = wanted["PROMPT"]
+    end = next(i for i in range(6, COUNT) if tokens[i] not in tokens[:i])
+    decoder.set_stop_tokens([tokens[end]])
+    for _ in range(3):
+        decoder.reset()
+        first = decoder.prefill(PROMPT)
+        assert [first, *decoder.run(tokens_per_launch=tokens_per_launch)] == tokens[: end + 1]
+        assert decoder.stopped()
+        assert decoder.logits().tobytes() == wanted["PROMPT logits"][end]
+        with pytest.raises(InputError, match="slot 0 has stopped"):
+            decoder.run()
+    if tokens_per_launch > 1:
+        # Launches that came too late counted nothing down: the loop did not even begin.
+        counter = decoder.plan.buffers["counter"].to_numpy(decoder.stream)
+        assert counter.tolist() == [tokens_per_launch]
+    decoder.set_stop_tokens(())
+    rest = list(decoder.run(count=5, tokens_per_launch=tokens_per_launch))
+    assert rest == tokens[end + 1 : end + 6], "it goes on once the token is no end any more"
+
+
+@pytest.mark.parametrize("tokens_per_launch", [1, 4, 16])
+@pytest.mark.parametrize("more", [1, 2, 4, 7, 16, 21])
+def test_ends_at_the_limit(
+    decoder: Decoder, wanted: dict[str, list[Any]], tokens_per_launch: int, more: int
+) -> None:
+    decoder.set_sampling(HOT, limit=len(PROMPT) + more)
+    for _ in range(2):
+        decoder.reset()
+        tokens = [decoder.prefill(PROMPT), *decoder.run(tokens_per_launch=tokens_per_launch)]
+        assert tokens == wanted["PROMPT"][: more + 1]
+        assert decoder.stopped()
+        assert decoder.logits().tobytes() == wanted["PROMPT logits"][more]
+    if tokens_per_launch > more + 1:  # one loop, and the device left it early
+        counter = decoder.plan.buffers["counter"].to_numpy(decoder.stream)
+        assert counter.tolist() == [tokens_per_launch - more]
+
+
+@pytest.mark.parametrize(
+    "options", [{"ahead": 255}, {"tokens_per_launch": 64, "ahead": 3}, {"tokens_per_launch": 256}]
+)
+def test_the_ring_is_never_overrun(decoder: Decoder, options: dict[str, Any]) -> None:
+    """More tokens than the ring has room for, as far ahead as may be, and a caller who dawdles."""
+    decoder.prefill(PROMPT)
+    tokens = []
+    while not decoder.stopped():
+        tokens.append(decoder.decode())
+    assert len(tokens) > decoder.plan.sizes.ring, "to the end of the context, and around the ring"
+    for _ in range(2):
+        decoder.reset()
+        decoder.prefill(PROMPT)
+        again = []
+        for token in decoder.run(**options):
+            again.append(token)
+            if len(again) in (1, 20, 200):
+                time.sleep(0.2)
+        assert again == tokens
+        assert len(decoder.tokens()) == CONTEXT + 1
+
+
+def test_tokens_of_an_earlier_sequence_are_never_taken_for_new_ones(
+    decoder: Decoder, wanted: dict[str, list[Any]]
+) -> None:
+    """The ring holds the same positions of another prompt."""
+    for options in RUNS.values():
+        for name, prompt in (("PROMPT", PROMPT), ("OTHER", OTHER)):
+            decoder.reset()
+            tokens = [decoder.prefill(prompt), *decoder.run(count=COUNT, **options)]
+            assert tokens == wanted[name]
+
+
+# --------------------------------------------------------------- runs that are left, and what comes
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("taken", [1, 6, 18])
+def test_a_run_that_is_left_costs_nothing_but_what_was_ahead(
+    decoder: Decoder, wanted: dict[str, list[Any]], taken: int, run: str
+) -> None:
+    for _ in range(3):
+        decoder.reset()
+        tokens = [decoder.prefill(PROMPT)]
+        with decoder.run(**RUNS[run]) as under_way:
+            for token in under_way:
+                tokens.append(token)
+                if len(tokens) > taken:
+                    break
+        assert list(under_way) == [], "it is over"
+        assert decoder.tokens() == (*PROMPT, *tokens)
+        tokens += [decoder.decode() for _ in range(3)]
+        assert decoder.logits().tobytes() == wanted["PROMPT logits"][taken + 3]
+        tokens += decoder.run(count=4, **RUNS[run])
+        assert tokens == wanted["PROMPT"][: taken + 8]
+
+
+def _prefill_more(decoder: Decoder, tokens: list[int]) -> list[int]:
+    decoder.prefill(tokens[-1:])  # the last one was not decoded yet
+    return list(decoder.tokens()[len(PROMPT) :])
+
+
+def _other_run(decoder: Decoder, tokens: list[int]) -> list[int]:
+    return [*tokens, *decoder.run(count=1)]
+
+
+def _other_batch(decoder: Decoder, tokens: list[int]) -> list[int]:
+    return [*tokens, *(item[0] for item in decoder.run_batch([0], count=1))]
+
+
+def _truncate(decoder: Decoder, tokens: list[int]) -> list[int]:
+    decoder.truncate(len(PROMPT) + 2)
+    return tokens[:2]
+
+
+def _start_again(decoder: Decoder, tokens: list[int]) -> list[int]:
+    decoder.reset()
+    return [decoder.prefill(PROMPT)]
+
+
+def _profile(decoder: Decoder, tokens: list[int]) -> list[int]:
+    with decoder.profile() as times:
+        tokens = [*tokens, decoder.decode()]
+    assert times.by_kernel()
+    return tokens
+
+
+def _same(call: Callable[[Decoder], object]) -> Callable[[Decoder, list[int]], list[int]]:
+    def change(decoder: Decoder, tokens: list[int]) -> list[int]:
+        call(decoder)
+        return tokens
+
+    return change
+
+
+BETWEEN: dict[str, Callable[[Decoder, list[int]], list[int]]] = {
+    "set_sampling": _same(lambda d: d.set_sampling(HOT)),
+    "set_stop_tokens": _same(lambda d: d.set_stop_tokens((300,))),
+    "truncate": _truncate,
+    "prefill": _prefill_more,
+    "decode": lambda d, tokens: [*tokens, d.decode()],
+    "run": _other_run,
+    "run_batch": _other_batch,
+    "reset": _start_again,
+    "profile": _profile,
+}
+
+
+@pytest.mark.parametrize("run", ["one a launch", "loop of 4", "loop of 16"])
+@pytest.mark.parametrize("what", BETWEEN)
+def test_whatever_else_is_done_ends_a_run_and_starts_from_the_last_token_taken(
+    decoder: Decoder, wanted: dict[str, list[Any]], what: str, run: str
+) -> None:
+    for taken in (3, 10):  # the first one meets graphs that are not built yet
+        decoder.reset()
+        tokens = [decoder.prefill(PROMPT)]
+        under_way = decoder.run(**RUNS[run])
+        tokens += [next(under_way) for _ in range(taken)]
+        tokens = BETWEEN[what](decoder, tokens)
+        with pytest.raises(ClosedError, match=rf"the run was ended by {what}\(\)"):
+            next(under_way)
+        tokens += decoder.run(count=6, **RUNS[run])
+        assert tokens == wanted["PROMPT"][: len(tokens)]
+        assert decoder.logits().tobytes() == wanted["PROMPT logits"][len(tokens) - 1]
+
+
+@pytest.mark.parametrize("tokens_per_launch", [1, 4])
+def test_a_run_with_nothing_left_is_over_whatever_is_done_next(
+    decoder: Decoder, wanted: dict[str, list[Any]], tokens_per_launch: int
+) -> None:
+    for _ in range(2):
+        decoder.reset()
+        tokens = [decoder.prefill(PROMPT)]
+        under_way = decoder.run(count=8, tokens_per_launch=tokens_per_launch)
+        tokens += [next(under_way) for _ in range(8)]
+        assert decoder.logits().tobytes() == wanted["PROMPT logits"][8]
+        tokens.append(decoder.decode())
+        assert list(under_way) == []
+        assert tokens == wanted["PROMPT"][:10]
+
+
+def test_another_sampling_in_the_middle_is_another_answer_from_there(decoder: Decoder) -> None:
+    other = SamplingOptions(temperature=2.5, seed=99)
+    decoder.prefill(PROMPT)
+    for _ in range(5):
+        decoder.decode()
+    decoder.set_sampling(other)
+    slowly = [decoder.decode() for _ in range(10)]
+    for per_launch in (1, 16):
+        decoder.set_sampling(HOT)
+        decoder.reset()
+        decoder.prefill(PROMPT)
+        under_way = decoder.run(tokens_per_launch=per_launch)
+        for _ in range(5):
+            next(under_way)
+        decoder.set_sampling(other)
+        assert list(decoder.run(count=10, tokens_per_launch=per_launch)) == slowly
+
+
+def test_reading_does_not_end_a_run(decoder: Decoder, wanted: dict[str, list[Any]]) -> None:
+    tokens = [decoder.prefill(PROMPT)]
+    for token in decoder.run(count=12):
+        tokens.append(token)
+        assert decoder.tokens() == (*PROMPT, *tokens)
+        assert not decoder.stopped()
+        assert decoder.statistics().decoded_tokens == len(tokens) - 1
+        if len(tokens) == 6:
+            assert len(decoder.graph().nodes) == len(decoder.program())
+    assert tokens == wanted["PROMPT"][:13]
+
+
+def test_wrong_calls_leave_a_run_alone(decoder: Decoder, wanted: dict[str, list[Any]]) -> None:
+    tokens = [decoder.prefill(PROMPT)]
+    for token in decoder.run(count=12):
+        tokens.append(token)
+        for call in (
+            lambda: decoder.prefill([]),
+            lambda: decoder.decode(3),
+            lambda: decoder.run(count=0),
+            lambda: decoder.reset(1),
+            lambda: decoder.set_sampling(HOT, limit=-1),
+        ):
+            with pytest.raises(InputError):
+                call()
+    assert tokens == wanted["PROMPT"][:13]
+
+
+def test_a_closed_decoder_ends_its_run(where: Device) -> None:
+    decoder = open_decoder(where)
+    decoder.prefill(PROMPT)
+    under_way = decoder.run()
+    for _ in range(5):
+        next(under_way)
+    decoder.close()
+    with pytest.raises(ClosedError, match=r"ended by close\(\)"):
+        next(under_way)
+    with pytest.raises(ClosedError):
+        decoder.run()
+
+
+# ----------------------------------------------------------------------------------------- logits
+
+
+def test_logits_of_a_device_that_is_further_are_refused(
+    decoder: Decoder, wanted: dict[str, list[Any]]
+) -> None:
+    for per_launch in (1, 4):
+        decoder.reset()
+        decoder.prefill(PROMPT)
+        list(decoder.run(count=5, tokens_per_launch=per_launch))  # graphs are there
+        under_way = decoder.run(tokens_per_launch=per_launch)
+        next(under_way)
+        with pytest.raises(InputError, match="the device is further in slot 0"):
+            decoder.logits()
+        under_way.close()
+        with pytest.raises(InputError, match="the device is further in slot 0"):
+            decoder.logits()
+        at = len(decoder.tokens()) - len(PROMPT) - 1
+        decoder.truncate(len(decoder.tokens()) - 1)
+        assert decoder.decode() == wanted["PROMPT"][at]
+        assert decoder.logits().tobytes() == wanted["PROMPT logits"][at]
+
+
+def test_logits_after_each_token_with_nothing_ahead(
+    decoder: Decoder, wanted: dict[str, list[Any]]
+) -> None:
+    for _ in range(2):
+        decoder.reset()
+        decoder.prefill(PROMPT)
+        for index, _ in enumerate(decoder.run(count=15, ahead=0), 1):
+            assert decoder.logits().tobytes() == wanted["PROMPT logits"][index]
+
+
+def test_logits_of_slots_outside_of_a_run_stay_readable(where: Device) -> None:
+    with open_decoder(where, slots=2, max_rows=2) as decoder:
+        decoder.prefill(OTHER, 1)
+        logits = decoder.logits(1).tobytes()
+        decoder.prefill(PROMPT, 0)
+        list(decoder.run(count=4))
+        under_way = decoder.run()
+        next(under_way)
+        assert decoder.logits(1).tobytes() == logits
+
+
+# ---------------------------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+@pytest.mark.parametrize("tokens_per_launch", [1, 4, 16])
+def test_a_batch_in_one_run(where: Device, tokens_per_launch: int, build: str) -> None:
+    """Four slots, one of which ends earlier; as many rows to the end, so the same graph."""
+    limits = {0: 9 + 30, 1: 9 + 11, 2: 9 + 30, 3: 9 + 30}
+    options: dict[str, Any] = {"slots": 4, "max_rows": 4}
+
+    def begin(decoder: Decoder) -> dict[int, list[int]]:
+        decoder.reset()
+        for slot, limit in limits.items():
+            decoder.set_sampling(replace(HOT, seed=slot), slot, limit=limit)
+        return {s: [decoder.prefill(MODEL.tokens(9, seed=s), s)] for s in limits}
+
+    with open_decoder(where, graphs=False, **options) as eager:
+        wanted = begin(eager)
+        while live := [slot for slot in limits if not eager.stopped(slot)]:
+            for slot, token in zip(live, eager.decode_batch(live), strict=True):
+                wanted[slot].append(token)
+    assert [len(wanted[slot]) for slot in limits] == [31, 12, 31, 31]
+    with open_decoder(where, build=build, **options) as decoder:
+        for _ in range(3):
+            tokens = begin(decoder)
+            items = list(decoder.run_batch(list(limits), tokens_per_launch=tokens_per_launch))
+            assert [list(item) for item in items] == [[0, 1, 2, 3]] * 11 + [[0, 2, 3]] * 19
+            for item in items:
+                for slot, token in item.items():
+                    tokens[slot].append(token)
+                    assert decoder.tokens(slot)[9:][-1] is not None
+            assert tokens == wanted
+            assert all(decoder.stopped(slot) for slot in limits)
+            assert [len(decoder.tokens(slot)) for slot in limits] == [40, 21, 40, 40]
+
+
+def test_a_batch_that_is_left_goes_on_where_each_slot_was(where: Device) -> None:
+    slots = [2, 0, 1]
+    with open_decoder(where, slots=3, max_rows=4) as decoder:
+
+        def begin() -> None:
+            decoder.reset()
+            for slot in slots:
+                decoder.prefill(MODEL.tokens(5 + slot, seed=slot), slot)
+
+        begin()
+        wanted = [decoder.decode_batch(slots) for _ in range(20)]
+        for per_launch in (1, 4):
+            begin()
+            steps = []
+            for item in decoder.run_batch(slots, tokens_per_launch=per_launch):
+                steps.append([item[slot] for slot in slots])
+                if len(steps) == 7:
+                    break
+            steps += [decoder.decode_batch(slots) for _ in range(2)]
+            for item in decoder.run_batch(slots, tokens_per_launch=per_launch, count=11):
+                steps.append([item[slot] for slot in slots])
+            assert steps == wanted
+
+
+# ------------------------------------------------------------------------------------- what breaks
+
+
+@pytest.mark.parametrize("tokens_per_launch", [1, 4])
+def test_nan_logits_end_a_run_with_an_error(
+    decoder: Decoder, wanted: dict[str, list[Any]], tokens_per_launch: int
+) -> None:
+    norm = decoder.weights.buffer("final_norm")
+    sound = norm.to_numpy(decoder.stream)
+    for taken in (3, 12):
+        decoder.reset()
+        tokens = [decoder.prefill(PROMPT)]
+        under_way = decoder.run(tokens_per_launch=tokens_per_launch)
+        tokens += [next(under_way) for _ in range(taken)]
+        norm.copy_from(np.full_like(sound, np.nan), decoder.stream)
+        with pytest.raises(ModelError, match=r"slot 0, position \d+: the logits hold NaN"):
+            tokens += under_way
+        assert list(under_way) == [], "it is over"
+        norm.copy_from(sound, decoder.stream)
+        assert decoder.tokens() == (*PROMPT, *tokens)
+        tokens += decoder.run(count=7, tokens_per_launch=tokens_per_launch)
+        assert tokens == wanted["PROMPT"][: len(tokens)]
+        assert decoder.logits().tobytes() == wanted["PROMPT logits"][len(tokens) - 1]
+
+
+@pytest.mark.parametrize("tokens_per_launch", [1, 4])
+@pytest.mark.parametrize("at", [1, 2, 5, 9])
+def test_an_interrupted_run_can_be_taken_up(
+    decoder: Decoder,
+    wanted: dict[str, list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    at: int,
+    tokens_per_launch: int,
+) -> None:
+    decoder.prefill(PROMPT)
+    list(decoder.run(count=9, tokens_per_launch=tokens_per_launch))
+    decoder.reset()
+    tokens = [decoder.prefill(PROMPT)]
+    wait = TokenRing.wait
+
+    def interrupt(ring: TokenRing, *arguments: Any, **options: Any) -> None:
+        if len(tokens) == at:
+            raise KeyboardInterrupt
+        wait(ring, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenRing, "wait", interrupt)
+        under_way = decoder.run(tokens_per_launch=tokens_per_launch)
+        with pytest.raises(KeyboardInterrupt):
+            for token in under_way:
+                tokens.append(token)
+    assert list(under_way) == []
+    assert decoder.tokens() == (*PROMPT, *tokens)
+    with pytest.raises(InputError, match="the device is further"):
+        decoder.logits()
+    tokens += decoder.run(count=8, tokens_per_launch=tokens_per_launch)
+    assert tokens == wanted["PROMPT"][: at + 8]
+
+
+def test_a_step_inside_a_capture_ends_the_run_and_not_the_capture(
+    decoder: Decoder, wanted: dict[str, list[Any]]
+) -> None:
+    decoder.prefill(PROMPT)
+    list(decoder.run(count=9))
+    decoder.reset()
+    tokens = [decoder.prefill(PROMPT)]
+    under_way = decoder.run(ahead=0)
+    tokens += [next(under_way) for _ in range(4)]
+    with (
+        capture(decoder.stream) as graph,
+        pytest.raises(CaptureError, match="cannot be launched into a capture"),
+    ):
+        next(under_way)
+    assert len(graph.graph) == 0
+    tokens += decoder.run(count=4)
+    assert tokens == wanted["PROMPT"][:9]
+
+
+def test_a_loop_that_cannot_be_built_costs_launches_and_no_answers(
+    where: Device, wanted: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise GraphError("no loops today")
+
+    monkeypatch.setattr(Graph, "add_conditional", refuse)
+    with open_decoder(where) as decoder:
+        for number in (1, 2):
+            decoder.reset()
+            tokens = [decoder.prefill(PROMPT), *decoder.run(count=20, tokens_per_launch=4)]
+            assert tokens == wanted["PROMPT"][:21]
+            numbers = decoder.statistics()
+            assert numbers.one_by_one == {"building the graph failed before": number}
+        assert "no loops today" in str(numbers.quarantined)
+        assert numbers.launches_replayed >= 37, "one by one, but by graph"
+
+
+def test_a_device_without_conditional_nodes_says_so(
+    where: Device, wanted: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = replace(where.capabilities, conditional_nodes=False)
+    with open_decoder(where) as decoder:
+        monkeypatch.setattr(type(where), "capabilities", without)
+        decoder.prefill(PROMPT)
+        assert list(decoder.run(count=9, tokens_per_launch=4)) == wanted["PROMPT"][1:10]
+        assert "has no conditional nodes" in str(decoder.statistics().quarantined)
+
+
+def test_a_driver_that_refuses_programmatic_launches_in_a_loop_gets_plain_ones(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instantiate, bind = Graph.instantiate, "ostinato.models.backend.HostBackend.bind"
+    from ostinato.models.backend import HostBackend
+
+    plain_bind = HostBackend.bind
+    refused = []
+
+    def programmatic(self: HostBackend, *arguments: Any) -> Any:
+        bound = plain_bind(self, *arguments)
+        return tuple(replace(o, config=replace(o.config, programmatic=True)) for o in bound)
+
+    def picky(self: Graph, **options: Any) -> Any:
+        inside = [n for node in self.nodes for body in node.children for n in body]
+        if any(node.kernel.config.programmatic for node in inside):
+            refused.append(self)
+            raise GraphError("not in here")
+        return instantiate(self, **options)
+
+    monkeypatch.setattr(bind, programmatic)
+    monkeypatch.setattr(Graph, "instantiate", picky)
+    with open_decoder(host_device, graphs=False) as eager:
+        eager.prefill(PROMPT)
+        wanted = [eager.decode() for _ in range(16)]
+    with open_decoder(host_device) as decoder:
+        decoder.prefill(PROMPT)
+        assert list(decoder.run(count=16, tokens_per_launch=4)) == wanted
+        numbers = decoder.statistics()
+    assert refused
+    assert refused[0].closed, "what was refused is given back"
+    assert not numbers.quarantined
+    assert not numbers.one_by_one
+
+
+def test_off_switches_and_profiling_have_their_reasons(
+    decoder: Decoder, wanted: dict[str, list[Any]]
+) -> None:
+    decoder.device_state = False
+    decoder.prefill(PROMPT)
+    tokens = list(decoder.run(count=5, tokens_per_launch=4))
+    decoder.device_state = True
+    with decoder.profile() as times:
+        tokens += decoder.run(count=5, tokens_per_launch=4)
+    assert times.by_kernel()["embed"].launches == 5
+    tokens += decoder.run(count=5, tokens_per_launch=4)
+    assert tokens == wanted["PROMPT"][1:16]
+    assert decoder.statistics().one_by_one == {
+        "the host sets the state before each step (device_state is off)": 1,
+        "profiling per operation": 1,
+    }
+    assert decoder.statistics().eager_reasons["profiling per operation"] == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 0}, "count is 0"),
+        ({"count": True}, "count is True"),
+        ({"tokens_per_launch": 0}, "tokens_per_launch is 0, must be 1 to 256"),
+        ({"tokens_per_launch": 257}, "what the ring holds"),
+        ({"ahead": -1}, "ahead is -1, must be 0 to 255"),
+        ({"ahead": 256}, "ahead is 256"),
+        ({"tokens_per_launch": 100, "ahead": 2}, "ahead is 2, must be 0 to 1"),
+        ({"slot": 1}, "slot 1 of 1"),
+    ],
+)
+def test_wrong_options(decoder: Decoder, options: dict[str, Any], message: str) -> None:
+    decoder.prefill(PROMPT)
+    with pytest.raises(InputError, match=message):
+        decoder.run(**options)
+    assert len(list(decoder.run(count=3))) == 3
+
+
+def test_an_empty_slot_has_nothing_to_run(decoder: Decoder) -> None:
+    with pytest.raises(InputError, match="slot 0 has no token to decode"):
+        decoder.run()
+    with pytest.raises(InputError, match="one or more are needed"):
+        decoder.run_batch([])
+
+
+@pytest.mark.alone
+def test_runs_give_everything_back(where: Device) -> None:
+    for _ in range(2):  # the driver keeps some of its own after the first
+        where.synchronize()
+        free, _ = where.memory_info()
+        with open_decoder(where) as decoder:
+            decoder.prefill(PROMPT)
+            list(decoder.run(count=12, tokens_per_launch=4))
+            left = decoder.run(tokens_per_launch=4)
+            next(left)
+        where.synchronize()
+    assert free - where.memory_info()[0] < (8 << 20 if where.name != "host" else 1)
