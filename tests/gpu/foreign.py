@@ -6,12 +6,15 @@ work is to be seen by another, so that these tests are about graphs and not abou
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 import ostinato as ost
@@ -147,3 +150,82 @@ def check_rebind(
     assert len(run.rebind([(new, old)]).words) == len(report.words)
     run.launch(stream)
     assert read(device, output) == first
+
+
+# -------------------------------------------------------- one library's kernel, on a stream of ours
+
+
+class BlendStep(abc.ABC):
+    """`out = 3 x + y`, then `out = x / 2 + out`: another library's kernel, captured on our stream.
+
+    A subclass says how the library launches it (`work`), and what has to come before a capture.
+    """
+
+    SIZE = 5000
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.stream = device, device.create_stream()
+        self.rng = np.random.default_rng(7)
+        self.x, self.y = self.random(), self.random()
+        self.out = device.zeros(self.SIZE, np.float32)
+        self.warm()
+        with self.using_stream(), ost.capture(self.stream) as capture:
+            self.work(self.x)
+        self.graph = capture.graph
+
+    @abc.abstractmethod
+    def work(self, x: ost.Buffer) -> None:
+        """Both launches, with `x` in the place of the first input."""
+
+    @abc.abstractmethod
+    def warm(self) -> None:
+        """Compiles and loads, by running `work` once."""
+
+    def using_stream(self) -> contextlib.AbstractContextManager[object]:
+        """In which the library launches on our stream, if it must be told beforehand."""
+        return contextlib.nullcontext()
+
+    def random(self) -> ost.Buffer:
+        return self.device.array(self.rng.standard_normal(self.SIZE).astype(np.float32))
+
+    @property
+    def output(self) -> Area:
+        return Area("out", self.out.address, self.out.nbytes)
+
+    def eager_bits(self, x: ost.Buffer) -> bytes:
+        with self.using_stream():
+            self.work(x)
+        return read(self.device, self.output)
+
+    # --- what holds for each library
+    def check_inventory(self) -> list[ost.Node]:
+        """The two kernel nodes, once all buffers were found in their arguments."""
+        areas = [Area(n, b.address, b.nbytes) for n, b in (("x", self.x), ("y", self.y))]
+        check_inventory(self.graph, [*areas, self.output])
+        check_showing(self.graph)
+        nodes = kernels(self.graph)
+        assert len(nodes) == 2
+        assert any(a.raw == np.float32(0.5).tobytes() for a in nodes[1].arguments)
+        return nodes
+
+    def check_replay(self) -> None:
+        """A replay leaves what an eager run leaves, bit by bit."""
+        wanted = self.eager_bits(self.x)
+        run = self.graph.instantiate(upload=self.stream)
+        for _ in range(3):
+            clear(self.device, self.output)
+            run.launch(self.stream)
+            assert read(self.device, self.output) == wanted
+
+    def check_rebind(self) -> None:
+        """Rebound to a new input, it leaves what an eager run on that leaves."""
+        run, fresh = self.graph.instantiate(upload=self.stream), self.random()
+        check_rebind(
+            self.device,
+            self.stream,
+            run,
+            self.x,
+            fresh,
+            lambda: self.eager_bits(fresh),
+            self.output,
+        )

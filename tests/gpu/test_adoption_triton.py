@@ -7,23 +7,14 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from tests.gpu.foreign import (
-    Area,
-    check_inventory,
-    check_rebind,
-    check_showing,
-    clear,
-    kernels,
-    library,
-    read,
-)
+from tests.gpu.foreign import BlendStep, kernels, library, read
 
 torch = library("torch")
 triton = library("triton")
 tl = library("triton.language")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
-N, BLOCK = 5000, 256
+BLOCK = 256
 
 
 @triton.jit
@@ -35,39 +26,24 @@ def triton_blend(x, y, out, factor, n, BLOCK: tl.constexpr):
     tl.store(out + at, a * factor + b, mask=inside)
 
 
-class Step:
-    """out = 3 x + y, twice over, on our stream."""
+class Step(BlendStep):
+    def warm(self) -> None:
+        from ostinato.interop.triton import warm
 
-    def __init__(self, device: Device) -> None:
-        from ostinato.interop.triton import as_tensor, use_stream, warm
-
-        self.device, self.stream = device, device.create_stream()
-        self.rng = np.random.default_rng(7)
-        self.x, self.y = self.random(), self.random()
-        self.out = device.zeros(N, np.float32)
-        self.as_tensor, self.use_stream = as_tensor, use_stream
         warm(self.stream, lambda: self.work(self.x))
-        with use_stream(self.stream), ost.capture(self.stream) as capture:
-            self.work(self.x)
-        self.graph = capture.graph
 
-    def random(self) -> ost.Buffer:
-        return self.device.array(self.rng.standard_normal(N).astype(np.float32))
+    def using_stream(self):
+        from ostinato.interop.triton import use_stream
+
+        return use_stream(self.stream)
 
     def work(self, x: ost.Buffer) -> None:
-        x_there, y_there, out_there = (self.as_tensor(b) for b in (x, self.y, self.out))
-        grid = (triton.cdiv(N, BLOCK),)
-        triton_blend[grid](x_there, y_there, out_there, 3.0, N, BLOCK=BLOCK)
-        triton_blend[grid](x_there, out_there, out_there, 0.5, N, BLOCK=BLOCK)
+        from ostinato.interop.triton import as_tensor
 
-    @property
-    def output(self) -> Area:
-        return Area("out", self.out.address, self.out.nbytes)
-
-    def eager_bits(self, x: ost.Buffer) -> bytes:
-        with self.use_stream(self.stream):
-            self.work(x)
-        return read(self.device, self.output)
+        x_there, y_there, out_there = (as_tensor(b) for b in (x, self.y, self.out))
+        size, grid = self.SIZE, (triton.cdiv(self.SIZE, BLOCK),)
+        triton_blend[grid](x_there, y_there, out_there, 3.0, size, BLOCK=BLOCK)
+        triton_blend[grid](x_there, out_there, out_there, 0.5, size, BLOCK=BLOCK)
 
 
 @pytest.fixture
@@ -76,37 +52,18 @@ def step(cuda_device: Device) -> Step:
 
 
 def test_inventory(step: Step) -> None:
-    areas = [Area("x", step.x.address, step.x.nbytes), Area("y", step.y.address, step.y.nbytes)]
-    check_inventory(step.graph, [*areas, step.output])
-    nodes = kernels(step.graph)
+    nodes = step.check_inventory()
     assert [node.name for node in nodes] == ["triton_blend"] * 2
     assert all(node.kernel.config.grid == (20, 1, 1) for node in nodes)
-    assert any(a.raw == np.float32(0.5).tobytes() for a in nodes[1].arguments)
-    assert any(a.raw == np.int32(N).tobytes() for a in nodes[1].arguments)
-    check_showing(step.graph)
+    assert any(a.raw == np.int32(step.SIZE).tobytes() for a in nodes[1].arguments)
 
 
-def test_replay_is_eager_bit_by_bit(cuda_device: Device, step: Step) -> None:
-    wanted = step.eager_bits(step.x)
-    run = step.graph.instantiate(upload=step.stream)
-    for _ in range(3):
-        clear(cuda_device, step.output)
-        run.launch(step.stream)
-        assert read(cuda_device, step.output) == wanted
+def test_replay_is_eager_bit_by_bit(step: Step) -> None:
+    step.check_replay()
 
 
-def test_rebind_is_eager_on_the_new_input(cuda_device: Device, step: Step) -> None:
-    run = step.graph.instantiate(upload=step.stream)
-    fresh = step.random()
-    check_rebind(
-        cuda_device,
-        step.stream,
-        run,
-        step.x,
-        fresh,
-        lambda: step.eager_bits(fresh),
-        step.output,
-    )
+def test_rebind_is_eager_on_the_new_input(step: Step) -> None:
+    step.check_rebind()
 
 
 def test_patch_by_index(cuda_device: Device, step: Step) -> None:

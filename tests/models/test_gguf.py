@@ -20,7 +20,7 @@ from ostinato.errors import (
 )
 from ostinato.models.checkpoint import GgufTokenizerSource, open_checkpoint, to_bfloat16
 from ostinato.models.config import rope_inverse_frequencies
-from ostinato.models.dequantise import SUPPORTED_TYPES, dequantise_rows
+from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
 from tests.models.model_files import CONFIG, gguf_name, weights, write_gguf
 
 # K-quants need rows of 256.
@@ -80,10 +80,12 @@ def test_k_quants(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [k for k in SUPPORTED_TYPES if k not in ("F32", "F16", "BF16")])
-def test_any_bits_decode_as_gguf_decodes_them(kind: str) -> None:
+@pytest.mark.parametrize(("rows", "wide"), [(64, 4), (1, 1)])
+def test_any_bits_decode_as_gguf_decodes_them(kind: str, rows: int, wide: int) -> None:
     quantised = gguf.GGMLQuantizationType[kind]
     _, size = gguf.GGML_QUANT_SIZES[quantised]
-    blocks = np.random.default_rng(2).integers(0, 256, (64, size * 4), dtype=np.uint8)
+    blocks = np.random.default_rng(2).integers(0, 256, (rows, size * wide), dtype=np.uint8)
+    blocks.flags.writeable = False  # as a mapped file's are
     with np.errstate(all="ignore"):
         expected = dequantize(blocks, quantised)
     out = np.empty_like(expected)
@@ -97,6 +99,44 @@ def test_tensors_larger_than_a_block(tmp_path: Path) -> None:
     with open_checkpoint(write_gguf(tmp_path / "m.gguf", values, config=config)) as checkpoint:
         for name in ("layers.0.wq", "layers.0.w_down", "embed"):
             assert np.array_equal(checkpoint.tensor(name), values[name])
+
+
+def test_the_table_of_types_is_ggufs() -> None:
+    for name, block in BLOCK_TYPES.items():
+        kind = gguf.GGMLQuantizationType[name]
+        assert (block.number, block.values, block.size) == (kind, *gguf.GGML_QUANT_SIZES[kind])
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q4_1"])
+def test_load_in_pieces_is_the_whole(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that no piece and no block divides; heads that must stay whole."""
+    path = write_gguf(tmp_path / "m.gguf", kind=kind)
+    with open_checkpoint(path) as checkpoint:
+        wanted = {name: checkpoint.tensor(name) for name in checkpoint.tensor_names()}
+    monkeypatch.setattr("ostinato.models.checkpoint._PIECE_VALUES", 64 * 27)
+    monkeypatch.setattr("ostinato.models.checkpoint._BLOCK_VALUES", 64 * 5)
+    with open_checkpoint(path) as checkpoint:
+        for dtype in (np.float32, np.uint16):
+            found = {name: np.full(v.shape, 7, dtype) for name, v in wanted.items()}
+            checkpoint.load(found, threads=3)
+            for name, values in wanted.items():
+                right = values if dtype is np.float32 else to_bfloat16(values)
+                assert np.array_equal(found[name], right), name
+
+
+def test_long_lists_of_strings_are_read_in_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A string may begin anywhere in a window, end in the next, or be longer than one."""
+    tokens = [chr(0x4E00 + i) * (i * i % 41) for i in range(280)]
+    path = write_gguf(tmp_path / "m.gguf", metadata={"tokenizer.ggml.tokens": tokens})
+    for window in (1 << 20, 1, 8, 50, 51, 97):
+        monkeypatch.setattr("ostinato.models.gguf_header._WINDOW", window)
+        with open_checkpoint(path) as checkpoint:
+            assert isinstance(checkpoint.tokenizer, GgufTokenizerSource)
+            assert checkpoint.tokenizer.metadata["tokenizer.ggml.tokens"] == tokens
 
 
 def test_load_fills_what_it_is_given(tmp_path: Path) -> None:

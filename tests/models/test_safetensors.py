@@ -65,6 +65,26 @@ def test_bfloat16(tmp_path: Path) -> None:
             np.testing.assert_allclose(checkpoint.tensor(name), value, rtol=2**-8)
 
 
+def test_any_bfloat16_bits_are_read_as_they_are_but_nan_is_made_quiet(tmp_path: Path) -> None:
+    values = weights()
+    write_folder(tmp_path, values)
+    head, data = {}, b""
+    for name, value in values.items():
+        bits = (np.arange(value.size) * 40503 % (1 << 16)).astype(np.uint16)  # NaNs among them
+        size = len(data) + bits.nbytes
+        shape = list(value.shape)
+        head[hf_name(name)] = {"dtype": "BF16", "shape": shape, "data_offsets": [len(data), size]}
+        data += bits.tobytes()
+    write_head(tmp_path, head, data)
+    with open_checkpoint(tmp_path) as checkpoint:
+        found = checkpoint.bfloat16("embed").reshape(-1)
+        assert np.array_equal(found, to_bfloat16(checkpoint.tensor("embed")).reshape(-1))
+    kept = (np.arange(found.size) * 40503 % (1 << 16)).astype(np.uint16)
+    quiet = np.flatnonzero(found != kept)
+    assert quiet.size > 10
+    assert (found[quiet] == kept[quiet] | 0x40).all() and ((kept[quiet] & 0x7F80) == 0x7F80).all()
+
+
 def test_same_model_in_both_formats(tmp_path: Path) -> None:
     values = weights()
     folder = write_folder(tmp_path / "hf", values)

@@ -16,6 +16,8 @@ shortens while it is mapped (the operating system answers that with SIGBUS).
 from __future__ import annotations
 
 import abc
+import math
+import threading
 import types
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -46,8 +48,10 @@ __all__ = [
     "to_bfloat16",
 ]
 
-# Float32 values converted at a time: 1 MiB of output, so that a block's passes stay in L2 cache.
-_BLOCK_VALUES = 1 << 18
+# Float32 values converted at a time: half a MiB, so that a block's passes stay in L2 cache.
+_BLOCK_VALUES = 1 << 17
+# Values that `load` gives to a thread at a time.
+_PIECE_VALUES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,7 @@ class Checkpoint(abc.ABC):
         self.config = config
         self.tokenizer = tokenizer
         self._tensors = dict(tensors)
+        self._scratch = _Scratch()
         self._closed = False
 
     def tensor_names(self) -> tuple[str, ...]:
@@ -137,7 +142,7 @@ class Checkpoint(abc.ABC):
         """
         raw = self.raw(name)
         array = _destination(name, raw, out, np.dtype(np.float32))
-        self._convert(raw, array, None)
+        self._convert(raw, array)
         return array
 
     def bfloat16(
@@ -149,7 +154,7 @@ class Checkpoint(abc.ABC):
         """
         raw = self.raw(name)
         array = _destination(name, raw, out, np.dtype(np.uint16))
-        self._convert(raw, None, array)
+        self._convert(raw, array)
         return array
 
     def load(
@@ -161,22 +166,21 @@ class Checkpoint(abc.ABC):
         """Fill many arrays at once, on `threads` threads: name to destination.
 
         A float32 destination gets what `tensor` gives, a uint16 one what `bfloat16` gives.  Raises
-        InputError as they do; some destinations may then have been written.
+        InputError as they do, before anything is written.
         """
         if threads < 1:
             raise InputError(f"threads is {threads}, must be 1 or more")
-
-        def fill(item: tuple[str, npt.NDArray[Any]]) -> None:
-            name, array = item
-            if array.dtype == np.uint16:
-                self.bfloat16(name, array)
-            else:
-                self.tensor(name, array)
-
-        # Large ones first, or the thread that gets the embedding last works on alone.
-        items = sorted(into.items(), key=lambda item: -item[1].size)
+        pieces = []
+        for name, array in into.items():
+            raw = self.raw(name)
+            wanted = np.dtype(np.uint16 if array.dtype == np.uint16 else np.float32)
+            out = _destination(name, raw, array, wanted)
+            step = _rows_at_a_time(raw, _PIECE_VALUES)
+            pieces += [(raw, out, start, start + step) for start in range(0, raw.rows, step)]
+        # Large ones first, or the thread that gets one last works on alone.
+        pieces.sort(key=lambda piece: -piece[0].columns * min(piece[0].rows, piece[3] - piece[2]))
         with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(fill, items):
+            for _ in pool.map(lambda piece: self._convert(*piece), pieces):
                 pass
 
     def close(self) -> None:
@@ -200,31 +204,30 @@ class Checkpoint(abc.ABC):
         return f"{type(self).__name__}({str(self.path)!r}, {state})"
 
     def _convert(
-        self,
-        raw: RawTensor,
-        floats: npt.NDArray[np.float32] | None,
-        halves: npt.NDArray[np.uint16] | None,
+        self, raw: RawTensor, out: npt.NDArray[Any], first: int = 0, stop: int | None = None
     ) -> None:
-        """Write into exactly one of the two, block of rows by block of rows."""
+        """Rows `first` to `stop` of a tensor into the same rows of `out` (float32, or uint16 for
+        bfloat16), block of rows by block of rows.  Whole heads, where the file interleaves them."""
         if self._closed:
             raise ClosedError(f"{self.path}: the checkpoint was closed; open it again")
         source = self._bytes(raw).reshape(raw.rows, -1)
-        rows, columns = raw.rows, raw.columns
-        step = max(1, _BLOCK_VALUES // columns)
-        if raw.heads:
-            # Whole heads at a time: the rows of a head are re-ordered among themselves.
-            head = rows // raw.heads
-            step = max(1, step // head) * head
-        for start in range(0, rows, step):
-            block = source[start : start + step]
+        target = out.reshape(raw.rows, raw.columns)
+        step = _rows_at_a_time(raw, _BLOCK_VALUES)
+        last = raw.rows if stop is None else min(stop, raw.rows)
+        for start in range(first, last, step):
+            rows = slice(start, min(start + step, last))
+            block, into = source[rows], target[rows]
             if raw.heads:
-                block = _half_split(block, rows // raw.heads)
-            if floats is not None:
-                self._decode(raw.type, block, floats.reshape(rows, columns)[start : start + step])
-            elif halves is not None:
-                values = np.empty((len(block), columns), np.float32)
+                block = _half_split(block, raw.rows // raw.heads)
+            if out.dtype == np.float32:
+                self._decode(raw.type, block, into)
+            elif raw.type == "BF16":
+                into[...] = block.view("<u2")
+                _make_quiet(into)
+            else:
+                values, words = self._scratch.take(into.shape)
                 self._decode(raw.type, block, values)
-                halves.reshape(rows, columns)[start : start + step] = to_bfloat16(values)
+                to_bfloat16(values, into, words)
 
     @abc.abstractmethod
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
@@ -297,19 +300,56 @@ def check_tensors(
     return {name: found[name] for name in shapes}
 
 
-def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Bit patterns of the nearest bfloat16, ties to even; NaN stays NaN, overflow is infinity."""
+def to_bfloat16(
+    values: npt.NDArray[np.float32],
+    out: npt.NDArray[np.uint16] | None = None,
+    words: npt.NDArray[np.uint32] | None = None,
+) -> npt.NDArray[np.uint16]:
+    """Bit patterns of the nearest bfloat16, ties to even; NaN stays NaN, overflow is infinity.
+
+    `out`: where to write them; `words`: memory to work in.  Both of the shape of `values`.
+    """
     bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = bits >> np.uint32(16)
+    rounded = np.right_shift(bits, np.uint32(16), out=words)
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
-    rounded >>= np.uint32(16)
+    if out is None:
+        out = np.empty(values.shape, np.uint16)
+    np.right_shift(rounded, np.uint32(16), out=out, casting="unsafe")
     # A NaN's payload could carry into the sign or round down to infinity: cut it, and set quiet.
-    nan = np.isnan(values)
+    if values.size and np.isnan(values.max()):
+        nan = np.isnan(values)
+        out[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x40)
+    return out
+
+
+def _make_quiet(halves: npt.NDArray[np.uint16]) -> None:
+    """Sets the quiet bit of every NaN, as `to_bfloat16` does."""
+    nan = (halves & np.uint16(0x7FFF)) > np.uint16(0x7F80)
     if nan.any():
-        rounded[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x40)
-    return rounded.astype(np.uint16)
+        halves[nan] |= np.uint16(0x40)
+
+
+class _Scratch(threading.local):
+    """Working memory of one thread, kept: fresh pages for each block cost more than the work."""
+
+    def __init__(self) -> None:
+        self._floats, self._words = np.empty(0, np.float32), np.empty(0, np.uint32)
+
+    def take(self, shape: tuple[int, ...]) -> tuple[npt.NDArray[np.float32], npt.NDArray[Any]]:
+        """Floats and words of a shape."""
+        size = math.prod(shape)
+        if self._floats.size < size:
+            self._floats, self._words = np.empty(size, np.float32), np.empty(size, np.uint32)
+        return self._floats[:size].reshape(shape), self._words[:size].reshape(shape)
+
+
+def _rows_at_a_time(raw: RawTensor, values: int) -> int:
+    """How many rows hold about so many values: one at least, or one head, whose rows are
+    re-ordered among themselves."""
+    unit = raw.rows // raw.heads if raw.heads else 1
+    return max(1, values // (unit * raw.columns)) * unit
 
 
 def _half_split(block: npt.NDArray[np.uint8], head: int) -> npt.NDArray[np.uint8]:

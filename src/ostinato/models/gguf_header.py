@@ -13,10 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
-
 from ostinato.errors import ModelFormatError, UnsupportedModelError
-from ostinato.models.dequantise import SUPPORTED_TYPES
+from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
 
 __all__ = ["GgufHeader", "GgufTensor", "read_header"]
 
@@ -31,23 +29,27 @@ _MAX_NAME = 256
 _MAX_DIMENSIONS = 4
 _MAX_VALUES = 1 << 40
 
+# Metadata types by number, as `gguf.GGUFValueType` has them.
 _SCALARS: dict[int, struct.Struct] = {
-    int(kind): struct.Struct("<" + code)
-    for kind, code in {
-        GGUFValueType.UINT8: "B",
-        GGUFValueType.INT8: "b",
-        GGUFValueType.UINT16: "H",
-        GGUFValueType.INT16: "h",
-        GGUFValueType.UINT32: "I",
-        GGUFValueType.INT32: "i",
-        GGUFValueType.FLOAT32: "f",
-        GGUFValueType.BOOL: "?",
-        GGUFValueType.UINT64: "Q",
-        GGUFValueType.INT64: "q",
-        GGUFValueType.FLOAT64: "d",
+    number: struct.Struct("<" + code)
+    for number, code in {
+        0: "B",
+        1: "b",
+        2: "H",
+        3: "h",
+        4: "I",
+        5: "i",
+        6: "f",
+        7: "?",
+        10: "Q",
+        11: "q",
+        12: "d",
     }.items()
 }
-_STRING, _ARRAY = int(GGUFValueType.STRING), int(GGUFValueType.ARRAY)
+_STRING, _ARRAY = 8, 9
+_TYPE_NAMES = {found.number: name for name, found in BLOCK_TYPES.items()}
+# Bytes of a long array of strings that are read at a time.
+_WINDOW = 1 << 20
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
@@ -218,25 +220,37 @@ class _Cursor:
         return list(struct.unpack_from(f"<{count}{code}", self.data, begin))
 
     def _texts(self, count: int, key: str) -> list[object]:
-        """`count` strings.  The hot loop of opening a model: 100,000 of them and more."""
-        data, end, position = self.data, self._end, self.position
-        length_at: Callable[[memoryview, int], tuple[int]] = _U64.unpack_from
+        """`count` strings.  The hot loop of opening a model: 100,000 of them and more, so it works
+        on copies of the file in windows: bytes are three times as fast as a memoryview."""
         texts: list[object] = []
+        while len(texts) < count:
+            window = bytes(self.data[self.position : self.position + _WINDOW])
+            used = self._texts_of(window, count - len(texts), texts, key)
+            if not used:  # longer than a window, or cut off by the end of the head
+                texts.append(self.text(f"string {len(texts)} of {key!r}"))
+            self.position += used
+        return texts
+
+    def _texts_of(self, window: bytes, count: int, texts: list[object], key: str) -> int:
+        """Appends up to `count` strings that lie wholly in the window; how many bytes they took."""
+        position, end = 0, len(window)
+        length_at: Callable[[bytes, int], tuple[int]] = _U64.unpack_from
+        add = texts.append
         try:
             for _ in range(count):
-                stop = position + 8 + length_at(data, position)[0]
+                begin = position + 8
+                if begin > end:
+                    break
+                stop = begin + length_at(window, position)[0]
                 if stop > end:
-                    raise self.damaged(f"string {len(texts)} of {key!r} leaves the head")
-                texts.append(str(data[position + 8 : stop], "utf-8"))
+                    break
+                add(window[begin:stop].decode())
                 position = stop
-        except struct.error:
-            raise self.damaged(f"{key!r} ends after {len(texts)} of {count} strings") from None
         except UnicodeDecodeError as error:
             raise self.damaged(
                 f"string {len(texts)} of {key!r} is not UTF-8: {error.reason}"
             ) from None
-        self.position = position
-        return texts
+        return position
 
     def tensor(self) -> GgufTensor:
         """One tensor's entry, its offset still from the start of the data."""
@@ -249,21 +263,27 @@ class _Cursor:
             raise self.damaged(f"tensor {name!r} has the impossible shape {list(shape)}")
         number = self.u32(f"type of {name!r}")
         offset = self.u64(f"offset of {name!r}")
-        try:
-            kind = GGMLQuantizationType(number)
-        except ValueError:
-            kind = None
-        if kind is None or kind.name not in SUPPORTED_TYPES:
+        kind = _TYPE_NAMES.get(number)
+        if kind is None:
             raise UnsupportedModelError(
-                f"{self.path}: tensor {name!r} is of type "
-                f"{number if kind is None else kind.name}, which is not supported; supported: "
-                f"{', '.join(SUPPORTED_TYPES)}"
+                f"{self.path}: tensor {name!r} is of type {_type_name(number)}, which is not "
+                f"supported; supported: {', '.join(SUPPORTED_TYPES)}"
             )
-        values, size = GGML_QUANT_SIZES[kind]
-        if shape[0] % values:
+        layout = BLOCK_TYPES[kind]
+        if shape[0] % layout.values:
             raise self.damaged(
-                f"tensor {name!r} has rows of {shape[0]}, which {kind.name} cannot cut into blocks "
-                f"of {values}"
+                f"tensor {name!r} has rows of {shape[0]}, which {kind} cannot cut into blocks "
+                f"of {layout.values}"
             )
-        nbytes = math.prod(shape) // values * size
-        return GgufTensor(name, kind.name, shape[::-1], offset, nbytes)
+        nbytes = math.prod(shape) // layout.values * layout.size
+        return GgufTensor(name, kind, shape[::-1], offset, nbytes)
+
+
+def _type_name(number: int) -> str:
+    """What `gguf` calls a tensor type, or its number."""
+    from gguf.constants import GGMLQuantizationType
+
+    try:
+        return str(GGMLQuantizationType(number).name)
+    except ValueError:
+        return str(number)

@@ -26,6 +26,11 @@ __all__ = ["Weights", "load_weights"]
 _FUSED = {"wqkv": ("wq", "wk", "wv"), "w_gate_up": ("w_gate", "w_up")}
 _PART_OF = {part: (name, parts) for name, parts in _FUSED.items() for part in parts}
 
+# Converted together on the way to a device with memory of its own: enough bytes that every thread
+# has work, in memory that is used again.
+_STAGED_BYTES = 64 << 20
+_ALIGNMENT = 64
+
 
 @dataclass(slots=True, eq=False)
 class Weights:
@@ -75,12 +80,12 @@ def load_weights(
     """Reads every tensor of a checkpoint into device memory; it is there when this returns.
 
     `dtype`: of matrices, float32 or uint16 (the bits of bfloat16).  `threads`: of the conversion;
-    as many as there are cores, 4 at most, if None.
+    as many as there are cores, 16 at most, if None.
     Raises ModelFormatError, OutOfMemoryError; nothing is left allocated then.
     """
     config = checkpoint.config
     weights = Weights(config, np.dtype(dtype))
-    workers = threads or min(4, os.cpu_count() or 1)
+    workers = threads or min(16, os.cpu_count() or 1)
     try:
         for name, shape in _layout(config):
             kind = weights.dtype if len(shape) == 2 else np.dtype(np.float32)
@@ -98,16 +103,43 @@ def load_weights(
 
 
 def _upload(device: Device, checkpoint: Checkpoint, weights: Weights, threads: int) -> None:
-    """Through ordinary memory, one tensor of the device at a time."""
+    """Through ordinary memory, many tensors at a time."""
+    largest = max((_aligned(buffer.nbytes) for buffer in weights.tensors.values()), default=0)
+    staging = np.empty(max(_STAGED_BYTES, largest), np.uint8)
     stream = device.create_stream()
     try:
-        for name, buffer in weights.tensors.items():
-            values = np.empty(buffer.shape, buffer.dtype)
-            checkpoint.load(dict(_parts(weights.config, name, values)), threads=threads)
-            buffer.copy_from(values, stream)
+        for group in _groups(weights.tensors, staging.nbytes):
+            values: dict[str, npt.NDArray[Any]] = {}
+            start = 0
+            for name, buffer in group.items():
+                piece = staging[start : start + buffer.nbytes]
+                values[name] = piece.view(buffer.dtype).reshape(buffer.shape)
+                start += _aligned(buffer.nbytes)
+            parts = (_parts(weights.config, name, array) for name, array in values.items())
+            checkpoint.load(dict(itertools.chain.from_iterable(parts)), threads=threads)
+            for name, buffer in group.items():
+                buffer.copy_from(values[name], stream)
         stream.synchronize()
     finally:
         stream.close()
+
+
+def _groups(tensors: dict[str, Buffer], nbytes: int) -> Iterator[dict[str, Buffer]]:
+    """The tensors in order, as many together as fit."""
+    group: dict[str, Buffer] = {}
+    size = 0
+    for name, buffer in tensors.items():
+        if group and size + buffer.nbytes > nbytes:
+            yield group
+            group, size = {}, 0
+        group[name] = buffer
+        size += _aligned(buffer.nbytes)
+    if group:
+        yield group
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _layout(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
