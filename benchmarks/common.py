@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
 import re
 import statistics
 import subprocess
@@ -26,15 +22,18 @@ from pathlib import Path
 import numpy as np
 
 import ostinato as ost
+from ostinato.bench.machine import SCHEMA, commit, machine
 
 __all__ = [
     "BLOCK",
     "CELL",
+    "SCHEMA",
     "SOURCE",
     "Chain",
     "Measured",
     "address_of_function",
     "build_c",
+    "commit",
     "emit",
     "machine",
     "measured",
@@ -43,9 +42,7 @@ __all__ = [
     "table",
 ]
 
-SCHEMA = "ostinato.benchmark/1"
 ROOT = Path(__file__).resolve().parent
-LIBRARIES = ("ostinato", "numpy", "cuda-core", "cuda-bindings", "torch", "cupy-cuda13x")
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
@@ -57,49 +54,6 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda:0", help='"cuda:0", or "host" for a dry run')
     parser.add_argument("--quick", action="store_true", help="tiny counts: shows that it runs")
     return parser
-
-
-# ------------------------------------------------------------------------------------ the machine
-
-
-def commit() -> str:
-    """OSTINATO_COMMIT, else what git says, else "unknown"."""
-    given = os.environ.get("OSTINATO_COMMIT")
-    if given:
-        return given
-    try:
-        answer = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return answer.stdout.strip()
-
-
-def machine(device: ost.Device) -> dict[str, object]:
-    """What was measured on, and with what."""
-    properties = device.properties
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "device": properties.name,
-        "driver": device.name,
-        "driver_version": properties.driver_version,
-        "processor": platform.processor() or platform.machine(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 # ----------------------------------------------------------------------------------------- numbers

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import ostinato as ost
-from benchmarks import change_cost, common, replay_cost, soak
+from benchmarks import change_cost, common, decode, replay_cost, soak, startup
 from ostinato.device import Device
+from ostinato.driver import launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT_KEYS = {
@@ -71,10 +72,37 @@ def test_replay_cost_measures_both_of_our_ways(
     replay_cost.main(["--device", "host", "--quick", "--out", str(tmp_path)])
     rows = last_line(capsys.readouterr().out)["rows"]
     assert isinstance(rows, list)
+    paths = ("compiled", "ctypes") if launcher.compiled() else ("ctypes",)
     assert {(r["kernels"], r["launched by"]) for r in rows} == {
-        (n, by) for n in (1, 8) for by in ("ostinato, prepared call", "ostinato, GraphExec.launch")
+        (n, f"ostinato {path}, {by}")
+        for n in (1, 8)
+        for path in paths
+        for by in ("prepared call", "GraphExec.launch")
     }
     assert all(r["median_us"] > 0 and r["back_to_back_us"] > 0 for r in rows)
+
+
+def test_the_start_up_is_split_into_phases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
+    assert startup.main(options) == 0
+    result = last_line(capsys.readouterr().out)
+    assert set(result) == RESULT_KEYS
+    assert isinstance(result["rows"], list)
+    *phases, total = [row["median_ms"] for row in result["rows"]]
+    assert all(phase >= 0 for phase in phases) and len(phases) > 8
+    assert sum(phases) == pytest.approx(total, rel=1e-3, abs=0.1)
+
+
+def test_decoding_is_measured_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
+    assert decode.main(options) == 0
+    result = last_line(capsys.readouterr().out)
+    assert set(result) == RESULT_KEYS and result["benchmark"] == "decode-tiny"
+    assert json.loads(next(tmp_path.glob("decode-tiny-host*.json")).read_text()) == result
 
 
 def test_the_soak_counts_and_watches_memory(host_device: Device) -> None:

@@ -29,14 +29,15 @@ RANKS = {
     "interop": 6,
     "models": 6,
     "relational": 6,
-    "cli": 7,
+    "bench": 7,
+    "cli": 8,
 }
 # Within rank 0, settings raises errors: the one import between neighbours.
 NEIGHBOURS = {("settings", "errors")}
 # Where a foreign library may be imported.
 HOMES = {
     "cuda": ("driver/cuda", "modules/compiler.py"),
-    "torch": ("interop/torch.py",),
+    "torch": ("interop/torch.py", "interop/transformers.py"),
     "cupy": ("interop/cupy.py",),
     "numba": ("interop/numba.py",),
     "triton": ("interop/triton.py",),

@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from ostinato import __version__
+from ostinato.cli.bench import bench
 from ostinato.cli.cache import app as cache_app
 from ostinato.cli.doctor import doctor
 from ostinato.cli.generate import generate
 from ostinato.cli.inspect import inspect
 from ostinato.cli.model import app as model_app
+from ostinato.cli.tune import tune
 from ostinato.errors import OstinatoError
 
 __all__ = ["app", "main"]
@@ -27,7 +29,9 @@ app = typer.Typer(
 )
 app.command("generate")(generate)
 app.command("inspect")(inspect)
+app.command("bench")(bench)
 app.command("doctor")(doctor)
+app.command("tune")(tune)
 app.add_typer(model_app, name="model")
 app.add_typer(cache_app, name="cache")
 

@@ -1,0 +1,75 @@
+"""Who takes part in a comparison, and what a run of one gives."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Contestant", "Timed", "Times"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One run of a contestant.
+
+    `seconds`: from the call until the last token of every sequence is in the caller's hand.
+    `arrivals`: seconds from the call to each token of the first sequence, where they come one by
+    one.  `tokens`: what was chosen, by sequence, where the contestant reads all of it.
+    """
+
+    seconds: float
+    arrivals: tuple[float, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
+
+
+class Contestant(Protocol):
+    """Something that decodes.
+
+    `ours`: its tokens must be those of our other ways, bit for bit.  `multiple`: a run of it is to
+    have a multiple of so many tokens, since they come from one launch.
+    """
+
+    name: str
+    ours: bool
+    multiple: int
+
+    def reserve(self, batch: int, positions: int) -> None:
+        """Makes ready for `batch` sequences of so many positions.  May compile and capture."""
+
+    def place(self, batch: int, context: int) -> None:
+        """The next token of each sequence is to take position `context`, with as many positions
+        in its cache before it.  Not timed."""
+
+    def decode(self, tokens: int) -> Timed:
+        """Decodes so many tokens of each sequence, from where it is."""
+
+    def details(self) -> dict[str, object]:
+        """What is worth knowing of it beside its times, for the results."""
+
+    def close(self) -> None:
+        """Gives its memory back.  Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """A token's time over several runs, in microseconds: the whole run divided by its tokens."""
+
+    median: float
+    least: float
+    most: float
+    between: float | None
+    """Median time from one token's arrival to the next one's, where they come one by one."""
+    rounds: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Timed], tokens: int) -> Times:
+        each = [run.seconds / tokens * 1e6 for run in runs]
+        gaps = [
+            (later - earlier) * 1e6
+            for run in runs
+            for earlier, later in zip(run.arrivals, run.arrivals[1:], strict=False)
+        ]
+        between = statistics.median(gaps) if gaps else None
+        return cls(statistics.median(each), min(each), max(each), between, len(each))

@@ -1,0 +1,122 @@
+"""The floor under a decode step: the bytes that it must read, at the speed this memory reads.
+
+The bandwidth is measured in the same run as what is compared with it.  On a GPU by a kernel that
+reads 2 GiB and writes nothing, and by a copy of as much (bytes read and written); the faster one
+counts, so that the floor is not too kind.  On the host by NumPy's own matrix-vector products over
+matrices like a small model's, which is what a decode step there consists of; the fastest run
+counts, since other processes use the same cores.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+import ostinato as ost
+
+__all__ = ["Bandwidth", "measure_bandwidth"]
+
+_BYTES = 2 << 30
+_ROUNDS = 9
+_HOST_ROUNDS = 25
+_THREADS = 512
+
+_READ = r"""
+extern "C" __global__ void __launch_bounds__(512) read_all(
+    const uint4* __restrict__ from, unsigned* seen, unsigned long long count) {
+    unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
+    unsigned long long i = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
+    unsigned sum = 0;
+    for (; i + 7 * stride < count; i += 8 * stride) {
+        uint4 v[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) v[k] = __ldcs(from + i + k * stride);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+    }
+    for (; i < count; i += stride) sum += from[i].x;
+    if (sum == 0x9e3779b9u) *seen = sum;  // so that nothing is left out as unused
+}
+"""
+SOURCE = ost.Source(
+    cuda=_READ,
+    signatures={"read_all": "from: *const u32, seen: *u32, count: u64"},
+    name="bandwidth.cu",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Bytes a second.  `read`: by reading alone; `copy`: read and written by a copy, 0 where that
+    was not measured; `how`: in words."""
+
+    read: float
+    copy: float
+    how: str
+
+    @property
+    def best(self) -> float:
+        """What the floor is taken over."""
+        return max(self.read, self.copy)
+
+
+def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
+    """Measures it now, by several runs.
+
+    On a GPU it takes twice `nbytes` of memory for a moment (a quarter of what is free at most).
+    """
+    if device.capabilities.host_memory_is_device_memory:
+        return _host_bandwidth()
+    free, _ = device.memory_info()
+    nbytes = max(1 << 26, min(nbytes, free // 4) // (1 << 26) * (1 << 26))
+    stream = device.create_stream()
+    tile = np.random.default_rng(3).integers(0, 255, 1 << 26, np.uint8)
+    source, target = device.empty(nbytes), device.empty(nbytes)
+    seen = device.zeros(1, np.uint32)
+    try:
+        for start in range(0, nbytes, len(tile)):
+            source[start : start + len(tile)].copy_from(tile, stream)
+        kernel = device.modules.get_or_compile(SOURCE, "read_all")
+        shape = ost.LaunchConfig(grid=device.properties.multiprocessors * 4, block=_THREADS)
+        launch = ost.prepare(kernel, shape, source, seen, nbytes // 16)
+        read = _seconds(device, stream, lambda: stream.submit(launch))
+        copy = _seconds(device, stream, lambda: ost.copy(stream, target, source))
+    finally:
+        for buffer in (source, target, seen):
+            buffer.close()
+        stream.close()
+    how = f"reading {nbytes >> 20} MiB with a kernel, and copying as much (read and written)"
+    return Bandwidth(nbytes / read, 2 * nbytes / copy, how)
+
+
+def _seconds(device: ost.Device, stream: ost.Stream, submit: Callable[[], None]) -> float:
+    begin, end = device.create_event(timing=True), device.create_event(timing=True)
+    found = []
+    for number in range(_ROUNDS + 2):  # the first two warm up
+        stream.record(begin)
+        submit()
+        stream.record(end)
+        stream.synchronize()
+        if number > 1:
+            found.append(end.elapsed_since(begin) / 1e3)
+    begin.close()
+    end.close()
+    return statistics.median(found)
+
+
+def _host_bandwidth() -> Bandwidth:
+    rng = np.random.default_rng(3)
+    matrices = [rng.standard_normal((1536, 576), np.float32) for _ in range(60)]
+    vector, found = rng.standard_normal(576, np.float32), []
+    for _ in range(_HOST_ROUNDS):
+        begin = time.perf_counter()
+        for matrix in matrices:
+            matrix @ vector
+        found.append(time.perf_counter() - begin)
+    nbytes = sum(matrix.nbytes for matrix in matrices)
+    how = "60 matrix-vector products of 1536 by 576 in float32 with NumPy"
+    return Bandwidth(nbytes / min(found), 0.0, how)

@@ -1,0 +1,152 @@
+"""The other libraries that decode, as far as they are installed here."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ostinato as ost
+from ostinato.bench.contest import Timed
+from ostinato.models import LlamaConfig
+
+__all__ = ["PEERS", "Peer", "Peers", "first_line"]
+
+PEERS: dict[str, str] = {
+    "transformers": "eager",
+    "torch.cuda.graph": "graph",
+    "torch.compile": "compile",
+}
+"""Peers by name, and how `ostinato.interop.transformers.DecodeLoop` calls their way.  All are
+transformers' Llama in bfloat16 with a static cache: as it is, one step captured by torch, and
+compiled in the mode "reduce-overhead"."""
+
+# What torch.compile was seen to take, at the least, with some to spare (seconds).
+_COMPILING = 45.0
+# A cache's length is a multiple of this, as a careful user would choose it.
+_ROUND = 64
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+class Peers:
+    """The peers that were asked for and can run here, on one model that they share.
+
+    `skipped` says why the others cannot.  `left` tells the seconds that there are.
+    """
+
+    def __init__(
+        self,
+        device: ost.Device,
+        config: LlamaConfig,
+        wanted: Sequence[str],
+        *,
+        positions: int,
+        left: Callable[[], float],
+    ) -> None:
+        self.skipped: dict[str, str] = {}
+        self.contestants: list[Peer] = []
+        self.versions: dict[str, str] = {}
+        self._library: Any = None
+        self._model: Any = None
+        if not wanted:
+            return
+        try:
+            why = self._open(device, config, positions)
+        except Exception as error:  # whatever another library cannot do here is no error of ours
+            why = first_line(error)
+        if why:
+            self.skipped = dict.fromkeys(wanted, why)
+            return
+        self.contestants = [Peer(name, self._library, self._model, left) for name in wanted]
+
+    def _open(self, device: ost.Device, config: LlamaConfig, positions: int) -> str:
+        """Makes the model; or says why not."""
+        if device.capabilities.source_language != "cuda":
+            return f"runs on CUDA devices, and this is {device.name}"
+        missing = [n for n in ("torch", "transformers") if importlib.util.find_spec(n) is None]
+        if missing:
+            return f"{' and '.join(missing)} not installed"
+        self._library = importlib.import_module("ostinato.interop.transformers")
+        self.versions = self._library.versions()
+        sizes = self._library.LlamaSizes(
+            hidden=config.hidden,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_size=config.head_size,
+            inner=config.inner,
+            vocabulary=config.vocabulary,
+            context=positions,
+            tied_embeddings=config.tied_embeddings,
+        )
+        self._model = self._library.random_llama(sizes, device=device.name)
+        return ""
+
+    def close(self) -> None:
+        """Gives the memory back.  Idempotent."""
+        for peer in self.contestants:
+            peer.close()
+        self.contestants, self._model = [], None
+        if self._library is not None:
+            gc.collect()  # modules refer to each other
+            self._library.release()
+
+
+class Peer:
+    """One of the peers.  Making it ready for another batch or length compiles it anew."""
+
+    ours = False
+    multiple = 1
+
+    def __init__(self, name: str, library: Any, model: Any, left: Callable[[], float]) -> None:
+        self.name = name
+        self._library, self._model, self._left = library, model, left
+        self._loop: Any = None
+        self._at: tuple[int, int] = (0, 0)
+        self._context = 0
+        self.ready_seconds = 0.0
+        """What making it ready took the last time: compiling, capturing."""
+
+    def reserve(self, batch: int, positions: int) -> None:
+        """Its cache is to have room for so many positions, as few as will do: its attention reads
+        all of them, used or not.  Raises what the library does, or TimeoutError."""
+        length = -(-positions // _ROUND) * _ROUND
+        if self._loop is not None and self._at == (batch, length):
+            return
+        self.close()
+        if self.name == "torch.compile" and self._left() < _COMPILING:
+            raise TimeoutError(f"{self._left():.0f} s are left, and compiling takes longer")
+        begin = time.perf_counter()
+        self._loop = self._library.DecodeLoop(
+            self._model, batch=batch, length=length, how=PEERS[self.name]
+        )
+        self._at, self.ready_seconds = (batch, length), time.perf_counter() - begin
+
+    def place(self, batch: int, context: int) -> None:
+        self._loop.place(context)
+
+    def decode(self, tokens: int) -> Timed:
+        begin = time.perf_counter()
+        self._loop.run(tokens)
+        return Timed(time.perf_counter() - begin)
+
+    def details(self) -> dict[str, object]:
+        return {
+            "ready_seconds": self.ready_seconds,
+            "cache_positions": self._at[1],
+            "whole_graph": self._loop is not None and self._loop.whole_graph,
+        }
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop = None
+            if PEERS[self.name] == "compile":
+                self._library.release()  # torch compiles a function anew only a few times

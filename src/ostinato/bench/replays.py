@@ -1,0 +1,189 @@
+"""Variants of a step's graph, replayed and timed: beginnings of it, launches apart, empty ones."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import ostinato as ost
+from ostinato.driver.api import KernelNodeParams
+from ostinato.errors import InputError
+
+__all__ = ["Replays"]
+
+# Replays in one timing, which the host puts on the stream while longer work is still running.
+_BURST = 12
+_EVENT_PAIRS = 8
+_DEFAULT_SHARED = 48 << 10  # bytes a block, without asking for more
+
+_EMPTY_CUDA = r"""
+extern "C" __global__ void empty() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+"""
+
+
+@ost.host_kernel("", name="empty")
+def _empty(launch: object) -> None:
+    pass
+
+
+EMPTY = ost.Source(cuda=_EMPTY_CUDA, host=[_empty], name="empty.cu")
+
+
+class Replays:
+    """Times variants of a chain of launches on a stream.
+
+    A variant is captured by submitting the launches again, so its edges are of the same kinds as
+    the chain's.  All times are microseconds, medians of `rounds` in which the variants take turns.
+    """
+
+    def __init__(
+        self,
+        device: ost.Device,
+        stream: ost.Stream,
+        operations: Sequence[ost.Operation],
+        rounds: int,
+        log: Callable[[str], None],
+    ) -> None:
+        self.device, self.stream, self.operations = device, stream, list(operations)
+        self.log = log
+        # Where the process computes by itself a step is slow, and nothing runs behind its back.
+        slow = device.capabilities.host_memory_is_device_memory
+        self.burst = 1 if slow else _BURST
+        self.rounds = min(rounds, 3) if slow else rounds
+
+    def ends(self) -> list[float]:
+        """A replay of one empty kernel, then of the first launch, of the first two, …, of all."""
+        count = len(self.operations)
+        self.log(f"capturing {count} beginnings of the step")
+        graphs = [self._captured(self._hollow(self.operations[:1]))]
+        graphs += [self._captured(self.operations[: n + 1]) for n in range(count)]
+        # Behind this one the host gets ahead.  Not the whole step, which would write tokens.
+        ahead = graphs[-2]
+        times: list[list[float]] = [[] for _ in graphs]
+        try:
+            for number in range(self.rounds + 1):  # the first one warms up
+                self.log(f"beginnings: round {number} of {self.rounds}")
+                for graph, found in zip(graphs, times, strict=True):
+                    spent = self._time(graph, ahead)
+                    if number:
+                        found.append(spent)
+        finally:
+            for graph in graphs:
+                graph.close()
+        return [statistics.median(found) for found in times]
+
+    def whole(self) -> tuple[float, float]:
+        """A replay of the step, and one of an empty kernel."""
+        with (
+            self._captured(self.operations) as step,
+            self._captured(self._hollow(self.operations[:1])) as nothing,
+        ):
+            pairs = [
+                (self._time(step, step), self._time(nothing, nothing))
+                for _ in range(self.rounds + 1)  # the first one warms up
+            ]
+        steps, starts = zip(*pairs[1:], strict=True)
+        return statistics.median(steps), statistics.median(starts)
+
+    def gap(self, start: float) -> float:
+        """What each launch adds with nothing in it; `start`: a replay of one such launch."""
+        count = len(self.operations)
+        if count < 2:
+            return 0.0
+        self.log("empty launches")
+        with self._captured(self._hollow(self.operations)) as graph:
+            found = [self._time(graph, graph) for _ in range(self.rounds + 1)]
+        return (statistics.median(found[1:]) - start) / (count - 1)
+
+    def alone(self) -> tuple[float, list[float]]:
+        """What two neighbouring event nodes measure, and each launch between two of them less
+        that."""
+        self.log("launches apart")
+        graph = ost.Graph.create(self.device)
+        events: list[ost.Event] = []
+        last: list[ost.Node] = []
+
+        def mark() -> None:
+            events.append(self.device.create_event(timing=True))
+            last[:] = [graph.add_event_record(events[-1], last)]
+
+        for _ in range(_EVENT_PAIRS + 1):
+            mark()
+        for operation in self.operations:
+            last[:] = [graph.add_operation(_plain(operation), last)]
+            mark()
+        times: list[list[float]] = []
+        run = graph.instantiate(upload=self.stream)
+        try:
+            for number in range(self.rounds * self.burst + 2):  # the first two warm up
+                run.launch(self.stream)
+                self.stream.synchronize()
+                if number > 1:
+                    times.append([b.elapsed_since(a) * 1e3 for a, b in itertools.pairwise(events)])
+        finally:
+            run.close()
+            for event in events:
+                event.close()
+            graph.close()
+        # Events tick coarsely: a mean of the middle half tells more than the median.
+        middle = [_middle(found) for found in zip(*times, strict=True)]
+        own = statistics.median(middle[:_EVENT_PAIRS])
+        return own, [spent - own for spent in middle[_EVENT_PAIRS:]]
+
+    def _captured(self, operations: Iterable[ost.Operation]) -> ost.GraphExec:
+        with ost.capture(self.stream) as under_way:
+            for operation in operations:
+                self.stream.submit(operation)
+        return under_way.graph.instantiate(upload=self.stream)
+
+    def _hollow(self, operations: Sequence[ost.Operation]) -> list[ost.Operation]:
+        """An empty kernel for each, launched in the same way."""
+        kernel = self.device.modules.get_or_compile(EMPTY, "empty")
+        configs = [_params(operation).config for operation in operations]
+        most = max(config.shared for config in configs)
+        if most > _DEFAULT_SHARED:
+            kernel.allow_shared(most)
+        self.device.modules.preload([kernel])
+        return [ost.prepare(kernel, config) for config in configs]
+
+    def _time(self, graph: ost.GraphExec, ahead: ost.GraphExec) -> float:
+        """A replay out of a burst of them, which the host has put there before it begins."""
+        begin, end = (self.device.create_event(timing=True) for _ in range(2))
+        if self.burst > 1:
+            for _ in range(2):
+                ahead.launch(self.stream)
+        self.stream.record(begin)
+        for _ in range(self.burst):
+            graph.launch(self.stream)
+        self.stream.record(end)
+        self.stream.synchronize()
+        spent = end.elapsed_since(begin) * 1e3 / self.burst
+        begin.close()
+        end.close()
+        return spent
+
+
+def _params(operation: ost.Operation) -> KernelNodeParams:
+    if not isinstance(operation.params, KernelNodeParams):
+        raise InputError(f"{operation.name} is no kernel")
+    return operation.params
+
+
+def _plain(operation: ost.Operation) -> ost.Operation:
+    """The launch with full dependencies: between event nodes nothing could start early."""
+    params = _params(operation)
+    config = replace(params.config, programmatic=False)
+    return replace(operation, params=replace(params, config=config))
+
+
+def _middle(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    quarter = len(ordered) // 4
+    return statistics.fmean(ordered[quarter : len(ordered) - quarter])

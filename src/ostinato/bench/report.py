@@ -1,0 +1,233 @@
+"""What a benchmark leaves behind: a table on the terminal, a result file, one line of JSON.
+
+A result is plain data, `"schema": "ostinato.benchmark/1"`: `benchmark`, `ceiling` (the physics
+that bounds the numbers, with the numbers), `summary`, `machine`, `settings`, `rows` (one record a
+line of the table), `skipped` (what could not be measured here, and why).  The file is
+`{folder}/{benchmark}-{device}.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ostinato as ost
+from ostinato.bench.decode import DecodeOptions, DecodeResult, Row
+from ostinato.bench.machine import SCHEMA, machine
+from ostinato.bench.profile import Profile, ProfileRow
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Result", "decode_result", "profile_result", "show", "show_profile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One benchmark's outcome, as it is written."""
+
+    benchmark: str
+    ceiling: Mapping[str, object]
+    summary: Mapping[str, object]
+    machine: Mapping[str, object]
+    settings: Mapping[str, object]
+    rows: Sequence[Mapping[str, object]]
+    skipped: Mapping[str, str]
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "schema": SCHEMA,
+            "benchmark": self.benchmark,
+            "ceiling": dict(self.ceiling),
+            "summary": dict(self.summary),
+            "machine": dict(self.machine),
+            "settings": dict(self.settings),
+            "rows": [dict(row) for row in self.rows],
+            "skipped": dict(self.skipped),
+        }
+
+    def write(self, folder: Path) -> Path:
+        """The file it was written to; the folder is made.  Raises OSError."""
+        slug = re.sub(r"[^a-z0-9]+", "-", str(self.machine["device"]).lower()).strip("-")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.benchmark}-{slug}.json"
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        return path
+
+    def line(self) -> str:
+        """All of it on one line."""
+        return json.dumps(self.as_dict())
+
+
+def decode_result(
+    device: ost.Device, subject: str, options: DecodeOptions, found: DecodeResult
+) -> Result:
+    """`subject`: the shape's or model's name; the benchmark is called after it, and after what was
+    varied."""
+    assert found.bandwidth is not None
+    ceiling: dict[str, object] = {
+        "what": "every weight once, and keys and values of all positions, over the bandwidth",
+        "bandwidth": found.bandwidth.how,
+        "bandwidth_gb_per_s": round(found.bandwidth.best / 1e9, 1),
+        "read_gb_per_s": round(found.bandwidth.read / 1e9, 1),
+        "copy_gb_per_s": round(found.bandwidth.copy / 1e9, 1),
+    }
+    if found.traffic is not None:
+        ceiling["weight_bytes"] = found.traffic.weights
+        ceiling["bytes_per_position"] = found.traffic.position
+        weights_us = found.traffic.weights / found.bandwidth.best * 1e6
+        ceiling["floor_us_at_context_0"] = round(weights_us, 2)
+    best = max((row for row in found.rows if row.ours), key=_first_point, default=None)
+    summary: dict[str, object] = {"tokens_equal": not found.unequal}
+    if found.unequal:
+        summary["unequal"] = list(found.unequal)
+    if best is not None:
+        summary["best"] = best.way
+        summary["tokens_per_second"] = round(best.tokens_per_second, 1)
+        summary["of_floor"] = round(best.of_floor, 3)
+    return Result(
+        _name(subject, options),
+        ceiling,
+        summary,
+        machine(device),
+        {
+            "model": subject,
+            "batches": list(options.batches),
+            "contexts": list(options.contexts),
+            "tokens": options.tokens,
+            "tokens_per_launch": list(options.tokens_per_launch),
+            "rounds": options.rounds,
+            "peers": list(options.peers),
+            "seconds": options.seconds,
+            "peer_versions": dict(found.versions),
+        },
+        [row.as_dict() for row in found.rows],
+        found.skipped,
+    )
+
+
+def _name(subject: str, options: DecodeOptions) -> str:
+    """What was varied is in the name, so that one result does not replace another kind."""
+    parts, plain = ["decode", subject], DecodeOptions()
+    if len(options.batches) > 1:
+        parts.append("batches")
+    elif options.batches != plain.batches:
+        parts.append(f"batch-{options.batches[0]}")
+    if len(options.contexts) > 1:
+        parts.append("contexts")
+    elif options.contexts != plain.contexts:
+        parts.append(str(options.contexts[0]))
+    return "-".join(parts)
+
+
+def _first_point(row: Row) -> tuple[int, int, float]:
+    """The smallest batch, there the smallest context, there the fastest."""
+    return -row.batch, -row.context, row.tokens_per_second
+
+
+def profile_result(device: ost.Device, subject: str, profile: Profile) -> Result:
+    """A step's profile as a result."""
+    return Result(
+        f"profile-{subject}",
+        {
+            "what": "the launch's bytes over the bandwidth",
+            "bandwidth": profile.bandwidth.how,
+            "bandwidth_gb_per_s": round(profile.bandwidth.best / 1e9, 1),
+            "floor_us": round(profile.floor_us, 2),
+        },
+        profile.summary(),
+        machine(device),
+        {"model": subject, "batch": profile.batch, "position": profile.position},
+        [row.as_dict() for row in profile.rows],
+        {},
+    )
+
+
+# ------------------------------------------------------------------------------------- the terminal
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    # Wide enough for the tables where the output goes to a file.
+    Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(table)
+
+
+def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
+    """The table of a comparison."""
+    from rich.table import Table
+
+    table = Table(title=f"decoding {subject} on {device.properties.name}", title_justify="left")
+    for name, right in (
+        ("way", False),
+        ("batch", True),
+        ("context", True),
+        ("tok/s", True),
+        ("us a token", True),
+        ("between", True),
+        ("of floor", True),
+        ("launches", True),
+        ("ours is", True),
+    ):
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    last = None
+    for row in found.rows:
+        if last not in (None, (row.batch, row.context)):
+            table.add_section()
+        last = (row.batch, row.context)
+        launches = row.details.get("launches_per_token")
+        table.add_row(
+            row.way,
+            str(row.batch),
+            str(row.context),
+            f"{row.tokens_per_second:,.1f}",
+            f"{row.token_us:,.1f}",
+            "-" if row.between_us is None else f"{row.between_us:,.1f}",
+            f"{row.of_floor:.1%}",
+            f"{launches:.3g}" if isinstance(launches, float | int) else "-",
+            "-" if row.ours_is is None or row.ours else f"{row.ours_is:.2f} x",
+        )
+    _print(table)
+    assert found.bandwidth is not None
+    print(f"floor: {found.bandwidth.best / 1e9:,.0f} GB/s, by {found.bandwidth.how}")
+    for name, why in found.skipped.items():
+        print(f"not measured: {name}: {why}")
+    for line in found.unequal:
+        print(f"NOT EQUAL: {line}")
+
+
+def show_profile(subject: str, device: ost.Device, profile: Profile) -> None:
+    """The table of a step's profile."""
+    from rich.table import Table
+
+    title = (
+        f"one step of {subject}, batch {profile.batch}, at position {profile.position}, on "
+        f"{device.properties.name}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("launch", no_wrap=True)
+    for name in ("times", "us each", "us in all", "alone", "KB each", "TB/s", "of floor", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+
+    def line(row: ProfileRow) -> None:
+        table.add_row(
+            row.name,
+            str(row.launches),
+            f"{row.us:.2f}",
+            f"{row.total_us:.1f}",
+            f"{row.alone_us:.2f}",
+            f"{row.nbytes / 1e3:,.1f}",
+            f"{row.terabytes_per_second:.3g}" if row.nbytes else "-",
+            f"{row.of_floor:.1%}" if row.nbytes else "-",
+            f"{row.total_us / profile.step_us:.1%}",
+        )
+
+    for row in profile.rows:
+        line(row)
+    _print(table)
+    print(profile.explanation())

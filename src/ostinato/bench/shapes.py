@@ -1,0 +1,111 @@
+"""Model shapes by name: random weights of such a shape take as long as a real model's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.errors import InputError
+from ostinato.models import LlamaConfig
+
+__all__ = ["SHAPES", "Traffic", "shape_named", "traffic"]
+
+SHAPES: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(
+        hidden=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_size=16,
+        inner=96,
+        vocabulary=320,
+        context_length=256,
+        tied_embeddings=True,
+    ),
+    "135M": LlamaConfig(
+        hidden=576,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        head_size=64,
+        inner=1536,
+        vocabulary=49152,
+        context_length=8192,
+        rope_theta=100000.0,
+        tied_embeddings=True,
+    ),
+    "360M": LlamaConfig(
+        hidden=960,
+        layers=32,
+        heads=15,
+        kv_heads=5,
+        head_size=64,
+        inner=2560,
+        vocabulary=49152,
+        context_length=8192,
+        rope_theta=100000.0,
+        tied_embeddings=True,
+    ),
+    "1B": LlamaConfig(
+        hidden=2048,
+        layers=16,
+        heads=32,
+        kv_heads=8,
+        head_size=64,
+        inner=8192,
+        vocabulary=128256,
+        context_length=131072,
+        rope_theta=500000.0,
+        tied_embeddings=True,
+    ),
+    "8B": LlamaConfig(
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_size=128,
+        inner=14336,
+        vocabulary=128256,
+        context_length=131072,
+        rope_theta=500000.0,
+        tied_embeddings=False,
+    ),
+}
+"""SmolLM2-135M, SmolLM2-360M, Llama-3.2-1B and Llama-3.1-8B; "tiny" is for trying things out."""
+
+
+def shape_named(name: str) -> LlamaConfig:
+    """A shape by its name, in any case.  Raises InputError that lists the names."""
+    for known, config in SHAPES.items():
+        if known.lower() == name.lower():
+            return config
+    raise InputError(f"there is no shape {name!r}; there are: {', '.join(SHAPES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one decode step has to move through memory, at the least.
+
+    `weights`: every weight that the step uses, once; of an embedding table that is not the output
+    head as well, only the rows of the batch's tokens (left out).  `position`: keys and values of
+    one position of one sequence, in all layers.  Activations and logits are not counted: they fit
+    the cache.
+    """
+
+    weights: int
+    position: int
+
+    def step(self, batch: int, positions: float) -> float:
+        """A step of `batch` sequences which each have so many positions in the cache, the
+        step's own one among them."""
+        return self.weights + batch * positions * self.position
+
+
+def traffic(config: LlamaConfig, itemsize: int) -> Traffic:
+    """`itemsize`: bytes of a matrix element and of a key's or value's (2 for bfloat16)."""
+    c = config
+    layer = c.hidden * (2 * c.query_size + 2 * c.kv_size + 3 * c.inner) * itemsize
+    norms = (2 * c.layers + 1) * c.hidden * 4
+    return Traffic(
+        weights=c.layers * layer + c.vocabulary * c.hidden * itemsize + norms,
+        position=c.layers * 2 * c.kv_size * itemsize,
+    )

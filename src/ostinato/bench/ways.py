@@ -1,0 +1,182 @@
+"""Our own ways of decoding: launch by launch, graphs by capture and by record, many tokens a
+launch."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+import ostinato as ost
+from ostinato.bench.contest import Timed
+from ostinato.models import Checkpoint, Decoder, LlamaConfig
+
+__all__ = ["DecoderWay", "Way", "open_ways", "ways_of"]
+
+# Room for what a decoder allocates beside weights and cache.
+_SPARE = 1 << 29
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How tokens are launched: `graphs` off is launch by launch; `tokens_per_launch` more than 1
+    is a WHILE node around the step."""
+
+    name: str
+    graphs: bool = True
+    build: Literal["capture", "record"] = "capture"
+    tokens_per_launch: int = 1
+
+
+def ways_of(tokens_per_launch: Sequence[int]) -> tuple[Way, ...]:
+    """Eager, capture and record, and a WHILE for each number of tokens above 1."""
+    return (
+        Way("eager", graphs=False),
+        Way("capture"),
+        Way("record", build="record"),
+        *(Way(f"while {n}", tokens_per_launch=n) for n in tokens_per_launch if n > 1),
+    )
+
+
+class DecoderWay:
+    """A decoder that decodes in one way.  Ways that differ only in how many tokens a launch has
+    share a decoder; the one that made it closes it."""
+
+    ours = True
+
+    def __init__(self, way: Way, decoder: Decoder, seed: int = 5, *, owns: bool = True) -> None:
+        self.name = way.name
+        self.way = way
+        self.decoder = decoder
+        self._owns = owns
+        self._slots: tuple[int, ...] = ()
+        self._seed = seed
+        self.multiple = way.tokens_per_launch
+        self._last: dict[str, object] = {}  # what was counted in the last run
+
+    def reserve(self, batch: int, positions: int) -> None:
+        """The decoder was made with room for all points."""
+
+    def place(self, batch: int, context: int) -> None:
+        """The next token takes position `context` in each slot, and the state on the device says
+        so; at context 0 the host does.  What the cache holds already is kept, so points of falling
+        contexts cost one step."""
+        decoder, first = self.decoder, max(1, context)
+        self._slots = tuple(range(batch))
+        for slot in self._slots:
+            if len(decoder.tokens(slot)) < first:
+                decoder.reset(slot)
+                decoder.prefill(self._prompt(slot, first), slot)
+            decoder.truncate(first, slot)
+        if context:
+            decoder.decode_batch(self._slots)
+
+    def _prompt(self, slot: int, count: int) -> list[int]:
+        rng = np.random.default_rng((self._seed, slot))
+        return [int(t) for t in rng.integers(0, self.decoder.config.vocabulary, count)]
+
+    def decode(self, tokens: int) -> Timed:
+        """Through a run, which launches ahead; eagerly that is one step after the other."""
+        n, decoder = self.way.tokens_per_launch, self.decoder
+        before = decoder.statistics()
+        arrivals: list[float] = []
+        chosen: list[tuple[int, ...]]
+        if len(self._slots) == 1:
+            single: list[int] = []
+            begin = time.perf_counter()
+            for token in decoder.run(count=tokens, tokens_per_launch=n):
+                arrivals.append(time.perf_counter() - begin)
+                single.append(token)
+            chosen = [tuple(single)]
+        else:
+            steps: list[dict[int, int]] = []
+            begin = time.perf_counter()
+            for step in decoder.run_batch(self._slots, count=tokens, tokens_per_launch=n):
+                arrivals.append(time.perf_counter() - begin)
+                steps.append(step)
+            chosen = [tuple(step[slot] for step in steps) for slot in self._slots]
+        after = decoder.statistics()
+        launched = after.launches_eager + after.launches_replayed
+        launched -= before.launches_eager + before.launches_replayed
+        self._last = {
+            "launches_per_token": launched / tokens,
+            "one_by_one": dict(Counter(after.one_by_one) - Counter(before.one_by_one)),
+        }
+        return Timed(arrivals[-1], tuple(arrivals), tuple(chosen))
+
+    def details(self) -> dict[str, object]:
+        numbers = self.decoder.statistics()
+        return {
+            **self._last,
+            "launches_eager": numbers.launches_eager,
+            "launches_replayed": numbers.launches_replayed,
+            "graphs_captured": numbers.graphs_captured,
+            "load_seconds": numbers.load_seconds,
+            "kernel_seconds": numbers.kernel_seconds,
+            "eager_reasons": numbers.eager_reasons,
+            "quarantined": numbers.quarantined,
+        }
+
+    def close(self) -> None:
+        if self._owns:
+            self.decoder.close()
+
+
+def open_ways(
+    device: ost.Device,
+    opened: Callable[[], Checkpoint],
+    ways: Sequence[Way],
+    *,
+    slots: int,
+    positions: int,
+    skipped: dict[str, str],
+) -> list[DecoderWay]:
+    """A decoder for each way that needs one of its own, all loaded at once, for taking turns.
+
+    What does not fit in the memory that is free is noted in `skipped` and left out.
+    """
+    made: dict[tuple[bool, str], Decoder] = {}
+    found: list[DecoderWay] = []
+    try:
+        for way in ways:
+            key = (way.graphs, way.build)
+            first = key not in made
+            if first:
+                with opened() as checkpoint:
+                    why = _no_room(device, checkpoint.config, slots, positions)
+                    if why:
+                        skipped[way.name] = why
+                        continue
+                    made[key] = Decoder(
+                        device,
+                        checkpoint,
+                        max_context=positions,
+                        slots=slots,
+                        graphs=way.graphs,
+                        build=way.build,
+                        stop_tokens=(),
+                    )
+            found.append(DecoderWay(way, made[key], owns=first))
+    except BaseException:
+        for contestant in found:
+            contestant.close()
+        raise
+    return found
+
+
+def _no_room(device: ost.Device, config: LlamaConfig, slots: int, positions: int) -> str:
+    """Why a decoder does not fit, or nothing."""
+    if device.capabilities.host_memory_is_device_memory:
+        return ""
+    c = config
+    matrices = c.layers * c.hidden * (2 * c.query_size + 2 * c.kv_size + 3 * c.inner)
+    matrices += c.vocabulary * c.hidden * (1 if c.tied_embeddings else 2)
+    cache = c.layers * 2 * c.kv_size * slots * positions
+    need, (free, _) = 2 * (matrices + cache) + _SPARE, device.memory_info()
+    if need <= free:
+        return ""
+    return f"needs {need / 2**30:.1f} GiB of device memory, and {free / 2**30:.1f} are free"

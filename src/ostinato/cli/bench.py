@@ -1,0 +1,218 @@
+"""`ostinato bench`: our ways of decoding beside other libraries', and where a step's time goes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ostinato.cli.progress import fetched
+
+if TYPE_CHECKING:
+    from ostinato.bench.decode import DecodeOptions
+    from ostinato.device import Device
+    from ostinato.models import Checkpoint
+
+__all__ = ["bench"]
+
+DEFAULT_SHAPE = "135M"
+FAILED = 1
+
+
+def bench(
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Random weights of this shape: tiny, 135M, 360M, 1B or 8B.  "
+            f"{DEFAULT_SHAPE} if no model is given."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A real model instead, as for `ostinato generate`.")
+    ] = None,
+    batch: Annotated[
+        str, typer.Option(help="Sequences at once, 1 to 64; several as 1,8,32.")
+    ] = "1",
+    context: Annotated[
+        str,
+        typer.Option(
+            help="Positions in the cache before the first token; several as 0,128,1024.  "
+            "Batches are measured at the first one, the others with the first batch."
+        ),
+    ] = "20",
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of each sequence in a run: 100, or 32 on the CPU."),
+    ] = None,
+    tokens_per_launch: Annotated[
+        str | None,
+        typer.Option(help="Ways with a WHILE node of so many tokens; 1 for none.  16 by itself."),
+    ] = None,
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="all that are installed, none, or some of: "
+            "transformers,torch.cuda.graph,torch.compile."
+        ),
+    ] = "all",
+    rounds: Annotated[int, typer.Option(min=1, help="In which all take turns, at most.")] = 5,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=1, help="Rounds are left out when the time runs short: 120, or 45 on the CPU."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few tokens and one round: shows that it runs.")
+    ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="One step of the first batch and context instead, launch by launch, from its "
+            "graph.",
+        ),
+    ] = False,
+    device: Annotated[str | None, typer.Option(help='"host", "cuda:0", …')] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for the result file; without one, none.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (SVG) to this file.")] = None,
+) -> None:
+    """Measure decoding: launch by launch, captured, recorded, many tokens a launch, and the peers.
+
+    All take turns in one run; the numbers are medians, beside the floor that is set by reading
+    weights and cache at the bandwidth measured in the same run.  The last line is the result as one
+    JSON object.  The exit status is 1 if our ways do not choose the same tokens.
+    """
+    from ostinato.bench.decode import DecodeOptions
+    from ostinato.bench.peers import PEERS
+    from ostinato.device import open_device
+
+    if shape is not None and model is not None:
+        raise typer.BadParameter("give a shape or a model, not both", param_hint="--shape")
+    subject, opened = _subject(shape, model)
+    with open_device(device) as used:
+        slow = used.capabilities.host_memory_is_device_memory
+        named = {"all": tuple(PEERS), "none": ()}.get(peers)
+        count = tokens or (8 if quick else 32 if slow else 100)
+        looped = tokens_per_launch or str(min(4 if quick else 16, count))
+        options = DecodeOptions(
+            batches=_numbers(batch, "--batch"),
+            contexts=_numbers(context, "--context"),
+            tokens=count,
+            tokens_per_launch=_numbers(looped, "--tokens-per-launch"),
+            peers=tuple(p.strip() for p in peers.split(",")) if named is None else named,
+            rounds=1 if quick else rounds,
+            seconds=seconds or (45 if slow else 120),
+        )
+        with _status() as log:
+            act = _profile if profile else _compare
+            ok = act(used, subject, opened, options, out, plot, log)
+    if not ok:
+        raise typer.Exit(FAILED)
+
+
+def _compare(
+    device: Device,
+    subject: str,
+    opened: Callable[[], Checkpoint],
+    options: DecodeOptions,
+    out: Path | None,
+    plot: Path | None,
+    log: Callable[[str], None],
+) -> bool:
+    from ostinato.bench import decode, report
+    from ostinato.bench.plot import decode_svg
+
+    found = decode.measure(device, opened, options, log=log)
+    log("")
+    report.show(subject, device, found)
+    if plot is not None:
+        picture = decode_svg(subject, device.properties.name, found.rows)
+        _draw(picture, plot)
+    _finish(report.decode_result(device, subject, options, found), out)
+    return not found.unequal
+
+
+def _profile(
+    device: Device,
+    subject: str,
+    opened: Callable[[], Checkpoint],
+    options: DecodeOptions,
+    out: Path | None,
+    plot: Path | None,
+    log: Callable[[str], None],
+) -> bool:
+    from ostinato.bench import report
+    from ostinato.bench.plot import profile_svg
+    from ostinato.bench.profile import profile_subject
+
+    found = profile_subject(device, opened, options, log=log)
+    log("")
+    report.show_profile(subject, device, found)
+    if plot is not None:
+        _draw(profile_svg(subject, device.properties.name, found), plot)
+    _finish(report.profile_result(device, subject, found), out)
+    return True
+
+
+def _subject(shape: str | None, model: str | None) -> tuple[str, Callable[[], Checkpoint]]:
+    """The name of what is measured, and how to open it."""
+    from ostinato.bench.random_weights import random_checkpoint
+    from ostinato.bench.shapes import shape_named
+    from ostinato.models import open_checkpoint
+
+    if model is not None:
+        path = fetched(model)
+        return Path(model).stem, lambda: open_checkpoint(path)
+    name = shape or DEFAULT_SHAPE
+    config = shape_named(name)
+    return name, lambda: random_checkpoint(config, f"random-{name}")
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r}: whole numbers are wanted, with commas between them", param_hint=option
+        ) from None
+
+
+def _draw(picture: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(picture, encoding="utf-8")
+    typer.echo(f"drawn to {path}")
+
+
+def _finish(result: object, out: Path | None) -> None:
+    from ostinato.bench.report import Result
+
+    assert isinstance(result, Result)
+    if out is not None:
+        typer.echo(f"results: {result.write(out)}")
+    typer.echo(result.line())
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """A word on what goes on, on the error stream: one line that changes on a terminal."""
+    if not sys.stderr.isatty():
+        begin = time.monotonic()
+
+        def say(text: str) -> None:
+            if text:
+                print(f"{time.monotonic() - begin:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+        yield say
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("…") as status:
+        yield lambda text: status.stop() if not text else status.update(text)

@@ -1,0 +1,235 @@
+"""transformers: its Llama with random weights, decoding greedily over a static cache.
+
+    model = random_llama(LlamaSizes(...))
+    loop = DecodeLoop(model, batch=1, length=192, how="compile")
+    loop.place(64)
+    tokens = loop.run(100)
+
+It is what `ostinato bench` measures itself against, so it does what a careful user of transformers
+would: static key and value cache, scaled dot product attention, the next token chosen on the
+device and fed back there, no synchronise before the last token.  torch is imported with this file.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import transformers
+
+from ostinato.errors import InputError
+
+__all__ = ["DecodeLoop", "How", "LlamaSizes", "random_llama", "release", "versions"]
+
+How = Literal["eager", "graph", "compile"]
+"""Kernel by kernel; `torch.cuda.graph` over one step; `torch.compile(mode="reduce-overhead")`."""
+
+_WIDTH = 0.02
+_WARMUPS = 4  # torch.compile runs once, records its graph, then replays
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSizes:
+    """The shape of a Llama model; `context`: positions that it is made for."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    vocabulary: int
+    context: int
+    tied_embeddings: bool
+
+
+def versions() -> dict[str, str]:
+    """Of torch and transformers."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def random_llama(
+    sizes: LlamaSizes,
+    *,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 11,
+) -> Any:
+    """A `LlamaForCausalLM` made on the device, every weight random and none zero.
+
+    Raises what torch does, as for too little memory.
+    """
+    config = transformers.LlamaConfig(
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_size,
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sizes.context,
+        tie_word_embeddings=sizes.tied_embeddings,
+        attn_implementation="sdpa",
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model: Any = transformers.LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0.0, _WIDTH, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+class DecodeLoop:
+    """Greedy decoding of `batch` sequences in step, in a static cache of `length` positions.
+
+    `how`: see `How`; "graph" needs a CUDA device.  Making one runs a few steps, so that all is
+    compiled and captured; "compile" may take a minute.  `whole_graph`: whether torch took the step
+    as one graph without breaks (True for the other two).  Raises what torch and transformers do,
+    whatever they cannot do here.
+    """
+
+    def __init__(self, model: Any, *, batch: int, length: int, how: How) -> None:
+        if how not in get_args(How):
+            raise InputError(f"how is {how!r}; there are: {', '.join(get_args(How))}")
+        self.how = how
+        self.batch = batch
+        self.length = length
+        self.whole_graph = True
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._cache = _static_cache(model, batch, length)
+        # Releases before 5.3 are told the place in the cache; later ones keep it in the cache.
+        self._told = "cache_position" in inspect.signature(model.forward).parameters
+        ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=self._device)
+        self._token = ids
+        self._position = torch.zeros((1, 1), dtype=torch.long, device=self._device)
+        with torch.no_grad():
+            self._step(self._token, self._position)  # makes the cache
+            self._randomise()
+            self._once = self._prepared()
+        self.place(0)
+
+    def _step(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        told = {"cache_position": position[0]} if self._told else {}
+        logits = self._model(
+            input_ids=token,
+            position_ids=position,
+            past_key_values=self._cache,
+            use_cache=True,
+            **told,
+        ).logits
+        chosen: torch.Tensor = logits[:, -1].argmax(-1, keepdim=True)
+        return chosen
+
+    def _advance(self) -> None:
+        self._token.copy_(self._step(self._token, self._position))
+        self._position.add_(1)
+
+    def _prepared(self) -> Callable[[], None]:
+        """One step as a call that does not wait."""
+        if self.how == "graph":
+            return self._captured()
+        if self.how == "compile":
+            try:
+                return self._compiled(whole=True)
+            except torch._dynamo.exc.Unsupported:
+                self.whole_graph = False
+                torch._dynamo.reset()
+                return self._compiled(whole=False)
+        for _ in range(_WARMUPS):
+            self._advance()
+        return self._advance
+
+    def _captured(self) -> Callable[[], None]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARMUPS):
+                self._advance()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._advance()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def _compiled(self, *, whole: bool) -> Callable[[], None]:
+        compiled = torch.compile(self._step, mode="reduce-overhead", fullgraph=whole, dynamic=False)
+
+        def once() -> None:
+            torch.compiler.cudagraph_mark_step_begin()
+            self._token.copy_(compiled(self._token, self._position))
+            self._position.add_(1)
+
+        for _ in range(_WARMUPS):
+            once()
+        return once
+
+    def _randomise(self) -> None:
+        for keys, values in self._tensors():
+            keys.normal_()
+            values.normal_()
+
+    def _tensors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        layers = getattr(self._cache, "layers", None)
+        if layers is not None:
+            return [(layer.keys, layer.values) for layer in layers]
+        return list(zip(self._cache.key_cache, self._cache.value_cache, strict=True))
+
+    def place(self, position: int) -> None:
+        """The next step decodes the token at this position, after so many in the cache.
+
+        Raises InputError beyond the cache.
+        """
+        if not 0 <= position < self.length:
+            raise InputError(f"position {position} is outside a cache of {self.length}")
+        self._position.fill_(position)
+        for layer in getattr(self._cache, "layers", ()):
+            filled = getattr(layer, "cumulative_length", None)
+            if isinstance(filled, torch.Tensor):
+                filled.fill_(position)
+            elif filled is not None:
+                layer.cumulative_length = position
+        self.synchronize()
+
+    def run(self, tokens: int) -> list[int]:
+        """Decodes so many tokens of each sequence; the last of each, once it is on the host."""
+        with torch.no_grad():
+            for _ in range(tokens):
+                self._once()
+            last: list[int] = self._token.flatten().tolist()
+        return last
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _static_cache(model: Any, batch: int, length: int) -> Any:
+    """A static cache; releases before 4.56 want to know more than later ones."""
+    known = inspect.signature(transformers.StaticCache.__init__).parameters
+    options: dict[str, object] = {"config": model.config, "max_cache_len": length}
+    parameter = next(model.parameters())
+    older = {"max_batch_size": batch, "device": parameter.device, "dtype": parameter.dtype}
+    options.update({name: value for name, value in older.items() if name in known})
+    return transformers.StaticCache(**options)
+
+
+def release() -> None:
+    """Forgets compiled code, and gives memory that torch only keeps back to the device."""
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,316 @@
+"""`ostinato bench` on the host device: what it prints, writes and refuses; never how fast it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+from ostinato import Source
+from ostinato.bench import floor, random_weights, replays
+from ostinato.bench.contest import Timed, Times
+from ostinato.bench.decode import DecodeOptions, Row, measure, points_of
+from ostinato.bench.peers import PEERS, Peer, Peers
+from ostinato.bench.plot import decode_svg
+from ostinato.bench.random_weights import random_checkpoint
+from ostinato.bench.replays import Replays
+from ostinato.bench.shapes import SHAPES, traffic
+from ostinato.bench.ways import DecoderWay, Way
+from ostinato.cli.bench import bench
+from ostinato.device import Device
+from ostinato.models import Decoder, decode_program
+from ostinato.models.config import tensor_shapes
+from ostinato.modules import CompileOptions
+from ostinato.modules.compiler import compile_plan, plan_compilation
+
+TINY = SHAPES["tiny"]
+KEYS = {"schema", "benchmark", "ceiling", "summary", "machine", "settings", "rows", "skipped"}
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def ostinato(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ostinato", *arguments],
+        env=os.environ | {"OSTINATO_DEVICE": "host", "OSTINATO_COMMIT": "abc123"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def result_of(text: str) -> dict[str, Any]:
+    result = json.loads(text.rstrip().splitlines()[-1])
+    assert set(result) == KEYS and result["schema"] == "ostinato.benchmark/1"
+    return result
+
+
+def words_of(picture: Path) -> str:
+    """All text in an SVG file, which has to be well-formed."""
+    root = ET.fromstring(picture.read_text(encoding="utf-8"))
+    assert root.tag == f"{SVG}svg"
+    return " ".join(text for text in root.itertext())
+
+
+def test_all_our_ways_are_compared(tmp_path: Path) -> None:
+    picture = tmp_path / "pictures" / "bench.svg"
+    options = ("--batch", "1,3", "--context", "9,0", "--tokens", "8", "--tokens-per-launch", "1,4")
+    files = ("--out", str(tmp_path), "--plot", str(picture))
+    answer = ostinato("bench", "--shape", "tiny", "--rounds", "1", *options, *files)
+    assert answer.returncode == 0, answer.stderr
+    result = result_of(answer.stdout)
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.startswith("decode-tiny-batches-contexts-host")
+    assert json.loads(path.read_text(encoding="utf-8")) == result
+    rows = {(row["way"], row["batch"], row["context"]): row for row in result["rows"]}
+    ways = ("eager", "capture", "record", "while 4")
+    assert set(rows) == {(way, *at) for way in ways for at in ((1, 9), (3, 9), (1, 0))}
+    assert result["summary"]["tokens_equal"] is True
+    # At context 0 the host says where a sequence is: one step alone, then the loop.
+    launches = {"eager": len(decode_program(TINY)), "capture": 1, "record": 1, "while 4": 1 / 4}
+    for (way, batch, context), row in rows.items():
+        if context or way != "while 4":
+            assert row["launches_per_token"] == pytest.approx(launches[way])
+        assert row["tokens_per_second"] == pytest.approx(batch * 1e6 / row["token_us"], rel=1e-2)
+        assert row["of_floor"] == pytest.approx(row["floor_us"] / row["token_us"], rel=1e-2)
+        assert way in answer.stdout
+    assert not any(row["quarantined"] for row in rows.values())
+    assert rows["eager", 3, 9]["floor_us"] > rows["eager", 1, 9]["floor_us"]
+    assert rows["eager", 1, 9]["floor_us"] > rows["eager", 1, 0]["floor_us"]
+    assert result["machine"]["commit"] == "abc123"
+    assert result["ceiling"]["bandwidth_gb_per_s"] > 0
+    assert set(result["skipped"]) == set(PEERS)
+    words = words_of(picture)
+    assert all(way in words for way in (*ways, "floor", "by context", "by batch"))
+
+
+def test_a_profile_accounts_for_every_launch_and_byte(tmp_path: Path) -> None:
+    picture, position = tmp_path / "profile.svg", 9
+    options = ("--batch", "2", "--context", str(position), "--out", str(tmp_path))
+    answer = ostinato(
+        "bench", "--profile", "--shape", "tiny", "--quick", *options, "--plot", str(picture)
+    )
+    assert answer.returncode == 0, answer.stderr
+    result = result_of(answer.stdout)
+    assert json.loads(next(tmp_path.glob("profile-tiny-host*.json")).read_text()) == result
+    program = Counter(call.kernel for call in decode_program(TINY))
+    assert {row["name"]: row["launches"] for row in result["rows"]} == program
+    assert len(result["summary"]["launch_us"]) == program.total()
+    assert all(row["us"] > 0 and row["alone_us"] > 0 for row in result["rows"])
+    # Each weight once and the cache up to the position; besides, the rows of the embedding that
+    # are gathered, and each position's keys and values when they are written.
+    bytes_of = traffic(TINY, 4)
+    gathered = 2 * TINY.hidden * 4
+    total = sum(row["nbytes"] * row["launches"] for row in result["rows"])
+    assert total == bytes_of.step(2, position + 1) + gathered + 2 * bytes_of.position
+    words = words_of(picture)
+    assert all(name in words and name in answer.stdout for name in program)
+
+
+@pytest.mark.parametrize("source", [floor.SOURCE, replays.EMPTY], ids=lambda s: s.name)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_its_own_kernels_compile(source: Source, capability: tuple[int, int]) -> None:
+    made = compile_plan(plan_compilation(source, CompileOptions(), capability))
+    assert made.log == "" and made.data
+
+
+@pytest.mark.parametrize("burst", [1, 3])
+def test_beginnings_of_a_step_leave_it_as_it_is(host_device: Device, burst: int) -> None:
+    with random_checkpoint(TINY) as checkpoint:
+        decoder = Decoder(host_device, checkpoint, max_context=32, stop_tokens=())
+    with decoder:
+        way = DecoderWay(Way("capture"), decoder, owns=False)
+        way.place(1, 9)
+        expected = way.decode(4).tokens
+        way.place(1, 9)
+        graph = decoder.graph(1)
+        operations = [graph.labels[node.handle].operation for node in graph.nodes]
+        # The last launch is the one that takes the sequence further.
+        timed = Replays(host_device, decoder.stream, operations[:-1], 1, lambda _: None)
+        timed.burst = burst
+        start, *ends = timed.ends()
+        assert len(ends) == len(operations) - 1 and min(start, *ends) > 0
+        event, alone = timed.alone()
+        assert event > 0 and len(alone) == len(ends)
+        assert way.decode(4).tokens == expected
+
+
+def test_the_floor_counts_what_a_step_reads() -> None:
+    for config in SHAPES.values():
+        values = {name: int(np.prod(shape)) for name, shape in tensor_shapes(config).items()}
+        if not config.tied_embeddings:
+            del values["embed"]  # of the table only a row is read
+        norms = sum(count for name, count in values.items() if name.endswith("norm"))
+        found = traffic(config, 2)
+        assert found.weights == 2 * (sum(values.values()) - norms) + 4 * norms
+        assert found.position == config.layers * 2 * config.kv_heads * config.head_size * 2
+        assert found.step(3, 5) == found.weights + 15 * found.position
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (("--shape", "7T"), "135M"),
+        (("--batch", "65"), "65"),
+        (("--batch", "0"), "1 to 64"),
+        (("--batch", "1,1"), "twice"),
+        (("--context", "256"), "256 positions"),
+        (("--context", "ten"), "ten"),
+        (("--tokens", "300"), "300"),
+        (("--tokens", "8", "--tokens-per-launch", "9"), "9 tokens a launch"),
+        (("--peers", "transformers,llama"), "llama"),
+        (("--model", "nothing.gguf"), "not both"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: tuple[str, ...], word: str) -> None:
+    answer = ostinato("bench", "--shape", "tiny", *options)
+    assert answer.returncode in (1, 2)
+    assert word in answer.stderr
+    assert "Traceback" not in answer.stderr and answer.stdout == ""
+
+
+def test_ways_that_disagree_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decode = DecoderWay.decode
+
+    def wrong(self: DecoderWay, tokens: int) -> Timed:
+        found = decode(self, tokens)
+        if self.name != "record":
+            return found
+        (own,) = found.tokens
+        return replace(found, tokens=((*own[:2], own[2] + 1, *own[3:]),))
+
+    monkeypatch.setattr(DecoderWay, "decode", wrong)
+    with pytest.raises(typer.Exit) as ended:
+        bench(shape="tiny", device="host", quick=True, peers="none")
+    assert ended.value.exit_code == 1
+    printed = capsys.readouterr().out
+    summary = result_of(printed)["summary"]
+    assert summary["tokens_equal"] is False
+    (line,) = summary["unequal"]
+    assert "token 2 of sequence 0" in line and "by record" in line
+    assert f"NOT EQUAL: {line}" in printed
+
+
+class _Loop:
+    """Stands for another library's decoder, which breaks at its second run."""
+
+    whole_graph = True
+
+    def __init__(self, model: object, *, batch: int, length: int, how: str) -> None:
+        self.how, self.runs = how, 0
+
+    def place(self, position: int) -> None:
+        pass
+
+    def run(self, tokens: int) -> None:
+        self.runs += 1
+        if self.how == "graph" and self.runs > 1:
+            raise RuntimeError("CUDA error: something\nwith details")
+
+
+class _Library:
+    DecodeLoop = _Loop
+
+
+class _TwoPeers(Peers):
+    def _open(self, device: Device, config: object, positions: int) -> str:
+        return ""
+
+    def __init__(self, *arguments: Any, left: Any, **options: Any) -> None:
+        super().__init__(*arguments, left=left, **options)
+        self.contestants = [Peer(name, _Library, None, left) for name in PEERS]
+
+
+def test_a_peer_that_fails_is_left_out_and_named(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ostinato.bench.decode.Peers", _TwoPeers)
+    options = DecodeOptions(
+        contexts=(4,), tokens=4, tokens_per_launch=(4,), peers=tuple(PEERS), rounds=2, seconds=20
+    )
+    found = measure(host_device, lambda: random_checkpoint(TINY), options)
+    rows = Counter(row.way for row in found.rows)
+    assert rows == Counter(["eager", "capture", "record", "while 4", "transformers"])
+    assert found.skipped["torch.cuda.graph, batch 1, context 4"] == (
+        "RuntimeError: CUDA error: something"
+    )
+    # 20 seconds are too few to begin compiling.
+    assert "compiling takes longer" in found.skipped["torch.compile, batch 1, context 4"]
+    (peer,) = (row for row in found.rows if not row.ours)
+    best = min(row.token_us for row in found.rows if row.ours)
+    assert peer.ours_is == pytest.approx(peer.token_us / best)
+
+
+def test_peers_that_are_not_here_say_why(host_device: Device) -> None:
+    peers = Peers(host_device, TINY, list(PEERS), positions=64, left=lambda: 100.0)
+    assert set(peers.skipped) == set(PEERS) and not peers.contestants
+    assert all("host" in why for why in peers.skipped.values())
+    peers.close()
+
+
+def test_points_fall_in_context_and_end_with_the_model() -> None:
+    options = DecodeOptions(batches=(1, 8), contexts=(20, 0, 255), tokens=16)
+    batches, contexts = points_of(options, TINY)
+    assert [(p.batch, p.context) for p in batches] == [(1, 20), (8, 20)]
+    assert [(p.batch, p.context, p.first) for p in contexts] == [(1, 255, 240), (1, 0, 0)]
+    (single,) = points_of(replace(options, batches=(2,)), TINY)
+    assert [(p.batch, p.context) for p in single] == [(2, 255), (2, 20), (2, 0)]
+
+
+def test_random_weights_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(dtype: type) -> dict[str, np.ndarray[Any, Any]]:
+        arrays = {
+            name: np.zeros(shape, dtype if len(shape) == 2 else np.float32)
+            for name, shape in tensor_shapes(TINY).items()
+        }
+        with random_checkpoint(TINY) as checkpoint:
+            checkpoint.load(arrays)
+        return arrays
+
+    whole = loaded(np.float32)
+    monkeypatch.setattr(random_weights, "_PIECE", 1000)
+    pieces, halves = loaded(np.float32), loaded(np.uint16)
+    for name, values in whole.items():
+        assert np.array_equal(values, pieces[name])
+        assert values.all(), "a weight is zero"
+        if values.ndim == 2:
+            assert np.array_equal(values.view(np.uint32) >> 16, halves[name])
+    layers = [whole["layers.0.wq"], whole["layers.1.wq"], whole["layers.0.wo"]]
+    assert len({layer.tobytes() for layer in layers}) == 3
+    assert whole["layers.0.w_gate"].std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_times_of_runs() -> None:
+    runs = [Timed(4e-3, (1e-3, 2e-3, 4e-3)), Timed(2e-3), Timed(8e-3)]
+    found = Times.of(runs, 2)
+    assert (found.median, found.least, found.most) == (2e3, 1e3, 4e3)
+    assert found.between == pytest.approx(1.5e3) and found.rounds == 3
+    assert Times.of(runs[1:], 2).between is None
+
+
+def test_pictures_are_well_formed_whatever_the_names(tmp_path: Path) -> None:
+    row = Row(
+        way="a < b & c", ours=True, batch=1, context=0, first_position=0, tokens=8,
+        tokens_per_second=100.0, token_us=1e4, token_min_us=1e4, token_max_us=1e4,
+        between_us=None, rounds=1, floor_us=5e3, of_floor=0.5, ours_is=1.0,
+    )  # fmt: skip
+    rows = [row, replace(row, context=8191, tokens_per_second=3.0, floor_us=2e5)]
+    for chosen in (rows, rows[:1], []):
+        picture = tmp_path / "picture.svg"
+        picture.write_text(decode_svg("x > y", "a & b", chosen), encoding="utf-8")
+        words = words_of(picture)
+        assert "decoding x > y on a & b" in words
+        assert ("a < b & c" in words) == bool(chosen)
+    assert "prefers-color-scheme: dark" in picture.read_text(encoding="utf-8")

@@ -1,0 +1,132 @@
+"""`ostinato tune` where there is no GPU, what it lists, and (with one) that decoders use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ostinato.device import Device
+from ostinato.models import kernels_cuda_shapes as shapes
+from ostinato.models.config import LlamaConfig
+from ostinato.models.tuning_store import TuningKey, TuningStore
+
+CONFIG = LlamaConfig(
+    hidden=192,
+    layers=1,
+    heads=3,
+    kv_heads=1,
+    head_size=64,
+    inner=136,
+    vocabulary=257,
+    context_length=512,
+)
+
+
+def tune(
+    folder: Path, *arguments: str, device: str = "host", timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    environ = {"OSTINATO_DEVICE": device, "OSTINATO_CACHE_DIR": str(folder), "COLUMNS": "160"}
+    return subprocess.run(
+        [sys.executable, "-m", "ostinato", "tune", *arguments],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def save(folder: Path, gpu: str = "Test GPU") -> Path:
+    key = TuningKey.of(CONFIG, 1, gpu)
+    tuning = shapes.default_tuning(CONFIG)
+    store = TuningStore(folder / "tunings")
+    return store.save(key, tuning, before={20: 110.0}, after={20: 99.6}, seconds=2.0)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--shape", "1B", "--rows", "8"), ("--json",)])
+def test_the_host_has_nothing_to_tune(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    result = tune(tmp_path, *arguments)
+    assert result.returncode == 1
+    assert "nothing to tune on host" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert not (tmp_path / "tunings").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--shape", "2T"), "no shape '2T'"),
+        (("--model", "x", "--shape", "1B"), "one of them"),
+        (("--context", "soon"), "positions such as"),
+        (("--context", "20,-3"), "positions such as"),
+        (("--rows", "65"), "--rows"),
+        (("--seconds", "0"), "--seconds"),
+    ],
+)
+def test_bad_options_are_said(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    result = tune(tmp_path, *arguments)
+    assert result.returncode in (1, 2)
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_listing_says_what_is_stored_and_what_is_not_used(tmp_path: Path) -> None:
+    assert json.loads(tune(tmp_path, "--list", "--json").stdout)["stored"] == []
+    save(tmp_path)
+    damaged = save(tmp_path, "Other GPU [red]")
+    damaged.write_text("{}")
+    listed = json.loads(tune(tmp_path, "--list", "--json").stdout)
+    assert listed["folder"] == str(tmp_path / "tunings")
+    by_gpu = {row["gpu"]: row for row in listed["stored"]}
+    assert by_gpu["Test GPU"]["after_us"] == {"20": 99.6}
+    assert by_gpu["Test GPU"]["problem"] is None
+    assert by_gpu[None]["problem"]
+    shown = tune(tmp_path, "--list").stdout
+    assert "Test GPU" in shown and shapes.shape_key(CONFIG) in shown
+    assert "not used" in shown
+    assert f"2 stored in {tmp_path}" in shown
+
+
+def test_listing_says_what_is_in_use(tmp_path: Path) -> None:
+    shown = tune(tmp_path, "--list", "--shape", "1B")
+    assert shown.returncode == 0, shown.stderr
+    assert "in use for the 1B shape, 1 rows, on" in shown.stdout
+    listed = json.loads(tune(tmp_path, "--list", "--shape", "1B", "--json").stdout)
+    assert listed["in_use"]["shape"] == "2048-8192-32-8-64-128256"
+    assert listed["in_use"]["origin"].startswith("none")
+
+
+def test_clearing(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert json.loads(tune(tmp_path, "--clear", "--json").stdout)["removed"] == 1
+    assert "0 tunings removed" in tune(tmp_path, "--clear").stdout
+
+
+@pytest.mark.gpu
+def test_a_tuning_is_found_stored_and_used(cuda_device: Device, tmp_path: Path) -> None:
+    options = ("--shape", "tiny", "--context", "5,100", "--seconds", "8")
+    result = tune(tmp_path, *options, "--json", device="cuda:0", timeout=110)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["trials"] > 20
+    assert not found["refused"]
+    assert set(found["before_us"]) == set(found["after_us"]) == {"5", "100"}
+    options_now = ("--list", "--shape", "tiny", "--json")
+    seen = json.loads(tune(tmp_path, *options_now, device="cuda:0").stdout)
+    listed = seen["stored"]
+    assert seen["in_use"]["origin"] == ("stored" if found["stored"] else "default")
+    if found["stored"] is not None:  # the default may be as good
+        (row,) = listed
+        assert row["path"] == found["stored"] and row["problem"] is None
+        assert row["gpu"] == cuda_device.properties.name
+    else:
+        assert listed == []
+    shown = tune(tmp_path, *options, "--dry-run", device="cuda:0", timeout=110)
+    assert shown.returncode == 0, shown.stderr
+    assert "tokens/s" in shown.stdout
