@@ -1,7 +1,8 @@
-"""`python -m benchmarks.kernels --out DIR [--sweep 135M,1B] [--emulate] [--skip-checks]`
+"""`python -m benchmarks.kernels --out DIR [--shapes 135M,1B] [--emulate] [--skip-checks]`
 
 Checks every CUDA kernel against NumPy, then times one decode step as a graph.  Prints a table, and
-ends with one line of JSON; `DIR/kernels.json` has the same, `DIR/sweep.txt` what a sweep tried.
+ends with one line of JSON; `DIR/kernels.json` has the same.  The kernels are cut by the default
+rule; `ostinato tune` looks for better shapes.
 
 The physics: a step of one row reads every weight once, so its floor is bytes over bandwidth (269 MB
 and 88 µs for the 135M shape, 2.47 GB and 810 µs for the 1B shape); what it takes above that is the
@@ -20,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kernels.checks import Bench, Case, cases, run_checks
-from benchmarks.kernels.timing import CONFIGS, StepBench, sweep
+from benchmarks.kernels.timing import StepBench
+from ostinato.bench.shapes import SHAPES
 from ostinato.models.config import LlamaConfig
 from ostinato.models.kernels_cuda_shapes import default_tuning
 
@@ -44,14 +46,14 @@ CHECKED = {
 QUICK = ("head 128, group 4", "group 8", "head 80")
 
 
-def check(machine: Any, names: Any) -> dict[str, Any]:
+def check(machine: Any, names: Any, *, clusters: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         config, rows = CHECKED[name]
         started = time.perf_counter()
-        errors = run_checks(
-            machine, config, rows, slots=5, context=777 if config.hidden > 500 else 150
-        )
+        context = 777 if config.hidden > 500 else 150
+        tunings = {1: default_tuning(config, context=context, clusters=clusters)}
+        errors = run_checks(machine, config, rows, slots=5, context=context, tunings=tunings)
         found[name] = errors
         shown = " ".join(f"{kernel} {error:.1e}" for kernel, error in errors.items() if error)
         print(
@@ -83,7 +85,6 @@ def repeat_check(machine: Any, times: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--sweep", default="", help="shapes to sweep, such as 135M,1B")
     parser.add_argument("--shapes", default="135M,1B", help="shapes to time")
     parser.add_argument("--emulate", action="store_true", help="checks on the CPU, no timing")
     parser.add_argument("--skip-checks", action="store_true")
@@ -103,28 +104,21 @@ def main() -> int:
     record["device"] = gpu.device_name
     print(gpu.device_name, gpu.capability, gpu.multiprocessors, flush=True)
     if not chosen.skip_checks:
-        record["checks"] = check(gpu, CHECKED)
+        record["checks"] = check(gpu, CHECKED, clusters=gpu.capability >= (9, 0))
         repeat_check(gpu, 100)
         gpu.free_all()
-    log = (chosen.out / "sweep.txt").open("w")
+    clusters = gpu.capability >= (9, 0)
     for name in chosen.shapes.split(","):
         started = time.perf_counter()
-        bench = StepBench(gpu, CONFIGS[name], slots=64 if name == "1B" else 16, context=2048)
-        tunings = {1: default_tuning(CONFIGS[name], rows=1, context=2048)}
-        if name in chosen.sweep.split(","):
-
-            def tell(line: str) -> None:
-                print(line, flush=True)
-                print(line, file=log, flush=True)
-
-            tell(f"{name}: sweep")
-            best, _ = sweep(bench, 20, log=tell)
-            tell(f"{name}: {best}")
-            tunings[1] = best
+        config = SHAPES[name]
+        bench = StepBench(gpu, config, slots=64 if name == "1B" else 16, context=2048)
+        single = default_tuning(
+            config, multiprocessors=gpu.multiprocessors, clusters=clusters, context=2048
+        )
         for rows, positions in ((1, (20, 500)), (8, (500,)), (32, (500,)), (64, (500,))):
             if rows > bench.slots:
                 continue
-            tuning = tunings.get(rows) or default_tuning(CONFIGS[name], rows=rows, context=2048)
+            tuning = single if rows == 1 else default_tuning(config, rows=rows, context=2048)
             for position in positions:
                 us, floor = bench.time_step(rows, tuning, position), bench.floor(rows, position)
                 record["steps"].append(
@@ -136,7 +130,7 @@ def main() -> int:
                     flush=True,
                 )
         for start in (0, 448):
-            tuning = default_tuning(CONFIGS[name], rows=64, context=2048)
+            tuning = default_tuning(config, rows=64, context=2048)
             us = bench.time_piece(64, tuning, start)
             rate = 64e6 / us
             print(f"{name:5} piece of 64 at {start:3}: {us:8.1f} us, {rate:8.0f} tok/s", flush=True)
@@ -146,11 +140,11 @@ def main() -> int:
             ("top_p", (0.8, 0.9, 0)),
             ("top_k", (0.8, 0.9, 40)),
         ):
-            us = bench.time_step(1, tunings[1], 20, options=options)
+            us = bench.time_step(1, single, 20, options=options)
             print(f"{name:5} sampling by {label:12} {us:8.1f} us", flush=True)
             record["steps"].append({"shape": name, "rows": 1, "sampling": label, "us": us})
         for position in (20, 500):
-            for kernel, times in bench.profile(1, tunings[1], position).items():
+            for kernel, times in bench.profile(1, single, position).items():
                 record["kernels"].append(
                     {"shape": name, "position": position, "kernel": kernel, **times}
                 )

@@ -77,6 +77,8 @@ class Emulator:
                 holders.append(ctypes.c_void_p(value.ctypes.data))
             elif parameter.type == "f32":
                 holders.append(ctypes.c_float(value))
+            elif parameter.type == "cond":  # the address where the emulated runtime puts the value
+                holders.append(ctypes.c_uint64(value))
             else:
                 holders.append(ctypes.c_uint32(value))
         pointers = (ctypes.c_void_p * len(holders))(*[ctypes.addressof(h) for h in holders])
@@ -86,7 +88,7 @@ class Emulator:
             (ctypes.c_int * 3)(*config.grid),
             (ctypes.c_int * 3)(*config.block),
             config.shared,
-            int(config.cooperative),
+            int(config.cooperative or config.cluster is not None),
         )
 
     def synchronize(self) -> None:

@@ -1,27 +1,20 @@
-"""One decode step as a CUDA graph, timed: whole, kernel by kernel, and over a sweep of shapes.
+"""One decode step as a CUDA graph, timed: whole, and kernel by kernel.
 
 The floor: every weight once and the KV cache up to the position, over BANDWIDTH.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from benchmarks.kernels.rig import Gpu, Memory
+from ostinato.bench.shapes import SHAPES
 from ostinato.models.config import LlamaConfig
 from ostinato.models.kernels_cuda import CudaLaunch, lower, workspace_bytes
-from ostinato.models.kernels_cuda_shapes import (
-    PRODUCTS,
-    AttentionShape,
-    Tuning,
-    VectorShape,
-    default_tuning,
-)
+from ostinato.models.kernels_cuda_shapes import Tuning
 from ostinato.models.plan import rope_table
 from ostinato.models.program import (
     ACTIVE,
@@ -36,24 +29,8 @@ from ostinato.models.program import (
 
 BANDWIDTH = 3.05e12  # bytes a second, measured on one H100 80GB reading 2 GiB
 
-CONFIGS = {
-    "135M": LlamaConfig(
-        hidden=576, layers=30, heads=9, kv_heads=3, head_size=64, inner=1536,
-        vocabulary=49152, context_length=8192, tied_embeddings=True,
-    ),
-    "1B": LlamaConfig(
-        hidden=2048, layers=16, heads=32, kv_heads=8, head_size=64, inner=8192,
-        vocabulary=128256, context_length=8192, tied_embeddings=True,
-    ),
-    "360M": LlamaConfig(
-        hidden=960, layers=32, heads=15, kv_heads=5, head_size=64, inner=2560,
-        vocabulary=49152, context_length=8192, tied_embeddings=True,
-    ),
-    "8B": LlamaConfig(
-        hidden=4096, layers=32, heads=32, kv_heads=8, head_size=128, inner=14336,
-        vocabulary=128256, context_length=8192,
-    ),
-}  # fmt: skip
+
+CONFIGS = SHAPES
 
 
 class StepBench:
@@ -149,6 +126,8 @@ class StepBench:
         if options:
             chosen["temperature"], chosen["top_p"], chosen["top_k"] = options
         self.gpu.write(self.where["rows"], table)
+        # A step without `sample` goes on with this token.
+        self.gpu.write(self.where["chosen"], np.ones(self.where["chosen"].shape, np.int32))
         self.gpu.write(self.where["state"], state.view(np.int32).reshape(-1, 4))
         self.gpu.write(self.where["options"], chosen.view(np.uint64).reshape(-1, 4))
 
@@ -208,7 +187,11 @@ class StepBench:
             self.gpu.destroy(executable)
 
     def profile(self, rows: int, tuning: Tuning, position: int) -> dict[str, dict[str, float]]:
-        """By kernel: µs alone (its launches one after the other) and µs that it adds to a step."""
+        """By kernel: µs alone (its launches one after the other) and µs that it adds to a step.
+
+        A step without `head` must do without `sample` as well, whose token would be anything, and
+        its row then not active: so what `head` adds is what both do, less `sample`.
+        """
         launches = self.launches(rows, tuning)
         whole = self.time_step(rows, tuning, position)
         found: dict[str, dict[str, float]] = {}
@@ -227,7 +210,8 @@ class StepBench:
 
             alone = self.gpu.time(graph, repeats=10, before=before) / (len(own) * times)
             self.gpu.destroy(graph)
-            rest = [one for one in launches if one.kernel != kernel]
+            dropped = {kernel, "sample"} if kernel == "head" else {kernel}
+            rest = [one for one in launches if one.kernel not in dropped]
             graph = self.gpu.capture(lambda rest=rest: self.submit(rest, rows))
             without = self.gpu.time(
                 graph, repeats=40, before=lambda: self.set_position(rows, position)
@@ -240,95 +224,6 @@ class StepBench:
                 "adds_us": (whole - without) / len(own),
                 "floor_us": nbytes / BANDWIDTH * 1e6,
             }
+        if {"head", "sample"} <= found.keys():
+            found["head"]["adds_us"] -= found["sample"]["adds_us"]
         return found
-
-
-# ------------------------------------------------------------------------------------------- sweeps
-
-
-def vector_shapes(inputs: int, pairs: int) -> Iterator[VectorShape]:
-    """Shapes of matvec.cu worth trying for a product."""
-    chunks = inputs // 8
-    for lanes, split, each, warps in itertools.product(
-        (8, 16, 32), (1, 2, 4, 8), (1, 2), (1, 2, 3, 4, 6, 8, 12, 16)
-    ):
-        if warps % split:
-            continue
-        steps = -(-chunks // (lanes * split))
-        loads = steps * each * 2
-        blocks = -(-pairs // VectorShape(lanes, split, each, warps).block_pairs)
-        waste = steps * lanes * split / chunks
-        if 4 <= loads <= 20 and waste <= 1.35 and (blocks >= 66 or pairs < 512):
-            yield VectorShape(lanes, split, each, warps)
-
-
-def sweep(
-    bench: StepBench, position: int, *, log: Any = print, products: Iterable[str] = ()
-) -> tuple[Tuning, float]:
-    """Coordinate by coordinate, the step's time decides.  Gives the best tuning and its µs."""
-    config = bench.config
-    best = default_tuning(config, rows=1, context=bench.context)
-    c = config
-    sizes = {
-        "qkv": (c.hidden, (c.query_size + 2 * c.kv_size) // 2),
-        "output": (c.query_size, c.hidden // 2),
-        "gate_up": (c.hidden, c.inner),
-        "down": (c.inner, c.hidden // 2),
-        "head": (c.hidden, -(-c.vocabulary // 2)),
-    }
-
-    def measure(
-        variants: list[tuple[str, Tuning]], quick: bool, at: int = position
-    ) -> list[tuple[float, str, Tuning]]:
-        bench.gpu.preload([one for _, t in variants for one in bench.launches(1, t)])
-        results = []
-        for name, tuning in variants:
-            us = bench.time_step(1, tuning, at, repeats=20, rounds=3 if quick else 5)
-            results.append((us, name, tuning))
-        return sorted(results, key=lambda r: r[0])
-
-    def starts() -> list[tuple[str, Tuning]]:
-        places = ("AT_START", "AFTER_WAIT", "AFTER_INPUT", "BEFORE_OUTPUT", "NEVER")
-        made = [(place, best.with_start(place)) for place in places]
-        return [*made, ("plain", replace(best, programmatic=False))]
-
-    for name, us in ((n, u) for u, n, _ in measure(starts(), False)):
-        log(f"  start_next {name:14} {us:8.1f} us")
-    best = measure(starts(), False)[0][2]
-    group = c.heads // c.kv_heads
-    attention = [
-        (f"attention {a}", replace(best, attention=a))
-        for a in (
-            AttentionShape(queries, warps, steps, splits)
-            for queries in (q for q in range(1, 6) if group % q == 0)
-            for warps in (2, 4, 8)
-            for steps in (1, 2, 4)
-            for splits in (8, 16, 32, 64)
-        )
-    ]
-    stages = [("attention", attention)]
-    for name in products or sizes:
-        shapes = vector_shapes(*sizes[name])
-        stages.append((name, [(f"{name} {s}", replace(best, **{name: s})) for s in shapes]))
-    chosen: dict[str, Any] = {}
-    for name, variants in stages:
-        # Attention for contexts short and long: in between.
-        results = measure(variants, True, 260 if name == "attention" else position)
-        for us, label, _ in results[:4]:
-            log(f"  {label:60} {us:8.1f} us")
-        log(f"  ... of {len(results)}, the worst {results[-1][0]:.1f}")
-        chosen[name] = getattr(results[0][2], name)
-    best = replace(best, **chosen)
-    final = measure(starts(), False)
-    # Where each kernel by itself lets the next one start.
-    best_us, _, best = final[0]
-    for kernel in (*PRODUCTS, "attention"):
-        variants = [
-            (f"{kernel} {place}", replace(best, start_next={**best.start_next, kernel: place}))
-            for place in ("AT_START", "AFTER_WAIT", "AFTER_INPUT", "BEFORE_OUTPUT")
-        ]
-        us, label, tuning = measure(variants, False)[0]
-        if us < best_us:
-            log(f"  {label:60} {us:8.1f} us")
-            best, best_us = tuning, us
-    return best, best_us

@@ -20,8 +20,9 @@ from ostinato.models import kernels_cuda as kc
 from ostinato.models.backend import CudaBackend, backend_for
 from ostinato.models.config import LlamaConfig
 from ostinato.models.decoder import Decoder
+from ostinato.models.kernels_cuda_shapes import default_tuning
 from ostinato.models.plan import PlanSizes
-from ostinato.models.program import Bound, decode_program
+from ostinato.models.program import Bound, decode_program, loop_call
 from tests.models.model_files import CONFIG, write_gguf
 
 MODEL = LlamaConfig(
@@ -81,13 +82,16 @@ def gpu(host_device: Device) -> FakeDevice:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 64])
-@pytest.mark.parametrize("sampled", [True, False])
-def test_launches_chain_so_that_each_may_start_early(rows: int, sampled: bool) -> None:
+@pytest.mark.parametrize("kind", ["sampled", "not sampled", "loop"])
+def test_launches_chain_so_that_each_may_start_early(rows: int, kind: str) -> None:
     """Every kernel touches what the one before it wrote: a recorded graph is a chain then, and a
-    wait for the one kernel before stands for all earlier ones."""
+    wait for the one kernel before stands for all earlier ones.  The body of a loop too."""
+    program = decode_program(MODEL, sampled=kind != "not sampled")
+    if kind == "loop":
+        program = (*program, loop_call())
     addresses: dict[Bound, int] = {}
     operations = []
-    for one in kc.lower(decode_program(MODEL, sampled=sampled), MODEL, rows=rows, context=512):
+    for one in kc.lower(program, MODEL, rows=rows, context=512):
         reads, writes = [], []
         parameters = Signature.parse(one.signature).parameters
         for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
@@ -111,7 +115,8 @@ def test_every_kernel_is_loaded_once_with_its_shared_memory(gpu: FakeDevice, row
     assert [one.kernel.name for one in bound] == [call.kernel for call in program]
     assert sorted(k.name for k in gpu.modules.made) == sorted({c.kernel for c in program})
     assert {id(k) for k in gpu.modules.loaded} == {id(k) for k in gpu.modules.made}
-    lowered = kc.lower(program, MODEL, rows=rows, context=512)
+    tuning = default_tuning(MODEL, rows=rows, context=512, clusters=gpu.capabilities.clusters)
+    lowered = kc.lower(program, MODEL, rows=rows, context=512, tuning=tuning)
     for one, wanted in zip(bound, lowered, strict=True):
         made: Any = one.kernel
         assert (one.config, one.arguments) == (wanted.config, wanted.arguments)

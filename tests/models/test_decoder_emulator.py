@@ -6,6 +6,7 @@ test_decoder_gpu.py.
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
-from ostinato.driver.host_kernel import HostKernel
+from ostinato.driver.host_kernel import HostKernel, HostLaunch
 from ostinato.driver.signature import Signature
 from ostinato.models import kernels_cuda as kc
 from ostinato.models.backend import BoundLaunch
 from ostinato.models.decoder import Decoder
+from ostinato.models.sampling import GREEDY
 from tests.models.test_decoder_gpu import RELATIVE, checkpoint_of, difference, tokens_of
 
 SHAPE = "group 3, head 64, tied"
@@ -31,7 +33,7 @@ class EmulatedBackend:
 
     name = "emulated"
     dtype: np.dtype[Any] = np.dtype(np.uint16)
-    whole_entries = False
+    spins = False
 
     def __init__(self, device: Device) -> None:
         self.device, self.emulator = device, Emulator()
@@ -51,8 +53,14 @@ class EmulatedBackend:
     def kernel(self, launch: kc.CudaLaunch) -> Any:
         names = [name for name, _ in launch.arguments]
 
-        def run(_: object, *values: Any) -> None:
-            self.emulator.launch(launch, dict(zip(names, values, strict=True)))
+        def run(how: HostLaunch, *values: Any) -> None:
+            given = dict(zip(names, values, strict=True))
+            handle, wanted = given.get("condition"), ctypes.c_uint32()
+            if handle is not None:  # the emulated runtime writes it where the handle says
+                given["condition"] = ctypes.addressof(wanted)
+            self.emulator.launch(launch, given)
+            if handle is not None:
+                how.set_conditional(handle, wanted.value)
 
         host = HostKernel(launch.kernel, run, Signature.parse(launch.signature))
         return self.device.modules.get_or_compile(host, launch.kernel)
@@ -74,5 +82,17 @@ def test_the_decoder_agrees_with_numpy_on_the_emulator(
                 assert difference(decoder.logits(), numpy.logits()) < RELATIVE
                 assert token == int(decoder.logits().argmax())
                 token = decoder.decode()
+            # Loops: as far as wanted, and to the limit in the middle of one.
+            decoder.set_sampling(GREEDY, limit=16)
+            decoder.reset()
+            tokens = [decoder.prefill(prompt)]
+            while not decoder.stopped():
+                tokens.append(decoder.decode())
+            decoder.reset()
+            again = [decoder.prefill(prompt), *decoder.run(count=6, tokens_per_launch=3)]
+            assert again + list(decoder.run(tokens_per_launch=3)) == tokens
+            assert len(tokens) == 14
+            assert decoder.plan.buffers["counter"].to_numpy(decoder.stream).tolist() == [2]
             assert not decoder.statistics().quarantined
+            assert not decoder.statistics().one_by_one
             assert not decoder.plan.buffers["workspace"].array[: kc.COUNTER_BYTES // 4].any()

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from benchmarks.decode import MemoryCheckpoint
+from ostinato.bench.random_weights import MemoryCheckpoint
 from ostinato.device import Device, open_device
 from ostinato.driver.api import EdgeType
 from ostinato.errors import DownloadError, UnsupportedModelError
@@ -334,6 +334,7 @@ def test_what_the_kernels_cannot_do_is_said(gpu: Device) -> None:
         open_decoder(gpu, FIRST, max_rows=65)
 
 
+@pytest.mark.alone
 def test_everything_is_given_back(gpu: Device) -> None:
     for _ in range(2):  # the driver keeps some of its own after the first
         gpu.synchronize()

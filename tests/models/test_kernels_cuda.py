@@ -25,7 +25,7 @@ from ostinato.models import kernels_cuda as kc
 from ostinato.models import kernels_cuda_shapes as shapes
 from ostinato.models.config import LlamaConfig
 from ostinato.models.kernels_host import HOST_KERNELS
-from ostinato.models.program import Bound, decode_program
+from ostinato.models.program import Bound, decode_program, loop_call
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.cubin import kernel_resources
 
@@ -57,7 +57,9 @@ def test_every_kernel_compiles_without_warnings_or_local_memory(shape: str, arch
     wanted = [
         one
         for rows in (1, 16)
-        for one in distinct(kc.lower(decode_program(config), config, rows=rows, context=2048))
+        for one in distinct(
+            kc.lower((*decode_program(config), loop_call()), config, rows=rows, context=2048)
+        )
     ]
 
     def compile_one(launch: kc.CudaLaunch) -> tuple[kc.CudaLaunch, str, bytes]:
@@ -221,6 +223,25 @@ GPU_CASES = {
 def test_kernels_agree_with_numpy(cuda_device: Device, name: str) -> None:
     config, rows = GPU_CASES[name]
     checks.run_checks(OnDevice(cuda_device), config, rows, slots=5, context=600)
+
+
+# Every kernel and both ways to multiply (vectors, matrices) in tiny blocks of work: racecheck slows
+# a kernel a hundredfold.  As many heads a KV head, and as wide ones, as real models have.
+SMALL_CASES = {
+    "tiny head 32": config_of(2, 2, 32, inner=72, vocabulary=67, layers=1),
+    "tiny head 64": config_of(3, 1, 64, inner=136, vocabulary=131, layers=1),
+    "tiny head 80": config_of(2, 1, 80, inner=96, vocabulary=64, layers=1),
+    "tiny head 128": config_of(4, 1, 128, hidden=136, inner=88, vocabulary=67, layers=1),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("rows", [1, 8, 17, 33])
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_small_kernels_agree_with_numpy(cuda_device: Device, name: str, rows: int) -> None:
+    machine = OnDevice(cuda_device)
+    checks.run_checks(machine, SMALL_CASES[name], (rows,), slots=3, context=70)
 
 
 @pytest.mark.gpu

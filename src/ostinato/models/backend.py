@@ -38,13 +38,14 @@ class Backend(Protocol):
     """How one kind of device runs the program.
 
     `dtype` is that of matrices and of the KV cache: float32, or uint16 for the bits of bfloat16.
-    `whole_entries`: a ring entry reaches the host in one store, so the host may look for it while
-    the step still runs.
+    `spins`: kernels run beside the interpreter, so that the host may look for a token without a
+    pause; where they need its lock that would hold them up.  A ring entry reaches the host in one
+    store in either case, so what it finds is whole.
     """
 
     name: str
     dtype: np.dtype[Any]
-    whole_entries: bool
+    spins: bool
 
     def require_supported(self, config: LlamaConfig, rows: int) -> None:
         """Raises UnsupportedModelError for a model, or steps of up to `rows` rows, that the
@@ -84,7 +85,7 @@ class HostBackend:
 
     name = "numpy"
     dtype: np.dtype[Any] = np.dtype(np.float32)
-    whole_entries = False
+    spins = False
 
     def __init__(self, device: Device) -> None:
         from ostinato.models.kernels_host import HOST_KERNELS
@@ -124,13 +125,15 @@ class CudaBackend:
 
     name = "cuda"
     dtype: np.dtype[Any] = np.dtype(np.uint16)
-    whole_entries = True
+    spins = True
 
     _LEAST: ClassVar[tuple[int, int]] = (8, 0)  # bfloat16 on the tensor cores
 
     def __init__(self, device: Device) -> None:
         self._modules = device.modules
         self._properties = device.properties
+        self._clusters = device.capabilities.clusters
+        self._tunings: dict[tuple[LlamaConfig, int, int], Tuning] = {}
         capability = self._properties.compute_capability
         if capability < self._LEAST:
             raise NotAvailableError(
@@ -140,10 +143,21 @@ class CudaBackend:
             )
 
     def _tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
-        from ostinato.models.kernels_cuda_shapes import tuning_for
+        """Looked up once: what is stored may change, and the workspace was made for the first."""
+        from ostinato.models.tuning import choose_tuning
 
-        gpu, count = self._properties.name, self._properties.multiprocessors
-        return tuning_for(config, rows=rows, context=context, gpu=gpu, multiprocessors=count)
+        key = (config, rows, context)
+        if key not in self._tunings:
+            gpu, count = self._properties.name, self._properties.multiprocessors
+            self._tunings[key] = choose_tuning(
+                config,
+                rows=rows,
+                context=context,
+                gpu=gpu,
+                multiprocessors=count,
+                clusters=self._clusters,
+            ).tuning
+        return self._tunings[key]
 
     def require_supported(self, config: LlamaConfig, rows: int) -> None:
         from ostinato.models.kernels_cuda_shapes import require_supported

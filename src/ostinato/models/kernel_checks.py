@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ostinato.models.config import LlamaConfig
 from ostinato.models.kernels_cuda import lower
-from ostinato.models.program import decode_program
+from ostinato.models.program import decode_program, loop_call
 from ostinato.modules.catalog import KernelCheck
 
 __all__ = ["kernel_checks"]
@@ -28,8 +28,9 @@ _SHAPE = LlamaConfig(
 def kernel_checks() -> Iterator[KernelCheck]:
     """One check for each file and way of compiling it, for one row and for several."""
     seen = set()
+    program = (*decode_program(_SHAPE), loop_call())
     for rows in (1, 16):
-        for launch in lower(decode_program(_SHAPE), _SHAPE, rows=rows, context=2048):
+        for launch in lower(program, _SHAPE, rows=rows, context=2048):
             way = (launch.source.name, launch.options)
             if way not in seen:
                 seen.add(way)

@@ -12,6 +12,7 @@ __all__ = [
     "COUNTER_BYTES",
     "MAX_ROWS",
     "PRODUCTS",
+    "STARTING",
     "START_NEXT",
     "TUNED",
     "AttentionShape",
@@ -21,10 +22,10 @@ __all__ = [
     "Tuning",
     "VectorShape",
     "default_tuning",
+    "for_context",
     "products_of",
     "require_supported",
     "shape_key",
-    "tuning_for",
 ]
 
 MAX_ROWS = 64
@@ -44,7 +45,8 @@ PRODUCTS = {
 """The kernels that multiply with weights, and what their shape is called in a tuning."""
 
 _MAX_HEAD_SIZE = 256
-_STARTING = (*PRODUCTS, "embed", "attention", "sample", "advance")
+STARTING = (*PRODUCTS, "embed", "attention", "sample", "advance")
+"""The kernels of a step, each of which lets the next one start somewhere."""
 
 
 # ------------------------------------------------------------------------------------------ shapes
@@ -53,16 +55,23 @@ _STARTING = (*PRODUCTS, "embed", "attention", "sample", "advance")
 @dataclass(frozen=True, slots=True)
 class VectorShape:
     """How matvec.cu cuts a product: `lanes` of `split` warps share `pairs` pairs of outputs; a
-    block has `warps` warps."""
+    block has `warps` warps, and makes as many pairs again in each of its `turns`.  `ahead` turns
+    after the first are asked into L2 before the wait for the previous kernel."""
 
     lanes: int
     split: int
     pairs: int
     warps: int
+    turns: int = 1
+    ahead: int = 0
+
+    @property
+    def turn_pairs(self) -> int:
+        return self.warps // self.split * (32 // self.lanes) * self.pairs
 
     @property
     def block_pairs(self) -> int:
-        return self.warps // self.split * (32 // self.lanes) * self.pairs
+        return self.turn_pairs * self.turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +93,14 @@ class MatrixShape:
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """How attention.cu cuts a head: `queries` query heads of a KV head in a block, `warps` warps,
-    `steps` positions a lane asks for at once, `splits` blocks for the KV length."""
+    `steps` positions a lane asks for at once, `splits` blocks for the KV length.  `cluster` of
+    these blocks merge through shared memory (compute capability 9.0 and up)."""
 
     queries: int
     warps: int
     steps: int
     splits: int
+    cluster: int = 1
 
 
 Shape = VectorShape | MatrixShape
@@ -112,7 +123,7 @@ class Tuning:
 
     def with_start(self, where: str) -> Tuning:
         """The same, with one place for all kernels."""
-        return replace(self, start_next=dict.fromkeys(_STARTING, where))
+        return replace(self, start_next=dict.fromkeys(STARTING, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +175,8 @@ def require_supported(config: LlamaConfig, rows: int = 1) -> None:
 
 
 TUNED: dict[tuple[str, str, int], Tuning] = {}
-"""What sweeps found (`python -m benchmarks.kernels --sweep`), by GPU name, `shape_key` and the
-number of rows."""
+"""What `ostinato tune` found, by GPU name, `shape_key` and the number of rows; where it gains more
+than the rule below can give."""
 
 
 def shape_key(config: LlamaConfig) -> str:
@@ -174,40 +185,82 @@ def shape_key(config: LlamaConfig) -> str:
     return f"{c.hidden}-{c.inner}-{c.heads}-{c.kv_heads}-{c.head_size}-{c.vocabulary}"
 
 
-def tuning_for(
-    config: LlamaConfig, *, rows: int, context: int, gpu: str, multiprocessors: int
-) -> Tuning:
-    """The tuned shapes for a GPU by name, or the default's.  Raises UnsupportedModelError."""
-    require_supported(config, rows)
-    return TUNED.get((gpu, shape_key(config), rows)) or default_tuning(
-        config, rows=rows, context=context, multiprocessors=multiprocessors
-    )
-
-
 def default_tuning(
-    config: LlamaConfig, *, rows: int = 1, context: int = 2048, multiprocessors: int = 132
+    config: LlamaConfig,
+    *,
+    rows: int = 1,
+    context: int = 2048,
+    multiprocessors: int = 132,
+    clusters: bool = False,
 ) -> Tuning:
-    """Shapes by rule, for a GPU that nobody has tuned for.  Raises UnsupportedModelError."""
+    """Shapes by rule, for a GPU that nobody has tuned for; what the rule says was measured on an
+    H100 (docs/performance.md).
+
+    `context`: positions of a slot.  `clusters`: whether the device has them.
+    Raises UnsupportedModelError.
+    """
     require_supported(config, rows)
     products = products_of(config)
     make = _vector_shape if rows == 1 else _matrix_shape
     qkv, output, gate_up, down, head = (
         make(name, products[name], rows, multiprocessors) for name in PRODUCTS.values()
     )
-    attention = _attention_shape(config, rows, context, multiprocessors)
-    return Tuning(qkv, output, gate_up, down, head, attention)
+    if rows > 1:
+        attention = _attention_shape(config, rows, context, multiprocessors)
+        return Tuning(qkv, output, gate_up, down, head, attention)
+    if clusters:
+        attention = _cluster_shape(config, context, multiprocessors)
+    else:
+        attention = _attention_shape(config, rows, context, multiprocessors)
+    # As early as can be, so that weights come while two kernels before still run; but the attention
+    # reads the cache before its wait, which it may only if the kernel before it began late.
+    starts = dict.fromkeys(STARTING, "AT_START") | {"norm_qkv_rope": "AFTER_WAIT"}
+    return Tuning(qkv, output, gate_up, down, head, attention, starts)
+
+
+def for_context(tuning: Tuning, context: int) -> Tuning:
+    """A tuning that was made for shorter contexts, with clusters enough for this one."""
+    shape = tuning.attention
+    if shape.cluster == 1:
+        return tuning
+    splits = max(shape.splits, _cluster_splits(shape.cluster, context))
+    return replace(tuning, attention=replace(shape, splits=splits))
+
+
+def _cluster_splits(cluster: int, context: int) -> int:
+    """Any number is right for any length.  attention.cu uses a second cluster from some 2,048
+    positions on, and from there on more of them as the length grows."""
+    return cluster * max(1, min(16 // cluster * 8, -(-context // 2048)))
 
 
 def _vector_shape(name: str, product: Product, rows: int, multiprocessors: int) -> VectorShape:
-    """A thread holds up to 9 steps of 2 rows (72 registers); blocks of one size fill the chip."""
+    """A thread holds up to 9 steps of 2 rows (72 registers); blocks of one size fill the chip.
+
+    A small product is over before the memory is busy: there more lanes and warps share a pair, so
+    that each has less to do one after the other.  Where blocks would more than fill the chip twice
+    they take turns instead; not the head's, which has so many that starting them costs nothing.
+    """
     chunks = product.inputs // 8
     lanes = 32 if chunks >= 128 else 16 if chunks >= 64 else 8
     split = 1
     while -(-chunks // (lanes * split)) > 9:
         split *= 2
-    each = -(-product.pairs * lanes // 32) * split / multiprocessors  # warps of a multiprocessor
-    warps = max(split, 8) if each > 16 else max(1, -(-int(each + 0.999) // split)) * split
-    return VectorShape(lanes, split, 1, warps)
+
+    def each() -> float:  # warps of a multiprocessor
+        return -(-product.pairs * lanes // 32) * split / multiprocessors
+
+    def wasteful(width: int) -> bool:  # of lanes and warps that share a pair
+        return -(-chunks // width) * width > 1.4 * chunks
+
+    while each() <= 5 and -(-chunks // (lanes * split)) > 2 and not wasteful(2 * lanes * split):
+        lanes, split = (2 * lanes, split) if lanes < 32 else (lanes, 2 * split)
+    wanted = each()
+    warps = max(split, 8) if wanted > 16 else max(1, -(-int(wanted + 0.999) // split)) * split
+    shape = VectorShape(lanes, split, 1, warps)
+    blocks = -(-product.pairs // shape.block_pairs)
+    if name != "head" and blocks > 2 * multiprocessors:
+        shape = replace(shape, turns=-(-blocks // (2 * multiprocessors)))
+    return shape
 
 
 def _matrix_shape(name: str, product: Product, rows: int, multiprocessors: int) -> MatrixShape:
@@ -246,11 +299,27 @@ def _attention_shape(
     divisors = [n for n in range(1, 9) if group % n == 0]
     small = [n for n in divisors if n <= 5]
     queries = small[-1] if small[-1] > 1 or len(divisors) == 1 else divisors[-1]
-    warps, steps = 4, 4
+    warps, steps = 4, 4 if queries <= 5 else 2
     tile = warps * steps * (32 // _power_of_two(config.head_size // 8))
     wanted = 2 * multiprocessors / (rows * config.kv_heads * (group // queries))
     splits = max(1, min(-(-context // tile), 64, int(wanted)))
     return AttentionShape(queries, warps, steps, splits)
+
+
+def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> AttentionShape:
+    """One row: small blocks, 64 positions each at once, that fit beside the kernel before.
+
+    A head's 8 blocks merge by themselves, so the reading of keys for each query head by itself
+    costs less than more queries in fewer, larger blocks; up to so many as the chip holds.
+    """
+    group = config.heads // config.kv_heads
+    divisors = [n for n in range(1, 8) if group % n == 0]
+    fitting = [q for q in divisors if 8 * config.heads // q <= 2 * multiprocessors]
+    queries = fitting[0] if fitting else divisors[-1]
+    steps = 8 if queries == 1 else 4 if queries <= 4 else 2
+    groups = 32 // _power_of_two(config.head_size // 8)
+    warps = max(1, 64 // (steps * groups))
+    return AttentionShape(queries, min(warps, 8), steps, _cluster_splits(8, context), 8)
 
 
 def _power_of_two(n: int) -> int:

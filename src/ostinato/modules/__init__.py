@@ -4,6 +4,7 @@
 memory, from disk, or compiled now.  Not here: launching (`ostinato.launch`), graphs.
 """
 
+from ostinato.modules.ahead import CompilerPool
 from ostinato.modules.cache import ModuleCache, PreloadItem
 from ostinato.modules.disk import DiskStatistics, DiskStore, StoredKernel
 from ostinato.modules.kernel import Kernel, LoadedModule
@@ -14,6 +15,7 @@ from ostinato.modules.statistics import CacheStatistics
 __all__ = [
     "CacheStatistics",
     "CompileOptions",
+    "CompilerPool",
     "DiskStatistics",
     "DiskStore",
     "Kernel",

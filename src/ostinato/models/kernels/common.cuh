@@ -19,7 +19,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short bf16;  // the bits; no arithmetic in this type
 
-// Where a kernel lets the next one start, in the order in which a kernel passes them.
+// Where a kernel lets the next one start, in the order in which a kernel passes them.  AFTER_INPUT is
+// where all that it reads has been asked for: what the next kernel prefetches from there on comes
+// while this one computes.
 #define AT_START 0
 #define AFTER_WAIT 1
 #define AFTER_INPUT 2
@@ -37,6 +39,23 @@ struct alignas(16) Row {
 
 #ifdef EMULATED
 #include "emulate.h"
+DEVICE void prefetch_weights(const void*, u32) {}
+
+// A cluster's blocks lie beside each other; all blocks run at once.
+template <int BLOCKS> DEVICE emulated::Block* block_of_cluster(int rank) {
+    return emulated::current->block - emulated::current->index.x % BLOCKS + rank;
+}
+template <int BLOCKS> DEVICE void sync_cluster() {
+    emulated::Block* const first = block_of_cluster<BLOCKS>(0);
+    int live = 0;
+    for (int rank = 0; rank < BLOCKS; rank++) live += first[rank].live;
+    emulated::arrive(first->named[15], live);
+}
+template <int BLOCKS> DEVICE float load_of_block(const float* own, int rank) {
+    const auto offset =
+        reinterpret_cast<const unsigned char*>(own) - emulated::current->block->shared_start;
+    return *reinterpret_cast<const float*>(block_of_cluster<BLOCKS>(rank)->shared_start + offset);
+}
 #else
 
 #define DEVICE __device__ __forceinline__
@@ -60,6 +79,13 @@ DEVICE float4 load_norm(const float4* p) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "l"(p));
     return v;
+}
+
+// Asks for weights (a multiple of 16 bytes) to be brought into L2; nothing waits for them.
+DEVICE void prefetch_weights(const void* p, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
+#endif
 }
 
 // What another kernel of this step wrote, or will have written once the wait is over.
@@ -111,6 +137,30 @@ DEVICE void start_next() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// ------------------------------------------------------------------------------------- clusters
+
+// A barrier of all threads of the BLOCKS blocks of a cluster; what they wrote before it is seen.
+template <int BLOCKS> DEVICE void sync_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+#endif
+}
+// What stands at the same place as `own` in the shared memory of a block of the cluster.
+template <int BLOCKS> DEVICE float load_of_block(const float* own, int rank) {
+    float v = 0.0f;
+#if __CUDA_ARCH__ >= 900
+    const u32 local = static_cast<u32>(__cvta_generic_to_shared(own));
+    asm volatile(
+        "{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %1, %2;\n\t"
+        "ld.shared::cluster.f32 %0, [there];\n\t}"
+        : "=f"(v)
+        : "r"(local), "r"(rank)
+        : "memory");
+#endif
+    return v;
 }
 
 // ------------------------------------------------------------------------------- arithmetic units

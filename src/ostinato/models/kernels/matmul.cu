@@ -263,11 +263,9 @@ DEVICE void matmul(const P& product, const int* live, float* workspace, Wanted& 
     }
 }
 
+// A kernel is compiled if its shape is given.
+#ifdef QKV_TILES
 typedef Shape<QKV_TILES, QKV_SPLIT, QKV_BLOCKS_K, QKV_SLAB> QkvShape;
-typedef Shape<OUTPUT_TILES, OUTPUT_SPLIT, OUTPUT_BLOCKS_K, OUTPUT_SLAB> OutputShape;
-typedef Shape<GATE_UP_TILES, GATE_UP_SPLIT, GATE_UP_BLOCKS_K, GATE_UP_SLAB> GateUpShape;
-typedef Shape<DOWN_TILES, DOWN_SPLIT, DOWN_BLOCKS_K, DOWN_SLAB> DownShape;
-typedef Shape<HEAD_TILES, HEAD_SPLIT, HEAD_BLOCKS_K, HEAD_SLAB> HeadShape;
 
 KERNEL __launch_bounds__(QkvShape::THREADS)
     norm_qkv_rope(const int* live, const float* x, const float* norm, const bf16* weight,
@@ -279,6 +277,10 @@ KERNEL __launch_bounds__(QkvShape::THREADS)
                              cache,  q, static_cast<int>(slots), static_cast<int>(context)};
     matmul<QkvShape>(product, live, workspace, rows);
 }
+#endif
+
+#ifdef OUTPUT_TILES
+typedef Shape<OUTPUT_TILES, OUTPUT_SPLIT, OUTPUT_BLOCKS_K, OUTPUT_SLAB> OutputShape;
 
 KERNEL __launch_bounds__(OutputShape::THREADS)
     output_residual(const int* live, const float* attended, const bf16* weight, float* x,
@@ -287,6 +289,10 @@ KERNEL __launch_bounds__(OutputShape::THREADS)
     const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x};
     matmul<OutputShape>(product, live, workspace, rows);
 }
+#endif
+
+#ifdef GATE_UP_TILES
+typedef Shape<GATE_UP_TILES, GATE_UP_SPLIT, GATE_UP_BLOCKS_K, GATE_UP_SLAB> GateUpShape;
 
 KERNEL __launch_bounds__(GateUpShape::THREADS)
     norm_gate_up(const int* live, const float* x, const float* norm, const bf16* weight,
@@ -296,6 +302,10 @@ KERNEL __launch_bounds__(GateUpShape::THREADS)
     const GateUpProduct product{weight, x, norm, epsilon, inner};
     matmul<GateUpShape>(product, live, workspace, rows);
 }
+#endif
+
+#ifdef DOWN_TILES
+typedef Shape<DOWN_TILES, DOWN_SPLIT, DOWN_BLOCKS_K, DOWN_SLAB> DownShape;
 
 KERNEL __launch_bounds__(DownShape::THREADS)
     down_residual(const int* live, const float* inner, const bf16* weight, float* x,
@@ -304,6 +314,10 @@ KERNEL __launch_bounds__(DownShape::THREADS)
     const ResidualProduct<INNER> product{weight, inner, x};
     matmul<DownShape>(product, live, workspace, rows);
 }
+#endif
+
+#ifdef HEAD_TILES
+typedef Shape<HEAD_TILES, HEAD_SPLIT, HEAD_BLOCKS_K, HEAD_SLAB> HeadShape;
 
 // Leaves each block's largest key of each row in the workspace, [rows][blocks].
 KERNEL __launch_bounds__(HeadShape::THREADS)
@@ -318,3 +332,4 @@ KERNEL __launch_bounds__(HeadShape::THREADS)
     for (int n = threadIdx.x; n < rows.count; n += HeadShape::THREADS)
         keys_of(workspace)[static_cast<long long>(rows.index[n]) * gridDim.x + blockIdx.x] = bests[n];
 }
+#endif

@@ -10,16 +10,26 @@
 //   the sum of squares goes over the same barrier;
 // * what `finish` needs (residual, cosines) is asked for before the dot.
 //
+// A product with more weights than the chip's registers hold is done in TURNS: a block stages its
+// input once and then makes other pairs in each turn, asking for the weights of the next one as it
+// uses up those of this one.  Without turns the input comes from L2 once for every 64 KB of weights,
+// and with 8,192 inputs that is half as much again as the weights themselves.  AHEAD turns are asked
+// into L2 before the wait, so that the memory has work while the previous kernel ends.
+//
 // Who computes what: LANES lanes of SPLIT warps share a pair of outputs (linear.cuh) and take 8
 // inputs (16 bytes) each in turn; a block has WARPS warps.  All sums go in a fixed order.
 #include "linear.cuh"
 
-// Lanes of a pair, warps of a pair, pairs of a group of lanes, warps of a block.
-template <int LANES_, int SPLIT_, int GROUP_PAIRS_, int WARPS_> struct Shape {
+// Lanes of a pair, warps of a pair, pairs of a group of lanes, warps of a block, turns of a block,
+// turns that are prefetched.
+template <int LANES_, int SPLIT_, int GROUP_PAIRS_, int WARPS_, int TURNS_, int AHEAD_>
+struct Shape {
     static constexpr int LANES = LANES_, SPLIT = SPLIT_, GROUP_PAIRS = GROUP_PAIRS_, WARPS = WARPS_;
+    static constexpr int TURNS = TURNS_, AHEAD = AHEAD_;
     static constexpr int GROUPS = 32 / LANES, TEAMS = WARPS / SPLIT, THREADS = 32 * WARPS;
-    static constexpr int BLOCK_PAIRS = TEAMS * GROUPS * GROUP_PAIRS;
-    static_assert(32 % LANES == 0 && WARPS % SPLIT == 0 && GROUP_PAIRS <= LANES, "shape");
+    static constexpr int TURN_PAIRS = TEAMS * GROUPS * GROUP_PAIRS, BLOCK_PAIRS = TURN_PAIRS * TURNS;
+    static_assert(AHEAD < TURNS, "the first turn's weights are loaded, not prefetched");
+    static_assert(32 % LANES == 0 && WARPS % SPLIT == 0 && 2 * GROUP_PAIRS <= LANES, "shape");
 };
 
 // Adds the products of 8 weights with 8 inputs to two sums, which makes two chains of four.
@@ -45,30 +55,46 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
     DYNAMIC_SHARED(shared);
     auto inputs = reinterpret_cast<float4(*)[HALF_STRIDE]>(shared);
     __shared__ float squares[S::WARPS];
-    __shared__ float sums[S::SPLIT > 1 ? S::WARPS : 1][S::GROUPS][S::GROUP_PAIRS][2];
+    // Two turns' sums: a block's warps are at most one barrier apart.
+    constexpr int SUMS = S::TURNS > 1 ? 2 : 1;
+    __shared__ float sums[SUMS][S::SPLIT > 1 ? S::WARPS : 1][S::GROUPS][S::GROUP_PAIRS][2];
 
     start_next_at<AT_START>();
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int team = warp / S::SPLIT, part = warp % S::SPLIT;
     const int group = lane / S::LANES, sub = lane % S::LANES;
-    const int first = ((blockIdx.x * S::TEAMS + team) * S::GROUPS + group) * S::GROUP_PAIRS;
+    const int first =
+        blockIdx.x * S::BLOCK_PAIRS + (team * S::GROUPS + group) * S::GROUP_PAIRS;
+    const int turns = P::PAIRS % S::BLOCK_PAIRS == 0
+                          ? S::TURNS
+                          : smaller(S::TURNS, ceil_div(P::PAIRS - blockIdx.x * S::BLOCK_PAIRS,
+                                                       S::TURN_PAIRS));
 
-    // The weights, all at once.
+    // The weights of a turn, all at once.
     uint4 w[STEPS][S::GROUP_PAIRS][2];
+    auto weights_at = [&](int turn, int j, int which) {
+        const int pair = smaller(first + turn * S::TURN_PAIRS + j, P::PAIRS - 1);
+        return product.weight + static_cast<long long>(P::weight_row(pair, which)) * P::INPUTS;
+    };
+    auto load_step = [&](int turn, int step, int j, int which) {
+        const int chunk = step * STRIDE + part * S::LANES + sub;
+        return CHUNKS % STRIDE == 0 || step < STEPS - 1 || chunk < CHUNKS
+                   ? load_weights(weights_at(turn, j, which) + chunk * 8)
+                   : make_uint4(0, 0, 0, 0);
+    };
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        const int chunk = step * STRIDE + part * S::LANES + sub;
 #pragma unroll
         for (int j = 0; j < S::GROUP_PAIRS; j++) {
-            const int pair = smaller(first + j, P::PAIRS - 1);
 #pragma unroll
-            for (int which = 0; which < 2; which++) {
-                const long long at =
-                    static_cast<long long>(P::weight_row(pair, which)) * P::INPUTS + chunk * 8;
-                w[step][j][which] = CHUNKS % STRIDE == 0 || step < STEPS - 1 || chunk < CHUNKS
-                                        ? load_weights(product.weight + at)
-                                        : make_uint4(0, 0, 0, 0);
-            }
+            for (int which = 0; which < 2; which++) w[step][j][which] = load_step(0, step, j, which);
+        }
+    }
+    if constexpr (S::AHEAD > 0) {
+        // A lane a row: GROUP_PAIRS * 2 of them lie with each group of lanes.
+        if (part == 0 && sub < 2 * S::GROUP_PAIRS) {
+            for (int turn = 1; turn <= S::AHEAD && turn < turns; turn++)
+                prefetch_weights(weights_at(turn, sub / 2, sub % 2), P::INPUTS * 2);
         }
     }
     float4 norms[P::NORMED ? STAGES : 1];
@@ -92,10 +118,11 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
         if (quad < QUADS) x[i] = load_fresh(reinterpret_cast<const float4*>(product.input) + quad);
     }
     const bool wanted = (row.flags & P::WANTED) == P::WANTED;
-    const int mine = first + sub;  // the pair that this lane finishes, if any
-    const bool finishes = wanted && part == 0 && sub < S::GROUP_PAIRS && mine < P::PAIRS;
+    // The pair of the first turn that this lane finishes, if any.
+    int mine = first + sub;
+    const bool finisher = wanted && part == 0 && sub < S::GROUP_PAIRS;
     float2 prepared = make_float2(0.0f, 0.0f);
-    if (finishes) prepared = product.prepare(row, 0, mine);
+    if (finisher && mine < P::PAIRS) prepared = product.prepare(row, 0, mine);
     float square = 0.0f;
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
@@ -115,24 +142,7 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
         if (lane == 0) squares[warp] = square;
     }
     __syncthreads();
-    start_next_at<AFTER_INPUT>();
-
-    float sum[S::GROUP_PAIRS][2][2] = {};
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        int chunk = step * STRIDE + part * S::LANES + sub;
-        if (CHUNKS % STRIDE != 0 && step == STEPS - 1) {
-            if (chunk >= CHUNKS) continue;
-        }
-        const float4 a = inputs[0][chunk], b = inputs[1][chunk];
-#pragma unroll
-        for (int j = 0; j < S::GROUP_PAIRS; j++) {
-#pragma unroll
-            for (int which = 0; which < 2; which++)
-                dot8(sum[j][which][0], sum[j][which][1], w[step][j][which], a, b);
-        }
-    }
-    start_next_at<BEFORE_OUTPUT>();
+    if (S::TURNS == 1 || turns == 1) start_next_at<AFTER_INPUT>();
 
     float scale = 1.0f;
     if constexpr (P::NORMED) {
@@ -141,37 +151,69 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
         for (int i = 1; i < S::WARPS; i++) total += squares[i];
         scale = rsqrtf(total * (1.0f / P::INPUTS) + product.epsilon);
     }
-    // Lane `sub` of a group finishes its pair `sub`.
-    float mine0 = 0.0f, mine1 = 0.0f;
+    u64 key = 0;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; turn++) {
+        const bool more = S::TURNS > 1 && turn + 1 < turns;
+        float sum[S::GROUP_PAIRS][2][2] = {};
 #pragma unroll
-    for (int j = 0; j < S::GROUP_PAIRS; j++) {
-        const float s0 = sum_lanes<S::LANES>(sum[j][0][0] + sum[j][0][1]);
-        const float s1 = sum_lanes<S::LANES>(sum[j][1][0] + sum[j][1][1]);
-        if (sub == j) mine0 = s0, mine1 = s1;
-    }
-    if constexpr (S::SPLIT > 1) {
-        if (sub < S::GROUP_PAIRS) {
-            sums[warp][group][sub][0] = mine0;
-            sums[warp][group][sub][1] = mine1;
-        }
-        __syncthreads();
-        if (finishes) {
+        for (int step = 0; step < STEPS; step++) {
+            const int chunk = step * STRIDE + part * S::LANES + sub;
+            const bool there = CHUNKS % STRIDE == 0 || step < STEPS - 1 || chunk < CHUNKS;
+            float4 a = make_float4(0, 0, 0, 0), b = a;
+            if (there) a = inputs[0][chunk], b = inputs[1][chunk];
 #pragma unroll
-            for (int other = 1; other < S::SPLIT; other++) {
-                mine0 += sums[warp + other][group][sub][0];
-                mine1 += sums[warp + other][group][sub][1];
+            for (int j = 0; j < S::GROUP_PAIRS; j++) {
+#pragma unroll
+                for (int which = 0; which < 2; which++) {
+                    const uint4 now = w[step][j][which];
+                    if (more) w[step][j][which] = load_step(turn + 1, step, j, which);
+                    dot8(sum[j][which][0], sum[j][which][1], now, a, b);
+                }
             }
         }
+        if (S::TURNS > 1 && turn + 2 == turns) start_next_at<AFTER_INPUT>();
+        if (!more) start_next_at<BEFORE_OUTPUT>();
+
+        // Lane `sub` of a group finishes its pair `sub`.
+        float mine0 = 0.0f, mine1 = 0.0f;
+#pragma unroll
+        for (int j = 0; j < S::GROUP_PAIRS; j++) {
+            const float s0 = sum_lanes<S::LANES>(sum[j][0][0] + sum[j][0][1]);
+            const float s1 = sum_lanes<S::LANES>(sum[j][1][0] + sum[j][1][1]);
+            if (sub == j) mine0 = s0, mine1 = s1;
+        }
+        const bool finishes = finisher && mine < P::PAIRS;
+        if constexpr (S::SPLIT > 1) {
+            auto& turn_sums = sums[SUMS == 1 ? 0 : turn % 2];
+            if (sub < S::GROUP_PAIRS) {
+                turn_sums[warp][group][sub][0] = mine0;
+                turn_sums[warp][group][sub][1] = mine1;
+            }
+            __syncthreads();
+            if (finishes) {
+#pragma unroll
+                for (int other = 1; other < S::SPLIT; other++) {
+                    mine0 += turn_sums[warp + other][group][sub][0];
+                    mine1 += turn_sums[warp + other][group][sub][1];
+                }
+            }
+        }
+        if (finishes) {
+            const u64 one = product.finish(row, 0, mine, mine0 * scale, mine1 * scale, prepared);
+            if constexpr (P::KEYS) key = largest(key, one);
+        }
+        if constexpr (S::TURNS > 1) {
+            mine += S::TURN_PAIRS;
+            if (more && finisher && mine < P::PAIRS) prepared = product.prepare(row, 0, mine);
+        }
     }
-    if (!finishes) return 0;
-    return product.finish(row, 0, mine, mine0 * scale, mine1 * scale, prepared);
+    return key;
 }
 
-typedef Shape<QKV_LANES, QKV_SPLIT, QKV_PAIRS, QKV_WARPS> QkvShape;
-typedef Shape<OUTPUT_LANES, OUTPUT_SPLIT, OUTPUT_PAIRS, OUTPUT_WARPS> OutputShape;
-typedef Shape<GATE_UP_LANES, GATE_UP_SPLIT, GATE_UP_PAIRS, GATE_UP_WARPS> GateUpShape;
-typedef Shape<DOWN_LANES, DOWN_SPLIT, DOWN_PAIRS, DOWN_WARPS> DownShape;
-typedef Shape<HEAD_LANES, HEAD_SPLIT, HEAD_PAIRS, HEAD_WARPS> HeadShape;
+// A kernel is compiled if its shape is given.
+#ifdef QKV_LANES
+typedef Shape<QKV_LANES, QKV_SPLIT, QKV_PAIRS, QKV_WARPS, QKV_TURNS, QKV_AHEAD> QkvShape;
 
 KERNEL __launch_bounds__(QkvShape::THREADS)
     norm_qkv_rope(const int* live, const float* x, const float* norm, const bf16* weight,
@@ -182,6 +224,11 @@ KERNEL __launch_bounds__(QkvShape::THREADS)
                        static_cast<int>(context)};
     matvec<QkvShape>(product, live);
 }
+#endif
+
+#ifdef OUTPUT_LANES
+typedef Shape<OUTPUT_LANES, OUTPUT_SPLIT, OUTPUT_PAIRS, OUTPUT_WARPS,
+              OUTPUT_TURNS, OUTPUT_AHEAD> OutputShape;
 
 KERNEL __launch_bounds__(OutputShape::THREADS)
     output_residual(const int* live, const float* attended, const bf16* weight, float* x,
@@ -189,6 +236,11 @@ KERNEL __launch_bounds__(OutputShape::THREADS)
     const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x};
     matvec<OutputShape>(product, live);
 }
+#endif
+
+#ifdef GATE_UP_LANES
+typedef Shape<GATE_UP_LANES, GATE_UP_SPLIT, GATE_UP_PAIRS, GATE_UP_WARPS,
+              GATE_UP_TURNS, GATE_UP_AHEAD> GateUpShape;
 
 KERNEL __launch_bounds__(GateUpShape::THREADS)
     norm_gate_up(const int* live, const float* x, const float* norm, const bf16* weight,
@@ -197,6 +249,10 @@ KERNEL __launch_bounds__(GateUpShape::THREADS)
     const GateUpProduct product{weight, x, norm, epsilon, inner};
     matvec<GateUpShape>(product, live);
 }
+#endif
+
+#ifdef DOWN_LANES
+typedef Shape<DOWN_LANES, DOWN_SPLIT, DOWN_PAIRS, DOWN_WARPS, DOWN_TURNS, DOWN_AHEAD> DownShape;
 
 KERNEL __launch_bounds__(DownShape::THREADS)
     down_residual(const int* live, const float* inner, const bf16* weight, float* x,
@@ -204,6 +260,10 @@ KERNEL __launch_bounds__(DownShape::THREADS)
     const ResidualProduct<INNER> product{weight, inner, x};
     matvec<DownShape>(product, live);
 }
+#endif
+
+#ifdef HEAD_LANES
+typedef Shape<HEAD_LANES, HEAD_SPLIT, HEAD_PAIRS, HEAD_WARPS, HEAD_TURNS, HEAD_AHEAD> HeadShape;
 
 // Leaves each block's largest key in the workspace, [1][blocks].
 KERNEL __launch_bounds__(HeadShape::THREADS)
@@ -220,3 +280,4 @@ KERNEL __launch_bounds__(HeadShape::THREADS)
         keys_of(workspace)[blockIdx.x] = best;
     }
 }
+#endif

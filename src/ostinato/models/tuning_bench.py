@@ -1,0 +1,249 @@
+"""Timing tunings on a device: one decode step as a captured graph, and whether its logits agree.
+
+With public names only, and on the decoder's own program, plan and kernels: what is measured is what
+will run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato import Device, GraphExec, Kernel, Operation, Stream, capture, copy, prepare
+from ostinato.errors import CompileError, ContextPoisonedError, DriverError, InputError
+from ostinato.models.kernels_cuda import CudaLaunch, lower, workspace_bytes
+from ostinato.models.kernels_cuda_shapes import PRODUCTS, Tuning
+from ostinato.models.plan import BufferPlan, PlanSizes
+from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, ROW, SAMPLE, STATE, decode_program
+from ostinato.models.weights import Weights
+from ostinato.modules import CompileOptions, CompilerPool
+
+__all__ = ["StepMeter"]
+
+_WORKSPACE = 1 << 25
+_WARM = 3
+_REPEATS = 12
+_ROUNDS, _CAREFUL_ROUNDS = 3, 11
+TOLERANCE = 1e-2
+"""Relative, over all logits: sums of bfloat16 products in two orders, a KV cache in bfloat16."""
+
+
+def _narrowed(launch: CudaLaunch, tuning: Tuning) -> CompileOptions:
+    """Without the shapes of other products, whose kernels are then left out of the code."""
+    own = PRODUCTS.get(launch.kernel)
+    if own is None:
+        return launch.options
+    others = {
+        f"{name}_{field.name}".upper()
+        for name in PRODUCTS.values()
+        for field in fields(getattr(tuning, name))
+        if name != own
+    }
+    defines = tuple((name, value) for name, value in dict(launch.options.defines).items())
+    return CompileOptions(defines=tuple(pair for pair in defines if pair[0] not in others))
+
+
+class StepMeter:
+    """One shape's buffers on a device, for timing steps of `rows` rows (`tuning_sweep.Meter`).
+
+    `weights`: on the device, bfloat16; the caller closes them.  `positions`: the largest context
+    that will be asked for.  The KV cache holds noise.  Raises OutOfMemoryError.
+    """
+
+    def __init__(self, device: Device, weights: Weights, *, rows: int, positions: int) -> None:
+        self.device, self.config, self.rows = device, weights.config, rows
+        context = positions + _WARM + _REPEATS + 1
+        if context > self.config.context_length:
+            raise InputError(
+                f"context {positions}: the model was trained for {self.config.context_length} "
+                f"positions, and {context} are needed to time a step there"
+            )
+        sizes = PlanSizes(rows=rows, slots=rows, context=context)
+        self.plan = BufferPlan.allocate(device, weights, sizes, workspace=_WORKSPACE)
+        self._program = decode_program(self.config)
+        self._base: Tuning | None = None
+        self._compilers: CompilerPool | None = None
+        disk = device.modules.disk
+        if disk is not None and device.capabilities.source_language == "cuda":
+            capability = device.properties.compute_capability
+            self._compilers = CompilerPool(capability, folder=disk.folder)
+        try:
+            self.stream: Stream = device.create_stream()
+            self._marks = [device.create_event(timing=True) for _ in range(2)]
+            self._fill_cache()
+            stops = np.full(self.plan.stops.buffer.shape, -1, np.int32)
+            self.plan.stops.set(stops, self.stream)
+            table = np.zeros(rows, ROW)
+            table["slot"], table["flags"] = np.arange(rows), ACTIVE | SAMPLE | FROM_STATE
+            self.plan.rows.set(table, self.stream)
+            options = np.zeros(rows, OPTIONS)
+            options["top_p"], options["limit"] = 1.0, context
+            self.plan.options.set(options, self.stream)
+        except BaseException:
+            self.plan.close()
+            raise
+
+    def _fill_cache(self) -> None:
+        noise = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
+        halves = (noise.view(np.uint32) >> 16).astype(np.uint16)
+        source = self.device.array(halves)
+        cache = self.plan.buffers["cache"]
+        for start in range(0, cache.nbytes, source.nbytes):
+            size = min(source.nbytes, cache.nbytes - start) // 2
+            copy(self.stream, cache.view(start, size), source.view(0, size))
+        self.stream.synchronize()
+        source.close()
+
+    # --- launches
+    def prepare(self, tunings: Sequence[Tuning]) -> None:
+        """Compiles and loads the kernels of all of them, on all cores."""
+        wanted: dict[Any, CudaLaunch] = {}
+        for tuning in tunings:
+            for one in self._launches(tuning):
+                wanted.setdefault((one.source, one.options, one.kernel), one)
+        if self._compilers is not None:
+            self._compilers.compile([(one.source, one.options) for one in wanted.values()])
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            list(pool.map(self._try_kernel, wanted.values()))
+
+    def _launches(self, tuning: Tuning) -> tuple[CudaLaunch, ...]:
+        """Each product compiled by itself: a candidate changes one, and the others are there."""
+        context = self.plan.sizes.context
+        made = lower(self._program, self.config, rows=self.rows, context=context, tuning=tuning)
+        narrow: dict[str, CompileOptions] = {}
+        for one in made:
+            if one.kernel not in narrow:
+                narrow[one.kernel] = _narrowed(one, tuning)
+        return tuple(replace(one, options=narrow[one.kernel]) for one in made)
+
+    def _kernel(self, launch: CudaLaunch) -> Kernel:
+        kernel = self.device.modules.get_or_compile(
+            launch.source, launch.kernel, options=launch.options
+        )
+        if launch.config.shared:
+            kernel.allow_shared(launch.config.shared)
+        return kernel
+
+    def _try_kernel(self, launch: CudaLaunch) -> None:
+        """What does not compile or load is met again, and said, when it is measured."""
+        try:
+            self._kernel(launch)
+        except ContextPoisonedError:
+            raise
+        except (CompileError, DriverError):
+            return
+
+    def operations(self, tuning: Tuning) -> tuple[Operation, ...]:
+        """The launches of a step.  Raises InputError where the workspace is too small for it,
+        CompileError, DriverError."""
+        context = self.plan.sizes.context
+        need = workspace_bytes(self.config, rows=self.rows, context=context, tuning=tuning)
+        if need > _WORKSPACE:
+            raise InputError(f"a workspace of {need} bytes is needed; {_WORKSPACE} are there")
+        return tuple(self._operation(one) for one in self._launches(tuning))
+
+    def _operation(self, launch: CudaLaunch) -> Operation:
+        arguments = (self.plan.resolve(value, self.rows) for _, value in launch.arguments)
+        return prepare(self._kernel(launch), launch.config, *arguments)
+
+    def _reset(self, context: int) -> None:
+        """Every row decodes the next token of its slot, from this position."""
+        state = np.zeros(self.rows, STATE)
+        state["token"], state["position"], state["length"] = 1, context, context + 1
+        buffer = self.plan.buffers["state"]
+        buffer.copy_from(state.view(np.int32).reshape(buffer.shape), self.stream)
+
+    # --- the meter
+    def microseconds(self, tuning: Tuning, context: int, *, careful: bool = False) -> float:
+        """The median over some rounds of one replay's time, back to back; infinite for a tuning
+        that the compiler or the driver refuses.  Raises ContextPoisonedError."""
+        try:
+            executable = self._graph(tuning)
+        except ContextPoisonedError:
+            raise
+        except (CompileError, DriverError, InputError):
+            return math.inf
+        try:
+            return self._time(executable, context, careful)
+        finally:
+            executable.close()
+
+    def _graph(self, tuning: Tuning) -> GraphExec:
+        operations = self.operations(tuning)
+        with capture(self.stream) as under_way:
+            for operation in operations:
+                self.stream.submit(operation)
+        return under_way.graph.instantiate(upload=self.stream)
+
+    def _time(self, executable: GraphExec, context: int, careful: bool) -> float:
+        start, stop = self._marks
+        found = []
+        for _ in range(_CAREFUL_ROUNDS if careful else _ROUNDS):
+            self._reset(context)
+            for _ in range(_WARM):
+                executable.launch(self.stream)
+            self.stream.record(start)
+            for _ in range(_REPEATS):
+                executable.launch(self.stream)
+            self.stream.record(stop)
+            self.stream.synchronize()
+            found.append(stop.elapsed_since(start) * 1e3 / _REPEATS)
+        return statistics.median(found)
+
+    def trust(self, tuning: Tuning) -> None:
+        """Takes a tuning's results as right: those of others are compared with them."""
+        self._base = tuning
+
+    def problem(self, tuning: Tuning) -> str | None:
+        """Why a tuning's logits are not those of the trusted one, or not the same bits each time;
+        None if they are."""
+        context = self.plan.sizes.context // 2
+        if self._base is None:
+            raise InputError("no tuning is trusted yet: there is nothing to compare with")
+        wanted = self.logits(self._base, context)
+        seen = [self.logits(tuning, context) for _ in range(3)]
+        if any(one.tobytes() != seen[0].tobytes() for one in seen):
+            return "the same step gave different bits"
+        error = float(np.linalg.norm(seen[0] - wanted) / max(float(np.linalg.norm(wanted)), 1e-30))
+        if not error <= TOLERANCE:
+            return f"its logits are {error:.1e} away from the default's, above {TOLERANCE:.0e}"
+        return None
+
+    def logits(self, tuning: Tuning, context: int) -> npt.NDArray[np.float32]:
+        """Of one eager step at a position: float32, [rows, vocabulary]."""
+        self._reset(context)
+        for operation in self.operations(tuning):
+            self.stream.submit(operation)
+        return self.plan.buffers["logits"].to_numpy(self.stream)
+
+    # --- lifetime
+    def close(self) -> None:
+        """Gives buffers and stream back, not the weights.  Idempotent."""
+        if self._compilers is not None:
+            self._compilers.close()
+        if not self.device.context.closed and not self.stream.closed:
+            self.stream.synchronize()
+        for mark in self._marks:
+            mark.close()
+        self.plan.close()
+        self.stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,240 @@
+"""Finding a better tuning: coordinate descent by a meter's word, within so many seconds.
+
+Nothing here touches a device: `Meter` does (`tuning_bench.StepMeter` in earnest).  One thing at a
+time is changed, whatever is expected to gain most first; the time of the whole step decides, since
+a kernel that is faster alone may leave its neighbours less room.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from ostinato.errors import InputError
+from ostinato.models.config import LlamaConfig
+from ostinato.models.kernels_cuda_shapes import PRODUCTS, Tuning
+from ostinato.models.tuning_candidates import (
+    attention_shapes,
+    expected_gains,
+    product_shapes,
+    start_variants,
+)
+
+__all__ = ["Meter", "Progress", "SweepResult", "Trial", "sweep"]
+
+_CHUNK = 48
+"""Candidates that are compiled together."""
+_FINALISTS = 3
+_NOISE = 0.002
+"""Relative; a change that gains less is not worth a table entry."""
+_AGAIN = 10
+"""Candidates of a stage that a second pass looks at again."""
+
+
+class Meter(Protocol):
+    """Measures tunings on a device."""
+
+    def prepare(self, tunings: Sequence[Tuning]) -> None:
+        """Compiles and loads what these need, side by side."""
+
+    def microseconds(self, tuning: Tuning, context: int, *, careful: bool = False) -> float:
+        """Of one step at this position.  Infinite for a tuning that the device refuses."""
+
+    def problem(self, tuning: Tuning) -> str | None:
+        """Why the tuning's results cannot be trusted; None if they agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One candidate that was measured: the stage, its microseconds added up over the contexts of
+    the stage."""
+
+    stage: str
+    tuning: Tuning
+    microseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a sweep is: `best` and `first` are microseconds at the first context."""
+
+    stage: str
+    done: int
+    seconds: float
+    first: float
+    best: float
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """`before` and `after`: microseconds by context.  `refused`: what was faster and not taken,
+    with the reason.  `complete`: every stage had its turn within the time."""
+
+    tuning: Tuning
+    before: dict[int, float]
+    after: dict[int, float]
+    trials: tuple[Trial, ...]
+    refused: tuple[str, ...]
+    complete: bool
+
+    @property
+    def improved(self) -> bool:
+        return sum(self.after.values()) < sum(self.before.values()) * (1 - _NOISE)
+
+
+@dataclass
+class _Sweep:
+    config: LlamaConfig
+    rows: int
+    multiprocessors: int
+    clusters: bool
+    contexts: tuple[int, ...]
+    meter: Meter
+    clock: Callable[[], float]
+    deadline: float
+    tell: Callable[[Progress], None]
+    best: Tuning
+    started: float
+    trials: list[Trial] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    first: float = 0.0
+    now: float = 0.0
+
+    def cost(self, tuning: Tuning, contexts: Sequence[int], *, careful: bool = False) -> float:
+        return sum(self.meter.microseconds(tuning, c, careful=careful) for c in contexts)
+
+    def stage(self, name: str, candidates: Sequence[Tuning], share: float) -> bool:
+        """Tries candidates for `share` of the time that is left; whether all had their turn."""
+        # The length of the context matters to the attention, and to who waits for it.
+        contexts = self.contexts[:1] if name in PRODUCTS.values() else self.contexts
+        begin = self.clock()
+        until = begin + max(0.0, self.deadline - begin) * share
+        found: list[Trial] = []
+        done = 0
+        wanted = [one for one in dict.fromkeys(map(_Hashed, candidates)) if one.it != self.best]
+        for start in range(0, len(wanted), _CHUNK):
+            if self.clock() >= until:
+                break
+            chunk = [one.it for one in wanted[start : start + _CHUNK]]
+            self.meter.prepare(chunk)
+            for tuning in chunk:
+                found.append(Trial(name, tuning, self.cost(tuning, contexts)))
+                done += 1
+                self._say(name, done)
+                if self.clock() >= until:
+                    break
+        self.trials += found
+        self._choose(sorted(found, key=lambda t: t.microseconds)[:_FINALISTS], contexts)
+        self._say(name, done)
+        return done == len(wanted)
+
+    def _say(self, stage: str, done: int) -> None:
+        seconds = self.clock() - self.started
+        self.tell(Progress(stage, done, seconds, self.first, self.now))
+
+    def _choose(self, finalists: list[Trial], contexts: Sequence[int]) -> None:
+        """The fastest finalist becomes the best if it is that when both are measured with care."""
+        if not finalists:
+            return
+        held = self.cost(self.best, contexts, careful=True)
+        again = [(self.cost(t.tuning, contexts, careful=True), t) for t in finalists]
+        for us, trial in sorted(again, key=lambda pair: pair[0]):
+            if us >= held * (1 - _NOISE):
+                break
+            why = self.meter.problem(trial.tuning)
+            if why is None:
+                self.best = trial.tuning
+                self.now = self.cost(self.best, self.contexts[:1], careful=True)
+                break
+            self.refused.append(f"{trial.stage}: {why}")
+
+    def candidates(self, name: str) -> Sequence[Tuning]:
+        """What a stage tries, given the best so far."""
+        if name == "start":
+            return start_variants(self.best)
+        if name.startswith("start "):
+            return start_variants(self.best, name.removeprefix("start "))
+        if name == "attention":
+            shapes = attention_shapes(self.config, self.rows, clusters=self.clusters)
+            return [replace(self.best, attention=shape) for shape in shapes]
+        made = product_shapes(self.config, name, self.rows, self.multiprocessors)
+        return [_with(self.best, name, shape) for shape in made]
+
+    def again(self, name: str) -> Sequence[Tuning]:
+        """The fastest of a stage that was measured before, on top of what is best now."""
+        ranked = sorted((t for t in self.trials if t.stage == name), key=lambda t: t.microseconds)[
+            :_AGAIN
+        ]
+        return [_with(self.best, name, getattr(t.tuning, name)) for t in ranked]
+
+
+def _with(tuning: Tuning, name: str, shape: Any) -> Tuning:
+    return replace(tuning, **{name: shape})
+
+
+class _Hashed:
+    """A tuning by its value: its `start_next` is a mapping, which has no hash."""
+
+    def __init__(self, it: Tuning) -> None:
+        self.it = it
+
+    def __hash__(self) -> int:
+        return hash((self.it.qkv, self.it.output, self.it.gate_up, self.it.down, self.it.head))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashed) and self.it == other.it
+
+
+def sweep(
+    config: LlamaConfig,
+    start: Tuning,
+    meter: Meter,
+    *,
+    rows: int,
+    multiprocessors: int,
+    clusters: bool = False,
+    contexts: Sequence[int],
+    seconds: float,
+    tell: Callable[[Progress], None] = lambda progress: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> SweepResult:
+    """The best tuning found from `start` on, in about so many seconds.
+
+    `clusters`: whether the device has them.  `contexts`: positions at which the step is timed; the
+    first one decides about products.  `tell`
+    is called after each candidate.  Raises InputError for no contexts or no time, and what the
+    meter raises.
+    """
+    if not contexts or not seconds > 0:
+        raise InputError(f"contexts {list(contexts)} and {seconds} seconds: both are needed")
+    began = clock()
+    meter.prepare([start])
+    before = {c: meter.microseconds(start, c, careful=True) for c in contexts}
+    run = _Sweep(
+        config, rows, multiprocessors, clusters, tuple(contexts), meter, clock, began + seconds,
+        tell, start, began, first=before[contexts[0]], now=before[contexts[0]],
+    )  # fmt: skip
+    gains = expected_gains(config)
+    order = ["start", *gains, "start", *(f"start {kernel}" for kernel in (*PRODUCTS, "attention"))]
+    complete = True
+    for index, name in enumerate(order):
+        left = order[index:]
+        heavy = sum(2.0 if one in gains else 0.5 for one in left)
+        share = (2.0 if name in gains else 0.5) / (heavy + 1.0)  # the rest: a second pass
+        complete = run.stage(name, run.candidates(name), share) and complete
+    for _ in _passes(run):
+        for name in gains:
+            run.stage(name, run.again(name), 0.5)
+    after = {c: meter.microseconds(run.best, c, careful=True) for c in contexts}
+    trials, refused = tuple(run.trials), tuple(run.refused)
+    return SweepResult(run.best, before, after, trials, refused, complete)
+
+
+def _passes(run: _Sweep) -> Iterator[None]:
+    """As long as there is time and a pass changes something."""
+    known = None
+    while run.clock() < run.deadline and run.best != known:
+        known = run.best
+        yield

@@ -1,0 +1,663 @@
+"""Tuning: what may be tried, how the best is found, what is kept, and whether it is right."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.kernels import checks
+from benchmarks.kernels.emulator import Emulator
+from ostinato.bench.random_weights import random_checkpoint
+from ostinato.device import Device
+from ostinato.driver.api import LaunchConfig
+from ostinato.driver.host_kernel import HostKernel
+from ostinato.driver.signature import Signature
+from ostinato.errors import CompileError, InputError, NotAvailableError
+from ostinato.graph import prepare
+from ostinato.models import kernels_cuda as kc
+from ostinato.models import kernels_cuda_shapes as shapes
+from ostinato.models import tuning as choosing
+from ostinato.models import tuning_bench, tuning_store
+from ostinato.models.config import LlamaConfig
+from ostinato.models.program import decode_program
+from ostinato.models.tuning_bench import StepMeter
+from ostinato.models.tuning_candidates import (
+    attention_shapes,
+    expected_gains,
+    problems_of,
+    product_shapes,
+    start_variants,
+)
+from ostinato.models.tuning_store import TuningKey, TuningStore, decode_tuning, encode_tuning
+from ostinato.models.tuning_sweep import Progress, sweep
+from ostinato.models.weights import load_weights
+from ostinato.modules.compiler import compile_plan, plan_compilation
+from ostinato.modules.cubin import kernel_resources
+
+GPU = "Test GPU 80GB"
+
+
+def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
+    values = {"hidden": heads * head_size, "layers": 2, "context_length": 8192, **sizes}
+    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
+
+
+SMALL = config_of(3, 1, 64, inner=136, vocabulary=257, tied_embeddings=True, layers=1)
+CONFIGS = {
+    "135M": config_of(9, 3, 64, inner=1536, vocabulary=49152, layers=30, tied_embeddings=True),
+    "8B": config_of(32, 8, 128, inner=14336, vocabulary=128256, layers=32),
+    "70B": config_of(64, 8, 128, inner=28672, vocabulary=128256, layers=80),
+    "odd": config_of(5, 1, 80, hidden=328, inner=264, vocabulary=301),
+}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> LlamaConfig:
+    kv_heads, group = draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    head_size = 8 * draw(st.integers(1, 16))
+    return config_of(
+        kv_heads * group,
+        kv_heads,
+        head_size,
+        hidden=8 * draw(st.integers(1, 1024)),
+        inner=8 * draw(st.integers(1, 3584)),
+        vocabulary=draw(st.integers(2, 200_000)),
+    )
+
+
+def candidates(config: LlamaConfig, rows: int, name: str) -> list[shapes.Tuning]:
+    base = shapes.default_tuning(config, rows=rows)
+    if name == "attention":
+        return [
+            replace(base, attention=one) for one in attention_shapes(config, rows, clusters=True)
+        ]
+    made: list[Any] = list(product_shapes(config, name, rows, 132))
+    return [replace(base, **{name: one}) for one in made]
+
+
+STAGES = (*shapes.PRODUCTS.values(), "attention")
+
+
+# ------------------------------------------------------------------------------------- candidates
+
+
+@settings(deadline=None, max_examples=40)
+@given(config=configs(), rows=st.sampled_from([1, 2, 7, 8, 33, 64]), name=st.sampled_from(STAGES))
+def test_every_candidate_is_a_legal_launch_that_covers_all(
+    config: LlamaConfig, rows: int, name: str
+) -> None:
+    products = shapes.products_of(config)
+    for tuning in candidates(config, rows, name):
+        assert problems_of(config, rows, tuning) == ()
+        launches = kc.lower(decode_program(config), config, rows=rows, context=4096, tuning=tuning)
+        for one in {launch.kernel: launch for launch in launches}.values():
+            grid, block = one.config.grid, one.config.block
+            assert 1 <= math.prod(block) <= 1024
+            assert 1 <= grid[0] < 1 << 31 and 1 <= max(grid[1:]) <= 65535
+            assert one.config.shared <= 160 * 1024
+            product = shapes.PRODUCTS.get(one.kernel)
+            if product is not None:
+                shape = getattr(tuning, product)
+                covered = grid[0] * shape.block_pairs
+                assert 0 <= covered - products[product].pairs < shape.block_pairs
+        assert kc.workspace_bytes(config, rows=rows, context=4096, tuning=tuning) < 1 << 31
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    config=configs(),
+    rows=st.integers(1, 64),
+    context=st.integers(1, 100_000),
+    clusters=st.booleans(),
+    multiprocessors=st.integers(1, 200),
+)
+def test_the_default_rule_is_legal(
+    config: LlamaConfig, rows: int, context: int, clusters: bool, multiprocessors: int
+) -> None:
+    tuning = shapes.default_tuning(
+        config, rows=rows, context=context, multiprocessors=multiprocessors, clusters=clusters
+    )
+    assert problems_of(config, rows, tuning) == ()
+    longer = shapes.for_context(tuning, 4 * context)
+    assert problems_of(config, rows, longer) == ()
+    assert longer.attention.splits >= tuning.attention.splits
+    assert clusters or tuning.attention.cluster == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("name", ["135M", "8B", "odd"])
+def test_the_attention_in_clusters_compiles_without_local_memory(name: str, arch: str) -> None:
+    config = CONFIGS[name]
+    tuning = shapes.default_tuning(config, clusters=True, context=8192)
+    launches = kc.lower(decode_program(config), config, rows=1, context=8192, tuning=tuning)
+    one = next(launch for launch in launches if launch.kernel == "attention")
+    assert one.config.cluster == (8, 1, 1)
+    code = compile_plan(plan_compilation(one.source, replace(one.options, arch=arch), (9, 0)))
+    (kernel,) = kernel_resources(code.data)
+    assert (code.log, kernel.frame) == ("", 0)
+
+
+@pytest.mark.parametrize("name", ["135M", "8B"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_there_is_something_to_try(name: str, rows: int) -> None:
+    for stage in STAGES:
+        assert len(candidates(CONFIGS[name], rows, stage)) >= 8, stage
+
+
+@pytest.mark.parametrize("name", ["135M", "8B", "odd"])
+def test_candidates_compile_and_fit_the_registers(name: str) -> None:
+    """The likeliest of each kind with and without turns; all of them would take minutes."""
+    config = CONFIGS[name]
+    tuning = shapes.default_tuning(config)
+    turned = shapes.default_tuning(config)
+    for stage in shapes.PRODUCTS.values():
+        made: list[Any] = list(product_shapes(config, stage, 1, 132))
+        tuning = replace(tuning, **{stage: made[0]})
+        with_turns = [one for one in made if one.turns > 1 and one.ahead]
+        if with_turns:
+            turned = replace(turned, **{stage: with_turns[0]})
+    widest = max(
+        attention_shapes(config, 1, clusters=True), key=lambda s: s.warps * (s.queries + s.steps)
+    )
+    for one in (replace(tuning, attention=widest), turned):
+        launches = kc.lower(decode_program(config), config, rows=1, context=2048, tuning=one)
+        for launch in {(o.source, o.options): o for o in launches}.values():
+            options = replace(launch.options, arch="sm_90")
+            made_code = compile_plan(plan_compilation(launch.source, options, (9, 0)))
+            assert made_code.log == ""
+            for kernel in kernel_resources(made_code.data):
+                assert kernel.frame == 0, f"{kernel.name} spills: {one}"
+                assert kernel.registers * (kernel.max_threads or 1024) <= 1 << 16, kernel.name
+
+
+def test_places_to_start_are_all_tried() -> None:
+    base = shapes.default_tuning(SMALL)
+    whole = start_variants(base)
+    assert {one.start_next["head"] for one in whole[:-1]} == set(shapes.START_NEXT)
+    assert not whole[-1].programmatic
+    single = start_variants(base.with_start("NEVER"), "head")
+    assert {one.start_next["embed"] for one in single} == {"NEVER"}
+    assert all(problems_of(SMALL, 1, one) == () for one in (*whole, *single))
+
+
+def test_stages_come_by_expected_gain() -> None:
+    assert expected_gains(CONFIGS["8B"])[0] == "gate_up"
+    assert expected_gains(CONFIGS["135M"])[0] == "attention"
+    assert expected_gains(CONFIGS["135M"])[-1] == "head"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"qkv": shapes.VectorShape(3, 1, 1, 8)}, "qkv: 1 pairs for 3 lanes"),
+        ({"qkv": shapes.VectorShape(8, 3, 1, 8)}, "8 warps in teams of 3"),
+        ({"qkv": shapes.VectorShape(8, 1, 1, 64)}, "64 warps"),
+        ({"head": shapes.VectorShape(8, 1, 1, 8, 2, 2)}, "2 turns ahead of 2"),
+        ({"down": shapes.VectorShape(8, 1, 1, -1)}, "warps is -1"),
+        ({"down": shapes.VectorShape(8, 1, 1, "8")}, "warps is '8'"),  # type: ignore[arg-type]
+        ({"down": shapes.VectorShape(8, True, 1, 8)}, "split is True"),
+        ({"output": shapes.MatrixShape(1, 8, 1, 256)}, "MatrixShape is not for 1 rows"),
+        ({"attention": shapes.AttentionShape(2, 4, 4, 8)}, "2 queries of 3"),
+        ({"attention": shapes.AttentionShape(3, 4, 4, 1000)}, "1000 splits"),
+        ({"start_next": {"head": "SOON"}}, "'head' at 'SOON'"),
+        ({"start_next": {"tail": "NEVER"}}, "'tail' at 'NEVER'"),
+        ({"programmatic": 1}, "programmatic is 1"),
+    ],
+)
+def test_what_cannot_be_launched_is_said(changes: dict[str, Any], said: str) -> None:
+    tuning = replace(shapes.default_tuning(SMALL), **changes)
+    problems = problems_of(SMALL, 1, tuning)
+    assert len(problems) == 1
+    assert said in problems[0]
+
+
+# ------------------------------------------------------------------------------------------ sweeps
+
+
+class Landscape:
+    """A meter over made-up times, and a clock that each measurement moves on."""
+
+    def __init__(self, *, seconds_each: float = 0.01, wrong: Sequence[str] = ()) -> None:
+        self.now, self.seconds_each, self.wrong = 0.0, seconds_each, wrong
+        self.prepared: list[shapes.Tuning] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def prepare(self, tunings: Sequence[shapes.Tuning]) -> None:
+        self.prepared += tunings
+
+    def microseconds(self, tuning: shapes.Tuning, context: int, *, careful: bool = False) -> float:
+        assert tuning in self.prepared, "measured before it was compiled"
+        self.now += self.seconds_each
+        us = 100.0 + 0.01 * context
+        us += abs(tuning.down.warps - 12)  # type: ignore[union-attr]
+        us += 3 * abs(tuning.attention.warps - 8) * (context > 100)
+        us -= 7.0 * (tuning.start_next.get("head") == "AFTER_INPUT")
+        return us
+
+    def problem(self, tuning: shapes.Tuning) -> str | None:
+        return "wrong logits" if tuning.start_next.get("head") in self.wrong else None
+
+
+def run_sweep(meter: Landscape, seconds: float = 1e6, contexts: Sequence[int] = (20, 500)) -> Any:
+    config = CONFIGS["135M"]
+    told: list[Progress] = []
+    start = shapes.default_tuning(config)
+    result = sweep(
+        config,
+        start,
+        meter,
+        rows=1,
+        multiprocessors=132,
+        contexts=contexts,
+        seconds=seconds,
+        tell=told.append,
+        clock=meter.clock,
+    )
+    return start, result, told
+
+
+def test_a_sweep_finds_the_bottom() -> None:
+    start, result, told = run_sweep(Landscape())
+    assert result.tuning.down.warps == 12
+    assert result.tuning.attention.warps == 8
+    assert result.tuning.start_next["head"] == "AFTER_INPUT"
+    assert result.complete and result.improved and not result.refused
+    assert result.after[20] < result.before[20] and result.after[500] < result.before[500]
+    assert start == shapes.default_tuning(CONFIGS["135M"])
+    assert told[-1].best == result.after[20] and told[-1].first == result.before[20]
+    assert [p.seconds for p in told] == sorted(p.seconds for p in told)
+
+
+def test_a_sweep_ends_in_time_and_says_that_it_did_not_see_all() -> None:
+    meter = Landscape(seconds_each=0.1)
+    _, result, _ = run_sweep(meter, seconds=20.0)
+    assert meter.now < 40.0
+    assert not result.complete
+    assert sum(result.after.values()) <= sum(result.before.values())
+
+
+def test_what_gives_wrong_logits_is_not_taken() -> None:
+    _, result, _ = run_sweep(Landscape(wrong=["AFTER_INPUT"]))
+    assert result.tuning.start_next.get("head") != "AFTER_INPUT"
+    assert any("wrong logits" in line for line in result.refused)
+
+
+def test_what_the_device_refuses_is_passed_over() -> None:
+    class Refusing(Landscape):
+        def microseconds(
+            self, tuning: shapes.Tuning, context: int, *, careful: bool = False
+        ) -> float:
+            us = super().microseconds(tuning, context, careful=careful)
+            return math.inf if tuning.down.warps == 12 else us  # type: ignore[union-attr]
+
+    _, result, _ = run_sweep(Refusing())
+    assert result.tuning.down.warps != 12
+    assert result.improved
+
+
+def test_no_better_than_the_start_is_the_start() -> None:
+    class Flat(Landscape):
+        def microseconds(
+            self, tuning: shapes.Tuning, context: int, *, careful: bool = False
+        ) -> float:
+            super().microseconds(tuning, context, careful=careful)
+            return 100.0
+
+    start, result, _ = run_sweep(Flat())
+    assert result.tuning == start
+    assert not result.improved
+
+
+@pytest.mark.parametrize(("contexts", "seconds"), [((), 1.0), ((20,), 0.0), ((20,), math.nan)])
+def test_a_sweep_without_time_or_place_is_refused(
+    contexts: tuple[int, ...], seconds: float
+) -> None:
+    with pytest.raises(InputError):
+        run_sweep(Landscape(), seconds, contexts)
+
+
+# --------------------------------------------------------------------------------------- the store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TuningStore:
+    return TuningStore(tmp_path / "tunings")
+
+
+def tuned(rows: int = 1) -> shapes.Tuning:
+    base = shapes.default_tuning(SMALL, rows=rows).with_start("AFTER_INPUT")
+    return replace(base, attention=shapes.AttentionShape(1, 2, 2, 5))
+
+
+def save(store: TuningStore, config: LlamaConfig = SMALL, rows: int = 1, gpu: str = GPU) -> Path:
+    key = TuningKey.of(config, rows, gpu)
+    return store.save(key, tuned(rows), before={20: 100.0}, after={20: 90.0}, seconds=1.0)
+
+
+def chosen(store: TuningStore, **changes: Any) -> choosing.ChosenTuning:
+    values: dict[str, Any] = {"rows": 1, "context": 300, "gpu": GPU, "multiprocessors": 132}
+    return choosing.choose_tuning(SMALL, store=store, **values | changes)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_what_was_stored_is_used(store: TuningStore, rows: int) -> None:
+    save(store, rows=rows)
+    found = chosen(store, rows=rows)
+    assert found.origin is choosing.Origin.STORED
+    assert found.tuning == tuned(rows)
+    (entry,) = store.entries()
+    assert entry.problem is None and entry.after == {20: 90.0}
+
+
+@pytest.mark.parametrize("changes", [{"rows": 2}, {"gpu": "Another GPU"}])
+def test_a_tuning_is_for_its_key_alone(store: TuningStore, changes: dict[str, Any]) -> None:
+    save(store)
+    assert chosen(store, **changes).origin is choosing.Origin.DEFAULT
+
+
+def test_other_kernel_code_has_no_stored_tuning(
+    store: TuningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store)
+    monkeypatch.setattr(tuning_store, "sources_digest", lambda: "0" * 32)
+    assert chosen(store).origin is choosing.Origin.DEFAULT
+    (entry,) = store.entries()
+    assert "other kernel code" in str(entry.problem)
+
+
+def test_a_built_in_tuning_comes_before_the_rule_and_after_the_store(
+    store: TuningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built_in = replace(shapes.default_tuning(SMALL), programmatic=False)
+    monkeypatch.setitem(shapes.TUNED, (GPU, shapes.shape_key(SMALL), 1), built_in)
+    assert chosen(store) == choosing.ChosenTuning(built_in, choosing.Origin.BUILT_IN)
+    save(store)
+    assert chosen(store).origin is choosing.Origin.STORED
+
+
+def test_every_built_in_tuning_is_legal() -> None:
+    for (gpu, key, rows), tuning in shapes.TUNED.items():
+        hidden, inner, heads, kv_heads, head_size, vocabulary = map(int, key.split("-"))
+        config = config_of(
+            heads, kv_heads, head_size, hidden=hidden, inner=inner, vocabulary=vocabulary
+        )
+        assert shapes.shape_key(config) == key
+        assert problems_of(config, rows, tuning) == (), gpu
+
+
+def changed(path: Path, **changes: Any) -> None:
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | changes))
+
+
+def break_tuning(path: Path, name: str, value: Any) -> None:
+    record = json.loads(path.read_text())
+    record["tuning"][name] = value
+    path.write_text(json.dumps(record))
+
+
+_VECTOR = {"kind": "vector", "lanes": 8, "split": 1, "pairs": 1, "warps": 2, "turns": 1}
+DAMAGE = {
+    "torn": lambda path: path.write_text(path.read_text()[:200]),
+    "empty": lambda path: path.write_bytes(b""),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe\x00\x80" * 30),
+    "huge": lambda path: path.write_bytes(b" " * 100_000),
+    "deep": lambda path: path.write_text("[" * 60_000),
+    "no object": lambda path: path.write_text("[1, 2]"),
+    "schema": lambda path: changed(path, schema="ostinato.tuning/0"),
+    "another key": lambda path: changed(path, rows=4),
+    "rows": lambda path: changed(path, rows="1"),
+    "gpu": lambda path: changed(path, gpu=None),
+    "tuning": lambda path: changed(path, tuning=None),
+    "times": lambda path: changed(path, after_us={"20": "soon"}),
+    "infinite": lambda path: changed(path, after_us={"20": math.inf}),
+    "illegal": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": 7}),
+    "field": lambda path: break_tuning(path, "qkv", _VECTOR),
+    "text": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": "0; rm -rf"}),
+    "kind": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": 0, "kind": []}),
+    "attention": lambda path: break_tuning(path, "attention", {"queries": 1}),
+    "starts": lambda path: break_tuning(path, "start_next", {"head": 3}),
+    "place": lambda path: break_tuning(path, "start_next", {"head": "0) evil("}),
+    "more": lambda path: break_tuning(path, "colour", "red"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_costs_a_warning(
+    store: TuningStore, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    path = save(store)
+    DAMAGE[name](path)
+    with caplog.at_level(logging.WARNING):
+        assert chosen(store).origin is choosing.Origin.DEFAULT
+    assert path.name in caplog.text and "not used" in caplog.text
+    assert len(store.entries()) == 1
+    save(store)
+    assert chosen(store).origin is choosing.Origin.STORED
+
+
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(position=st.integers(0, 5000), byte=st.integers(0, 255))
+def test_no_flipped_byte_is_a_crash(store: TuningStore, position: int, byte: int) -> None:
+    path = save(store)
+    data = bytearray(path.read_bytes())
+    data[position % len(data)] = byte
+    path.write_bytes(data)
+    found = chosen(store)
+    assert problems_of(SMALL, 1, found.tuning) == ()
+    store.entries()
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    blocked = TuningStore(tmp_path / "file" / "tunings")
+    assert blocked.entries() == ()
+    assert chosen(blocked).origin is choosing.Origin.DEFAULT
+    with pytest.raises(NotAvailableError, match="OSTINATO_CACHE_DIR"):
+        save(blocked)
+
+
+def test_clearing_removes_all_and_nothing_else(store: TuningStore) -> None:
+    save(store)
+    save(store, gpu="Another")
+    (store.folder / "notes.txt").write_text("mine")
+    assert store.clear() == 2
+    assert store.entries() == ()
+    assert (store.folder / "notes.txt").exists()
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_encoding_loses_nothing(data: st.DataObject) -> None:
+    config, rows = CONFIGS["135M"], data.draw(st.sampled_from([1, 8]))
+    tuning = data.draw(
+        st.sampled_from(candidates(config, rows, data.draw(st.sampled_from(STAGES))))
+    )
+    again = decode_tuning(json.loads(json.dumps(encode_tuning(tuning))), tuning)
+    assert again == tuning
+
+
+# ------------------------------------------------------------------------------------- the meter
+
+
+class EmulatedMeter(StepMeter):
+    """Steps of the emulated kernels on the host device."""
+
+    emulator = Emulator()
+    tamper: Any = None
+    """Called with the kernel's name and the values after each launch."""
+
+    def _kernel(self, launch: kc.CudaLaunch) -> Any:
+        if launch.config.block[0] == 32 * 5:  # stands for what a compiler or driver refuses
+            raise CompileError("five warps are too odd")
+        names = [name for name, _ in launch.arguments]
+
+        def run(_: object, *values: Any) -> None:
+            given = dict(zip(names, values, strict=True))
+            self.emulator.launch(launch, given)
+            if self.tamper is not None:
+                self.tamper(launch.kernel, given)
+
+        host = HostKernel(launch.kernel, run, Signature.parse(launch.signature))
+        return self.device.modules.get_or_compile(host, launch.kernel)
+
+    def _operation(self, launch: kc.CudaLaunch) -> Any:
+        arguments = (self.plan.resolve(value, self.rows) for _, value in launch.arguments)
+        return prepare(self._kernel(launch), LaunchConfig(grid=1, block=1), *arguments)
+
+
+@pytest.fixture
+def meter(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedMeter]:
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator needs g++")
+    for name in ("_WARM", "_REPEATS", "_ROUNDS", "_CAREFUL_ROUNDS"):
+        monkeypatch.setattr(tuning_bench, name, 1)
+    checkpoint = random_checkpoint(SMALL)
+    weights = load_weights(host_device, checkpoint, np.uint16)
+    with EmulatedMeter(host_device, weights, rows=1, positions=70) as made:
+        made.trust(shapes.default_tuning(SMALL))
+        yield made
+    weights.close()
+    checkpoint.close()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(1, (1, 1, 1, 8, 4)), (1, (3, 2, 2, 8, 8)), (2, (3, 1, 2, 4, 2))]
+)
+def test_attention_in_clusters_agrees_with_numpy(rows: int, shape: tuple[int, ...]) -> None:
+    """The first goes from one block over one cluster to two of them as the length grows."""
+    tuning = replace(
+        shapes.default_tuning(SMALL, rows=rows), attention=shapes.AttentionShape(*shape)
+    )
+    assert problems_of(SMALL, rows, tuning) == ()
+    bench = checks.Bench(
+        Emulator(), SMALL, max_rows=rows, slots=2, context=110, tunings={rows: tuning}
+    )
+    wanted = ("position 0", "position 31", "position 55", "position 109", "batch", "piece")
+    chosen_cases = [c for c in checks.cases(bench, rows) if c.name.startswith(wanted)]
+    assert len(chosen_cases) >= 4
+    for case in chosen_cases:
+        bench.check(case)
+
+
+V = shapes.VectorShape
+TURNED = replace(
+    shapes.default_tuning(SMALL),
+    qkv=V(8, 1, 1, 2, 3, 1),
+    output=V(16, 2, 2, 2, 3, 2),
+    gate_up=V(8, 2, 2, 4, 2, 0),
+    down=V(32, 1, 1, 2, 5, 0),
+    head=V(16, 1, 2, 4, 4, 3),
+    attention=shapes.AttentionShape(3, 2, 1, 8, 4),
+)
+"""Ragged on purpose: last blocks with fewer turns, last turns with fewer pairs."""
+
+
+def test_a_meter_times_and_trusts_what_agrees(meter: EmulatedMeter) -> None:
+    assert problems_of(SMALL, 1, TURNED) == ()
+    meter.prepare([TURNED])
+    assert 0 < meter.microseconds(TURNED, 3) < math.inf
+    assert meter.problem(TURNED) is None
+    default, turned = (meter.logits(t, 69) for t in (shapes.default_tuning(SMALL), TURNED))
+    assert np.isfinite(turned).all()
+    assert np.abs(default - turned).max() < 1e-4 * np.abs(default).max()
+    assert default.tobytes() != meter.logits(TURNED, 20).tobytes()
+
+
+def test_a_meter_sees_wrong_logits(meter: EmulatedMeter) -> None:
+    count = 0
+
+    def late(kernel: str, values: Any) -> None:
+        nonlocal count
+        count += kernel == "head"
+        if kernel == "head" and count > 1:  # the trusted one comes first
+            values["logits"][: SMALL.vocabulary // 2] *= 1.5
+
+    meter.tamper = late
+    assert "away from the default's" in str(meter.problem(TURNED))
+
+
+def test_a_meter_sees_bits_that_change(meter: EmulatedMeter) -> None:
+    count = 0
+
+    def drift(kernel: str, values: Any) -> None:
+        nonlocal count
+        count += kernel == "head"
+        if kernel == "head":
+            values["logits"][0] += np.float32(1e-5 * count)
+
+    meter.tamper = drift
+    assert "different bits" in str(meter.problem(TURNED))
+
+
+def test_a_meter_gives_infinity_for_what_is_refused(meter: EmulatedMeter) -> None:
+    refused = replace(TURNED, down=V(32, 1, 1, 5))
+    meter.prepare([refused])
+    assert meter.microseconds(refused, 3) == math.inf
+    huge = replace(TURNED, attention=shapes.AttentionShape(3, 2, 1, 1 << 20))
+    assert meter.microseconds(huge, 3) == math.inf  # its workspace
+    assert 0 < meter.microseconds(TURNED, 3) < math.inf
+
+
+def test_positions_that_the_model_does_not_have_are_refused(host_device: Device) -> None:
+    checkpoint = random_checkpoint(replace(SMALL, context_length=64))
+    weights = load_weights(host_device, checkpoint, np.uint16)
+    with pytest.raises(InputError, match="64 positions"):
+        StepMeter(host_device, weights, rows=1, positions=60)
+    weights.close()
+    checkpoint.close()
+
+
+# ----------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_sweep_on_the_device(cuda_device: Device, store: TuningStore, rows: int) -> None:
+    config = config_of(9, 3, 64, inner=1536, vocabulary=8192, layers=3, tied_embeddings=True)
+    count = cuda_device.properties.multiprocessors
+    start = shapes.default_tuning(config, rows=rows, multiprocessors=count)
+    checkpoint = random_checkpoint(config)
+    weights = load_weights(cuda_device, checkpoint, np.uint16)
+    with StepMeter(cuda_device, weights, rows=rows, positions=300) as meter:
+        meter.trust(start)
+        result = sweep(
+            config,
+            start,
+            meter,
+            rows=rows,
+            multiprocessors=count,
+            clusters=cuda_device.capabilities.clusters,
+            contexts=(20, 300),
+            seconds=8.0,
+        )
+        assert not result.refused, "a legal candidate computed something else"
+        assert meter.problem(result.tuning) is None
+    weights.close()
+    checkpoint.close()
+    assert problems_of(config, rows, result.tuning) == ()
+    assert len(result.trials) > 20
+    assert sum(math.isinf(t.microseconds) for t in result.trials) == 0, "refused by the driver"
+
+
+@pytest.mark.gpu
+def test_turned_products_agree_with_numpy(cuda_device: Device) -> None:
+    from tests.models.test_kernels_cuda import OnDevice
+
+    checks.run_checks(OnDevice(cuda_device), SMALL, (1,), slots=3, context=600, tunings={1: TURNED})
