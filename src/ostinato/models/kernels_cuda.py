@@ -7,7 +7,8 @@ gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  
 
     rows == 1      matvec.cu    float32 activations, weights straight into registers
     rows 2 to 64   matmul.cu    tensor cores, inputs of the products rounded to bfloat16
-    any            attention.cu (split over the KV length), step.cu (embed, advance), sample.cu
+    any            attention.cu (split over the KV length), step.cu (embed, advance), sample.cu,
+                   loop.cu (continue_loop)
 
 Types: matrices, embedding and KV cache bfloat16; norms, rope, residual, q, attended, inner, logits
 float32; sums float32.  Layouts are those of `weights` and `plan`.  The workspace is larger than the
@@ -26,6 +27,12 @@ from pathlib import Path
 
 from ostinato import LaunchConfig, Source
 from ostinato.models.config import LlamaConfig
+from ostinato.models.kernels_cuda_persistent import (
+    DECODE_STEP,
+    SIGNATURE,
+    PersistentShape,
+    persistent_macros,
+)
 from ostinato.models.kernels_cuda_shapes import (
     COUNTER_BYTES,
     MAX_ROWS,
@@ -71,6 +78,8 @@ SIGNATURES: dict[str, str] = {
     "workspace: *const f32, row_count: u32, vocabulary: u32",
     "advance": _LIVE + "chosen: *const i32, options: *const u64, stops: *const i32, state: *i32, "
     "ring: *i32, row_count: u32, stop_count: u32, context: u32, ring_size: u32",
+    "continue_loop": "condition: cond, counter: *i32, rows: *const i32, state: *const i32, "
+    "row_count: u32, slots: u32, start: u32",
 }
 """Parameters of the CUDA kernels.  Those of the host's, and `workspace` for `sample`, which reads
 there what `head` found."""
@@ -91,7 +100,7 @@ class CudaLaunch:
 
     @property
     def signature(self) -> str:
-        return SIGNATURES[self.kernel]
+        return SIGNATURE if self.kernel == DECODE_STEP else SIGNATURES[self.kernel]
 
 
 def lower(
@@ -102,13 +111,17 @@ def lower(
     context: int,
     tuning: Tuning | None = None,
     multiprocessors: int = 132,
+    persistent: PersistentShape | None = None,
 ) -> tuple[CudaLaunch, ...]:
     """The launches of a step of `rows` rows, in order.
 
     `context`: positions of a slot, which bounds the grid of the attention.  `tuning`: the default's
-    if None.  Raises UnsupportedModelError.
+    if None.  `persistent`: in this shape, a whole step of one row that samples is one launch.
+    Raises UnsupportedModelError.
     """
     require_supported(config, rows)
+    if persistent is not None and rows == 1 and any(call.kernel == "sample" for call in program):
+        return (_persistent_launch(program, config, persistent),)
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
@@ -139,10 +152,38 @@ def _source(name: str) -> Source:
     headers["emulate.h"] = ""  # named in common.cuh for the emulator of benchmarks/kernels alone
     return Source(
         (_FOLDER / f"{name}.cu").read_text(),
-        signatures=SIGNATURES,
+        signatures={**SIGNATURES, DECODE_STEP: SIGNATURE},
         headers=headers,
         name=f"{name}.cu",
     )
+
+
+def _persistent_launch(
+    program: Sequence[KernelCall], config: LlamaConfig, shape: PersistentShape
+) -> CudaLaunch:
+    """One launch with the arguments of all calls; what has layers is given whole."""
+    found: dict[str, Argument] = {"exchange": Bound("exchange")}
+    for call in program:
+        for name, value in call.arguments:
+            # Weights and norms have one parameter name in all calls, and their own buffers' names.
+            if isinstance(value, Bound):
+                found.setdefault(value.name, Bound(value.name))
+            else:
+                found.setdefault(name, value)
+    found["table"] = found["embed"]
+    found["head"] = found.get("head", found["embed"])
+    macros = persistent_macros(config, shape)
+    return CudaLaunch(
+        DECODE_STEP,
+        _source("persistent"),
+        CompileOptions(defines=tuple((name, str(value)) for name, value in macros.items())),
+        LaunchConfig(shape.blocks, shape.threads, shape.shared, cooperative=True),
+        tuple((name, found[name]) for name in _names(SIGNATURE)),
+    )
+
+
+def _names(signature: str) -> list[str]:
+    return [part.split(":")[0].strip() for part in signature.split(",")]
 
 
 @dataclass(frozen=True)
@@ -197,6 +238,8 @@ class _Cut:
         elif kernel == "sample":
             found = {"VOCAB": c.vocabulary, "HEAD_BLOCKS": self.blocks("head")}
             found["SAMPLE_THREADS"] = _SAMPLE_THREADS
+        elif kernel == "continue_loop":
+            found = {"ROWS": self.rows}
         else:
             found = {"HIDDEN": c.hidden, "VOCAB": c.vocabulary, "ROWS": self.rows}
             found["EMBED_THREADS"] = _EMBED_THREADS
@@ -209,6 +252,8 @@ class _Cut:
     def file(self, kernel: str) -> str:
         if kernel in PRODUCTS:
             return "matvec" if self.rows == 1 else "matmul"
+        if kernel == "continue_loop":
+            return "loop"
         return kernel if kernel in ("attention", "sample") else "step"
 
     def launch(self, call: KernelCall, *, first: bool) -> CudaLaunch:
@@ -216,13 +261,12 @@ class _Cut:
         arguments = dict(call.arguments)
         if kernel == "sample" and "workspace" not in arguments:
             arguments["workspace"] = Bound("workspace")
-        names = [part.split(":")[0].strip() for part in SIGNATURES[kernel].split(",")]
         return CudaLaunch(
             kernel,
             _source(self.file(kernel)),
             CompileOptions(defines=tuple(self.macros(kernel).items())),
             self.launch_config(kernel, programmatic=self.tuning.programmatic and not first),
-            tuple((name, arguments[name]) for name in names),
+            tuple((name, arguments[name]) for name in _names(SIGNATURES[kernel])),
         )
 
     def launch_config(self, kernel: str, *, programmatic: bool) -> LaunchConfig:
@@ -243,7 +287,11 @@ class _Cut:
             shape = self.tuning.attention
             parts = c.heads // c.kv_heads // shape.queries
             grid = (shape.splits, c.kv_heads * parts, self.rows)
-            return LaunchConfig(grid, 32 * shape.warps, programmatic=programmatic)
+            shared = (shape.warps + 1) * shape.queries * (c.head_size + 2) * 4
+            cluster = (shape.cluster, 1, 1) if shape.cluster > 1 else None
+            return LaunchConfig(
+                grid, 32 * shape.warps, shared, cluster=cluster, programmatic=programmatic
+            )
         if kernel == "sample":
             return LaunchConfig(self.rows, _SAMPLE_THREADS, programmatic=programmatic)
         if kernel == "embed":
