@@ -5,6 +5,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # A machine with a GPU often has its own Python with torch and CuPy in it: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
+# Processes that share the GPU; tests that measure the whole device's memory come after, alone.
+GPU_JOBS ?= 8
 PROMPT ?= Why is the sky blue?
 # What an installation is made from; everything else is used where it lies.
 BUILD  := pyproject.toml setup.py src/ostinato/driver/_launch.c
@@ -46,8 +48,11 @@ native: $(VENV)/.dev            ## the compiled replay call, beside its source; 
 docs: $(VENV)/.dev              ## docs/cli.md from the --help texts, and the pictures
 	$(BIN)/python tools/make_docs.py
 
+GPU_TESTS = PYTHONPATH=src $(GPU_PYTHON) -m pytest --require-gpu -p no:cacheprovider -p no:benchmark
+
 gpu:                            ## the GPU and contract tests; a missing GPU is a failure
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest --require-gpu -m "gpu" -p no:cacheprovider $(ARGS)
+	$(GPU_TESTS) -m "gpu and not alone" -n $(GPU_JOBS) $(ARGS)
+	$(GPU_TESTS) -m "gpu and alone" $(ARGS)
 
 sanitize:                       ## compute-sanitizer over the GPU tests, in parts side by side
 	PYTHONPATH=src $(GPU_PYTHON) -m tools.sanitize $(ARGS)

@@ -87,9 +87,11 @@ class Part:
 
 
 _KERNELS = "tests/models/test_kernels_cuda.py"
+_RUN, _CONDITIONAL = "tests/models/test_decoder_run.py", "tests/contract/test_driver_conditional.py"
 _DECODER = tuple(
-    path.relative_to(ROOT).as_posix()
+    name
     for path in sorted((ROOT / "tests" / "models").glob("test_decoder*.py"))
+    if (name := path.relative_to(ROOT).as_posix()) != _RUN
 )
 _GPU = "tests/gpu/"
 _ADOPTION = (_GPU + "test_adoption_handles.py", _GPU + "test_lifetime.py")
@@ -97,11 +99,19 @@ _WAYS = _GPU + "test_twelve_ways.py"
 LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
+    _CONDITIONAL: "memcheck breaks graphs with conditional nodes (docs/log.md)",
+    _RUN: "its loops are conditional nodes",
 }
 """Files of GPU tests that no part runs, and why."""
 # Of the decoder's tests: not those whose size is the point (a whole model, real widths, a thousand
-# steps), nor those that run another library.  Their kernels are those of the others.
-_SMALL = "not 64_greedy and not 8b and not real_widths and not thousand and not transformers"
+# steps), nor those that run another library or loops.  Their kernels are those of the others.
+_SMALL = " and ".join(
+    f"not {name}"
+    for name in (
+        *("64_greedy", "8b", "real_widths", "thousand", "transformers"),
+        *("every_way_of_running", "same_bits_for_a_batch"),
+    )
+)
 _MEASURED = ("tests/cache", "tests/contract", _ADOPTION[1], _WAYS, *_DECODER)
 
 
@@ -123,14 +133,14 @@ def _shares(part: Part, count: int) -> list[Part]:
 PARTS: tuple[Part, ...] = (
     # The longest first, so that none of them begins last.
     *_kernels("racecheck", 8),
-    *_memcheck(8, "decoder", *_DECODER, keyword=_SMALL),
+    *_memcheck(6, "decoder", *_DECODER, keyword=_SMALL),
     *_memcheck(3, "twelve ways to break a capture", _WAYS),
     *_memcheck(1, "adopted from torch", _GPU + "test_adoption_torch.py"),
     *_memcheck(1, "adopted from CuPy", _GPU + "test_adoption_cupy.py"),
     *_memcheck(1, "adopted from Triton", _GPU + "test_adoption_triton.py"),
     *_memcheck(1, "adopted from Numba", _GPU + "test_adoption_numba.py"),
     *_memcheck(1, "lines of others", _GPU + "test_trace_foreign.py"),
-    *_memcheck(5, "contract", "tests/contract"),
+    *_memcheck(5, "contract", "tests/contract", keyword="not test_driver_conditional"),
     *_memcheck(2, "graph", "tests/graph"),
     *_memcheck(1, "state, replay, cache", "tests/state", "tests/replay", "tests/cache"),
     *_memcheck(1, "footguns", "tests/test_footguns.py"),

@@ -97,9 +97,7 @@ class Bench:
             host[at + "w_gate_up"] = np.concatenate(
                 [host.pop(at + "w_gate"), host.pop(at + "w_up")]
             )
-        self._stack(host)
-        norms = {"attn_norm", "mlp_norm", "final_norm"}
-        matrices = {name for name, v in host.items() if v.ndim >= 2 and name not in norms}
+        matrices = {name for name, values in host.items() if values.ndim == 2}
         cache = random.standard_normal((c.layers, 2, slots, c.kv_heads, context, c.head_size))
         host["cache"] = from_bf16(to_bf16(cache))
         self.halves = matrices | {"cache"}
@@ -135,13 +133,6 @@ class Bench:
         workspace[: 1 << 14] = 0
         self.device["workspace"] = machine.array(workspace)
 
-    def _stack(self, host: dict[str, np.ndarray]) -> None:
-        """The layers' weights of one kind in one array, as `models.weights` holds them."""
-        for name in ("attn_norm", "wqkv", "wo", "mlp_norm", "w_gate_up", "w_down"):
-            host[name] = np.stack(
-                [host.pop(f"layers.{layer}.{name}") for layer in range(self.config.layers)]
-            )
-
     def launches(self, rows: int, *, sampled: bool = True) -> tuple[CudaLaunch, ...]:
         return lower(
             decode_program(self.config, sampled=sampled),
@@ -155,7 +146,9 @@ class Bench:
         if isinstance(value, Bound):
             if value.layer is None:
                 return where[value.name]
-            return where[value.name][value.layer]
+            if value.name == "cache":
+                return where["cache"][value.layer]
+            return where[f"layers.{value.layer}.{value.name}"]
         if isinstance(value, str):
             sizes = {"rows": rows, "slots": self.slots, "context": self.context, "ring": self.ring}
             return sizes[value]

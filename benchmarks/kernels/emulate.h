@@ -26,14 +26,10 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(8) int2 { int x, y; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline int2 make_int2(int x, int y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
 namespace emulated {
 
@@ -60,7 +56,7 @@ struct Block {
     std::vector<unsigned char> shared;
     unsigned char* shared_start = nullptr;
     Barrier barrier;
-    Barrier named[16];  // of some of the threads
+    Barrier cluster;  // of the first block: of all threads of its cluster
     std::vector<Barrier> warp_barriers;
     std::vector<int> warp_live;
     std::vector<uint64_t> slots;   // one a thread, for exchanges
@@ -161,7 +157,7 @@ inline void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, i
             one.shared_start = reinterpret_cast<unsigned char*>(
                 (reinterpret_cast<uintptr_t>(one.shared.data()) + 127) / 128 * 128);
             one.barrier = {};
-            for (Barrier& barrier : one.named) barrier = {};
+            one.cluster = {};
             one.warp_barriers.assign((threads + 31) / 32, {});
             one.warp_live.assign((threads + 31) / 32, 0);
             one.slots.assign(threads, 0);
@@ -251,7 +247,6 @@ inline unsigned __ballot_sync(unsigned, bool value) {
         all |= static_cast<unsigned>(emulated::from_lane<int>(value, lane)) << lane;
     return all;
 }
-inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 
 template <class T, class U> T atomicAdd(T* p, U v) {
@@ -339,80 +334,20 @@ inline void store_for_host(int2* p, int2 v) {
     __atomic_store_n(reinterpret_cast<long long*>(p), whole, __ATOMIC_RELEASE);
 }
 
-// ---------------------------------------------------------------- the wrappers of persistent.cuh
+inline void prefetch_weights(const void*, unsigned) {}
 
-// Counts arrivals and bytes; a copy is done, and its bytes are there, as soon as it is asked for.
-// Its place in shared memory is 8 bytes: they hold the phase, and what is left and wanted.
-struct Counted {
-    short wanted, left;
-    unsigned bytes_and_phase;  // bytes that copies still owe, modulo 2^31; the phase in bit 31
-
-    void settle() {
-        if (left || bytes_and_phase & 0x7fffffffu) return;
-        left = wanted;
-        bytes_and_phase ^= 0x80000000u;
-        emulated::progress++;
-    }
-    void owe(unsigned bytes) {
-        bytes_and_phase = (bytes_and_phase & 0x80000000u) | (bytes_and_phase + bytes & 0x7fffffffu);
-    }
-};
-static_assert(sizeof(Counted) == 8);
-inline void counted_init(Counted* barrier, unsigned arrivals) {
-    barrier->wanted = barrier->left = static_cast<short>(arrivals);
-    barrier->bytes_and_phase = 0;
+// A cluster's blocks lie beside each other; all blocks run at once.
+template <int BLOCKS> inline emulated::Block* block_of_cluster(int rank) {
+    return emulated::current->block - emulated::current->index.x % BLOCKS + rank;
 }
-inline void counted_ready() {}
-inline void counted_arrive(Counted* barrier) {
-    barrier->left--;
-    barrier->settle();
+template <int BLOCKS> inline void sync_cluster() {
+    emulated::Block* const first = block_of_cluster<BLOCKS>(0);
+    int live = 0;
+    for (int rank = 0; rank < BLOCKS; rank++) live += first[rank].live;
+    emulated::arrive(first->cluster, live);
 }
-inline void counted_expect(Counted* barrier, unsigned bytes) {
-    barrier->owe(bytes);
-    counted_arrive(barrier);
+template <int BLOCKS> inline float load_of_block(const float* own, int rank) {
+    const auto offset =
+        reinterpret_cast<const unsigned char*>(own) - emulated::current->block->shared_start;
+    return *reinterpret_cast<const float*>(block_of_cluster<BLOCKS>(rank)->shared_start + offset);
 }
-inline bool counted_done(Counted* barrier, unsigned parity) {
-    return barrier->bytes_and_phase >> 31 != parity;
-}
-inline float fast_divide(float a, float b) { return a / b; }
-inline bool counted_test(Counted* barrier, unsigned parity) {
-    return counted_done(barrier, parity);
-}
-inline unsigned long long streaming_policy() { return 0; }
-inline void bulk_copy(void* to, const void* from, unsigned bytes, Counted* barrier,
-                      unsigned long long) {
-    check_aligned(to, 16);
-    check_aligned(from, 16);
-    if (bytes % 16) {
-        std::fprintf(stderr, "emulated: a copy of %u bytes\n", bytes);
-        abort();
-    }
-    std::memcpy(to, from, bytes);
-    barrier->owe(-bytes);
-    barrier->settle();
-}
-inline void copy_ahead(void* to, const void* from) {
-    check_aligned(to, 16);
-    check_aligned(from, 16);
-    std::memcpy(to, from, 16);
-}
-inline void copied() {}
-inline void opaque(unsigned*&) {}
-inline void opaque(int&) {}
-inline void sync_threads_of(int barrier, const int& threads) {
-    emulated::arrive(emulated::current->block->named[barrier], threads);
-}
-inline void publish(unsigned* p, unsigned v) {
-    *p = v;
-    emulated::progress++;
-}
-inline void publish(unsigned* p, unsigned v, unsigned w) {
-    check_aligned(p, 8);
-    p[0] = v, p[1] = w;
-    emulated::progress++;
-}
-template <class V> V peek(const V* p) {
-    check_aligned(p, sizeof(V));
-    return *p;
-}
-inline void waiting(unsigned&) { emulated::yield(); }

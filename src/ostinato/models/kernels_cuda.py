@@ -27,12 +27,6 @@ from pathlib import Path
 
 from ostinato import LaunchConfig, Source
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda_persistent import (
-    DECODE_STEP,
-    SIGNATURE,
-    PersistentShape,
-    persistent_macros,
-)
 from ostinato.models.kernels_cuda_shapes import (
     COUNTER_BYTES,
     MAX_ROWS,
@@ -100,7 +94,7 @@ class CudaLaunch:
 
     @property
     def signature(self) -> str:
-        return SIGNATURE if self.kernel == DECODE_STEP else SIGNATURES[self.kernel]
+        return SIGNATURES[self.kernel]
 
 
 def lower(
@@ -111,17 +105,13 @@ def lower(
     context: int,
     tuning: Tuning | None = None,
     multiprocessors: int = 132,
-    persistent: PersistentShape | None = None,
 ) -> tuple[CudaLaunch, ...]:
     """The launches of a step of `rows` rows, in order.
 
     `context`: positions of a slot, which bounds the grid of the attention.  `tuning`: the default's
-    if None.  `persistent`: in this shape, a whole step of one row that samples is one launch.
-    Raises UnsupportedModelError.
+    if None.  Raises UnsupportedModelError.
     """
     require_supported(config, rows)
-    if persistent is not None and rows == 1 and any(call.kernel == "sample" for call in program):
-        return (_persistent_launch(program, config, persistent),)
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
@@ -152,38 +142,10 @@ def _source(name: str) -> Source:
     headers["emulate.h"] = ""  # named in common.cuh for the emulator of benchmarks/kernels alone
     return Source(
         (_FOLDER / f"{name}.cu").read_text(),
-        signatures={**SIGNATURES, DECODE_STEP: SIGNATURE},
+        signatures=SIGNATURES,
         headers=headers,
         name=f"{name}.cu",
     )
-
-
-def _persistent_launch(
-    program: Sequence[KernelCall], config: LlamaConfig, shape: PersistentShape
-) -> CudaLaunch:
-    """One launch with the arguments of all calls; what has layers is given whole."""
-    found: dict[str, Argument] = {"exchange": Bound("exchange")}
-    for call in program:
-        for name, value in call.arguments:
-            # Weights and norms have one parameter name in all calls, and their own buffers' names.
-            if isinstance(value, Bound):
-                found.setdefault(value.name, Bound(value.name))
-            else:
-                found.setdefault(name, value)
-    found["table"] = found["embed"]
-    found["head"] = found.get("head", found["embed"])
-    macros = persistent_macros(config, shape)
-    return CudaLaunch(
-        DECODE_STEP,
-        _source("persistent"),
-        CompileOptions(defines=tuple((name, str(value)) for name, value in macros.items())),
-        LaunchConfig(shape.blocks, shape.threads, shape.shared, cooperative=True),
-        tuple((name, found[name]) for name in _names(SIGNATURE)),
-    )
-
-
-def _names(signature: str) -> list[str]:
-    return [part.split(":")[0].strip() for part in signature.split(",")]
 
 
 @dataclass(frozen=True)
@@ -261,12 +223,13 @@ class _Cut:
         arguments = dict(call.arguments)
         if kernel == "sample" and "workspace" not in arguments:
             arguments["workspace"] = Bound("workspace")
+        names = [part.split(":")[0].strip() for part in SIGNATURES[kernel].split(",")]
         return CudaLaunch(
             kernel,
             _source(self.file(kernel)),
             CompileOptions(defines=tuple(self.macros(kernel).items())),
             self.launch_config(kernel, programmatic=self.tuning.programmatic and not first),
-            tuple((name, arguments[name]) for name in _names(SIGNATURES[kernel])),
+            tuple((name, arguments[name]) for name in names),
         )
 
     def launch_config(self, kernel: str, *, programmatic: bool) -> LaunchConfig:

@@ -39,23 +39,6 @@ struct alignas(16) Row {
 
 #ifdef EMULATED
 #include "emulate.h"
-DEVICE void prefetch_weights(const void*, u32) {}
-
-// A cluster's blocks lie beside each other; all blocks run at once.
-template <int BLOCKS> DEVICE emulated::Block* block_of_cluster(int rank) {
-    return emulated::current->block - emulated::current->index.x % BLOCKS + rank;
-}
-template <int BLOCKS> DEVICE void sync_cluster() {
-    emulated::Block* const first = block_of_cluster<BLOCKS>(0);
-    int live = 0;
-    for (int rank = 0; rank < BLOCKS; rank++) live += first[rank].live;
-    emulated::arrive(first->named[15], live);
-}
-template <int BLOCKS> DEVICE float load_of_block(const float* own, int rank) {
-    const auto offset =
-        reinterpret_cast<const unsigned char*>(own) - emulated::current->block->shared_start;
-    return *reinterpret_cast<const float*>(block_of_cluster<BLOCKS>(rank)->shared_start + offset);
-}
 #else
 
 #define DEVICE __device__ __forceinline__
