@@ -100,6 +100,14 @@ def test_only_the_hot_stream_takes_the_short_way(thing: Thing) -> None:
     assert thing.checked == []
 
 
+def test_what_is_no_stream_is_not_taken_for_the_hot_one(thing: Thing) -> None:
+    thing.launch(None)
+    thing._heat(Named(), int)
+    thing.cool()
+    thing.launch(None)
+    assert thing.slow == [None, None]
+
+
 def test_a_new_hot_stream_replaces_the_old(thing: Thing) -> None:
     seen, first, second = Seen(), Named(), Named()
     thing._heat(first, prepare(seen.function, HANDLE, 1))

@@ -305,6 +305,24 @@ def test_who_listens_since_the_first_launch_hears_the_second(
     np.testing.assert_array_equal(sums.result(), sums.expected)
 
 
+def test_who_listens_after_an_interrupted_first_launch_hears_the_next(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = host_device.create_stream()
+    sums = Sum(host_device, stream)
+
+    def interrupt(hot: Hot) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_device.context, "keep_hot", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sums.run.launch(stream)
+    with ost.record(stream) as recording:
+        sums.run.launch(stream)
+    assert [n.kind.name for n in recording.build().nodes] == ["CHILD_GRAPH"]
+
+
 def test_a_closed_graph_lets_its_executable_run(sums: Sum) -> None:
     sums.graph.close()
     np.testing.assert_array_equal(sums.result(), sums.expected)

@@ -487,6 +487,8 @@ def test_nan_logits_are_an_error(host_device: Device, tmp_path: Path) -> None:
     ("call", "message"),
     [
         (lambda d: d.prefill([]), "no tokens"),
+        (lambda d: d.prefill(np.zeros(0, np.int64)), "no tokens"),
+        (lambda d: d.prefill([1.5]), "whole numbers: 'float'"),
         (lambda d: d.prefill([280]), "token 280 is outside the vocabulary of 280"),
         (lambda d: d.prefill([-1]), "token -1 is outside"),
         (lambda d: d.prefill([1], 1), "slot 1 of 1"),

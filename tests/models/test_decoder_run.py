@@ -19,6 +19,7 @@ from ostinato.graph import Graph, capture
 from ostinato.models.decoder import Decoder
 from ostinato.models.ring import TokenRing
 from ostinato.models.sampling import SamplingOptions
+from ostinato.models.sequences import Sequence
 from tests.conftest import open_test_device
 from tests.models.random_models import RandomModel, llama
 
@@ -407,6 +408,37 @@ def test_a_closed_decoder_ends_its_run(where: Device) -> None:
         decoder.run()
 
 
+def test_a_closed_decoder_says_so_and_keeps_its_numbers(where: Device) -> None:
+    with open_decoder(where) as decoder:
+        decoder.prefill(PROMPT)
+        list(decoder.run(count=5))
+        numbers = decoder.statistics()
+    assert decoder.statistics().launches_replayed == numbers.launches_replayed > 0
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: decoder.prefill(PROMPT),
+        decoder.decode,
+        decoder.run,
+        decoder.graph,
+        lambda: decoder.set_sampling(HOT),
+        lambda: decoder.set_stop_tokens([3]),
+    )
+    for call in calls:
+        with pytest.raises(ClosedError, match="the decoder is closed"):
+            call()
+
+
+def test_an_array_of_numpy_is_a_prompt(decoder: Decoder, wanted: dict[str, list[Any]]) -> None:
+    assert decoder.prefill(np.array(PROMPT)) == wanted["PROMPT"][0]
+    assert all(type(token) is int for token in decoder.tokens())
+
+
+def test_a_graph_can_be_read_while_its_step_is_profiled(decoder: Decoder) -> None:
+    decoder.prefill(PROMPT)
+    plain = [node.name for node in decoder.graph().nodes]
+    with decoder.profile():
+        assert [node.name for node in decoder.graph().nodes] == plain
+
+
 # ----------------------------------------------------------------------------------------- logits
 
 
@@ -568,6 +600,33 @@ def test_an_interrupted_run_can_be_taken_up(
         decoder.logits()
     tokens += decoder.run(count=8, tokens_per_launch=tokens_per_launch)
     assert tokens == wanted["PROMPT"][: at + 8]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_is_interrupted_while_its_token_is_taken(
+    decoder: Decoder, wanted: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Between the token and the length, two lines: the next step takes the token's place."""
+    length: Any = Sequence.length  # type: ignore[misc]
+
+    def interrupt(sequence: Sequence, value: int) -> None:
+        raise KeyboardInterrupt
+
+    decoder.prefill(PROMPT)
+    list(decoder.run(count=9))
+    decoder.reset()
+    decoder.prefill(PROMPT)
+    under_way = decoder.run() if ahead else None
+    take: Callable[[], int] = decoder.decode if under_way is None else under_way.__next__
+    take()
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequence, "length", property(length.__get__, interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            take()
+    for _ in range(4):
+        decoder.decode()
+    tokens = decoder.tokens()[len(PROMPT) :]
+    assert list(tokens) == wanted["PROMPT"][: len(tokens)]
 
 
 def test_a_step_inside_a_capture_ends_the_run_and_not_the_capture(

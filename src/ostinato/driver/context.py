@@ -80,12 +80,14 @@ class _Retired:
     """Something closed that is not destroyed yet.
 
     States: streams not yet marked -> waiting for `marks` -> destroyed.
+    `past`: the whole device was waited for since, so its streams and marks need not be asked.
     """
 
     destroy: Callable[[], None]
     streams: tuple[Stream, ...] = ()
     quiet: bool = False
     marks: list[EventHandle] = field(default_factory=list)
+    past: bool = False
 
 
 class Context:
@@ -99,6 +101,9 @@ class Context:
         self._waiting: list[_Retired] = []
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
+        # Set while this thread goes through what waits: garbage collection may come in between,
+        # and somebody's finaliser may close things, which must not go through it as well.
+        self._looking = False
         self._destroying = 0
         self._capturing: Counter[int] = Counter()  # captures under way by the thread that began
         self._exclusive = 0
@@ -202,15 +207,18 @@ class Context:
         if not self._incoming and not self._waiting:
             return 0
         with self._lock:
-            if self._closed or self._must_wait():
+            if self._closed or self._looking or self._must_wait():
                 return self.retired
-            while self._incoming:
-                self._waiting.append(self._incoming.popleft())
-            ready: list[_Retired] = []
-            waiting: list[_Retired] = []
-            for item in self._waiting:
-                (ready if self._reached(item) else waiting).append(item)
-            self._waiting = waiting
+            self._looking = True
+            try:
+                self._take_in()
+                ready: list[_Retired] = []
+                waiting: list[_Retired] = []
+                for item in self._waiting:
+                    (ready if self._reached(item) else waiting).append(item)
+                self._waiting = waiting
+            finally:
+                self._looking = False
             self._destroying += 1
         try:
             for item in ready:
@@ -221,6 +229,11 @@ class Context:
                 self._idle.notify_all()
         # Whatever a destroyed thing kept alive was retired by its going.
         return self.collect() if ready and self._incoming else self.retired
+
+    def _take_in(self) -> None:
+        """What finalisers noted is among what waits from here on."""
+        while self._incoming:
+            self._waiting.append(self._incoming.popleft())
 
     def _must_wait(self) -> bool:
         if not self._capturing:
@@ -235,7 +248,7 @@ class Context:
             return False
         try:
             unmarked = []
-            for stream in item.streams:
+            for stream in () if item.past else item.streams:
                 mark = stream.mark()
                 if mark is None:  # captured by someone else just now
                     unmarked.append(stream)
@@ -243,12 +256,13 @@ class Context:
                     item.marks.append(mark)
             item.streams = tuple(unmarked)
             while item.marks:
-                if not driver.event_query(item.marks[-1]):
+                if not item.past and not driver.event_query(item.marks[-1]):
                     return False
                 driver.event_destroy(item.marks.pop())
         except DriverError as error:
             if not isinstance(error, ContextPoisonedError):
-                _log.warning("waiting for a closed object failed: %s", error)
+                # As text: a log that keeps the error keeps its frames, and what they hold.
+                _log.warning("waiting for a closed object failed: %s", str(error))
             return True
         return not item.streams
 
@@ -258,13 +272,28 @@ class Context:
         except ContextPoisonedError:
             pass  # the driver took everything down with it
         except DriverError as error:
-            _log.warning("destroying a closed object failed: %s", error)
+            _log.warning("destroying a closed object failed: %s", str(error))
 
     def synchronize(self) -> None:
-        """Waits for all work of the context, then destroys what waited for it."""
+        """Waits for all work of the context, then destroys what was closed or dropped before.
+
+        What another thread is destroying just now may be gone a moment later.
+        """
         with self.reporting():
-            self.driver.synchronize()
+            self._wait_for_all()
         self.collect()
+
+    def _wait_for_all(self) -> None:
+        """Waits for the device.  What was retired before is not asked by marks then: one that is
+        made only now is not reached at once, also where nothing runs."""
+        with self._lock:
+            if not self._looking:
+                self._take_in()
+            before = tuple(self._waiting)
+        self.driver.synchronize()
+        with self._lock:
+            for item in before:
+                item.past = True
 
     @property
     def closed(self) -> bool:
@@ -280,9 +309,9 @@ class Context:
         if self._closed:
             return
         try:
-            self.driver.synchronize()
+            self._wait_for_all()
         except DriverError as error:
-            _log.debug("closing %s: %s", self.driver.name, error)
+            _log.debug("closing %s: %s", self.driver.name, str(error))
         self.collect()
         with self._lock:
             self._closed = True

@@ -34,7 +34,7 @@ def _never() -> int:
     raise AssertionError("a hot call without a hot stream")
 
 
-_COLD: tuple[Stream | None, Callable[[], int]] = (None, _never)
+_COLD: tuple[object, Callable[[], int]] = (object(), _never)  # no argument is this object
 
 
 class PythonLauncher:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ostinato.driver.api import (
@@ -18,7 +18,6 @@ from ostinato.driver.api import (
     InstantiateFlags,
     KernelNodeParams,
     LaunchConfig,
-    NodeHandle,
     NodeKind,
     NodeParams,
     UpdateVerdict,
@@ -35,10 +34,11 @@ from ostinato.errors import (
     InputError,
     UpdateRefusedError,
 )
-from ostinato.graph.changes import VERDICTS, Keep, argument_bytes, links, refused, under_handles
+from ostinato.graph.changes import VERDICTS, Keep, argument_bytes, refused
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
 from ostinato.graph.rebind import Change, RebindReport, plan_rebind
+from ostinato.graph.shadow import Shadow
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target
 
@@ -68,13 +68,7 @@ class GraphExec(Launcher, Closeable):
         self._closed = False
         self._lock = threading.RLock()
         self._prepared: dict[Stream, Callable[[], int]] = {}
-        # The nodes it was made of: a definition may grow afterwards.
-        self._handles = self.context.driver.graph_nodes(graph.handle)
-        self._edges = graph.edges
-        self._nodes: tuple[Node, ...] | None = None
-        self._updated: tuple[Graph, tuple[NodeHandle, ...]] | None = None
-        self._definition_before_update: tuple[Node, ...] | None = None
-        self._current: dict[NodeHandle, NodeParams] = {}
+        self._shadow = Shadow(graph)
         self._keep = Keep(graph)
         driver, prepared, keep = self.context.driver, self._prepared, self._keep
         context = self.context
@@ -145,10 +139,14 @@ class GraphExec(Launcher, Closeable):
         """
         call = self._prepare(stream)
         if not self.context.taps:
-            self._heat(stream, call)
-            # Asked afterwards: whoever taps or closes meanwhile either cools it or is seen here.
-            if not self.context.keep_hot(self) or self._closed or stream.closed:
-                self.cool()
+            stays = False
+            try:
+                self._heat(stream, call)
+                # Asked afterwards: who taps or closes meanwhile either cools it or is seen here.
+                stays = self.context.keep_hot(self) and not self._closed and not stream.closed
+            finally:  # an interruption in between, too: nobody would cool it
+                if not stays:
+                    self.cool()
             if call():
                 self._launch_checked(stream)
             return
@@ -177,62 +175,17 @@ class GraphExec(Launcher, Closeable):
         Arguments are decoded as they were in the definition; `params` is current.
         """
         with self._lock:
-            return self._overlaid(self._definition())
-
-    def _overlaid(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-        if not self._current:
-            return nodes
-        return tuple(
-            replace(
-                n,
-                params=self._current.get(n.handle, n.params),
-                children=tuple(self._overlaid(body) for body in n.children),
-            )
-            if n.children or n.handle in self._current
-            else n
-            for n in nodes
-        )
-
-    def _definition(self) -> tuple[Node, ...]:
-        """The nodes as they were instantiated, or last updated, under the first ones' handles."""
-        if self._nodes is None and self._updated is None:
-            self._nodes = _some(self.graph, self._handles)
-        elif self._nodes is None and self._updated is not None:
-            first = self._definition_before_update or _some(self.graph, self._handles)
-            graph, handles = self._updated
-            new = _some(graph, handles)
-            # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another
-            # order; what is set here goes by a node's place.
-            same = [n.kind for n in first] == [n.kind for n in new]
-            if not same or links(self._edges, first) != links(graph.edges, new):
-                raise UpdateRefusedError(
-                    "the executable was updated from a graph whose nodes come in another order, so "
-                    "its single nodes cannot be told apart any more; instantiate again to set them"
-                )
-            self._nodes = under_handles(first, new)
-        assert self._nodes is not None
-        return self._nodes
+            return self._shadow.nodes
 
     def _let_go(self, old: list[object]) -> None:
         """Keeps what is no longer pointed at until the launches under way are done."""
         if any(owner is not None for owner in old):
             self.context.retire(old.clear, tuple(self._prepared))
 
-    def _node(self, node: Node | int) -> Node:
-        index = node.index if isinstance(node, Node) else node
-        nodes = self._definition()
-        if not 0 <= index < len(nodes):
-            raise InputError(f"node {index}: the graph has {len(nodes)} nodes")
-        found = nodes[index]
-        if isinstance(node, Node) and node.handle != found.handle:
-            raise InputError(f"node {index} ({node.name}) is of another graph")
-        return found
-
     def params(self, node: Node | int) -> NodeParams:
         """What the next launch will use for a node."""
         with self._lock:
-            found = self._node(node)
-            return self._current.get(found.handle, found.params)
+            return self._shadow.params(self._shadow.node(node))
 
     # --- changing
     def set_params(
@@ -244,7 +197,7 @@ class GraphExec(Launcher, Closeable):
         Raises UpdateRefusedError; the executable is then as before.
         """
         with self._lock:
-            found = self._node(node)
+            found = self._shadow.node(node)
             self._apply([Change(found, params)])
             self._let_go(self._keep.replace(found.handle, keep))
 
@@ -255,7 +208,7 @@ class GraphExec(Launcher, Closeable):
         Raises NodeKindError, InputError, UpdateRefusedError.
         """
         with self._lock:
-            found = self._node(node)
+            found = self._shadow.node(node)
             kernel = self._kernel(found)
             index, raw = argument_bytes(found, kernel.arguments, argument, value)
             arguments = kernel.arguments.with_raw(index, raw)
@@ -269,7 +222,7 @@ class GraphExec(Launcher, Closeable):
             self._let_go(self._keep.renew(change))
 
     def _kernel(self, node: Node) -> KernelNodeParams:
-        params = self._current.get(node.handle, node.params)
+        params = self._shadow.params(node)
         return params if isinstance(params, KernelNodeParams) else node.kernel
 
     def set_config(self, node: Node | int, config: LaunchConfig) -> None:
@@ -279,7 +232,7 @@ class GraphExec(Launcher, Closeable):
         priority) that differ: an executable keeps those it was made with.
         """
         with self._lock:
-            found = self._node(node)
+            found = self._shadow.node(node)
             kernel = self._kernel(found)
             old = kernel.config
             fixed = ("cluster", "cooperative", "programmatic", "priority")
@@ -295,7 +248,7 @@ class GraphExec(Launcher, Closeable):
     def set_memset(self, node: Node | int, dst: Buffer, value: int, element_size: int = 1) -> None:
         """Sets what a memset node fills, and with what."""
         with self._lock:
-            found = self._node(node)
+            found = self._shadow.node(node)
             memset = replace(found, params=self.params(found)).memset
             params = replace(
                 memset,
@@ -312,7 +265,7 @@ class GraphExec(Launcher, Closeable):
         if dst.nbytes != src.nbytes:
             raise InputError(f"{src.nbytes} bytes cannot be copied into {dst.nbytes}")
         with self._lock:
-            found = self._node(node)
+            found = self._shadow.node(node)
             memcpy = replace(found, params=self.params(found)).memcpy
             params = replace(memcpy, dst=dst.address, src=src.address, width=dst.nbytes)
             self.set_params(found, params, keep=(dst, src))
@@ -320,7 +273,7 @@ class GraphExec(Launcher, Closeable):
     def set_enabled(self, node: Node | int, enabled: bool) -> None:
         """Switches a kernel, memcpy or memset node on or off; off, it only joins."""
         with self._lock:
-            found = self._node(node)
+            found = self._shadow.node(node)
             if found.kind not in (NodeKind.KERNEL, NodeKind.MEMCPY, NodeKind.MEMSET):
                 raise UpdateRefusedError(
                     f"node {found.index} ({found.name}) is of kind {found.kind.name}; only kernel, "
@@ -334,7 +287,7 @@ class GraphExec(Launcher, Closeable):
 
     def enabled(self, node: Node | int) -> bool:
         """Whether a node runs."""
-        return self.context.driver.exec_enabled(self.handle, self._node(node).handle)
+        return self.context.driver.exec_enabled(self.handle, self._shadow.node(node).handle)
 
     def rebind(
         self, targets: Mapping[Target, Target] | Iterable[tuple[Target, Target]]
@@ -350,7 +303,7 @@ class GraphExec(Launcher, Closeable):
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with self._lock:
             find = self.context.driver.memory_range
-            plan = plan_rebind(self._definition(), self._current, pairs, find)
+            plan = plan_rebind(self._shadow.definition(), self._shadow.current, pairs, find)
             self._apply(plan.changes)
             self._let_go([o for change in plan.changes for o in self._keep.renew(change)])
             return plan.report
@@ -372,10 +325,7 @@ class GraphExec(Launcher, Closeable):
                     f"({outcome.verdict.name}). Instantiate the new graph instead.",
                     node_index=None if blamed is None else blamed.index,
                 )
-            # Read only when a single node is asked for: an update by itself stays one call.
-            self._definition_before_update = self._nodes or self._definition_before_update
-            self._nodes, self._updated = None, (graph, handles)
-            self._current.clear()
+            self._shadow.updated(graph, handles)
             self._let_go(self._keep.replace_all(graph))
             return UpdateReport(len(handles))
 
@@ -389,11 +339,9 @@ class GraphExec(Launcher, Closeable):
                 made.append(change.node)
         except DriverError as error:
             for node in reversed(made):
-                before = self._current.get(node.handle, node.params)
-                driver.exec_set_params(handle, node.handle, before)
+                driver.exec_set_params(handle, node.handle, self._shadow.params(node))
             raise refused(changes[len(made)].node, error) from error
-        for change in changes:
-            self._current[change.node.handle] = change.params
+        self._shadow.changed(changes)
 
     # --- lifetime
     @property
@@ -408,9 +356,3 @@ class GraphExec(Launcher, Closeable):
         self.cool()
         self._finalizer()
         self.context.collect()
-
-
-def _some(graph: Graph, handles: Sequence[NodeHandle]) -> tuple[Node, ...]:
-    """Those nodes of a definition, which may have grown since."""
-    wanted = set(handles)
-    return tuple(n for n in graph.nodes if n.handle in wanted)

@@ -35,7 +35,7 @@ from ostinato.models.program import OPTIONS, STOP_TOKENS, KernelCall
 from ostinato.models.ring import TokenRing
 from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions
-from ostinato.models.sequences import Sequence
+from ostinato.models.sequences import Slots
 from ostinato.models.stepper import Stepper
 from ostinato.models.steps import DecoderSteps
 from ostinato.models.weights import Weights, load_weights
@@ -129,7 +129,7 @@ class Decoder:
         ring = TokenRing(self.plan.ring, self.stream, spins=self.backend.spins)
         self._stepper = Stepper(self.plan, self._steps, ring, self._phases)
         self._run: Run[int] | Run[dict[int, int]] | None = None
-        self._sequences = [Sequence(slot) for slot in range(slots)]
+        self._slots = Slots(slots, context=sizes.context, vocabulary=self.config.vocabulary)
         self._options = np.zeros(slots, OPTIONS)
         self.set_stop_tokens(self.config.eos_token_ids if stop_tokens is None else stop_tokens)
         for slot in range(slots):
@@ -151,10 +151,10 @@ class Decoder:
         `limit`: the slot stops at the token that takes this position (counted from 0) or a later
         one; the end of the context if None.  Raises InputError.
         """
-        sequence = self._sequence(slot)
+        sequence = self._slots[slot]
         if limit is not None and limit < 0:
             raise InputError(f"limit is {limit}, must be a position, 0 or more")
-        self._end_run("set_sampling")
+        self._begin("set_sampling")
         context = self.plan.sizes.context
         sequence.limit = context if limit is None else min(limit, context)
         self._options[slot] = (
@@ -172,26 +172,26 @@ class Decoder:
         wanted = list(dict.fromkeys(tokens))
         if len(wanted) > STOP_TOKENS or any(t < 0 for t in wanted):
             raise InputError(f"{len(wanted)} stop tokens; at most {STOP_TOKENS}, none negative")
-        self._end_run("set_stop_tokens")
+        self._begin("set_stop_tokens")
         stops = np.full(STOP_TOKENS, -1, np.int32)
         stops[: len(wanted)] = wanted
         self.plan.stops.set(stops, self.stream)
         self.stop_tokens = tuple(wanted)
-        for sequence in self._sequences:
+        for sequence in self._slots:
             sequence.on_device = sequence.stopped = False
 
     # --- sequences
     def tokens(self, slot: int = 0) -> tuple[int, ...]:
         """The slot's tokens: what was prefilled, and what was chosen after it."""
-        return tuple(self._sequence(slot).tokens)
+        return tuple(self._slots[slot].tokens)
 
     def stopped(self, slot: int = 0) -> bool:
         """Whether the slot's last token was an end token, or its limit or context is reached."""
-        return self._sequence(slot).stopped
+        return self._slots[slot].stopped
 
     def reset(self, slot: int | None = None) -> None:
         """Forgets a slot's tokens, or all slots'.  Nothing is written to the device."""
-        sequences = self._sequences if slot is None else [self._sequence(slot)]
+        sequences = [*self._slots] if slot is None else [self._slots[slot]]
         self._end_run("reset")
         for sequence in sequences:
             sequence.truncate(0)
@@ -201,7 +201,7 @@ class Decoder:
 
         Raises InputError if there are not so many.
         """
-        sequence = self._sequence(slot)
+        sequence = self._slots[slot]
         self._end_run("truncate")
         sequence.truncate(count)
 
@@ -213,12 +213,12 @@ class Decoder:
         belongs there.  Raises InputError for ids outside the vocabulary, no tokens, or more than
         the context has room for; ModelError if the logits hold NaN.
         """
-        sequence = self._sequence(slot)
-        self._check_tokens(tokens, sequence)
+        sequence = self._slots[slot]
+        found = self._slots.prompt(tokens, sequence)
         self._begin("prefill")
         del sequence.tokens[sequence.length :]
         sequence.on_device = sequence.stopped = False
-        return self._stepper.prompt(sequence, tokens)
+        return self._stepper.prompt(sequence, found)
 
     def decode(self, slot: int = 0) -> int:
         """One more token of a slot.
@@ -229,7 +229,7 @@ class Decoder:
 
     def decode_batch(self, slots: Items[int]) -> list[int]:
         """One more token of each of several slots, in one step.  Raises as `decode`."""
-        sequences = self._ready(slots)
+        sequences = self._slots.ready(slots)
         self._begin("decode")
         return self._stepper.together(sequences, device_state=self.device_state)
 
@@ -256,7 +256,7 @@ class Decoder:
         Raises as `decode`, InputError for options that make no sense.
         """
         options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
-        sequences = self._ready((slot,))
+        sequences = self._slots.ready((slot,))
         self._begin("run")
         run = TokenRun(self._stepper, sequences, options, device_state=self.device_state)
         self._run = run
@@ -273,7 +273,7 @@ class Decoder:
         """As `run` for several slots in step: each item is {slot: token} of those that had not
         stopped before, so the last ones have fewer slots.  Ends where all have stopped."""
         options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
-        sequences = self._ready(slots)
+        sequences = self._slots.ready(slots)
         self._begin("run_batch")
         run = BatchRun(self._stepper, sequences, options, device_state=self.device_state)
         self._run = run
@@ -285,7 +285,7 @@ class Decoder:
         Raises InputError if a run computed further than the tokens it handed out: the logits there
         are of a later token.
         """
-        sequence = self._sequence(slot)
+        sequence = self._slots[slot]
         if sequence.ahead or (self._run is not None and self._run.is_ahead(sequence)):
             raise InputError(
                 f"the device is further in slot {slot} than the {len(sequence.tokens)} tokens "
@@ -294,21 +294,8 @@ class Decoder:
             )
         return self.plan.buffers["logits"][slot].to_numpy(self.stream)
 
-    def _ready(self, slots: Items[int]) -> list[Sequence]:
-        """The sequences of slots that can step together.  Raises InputError."""
-        sequences = [self._sequence(slot) for slot in slots]
-        if not sequences or len(set(slots)) != len(sequences):
-            raise InputError(f"slots {list(slots)}: one or more are needed, each once")
-        for sequence in sequences:
-            if sequence.stopped:
-                raise InputError(f"slot {sequence.slot} has stopped; reset or truncate it")
-            if sequence.length >= self.plan.sizes.context:
-                raise InputError(f"slot {sequence.slot} is at the end of its context")
-            _ = sequence.next_token  # there must be one
-        return sequences
-
     def _begin(self, what: str) -> None:
-        """Before every step: a run under way ends."""
+        """Before every step and setting: a run under way ends."""
         self._require_open()
         self._end_run(what)
 
@@ -358,27 +345,7 @@ class Decoder:
             kernel_seconds=self._steps.kernel_seconds,
         )
 
-    # --- checks and lifetime
-    def _sequence(self, slot: int) -> Sequence:
-        if not 0 <= slot < len(self._sequences):
-            raise InputError(f"slot {slot} of {len(self._sequences)}: there is no such slot")
-        return self._sequences[slot]
-
-    def _check_tokens(self, tokens: Items[int], sequence: Sequence) -> None:
-        if not tokens:
-            raise InputError("no tokens: a prompt has one at least")
-        wrong = [t for t in tokens if not 0 <= t < self.config.vocabulary]
-        if wrong:
-            raise InputError(
-                f"token {wrong[0]} is outside the vocabulary of {self.config.vocabulary}"
-            )
-        room = self.plan.sizes.context - sequence.length
-        if len(tokens) > room:
-            raise InputError(
-                f"{len(tokens)} tokens do not fit: the context of slot {sequence.slot} has room "
-                f"for {room} more of {self.plan.sizes.context} (max_context)"
-            )
-
+    # --- lifetime
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the decoder is closed; make another")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +14,7 @@ import numpy.typing as npt
 from ostinato.errors import InputError
 from ostinato.models.program import ACTIVE, FROM_STATE, ROW, SAMPLE
 
-__all__ = ["Sequence", "decode_rows", "prompt_rows"]
+__all__ = ["Sequence", "Slots", "decode_rows", "prompt_rows"]
 
 
 @dataclass(slots=True)
@@ -55,6 +57,59 @@ class Sequence:
         del self.tokens[count:]
         self.length = min(self.length, max(0, count - 1))
         self.on_device = self.stopped = False
+
+
+class Slots:
+    """The sequences of a decoder, and what each of them can take next.
+
+    `context`: positions of each; `vocabulary`: how many tokens there are.
+    """
+
+    def __init__(self, count: int, *, context: int, vocabulary: int) -> None:
+        self._sequences = tuple(Sequence(slot) for slot in range(count))
+        self._context = context
+        self._vocabulary = vocabulary
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __getitem__(self, slot: int) -> Sequence:
+        """Raises InputError if there is no such slot."""
+        if not 0 <= slot < len(self._sequences):
+            raise InputError(f"slot {slot} of {len(self._sequences)}: there is no such slot")
+        return self._sequences[slot]
+
+    def ready(self, slots: Items[int]) -> list[Sequence]:
+        """The sequences of slots that can step together.  Raises InputError."""
+        sequences = [self[slot] for slot in slots]
+        if not sequences or len(set(slots)) != len(sequences):
+            raise InputError(f"slots {list(slots)}: one or more are needed, each once")
+        for sequence in sequences:
+            if sequence.stopped:
+                raise InputError(f"slot {sequence.slot} has stopped; reset or truncate it")
+            if sequence.length >= self._context:
+                raise InputError(f"slot {sequence.slot} is at the end of its context")
+            _ = sequence.next_token  # there must be one
+        return sequences
+
+    def prompt(self, tokens: Iterable[int], sequence: Sequence) -> list[int]:
+        """Tokens that fit behind what the cache holds of a sequence.  Raises InputError."""
+        try:
+            found = [operator.index(token) for token in tokens]  # NumPy's whole numbers too
+        except TypeError as error:
+            raise InputError(f"tokens must be whole numbers: {error}") from None
+        if not found:
+            raise InputError("no tokens: a prompt has one at least")
+        wrong = [token for token in found if not 0 <= token < self._vocabulary]
+        if wrong:
+            raise InputError(f"token {wrong[0]} is outside the vocabulary of {self._vocabulary}")
+        room = self._context - sequence.length
+        if len(found) > room:
+            raise InputError(
+                f"{len(found)} tokens do not fit: the context of slot {sequence.slot} has room "
+                f"for {room} more of {self._context} (max_context)"
+            )
+        return found
 
 
 def prompt_rows(

@@ -100,7 +100,8 @@ class Stepper:
                     "NaN, so no token can be chosen; the weights may be damaged"
                 )
         for sequence, (token, stopped) in zip(sequences, words, strict=True):
-            sequence.tokens += (*piece, token)
+            # By place: an interruption between these lines must not leave the token there twice.
+            sequence.tokens[sequence.length + (not piece) :] = (*piece, token)
             sequence.length += step
             sequence.stopped = stopped
         return [token for token, _ in words]
