@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import re
 import statistics
 import subprocess
 import tempfile
@@ -23,6 +21,7 @@ import numpy as np
 
 import ostinato as ost
 from ostinato.bench.machine import SCHEMA, commit, machine
+from ostinato.bench.report import Result
 
 __all__ = [
     "BLOCK",
@@ -120,24 +119,12 @@ def emit(
     summary: Mapping[str, object] | None = None,
 ) -> Path:
     """Writes the result file, says where, and prints it on one line: the last."""
-    result = {
-        "schema": SCHEMA,
-        "benchmark": benchmark,
-        "ceiling": dict(ceiling),
-        "summary": dict(summary or {}),
-        "machine": machine(device),
-        "settings": dict(settings),
-        "rows": [dict(row) for row in rows],
-        "skipped": dict(skipped),
-    }
-    slug = re.sub(r"[^a-z0-9]+", "-", device.properties.name.lower()).strip("-")
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{benchmark}-{slug}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = Result(benchmark, ceiling, summary or {}, machine(device), settings, rows, skipped)
+    path = result.write(out)
     for name, why in skipped.items():
         print(f"not measured: {name}: {why}")
     print(f"results: {path}")
-    print(json.dumps(result), flush=True)
+    print(result.line(), flush=True)
     return path
 
 

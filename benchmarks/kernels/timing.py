@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kernels.rig import Gpu, Memory
-from ostinato.bench.shapes import SHAPES
 from ostinato.models.config import LlamaConfig
 from ostinato.models.kernels_cuda import CudaLaunch, lower, workspace_bytes
 from ostinato.models.kernels_cuda_shapes import Tuning
@@ -28,9 +27,6 @@ from ostinato.models.program import (
 )
 
 BANDWIDTH = 3.05e12  # bytes a second, measured on one H100 80GB reading 2 GiB
-
-
-CONFIGS = SHAPES
 
 
 class StepBench:

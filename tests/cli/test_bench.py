@@ -8,6 +8,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ import typer
 from ostinato import Source
 from ostinato.bench import floor, random_weights, replays
 from ostinato.bench.contest import Timed, Times
-from ostinato.bench.decode import DecodeOptions, Row, measure, points_of
+from ostinato.bench.decode import Row, measure
+from ostinato.bench.options import DecodeOptions, points_of
 from ostinato.bench.peers import PEERS, Peer, Peers
 from ostinato.bench.plot import decode_svg
+from ostinato.bench.prompts import prompt_tokens
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.replays import Replays
 from ostinato.bench.shapes import SHAPES, traffic
@@ -94,6 +97,53 @@ def test_all_our_ways_are_compared(tmp_path: Path) -> None:
     assert all(way in words for way in (*ways, "floor", "by context", "by batch"))
 
 
+def test_prompts_are_measured_beside_decoding(tmp_path: Path) -> None:
+    options = ("--prompt", "70,5,256", "--batch", "2", "--context", "3", "--out", str(tmp_path))
+    answer = ostinato("bench", "--shape", "tiny", "--quick", "--rounds", "1", *options)
+    assert answer.returncode == 0, answer.stderr
+    result = result_of(answer.stdout)
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.startswith("decode-tiny-batch-2-3-prompt-host")
+    assert Counter(row["kind"] for row in result["rows"]) == {"decode": 4, "prompt": 9}
+    rows = {(r["way"], r["prompt"]): r for r in result["rows"] if r["kind"] == "prompt"}
+    # The way with a loop has the decoder of "capture", and nothing of its own for prompts.
+    assert set(rows) == {(way, n) for way in ("eager", "capture", "record") for n in (70, 5, 256)}
+    assert result["summary"]["tokens_equal"] is True
+    assert result["settings"]["prompts"] == [70, 5, 256]
+    bandwidth = result["ceiling"]["bandwidth_gb_per_s"] * 1e9
+    for (way, prompt), row in rows.items():
+        assert way in answer.stdout and row["ours"] and row["rounds"] == 1
+        rate = row["tokens_per_second"] * row["first_token_us"] / 1e6
+        assert rate == pytest.approx(prompt, rel=1e-2)
+        assert row["of_floor"] == pytest.approx(row["floor_us"] / row["first_token_us"], rel=1e-2)
+        assert row["piece"] == min(prompt, 64)
+        nbytes = traffic(TINY, 4).prompt(prompt, 64)
+        assert row["floor_us"] == pytest.approx(nbytes / bandwidth * 1e6, rel=2e-2)
+    best = result["summary"]["prompt_tokens_per_second"]
+    for prompt in (70, 5, 256):
+        most = max(r["tokens_per_second"] for (_, n), r in rows.items() if n == prompt)
+        assert best[str(prompt)] == pytest.approx(most, rel=1e-2)
+    assert "prompts of tiny" in answer.stdout
+
+
+def test_a_prompt_starts_in_an_empty_cache_and_leaves_none(host_device: Device) -> None:
+    with random_checkpoint(TINY) as checkpoint:
+        decoder = Decoder(host_device, checkpoint, max_context=100, stop_tokens=())
+    with decoder:
+        way = DecoderWay(Way("capture"), decoder, owns=True)
+        first, other = prompt_tokens(TINY.vocabulary, 70, 0), prompt_tokens(TINY.vocabulary, 70, 1)
+        assert first != other == prompt_tokens(TINY.vocabulary, 70, 1)
+        expected = decoder.prefill(first)
+        found = [way.prompt(tokens) for tokens in (other, first)]
+        assert found[1].tokens == ((expected,),) and found[1].seconds > 0
+        assert decoder.tokens() == ()
+        way.place(1, 9)
+        placed = way.decode(4).tokens
+        way.prompt(other)
+        way.place(1, 9)
+        assert way.decode(4).tokens == placed
+
+
 def test_a_profile_accounts_for_every_launch_and_byte(tmp_path: Path) -> None:
     picture, position = tmp_path / "profile.svg", 9
     options = ("--batch", "2", "--context", str(position), "--out", str(tmp_path))
@@ -102,7 +152,9 @@ def test_a_profile_accounts_for_every_launch_and_byte(tmp_path: Path) -> None:
     )
     assert answer.returncode == 0, answer.stderr
     result = result_of(answer.stdout)
-    assert json.loads(next(tmp_path.glob("profile-tiny-host*.json")).read_text()) == result
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.startswith("profile-tiny-batch-2-9-host")
+    assert json.loads(path.read_text()) == result
     program = Counter(call.kernel for call in decode_program(TINY))
     assert {row["name"]: row["launches"] for row in result["rows"]} == program
     assert len(result["summary"]["launch_us"]) == program.total()
@@ -157,6 +209,16 @@ def test_the_floor_counts_what_a_step_reads() -> None:
         assert found.step(3, 5) == found.weights + 15 * found.position
 
 
+def test_the_floor_of_a_prompt_counts_every_piece() -> None:
+    bytes_of = traffic(SHAPES["8B"], 2)
+    assert bytes_of.head == 128256 * 4096 * 2
+    whole = bytes_of.prompt(150, 150)
+    assert whole == bytes_of.weights + 150 * bytes_of.position == bytes_of.step(1, 150)
+    pieces = bytes_of.prompt(150, 64)  # up to 64, 128 and 150
+    assert pieces - whole == 2 * (bytes_of.weights - bytes_of.head) + 192 * bytes_of.position
+    assert bytes_of.prompt(64, 64) == bytes_of.step(1, 64)
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
@@ -170,6 +232,15 @@ def test_the_floor_counts_what_a_step_reads() -> None:
         (("--tokens", "8", "--tokens-per-launch", "9"), "9 tokens a launch"),
         (("--peers", "transformers,llama"), "llama"),
         (("--model", "nothing.gguf"), "not both"),
+        (("--tokens-per-launch", "4,2,4"), "twice"),
+        (("--peers", "transformers,transformers"), "twice"),
+        (("--prompt", "257"), "257 tokens"),
+        (("--prompt", "0"), "0 tokens"),
+        (("--prompt", "64,64"), "twice"),
+        (("--prompt", "some"), "some"),
+        (("--out", __file__), "--out"),
+        (("--plot", str(Path(__file__).parent)), "--plot"),
+        (("--plot", str(Path(__file__) / "bench.svg")), "--plot"),
     ],
 )
 def test_what_cannot_be_is_refused(options: tuple[str, ...], word: str) -> None:
@@ -203,16 +274,41 @@ def test_ways_that_disagree_are_an_error(
     assert f"NOT EQUAL: {line}" in printed
 
 
+def test_ways_that_disagree_after_a_prompt_are_an_error(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = DecoderWay.prompt
+    calls: Counter[str] = Counter()
+
+    def wrong(self: DecoderWay, tokens: Sequence[int]) -> Timed:
+        found = prompt(self, tokens)
+        calls[self.name] += 1
+        if self.name != "record" or calls["record"] != 5:  # the second round after three warm-ups
+            return found
+        return replace(found, tokens=((found.tokens[0][0] + 1,),))
+
+    monkeypatch.setattr(DecoderWay, "prompt", wrong)
+    options = DecodeOptions(contexts=(2,), tokens=2, prompts=(9,), rounds=2, seconds=60)
+    (line,) = measure(host_device, lambda: random_checkpoint(TINY), options).unequal
+    assert line.startswith("prompt 9: in round 2") and "by record" in line
+
+
 class _Loop:
     """Stands for another library's decoder, which breaks at its second run."""
 
     whole_graph = True
 
     def __init__(self, model: object, *, batch: int, length: int, how: str) -> None:
-        self.how, self.runs = how, 0
+        self.how, self.runs, self.at = how, 0, -1
+        self.length = length
 
     def place(self, position: int) -> None:
-        pass
+        self.at = position
+
+    def prompt(self, tokens: Sequence[int]) -> int:
+        assert self.how == "eager" and self.at == 0 and len(tokens) < self.length
+        self.at = len(tokens)
+        return 0
 
     def run(self, tokens: int) -> None:
         self.runs += 1
@@ -251,6 +347,24 @@ def test_a_peer_that_fails_is_left_out_and_named(
     (peer,) = (row for row in found.rows if not row.ours)
     best = min(row.token_us for row in found.rows if row.ours)
     assert peer.ours_is == pytest.approx(peer.token_us / best)
+
+
+def test_a_peer_takes_prompts_whole(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ostinato.bench.decode.Peers", _TwoPeers)
+    options = DecodeOptions(
+        contexts=(4,), tokens=4, prompts=(130,), peers=tuple(PEERS), rounds=2, seconds=20
+    )
+    found = measure(host_device, lambda: random_checkpoint(TINY), options)
+    rows = {row.way: row for row in found.prompts}
+    assert set(rows) == {"eager", "capture", "record", "transformers"}
+    peer, bytes_of = rows["transformers"], traffic(TINY, 4)
+    assert found.bandwidth is not None
+    assert peer.piece == 130 and not peer.ours and peer.rounds == 2
+    assert peer.floor_us == pytest.approx(bytes_of.step(1, 130) / found.bandwidth.best * 1e6)
+    best = min(row.first_token_us for row in found.prompts if row.ours)
+    assert peer.ours_is == pytest.approx(peer.first_token_us / best)
+    for name in ("torch.cuda.graph", "torch.compile"):
+        assert "one token" in found.skipped[f"{name}, prompt 130"]
 
 
 def test_peers_that_are_not_here_say_why(host_device: Device) -> None:

@@ -6,14 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ostinato.bench.random_weights import random_checkpoint
 from ostinato.device import Device
 from ostinato.models import kernels_cuda_shapes as shapes
+from ostinato.models import tuning_bench, tuning_sweep
 from ostinato.models.config import LlamaConfig
 from ostinato.models.tuning_store import TuningKey, TuningStore
+from ostinato.models.tuning_sweep import SweepResult
+
+command: Any = import_module("ostinato.cli.tune")
 
 CONFIG = LlamaConfig(
     hidden=192,
@@ -106,6 +114,53 @@ def test_clearing(tmp_path: Path) -> None:
     save(tmp_path)
     assert json.loads(tune(tmp_path, "--clear", "--json").stdout)["removed"] == 1
     assert "0 tunings removed" in tune(tmp_path, "--clear").stdout
+
+
+class _Meter:
+    """Stands for the device's."""
+
+    trusted: Any = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+    def __enter__(self) -> _Meter:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def trust(self, tuning: shapes.Tuning) -> None:
+        _Meter.trusted = tuning
+
+
+def test_a_search_begins_with_what_is_stored(
+    host_device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """So that a short search does not replace what a longer one found with something slower."""
+    rule = shapes.default_tuning(
+        CONFIG,
+        multiprocessors=host_device.properties.multiprocessors,
+        clusters=host_device.capabilities.clusters,
+    )
+    stored = replace(rule, programmatic=False)
+    store, begun = TuningStore(tmp_path), []
+    key = TuningKey.of(CONFIG, 1, host_device.properties.name)
+    path = store.save(key, stored, before={20: 110.0}, after={20: 99.6}, seconds=2.0)
+    before = path.read_bytes()
+
+    def sweep(config: LlamaConfig, start: shapes.Tuning, *_: Any, **options: Any) -> SweepResult:
+        begun.append(start)
+        return SweepResult(start, {20: 99.6}, {20: 99.6}, (), (), True)
+
+    monkeypatch.setattr(tuning_sweep, "sweep", sweep)
+    monkeypatch.setattr(tuning_bench, "StepMeter", _Meter)
+    settings = command._Settings(rows=1, contexts=(20,), seconds=1.0, as_json=False)
+    command._tune(host_device, lambda: random_checkpoint(CONFIG), "a shape", settings, store)
+    assert begun == [stored] and _Meter.trusted == rule
+    assert path.read_bytes() == before
+    assert "faster than the shapes in use" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

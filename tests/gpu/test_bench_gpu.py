@@ -63,9 +63,9 @@ def test_a_profile_adds_up_to_the_step(
 def test_other_libraries_decode_beside_us(cuda_device: Device) -> None:
     library("torch")
     library("transformers")
-    peers = ("transformers", "torch.cuda.graph")
+    peers, prompt = ("transformers", "torch.cuda.graph"), ("--prompt", "100")
     answer = subprocess.run(  # their warnings are not to be errors, as they are in here
-        [sys.executable, "-m", "ostinato", "bench", "--quick", "--peers", ",".join(peers)],
+        [sys.executable, "-m", "ostinato", "bench", "--quick", *prompt, "--peers", ",".join(peers)],
         env=os.environ | {"OSTINATO_DEVICE": cuda_device.name},
         capture_output=True,
         text=True,
@@ -74,7 +74,42 @@ def test_other_libraries_decode_beside_us(cuda_device: Device) -> None:
     )
     assert answer.returncode == 0, answer.stderr
     result = json.loads(answer.stdout.rstrip().splitlines()[-1])
-    assert result["skipped"] == {}
-    rows = {row["way"]: row for row in result["rows"]}
+    assert set(result["skipped"]) == {"torch.cuda.graph, prompt 100"}
+    prompts = {row["way"]: row for row in result["rows"] if row["kind"] == "prompt"}
+    assert set(prompts) == {"eager", "capture", "record", "transformers"}
+    assert all(row["tokens_per_second"] > 0 for row in prompts.values())
+    rows = {row["way"]: row for row in result["rows"] if row["kind"] == "decode"}
     assert set(rows) == {"eager", "capture", "record", "while 4", *peers}
     assert all(rows[peer]["ours_is"] > 0 and not rows[peer]["ours"] for peer in peers)
+
+
+_PROMPTS = """
+import sys
+import torch
+from ostinato.interop.transformers import DecodeLoop, LlamaSizes, random_llama
+
+device = sys.argv[1]
+sizes = LlamaSizes(
+    hidden=64, layers=2, heads=4, kv_heads=2, head_size=16, inner=96, vocabulary=320, context=256,
+    tied_embeddings=True,
+)
+model = random_llama(sizes, device=device, dtype=torch.float32)
+loop = DecodeLoop(model, batch=1, length=128, how="eager")
+for count in (1, 70, 128):
+    prompt = [(17 * i + count) % 320 for i in range(count)]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt], device=device)).logits[0, -1]
+    loop.place(100)
+    loop.run(5)  # leaves something in the cache
+    for _ in range(2):
+        loop.place(0)
+        assert loop.prompt(prompt) == int(logits.argmax()), count
+"""
+
+
+def test_a_prompt_beside_us_is_what_its_model_says(cuda_device: Device) -> None:
+    library("torch")
+    library("transformers")
+    command = [sys.executable, "-W", "ignore", "-c", _PROMPTS, cuda_device.name]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert answer.returncode == 0, answer.stderr

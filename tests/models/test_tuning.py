@@ -368,6 +368,18 @@ def test_a_tuning_is_for_its_key_alone(store: TuningStore, changes: dict[str, An
     assert chosen(store, **changes).origin is choosing.Origin.DEFAULT
 
 
+def test_clusters_are_not_used_where_the_device_has_none(
+    store: TuningStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    clustered = replace(tuned(), attention=shapes.AttentionShape(1, 2, 2, 8, 8))
+    key = TuningKey.of(SMALL, 1, GPU)
+    store.save(key, clustered, before={20: 100.0}, after={20: 90.0}, seconds=1.0)
+    assert chosen(store, clusters=True).tuning == clustered
+    with caplog.at_level(logging.WARNING):
+        assert chosen(store).origin is choosing.Origin.DEFAULT
+    assert "clusters of 8" in caplog.text
+
+
 def test_other_kernel_code_has_no_stored_tuning(
     store: TuningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +435,8 @@ DAMAGE = {
     "gpu": lambda path: changed(path, gpu=None),
     "tuning": lambda path: changed(path, tuning=None),
     "times": lambda path: changed(path, after_us={"20": "soon"}),
+    "no times": lambda path: changed(path, after_us={"20": None}),
+    "endless": lambda path: changed(path, before_us={"20": 10**400}),
     "infinite": lambda path: changed(path, after_us={"20": math.inf}),
     "illegal": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": 7}),
     "field": lambda path: break_tuning(path, "qkv", _VECTOR),

@@ -45,6 +45,16 @@ def test_what_workers_compiled_is_found_under_our_own_key(
     assert all(stored(pool, tmp_path, one) for one in more)
 
 
+def test_workers_import_nothing_from_the_folder_they_are_started_in(
+    pool: CompilerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('not ours')\n")
+    monkeypatch.chdir(tmp_path)
+    wanted = [variant(1), variant(2)]
+    assert pool.compile(wanted) == 2
+    assert all(stored(pool, tmp_path, one) for one in wanted)
+
+
 def test_what_does_not_compile_stops_nothing(pool: CompilerPool, tmp_path: Path) -> None:
     bad, good = variant("no such thing"), [variant(1), variant(2)]
     assert pool.compile([bad, *good]) == 3

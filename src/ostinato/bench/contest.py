@@ -28,12 +28,14 @@ class Contestant(Protocol):
     """Something that decodes.
 
     `ours`: its tokens must be those of our other ways, bit for bit.  `multiple`: a run of it is to
-    have a multiple of so many tokens, since they come from one launch.
+    have a multiple of so many tokens, since they come from one launch.  `no_prompts`: why it is not
+    asked to take prompts, or nothing.
     """
 
     name: str
     ours: bool
     multiple: int
+    no_prompts: str
 
     def reserve(self, batch: int, positions: int) -> None:
         """Makes ready for `batch` sequences of so many positions.  May compile and capture."""
@@ -44,6 +46,13 @@ class Contestant(Protocol):
 
     def decode(self, tokens: int) -> Timed:
         """Decodes so many tokens of each sequence, from where it is."""
+
+    def piece(self, tokens: int) -> int:
+        """How many tokens of such a prompt it takes at once."""
+
+    def prompt(self, tokens: Sequence[int]) -> Timed:
+        """Takes a prompt into the empty cache of one sequence, until the token chosen after it is
+        in the caller's hand; `tokens` of the answer is that one alone, where it is ours."""
 
     def details(self) -> dict[str, object]:
         """What is worth knowing of it beside its times, for the results."""

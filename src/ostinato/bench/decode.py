@@ -3,110 +3,33 @@
 A point is a number of sequences (batch) and of positions in their caches before the first token
 (context).  At each point every contestant is warmed up, then all take turns for some rounds; a
 row has the median of its rounds.  Batches are measured at the first context, and contexts at the
-first batch.
+first batch.  Prompts (`prompts`) come after the points of the first series, with its decoders.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import ostinato as ost
 from ostinato.bench.contest import Contestant, Timed, Times
 from ostinato.bench.floor import Bandwidth, measure_bandwidth
-from ostinato.bench.peers import PEERS, Peers, first_line
+from ostinato.bench.options import DecodeOptions, Point, points_of
+from ostinato.bench.peers import Peers, first_line
+from ostinato.bench.prompts import PromptRow, first_tokens_differ, prompt_tokens
 from ostinato.bench.shapes import Traffic, traffic
-from ostinato.bench.ways import DecoderWay, open_ways, ways_of
-from ostinato.errors import InputError
+from ostinato.bench.ways import open_ways, ways_of
 from ostinato.models import Checkpoint, LlamaConfig
 
-__all__ = ["DecodeOptions", "DecodeResult", "Point", "Row", "measure", "points_of"]
-
-MOST_ROWS = 64
-"""Sequences that a decoder steps at once, at most."""
+__all__ = ["DecodeResult", "Row", "measure"]
 
 # One run of a slow contestant may take so long (seconds); then it decodes fewer tokens.
 _RUN_SECONDS = 3.0
 _WARMUP_TOKENS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeOptions:
-    """What is compared.
-
-    `batches`, `contexts`: see above.  `tokens`: of each sequence in a run.  `tokens_per_launch`:
-    numbers above 1 are each a way with a WHILE node, whose runs have the next lower multiple.
-    `peers`: names from `peers.PEERS`.  `rounds`: at most; fewer when the time runs short, but one
-    at least.  `seconds`: a point is given its share of what is left; compiling is not begun when
-    too little is left for it.
-    """
-
-    batches: tuple[int, ...] = (1,)
-    contexts: tuple[int, ...] = (20,)
-    tokens: int = 100
-    tokens_per_launch: tuple[int, ...] = ()
-    peers: tuple[str, ...] = ()
-    rounds: int = 5
-    seconds: float = 120.0
-
-    def require(self, config: LlamaConfig) -> None:
-        """Raises InputError for what a model of this shape cannot do."""
-        for name, values in (("batch", self.batches), ("context", self.contexts)):
-            if not values:
-                raise InputError(f"no {name} was given")
-            if len(set(values)) != len(values):
-                raise InputError(f"a {name} was given twice: {', '.join(map(str, values))}")
-        for batch in self.batches:
-            if not 1 <= batch <= MOST_ROWS:
-                raise InputError(f"batch {batch}: a step decodes 1 to {MOST_ROWS} sequences")
-        longest = config.context_length
-        for context in self.contexts:
-            if not 0 <= context < longest:
-                raise InputError(
-                    f"context {context}: this model has {longest} positions, so that a token can "
-                    f"have 0 to {longest - 1} before it"
-                )
-        for name, value in (("tokens", self.tokens), ("rounds", self.rounds)):
-            if value < 1:
-                raise InputError(f"{name} is {value}, must be 1 or more")
-        if self.tokens > longest:
-            raise InputError(f"{self.tokens} tokens: this model has {longest} positions")
-        for name in self.peers:
-            if name not in PEERS:
-                raise InputError(f"there is no peer {name!r}; there are: {', '.join(PEERS)}")
-        for count in self.tokens_per_launch:
-            if not 1 <= count <= self.tokens:
-                raise InputError(
-                    f"{count} tokens a launch: a run has {self.tokens} tokens; 1 to as many can "
-                    "come from a launch"
-                )
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """`first`: the position of the first token; `context`, or less where the model ends before the
-    last token would."""
-
-    batch: int
-    context: int
-    first: int
-
-
-def points_of(options: DecodeOptions, config: LlamaConfig) -> list[list[Point]]:
-    """The points in series; one set of decoders serves a series, whose contexts fall."""
-
-    def point(batch: int, context: int) -> Point:
-        return Point(batch, context, min(context, config.context_length - options.tokens))
-
-    first, *more = options.contexts
-    if len(options.batches) == 1:
-        falling = sorted(options.contexts, reverse=True)
-        return [[point(options.batches[0], context) for context in falling]]
-    series = [[point(batch, first) for batch in options.batches]]
-    if more:
-        series.append([point(options.batches[0], c) for c in sorted(more, reverse=True)])
-    return series
+_PROMPT_WARMUPS = 3  # launch by launch, then captured, then replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +61,8 @@ class Row:
     details: dict[str, object] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
-        """Flat, for the results; numbers to four digits."""
-        plain = asdict(self)
+        """Flat, for the results, with "decode" as its `kind`; numbers to four digits."""
+        plain = {"kind": "decode", **asdict(self)}
         plain.update(plain.pop("details"))
         return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in plain.items()}
 
@@ -150,6 +73,7 @@ class DecodeResult:
     in words: a defect; there should be none."""
 
     rows: list[Row] = field(default_factory=list)
+    prompts: list[PromptRow] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     unequal: list[str] = field(default_factory=list)
     bandwidth: Bandwidth | None = None
@@ -178,7 +102,9 @@ def measure(
     log("measuring the memory's bandwidth")
     result.bandwidth = measure_bandwidth(device)
     contest = _Contest(device, config, opened, options, result, log)
-    for series in points_of(options, config):
+    first, *more = points_of(options, config)
+    contest.run(first, options.prompts)
+    for series in more:
         contest.run(series)
     return result
 
@@ -197,16 +123,17 @@ class _Contest:
         self.options, self.result, self.log = options, result, log
         self.deadline = time.monotonic() + options.seconds
         series = points_of(options, config)
-        self.points_left = sum(len(points) for points in series)
-        self.positions = max(p.first for points in series for p in points) + options.tokens
+        self.points_left = sum(len(points) for points in series) + len(options.prompts)
+        last = max(point.first for points in series for point in points) + options.tokens
+        self.positions = max(last, *options.prompts, 0)
 
     def left(self) -> float:
         """Seconds."""
         return self.deadline - time.monotonic()
 
-    def run(self, series: Sequence[Point]) -> None:
+    def run(self, series: Sequence[Point], prompts: Sequence[int] = ()) -> None:
         options, result = self.options, self.result
-        positions = max(point.first for point in series) + options.tokens
+        positions = max(max(point.first for point in series) + options.tokens, *prompts, 0)
         self.log("loading our decoders")
         ways = open_ways(
             self.device,
@@ -233,7 +160,10 @@ class _Contest:
             result.skipped.update(peers.skipped)
             result.versions.update(peers.versions)
             for point in series:
-                self._point(point, ways, [*ways, *peers.contestants])
+                self._point(point, [*ways, *peers.contestants])
+                self.points_left -= 1
+            for prompt in prompts:
+                self._prompt(prompt, [*ways, *peers.contestants])
                 self.points_left -= 1
         finally:
             if peers is not None:
@@ -241,36 +171,81 @@ class _Contest:
             for way in ways:
                 way.close()
 
-    def _point(
-        self, point: Point, ways: Sequence[DecoderWay], contestants: Sequence[Contestant]
-    ) -> None:
+    def _point(self, point: Point, contestants: Sequence[Contestant]) -> None:
         where = f"batch {point.batch}, context {point.context}"
-        share = time.monotonic() + self.left() / self.points_left
         counts: dict[str, int] = {}
+
+        def ready(one: Contestant) -> None:
+            counts[one.name] = self._ready(one, point)
+
+        def turn(one: Contestant, number: int) -> Timed:
+            one.place(point.batch, point.first)
+            return one.decode(counts[one.name])
+
+        takers, runs = self._turns(where, contestants, ready, turn)
+        self._compare(runs, [t.name for t in takers if t.ours], where)
+        self._rows(point, takers, runs, counts)
+
+    def _prompt(self, count: int, contestants: Sequence[Contestant]) -> None:
+        where, vocabulary = f"prompt {count}", self.config.vocabulary
+
+        def ready(one: Contestant) -> None:
+            one.reserve(1, min(count + 1, self.config.context_length))
+            for number in range(_PROMPT_WARMUPS):
+                one.prompt(prompt_tokens(vocabulary, count, number))
+
+        def turn(one: Contestant, number: int) -> Timed:
+            return one.prompt(prompt_tokens(vocabulary, count, _PROMPT_WARMUPS + number))
+
+        for one in contestants:
+            if one.no_prompts and not one.ours:
+                self.result.skipped[f"{one.name}, {where}"] = one.no_prompts
+        asked = [one for one in contestants if not one.no_prompts]
+        takers, runs = self._turns(where, asked, ready, turn)
+        why = first_tokens_differ(runs, [t.name for t in takers if t.ours])
+        if why:
+            self.result.unequal.append(f"{where}: {why}")
+        ours = [statistics.median(r.seconds for r in runs[t.name]) for t in takers if t.ours]
+        for taker in takers:
+            piece = taker.piece(count)
+            row = PromptRow.of(
+                taker.name,
+                taker.ours,
+                count,
+                piece,
+                runs=runs[taker.name],
+                floor_us=self._us(self._traffic().prompt(count, piece)),
+                best_us=min(ours) * 1e6 if ours else None,
+            )
+            self.result.prompts.append(row)
+
+    def _turns(
+        self,
+        where: str,
+        contestants: Sequence[Contestant],
+        ready: Callable[[Contestant], None],
+        turn: Callable[[Contestant, int], Timed],
+    ) -> tuple[list[Contestant], dict[str, list[Timed]]]:
+        """Each is made ready, then they take turns; those that came through, and their runs."""
+        share = time.monotonic() + self.left() / self.points_left
         takers: list[Contestant] = []
-        for contestant in contestants:
-            self.log(f"{where}: {contestant.name}")
-
-            def ready(one: Contestant = contestant) -> None:
-                counts[one.name] = self._ready(one, point)
-
-            if self._tries(contestant, where, ready):
-                takers.append(contestant)
+        for one in contestants:
+            self.log(f"{where}: {one.name}")
+            if self._tries(one, where, partial(ready, one)):
+                takers.append(one)
         runs: dict[str, list[Timed]] = {taker.name: [] for taker in takers}
         for number in range(self.options.rounds):
             if number and time.monotonic() > share:
                 break
             self.log(f"{where}: round {number + 1} of {self.options.rounds}")
-            for taker in list(takers):
+            for one in list(takers):
 
-                def turn(one: Contestant = taker) -> None:
-                    one.place(point.batch, point.first)
-                    runs[one.name].append(one.decode(counts[one.name]))
+                def act(one: Contestant = one, number: int = number) -> None:
+                    runs[one.name].append(turn(one, number))
 
-                if not self._tries(taker, where, turn):
-                    takers.remove(taker)
-        self._compare(runs, [w.name for w in ways if w in takers], where)
-        self._rows(point, [t for t in takers if runs[t.name]], runs, counts)
+                if not self._tries(one, where, act):
+                    takers.remove(one)
+        return takers, runs
 
     def _tries(self, contestant: Contestant, where: str, act: Callable[[], None]) -> bool:
         """Whether `act` did not raise.  A peer's exception is noted; one of ours goes on."""
@@ -345,10 +320,15 @@ class _Contest:
 
     def _floor(self, point: Point, tokens: int) -> float:
         """Microseconds a step, in the middle of a run."""
-        bandwidth = self.result.bandwidth
-        bytes_of = self.result.traffic or traffic(self.config, 2)
-        assert bandwidth is not None
-        return bytes_of.step(point.batch, point.first + (tokens + 1) / 2) / bandwidth.best * 1e6
+        return self._us(self._traffic().step(point.batch, point.first + (tokens + 1) / 2))
+
+    def _traffic(self) -> Traffic:
+        return self.result.traffic or traffic(self.config, 2)
+
+    def _us(self, nbytes: float) -> float:
+        """Microseconds for so many bytes at the measured bandwidth."""
+        assert self.result.bandwidth is not None
+        return nbytes / self.result.bandwidth.best * 1e6
 
 
 def _whole(tokens: int, multiple: int) -> int:

@@ -111,7 +111,9 @@ class Peer:
         self._library, self._model, self._left = library, model, left
         self._loop: Any = None
         self._at: tuple[int, int] = (0, 0)
-        self._context = 0
+        self.no_prompts = ""
+        if PEERS[name] != "eager":
+            self.no_prompts = "what it prepares is a step of one token"
         self.ready_seconds = 0.0
         """What making it ready took the last time: compiling, capturing."""
 
@@ -136,6 +138,15 @@ class Peer:
     def decode(self, tokens: int) -> Timed:
         begin = time.perf_counter()
         self._loop.run(tokens)
+        return Timed(time.perf_counter() - begin)
+
+    def piece(self, tokens: int) -> int:
+        return tokens
+
+    def prompt(self, tokens: Sequence[int]) -> Timed:
+        self._loop.place(0)
+        begin = time.perf_counter()
+        self._loop.prompt(tokens)
         return Timed(time.perf_counter() - begin)
 
     def details(self) -> dict[str, object]:

@@ -34,8 +34,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import ostinato as ost
-from ostinato.bench.decode import DecodeOptions
 from ostinato.bench.floor import Bandwidth, measure_bandwidth
+from ostinato.bench.options import DecodeOptions
 from ostinato.bench.replays import Replays
 from ostinato.bench.shapes import traffic
 from ostinato.bench.ways import Way, open_ways

@@ -3,7 +3,8 @@
 A result is plain data, `"schema": "ostinato.benchmark/1"`: `benchmark`, `ceiling` (the physics
 that bounds the numbers, with the numbers), `summary`, `machine`, `settings`, `rows` (one record a
 line of the table), `skipped` (what could not be measured here, and why).  The file is
-`{folder}/{benchmark}-{device}.json`.
+`{folder}/{benchmark}-{device}.json`.  A comparison's rows have a `kind`: "decode" (the fields of
+`decode.Row`, and what a contestant tells of itself) or "prompt" (those of `prompts.PromptRow`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ostinato as ost
-from ostinato.bench.decode import DecodeOptions, DecodeResult, Row
+from ostinato.bench.decode import DecodeResult, Row
 from ostinato.bench.machine import SCHEMA, machine
+from ostinato.bench.options import DecodeOptions
 from ostinato.bench.profile import Profile, ProfileRow
+from ostinato.bench.prompts import PromptRow
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -82,6 +85,11 @@ def decode_result(
         ceiling["bytes_per_position"] = found.traffic.position
         weights_us = found.traffic.weights / found.bandwidth.best * 1e6
         ceiling["floor_us_at_context_0"] = round(weights_us, 2)
+    if options.prompts:
+        ceiling["prompt"] = (
+            "every weight once for each piece of the prompt, the output head once, and for each "
+            "piece keys and values up to its end, over the bandwidth; arithmetic is not counted"
+        )
     best = max((row for row in found.rows if row.ours), key=_first_point, default=None)
     summary: dict[str, object] = {"tokens_equal": not found.unequal}
     if found.unequal:
@@ -90,8 +98,14 @@ def decode_result(
         summary["best"] = best.way
         summary["tokens_per_second"] = round(best.tokens_per_second, 1)
         summary["of_floor"] = round(best.of_floor, 3)
+    ours = [row for row in found.prompts if row.ours]
+    if ours:
+        summary["prompt_tokens_per_second"] = {
+            str(prompt): round(max(r.tokens_per_second for r in ours if r.prompt == prompt), 1)
+            for prompt in dict.fromkeys(row.prompt for row in ours)
+        }
     return Result(
-        _name(subject, options),
+        _name("decode", subject, options),
         ceiling,
         summary,
         machine(device),
@@ -101,19 +115,20 @@ def decode_result(
             "contexts": list(options.contexts),
             "tokens": options.tokens,
             "tokens_per_launch": list(options.tokens_per_launch),
+            "prompts": list(options.prompts),
             "rounds": options.rounds,
             "peers": list(options.peers),
             "seconds": options.seconds,
             "peer_versions": dict(found.versions),
         },
-        [row.as_dict() for row in found.rows],
+        [*(row.as_dict() for row in found.rows), *(row.as_dict() for row in found.prompts)],
         found.skipped,
     )
 
 
-def _name(subject: str, options: DecodeOptions) -> str:
+def _name(kind: str, subject: str, options: DecodeOptions) -> str:
     """What was varied is in the name, so that one result does not replace another kind."""
-    parts, plain = ["decode", subject], DecodeOptions()
+    parts, plain = [kind, subject], DecodeOptions()
     if len(options.batches) > 1:
         parts.append("batches")
     elif options.batches != plain.batches:
@@ -122,6 +137,8 @@ def _name(subject: str, options: DecodeOptions) -> str:
         parts.append("contexts")
     elif options.contexts != plain.contexts:
         parts.append(str(options.contexts[0]))
+    if options.prompts:
+        parts.append("prompt")
     return "-".join(parts)
 
 
@@ -132,8 +149,9 @@ def _first_point(row: Row) -> tuple[int, int, float]:
 
 def profile_result(device: ost.Device, subject: str, profile: Profile) -> Result:
     """A step's profile as a result."""
+    point = DecodeOptions(batches=(profile.batch,), contexts=(profile.position,))
     return Result(
-        f"profile-{subject}",
+        _name("profile", subject, point),
         {
             "what": "the launch's bytes over the bandwidth",
             "bandwidth": profile.bandwidth.how,
@@ -193,12 +211,39 @@ def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
             "-" if row.ours_is is None or row.ours else f"{row.ours_is:.2f} x",
         )
     _print(table)
+    if found.prompts:
+        _print(_prompts_table(subject, device, found.prompts))
     assert found.bandwidth is not None
     print(f"floor: {found.bandwidth.best / 1e9:,.0f} GB/s, by {found.bandwidth.how}")
     for name, why in found.skipped.items():
         print(f"not measured: {name}: {why}")
     for line in found.unequal:
         print(f"NOT EQUAL: {line}")
+
+
+def _prompts_table(subject: str, device: ost.Device, rows: Sequence[PromptRow]) -> Table:
+    from rich.table import Table
+
+    title = f"prompts of {subject} on {device.properties.name}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("way", no_wrap=True)
+    for name in ("prompt", "at once", "tok/s", "ms to first token", "of floor", "ours is"):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = rows[0].prompt
+    for row in rows:
+        if row.prompt != last:
+            table.add_section()
+        last = row.prompt
+        table.add_row(
+            row.way,
+            str(row.prompt),
+            str(row.piece),
+            f"{row.tokens_per_second:,.1f}",
+            f"{row.first_token_us / 1e3:,.2f}",
+            f"{row.of_floor:.1%}",
+            "-" if row.ours_is is None or row.ours else f"{row.ours_is:.2f} x",
+        )
+    return table
 
 
 def show_profile(subject: str, device: ost.Device, profile: Profile) -> None:

@@ -86,12 +86,13 @@ class Traffic:
     """Bytes that one decode step has to move through memory, at the least.
 
     `weights`: every weight that the step uses, once; of an embedding table that is not the output
-    head as well, only the rows of the batch's tokens (left out).  `position`: keys and values of
-    one position of one sequence, in all layers.  Activations and logits are not counted: they fit
-    the cache.
+    head as well, only the rows of the batch's tokens (left out).  `head`: the output head, a part
+    of `weights`.  `position`: keys and values of one position of one sequence, in all layers.
+    Activations and logits are not counted: they fit the cache.
     """
 
     weights: int
+    head: int
     position: int
 
     def step(self, batch: int, positions: float) -> float:
@@ -99,13 +100,23 @@ class Traffic:
         step's own one among them."""
         return self.weights + batch * positions * self.position
 
+    def prompt(self, tokens: int, piece: int) -> int:
+        """A prompt of one sequence, taken `piece` tokens at a time into an empty cache: each piece
+        needs every layer's weights, and all keys and values up to its end; the output head is
+        needed once."""
+        ends = [min(start + piece, tokens) for start in range(0, tokens, piece)]
+        layers = self.weights - self.head
+        return len(ends) * layers + self.head + sum(ends) * self.position
+
 
 def traffic(config: LlamaConfig, itemsize: int) -> Traffic:
     """`itemsize`: bytes of a matrix element and of a key's or value's (2 for bfloat16)."""
     c = config
     layer = c.hidden * (2 * c.query_size + 2 * c.kv_size + 3 * c.inner) * itemsize
     norms = (2 * c.layers + 1) * c.hidden * 4
+    head = c.vocabulary * c.hidden * itemsize
     return Traffic(
-        weights=c.layers * layer + c.vocabulary * c.hidden * itemsize + norms,
+        weights=c.layers * layer + head + norms,
+        head=head,
         position=c.layers * 2 * c.kv_size * itemsize,
     )

@@ -56,6 +56,7 @@ class DecoderWay:
         self._slots: tuple[int, ...] = ()
         self._seed = seed
         self.multiple = way.tokens_per_launch
+        self.no_prompts = "" if owns else "takes prompts as the way whose decoder it shares"
         self._last: dict[str, object] = {}  # what was counted in the last run
 
     def reserve(self, batch: int, positions: int) -> None:
@@ -107,6 +108,18 @@ class DecoderWay:
             "one_by_one": dict(Counter(after.one_by_one) - Counter(before.one_by_one)),
         }
         return Timed(arrivals[-1], tuple(arrivals), tuple(chosen))
+
+    def piece(self, tokens: int) -> int:
+        return min(tokens, self.decoder.plan.sizes.rows)
+
+    def prompt(self, tokens: Sequence[int]) -> Timed:
+        """In slot 0, which is empty afterwards."""
+        self.decoder.reset(0)
+        begin = time.perf_counter()
+        first = self.decoder.prefill(tokens)
+        seconds = time.perf_counter() - begin
+        self.decoder.reset(0)
+        return Timed(seconds, (seconds,), ((first,),))
 
     def details(self) -> dict[str, object]:
         numbers = self.decoder.statistics()

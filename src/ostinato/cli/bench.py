@@ -14,7 +14,7 @@ import typer
 from ostinato.cli.progress import fetched
 
 if TYPE_CHECKING:
-    from ostinato.bench.decode import DecodeOptions
+    from ostinato.bench.options import DecodeOptions
     from ostinato.device import Device
     from ostinato.models import Checkpoint
 
@@ -53,6 +53,13 @@ def bench(
         str | None,
         typer.Option(help="Ways with a WHILE node of so many tokens; 1 for none.  16 by itself."),
     ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure prompts of so many tokens as well, in an empty cache; several as "
+            "128,512.  None by itself."
+        ),
+    ] = None,
     peers: Annotated[
         str,
         typer.Option(
@@ -87,15 +94,21 @@ def bench(
     """Measure decoding: launch by launch, captured, recorded, many tokens a launch, and the peers.
 
     All take turns in one run; the numbers are medians, beside the floor that is set by reading
-    weights and cache at the bandwidth measured in the same run.  The last line is the result as one
-    JSON object.  The exit status is 1 if our ways do not choose the same tokens.
+    weights and cache at the bandwidth measured in the same run.  A prompt's time ends with the
+    first token after it.  The last line is the result as one JSON object.  The exit status is 1 if
+    our ways do not choose the same tokens.
     """
-    from ostinato.bench.decode import DecodeOptions
+    from ostinato.bench.options import DecodeOptions
     from ostinato.bench.peers import PEERS
     from ostinato.device import open_device
 
     if shape is not None and model is not None:
         raise typer.BadParameter("give a shape or a model, not both", param_hint="--shape")
+    for folder, option in ((out, "--out"), (plot and plot.parent, "--plot")):
+        if folder is not None:
+            _make(folder, option)  # now, and not after minutes of measuring
+    if plot is not None and plot.is_dir():
+        raise typer.BadParameter(f"{plot} is a folder; a file is wanted", param_hint="--plot")
     subject, opened = _subject(shape, model)
     with open_device(device) as used:
         slow = used.capabilities.host_memory_is_device_memory
@@ -107,6 +120,7 @@ def bench(
             contexts=_numbers(context, "--context"),
             tokens=count,
             tokens_per_launch=_numbers(looped, "--tokens-per-launch"),
+            prompts=() if prompt is None else _numbers(prompt, "--prompt"),
             peers=tuple(p.strip() for p in peers.split(",")) if named is None else named,
             rounds=1 if quick else rounds,
             seconds=seconds or (45 if slow else 120),
@@ -185,8 +199,16 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
         ) from None
 
 
+def _make(folder: Path, option: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"no such folder can be made: {error}", param_hint=option
+        ) from None
+
+
 def _draw(picture: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(picture, encoding="utf-8")
     typer.echo(f"drawn to {path}")
 

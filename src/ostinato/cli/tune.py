@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
+_CONTEXT = 2048
+"""Positions of a slot that shapes are chosen for; those of longer ones follow from them."""
+
 
 def tune(
     model: Annotated[
@@ -56,9 +59,10 @@ def tune(
 ) -> None:
     """Search for the decode kernels' best shapes on this GPU; decoders then use them by themselves.
 
-    Every candidate is timed as a captured graph of the real step, and is taken only if its logits
-    agree with the default's and are the same bits each time.  What is found is kept in the cache
-    folder for this GPU, these sizes and this kernel code.  The host device has nothing to tune.
+    It begins with what is in use now.  Every candidate is timed as a captured graph of the real
+    step, and is taken only if its logits agree with the default's and are the same bits each time.
+    What is found is kept in the cache folder for this GPU, these sizes and this kernel code.  The
+    host device has nothing to tune.
     """
     from ostinato.device import open_device
     from ostinato.errors import NotAvailableError
@@ -128,7 +132,7 @@ def _tune(
     import numpy as np
 
     from ostinato.models.kernels_cuda_shapes import require_supported
-    from ostinato.models.tuning import rule_tuning
+    from ostinato.models.tuning import choose_tuning, rule_tuning
     from ostinato.models.tuning_bench import StepMeter
     from ostinato.models.tuning_store import TuningKey
     from ostinato.models.tuning_sweep import sweep
@@ -141,13 +145,16 @@ def _tune(
         require_supported(config, rows)
         weights = load_weights(device, checkpoint, np.uint16)
     clusters = device.capabilities.clusters
-    start = rule_tuning(config, rows=rows, gpu=gpu, multiprocessors=count, clusters=clusters)
+    known: dict[str, Any] = {"gpu": gpu, "multiprocessors": count, "clusters": clusters}
+    rule = rule_tuning(config, rows=rows, **known)
+    # What an earlier search stored is only to be replaced by something faster.
+    start = choose_tuning(config, rows=rows, context=_CONTEXT, store=store, **known)
     with (
         closing(weights),
         StepMeter(device, weights, rows=rows, positions=max(contexts)) as meter,
         _progress(f"{title} on {gpu}", settings.seconds) as tell,
     ):
-        meter.trust(start.tuning)
+        meter.trust(rule.tuning)
         result = sweep(
             config,
             start.tuning,
@@ -211,7 +218,7 @@ def _show(
     elif result.improved:
         typer.echo("not stored (--dry-run)")
     else:
-        typer.echo("nothing is faster than the shapes by rule: nothing is stored")
+        typer.echo("nothing is faster than the shapes in use: nothing is stored")
 
 
 def _times_table(result: SweepResult, rows: int) -> Table:
@@ -286,7 +293,7 @@ def _in_use(model: str | None, shape: str | None, rows: int, device: str | None)
             chosen = choose_tuning(
                 config,
                 rows=rows,
-                context=min(config.context_length, 2048),
+                context=min(config.context_length, _CONTEXT),
                 gpu=gpu,
                 multiprocessors=opened.properties.multiprocessors,
                 clusters=opened.capabilities.clusters,

@@ -13,7 +13,7 @@ device and fed back there, no synchronise before the last token.  torch is impor
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -111,7 +111,10 @@ class DecodeLoop:
         self._device = next(model.parameters()).device
         self._cache = _static_cache(model, batch, length)
         # Releases before 5.3 are told the place in the cache; later ones keep it in the cache.
-        self._told = "cache_position" in inspect.signature(model.forward).parameters
+        known = inspect.signature(model.forward).parameters
+        self._told = "cache_position" in known
+        # Releases before 4.50 call it otherwise.
+        self._kept = "logits_to_keep" if "logits_to_keep" in known else "num_logits_to_keep"
         ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=self._device)
         self._token = ids
         self._position = torch.zeros((1, 1), dtype=torch.long, device=self._device)
@@ -211,6 +214,32 @@ class DecodeLoop:
                 self._once()
             last: list[int] = self._token.flatten().tolist()
         return last
+
+    def prompt(self, tokens: Sequence[int]) -> int:
+        """The token chosen after a prompt, once it is on the host: all of the prompt in one eager
+        pass from position 0, whatever `how` is, with the logits of its last position alone.
+
+        `place(0)` goes before it, and `place` before another `run`.  Raises InputError for more
+        than one sequence, and for no tokens or more than the cache holds.
+        """
+        if self.batch != 1 or not 1 <= len(tokens) <= self.length:
+            raise InputError(
+                f"a prompt of {len(tokens)} tokens: a cache of one sequence is needed that holds "
+                f"them, and this one is of {self.batch} with {self.length} positions"
+            )
+        with torch.no_grad():
+            ids = torch.tensor([list(tokens)], dtype=torch.long, device=self._device)
+            positions = torch.arange(len(tokens), device=self._device)
+            told: dict[str, object] = {"cache_position": positions} if self._told else {}
+            logits = self._model(
+                input_ids=ids,
+                position_ids=positions[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                **{self._kept: 1},
+                **told,
+            ).logits
+            return int(logits[0, -1].argmax())
 
     def synchronize(self) -> None:
         """Waits for the device."""

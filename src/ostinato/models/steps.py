@@ -82,6 +82,8 @@ class DecoderSteps:
         """Spent on kernels: compiling or finding them, loading, preparing their launches."""
         self._prepared: dict[int, dict[bool, tuple[Operation, ...]]] = {}
         self._prepare(1)
+        self.launches: int = len(self._prepared[1][True])
+        """How many launches a step of one row is that samples."""
         self.cache = GraphCache(device, buckets=plan.sizes.buckets, budget=graph_budget)
         self.stream: Stream = device.create_stream()
         self._times: OperationTimes | None = None
@@ -126,11 +128,6 @@ class DecoderSteps:
         if isinstance(held, HeldReplay):
             self.last_decision = Decision(Action.REPLAY, Reason.REPLAYED)
         return held
-
-    @property
-    def launches(self) -> int:
-        """How many launches a step of one row is that samples."""
-        return len(self._prepared[1][True])
 
     def ran_eagerly(self, decision: Decision) -> bool:
         """Whether a step that was run so was launched operation by operation."""
@@ -249,7 +246,8 @@ class DecoderSteps:
         bucket = self.cache.buckets.bucket(rows)
         self._prepare(bucket)
         with capture(self.stream) as under_way:
-            self._submit(sampled, self.stream, rows=bucket)
+            for operation in self._prepared[bucket][sampled]:
+                self.stream.submit(operation)
         return under_way.graph
 
     @contextmanager

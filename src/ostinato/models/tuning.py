@@ -63,7 +63,7 @@ def choose_tuning(
         clusters=clusters,
     )
     key = TuningKey.of(config, rows, gpu)
-    found = (store or TuningStore()).load(key, config, ruled.tuning)
+    found = (store or TuningStore()).load(key, config, ruled.tuning, clusters=clusters)
     if found is None:
         return ruled
     return ChosenTuning(for_context(found, context), Origin.STORED)

@@ -46,10 +46,13 @@ more do not fit its registers."""
 # ------------------------------------------------------------------------------------------- legal
 
 
-def problems_of(config: LlamaConfig, rows: int, tuning: Tuning) -> tuple[str, ...]:
+def problems_of(
+    config: LlamaConfig, rows: int, tuning: Tuning, *, clusters: bool = True
+) -> tuple[str, ...]:
     """Why the kernels cannot be compiled or launched so, in words; empty if they can.
 
-    Takes whatever a file may hold: values of a wrong type are said, too.
+    Takes whatever a file may hold: values of a wrong type are said, too.  `clusters`: whether the
+    device has them.
     """
     found = []
     for name, product in products_of(config).items():
@@ -63,6 +66,8 @@ def problems_of(config: LlamaConfig, rows: int, tuning: Tuning) -> tuple[str, ..
         if said:
             found.append(f"{name}: {said}")
     said = _attention_problem(tuning.attention, config)
+    if not said and tuning.attention.cluster > 1 and not clusters:
+        said = f"clusters of {tuning.attention.cluster}, which this device does not have"
     if said:
         found.append(f"attention: {said}")
     for kernel, where in tuning.start_next.items():

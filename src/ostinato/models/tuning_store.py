@@ -161,8 +161,13 @@ class TuningStore:
         """Where the files are; it may not exist."""
         return settings.cache_dir() / "tunings" if self._given is None else self._given
 
-    def load(self, key: TuningKey, config: LlamaConfig, base: Tuning) -> Tuning | None:
-        """The tuning of a key, or None; with a warning where there is a file that is not used."""
+    def load(
+        self, key: TuningKey, config: LlamaConfig, base: Tuning, *, clusters: bool = True
+    ) -> Tuning | None:
+        """The tuning of a key, or None; with a warning where there is a file that is not used.
+
+        `clusters`: whether the device has them.
+        """
         path = self.folder / key.name
         stored = _read(path)
         if stored is None:
@@ -174,7 +179,8 @@ class TuningStore:
             assert stored.record is not None
             try:
                 tuning = decode_tuning(stored.record["tuning"], base)
-                problem = "; ".join(problems_of(config, key.rows, tuning)) or None
+                problems = problems_of(config, key.rows, tuning, clusters=clusters)
+                problem = "; ".join(problems) or None
                 if problem is None:
                     return tuning
             except ValueError as error:
@@ -285,7 +291,7 @@ def _read(path: Path) -> StoredTuning | None:
         return StoredTuning(path, None, key, record, before, after, str(record.get("made", "")))
     except KeyError as error:
         return StoredTuning(path, f"it is damaged (no {error})")
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         return StoredTuning(path, f"it is damaged ({error})")
 
 

@@ -88,7 +88,9 @@ class CompilerPool:
         if self._workers:
             return
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        command = [sys.executable, "-m", "ostinato.modules.ahead", str(self._store.folder)]
+        # -P: they import what this process does, and no files of the folder it happens to be in.
+        module = ["-m", "ostinato.modules.ahead"]
+        command = [sys.executable, "-P", *module, str(self._store.folder)]
         with suppress(OSError):
             for _ in range(self.processes):
                 self._workers.append(

@@ -1,0 +1,108 @@
+"""What a comparison is asked for, and the points at which that is measured.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.bench.peers import PEERS
+from ostinato.errors import InputError
+from ostinato.models import LlamaConfig
+
+__all__ = ["DecodeOptions", "Point", "points_of"]
+
+MOST_ROWS = 64
+"""Sequences that a decoder steps at once, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOptions:
+    """What is compared.
+
+    `batches`, `contexts`: see above.  `tokens`: of each sequence in a run.  `tokens_per_launch`:
+    numbers above 1 are each a way with a WHILE node, whose runs have the next lower multiple.
+    `prompts`: lengths of prompts to measure as well; our decoders then have room for the longest.
+    `peers`: names from `peers.PEERS`.  `rounds`: at most; fewer when the time runs short, but one
+    at least.  `seconds`: a point is given its share of what is left; compiling is not begun when
+    too little is left for it.
+    """
+
+    batches: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = (20,)
+    tokens: int = 100
+    tokens_per_launch: tuple[int, ...] = ()
+    prompts: tuple[int, ...] = ()
+    peers: tuple[str, ...] = ()
+    rounds: int = 5
+    seconds: float = 120.0
+
+    def require(self, config: LlamaConfig) -> None:
+        """Raises InputError for what a model of this shape cannot do."""
+        for name, values in (("batch", self.batches), ("context", self.contexts)):
+            if not values:
+                raise InputError(f"no {name} was given")
+        once: dict[str, tuple[object, ...]] = {
+            "batch": self.batches,
+            "context": self.contexts,
+            "number of tokens a launch": self.tokens_per_launch,
+            "prompt": self.prompts,
+            "peer": self.peers,
+        }
+        for name, given in once.items():  # runs are told apart by these
+            if len(set(given)) != len(given):
+                raise InputError(f"a {name} was given twice: {', '.join(map(str, given))}")
+        for batch in self.batches:
+            if not 1 <= batch <= MOST_ROWS:
+                raise InputError(f"batch {batch}: a step decodes 1 to {MOST_ROWS} sequences")
+        longest = config.context_length
+        for context in self.contexts:
+            if not 0 <= context < longest:
+                raise InputError(
+                    f"context {context}: this model has {longest} positions, so that a token can "
+                    f"have 0 to {longest - 1} before it"
+                )
+        for prompt in self.prompts:
+            if not 1 <= prompt <= longest:
+                raise InputError(
+                    f"a prompt of {prompt} tokens: this model has {longest} positions, so 1 to "
+                    f"{longest} can be given"
+                )
+        for name, value in (("tokens", self.tokens), ("rounds", self.rounds)):
+            if value < 1:
+                raise InputError(f"{name} is {value}, must be 1 or more")
+        if self.tokens > longest:
+            raise InputError(f"{self.tokens} tokens: this model has {longest} positions")
+        for name in self.peers:
+            if name not in PEERS:
+                raise InputError(f"there is no peer {name!r}; there are: {', '.join(PEERS)}")
+        for count in self.tokens_per_launch:
+            if not 1 <= count <= self.tokens:
+                raise InputError(
+                    f"{count} tokens a launch: a run has {self.tokens} tokens; 1 to as many can "
+                    "come from a launch"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`first`: the position of the first token; `context`, or less where the model ends before the
+    last token would."""
+
+    batch: int
+    context: int
+    first: int
+
+
+def points_of(options: DecodeOptions, config: LlamaConfig) -> list[list[Point]]:
+    """The points in series; one set of decoders serves a series, whose contexts fall."""
+
+    def point(batch: int, context: int) -> Point:
+        return Point(batch, context, min(context, config.context_length - options.tokens))
+
+    first, *more = options.contexts
+    if len(options.batches) == 1:
+        falling = sorted(options.contexts, reverse=True)
+        return [[point(options.batches[0], context) for context in falling]]
+    series = [[point(batch, first) for batch in options.batches]]
+    if more:
+        series.append([point(options.batches[0], c) for c in sorted(more, reverse=True)])
+    return series
