@@ -127,6 +127,13 @@ def test_inspect_shows_the_decode_step(smollm2_path: Path, tmp_path: Path) -> No
     assert "attention" in ostinato("inspect", "prefill", "--model", str(smollm2_path)).stdout
 
 
+def test_a_picture_that_cannot_be_written_is_refused(smollm2_path: Path, tmp_path: Path) -> None:
+    for path in (tmp_path, Path(__file__) / "decode.svg"):
+        result = ostinato("inspect", "--svg", str(path), "--model", str(smollm2_path))
+        assert result.returncode == 2 and "--svg" in result.stderr
+        assert "Traceback" not in result.stderr and result.stdout == ""
+
+
 @pytest.mark.parametrize("option", ["--max-tokens=0", "--temperature=-1", "--top-p=2"])
 def test_bad_options_do_nothing(option: str, smollm2_path: Path) -> None:
     result = ostinato("generate", "hello", option, "--model", str(smollm2_path))

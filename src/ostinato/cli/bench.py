@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ostinato.cli.outputs import ready_file, ready_folder
 from ostinato.cli.progress import fetched
 
 if TYPE_CHECKING:
@@ -104,11 +105,10 @@ def bench(
 
     if shape is not None and model is not None:
         raise typer.BadParameter("give a shape or a model, not both", param_hint="--shape")
-    for folder, option in ((out, "--out"), (plot and plot.parent, "--plot")):
-        if folder is not None:
-            _make(folder, option)  # now, and not after minutes of measuring
-    if plot is not None and plot.is_dir():
-        raise typer.BadParameter(f"{plot} is a folder; a file is wanted", param_hint="--plot")
+    if out is not None:
+        ready_folder(out, "--out")
+    if plot is not None:
+        ready_file(plot, "--plot")
     subject, opened = _subject(shape, model)
     with open_device(device) as used:
         slow = used.capabilities.host_memory_is_device_memory
@@ -196,15 +196,6 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     except ValueError:
         raise typer.BadParameter(
             f"{text!r}: whole numbers are wanted, with commas between them", param_hint=option
-        ) from None
-
-
-def _make(folder: Path, option: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(
-            f"no such folder can be made: {error}", param_hint=option
         ) from None
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ostinato.cli.outputs import ready_file
 from ostinato.cli.progress import fetched
 
 __all__ = ["inspect"]
@@ -40,6 +41,8 @@ def inspect(
     from ostinato.device import open_device
     from ostinato.models.decoder import Decoder
 
+    if svg is not None:
+        ready_file(svg, "--svg")
     path = fetched(model)
     with open_device(device) as opened, Decoder(opened, path, max_context=512) as decoder:
         graph = decoder.graph(rows, sampled=what is What.decode)
