@@ -148,7 +148,7 @@ def test_a_limit_and_a_delay() -> None:
     with HeldStream(driver, stream, at_most=0.02):
         began = time.perf_counter()
         driver.stream_synchronize(stream)
-        assert 0.01 < time.perf_counter() - began < 5
+        assert 0.01 < time.perf_counter() - began < 30
     with HeldStream(driver, stream) as held:
         held.release_after(0.02)
         driver.stream_synchronize(stream)

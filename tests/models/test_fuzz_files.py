@@ -33,8 +33,9 @@ fuzzing = settings(
 
 
 @contextlib.contextmanager
-def bounded(seconds: float = 1.0) -> Iterator[None]:
-    """Fails if the block takes longer, or more than 1 GiB of addresses (Linux)."""
+def bounded(seconds: float = 20.0) -> Iterator[None]:
+    """Fails if the block runs away: so long, which no sound file comes near on any machine, or more
+    than 1 GiB of addresses (Linux)."""
     limits = contextlib.nullcontext()
     if sys.platform == "linux":
         limits = address_space(GIB)
@@ -227,7 +228,7 @@ def test_sparse_file_of_a_terabyte(scratch: Path) -> None:
     started = time.monotonic()
     with pytest.raises(ModelError):
         use(scratch)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 20, "it read its way through"
     scratch.unlink()
 
 
