@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.models.checkpoint import Checkpoint, JsonTokenizerSource, RawTensor
+from ostinato.bench.random_weights import MemoryCheckpoint
+from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.config import LlamaConfig, tensor_shapes
 
 __all__ = ["RandomModel", "llama"]
@@ -75,31 +74,9 @@ class RandomModel:
 
     def checkpoint(self) -> Checkpoint:
         """The same, for a decoder."""
-        return _MemoryCheckpoint(self)
+        return MemoryCheckpoint(self.config, self.fill, "random")
 
     def tokens(self, count: int, seed: int = 3) -> list[int]:
         """Random ones of its vocabulary."""
         rng = np.random.default_rng(seed)
         return [int(t) for t in rng.integers(0, self.config.vocabulary, count)]
-
-
-class _MemoryCheckpoint(Checkpoint):
-    """Weights that are made, not read."""
-
-    def __init__(self, model: RandomModel) -> None:
-        path = Path("random")
-        super().__init__(path, model.config, JsonTokenizerSource(path), {})
-        self._model = model
-
-    def load(self, into: Mapping[str, npt.NDArray[Any]], *, threads: int = 2) -> None:
-        for name, out in into.items():
-            self._model.fill(name, out)
-
-    def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
-        raise NotImplementedError
-
-    def _decode(self, kind: str, block: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
-        raise NotImplementedError
-
-    def _unmap(self) -> None:
-        pass

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Contestant", "Timed", "Times"]
+import numpy as np
+
+__all__ = ["Contestant", "Timed", "Times", "random_tokens", "record"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +84,15 @@ class Times:
         ]
         between = statistics.median(gaps) if gaps else None
         return cls(statistics.median(each), min(each), max(each), between, len(each))
+
+
+def random_tokens(vocabulary: int, count: int, seed: tuple[int, ...]) -> list[int]:
+    """So many tokens; the same seed gives the same ones."""
+    drawn = np.random.default_rng(seed).integers(0, vocabulary, count)
+    return [int(token) for token in drawn]
+
+
+def record(kind: str, fields: Mapping[str, object]) -> dict[str, object]:
+    """A row for the results: its kind, and its fields with numbers to four digits."""
+    plain: dict[str, object] = {"kind": kind, **fields}
+    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in plain.items()}

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import ostinato as ost
-from ostinato.bench.contest import Contestant, Timed, Times
+from ostinato.bench.contest import Contestant, Timed, Times, record
 from ostinato.bench.floor import Bandwidth, measure_bandwidth
 from ostinato.bench.options import DecodeOptions, Point, points_of
 from ostinato.bench.peers import Peers, first_line
@@ -61,10 +61,9 @@ class Row:
     details: dict[str, object] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
-        """Flat, for the results, with "decode" as its `kind`; numbers to four digits."""
-        plain = {"kind": "decode", **asdict(self)}
-        plain.update(plain.pop("details"))
-        return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in plain.items()}
+        """Flat, for the results."""
+        fields = asdict(self)
+        return record("decode", fields | fields.pop("details"))
 
 
 @dataclass(slots=True)
@@ -102,7 +101,7 @@ def measure(
     log("measuring the memory's bandwidth")
     result.bandwidth = measure_bandwidth(device)
     contest = _Contest(device, config, opened, options, result, log)
-    first, *more = points_of(options, config)
+    first, *more = contest.series
     contest.run(first, options.prompts)
     for series in more:
         contest.run(series)
@@ -122,9 +121,10 @@ class _Contest:
         self.device, self.config, self.opened = device, config, opened
         self.options, self.result, self.log = options, result, log
         self.deadline = time.monotonic() + options.seconds
-        series = points_of(options, config)
-        self.points_left = sum(len(points) for points in series) + len(options.prompts)
-        last = max(point.first for points in series for point in points) + options.tokens
+        self.series = points_of(options, config)
+        points = [point for series in self.series for point in series]
+        self.points_left = len(points) + len(options.prompts)
+        last = max(point.first for point in points) + options.tokens
         self.positions = max(last, *options.prompts, 0)
 
     def left(self) -> float:

@@ -46,9 +46,8 @@ __all__ = ["Attribution", "Profile", "ProfileRow", "profile_step", "profile_subj
 
 # A difference of two times that is not above this (microseconds) says nothing about speed.
 _LEAST = 0.05
-_WHOLE_STEP = frozenset({"decode_step"})
-_GATHERS = frozenset({"embed"})
-_ATTENDS = ("attention", "decode_step")
+_GATHERS = "embed"
+_ATTENDS = "attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +166,15 @@ class Attribution:
     def of(self, operation: ost.Operation) -> int:
         """Bytes of one launch."""
         name = operation.name
-        if name in _WHOLE_STEP:
-            return int(self.step)
         total = 0
         touched = {(r.address, r.nbytes) for r in (operation.reads or ())}
         touched |= {(r.address, r.nbytes) for r in (operation.writes or ())}
         for address, nbytes in touched:
             if any(start <= address < start + size for start, size in self._weights):
-                total += self._batch * self._row if name in _GATHERS else nbytes
+                total += self._batch * self._row if name == _GATHERS else nbytes
             elif self._cache[0] <= address < self._cache[0] + self._cache[1]:
-                attends = any(word in name for word in _ATTENDS)
-                total += self._batch * self._layer * (self._position + 1 if attends else 1)
+                positions = self._position + 1 if _ATTENDS in name else 1
+                total += self._batch * self._layer * positions
         return total
 
 

@@ -15,9 +15,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
-from ostinato.bench.contest import Timed
+from ostinato.bench.contest import Timed, random_tokens, record
 
 __all__ = ["PromptRow", "first_tokens_differ", "prompt_tokens"]
 
@@ -78,15 +76,13 @@ class PromptRow:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """Flat, for the results; numbers to four digits."""
-        plain: dict[str, object] = {"kind": "prompt", **asdict(self)}
-        return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in plain.items()}
+        """For the results."""
+        return record("prompt", asdict(self))
 
 
 def prompt_tokens(vocabulary: int, count: int, number: int) -> list[int]:
     """A prompt of `count` tokens for round `number`."""
-    rng = np.random.default_rng((_SEED, count, number))
-    return [int(token) for token in rng.integers(0, vocabulary, count)]
+    return random_tokens(vocabulary, count, (_SEED, count, number))
 
 
 def first_tokens_differ(runs: dict[str, list[Timed]], ours: Sequence[str]) -> str:

@@ -24,17 +24,30 @@ _BLOCK = (1 << 20) + 7
 _PIECE = 1 << 22  # values that one thread writes at a time
 
 
-class MemoryCheckpoint(Checkpoint):
-    """Weights that are made, not read; there is no tokenizer.
+class _MadeCheckpoint(Checkpoint):
+    """Weights that `load` makes; no file, no tokenizer.  `name` is shown in place of a path."""
 
-    `fill(name, out)` writes a tensor's values into a float32 array, or their bits as bfloat16 into
-    a uint16 one.  `name` is shown in place of a path.
-    """
+    def __init__(self, config: LlamaConfig, name: str) -> None:
+        super().__init__(Path(name), config, JsonTokenizerSource(Path(name)), {})
+
+    def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
+        raise NotImplementedError("made weights have no file")
+
+    def _decode(self, kind: str, blocks: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
+        raise NotImplementedError("made weights have no file")
+
+    def _unmap(self) -> None:
+        """Nothing is mapped."""
+
+
+class MemoryCheckpoint(_MadeCheckpoint):
+    """Weights of a function: `fill(name, out)` writes a tensor's values into a float32 array, or
+    their bits as bfloat16 into a uint16 one."""
 
     def __init__(
         self, config: LlamaConfig, fill: Callable[[str, npt.NDArray[Any]], None], name: str
     ) -> None:
-        super().__init__(Path(name), config, JsonTokenizerSource(Path(name)), {})
+        super().__init__(config, name)
         self._fill = fill
 
     def load(
@@ -47,17 +60,8 @@ class MemoryCheckpoint(Checkpoint):
         for name, out in into.items():
             self._fill(name, out)
 
-    def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
-        raise NotImplementedError("made weights have no file")
 
-    def _decode(self, kind: str, blocks: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
-        raise NotImplementedError("made weights have no file")
-
-    def _unmap(self) -> None:
-        """Nothing is mapped."""
-
-
-class RandomCheckpoint(MemoryCheckpoint):
+class RandomCheckpoint(_MadeCheckpoint):
     """Weights of a shape: matrices normal, 0.02 wide; norms between 0.5 and 1.5.
 
     Every tensor is cut out of one random block, each from a place of its own, so that gigabytes
@@ -66,7 +70,7 @@ class RandomCheckpoint(MemoryCheckpoint):
     """
 
     def __init__(self, config: LlamaConfig, name: str, seed: int = 11) -> None:
-        super().__init__(config, lambda tensor, out: self.load({tensor: out}), name)
+        super().__init__(config, name)
         rng = np.random.default_rng(seed)
         self._seed = seed
         self._floats = rng.standard_normal(_BLOCK, np.float32) * _WIDTH

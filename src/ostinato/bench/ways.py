@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 import ostinato as ost
-from ostinato.bench.contest import Timed
+from ostinato.bench.contest import Timed, random_tokens
+from ostinato.bench.shapes import traffic
 from ostinato.models import Checkpoint, Decoder, LlamaConfig
 
 __all__ = ["DecoderWay", "Way", "open_ways", "ways_of"]
@@ -77,8 +76,7 @@ class DecoderWay:
             decoder.decode_batch(self._slots)
 
     def _prompt(self, slot: int, count: int) -> list[int]:
-        rng = np.random.default_rng((self._seed, slot))
-        return [int(t) for t in rng.integers(0, self.decoder.config.vocabulary, count)]
+        return random_tokens(self.decoder.config.vocabulary, count, (self._seed, slot))
 
     def decode(self, tokens: int) -> Timed:
         """Through a run, which launches ahead; eagerly that is one step after the other."""
@@ -185,11 +183,10 @@ def _no_room(device: ost.Device, config: LlamaConfig, slots: int, positions: int
     """Why a decoder does not fit, or nothing."""
     if device.capabilities.host_memory_is_device_memory:
         return ""
-    c = config
-    matrices = c.layers * c.hidden * (2 * c.query_size + 2 * c.kv_size + 3 * c.inner)
-    matrices += c.vocabulary * c.hidden * (1 if c.tied_embeddings else 2)
-    cache = c.layers * 2 * c.kv_size * slots * positions
-    need, (free, _) = 2 * (matrices + cache) + _SPARE, device.memory_info()
+    moved = traffic(config, 2)
+    table = 0 if config.tied_embeddings else moved.head  # the embeddings are as large as the head
+    cache = moved.position * slots * positions
+    need, (free, _) = moved.weights + table + cache + _SPARE, device.memory_info()
     if need <= free:
         return ""
     return f"needs {need / 2**30:.1f} GiB of device memory, and {free / 2**30:.1f} are free"

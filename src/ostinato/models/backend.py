@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -19,9 +20,11 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.program import Argument, KernelCall
 
 if TYPE_CHECKING:
+    from ostinato.models.kernels_cuda import CudaLaunch
     from ostinato.models.kernels_cuda_shapes import Tuning
+    from ostinato.modules import ModuleCache
 
-__all__ = ["Backend", "BoundLaunch", "CudaBackend", "HostBackend", "backend_for"]
+__all__ = ["Backend", "BoundLaunch", "CudaBackend", "HostBackend", "backend_for", "load_kernel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,17 @@ class HostBackend:
         )
 
 
+def load_kernel(modules: ModuleCache, launch: CudaLaunch) -> Kernel:
+    """The launch's kernel, ready to be launched so; not inside a capture.
+
+    Raises CompileError, NoCudaError, DriverError.
+    """
+    kernel = modules.get_or_compile(launch.source, launch.kernel, options=launch.options)
+    if launch.config.shared:  # an attribute of the function: not to be set in a capture
+        kernel.allow_shared(launch.config.shared)
+    return kernel
+
+
 class CudaBackend:
     """CUDA kernels, in bfloat16 with float32 sums; compiled for one model and number of rows.
 
@@ -178,22 +192,15 @@ class CudaBackend:
         self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
     ) -> tuple[BoundLaunch, ...]:
         """Sources and macros differ by rows; what is not compiled yet is compiled side by side."""
-        from ostinato.models.kernels_cuda import CudaLaunch, lower
+        from ostinato.models.kernels_cuda import lower
 
         tuning = self._tuning(config, rows, context)
         launches = lower(program, config, rows=rows, context=context, tuning=tuning)
         first_uses = {one.kernel: one for one in launches}  # a kernel is lowered alike everywhere
 
-        def load(launch: CudaLaunch) -> Kernel:
-            kernel = self._modules.get_or_compile(
-                launch.source, launch.kernel, options=launch.options
-            )
-            if launch.config.shared:  # an attribute of the function: not to be set in a capture
-                kernel.allow_shared(launch.config.shared)
-            return kernel
-
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            kernels = dict(zip(first_uses, pool.map(load, first_uses.values()), strict=True))
+            loaded = pool.map(partial(load_kernel, self._modules), first_uses.values())
+            kernels = dict(zip(first_uses, loaded, strict=True))
         self._modules.preload(kernels.values())  # on the device now, not at the first launch
         return tuple(
             BoundLaunch(kernels[one.kernel], one.config, one.arguments) for one in launches

@@ -23,6 +23,7 @@ __all__ = [
     "VectorShape",
     "default_tuning",
     "for_context",
+    "power_of_two_from",
     "products_of",
     "require_supported",
     "shape_key",
@@ -268,7 +269,7 @@ def _matrix_shape(name: str, product: Product, rows: int, multiprocessors: int) 
     padded = -(-rows // 8) * 8
     tile_count = -(-product.pairs // 8)
     least = 4 if name == "head" else 1  # a warp's keys are of one row
-    tiles = max(least, min(8, _power_of_two(padded // 8)))
+    tiles = max(least, min(8, power_of_two_from(padded // 8)))
     while tiles > least and tile_count / tiles < 0.7 * multiprocessors and product.normed:
         tiles //= 2
     tiles = min(tiles, 4) if not product.normed else tiles
@@ -300,7 +301,7 @@ def _attention_shape(
     small = [n for n in divisors if n <= 5]
     queries = small[-1] if small[-1] > 1 or len(divisors) == 1 else divisors[-1]
     warps, steps = 4, 4 if queries <= 5 else 2
-    tile = warps * steps * (32 // _power_of_two(config.head_size // 8))
+    tile = warps * steps * (32 // power_of_two_from(config.head_size // 8))
     wanted = 2 * multiprocessors / (rows * config.kv_heads * (group // queries))
     splits = max(1, min(-(-context // tile), 64, int(wanted)))
     return AttentionShape(queries, warps, steps, splits)
@@ -317,11 +318,11 @@ def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> A
     fitting = [q for q in divisors if 8 * config.heads // q <= 2 * multiprocessors]
     queries = fitting[0] if fitting else divisors[-1]
     steps = 8 if queries == 1 else 4 if queries <= 4 else 2
-    groups = 32 // _power_of_two(config.head_size // 8)
+    groups = 32 // power_of_two_from(config.head_size // 8)
     warps = max(1, 64 // (steps * groups))
     return AttentionShape(queries, min(warps, 8), steps, _cluster_splits(8, context), 8)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two_from(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()

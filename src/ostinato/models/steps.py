@@ -148,16 +148,15 @@ class DecoderSteps:
         if rows in self._prepared:
             return
         begin = time.perf_counter()
-        # The longer one first: it loads what both need, side by side.
-        self._prepared[rows] = {
-            sampled: self._operations(self._bound(rows, sampled=sampled), rows)
-            for sampled in (True, False)
-        }
+        operations = self._operations(self._bound(rows), rows)
+        # A step that does not sample is the beginning of one that does.
+        self._prepared[rows] = {s: operations[: len(p)] for s, p in self.programs.items()}
         self.kernel_seconds += time.perf_counter() - begin
 
-    def _bound(self, rows: int, *, sampled: bool) -> tuple[BoundLaunch, ...]:
+    def _bound(self, rows: int) -> tuple[BoundLaunch, ...]:
+        """The launches of a step that samples."""
         config, context = self._plan.config, self._plan.sizes.context
-        return self._backend.bind(self.programs[sampled], config, rows, context)
+        return self._backend.bind(self.programs[True], config, rows, context)
 
     def _operations(
         self, bound: tuple[BoundLaunch, ...], rows: int, condition: int | None = None
@@ -198,7 +197,7 @@ class DecoderSteps:
         if not self._device.capabilities.conditional_nodes:
             raise NotAvailableError(f"{self._device.name} has no conditional nodes")
         begin = time.perf_counter()
-        bound = self._bound(rows, sampled=True)
+        bound = self._bound(rows)
         calls = (loop_call(tokens), loop_call())
         loop = self._backend.bind(calls, self._plan.config, rows, self._plan.sizes.context)
         self.kernel_seconds += time.perf_counter() - begin

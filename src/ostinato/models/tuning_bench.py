@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ostinato import Device, GraphExec, Kernel, Operation, Stream, capture, copy, prepare
 from ostinato.errors import CompileError, ContextPoisonedError, DriverError, InputError
+from ostinato.models.backend import load_kernel
 from ostinato.models.kernels_cuda import CudaLaunch, lower, workspace_bytes
 from ostinato.models.kernels_cuda_shapes import PRODUCTS, Tuning
 from ostinato.models.plan import BufferPlan, PlanSizes
@@ -48,8 +49,8 @@ def _narrowed(launch: CudaLaunch, tuning: Tuning) -> CompileOptions:
         for field in fields(getattr(tuning, name))
         if name != own
     }
-    defines = tuple((name, value) for name, value in dict(launch.options.defines).items())
-    return CompileOptions(defines=tuple(pair for pair in defines if pair[0] not in others))
+    defines = dict(launch.options.defines)
+    return CompileOptions(defines={n: v for n, v in defines.items() if n not in others})
 
 
 class StepMeter:
@@ -126,12 +127,7 @@ class StepMeter:
         return tuple(replace(one, options=narrow[one.kernel]) for one in made)
 
     def _kernel(self, launch: CudaLaunch) -> Kernel:
-        kernel = self.device.modules.get_or_compile(
-            launch.source, launch.kernel, options=launch.options
-        )
-        if launch.config.shared:
-            kernel.allow_shared(launch.config.shared)
-        return kernel
+        return load_kernel(self.device.modules, launch)
 
     def _try_kernel(self, launch: CudaLaunch) -> None:
         """What does not compile or load is met again, and said, when it is measured."""

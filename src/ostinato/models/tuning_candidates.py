@@ -23,6 +23,7 @@ from ostinato.models.kernels_cuda_shapes import (
     Shape,
     Tuning,
     VectorShape,
+    power_of_two_from,
     products_of,
 )
 
@@ -243,7 +244,7 @@ def attention_shapes(
 
     `clusters`: whether the device has them.
     """
-    group, groups = config.heads // config.kv_heads, 32 // _power_of_two(config.head_size // 8)
+    group, groups = config.heads // config.kv_heads, 32 // power_of_two_from(config.head_size // 8)
     merging = ((8, 8), (4, 4), (16, 8), (32, 8)) if clusters else ()
     made = (
         AttentionShape(queries, warps, steps, splits, cluster)
@@ -261,10 +262,6 @@ def attention_shapes(
         and blocks // shape.queries * shape.splits <= 4096
     ]
     return tuple(sorted(legal, key=lambda s: abs(math.log2(s.warps * s.steps * groups / 64))))
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def start_variants(tuning: Tuning, kernel: str | None = None) -> tuple[Tuning, ...]:

@@ -18,8 +18,9 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from ostinato.driver.closeable import Closeable
 from ostinato.errors import OstinatoError
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.disk import DiskStore
@@ -31,7 +32,7 @@ __all__ = ["CompilerPool"]
 Variant = tuple[Source, CompileOptions]
 
 
-class CompilerPool:
+class CompilerPool(Closeable):
     """Worker processes that compile CUDA sources for a compute capability into a disk store.
 
     `folder`: of the store, that of the settings if None.  `processes`: as many as there are cores,
@@ -137,12 +138,6 @@ class CompilerPool:
                     pipe.close()
             worker.wait()
         self._workers.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _work(folder: str) -> None:
