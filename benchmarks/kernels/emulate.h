@@ -49,6 +49,7 @@ struct Fiber {
     int number = 0;
     bool done = false;
     long waited = 0;
+    int cluster_generation = 0;
 };
 
 struct Block {
@@ -111,6 +112,24 @@ inline void arrive(Barrier& barrier, const int& live) {
     barrier.arrived++;
     while (barrier.generation == generation) {
         if (barrier.arrived >= live) {
+            barrier.arrived = 0;
+            barrier.generation++;
+            progress++;
+            return;
+        }
+        yield();
+    }
+}
+
+// A barrier in two halves.
+inline void arrive_early(Barrier& barrier) {
+    current->cluster_generation = barrier.generation;
+    barrier.arrived++;
+    progress++;
+}
+inline void wait_late(Barrier& barrier, const std::function<int()>& live) {
+    while (barrier.generation == current->cluster_generation) {
+        if (barrier.arrived >= live()) {
             barrier.arrived = 0;
             barrier.generation++;
             progress++;
@@ -340,14 +359,46 @@ inline void prefetch_weights(const void*, unsigned) {}
 template <int BLOCKS> inline emulated::Block* block_of_cluster(int rank) {
     return emulated::current->block - emulated::current->index.x % BLOCKS + rank;
 }
-template <int BLOCKS> inline void sync_cluster() {
-    emulated::Block* const first = block_of_cluster<BLOCKS>(0);
-    int live = 0;
-    for (int rank = 0; rank < BLOCKS; rank++) live += first[rank].live;
-    emulated::arrive(first->cluster, live);
+template <int BLOCKS> inline void arrive_at_cluster() {
+    emulated::arrive_early(block_of_cluster<BLOCKS>(0)->cluster);
 }
-template <int BLOCKS> inline float load_of_block(const float* own, int rank) {
+template <int BLOCKS> inline void wait_for_cluster() {
+    emulated::Block* const first = block_of_cluster<BLOCKS>(0);
+    emulated::wait_late(first->cluster, [first] {
+        int live = 0;
+        for (int rank = 0; rank < BLOCKS; rank++) live += first[rank].live;
+        return live;
+    });
+}
+template <int BLOCKS> inline void sync_cluster() {
+    arrive_at_cluster<BLOCKS>();
+    wait_for_cluster<BLOCKS>();
+}
+template <int BLOCKS> inline float* at_block(const float* own, int rank) {
     const auto offset =
         reinterpret_cast<const unsigned char*>(own) - emulated::current->block->shared_start;
-    return *reinterpret_cast<const float*>(block_of_cluster<BLOCKS>(rank)->shared_start + offset);
+    return reinterpret_cast<float*>(block_of_cluster<BLOCKS>(rank)->shared_start + offset);
+}
+template <int BLOCKS> inline float load_of_block(const float* own, int rank) {
+    return *at_block<BLOCKS>(own, rank);
+}
+// Bytes that are still to come.
+inline void expect_bytes(unsigned long long* arrivals, unsigned bytes) {
+    check_aligned(arrivals, 8);
+    *arrivals = bytes;
+}
+template <int BLOCKS>
+inline void send_to_block(float* own, unsigned long long* arrivals, int rank, float v) {
+    *at_block<BLOCKS>(own, rank) = v;
+    auto* const counted = reinterpret_cast<unsigned long long*>(
+        at_block<BLOCKS>(reinterpret_cast<const float*>(arrivals), rank));
+    if (*counted < sizeof v) {
+        std::fprintf(stderr, "emulated: more bytes than were expected\n");
+        abort();
+    }
+    *counted -= sizeof v;
+    emulated::progress++;
+}
+inline void wait_for_bytes(unsigned long long* arrivals) {
+    while (*arrivals) emulated::yield();
 }

@@ -9,6 +9,7 @@ from ostinato.errors import UnsupportedModelError
 from ostinato.models.config import LlamaConfig
 
 __all__ = [
+    "BLOCKED",
     "COUNTER_BYTES",
     "MAX_ROWS",
     "PRODUCTS",
@@ -16,6 +17,7 @@ __all__ = [
     "START_NEXT",
     "TUNED",
     "AttentionShape",
+    "BlockShape",
     "MatrixShape",
     "Product",
     "Shape",
@@ -46,7 +48,9 @@ PRODUCTS = {
 """The kernels that multiply with weights, and what their shape is called in a tuning."""
 
 _MAX_HEAD_SIZE = 256
-STARTING = (*PRODUCTS, "embed", "attention", "sample", "advance")
+BLOCKED = ("norm_qkv_rope", "attention", "output_residual")
+"""The calls of the program that attention_block.cu does in one launch."""
+STARTING = (*PRODUCTS, "embed", "attention", "attention_block", "sample", "advance")
 """The kernels of a step, each of which lets the next one start somewhere."""
 
 
@@ -104,6 +108,24 @@ class AttentionShape:
     cluster: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """How attention_block.cu cuts a layer's attention of one row: a cluster of `cluster` blocks does
+    `queries` query heads of a KV head.  `warps` of a block; `lanes` share a pair of rows of the
+    first product, `output_lanes` a row of the second; `steps` positions a lane asks for at once."""
+
+    queries: int
+    warps: int
+    lanes: int
+    output_lanes: int
+    steps: int
+    cluster: int = 8
+
+    def units(self, config: LlamaConfig) -> int:
+        """Clusters, each of which leaves a part of the residual."""
+        return config.heads // self.queries
+
+
 Shape = VectorShape | MatrixShape
 
 
@@ -121,6 +143,9 @@ class Tuning:
     """By kernel where it is not "AFTER_WAIT"; one of START_NEXT."""
     programmatic: bool = True
     """Whether kernels may start before the previous one has ended."""
+    block: BlockShape | None = None
+    """One kernel for the first three of a layer; `qkv`, `output` and `attention` are not used then.
+    One row, and a device with clusters."""
 
     def with_start(self, where: str) -> Tuning:
         """The same, with one place for all kernels."""

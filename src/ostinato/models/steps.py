@@ -149,8 +149,9 @@ class DecoderSteps:
             return
         begin = time.perf_counter()
         operations = self._operations(self._bound(rows), rows)
-        # A step that does not sample is the beginning of one that does.
-        self._prepared[rows] = {s: operations[: len(p)] for s, p in self.programs.items()}
+        # A step that does not sample is the beginning of one that does; its end is a launch a call.
+        ending = len(self.programs[True]) - len(self.programs[False])
+        self._prepared[rows] = {True: operations, False: operations[: len(operations) - ending]}
         self.kernel_seconds += time.perf_counter() - begin
 
     def _bound(self, rows: int) -> tuple[BoundLaunch, ...]:
