@@ -208,7 +208,9 @@ class Bench:
                     error = self._compare(name, before[name], new, rows, limit, where)
                     errors[launch.kernel] = max(errors.get(launch.kernel, 0.0), error)
             counters = self.machine.read(self.device["workspace"])[: 1 << 14]
-            assert not counters.view(np.uint32).any(), f"{case.name}: {launch.kernel}: counters left"
+            assert not counters.view(np.uint32).any(), (
+                f"{case.name}: {launch.kernel}: counters left"
+            )
         assert not program
         return errors
 

@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -43,7 +44,7 @@ struct Block;
 
 struct Fiber {
     void* stack_pointer = nullptr;
-    std::vector<char> stack;
+    char* stack = nullptr;
     Block* block = nullptr;
     dim3 thread{}, index{};
     int number = 0;
@@ -93,6 +94,13 @@ emulated_switch:
     popq %rbp
     ret
 )");
+
+// Kept from launch to launch, and never cleared: of a large grid's stacks only what is used is there.
+inline char* stack_of(size_t fiber) {
+    static std::vector<std::unique_ptr<char[]>> stacks;
+    while (stacks.size() <= fiber) stacks.emplace_back(new char[STACK]);
+    return stacks[fiber].get();
+}
 
 inline void yield() { emulated_switch(&current->stack_pointer, scheduler_stack); }
 
@@ -185,14 +193,14 @@ inline void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, i
             const int index = start + b;
             for (int t = 0; t < threads; t++) {
                 Fiber& fiber = fibers[static_cast<size_t>(b) * threads + t];
-                if (fiber.stack.empty()) fiber.stack.resize(STACK);
+                fiber.stack = stack_of(static_cast<size_t>(b) * threads + t);
                 fiber.block = &one;
                 fiber.number = t;
                 fiber.done = false;
                 fiber.thread = {t % block.x, t / block.x % block.y, t / (block.x * block.y)};
                 fiber.index = {index % grid.x, index / grid.x % grid.y, index / (grid.x * grid.y)};
                 one.warp_live[t / 32]++;
-                uintptr_t top = reinterpret_cast<uintptr_t>(fiber.stack.data() + STACK) / 16 * 16;
+                uintptr_t top = reinterpret_cast<uintptr_t>(fiber.stack + STACK) / 16 * 16;
                 void** at = reinterpret_cast<void**>(top) - 2;
                 *at = reinterpret_cast<void*>(&fiber_main);  // the return address of the switch
                 at -= 6;

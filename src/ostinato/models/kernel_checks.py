@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ostinato.models.config import LlamaConfig
 from ostinato.models.kernels_cuda import lower
+from ostinato.models.kernels_cuda_shapes import default_tuning
 from ostinato.models.program import decode_program, loop_call
 from ostinato.modules.catalog import KernelCheck
 
@@ -29,8 +30,9 @@ def kernel_checks() -> Iterator[KernelCheck]:
     """One check for each file and way of compiling it, for one row and for several."""
     seen = set()
     program = (*decode_program(_SHAPE), loop_call())
-    for rows in (1, 16):
-        for launch in lower(program, _SHAPE, rows=rows, context=2048):
+    for rows, clusters in ((1, False), (1, True), (16, False)):
+        tuning = default_tuning(_SHAPE, rows=rows, context=2048, clusters=clusters)
+        for launch in lower(program, _SHAPE, rows=rows, context=2048, tuning=tuning):
             way = (launch.source.name, launch.options)
             if way not in seen:
                 seen.add(way)

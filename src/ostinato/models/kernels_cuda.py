@@ -33,7 +33,6 @@ from ostinato.models.kernels_cuda_shapes import (
     COUNTER_BYTES,
     MAX_ROWS,
     PRODUCTS,
-    BlockShape,
     MatrixShape,
     Product,
     Shape,
@@ -293,7 +292,7 @@ class _Cut:
             return LaunchConfig(
                 (block.cluster, block.units(c), 1),
                 32 * block.warps,
-                self.block_shared(block),
+                block.shared_bytes(c),
                 cluster=(block.cluster, 1, 1),
                 programmatic=programmatic,
             )
@@ -302,14 +301,6 @@ class _Cut:
         if kernel == "embed":
             return LaunchConfig(self.rows, _EMBED_THREADS, programmatic=programmatic)
         return LaunchConfig(1, MAX_ROWS, programmatic=programmatic)
-
-    def block_shared(self, block: BlockShape) -> int:
-        """Bytes of attention_block.cu's `Shared`."""
-        c, width = self.config, block.queries * self.config.head_size
-        halves = sum(-(-(size // 8) // 8) * 8 + 4 for size in (c.hidden, width))
-        fresh = (block.queries + 2) * c.head_size
-        partials = (block.cluster + block.warps) * block.queries * (c.head_size + 2)
-        return 32 * halves + -(-(4 * (fresh + partials + block.warps) + 16) // 16) * 16
 
     @property
     def workspace_bytes(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ostinato.errors import UnsupportedModelError
 from ostinato.models.config import LlamaConfig
+from ostinato.models.kernels_cuda_block import BlockShape, block_rule
 
 __all__ = [
     "BLOCKED",
@@ -17,7 +18,6 @@ __all__ = [
     "START_NEXT",
     "TUNED",
     "AttentionShape",
-    "BlockShape",
     "MatrixShape",
     "Product",
     "Shape",
@@ -106,24 +106,6 @@ class AttentionShape:
     steps: int
     splits: int
     cluster: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """How attention_block.cu cuts a layer's attention of one row: a cluster of `cluster` blocks does
-    `queries` query heads of a KV head.  `warps` of a block; `lanes` share a pair of rows of the
-    first product, `output_lanes` a row of the second; `steps` positions a lane asks for at once."""
-
-    queries: int
-    warps: int
-    lanes: int
-    output_lanes: int
-    steps: int
-    cluster: int = 8
-
-    def units(self, config: LlamaConfig) -> int:
-        """Clusters, each of which leaves a part of the residual."""
-        return config.heads // self.queries
 
 
 Shape = VectorShape | MatrixShape
@@ -234,14 +216,17 @@ def default_tuning(
     if rows > 1:
         attention = _attention_shape(config, rows, context, multiprocessors)
         return Tuning(qkv, output, gate_up, down, head, attention)
+    block = None
     if clusters:
         attention = _cluster_shape(config, context, multiprocessors)
+        block = block_rule(config, multiprocessors)
     else:
         attention = _attention_shape(config, rows, context, multiprocessors)
     # As early as can be, so that weights come while two kernels before still run; but the attention
     # reads the cache before its wait, which it may only if the kernel before it began late.
-    starts = dict.fromkeys(STARTING, "AT_START") | {"norm_qkv_rope": "AFTER_WAIT"}
-    return Tuning(qkv, output, gate_up, down, head, attention, starts)
+    late = ("norm_qkv_rope", "attention_block")
+    starts = dict.fromkeys(STARTING, "AT_START") | dict.fromkeys(late, "AFTER_WAIT")
+    return Tuning(qkv, output, gate_up, down, head, attention, starts, block=block)
 
 
 def for_context(tuning: Tuning, context: int) -> Tuning:
