@@ -143,7 +143,9 @@ PARTS: tuple[Part, ...] = (
     *_memcheck(5, "contract", "tests/contract", keyword="not test_driver_conditional"),
     *_memcheck(2, "graph", "tests/graph"),
     *_memcheck(1, "state, replay, cache", "tests/state", "tests/replay", "tests/cache"),
-    *_memcheck(1, "footguns", "tests/test_footguns.py"),
+    # With a stream held back, memcheck holds back launches on others as well: the one that waits for
+    # the other stream then waits for ever.
+    *_memcheck(1, "footguns", "tests/test_footguns.py", keyword="not two_threads_on_two_streams"),
     *_memcheck(1, "handles and lifetime", *_ADOPTION),
     *_memcheck(1, "modules", "tests/modules/test_modules_gpu.py"),
     *_memcheck(2, "kernels", _KERNELS, keyword="not smollm2 and not same_bits"),
