@@ -35,10 +35,18 @@ class EmulatedBackend:
     dtype: np.dtype[Any] = np.dtype(np.uint16)
     spins = False
 
-    def __init__(self, device: Device) -> None:
+    library = ""
+
+    def __init__(self, device: Device, *, library_rows: int | None = None) -> None:
         self.device, self.emulator = device, Emulator()
 
-    def require_supported(self, config: Any, rows: int) -> None:
+    def buffers(self, config: Any, rows: int) -> dict[str, Any]:
+        return {}
+
+    def give_up_library(self, reason: str) -> bool:
+        return False
+
+    def require_supported(self, config: Any, rows: int, sampled: int = 1) -> None:
         pass
 
     def workspace_bytes(self, config: Any, rows: Any, context: int) -> int:

@@ -21,7 +21,7 @@ launches give the same bits, always: sums go in a fixed order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -43,7 +43,7 @@ from ostinato.models.kernels_cuda_shapes import (
 from ostinato.models.program import Argument, Bound, KernelCall
 from ostinato.modules import CompileOptions
 
-__all__ = ["SIGNATURES", "CudaLaunch", "lower", "workspace_bytes"]
+__all__ = ["SIGNATURES", "CudaLaunch", "Cut", "lower", "source_of", "workspace_bytes"]
 
 _FOLDER = Path(__file__).parent / "kernels"
 _EMBED_THREADS = 128
@@ -115,7 +115,7 @@ def lower(
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
-    cut = _Cut(config, rows, chosen)
+    cut = Cut(config, rows, chosen)
     return tuple(cut.launch(call, first=index == 0) for index, call in enumerate(program))
 
 
@@ -132,24 +132,28 @@ def workspace_bytes(
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
-    return _Cut(config, rows, chosen).workspace_bytes
+    return Cut(config, rows, chosen).workspace_bytes
 
 
 @functools.cache
 def _source(name: str) -> Source:
+    return source_of(name, SIGNATURES)
+
+
+def source_of(name: str, signatures: Mapping[str, str]) -> Source:
     """A .cu file with the headers beside it."""
     headers = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
     headers["emulate.h"] = ""  # named in common.cuh for the emulator of benchmarks/kernels alone
     return Source(
         (_FOLDER / f"{name}.cu").read_text(),
-        signatures=SIGNATURES,
+        signatures=signatures,
         headers=headers,
         name=f"{name}.cu",
     )
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """A config, a number of rows and a tuning, made into macros and grids."""
 
     config: LlamaConfig
