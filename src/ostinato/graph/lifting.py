@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ostinato.driver.api import KernelNodeParams, MemoryRange, MemsetNodeParams
+from ostinato.driver.api import KernelNodeParams, MemoryRange, MemsetNodeParams, NodeHandle
 from ostinato.driver.stream import Operation
 from ostinato.errors import GraphError
 from ostinato.graph.graph import Graph
-from ostinato.graph.node import Node
 
 __all__ = ["lift"]
 
@@ -39,34 +38,33 @@ def lift(
     Raises GraphError if the nodes are no chain, or one is neither a kernel nor a linear fill.
     """
     touched = None if reads is None else tuple(reads), None if writes is None else tuple(writes)
+    driver = graph.context.driver
     made = []
-    for node in _chain(graph):
-        params = node.params
+    # Not `graph.nodes`: that looks up every word of the arguments among the allocations.
+    for node in _chain(graph, name):
+        params = driver.node_params(node)
         if isinstance(params, KernelNodeParams):
             params = KernelNodeParams(params.function, params.config, params.arguments)
         elif not (isinstance(params, MemsetNodeParams) and params.height == 1):
             raise GraphError(
-                f"{name}: node {node.index} ({node.name}) is neither a kernel nor a linear fill, "
-                "so it cannot be launched by itself; add the graph as a child graph instead"
+                f"{name}: a {driver.node_kind(node).name.lower()} node is neither a kernel nor a "
+                "linear fill, so it cannot be launched by itself; add the graph as a child graph"
             )
         made.append(Operation(params, name, *touched, tuple(keep)))
     return tuple(made)
 
 
-def _chain(graph: Graph) -> list[Node]:
+def _chain(graph: Graph, name: str) -> list[NodeHandle]:
     """The nodes, each after the one before.  Raises GraphError if they are no chain."""
-    nodes = {node.handle: node for node in graph.nodes}
-    edges = graph.edges
+    nodes, edges = graph.context.driver.graph_nodes(graph.handle), graph.edges
     after = {edge.source: edge.target for edge in edges}
-    first = nodes.keys() - after.values() if edges else nodes.keys()
-    if not nodes or len(first) != 1 or len(edges) != len(nodes) - 1 or len(after) != len(edges):
+    first = set(nodes) - set(after.values())
+    chain = [*first]
+    while chain and len(first) == 1 and chain[-1] in after:
+        chain.append(after[chain[-1]])
+    if not nodes or len(chain) != len(nodes) or len(edges) != len(nodes) - 1:
         raise GraphError(
-            f"{len(nodes)} nodes with {len(edges)} edges are no chain, and only a chain can be "
-            "launched in order; add the graph as a child graph instead"
+            f"{name}: {len(nodes)} nodes with {len(edges)} edges are no chain, and only a chain "
+            "can be launched in order; add the graph as a child graph"
         )
-    chain, at = [], next(iter(first))
-    while True:
-        chain.append(nodes[at])
-        if at not in after:
-            return chain
-        at = after[at]
+    return chain

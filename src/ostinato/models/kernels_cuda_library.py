@@ -45,6 +45,7 @@ from ostinato.modules import CompileOptions
 
 __all__ = [
     "PIECE_SIGNATURES",
+    "PieceLaunch",
     "ProductCall",
     "library_buffers",
     "library_tuning",

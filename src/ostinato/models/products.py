@@ -26,7 +26,13 @@ from ostinato.driver.cuda_blas import (
     Planned,
     load_cublaslt,
 )
-from ostinato.errors import CaptureError, GraphError, NotAvailableError
+from ostinato.errors import (
+    CaptureError,
+    ContextPoisonedError,
+    DriverError,
+    GraphError,
+    NotAvailableError,
+)
 
 __all__ = [
     "PIECE_ROWS",
@@ -120,10 +126,15 @@ class LibraryProduct:
         The first time it is tried out on other ones, which loads the library's kernels.  Raises
         NotAvailableError if what the library launches cannot be launched by us with the same bits.
         """
-        if not self._tried:
-            self._try_out(name, weight)
-            self._tried = True
-        return self._lifted(name, weight, inputs, out, workspace)
+        try:
+            if not self._tried:
+                self._try_out(name, weight)
+                self._tried = True
+            return self._lifted(name, weight, inputs, out, workspace)
+        except ContextPoisonedError:
+            raise
+        except (CaptureError, DriverError, GraphError) as error:
+            raise NotAvailableError(f"{name}, {self.product}: {error}") from error
 
     def _lifted(
         self, name: str, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer
@@ -131,19 +142,16 @@ class LibraryProduct:
         reads = [weight.range, inputs.range, workspace.range]
         if self.product.accumulate:
             reads.append(out.range)
-        try:
-            with capture(self._stream) as under_way:
-                self._call(weight, inputs, out, workspace)
-            with under_way.graph as graph:
-                return lift(
-                    graph,
-                    name=name,
-                    reads=reads,
-                    writes=(out.range, workspace.range),
-                    keep=(self, weight, inputs, out, workspace),
-                )
-        except (CaptureError, GraphError) as error:
-            raise NotAvailableError(f"{name}, {self.product}: {error}") from error
+        with capture(self._stream) as under_way:
+            self._call(weight, inputs, out, workspace)
+        with under_way.graph as graph:
+            return lift(
+                graph,
+                name=name,
+                reads=reads,
+                writes=(out.range, workspace.range),
+                keep=(self, weight, inputs, out, workspace),
+            )
 
     def _call(self, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer) -> None:
         """The library's own call."""
