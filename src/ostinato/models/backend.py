@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 from ostinato import Buffer, Device, Kernel, LaunchConfig, Operation, Source, prepare
-from ostinato.errors import NotAvailableError
+from ostinato.errors import NotAvailableError, UnsupportedModelError
 from ostinato.models.config import LlamaConfig
 from ostinato.models.program import SAMPLED_ROWS, Argument, KernelCall
 
@@ -291,10 +291,12 @@ class CudaBackend:
         from ostinato.models.kernels_cuda_shapes import require_supported
 
         require_supported(config, sampled)
-        if rows <= SAMPLED_ROWS or self._products is None:
-            require_supported(config, rows)
-        else:
-            require_supported(config, rows, most=most_rows(config))
+        if rows > SAMPLED_ROWS and self._products is None:
+            raise UnsupportedModelError(
+                f"{rows} rows; the CUDA kernels take 1 to {SAMPLED_ROWS} where no library "
+                f"multiplies (cuBLASLt is {self.library})"
+            )
+        require_supported(config, rows, most=max(SAMPLED_ROWS, most_rows(config)))
 
     def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
         from ostinato.models.kernels_cuda import workspace_bytes

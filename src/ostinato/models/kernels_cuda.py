@@ -7,6 +7,7 @@ gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  
 
     rows == 1      matvec.cu    float32 activations, weights straight into registers
     rows 2 to 64   matmul.cu    tensor cores, inputs of the products rounded to bfloat16
+    more, and from some rows on, where a library multiplies: kernels_cuda_library
     any            attention.cu (split over the KV length), step.cu (embed, advance), sample.cu,
                    loop.cu (continue_loop)
 
