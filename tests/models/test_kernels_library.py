@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks.kernels.emulator import Emulator
 from ostinato.driver.api import KernelNodeParams, MemoryRange
 from ostinato.driver.signature import Access, Signature
 from ostinato.driver.stream import Operation
@@ -17,9 +20,10 @@ from ostinato.graph.recording import dependencies
 from ostinato.models import kernels_cuda as kc
 from ostinato.models import kernels_cuda_library as kl
 from ostinato.models.kernels_cuda_shapes import default_tuning
-from ostinato.models.program import SAMPLED_ROWS, Bound, decode_program, loop_call
+from ostinato.models.program import ACTIVE, SAMPLED_ROWS, Bound, decode_program, loop_call
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.cubin import kernel_resources
+from tests.models.emulated import from_bf16, to_bf16
 from tests.models.test_kernels_cuda import SHAPES, SMALL, config_of
 
 
@@ -113,10 +117,12 @@ def test_what_a_layer_becomes() -> None:
     names = [one.name if isinstance(one, kl.ProductCall) else one.kernel for one in step]
     assert names == [
         "embed",
-        *("norm_rows", "qkv_product", "rope_rows", "attention", "round_rows", "output_product"),
+        *("norm_rows", "qkv_product", "rope_rows", "piece_attention", "output_product"),
         *("norm_rows", "gate_up_product", "silu_rows", "down_product"),
         *("head", "sample", "advance"),
     ]
+    batch = [getattr(one, "kernel", "") for one in lowered(replace(SMALL, layers=1), 64)]
+    assert batch[4:6] == ["attention", "round_rows"]
     products = {one.name: one.product for one in step if isinstance(one, kl.ProductCall)}
     assert [p.rows for p in products.values()] == [128] * 4
     assert [name for name, p in products.items() if p.accumulate] == [
@@ -140,6 +146,7 @@ def test_steps_of_all_sizes_share_the_kernels_between_products() -> None:
         for one in lowered(SMALL, rows)
         if isinstance(one, kl.PieceLaunch)
     }
+    assert {kernel for kernel, _ in found} == set(kl.PIECE_SIGNATURES)
     assert len(found) == len(kl.PIECE_SIGNATURES)
 
 
@@ -157,9 +164,72 @@ def test_every_value_has_a_thread(shape: str, rows: int) -> None:
             if one.kernel == "norm_rows":
                 assert one.config.grid == (rows, 1, 1)
                 continue
+            if one.kernel == "piece_attention":
+                macros = dict(one.options.defines)
+                grid, each = one.config.grid, int(macros["PIECE_ROWS"])
+                assert 0 <= grid[0] * each - rows < each
+                assert grid[1] * int(macros["PIECE_QUERIES"]) == config.heads
+                assert one.config.block[0] == each * int(macros["PIECE_QUERIES"]) * 2
+                continue
             threads = one.config.grid[0] * one.config.block[0]
             assert one.config.grid[1] == rows
             assert 0 <= threads - items[one.kernel] < one.config.block[0]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "rows", "padding", "begin"),
+    [
+        (4, 1, 64, 128, 37, 70),
+        (3, 1, 128, 128, 0, 0),
+        (4, 2, 80, 100, 9, 3),  # as many rows as a plan happens to have
+        (2, 2, 24, 128, 127, 131),
+        (10, 2, 32, 128, 64, 64),
+    ],
+)
+def test_attention_of_a_piece_is_right(
+    heads: int, kv_heads: int, head_size: int, rows: int, padding: int, begin: int
+) -> None:
+    config = config_of(heads, kv_heads, head_size, inner=88, vocabulary=67, layers=1)
+    launch = next(
+        one
+        for one in lowered(config, rows)
+        if isinstance(one, kl.PieceLaunch) and one.kernel == "piece_attention"
+    )
+    rng, machine = np.random.default_rng(rows + heads), Emulator()
+    slots, context, slot = 3, begin + rows - padding, 1
+    live = np.zeros((rows, 4), np.int32)
+    live[:padding] = (5, 1 << 30, 77, 0)  # padding, whatever it holds
+    live[padding:, 1] = begin + np.arange(rows - padding)
+    live[padding:, 2:] = slot, ACTIVE
+    q = rng.standard_normal((rows, heads, head_size)).astype(np.float32)
+    q[:padding] = np.nan
+    cache = from_bf16(
+        to_bf16(rng.standard_normal((2, slots, kv_heads, context, head_size)).astype(np.float32))
+    )
+    device = {
+        "live": machine.array(live),
+        "q": machine.array(q),
+        "cache": machine.array(to_bf16(cache)),
+        "product_in": machine.array(np.full((rows, heads * head_size), 0x7FFF, np.uint16)),
+    }
+    sizes = {"rows": rows, "slots": slots, "context": context}
+    values = {
+        name: device[value.name] if isinstance(value, Bound) else sizes.get(value, value)
+        for name, value in launch.arguments
+    }
+    machine.launch(launch, values)
+    found = from_bf16(machine.read(device["product_in"])).reshape(q.shape)
+    assert not found[:padding].any()
+    for row in range(padding, rows):
+        end = int(live[row, 1]) + 1
+        for head in range(heads):
+            keys, content = cache[:, slot, head // (heads // kv_heads), :end].astype(np.float64)
+            scores = keys @ q[row, head] * head_size**-0.5
+            shares = np.exp(scores - scores.max())
+            wanted = shares @ content / shares.sum()
+            error = np.linalg.norm(found[row, head] - wanted) / np.linalg.norm(wanted)
+            assert error < 1.5e-2, f"row {row}, head {head}: {error:.1e}"
 
 
 def test_buffers_hold_what_each_product_reads_and_writes() -> None:

@@ -14,9 +14,8 @@ launched for that row as in a step of one.
 
 `lower_with_library` is pure and needs no GPU.  Not guaranteed: the bits of steps without one.
 
-The attention is the decode step's: each row reads all keys and values before it by itself.  For 512
-rows of the 1B shape that is some 268 MB from L2 a layer.  A kernel that shares them between
-neighbouring rows, on the tensor cores, would take their place.
+In steps of more than MAX_ROWS rows, which are pieces of a prompt, `piece_attention` takes the place
+of `attention` and `round_rows`: neighbouring rows share the keys and values that all of them read.
 """
 
 from __future__ import annotations
@@ -58,6 +57,7 @@ _Arguments: TypeAlias = dict[str, Argument]
 
 _ROW_THREADS = 128
 _MAX_NORM_THREADS = 512
+_MAX_PIECE_QUERIES, _MAX_PIECE_HEAD = 4, 128  # piece_attention.cu
 
 _LIVE = "live: *const i32, "
 PIECE_SIGNATURES = {
@@ -66,9 +66,12 @@ PIECE_SIGNATURES = {
     "rope_rows": _LIVE + "sums: *const f32, rope: *const f32, cache: *bf16, q: *out f32, "
     "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32",
     "round_rows": _LIVE + "attended: *const f32, out: *out bf16, row_count: u32, width: u32",
+    "piece_attention": _LIVE + "q: *const f32, cache: *const bf16, out: *out bf16, "
+    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32, "
+    "scale: f32",
     "silu_rows": _LIVE + "sums: *const bf16, out: *out bf16, row_count: u32, width: u32",
 }
-"""Parameters of the kernels in pieces.cu."""
+"""Parameters of the kernels in pieces.cu and piece_attention.cu."""
 
 _IN, _OUT, _WORKSPACE = Bound("product_in"), Bound("product_out"), Bound("product_workspace")
 
@@ -87,7 +90,7 @@ class ProductCall:
 
 @dataclass(frozen=True, slots=True)
 class PieceLaunch(kc.CudaLaunch):
-    """A launch of a kernel in pieces.cu."""
+    """A launch of a kernel in pieces.cu or piece_attention.cu."""
 
     @property
     def signature(self) -> str:
@@ -162,8 +165,8 @@ def lower_with_library(
 
 
 @cache
-def _pieces() -> Source:
-    return kc.source_of("pieces", PIECE_SIGNATURES)
+def _source(file: str) -> Source:
+    return kc.source_of(file, PIECE_SIGNATURES)
 
 
 class _LibraryCut:
@@ -215,6 +218,8 @@ class _LibraryCut:
 
     def _attention(self, call: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
+        if self.rows > MAX_ROWS and c.head_size <= _MAX_PIECE_HEAD:
+            return [self._piece_attention(given)]
         rounded = {**given, "out": _IN, "width": c.query_size}
         return [
             self.own.launch(call, first=True),
@@ -236,6 +241,20 @@ class _LibraryCut:
     def _down_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
         return [self._product("down", c.hidden, c.inner, given["weight"], given["x"])]
+
+    def _piece_attention(self, given: _Arguments) -> kc.CudaLaunch:
+        """Blocks of some 8 warps, and of fewer where the chip would not be full."""
+        c, group = self.config, self.config.heads // self.config.kv_heads
+        queries = max(n for n in range(1, _MAX_PIECE_QUERIES + 1) if group % n == 0)
+        rows, heads = max(16, 128 // queries // 16 * 16), c.heads // queries
+        while rows * queries > 64 and rows % 32 == 0 and heads * -(-self.rows // rows) < 100:
+            rows //= 2
+        macros = {k: str(self.own.shape_macros[k]) for k in ("HEADS", "KV_HEADS", "HEAD_SIZE")}
+        macros |= {"PIECE_QUERIES": str(queries), "PIECE_ROWS": str(rows)}
+        grid = (-(-self.rows // rows), heads, 1)
+        threads = rows // 16 * queries * 32
+        given = {**given, "out": _IN}
+        return self._made("piece_attention", grid, threads, given, "piece_attention", macros)
 
     # --- parts
     def _product(
@@ -262,13 +281,19 @@ class _LibraryCut:
         return self._made(kernel, grid, _ROW_THREADS, given)
 
     def _made(
-        self, kernel: str, grid: tuple[int, int, int], threads: int, given: _Arguments
+        self,
+        kernel: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        given: _Arguments,
+        file: str = "pieces",
+        macros: dict[str, str] | None = None,
     ) -> kc.CudaLaunch:
         names = [part.split(":")[0].strip() for part in PIECE_SIGNATURES[kernel].split(",")]
         return PieceLaunch(
             kernel,
-            _pieces(),
-            CompileOptions(defines=tuple(self._macros.items())),
+            _source(file),
+            CompileOptions(defines=tuple((macros or self._macros).items())),
             LaunchConfig(grid, threads),
             tuple((name, given[name]) for name in names),
         )

@@ -84,7 +84,8 @@ RING = np.dtype([("token", np.int32), ("tag", np.int32)])
 a negative token says that the logits held NaN."""
 
 SAMPLED_ROWS = 64
-"""In a step of more rows (a piece of a prompt) only the last row may be SAMPLE; see `PlanSizes`."""
+"""A step of more rows is a piece of one slot's prompt: its active rows come last, at positions that
+rise by one, and only the last one may be SAMPLE.  See `PlanSizes` for where batches are larger."""
 STOP_TOKENS = 16
 """How many end tokens the device holds; unused ones are -1."""
 
