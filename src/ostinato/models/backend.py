@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LIBRARY_ROWS",
     "Backend",
-    "Bound",
+    "BoundCall",
     "BoundLaunch",
     "BoundProduct",
     "CudaBackend",
@@ -39,7 +39,8 @@ __all__ = [
 ]
 
 LIBRARY_ROWS = 16
-"""Steps of so many rows and more multiply with a library where there is one."""
+"""Steps of so many rows and more multiply with a library where there is one; a piece of a prompt
+with more than SAMPLED_ROWS does so in any case."""
 Resolve = Callable[[Argument], object]
 Buffers = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
@@ -91,7 +92,7 @@ class BoundProduct:
         )
 
 
-Bound = BoundLaunch | BoundProduct
+BoundCall = BoundLaunch | BoundProduct
 
 
 class Backend(Protocol):
@@ -125,7 +126,7 @@ class Backend(Protocol):
 
     def bind(
         self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
-    ) -> tuple[Bound, ...]:
+    ) -> tuple[BoundCall, ...]:
         """The program's launches for steps of `rows` rows, with every kernel on the device.
 
         It may compile and load, so it belongs before a capture.  The end of a step, from `head` on,
@@ -190,7 +191,7 @@ class HostBackend:
 
     def bind(
         self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
-    ) -> tuple[Bound, ...]:
+    ) -> tuple[BoundCall, ...]:
         """A host kernel does the whole grid in one call; the shape only tells readers how much."""
         get, shape = self._modules.get_or_compile, LaunchConfig(grid=rows, block=1)
         return tuple(
@@ -260,7 +261,8 @@ class CudaBackend:
 
     def _multiplies(self, rows: int) -> bool:
         """Whether the library does in a step of so many rows."""
-        return self._products is not None and rows >= self._library_rows
+        wanted = rows >= self._library_rows or rows > SAMPLED_ROWS  # ours do not go further
+        return self._products is not None and wanted
 
     def _tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
         """Looked up once: what is stored may change, and the workspace was made for the first."""
@@ -339,7 +341,7 @@ class CudaBackend:
 
     def bind(
         self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
-    ) -> tuple[Bound, ...]:
+    ) -> tuple[BoundCall, ...]:
         """Sources and macros differ by rows; what is not compiled yet is compiled side by side."""
         from ostinato.models.kernels_cuda import CudaLaunch
 
@@ -351,7 +353,7 @@ class CudaBackend:
             loaded = pool.map(partial(load_kernel, self._modules), first_uses.values())
             kernels = dict(zip(first_uses, loaded, strict=True))
         self._modules.preload(kernels.values())  # on the device now, not at the first launch
-        bound: list[Bound] = []
+        bound: list[BoundCall] = []
         for one in lowered:
             if isinstance(one, CudaLaunch):
                 bound.append(BoundLaunch(kernels[one.kernel], one.config, one.arguments))

@@ -37,7 +37,7 @@ from ostinato.errors import (
     GraphError,
     NotAvailableError,
 )
-from ostinato.models.backend import Backend, Bound
+from ostinato.models.backend import Backend, BoundCall
 from ostinato.models.decoder_statistics import OperationTimes
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import Argument, decode_program, loop_call
@@ -177,14 +177,14 @@ class DecoderSteps:
                     raise
         return self._largest
 
-    def _bound(self, rows: int) -> tuple[Bound, ...]:
+    def _bound(self, rows: int) -> tuple[BoundCall, ...]:
         """The launches of a step that samples."""
         config, sizes = self._plan.config, self._plan.sizes
         program = decode_program(config, last_row=rows > sizes.sampled_rows)
         return self._backend.bind(program, config, rows, sizes.context)
 
     def _operations(
-        self, bound: tuple[Bound, ...], rows: int, condition: int | None = None
+        self, bound: tuple[BoundCall, ...], rows: int, condition: int | None = None
     ) -> tuple[Operation, ...]:
         def resolve(value: Argument) -> object:
             return condition if value == "condition" else self._plan.resolve(value, rows)
@@ -236,9 +236,9 @@ class DecoderSteps:
         self,
         stream: Stream,
         rows: int,
-        step: tuple[Bound, ...],
-        begin: Bound,
-        again: Bound,
+        step: tuple[BoundCall, ...],
+        begin: BoundCall,
+        again: BoundCall,
     ) -> GraphExec:
         chained = again.with_programmatic(step[-1].programmatic)
         graph = Graph.create(self._device)
