@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -43,12 +44,13 @@ struct Block;
 
 struct Fiber {
     void* stack_pointer = nullptr;
-    std::vector<char> stack;
+    char* stack = nullptr;
     Block* block = nullptr;
     dim3 thread{}, index{};
     int number = 0;
     bool done = false;
     long waited = 0;
+    int cluster_generation = 0;
 };
 
 struct Block {
@@ -93,6 +95,13 @@ emulated_switch:
     ret
 )");
 
+// Kept from launch to launch, and never cleared: of a large grid's stacks only what is used is there.
+inline char* stack_of(size_t fiber) {
+    static std::vector<std::unique_ptr<char[]>> stacks;
+    while (stacks.size() <= fiber) stacks.emplace_back(new char[STACK]);
+    return stacks[fiber].get();
+}
+
 inline void yield() { emulated_switch(&current->stack_pointer, scheduler_stack); }
 
 inline void fiber_main() {
@@ -111,6 +120,24 @@ inline void arrive(Barrier& barrier, const int& live) {
     barrier.arrived++;
     while (barrier.generation == generation) {
         if (barrier.arrived >= live) {
+            barrier.arrived = 0;
+            barrier.generation++;
+            progress++;
+            return;
+        }
+        yield();
+    }
+}
+
+// A barrier in two halves.
+inline void arrive_early(Barrier& barrier) {
+    current->cluster_generation = barrier.generation;
+    barrier.arrived++;
+    progress++;
+}
+inline void wait_late(Barrier& barrier, const std::function<int()>& live) {
+    while (barrier.generation == current->cluster_generation) {
+        if (barrier.arrived >= live()) {
             barrier.arrived = 0;
             barrier.generation++;
             progress++;
@@ -166,14 +193,14 @@ inline void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, i
             const int index = start + b;
             for (int t = 0; t < threads; t++) {
                 Fiber& fiber = fibers[static_cast<size_t>(b) * threads + t];
-                if (fiber.stack.empty()) fiber.stack.resize(STACK);
+                fiber.stack = stack_of(static_cast<size_t>(b) * threads + t);
                 fiber.block = &one;
                 fiber.number = t;
                 fiber.done = false;
                 fiber.thread = {t % block.x, t / block.x % block.y, t / (block.x * block.y)};
                 fiber.index = {index % grid.x, index / grid.x % grid.y, index / (grid.x * grid.y)};
                 one.warp_live[t / 32]++;
-                uintptr_t top = reinterpret_cast<uintptr_t>(fiber.stack.data() + STACK) / 16 * 16;
+                uintptr_t top = reinterpret_cast<uintptr_t>(fiber.stack + STACK) / 16 * 16;
                 void** at = reinterpret_cast<void**>(top) - 2;
                 *at = reinterpret_cast<void*>(&fiber_main);  // the return address of the switch
                 at -= 6;
@@ -340,14 +367,46 @@ inline void prefetch_weights(const void*, unsigned) {}
 template <int BLOCKS> inline emulated::Block* block_of_cluster(int rank) {
     return emulated::current->block - emulated::current->index.x % BLOCKS + rank;
 }
-template <int BLOCKS> inline void sync_cluster() {
-    emulated::Block* const first = block_of_cluster<BLOCKS>(0);
-    int live = 0;
-    for (int rank = 0; rank < BLOCKS; rank++) live += first[rank].live;
-    emulated::arrive(first->cluster, live);
+template <int BLOCKS> inline void arrive_at_cluster() {
+    emulated::arrive_early(block_of_cluster<BLOCKS>(0)->cluster);
 }
-template <int BLOCKS> inline float load_of_block(const float* own, int rank) {
+template <int BLOCKS> inline void wait_for_cluster() {
+    emulated::Block* const first = block_of_cluster<BLOCKS>(0);
+    emulated::wait_late(first->cluster, [first] {
+        int live = 0;
+        for (int rank = 0; rank < BLOCKS; rank++) live += first[rank].live;
+        return live;
+    });
+}
+template <int BLOCKS> inline void sync_cluster() {
+    arrive_at_cluster<BLOCKS>();
+    wait_for_cluster<BLOCKS>();
+}
+template <int BLOCKS> inline float* at_block(const float* own, int rank) {
     const auto offset =
         reinterpret_cast<const unsigned char*>(own) - emulated::current->block->shared_start;
-    return *reinterpret_cast<const float*>(block_of_cluster<BLOCKS>(rank)->shared_start + offset);
+    return reinterpret_cast<float*>(block_of_cluster<BLOCKS>(rank)->shared_start + offset);
+}
+template <int BLOCKS> inline float load_of_block(const float* own, int rank) {
+    return *at_block<BLOCKS>(own, rank);
+}
+// Bytes that are still to come.
+inline void expect_bytes(unsigned long long* arrivals, unsigned bytes) {
+    check_aligned(arrivals, 8);
+    *arrivals = bytes;
+}
+template <int BLOCKS>
+inline void send_to_block(float* own, unsigned long long* arrivals, int rank, float v) {
+    *at_block<BLOCKS>(own, rank) = v;
+    auto* const counted = reinterpret_cast<unsigned long long*>(
+        at_block<BLOCKS>(reinterpret_cast<const float*>(arrivals), rank));
+    if (*counted < sizeof v) {
+        std::fprintf(stderr, "emulated: more bytes than were expected\n");
+        abort();
+    }
+    *counted -= sizeof v;
+    emulated::progress++;
+}
+inline void wait_for_bytes(unsigned long long* arrivals) {
+    while (*arrivals) emulated::yield();
 }

@@ -83,7 +83,8 @@ def gpu(host_device: Device) -> FakeDevice:
 
 @pytest.mark.parametrize("rows", [1, 2, 64])
 @pytest.mark.parametrize("kind", ["sampled", "not sampled", "loop"])
-def test_launches_chain_so_that_each_may_start_early(rows: int, kind: str) -> None:
+@pytest.mark.parametrize("clusters", [False, True])
+def test_launches_chain_so_that_each_may_start_early(rows: int, kind: str, clusters: bool) -> None:
     """Every kernel touches what the one before it wrote: a recorded graph is a chain then, and a
     wait for the one kernel before stands for all earlier ones.  The body of a loop too."""
     program = decode_program(MODEL, sampled=kind != "not sampled")
@@ -91,7 +92,8 @@ def test_launches_chain_so_that_each_may_start_early(rows: int, kind: str) -> No
         program = (*program, loop_call())
     addresses: dict[Bound, int] = {}
     operations = []
-    for one in kc.lower(program, MODEL, rows=rows, context=512):
+    tuning = default_tuning(MODEL, rows=rows, context=512, clusters=clusters)
+    for one in kc.lower(program, MODEL, rows=rows, context=512, tuning=tuning):
         reads, writes = [], []
         parameters = Signature.parse(one.signature).parameters
         for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
@@ -112,11 +114,11 @@ def test_every_kernel_is_loaded_once_with_its_shared_memory(gpu: FakeDevice, row
     assert backend.dtype == np.uint16
     program = decode_program(MODEL)
     bound = backend.bind(program, MODEL, rows, 512)
-    assert [one.kernel.name for one in bound] == [call.kernel for call in program]
-    assert sorted(k.name for k in gpu.modules.made) == sorted({c.kernel for c in program})
-    assert {id(k) for k in gpu.modules.loaded} == {id(k) for k in gpu.modules.made}
     tuning = default_tuning(MODEL, rows=rows, context=512, clusters=gpu.capabilities.clusters)
     lowered = kc.lower(program, MODEL, rows=rows, context=512, tuning=tuning)
+    assert [one.kernel.name for one in bound] == [one.kernel for one in lowered]
+    assert sorted(k.name for k in gpu.modules.made) == sorted({one.kernel for one in lowered})
+    assert {id(k) for k in gpu.modules.loaded} == {id(k) for k in gpu.modules.made}
     for one, wanted in zip(bound, lowered, strict=True):
         made: Any = one.kernel
         assert (one.config, one.arguments) == (wanted.config, wanted.arguments)

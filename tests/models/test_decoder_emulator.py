@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ostinato.driver.signature import Signature
 from ostinato.models import kernels_cuda as kc
 from ostinato.models.backend import BoundLaunch
 from ostinato.models.decoder import Decoder
+from ostinato.models.kernels_cuda_shapes import Tuning, default_tuning
 from ostinato.models.sampling import GREEDY
 from tests.models.test_decoder_gpu import RELATIVE, checkpoint_of, difference, tokens_of
 
@@ -37,8 +39,13 @@ class EmulatedBackend:
 
     library = ""
 
-    def __init__(self, device: Device, *, library_rows: int | None = None) -> None:
-        self.device, self.emulator = device, Emulator()
+    def __init__(
+        self, device: Device, *, clusters: bool = False, library_rows: int | None = None
+    ) -> None:
+        self.device, self.emulator, self.clusters = device, Emulator(), clusters
+
+    def tuning(self, config: Any, rows: int, context: int) -> Tuning:
+        return default_tuning(config, rows=rows, context=context, clusters=self.clusters)
 
     def buffers(self, config: Any, rows: int) -> dict[str, Any]:
         return {}
@@ -50,10 +57,16 @@ class EmulatedBackend:
         pass
 
     def workspace_bytes(self, config: Any, rows: Any, context: int) -> int:
-        return max(kc.workspace_bytes(config, rows=count, context=context) for count in rows)
+        return max(
+            kc.workspace_bytes(
+                config, rows=count, context=context, tuning=self.tuning(config, count, context)
+            )
+            for count in rows
+        )
 
     def bind(self, program: Any, config: Any, rows: int, context: int) -> tuple[BoundLaunch, ...]:
-        lowered = kc.lower(program, config, rows=rows, context=context)
+        tuning = self.tuning(config, rows, context)
+        lowered = kc.lower(program, config, rows=rows, context=context, tuning=tuning)
         kernels = {one.kernel: self.kernel(one) for one in lowered}
         shape = LaunchConfig(grid=rows, block=1)
         return tuple(BoundLaunch(kernels[o.kernel], shape, o.arguments) for o in lowered)
@@ -75,13 +88,15 @@ class EmulatedBackend:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("clusters", [False, True])
 def test_the_decoder_agrees_with_numpy_on_the_emulator(
-    host_device: Device, monkeypatch: pytest.MonkeyPatch
+    host_device: Device, monkeypatch: pytest.MonkeyPatch, clusters: bool
 ) -> None:
     prompt = tokens_of(SHAPE, 3)
     options: dict[str, Any] = {"max_context": CONTEXT, "stop_tokens": (), "max_rows": 2}
     with Decoder(host_device, checkpoint_of(SHAPE), **options) as numpy:
-        monkeypatch.setattr("ostinato.models.decoder.backend_for", EmulatedBackend)
+        backend = partial(EmulatedBackend, clusters=clusters)
+        monkeypatch.setattr("ostinato.models.decoder.backend_for", backend)
         with Decoder(host_device, checkpoint_of(SHAPE), **options) as decoder:
             token = decoder.prefill(prompt)  # two rows, then one that samples
             for _ in range(2):  # captured, replayed

@@ -43,6 +43,11 @@ SHAPES = {
 }
 
 
+def in_clusters(config: LlamaConfig, context: int = 2048) -> shapes.Tuning:
+    """The rule's tuning of one row for a device that has clusters."""
+    return shapes.default_tuning(config, rows=1, context=context, clusters=True)
+
+
 def distinct(launches: tuple[kc.CudaLaunch, ...]) -> list[kc.CudaLaunch]:
     return list({(one.source, one.options): one for one in launches}.values())
 
@@ -54,13 +59,15 @@ def distinct(launches: tuple[kc.CudaLaunch, ...]) -> list[kc.CudaLaunch]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_kernel_compiles_without_warnings_or_local_memory(shape: str, arch: str) -> None:
     config = SHAPES[shape]
+    program = (*decode_program(config), loop_call())
     wanted = [
         one
         for rows in (1, 16)
-        for one in distinct(
-            kc.lower((*decode_program(config), loop_call()), config, rows=rows, context=2048)
-        )
+        for one in distinct(kc.lower(program, config, rows=rows, context=2048))
     ]
+    if arch != "sm_80":
+        tuning = in_clusters(config)
+        wanted += distinct(kc.lower(program, config, rows=1, context=2048, tuning=tuning))
 
     def compile_one(launch: kc.CudaLaunch) -> tuple[kc.CudaLaunch, str, bytes]:
         options = replace(launch.options, arch=arch)
@@ -100,8 +107,52 @@ def test_launches_follow_the_program(shape: str, rows: int) -> None:
     assert all(one.config.programmatic for one in launches[1:])
 
 
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)])
+def test_one_launch_for_the_attention_of_a_layer(heads: tuple[int, int]) -> None:
+    config = config_of(*heads, 64, inner=136, vocabulary=257)
+    program, tuning = decode_program(config), in_clusters(config)
+    assert tuning.block is not None
+    launches = kc.lower(program, config, rows=1, context=500, tuning=tuning)
+    three = ("norm_qkv_rope", "attention", "output_residual")
+    calls = list(program)
+    for one in launches:
+        done = [calls.pop(0) for _ in range(one.calls)]
+        assert [one.kernel] == [call.kernel for call in done] or (
+            one.kernel == "attention_block" and tuple(call.kernel for call in done) == three
+        )
+        for name, value in one.arguments:
+            given = [dict(call.arguments).get(name) for call in done]
+            wanted = {"output_weight": dict(done[-1].arguments).get("weight")}.get(name, value)
+            assert value == wanted
+            assert name in ("output_weight", "workspace") or value in given
+        if one.kernel == "attention_block":
+            assert one.config.cluster == (tuning.block.cluster, 1, 1)
+            assert one.config.grid == (tuning.block.cluster, tuning.block.units(config), 1)
+    assert not calls
+    # It reads what `embed` wrote before it waits: after that it may not be let start early.
+    plain = [i for i, one in enumerate(launches) if not one.config.programmatic]
+    assert plain == [0, 1]
+
+
+def test_a_large_model_keeps_three_launches() -> None:
+    for name in ("llama-3.1-8b",):
+        assert in_clusters(SHAPES[name]).block is None
+    assert shapes.default_tuning(SHAPES["smollm2-135m"], rows=1).block is None, "without clusters"
+    assert shapes.default_tuning(SHAPES["smollm2-135m"], rows=2, clusters=True).block is None
+
+
 def test_parameters_are_the_hosts() -> None:
+    of_three = {
+        name: p
+        for call in ("norm_qkv_rope", "attention", "output_residual")
+        for name, p in ((p.name, p) for p in HOST_KERNELS[call].signature.parameters)
+    }
+    block = list(Signature.parse(kc.SIGNATURES["attention_block"]).parameters)
+    inside = {"q", "attended", "width"}
+    assert {p.name for p in block} == set(of_three) - inside | {"output_weight"}
     for name, text in kc.SIGNATURES.items():
+        if name == "attention_block":
+            continue
         own = list(Signature.parse(text).parameters)
         host = {p.name: p for p in HOST_KERNELS[name].signature.parameters}
         assert [p.name for p in own if p.name in host] == list(host)
@@ -158,6 +209,23 @@ def test_too_many_rows_are_refused() -> None:
 
 
 # ---------------------------------------------------------------------------------- on the emulator
+
+
+BLOCKS = {
+    "one unit": shapes.BlockShape(queries=3, warps=4, lanes=16, output_lanes=8, steps=2),
+    "parts": shapes.BlockShape(queries=1, warps=3, lanes=8, output_lanes=4, steps=1, cluster=4),
+}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_an_attention_block_agrees_with_numpy_on_the_emulator(block: str) -> None:
+    config = replace(SMALL, layers=2)
+    tuning = replace(in_clusters(config, 150), block=BLOCKS[block])
+    bench = checks.Bench(Emulator(), config, max_rows=1, slots=2, context=150, tunings={1: tuning})
+    wanted = ("position 0", "position 64", "position 149", "stopped")
+    done = [bench.check(case) for case in checks.cases(bench, 1) if case.name in wanted]
+    assert len(done) == len(wanted)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
@@ -225,6 +293,20 @@ def test_kernels_agree_with_numpy(cuda_device: Device, name: str) -> None:
     checks.run_checks(OnDevice(cuda_device), config, rows, slots=5, context=600)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_clusters_agree_with_numpy(cuda_device: Device, name: str, together: bool) -> None:
+    if not cuda_device.capabilities.clusters:
+        pytest.skip("no device with clusters")
+    config, _ = GPU_CASES[name]
+    tuning = in_clusters(config, 1300)
+    if not together:
+        tuning = replace(tuning, block=None)
+    machine = OnDevice(cuda_device)
+    checks.run_checks(machine, config, (1,), slots=2, context=1300, tunings={1: tuning})
+
+
 # Every kernel and both ways to multiply (vectors, matrices) in tiny blocks of work: racecheck slows
 # a kernel a hundredfold.  As many heads a KV head, and as wide ones, as real models have.
 SMALL_CASES = {
@@ -242,6 +324,18 @@ SMALL_CASES = {
 def test_small_kernels_agree_with_numpy(cuda_device: Device, name: str, rows: int) -> None:
     machine = OnDevice(cuda_device)
     checks.run_checks(machine, SMALL_CASES[name], (rows,), slots=3, context=70)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("block", [*BLOCKS, "three launches"])
+def test_small_clusters_agree_with_numpy(cuda_device: Device, block: str) -> None:
+    if not cuda_device.capabilities.clusters:
+        pytest.skip("no device with clusters")
+    config = SMALL_CASES["tiny head 64"]
+    tuning = replace(in_clusters(config, 300), block=BLOCKS.get(block))
+    machine = OnDevice(cuda_device)
+    checks.run_checks(machine, config, (1,), slots=2, context=300, tunings={1: tuning})
 
 
 @pytest.mark.gpu

@@ -34,6 +34,7 @@ from ostinato.models.program import decode_program
 from ostinato.models.tuning_bench import StepMeter
 from ostinato.models.tuning_candidates import (
     attention_shapes,
+    block_variants,
     expected_gains,
     problems_of,
     product_shapes,
@@ -82,6 +83,8 @@ def candidates(config: LlamaConfig, rows: int, name: str) -> list[shapes.Tuning]
         return [
             replace(base, attention=one) for one in attention_shapes(config, rows, clusters=True)
         ]
+    if name == "block":
+        return list(block_variants(base, config, 132))
     made: list[Any] = list(product_shapes(config, name, rows, 132))
     return [replace(base, **{name: one}) for one in made]
 
@@ -93,10 +96,15 @@ STAGES = (*shapes.PRODUCTS.values(), "attention")
 
 
 @settings(deadline=None, max_examples=40)
-@given(config=configs(), rows=st.sampled_from([1, 2, 7, 8, 33, 64]), name=st.sampled_from(STAGES))
+@given(
+    config=configs(),
+    rows=st.sampled_from([1, 2, 7, 8, 33, 64]),
+    name=st.sampled_from([*STAGES, "block"]),
+)
 def test_every_candidate_is_a_legal_launch_that_covers_all(
     config: LlamaConfig, rows: int, name: str
 ) -> None:
+    rows = 1 if name == "block" else rows
     products = shapes.products_of(config)
     for tuning in candidates(config, rows, name):
         assert problems_of(config, rows, tuning) == ()
@@ -139,7 +147,7 @@ def test_the_default_rule_is_legal(
 @pytest.mark.parametrize("name", ["135M", "8B", "odd"])
 def test_the_attention_in_clusters_compiles_without_local_memory(name: str, arch: str) -> None:
     config = CONFIGS[name]
-    tuning = shapes.default_tuning(config, clusters=True, context=8192)
+    tuning = replace(shapes.default_tuning(config, clusters=True, context=8192), block=None)
     launches = kc.lower(decode_program(config), config, rows=1, context=8192, tuning=tuning)
     one = next(launch for launch in launches if launch.kernel == "attention")
     assert one.config.cluster == (8, 1, 1)
@@ -151,6 +159,10 @@ def test_the_attention_in_clusters_compiles_without_local_memory(name: str, arch
 @pytest.mark.parametrize("name", ["135M", "8B"])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_there_is_something_to_try(name: str, rows: int) -> None:
+    small = name == "135M" and rows == 1
+    assert (
+        bool(block_variants(shapes.default_tuning(CONFIGS[name]), CONFIGS[name], 132)) or not small
+    )
     for stage in STAGES:
         assert len(candidates(CONFIGS[name], rows, stage)) >= 8, stage
 
@@ -499,8 +511,9 @@ def test_clearing_removes_all_and_nothing_else(store: TuningStore) -> None:
 @given(data=st.data())
 def test_encoding_loses_nothing(data: st.DataObject) -> None:
     config, rows = CONFIGS["135M"], data.draw(st.sampled_from([1, 8]))
+    stages = [*STAGES, "block"] if rows == 1 else STAGES
     tuning = data.draw(
-        st.sampled_from(candidates(config, rows, data.draw(st.sampled_from(STAGES))))
+        st.sampled_from(candidates(config, rows, data.draw(st.sampled_from(stages))))
     )
     again = decode_tuning(json.loads(json.dumps(encode_tuning(tuning))), tuning)
     assert again == tuning

@@ -6,6 +6,7 @@ gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  
 (`kernels/*.cu`) have the names and parameters of `kernels_host`, and are compiled for one shape:
 
     rows == 1      matvec.cu    float32 activations, weights straight into registers
+                   attention_block.cu  a layer's first three calls in one launch, by the tuning
     rows 2 to 64   matmul.cu    tensor cores, inputs of the products rounded to bfloat16
     more, and from some rows on, where a library multiplies: kernels_cuda_library
     any            attention.cu (split over the KV length), step.cu (embed, advance), sample.cu,
@@ -29,6 +30,7 @@ from pathlib import Path
 from ostinato import LaunchConfig, Source
 from ostinato.models.config import LlamaConfig
 from ostinato.models.kernels_cuda_shapes import (
+    BLOCKED,
     COUNTER_BYTES,
     MAX_ROWS,
     PRODUCTS,
@@ -61,6 +63,9 @@ SIGNATURES: dict[str, str] = {
     + "epsilon: f32",
     "attention": _LIVE + "q: *const f32, cache: *const bf16, attended: *out f32, workspace: *f32, "
     "row_count: u32, " + _HEADS + "scale: f32",
+    "attention_block": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, "
+    "rope: *const f32, cache: *bf16, output_weight: *const bf16, workspace: *f32, row_count: u32, "
+    "hidden: u32, " + _HEADS + "epsilon: f32, scale: f32",
     "output_residual": _LIVE + "attended: *const f32, weight: *const bf16, x: *f32, "
     "workspace: *f32, row_count: u32, hidden: u32, width: u32",
     "norm_gate_up": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, "
@@ -77,7 +82,7 @@ SIGNATURES: dict[str, str] = {
     "row_count: u32, slots: u32, start: u32",
 }
 """Parameters of the CUDA kernels.  Those of the host's, and `workspace` for `sample`, which reads
-there what `head` found."""
+there what `head` found; `attention_block` has those of the three that it stands for."""
 
 
 # ---------------------------------------------------------------------------------------- lowering
@@ -92,6 +97,8 @@ class CudaLaunch:
     options: CompileOptions
     config: LaunchConfig
     arguments: tuple[tuple[str, Argument], ...]
+    calls: int = 1
+    """How many calls of the program it does, one after the other."""
 
     @property
     def signature(self) -> str:
@@ -117,7 +124,15 @@ def lower(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
     cut = Cut(config, rows, chosen)
-    return tuple(cut.launch(call, first=index == 0) for index, call in enumerate(program))
+    launches: list[CudaLaunch] = []
+    rest = list(program)
+    while rest:
+        calls = rest[:1]
+        if chosen.block is not None and calls[0].kernel == BLOCKED[0]:
+            calls = rest[: len(BLOCKED)]
+        del rest[: len(calls)]
+        launches.append(cut.launch(calls, after=launches[-1].kernel if launches else None))
+    return tuple(launches)
 
 
 def workspace_bytes(
@@ -189,19 +204,28 @@ class Cut:
 
     def macros(self, kernel: str) -> dict[str, str]:
         """What a kernel's source is compiled with; no more, so that equal code is compiled once."""
-        shape, c = self.shape_macros, self.config
+        shape, c, block = self.shape_macros, self.config, self.tuning.block
         found: dict[str, object]
         if kernel in PRODUCTS:
             found = dict(shape)
-            for name in PRODUCTS.values():
+            for call, name in PRODUCTS.items():
+                if block is not None and call in BLOCKED:
+                    continue
                 for item in fields(getattr(self.tuning, name)):
                     value = getattr(getattr(self.tuning, name), item.name)
                     found[f"{name}_{item.name}".upper()] = value
+            if block is not None:
+                found["RESIDUAL_PARTS"] = block.units(c)
         elif kernel == "attention":
             found = {k: shape[k] for k in ("HEADS", "KV_HEADS", "HEAD_SIZE", "ROWS")}
             for name, value in asdict(self.tuning.attention).items():
                 found[f"ATTENTION_{name.upper()}"] = value
             found["PREVIOUS_STARTS"] = self.starts("norm_qkv_rope")
+        elif kernel == "attention_block":
+            assert block is not None
+            found = dict(shape)
+            for name, value in asdict(block).items():
+                found[f"BLOCK_{name.upper()}"] = value
         elif kernel == "sample":
             found = {"VOCAB": c.vocabulary, "HEAD_BLOCKS": self.blocks("head")}
             found["SAMPLE_THREADS"] = _SAMPLE_THREADS
@@ -221,20 +245,27 @@ class Cut:
             return "matvec" if self.rows == 1 else "matmul"
         if kernel == "continue_loop":
             return "loop"
-        return kernel if kernel in ("attention", "sample") else "step"
+        return kernel if kernel in ("attention", "attention_block", "sample") else "step"
 
-    def launch(self, call: KernelCall, *, first: bool) -> CudaLaunch:
-        kernel = call.kernel
-        arguments = dict(call.arguments)
-        if kernel == "sample" and "workspace" not in arguments:
-            arguments["workspace"] = Bound("workspace")
+    def launch(self, calls: Sequence[KernelCall], *, after: str | None) -> CudaLaunch:
+        """The launch that does these calls; `after`: the kernel before it, None for the first."""
+        kernel = calls[0].kernel if len(calls) == 1 else "attention_block"
+        arguments = {name: value for call in calls for name, value in call.arguments}
+        if kernel == "sample":
+            arguments.setdefault("workspace", Bound("workspace"))
+        elif kernel == "attention_block":
+            arguments["weight"] = dict(calls[0].arguments)["weight"]
+            arguments["output_weight"] = dict(calls[2].arguments)["weight"]
+        # attention_block reads what `embed` writes before it waits.
+        apart = after is None or (kernel == "attention_block" and after == "embed")
         names = [part.split(":")[0].strip() for part in SIGNATURES[kernel].split(",")]
         return CudaLaunch(
             kernel,
             _source(self.file(kernel)),
             CompileOptions(defines=tuple(self.macros(kernel).items())),
-            self.launch_config(kernel, programmatic=self.tuning.programmatic and not first),
+            self.launch_config(kernel, programmatic=self.tuning.programmatic and not apart),
             tuple((name, arguments[name]) for name in names),
+            len(calls),
         )
 
     def launch_config(self, kernel: str, *, programmatic: bool) -> LaunchConfig:
@@ -260,6 +291,16 @@ class Cut:
             return LaunchConfig(
                 grid, 32 * shape.warps, shared, cluster=cluster, programmatic=programmatic
             )
+        if kernel == "attention_block":
+            block = self.tuning.block
+            assert block is not None
+            return LaunchConfig(
+                (block.cluster, block.units(c), 1),
+                32 * block.warps,
+                block.shared_bytes(c),
+                cluster=(block.cluster, 1, 1),
+                programmatic=programmatic,
+            )
         if kernel == "sample":
             return LaunchConfig(self.rows, _SAMPLE_THREADS, programmatic=programmatic)
         if kernel == "embed":
@@ -271,6 +312,8 @@ class Cut:
         c, t = self.config, self.tuning
         most = self.rows * c.heads * t.attention.splits * (c.head_size + 2) * 4
         most = max(most, self.rows * self.blocks("head") * 8)
+        if t.block is not None:
+            most = max(most, (t.block.units(c) + 1) * c.hidden * 4)
         for name, product in self.products.items():
             shape = getattr(t, name)
             if isinstance(shape, MatrixShape) and shape.blocks_k > 1:

@@ -177,7 +177,7 @@ class _LibraryCut:
     ) -> None:
         self.config, self.rows = config, rows
         # What a tuned start was measured for stands before other kernels here.
-        self.own = kc.Cut(config, rows, replace(tuning, start_next={}))
+        self.own = kc.Cut(config, rows, replace(tuning, start_next={}, block=None))
         self.single = kc.Cut(config, 1, single)
 
     def lower(self, call: KernelCall) -> Iterable[Lowered]:
@@ -191,7 +191,7 @@ class _LibraryCut:
                 f"{call.kernel} of {self.rows} rows: more than {MAX_ROWS} rows may sample in the "
                 "last one only (decode_program(config, last_row=True))"
             )
-        return [(self.single if last else self.own).launch(call, first=True)]
+        return [(self.single if last else self.own).launch([call], after=None)]
 
     @property
     def workspace_bytes(self) -> int:
@@ -222,7 +222,7 @@ class _LibraryCut:
             return [self._piece_attention(given)]
         rounded = {**given, "out": _IN, "width": c.query_size}
         return [
-            self.own.launch(call, first=True),
+            self.own.launch([call], after=None),
             self._launch("round_rows", c.query_size // 8, rounded),
         ]
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from ostinato.errors import UnsupportedModelError
 from ostinato.models.config import LlamaConfig
+from ostinato.models.kernels_cuda_block import BlockShape, block_rule
 
 __all__ = [
+    "BLOCKED",
     "COUNTER_BYTES",
     "MAX_ROWS",
     "PRODUCTS",
@@ -46,7 +48,9 @@ PRODUCTS = {
 """The kernels that multiply with weights, and what their shape is called in a tuning."""
 
 _MAX_HEAD_SIZE = 256
-STARTING = (*PRODUCTS, "embed", "attention", "sample", "advance")
+BLOCKED = ("norm_qkv_rope", "attention", "output_residual")
+"""The calls of the program that attention_block.cu does in one launch."""
+STARTING = (*PRODUCTS, "embed", "attention", "attention_block", "sample", "advance")
 """The kernels of a step, each of which lets the next one start somewhere."""
 
 
@@ -121,6 +125,9 @@ class Tuning:
     """By kernel where it is not "AFTER_WAIT"; one of START_NEXT."""
     programmatic: bool = True
     """Whether kernels may start before the previous one has ended."""
+    block: BlockShape | None = None
+    """One kernel for the first three of a layer; `qkv`, `output` and `attention` are not used then.
+    One row, and a device with clusters."""
 
     def with_start(self, where: str) -> Tuning:
         """The same, with one place for all kernels."""
@@ -210,14 +217,17 @@ def default_tuning(
     if rows > 1:
         attention = _attention_shape(config, rows, context, multiprocessors)
         return Tuning(qkv, output, gate_up, down, head, attention)
+    block = None
     if clusters:
         attention = _cluster_shape(config, context, multiprocessors)
+        block = block_rule(config, multiprocessors)
     else:
         attention = _attention_shape(config, rows, context, multiprocessors)
     # As early as can be, so that weights come while two kernels before still run; but the attention
     # reads the cache before its wait, which it may only if the kernel before it began late.
-    starts = dict.fromkeys(STARTING, "AT_START") | {"norm_qkv_rope": "AFTER_WAIT"}
-    return Tuning(qkv, output, gate_up, down, head, attention, starts)
+    late = ("norm_qkv_rope", "attention_block")
+    starts = dict.fromkeys(STARTING, "AT_START") | dict.fromkeys(late, "AFTER_WAIT")
+    return Tuning(qkv, output, gate_up, down, head, attention, starts, block=block)
 
 
 def for_context(tuning: Tuning, context: int) -> Tuning:

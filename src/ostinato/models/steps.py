@@ -76,7 +76,6 @@ class DecoderSteps:
         self._plan = plan
         self._build = build
         self.programs = {s: decode_program(plan.config, sampled=s) for s in _NAMES}
-        self._ending = len(self.programs[True]) - len(self.programs[False])
         self._largest = plan.sizes.rows
         self.kernel_seconds = 0.0
         """Spent on kernels: compiling or finding them, loading, preparing their launches."""
@@ -160,8 +159,9 @@ class DecoderSteps:
             operations = self._operations(self._bound(rows), rows)
         finally:
             self.kernel_seconds += time.perf_counter() - begin
-        # A step that does not sample is the beginning of one that does.
-        self._prepared[rows] = {True: operations, False: operations[: -self._ending]}
+        # A step that does not sample is the beginning of one that does; its end is a launch a call.
+        ending = len(self.programs[True]) - len(self.programs[False])
+        self._prepared[rows] = {True: operations, False: operations[: len(operations) - ending]}
 
     def largest_piece(self, tokens: int) -> int:
         """How many tokens of a prompt of so many one step takes at most.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ostinato.models.config import LlamaConfig
+from ostinato.models.kernels_cuda_block import block_problem, block_shapes
 from ostinato.models.kernels_cuda_shapes import (
     COUNTER_BYTES,
     PRODUCTS,
@@ -29,6 +30,7 @@ from ostinato.models.kernels_cuda_shapes import (
 
 __all__ = [
     "attention_shapes",
+    "block_variants",
     "expected_gains",
     "problems_of",
     "product_shapes",
@@ -39,6 +41,8 @@ _MAX_SHARED = 160 * 1024
 """Bytes of shared memory of a block; an H100 has 227 KiB, an A100 163."""
 _MAX_STATIC = 46 * 1024
 _REGISTERS = 1 << 16
+_BEFORE_THREE = 8
+"""Shapes of the one launch that are tried before the three launches."""
 _VECTOR_LOADS = (4, 20)
 """16-byte loads that a thread of matvec.cu has under way: fewer do not fill the memory's latency,
 more do not fit its registers."""
@@ -71,6 +75,12 @@ def problems_of(
         said = f"clusters of {tuning.attention.cluster}, which this device does not have"
     if said:
         found.append(f"attention: {said}")
+    if tuning.block is not None:
+        said = block_problem(tuning.block, config)
+        if rows > 1 or not clusters:
+            said = f"for one row and a device with clusters, not {rows} rows"
+        if said:
+            found.append(f"block: {said}")
     for kernel, where in tuning.start_next.items():
         if kernel not in STARTING or where not in START_NEXT:
             found.append(f"start_next: {kernel!r} at {where!r}")
@@ -262,6 +272,16 @@ def attention_shapes(
         and blocks // shape.queries * shape.splits <= 4096
     ]
     return tuple(sorted(legal, key=lambda s: abs(math.log2(s.warps * s.steps * groups / 64))))
+
+
+def block_variants(tuning: Tuning, config: LlamaConfig, multiprocessors: int) -> tuple[Tuning, ...]:
+    """The same tuning with a layer's attention as one launch, and as three."""
+    made: list[Tuning] = [
+        replace(tuning, block=shape) for shape in block_shapes(config, multiprocessors)
+    ]
+    if made:
+        made.insert(_BEFORE_THREE, replace(tuning, block=None))
+    return tuple(made)
 
 
 def start_variants(tuning: Tuning, kernel: str | None = None) -> tuple[Tuning, ...]:

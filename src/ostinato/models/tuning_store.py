@@ -29,6 +29,7 @@ from typing import Any
 from ostinato import settings
 from ostinato.errors import NotAvailableError
 from ostinato.models.config import LlamaConfig
+from ostinato.models.kernels_cuda_block import BlockShape
 from ostinato.models.kernels_cuda_shapes import (
     PRODUCTS,
     AttentionShape,
@@ -55,7 +56,10 @@ SCHEMA = "ostinato.tuning/1"
 _SHAPES = {"vector": VectorShape, "matrix": MatrixShape}
 _MAX_BYTES = 1 << 16
 _KERNELS = Path(__file__).parent / "kernels"
-_SOURCES = ("attention.cu", "matmul.cu", "matvec.cu", "common.cuh", "linear.cuh")
+_SOURCES = (
+    *("attention.cu", "attention_block.cu", "matmul.cu", "matvec.cu"),
+    *("common.cuh", "linear.cuh", "softmax.cuh"),
+)
 
 
 @functools.cache
@@ -110,6 +114,7 @@ def encode_tuning(tuning: Tuning) -> dict[str, Any]:
         kind = next(k for k, cls in _SHAPES.items() if isinstance(shape, cls))
         made[name] = {"kind": kind, **asdict(shape)}
     made["attention"] = asdict(tuning.attention)
+    made["block"] = None if tuning.block is None else asdict(tuning.block)
     made["start_next"] = dict(tuning.start_next)
     made["programmatic"] = tuning.programmatic
     return made
@@ -121,7 +126,7 @@ def decode_tuning(data: object, base: Tuning) -> Tuning:
     Raises ValueError that says what is wrong.  Whether the kernels can be launched so is for
     `problems_of` to say.
     """
-    wanted = {*PRODUCTS.values(), "attention", "start_next", "programmatic"}
+    wanted = {*PRODUCTS.values(), "attention", "block", "start_next", "programmatic"}
     if not isinstance(data, dict) or set(data) != wanted:
         raise ValueError(f"a tuning has the fields {', '.join(sorted(wanted))}")
     made: dict[str, Any] = {}
@@ -133,6 +138,8 @@ def decode_tuning(data: object, base: Tuning) -> Tuning:
         fields = {k: v for k, v in shape.items() if k != "kind"}
         made[name] = _shape(_SHAPES[kind], fields, name)
     made["attention"] = _shape(AttentionShape, data["attention"], "attention")
+    block = data["block"]
+    made["block"] = None if block is None else _shape(BlockShape, block, "block")
     starts = data["start_next"]
     if not isinstance(starts, dict) or not all(isinstance(v, str) for v in starts.values()):
         raise ValueError("start_next is not a table of names")

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 from ostinato.errors import InputError
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda_shapes import PRODUCTS, Tuning
+from ostinato.models.kernels_cuda_shapes import BLOCKED, PRODUCTS, Tuning
 from ostinato.models.tuning_candidates import (
     attention_shapes,
+    block_variants,
     expected_gains,
     product_shapes,
     start_variants,
@@ -31,6 +32,8 @@ _NOISE = 0.002
 """Relative; a change that gains less is not worth a table entry."""
 _AGAIN = 10
 """Candidates of a stage that a second pass looks at again."""
+_BLOCKED = {*BLOCKED, *(PRODUCTS[call] for call in BLOCKED if call in PRODUCTS)}
+"""Kernels and stages of what attention_block.cu does, where it is launched."""
 
 
 class Meter(Protocol):
@@ -151,19 +154,31 @@ class _Sweep:
             self.refused.append(f"{trial.stage}: {why}")
 
     def candidates(self, name: str) -> Sequence[Tuning]:
-        """What a stage tries, given the best so far."""
+        """What a stage tries, given the best so far; nothing for what that does not launch."""
+        if self._not_launched(name):
+            return ()
         if name == "start":
             return start_variants(self.best)
         if name.startswith("start "):
             return start_variants(self.best, name.removeprefix("start "))
+        if name == "block":
+            return block_variants(self.best, self.config, self.multiprocessors)
         if name == "attention":
             shapes = attention_shapes(self.config, self.rows, clusters=self.clusters)
             return [replace(self.best, attention=shape) for shape in shapes]
         made = product_shapes(self.config, name, self.rows, self.multiprocessors)
         return [_with(self.best, name, shape) for shape in made]
 
+    def _not_launched(self, name: str) -> bool:
+        kernel = name.removeprefix("start ")
+        if kernel == "attention_block":
+            return self.best.block is None
+        return self.best.block is not None and kernel in _BLOCKED
+
     def again(self, name: str) -> Sequence[Tuning]:
         """The fastest of a stage that was measured before, on top of what is best now."""
+        if self._not_launched(name):
+            return ()
         ranked = sorted((t for t in self.trials if t.stage == name), key=lambda t: t.microseconds)[
             :_AGAIN
         ]
@@ -217,7 +232,10 @@ def sweep(
         tell, start, began, first=before[contexts[0]], now=before[contexts[0]],
     )  # fmt: skip
     gains = expected_gains(config)
-    order = ["start", *gains, "start", *(f"start {kernel}" for kernel in (*PRODUCTS, "attention"))]
+    if rows == 1 and clusters:
+        gains = ("block", *gains)
+    starts = (*PRODUCTS, "attention", "attention_block")
+    order = ["start", *gains, "start", *(f"start {kernel}" for kernel in starts)]
     complete = True
     for index, name in enumerate(order):
         left = order[index:]

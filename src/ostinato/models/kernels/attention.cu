@@ -14,19 +14,15 @@
 // other's shared memory; where more than one cluster (or block, without clusters) worked, the last of
 // them merges what all left in the workspace, in their order, and sets the counter back.  That costs
 // a fence, an atomic and two ways to L2: 2.1 us a layer on an H100, more than all the rest.
-#include "common.cuh"
+#include "softmax.cuh"
 
 constexpr int COUNTER_BYTES = 1 << 16;  // as in linear.cuh
 
-constexpr int CHUNKS = HEAD_SIZE / 8;                   // lanes of a position
-constexpr int LANES = power_of_two_above(CHUNKS);       // the same, with idle ones
-constexpr int GROUPS = 32 / LANES;                      // positions that a warp reads at once
 constexpr int QUERIES = ATTENTION_QUERIES;              // query heads of a block
 constexpr int PARTS = HEADS / KV_HEADS / QUERIES;       // blocks that share a KV head
 constexpr int WARPS = ATTENTION_WARPS, STEPS = ATTENTION_STEPS, SPLITS = ATTENTION_SPLITS;
 constexpr int CLUSTER = ATTENTION_CLUSTER;              // blocks that merge by themselves
 constexpr int TILE = WARPS * GROUPS * STEPS;            // positions of a block at once
-constexpr int PARTIAL = HEAD_SIZE + 2;                  // floats: maximum, sum, mix
 constexpr int UNITS = SPLITS / CLUSTER;                 // clusters that share a head
 constexpr int PASSES = 4;                               // tiles of a block before a second cluster
 constexpr int BATCH = smaller(8, UNITS);                // partials that a merge asks for at once
@@ -34,18 +30,7 @@ constexpr int BATCH = smaller(8, UNITS);                // partials that a merge
 // previous kernel (norm_qkv_rope) lets this one start before its own wait.
 constexpr bool EARLY = PREVIOUS_STARTS != AT_START;
 static_assert(HEADS % KV_HEADS == 0 && HEADS / KV_HEADS % QUERIES == 0, "query heads");
-static_assert(HEAD_SIZE % 8 == 0 && LANES <= 32, "head size");
 static_assert(SPLITS % CLUSTER == 0, "clusters");
-
-#define MINUS_INFINITY __uint_as_float(0xff800000u)
-
-// A partial softmax: sum of 2^(score - maximum), and that sum over the values.
-struct Mix {
-    float maximum, sum, values[8];
-};
-
-// Factor for what was summed under `from` when the maximum is `to`; both may be minus infinity.
-DEVICE float rescale(float from, float to) { return from == to ? 1.0f : exp2_fast(from - to); }
 
 KERNEL __launch_bounds__(32 * WARPS)
     attention(const int* live, const float* q, const bf16* cache, float* attended, float* workspace,
@@ -138,85 +123,25 @@ KERNEL __launch_bounds__(32 * WARPS)
             a = load_fresh(from);
             b = load_fresh(from + 1);
         }
-        query[j][0] = a.x * factor, query[j][1] = a.y * factor;
-        query[j][2] = a.z * factor, query[j][3] = a.w * factor;
-        query[j][4] = b.x * factor, query[j][5] = b.y * factor;
-        query[j][6] = b.z * factor, query[j][7] = b.w * factor;
+        set_query(query[j], a, b, factor);
     }
     start_next_at<AFTER_INPUT>();
 
     Mix mix[QUERIES];
 #pragma unroll
-    for (int j = 0; j < QUERIES; j++) {
-        mix[j].maximum = MINUS_INFINITY;
-        mix[j].sum = 0.0f;
-#pragma unroll
-        for (int d = 0; d < 8; d++) mix[j].values[d] = 0.0f;
-    }
+    for (int j = 0; j < QUERIES; j++) clear(mix[j]);
     for (int start = begin; start < end; start += TILE) {
         if (start != begin) load_tile(start, end);
 #pragma unroll
         for (int j = 0; j < QUERIES; j++) {
-            float score[STEPS], maximum = mix[j].maximum;
-#pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                float dot = query[j][0] * low_half(k[step].x);
-                dot = fmaf(query[j][1], high_half(k[step].x), dot);
-                dot = fmaf(query[j][2], low_half(k[step].y), dot);
-                dot = fmaf(query[j][3], high_half(k[step].y), dot);
-                dot = fmaf(query[j][4], low_half(k[step].z), dot);
-                dot = fmaf(query[j][5], high_half(k[step].z), dot);
-                dot = fmaf(query[j][6], low_half(k[step].w), dot);
-                dot = fmaf(query[j][7], high_half(k[step].w), dot);
-                dot = sum_lanes<LANES>(dot);
-                score[step] = position_of(start, step) < end ? dot : MINUS_INFINITY;
-                maximum = fmaxf(maximum, score[step]);
-            }
-            const float factor_before = rescale(mix[j].maximum, maximum);
-            mix[j].maximum = maximum;
-            mix[j].sum *= factor_before;
-#pragma unroll
-            for (int d = 0; d < 8; d++) mix[j].values[d] *= factor_before;
-#pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                // A group whose positions all lie past the end has no maximum, and no weight.
-                const float weight =
-                    score[step] == MINUS_INFINITY ? 0.0f : exp2_fast(score[step] - maximum);
-                mix[j].sum += weight;
-                mix[j].values[0] = fmaf(weight, low_half(v[step].x), mix[j].values[0]);
-                mix[j].values[1] = fmaf(weight, high_half(v[step].x), mix[j].values[1]);
-                mix[j].values[2] = fmaf(weight, low_half(v[step].y), mix[j].values[2]);
-                mix[j].values[3] = fmaf(weight, high_half(v[step].y), mix[j].values[3]);
-                mix[j].values[4] = fmaf(weight, low_half(v[step].z), mix[j].values[4]);
-                mix[j].values[5] = fmaf(weight, high_half(v[step].z), mix[j].values[5]);
-                mix[j].values[6] = fmaf(weight, low_half(v[step].w), mix[j].values[6]);
-                mix[j].values[7] = fmaf(weight, high_half(v[step].w), mix[j].values[7]);
-            }
+            mix_tile<STEPS>(mix[j], query[j], k, v,
+                            [&](int step) { return position_of(start, step) < end; });
         }
     }
 
     // Over the groups of the warp, and one partial a warp into shared memory.
 #pragma unroll
-    for (int j = 0; j < QUERIES; j++) {
-        float maximum = mix[j].maximum;
-#pragma unroll
-        for (int mask = 16; mask >= LANES; mask /= 2) maximum = fmaxf(maximum, exchange(maximum, mask));
-        const float own = rescale(mix[j].maximum, maximum);
-        float sum = mix[j].sum * own;
-#pragma unroll
-        for (int mask = 16; mask >= LANES; mask /= 2) sum += exchange(sum, mask);
-#pragma unroll
-        for (int d = 0; d < 8; d++) {
-            float value = mix[j].values[d] * own;
-#pragma unroll
-            for (int mask = 16; mask >= LANES; mask /= 2) value += exchange(value, mask);
-            if (group == 0 && reads) shared[warp][j][2 + sub * 8 + d] = value;
-        }
-        if (lane == 0) {
-            shared[warp][j][0] = maximum;
-            shared[warp][j][1] = sum;
-        }
-    }
+    for (int j = 0; j < QUERIES; j++) leave_partial(mix[j], lane, shared[warp][j]);
     __syncthreads();
     start_next_at<BEFORE_OUTPUT>();
 
@@ -242,24 +167,15 @@ KERNEL __launch_bounds__(32 * WARPS)
     };
     for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) {
         const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
-        float maximum = shared[0][j][0];
-#pragma unroll
-        for (int i = 1; i < WARPS; i++) maximum = fmaxf(maximum, shared[i][j][0]);
-        float sum = 0.0f, value = 0.0f;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) {
-            const float factor_of = rescale(shared[i][j][0], maximum);
-            sum = fmaf(factor_of, shared[i][j][1], sum);
-            value = fmaf(factor_of, shared[i][j][2 + d], value);
-        }
+        const Merged all = merge_partials<WARPS>(d, [&](int i) { return shared[i][j]; });
         if (CLUSTER == 1 || blocks == 1) {
-            deliver(item, maximum, sum, value);
+            deliver(item, all.maximum, all.sum, all.value);
             continue;
         }
-        own[j][2 + d] = value;
+        own[j][2 + d] = all.value;
         if (d == 0) {
-            own[j][0] = maximum;
-            own[j][1] = sum;
+            own[j][0] = all.maximum;
+            own[j][1] = all.sum;
         }
     }
     if (blocks == 1) return;

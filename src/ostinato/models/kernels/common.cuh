@@ -131,6 +131,19 @@ template <int BLOCKS> DEVICE void sync_cluster() {
                      : "memory");
 #endif
 }
+// The same in two halves, to know that all blocks have begun: what a thread does between them does
+// not wait for the others.  Of what was written before it only `expect_bytes` is sure to be seen: a
+// release would wait for every load that is under way.
+template <int BLOCKS> DEVICE void arrive_at_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+template <int BLOCKS> DEVICE void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
 // What stands at the same place as `own` in the shared memory of a block of the cluster.
 template <int BLOCKS> DEVICE float load_of_block(const float* own, int rank) {
     float v = 0.0f;
@@ -144,6 +157,52 @@ template <int BLOCKS> DEVICE float load_of_block(const float* own, int rank) {
         : "memory");
 #endif
     return v;
+}
+
+// Values sent to another block's shared memory, and there counted: whoever waits for so many bytes
+// sees what they carried, after one way through the chip.  A barrier would take two, since it first
+// waits until all that was stored has arrived.
+//
+// One thread says how many bytes a block expects, before it arrives at its cluster; nobody sends
+// before having waited for the cluster, and nobody ends while bytes are on the way to it.
+DEVICE void expect_bytes(u64* arrivals, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
+    asm volatile(
+        "mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+        "fence.mbarrier_init.release.cluster;\n\t"
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at),
+        "r"(bytes)
+        : "memory");
+#endif
+}
+template <int BLOCKS> DEVICE void send_to_block(float* own, u64* arrivals, int rank, float v) {
+#if __CUDA_ARCH__ >= 900
+    const u32 to = static_cast<u32>(__cvta_generic_to_shared(own));
+    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
+    asm volatile(
+        "{\n\t.reg .u32 there, counted;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\t"
+        "mapa.shared::cluster.u32 counted, %1, %2;\n\t"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [counted];"
+        "\n\t}" ::"r"(to),
+        "r"(at), "r"(rank), "f"(v)
+        : "memory");
+#endif
+}
+DEVICE void wait_for_bytes(u64* arrivals) {
+#if __CUDA_ARCH__ >= 900
+    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
+    u32 there = 0;
+    while (!there) {
+        asm volatile(
+            "{\n\t.reg .pred p;\n\t"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n\t"
+            "selp.u32 %0, 1, 0, p;\n\t}"
+            : "=r"(there)
+            : "r"(at)
+            : "memory");
+    }
+#endif
 }
 
 // ------------------------------------------------------------------------------- arithmetic units

@@ -15,9 +15,28 @@
 // its own last block or for the next kernel.
 constexpr int COUNTER_BYTES = 1 << 16;
 
+// The residual of a layer after its attention is x and so many parts in the workspace, [HIDDEN] each,
+// which attention_block.cu left there: `norm_gate_up` leaves their sum behind them, and
+// `down_residual` goes on from that.  None: it is x.
+#ifndef RESIDUAL_PARTS
+#define RESIDUAL_PARTS 0
+#endif
+
 DEVICE u32* counters_of(float* workspace) { return reinterpret_cast<u32*>(workspace); }
 DEVICE float* partials_of(float* workspace) { return workspace + COUNTER_BYTES / sizeof(float); }
 DEVICE u64* keys_of(float* workspace) { return reinterpret_cast<u64*>(partials_of(workspace)); }
+
+// Adds the products of 8 weights with 8 inputs to two sums, which makes two chains of four.
+DEVICE void dot8(float& even, float& odd, const uint4& w, const float4& a, const float4& b) {
+    even = fmaf(low_half(w.x), a.x, even);
+    odd = fmaf(high_half(w.x), a.y, odd);
+    even = fmaf(low_half(w.y), a.z, even);
+    odd = fmaf(high_half(w.y), a.w, odd);
+    even = fmaf(low_half(w.z), b.x, even);
+    odd = fmaf(high_half(w.z), b.y, odd);
+    even = fmaf(low_half(w.w), b.z, even);
+    odd = fmaf(high_half(w.w), b.w, odd);
+}
 
 DEVICE float silu(float x) { return x / (1.0f + exp2_fast(-1.44269504f * x)); }
 
@@ -30,6 +49,7 @@ struct QkvProduct {
     static constexpr bool NORMED = true;
     static constexpr int WANTED = ACTIVE;
     static constexpr bool KEYS = false;
+    static constexpr int PARTS = 0;
 
     const bf16* weight;
     const float* input;  // the residual, [rows, hidden]
@@ -73,12 +93,14 @@ struct GateUpProduct {
     static constexpr bool NORMED = true;
     static constexpr int WANTED = ACTIVE;
     static constexpr bool KEYS = false;
+    static constexpr int PARTS = RESIDUAL_PARTS;
 
     const bf16* weight;  // [gate; up]
     const float* input;
     const float* norm;
     float epsilon;
     float* inner;
+    float* parts = nullptr;  // of the residual, [PARTS + 1, HIDDEN]; its sum goes to the last
 
     DEVICE static int weight_row(int pair, int which) { return pair + which * INNER; }
     DEVICE float2 prepare(const Row&, int, int) const { return make_float2(0.0f, 0.0f); }
@@ -94,20 +116,22 @@ template <int WIDTH> struct ResidualProduct {
     static constexpr bool NORMED = false;
     static constexpr int WANTED = ACTIVE;
     static constexpr bool KEYS = false;
+    static constexpr int PARTS = 0;
 
     const bf16* weight;
     const float* input;
-    float* x;
+    const float* before;  // the residual
+    float* x;             // where it goes on; may be the same
     const float* norm = nullptr;
     float epsilon = 0.0f;
 
     DEVICE static int weight_row(int pair, int which) { return 2 * pair + which; }
     DEVICE float2 prepare(const Row&, int index, int pair) const {
-        return load_fresh(reinterpret_cast<const float2*>(x + index * HIDDEN) + pair);
+        return load_fresh(reinterpret_cast<const float2*>(before + index * HIDDEN) + pair);
     }
-    DEVICE u64 finish(const Row&, int index, int pair, float a, float b, float2 before) const {
+    DEVICE u64 finish(const Row&, int index, int pair, float a, float b, float2 old) const {
         reinterpret_cast<float2*>(x + index * HIDDEN)[pair] =
-            make_float2(before.x + a, before.y + b);
+            make_float2(old.x + a, old.y + b);
         return 0;
     }
 };
@@ -118,6 +142,7 @@ struct HeadProduct {
     static constexpr bool NORMED = true;
     static constexpr int WANTED = ACTIVE | SAMPLE;
     static constexpr bool KEYS = true;
+    static constexpr int PARTS = 0;
 
     const bf16* weight;
     const float* input;

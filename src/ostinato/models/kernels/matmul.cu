@@ -286,7 +286,7 @@ KERNEL __launch_bounds__(OutputShape::THREADS)
     output_residual(const int* live, const float* attended, const bf16* weight, float* x,
                     float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ Wanted rows;
-    const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x};
+    const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x, x};
     matmul<OutputShape>(product, live, workspace, rows);
 }
 #endif
@@ -311,7 +311,7 @@ KERNEL __launch_bounds__(DownShape::THREADS)
     down_residual(const int* live, const float* inner, const bf16* weight, float* x,
                   float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ Wanted rows;
-    const ResidualProduct<INNER> product{weight, inner, x};
+    const ResidualProduct<INNER> product{weight, inner, x, x};
     matmul<DownShape>(product, live, workspace, rows);
 }
 #endif

@@ -32,18 +32,6 @@ struct Shape {
     static_assert(32 % LANES == 0 && WARPS % SPLIT == 0 && 2 * GROUP_PAIRS <= LANES, "shape");
 };
 
-// Adds the products of 8 weights with 8 inputs to two sums, which makes two chains of four.
-DEVICE void dot8(float& even, float& odd, const uint4& w, const float4& a, const float4& b) {
-    even = fmaf(low_half(w.x), a.x, even);
-    odd = fmaf(high_half(w.x), a.y, odd);
-    even = fmaf(low_half(w.y), a.z, even);
-    odd = fmaf(high_half(w.y), a.w, odd);
-    even = fmaf(low_half(w.z), b.x, even);
-    odd = fmaf(high_half(w.z), b.y, odd);
-    even = fmaf(low_half(w.w), b.z, even);
-    odd = fmaf(high_half(w.w), b.w, odd);
-}
-
 // Gives the key of the largest logit that this thread made.
 template <class S, class P> DEVICE u64 matvec(const P& product, const int* live) {
     constexpr int CHUNKS = P::INPUTS / 8, QUADS = P::INPUTS / 4;
@@ -117,6 +105,19 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
         const int quad = i * S::THREADS + thread;
         if (quad < QUADS) x[i] = load_fresh(reinterpret_cast<const float4*>(product.input) + quad);
     }
+    float4 added[P::PARTS > 0 ? STAGES : 1][P::PARTS > 0 ? P::PARTS : 1];
+    if constexpr (P::PARTS > 0) {
+#pragma unroll
+        for (int i = 0; i < STAGES; i++) {
+            const int quad = i * S::THREADS + thread;
+#pragma unroll
+            for (int part = 0; part < P::PARTS; part++) {
+                if (quad < QUADS)
+                    added[i][part] =
+                        load_fresh(reinterpret_cast<const float4*>(product.parts) + part * QUADS + quad);
+            }
+        }
+    }
     const bool wanted = (row.flags & P::WANTED) == P::WANTED;
     // The pair of the first turn that this lane finishes, if any.
     int mine = first + sub;
@@ -129,6 +130,15 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
         const int quad = i * S::THREADS + thread;
         if (quad < QUADS) {
             float4 v = x[i];
+            if constexpr (P::PARTS > 0) {
+#pragma unroll
+                for (int part = 0; part < P::PARTS; part++) {
+                    const float4 more = added[i][part];
+                    v = make_float4(v.x + more.x, v.y + more.y, v.z + more.z, v.w + more.w);
+                }
+                if (blockIdx.x == 0)  // for `down_residual`
+                    reinterpret_cast<float4*>(product.parts)[P::PARTS * QUADS + quad] = v;
+            }
             if constexpr (P::NORMED) {
                 square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
                 v = make_float4(v.x * norms[i].x, v.y * norms[i].y, v.z * norms[i].z,
@@ -233,7 +243,7 @@ typedef Shape<OUTPUT_LANES, OUTPUT_SPLIT, OUTPUT_PAIRS, OUTPUT_WARPS,
 KERNEL __launch_bounds__(OutputShape::THREADS)
     output_residual(const int* live, const float* attended, const bf16* weight, float* x,
                     float* workspace, u32 row_count, u32 hidden, u32 width) {
-    const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x};
+    const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x, x};
     matvec<OutputShape>(product, live);
 }
 #endif
@@ -246,7 +256,7 @@ KERNEL __launch_bounds__(GateUpShape::THREADS)
     norm_gate_up(const int* live, const float* x, const float* norm, const bf16* weight,
                  float* inner, float* workspace, u32 row_count, u32 hidden, u32 width,
                  float epsilon) {
-    const GateUpProduct product{weight, x, norm, epsilon, inner};
+    const GateUpProduct product{weight, x, norm, epsilon, inner, partials_of(workspace)};
     matvec<GateUpShape>(product, live);
 }
 #endif
@@ -257,7 +267,8 @@ typedef Shape<DOWN_LANES, DOWN_SPLIT, DOWN_PAIRS, DOWN_WARPS, DOWN_TURNS, DOWN_A
 KERNEL __launch_bounds__(DownShape::THREADS)
     down_residual(const int* live, const float* inner, const bf16* weight, float* x,
                   float* workspace, u32 row_count, u32 hidden, u32 width) {
-    const ResidualProduct<INNER> product{weight, inner, x};
+    const float* const before = RESIDUAL_PARTS ? partials_of(workspace) + RESIDUAL_PARTS * HIDDEN : x;
+    const ResidualProduct<INNER> product{weight, inner, before, x};
     matvec<DownShape>(product, live);
 }
 #endif

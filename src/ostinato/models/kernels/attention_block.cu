@@ -1,0 +1,331 @@
+// For one row: norm, queries, keys and values, rope, attention and the output projection, in one
+// kernel.  What three kernels would hand each other through L2 goes from block to block of a cluster.
+//
+// Physics.  In a small model these three are 5 us of a layer's 8 while their weights are 2 MB, 0.6 us
+// of the memory: they are hops (docs/performance.md), each 1.2 us and more, of which 0.6 are the end
+// of a grid and the start of the next.  Between blocks of a cluster the same is a store into the
+// other's shared memory that counts itself there: one way, some 200 cycles.  So:
+//
+//   before the wait   all weights of the block into registers; keys and values of earlier positions
+//   x -> shared memory, norm and dot -> rope -> q, k, v sent to the blocks that have positions
+//   each such block   attends to its own positions, and sends its partial to all
+//   every block       merges them, and makes its rows of W_o for the cluster's heads
+//
+// A cluster of CLUSTER blocks does QUERIES query heads of one KV head.  Their part of the output
+// projection is a sum over their heads alone: it is left in the workspace, [UNITS, HIDDEN], and who
+// reads the residual next adds the parts to it in their order (RESIDUAL_PARTS in linear.cuh).
+//
+// The kernel before it must be done with `live` when this one starts: in the first layer, where that
+// is `embed`, it is launched without programmatic launch.  What is read of the cache before the wait
+// was written by earlier steps.
+//
+// Clusters: compute capability 9.0 and up.
+#include "linear.cuh"
+#include "softmax.cuh"
+
+constexpr int CLUSTER = BLOCK_CLUSTER, WARPS = BLOCK_WARPS, THREADS = 32 * WARPS;
+constexpr int QUERIES = BLOCK_QUERIES, STEPS = BLOCK_STEPS;
+constexpr int GROUP = HEADS / KV_HEADS, UNIT_PARTS = GROUP / QUERIES;
+static_assert(GROUP % QUERIES == 0, "query heads");
+
+// The first product: PAIR_LANES lanes share a pair of rows; a block's pairs lie beside each other.
+constexpr int PAIR_LANES = BLOCK_LANES, PAIR_GROUPS = WARPS * (32 / PAIR_LANES);
+constexpr int HALF = HEAD_SIZE / 2, PAIRS = (QUERIES + 2) * HALF;
+constexpr int BLOCK_PAIRS = ceil_div(PAIRS, CLUSTER), PAIR_TURNS = ceil_div(BLOCK_PAIRS, PAIR_GROUPS);
+constexpr int PAIR_CHUNKS = HIDDEN / 8, PAIR_STEPS = ceil_div(PAIR_CHUNKS, PAIR_LANES);
+// The second one: ROW_LANES lanes share a row.
+constexpr int WIDTH = QUERIES * HEAD_SIZE, ROW_LANES = BLOCK_OUTPUT_LANES;
+constexpr int ROW_GROUPS = WARPS * (32 / ROW_LANES), BLOCK_ROWS = ceil_div(HIDDEN, CLUSTER);
+constexpr int ROW_TURNS = ceil_div(BLOCK_ROWS, ROW_GROUPS);
+constexpr int ROW_CHUNKS = WIDTH / 8, ROW_STEPS = ceil_div(ROW_CHUNKS, ROW_LANES);
+// Vectors in shared memory, as in matvec.cu: [first or second half of a chunk][chunk].
+constexpr int QUADS = HIDDEN / 4, STAGES = ceil_div(QUADS, THREADS);
+constexpr int INPUT_STRIDE = round_up(PAIR_CHUNKS, 8) + 4, MIXED_STRIDE = round_up(ROW_CHUNKS, 8) + 4;
+constexpr int TILE = WARPS * GROUPS * STEPS;  // positions of a block at once
+
+// Dynamic shared memory; kernels_cuda.py adds the same up.
+struct alignas(16) Shared {
+    float4 input[2][INPUT_STRIDE];
+    float4 mixed[2][MIXED_STRIDE];                  // the cluster's heads, attended
+    float fresh[QUERIES + 2][HEAD_SIZE];            // this position's queries, key and value
+    float partials[CLUSTER][QUERIES][PARTIAL];      // of the cluster's blocks
+    float of_warps[WARPS][QUERIES][PARTIAL];
+    u64 arrivals[2];                                // of q, k and v; of partials or the result
+    float squares[WARPS];
+};
+
+// Where value `item` of the attended heads stands in `mixed`.
+DEVICE float* mixed_at(Shared& shared, int item) {
+    return reinterpret_cast<float*>(&shared.mixed[item / 4 % 2][item / 8]) + item % 4;
+}
+
+KERNEL __launch_bounds__(THREADS)
+    attention_block(const int* live, const float* x, const float* norm, const bf16* weight,
+                    const float* rope, bf16* cache, const bf16* output_weight, float* workspace,
+                    u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 slots,
+                    u32 context, float epsilon, float scale) {
+    DYNAMIC_SHARED(dynamic);
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+    start_next_at<AT_START>();
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int rank = blockIdx.x, unit = blockIdx.y, kv_head = unit / UNIT_PARTS;
+    const int first_head = kv_head * GROUP + unit % UNIT_PARTS * QUERIES;
+
+    // Weights of the first product.  A pair is dimensions i and i + HALF of a head.
+    const int pair_group = thread / PAIR_LANES, pair_sub = thread % PAIR_LANES;
+    auto pair_of = [&](int turn) { return turn * PAIR_GROUPS + pair_group; };  // of the block
+    uint4 w[PAIR_TURNS][PAIR_STEPS][2];
+#pragma unroll
+    for (int turn = 0; turn < PAIR_TURNS; turn++) {
+        const int pair = smaller(rank * BLOCK_PAIRS + smaller(pair_of(turn), BLOCK_PAIRS - 1), PAIRS - 1);
+        const int local = pair / HALF;
+        const int head = local < QUERIES ? first_head + local
+                                         : HEADS + (local - QUERIES) * KV_HEADS + kv_head;
+        const bf16* const row =
+            weight + static_cast<long long>(head * HEAD_SIZE + pair % HALF) * HIDDEN;
+#pragma unroll
+        for (int step = 0; step < PAIR_STEPS; step++) {
+            const int chunk = step * PAIR_LANES + pair_sub;
+            const bool there = PAIR_CHUNKS % PAIR_LANES == 0 || chunk < PAIR_CHUNKS;
+#pragma unroll
+            for (int which = 0; which < 2; which++) {
+                w[turn][step][which] =
+                    there ? load_weights(row + which * HALF * HIDDEN + chunk * 8)
+                          : make_uint4(0, 0, 0, 0);
+            }
+        }
+    }
+    float4 norms[STAGES];
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        const int quad = i * THREADS + thread;
+        if (quad < QUADS) norms[i] = load_norm(reinterpret_cast<const float4*>(norm) + quad);
+    }
+
+    const Row row = load_row(live, 0);
+    if (!(row.flags & ACTIVE)) {
+        wait_for_previous();
+        start_next_at<AFTER_WAIT>();
+        return;
+    }
+    // The live length is cut evenly into tiles over as many blocks as it needs.
+    const int newest = row.position, length = newest + 1;
+    const int span = ceil_div(ceil_div(length, TILE), CLUSTER) * TILE;
+    const int blocks = ceil_div(length, span);
+    const int begin = rank * span, end = smaller(begin + span, length);
+    if (thread == 0) {
+        if (rank < blocks) expect_bytes(&shared.arrivals[0], sizeof shared.fresh);
+        expect_bytes(&shared.arrivals[1],
+                     blocks == 1 ? WIDTH * 4 : blocks * static_cast<u32>(sizeof shared.partials[0]));
+    }
+    arrive_at_cluster<CLUSTER>();
+    const int group = lane / LANES, sub = lane % LANES;
+    const long long line = static_cast<long long>(row.slot) * KV_HEADS + kv_head;
+    const long long all_keys = static_cast<long long>(slots) * KV_HEADS * context * HEAD_SIZE;
+    bf16* const keys = cache + line * context * HEAD_SIZE;
+    bf16* const values = keys + all_keys;
+    uint4 k[STEPS], v[STEPS];
+    auto position_of = [&](int start, int step) {
+        return start + (step * WARPS + warp) * GROUPS + group;
+    };
+    auto load_tile = [&](int start) {  // but for the newest position
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const int position = position_of(start, step);
+            k[step] = v[step] = make_uint4(0, 0, 0, 0);
+            if (position < end && position < newest && sub < CHUNKS) {
+                const long long at = static_cast<long long>(position) * HEAD_SIZE + sub * 8;
+                k[step] = load_fresh(reinterpret_cast<const uint4*>(keys + at));
+                v[step] = load_fresh(reinterpret_cast<const uint4*>(values + at));
+            }
+        }
+    };
+    load_tile(begin);
+    float2 turned[PAIR_TURNS];  // cosine and sine; values are not turned
+#pragma unroll
+    for (int turn = 0; turn < PAIR_TURNS; turn++) {
+        const int pair = rank * BLOCK_PAIRS + pair_of(turn);
+        turned[turn] = make_float2(1.0f, 0.0f);
+        if (pair < (QUERIES + 1) * HALF) {
+            const float* at = rope + static_cast<long long>(newest) * HEAD_SIZE + pair % HALF;
+            turned[turn] = make_float2(load_fresh(at), load_fresh(at + HALF));  // stays here
+        }
+    }
+    // Weights of the second product.
+    const int row_group = thread / ROW_LANES, row_sub = thread % ROW_LANES;
+    auto row_of = [&](int turn) { return turn * ROW_GROUPS + row_group; };  // of the block
+    uint4 o[ROW_TURNS][ROW_STEPS];
+#pragma unroll
+    for (int turn = 0; turn < ROW_TURNS; turn++) {
+        const int at =
+            smaller(rank * BLOCK_ROWS + smaller(row_of(turn), BLOCK_ROWS - 1), HIDDEN - 1);
+        const bf16* const from =
+            output_weight + static_cast<long long>(at) * HEADS * HEAD_SIZE + first_head * HEAD_SIZE;
+#pragma unroll
+        for (int step = 0; step < ROW_STEPS; step++) {
+            const int chunk = step * ROW_LANES + row_sub;
+            o[turn][step] = ROW_CHUNKS % ROW_LANES == 0 || chunk < ROW_CHUNKS
+                                ? load_weights(from + chunk * 8)
+                                : make_uint4(0, 0, 0, 0);
+        }
+    }
+
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+
+    // The residual into shared memory, times the norm's weights; its squares on the way.
+    float4 in[STAGES];
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        const int quad = i * THREADS + thread;
+        if (quad < QUADS) in[i] = load_fresh(reinterpret_cast<const float4*>(x) + quad);
+    }
+    float square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        const int quad = i * THREADS + thread;
+        if (quad < QUADS) {
+            const float4 a = in[i], n = norms[i];
+            square += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
+            shared.input[quad % 2][quad / 2] =
+                make_float4(a.x * n.x, a.y * n.y, a.z * n.z, a.w * n.w);
+        }
+    }
+    square = sum_lanes<32>(square);
+    if (lane == 0) shared.squares[warp] = square;
+    __syncthreads();
+    start_next_at<AFTER_INPUT>();
+    float total = shared.squares[0];
+#pragma unroll
+    for (int i = 1; i < WARPS; i++) total += shared.squares[i];
+    const float normed = rsqrtf(total * (1.0f / HIDDEN) + epsilon);
+
+    wait_for_cluster<CLUSTER>();
+#pragma unroll
+    for (int turn = 0; turn < PAIR_TURNS; turn++) {
+        float sums[2][2] = {};
+#pragma unroll
+        for (int step = 0; step < PAIR_STEPS; step++) {
+            const int chunk = step * PAIR_LANES + pair_sub;
+            float4 a = make_float4(0, 0, 0, 0), b = a;
+            if (PAIR_CHUNKS % PAIR_LANES == 0 || chunk < PAIR_CHUNKS)
+                a = shared.input[0][chunk], b = shared.input[1][chunk];
+#pragma unroll
+            for (int which = 0; which < 2; which++)
+                dot8(sums[which][0], sums[which][1], w[turn][step][which], a, b);
+        }
+        const float s0 = sum_lanes<PAIR_LANES>(sums[0][0] + sums[0][1]) * normed;
+        const float s1 = sum_lanes<PAIR_LANES>(sums[1][0] + sums[1][1]) * normed;
+        const int pair = rank * BLOCK_PAIRS + pair_of(turn);
+        if (pair_of(turn) >= BLOCK_PAIRS || pair >= PAIRS) continue;
+        const float left = s0 * turned[turn].x - s1 * turned[turn].y;
+        const float right = s1 * turned[turn].x + s0 * turned[turn].y;
+        const int local = pair / HALF, i = pair % HALF;
+        for (int to = pair_sub; to < blocks; to += PAIR_LANES) {
+            send_to_block<CLUSTER>(&shared.fresh[local][i], &shared.arrivals[0], to, left);
+            send_to_block<CLUSTER>(&shared.fresh[local][i + HALF], &shared.arrivals[0], to, right);
+        }
+        // One of the clusters of a KV head writes it.
+        if (local >= QUERIES && pair_sub == 0 && unit % UNIT_PARTS == 0) {
+            bf16* const to = (local == QUERIES ? keys : values) +
+                             static_cast<long long>(newest) * HEAD_SIZE + i;
+            to[0] = to_bf16(left);
+            to[HALF] = to_bf16(right);
+        }
+    }
+
+    if (rank < blocks) {
+        wait_for_bytes(&shared.arrivals[0]);
+        float query[QUERIES][8];
+        Mix mix[QUERIES];
+#pragma unroll
+        for (int j = 0; j < QUERIES; j++) {
+            float4 a = make_float4(0, 0, 0, 0), b = a;
+            if (sub < CHUNKS) {
+                const float4* from = reinterpret_cast<const float4*>(shared.fresh[j]) + sub * 2;
+                a = from[0], b = from[1];
+            }
+            set_query(query[j], a, b, scale * 1.44269504f);
+            clear(mix[j]);
+        }
+        for (int start = begin; start < end; start += TILE) {
+            if (start != begin) load_tile(start);
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                // As the cache holds it, so that later steps see the same.
+                if (position_of(start, step) == newest && sub < CHUNKS) {
+                    auto rounded = [&](int of) {
+                        const float4* from =
+                            reinterpret_cast<const float4*>(shared.fresh[of]) + sub * 2;
+                        const float4 a = from[0], b = from[1];
+                        return make_uint4(pack_bf16(a.x, a.y), pack_bf16(a.z, a.w),
+                                          pack_bf16(b.x, b.y), pack_bf16(b.z, b.w));
+                    };
+                    k[step] = rounded(QUERIES);
+                    v[step] = rounded(QUERIES + 1);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < QUERIES; j++) {
+                mix_tile<STEPS>(mix[j], query[j], k, v,
+                                [&](int step) { return position_of(start, step) < end; });
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < QUERIES; j++) leave_partial(mix[j], lane, shared.of_warps[warp][j]);
+        __syncthreads();
+        for (int item = thread; item < WIDTH; item += THREADS) {
+            const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
+            const Merged all = merge_partials<WARPS>(d, [&](int i) { return shared.of_warps[i][j]; });
+            if (blocks == 1) {  // the whole of it
+                const float value = all.value / all.sum;
+                for (int to = 0; to < CLUSTER; to++)
+                    send_to_block<CLUSTER>(mixed_at(shared, item), &shared.arrivals[1], to, value);
+                continue;
+            }
+            float* const own = shared.partials[rank][j];
+            for (int to = 0; to < CLUSTER; to++) {
+                send_to_block<CLUSTER>(own + 2 + d, &shared.arrivals[1], to, all.value);
+                if (d > 0) continue;
+                send_to_block<CLUSTER>(own, &shared.arrivals[1], to, all.maximum);
+                send_to_block<CLUSTER>(own + 1, &shared.arrivals[1], to, all.sum);
+            }
+        }
+    }
+    wait_for_bytes(&shared.arrivals[1]);  // after which nobody sends anything here
+    if (blocks > 1) {
+        for (int item = thread; item < WIDTH; item += THREADS) {
+            const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
+            // A block that had no positions has no weight; its partial is whatever was there.
+            float maximum = MINUS_INFINITY, sum = 0.0f, value = 0.0f;
+#pragma unroll
+            for (int i = 0; i < CLUSTER; i++)
+                if (i < blocks) maximum = fmaxf(maximum, shared.partials[i][j][0]);
+#pragma unroll
+            for (int i = 0; i < CLUSTER; i++) {
+                if (i >= blocks) continue;
+                const float factor = rescale(shared.partials[i][j][0], maximum);
+                sum = fmaf(factor, shared.partials[i][j][1], sum);
+                value = fmaf(factor, shared.partials[i][j][2 + d], value);
+            }
+            *mixed_at(shared, item) = value / sum;
+        }
+        __syncthreads();
+    }
+    start_next_at<BEFORE_OUTPUT>();
+
+    float* const out = partials_of(workspace) + unit * HIDDEN;
+#pragma unroll
+    for (int turn = 0; turn < ROW_TURNS; turn++) {
+        float even = 0.0f, odd = 0.0f;
+#pragma unroll
+        for (int step = 0; step < ROW_STEPS; step++) {
+            const int chunk = step * ROW_LANES + row_sub;
+            if (ROW_CHUNKS % ROW_LANES == 0 || chunk < ROW_CHUNKS)
+                dot8(even, odd, o[turn][step], shared.mixed[0][chunk], shared.mixed[1][chunk]);
+        }
+        const float sum = sum_lanes<ROW_LANES>(even + odd);
+        const int at = rank * BLOCK_ROWS + row_of(turn);
+        if (row_sub == 0 && row_of(turn) < BLOCK_ROWS && at < HIDDEN) out[at] = sum;
+    }
+}
