@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.kernels.emulator import Emulator
+from ostinato.device import Device
 from ostinato.driver.api import KernelNodeParams, MemoryRange
 from ostinato.driver.signature import Access, Signature
 from ostinato.driver.stream import Operation
@@ -24,7 +25,7 @@ from ostinato.models.program import ACTIVE, SAMPLED_ROWS, Bound, decode_program,
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.cubin import kernel_resources
 from tests.models.emulated import from_bf16, to_bf16
-from tests.models.test_kernels_cuda import SHAPES, SMALL, config_of
+from tests.models.test_kernels_cuda import SHAPES, SMALL, OnDevice, config_of
 
 
 def lowered(config: Any, rows: int, *, sampled: bool = True, loop: bool = False) -> Any:
@@ -176,19 +177,42 @@ def test_every_value_has_a_thread(shape: str, rows: int) -> None:
             assert 0 <= threads - items[one.kernel] < one.config.block[0]
 
 
+PIECES = [  # heads, KV heads, head size, rows, padding, first position
+    (4, 1, 64, 128, 37, 70),
+    (3, 1, 128, 128, 0, 0),
+    (4, 2, 80, 100, 9, 3),  # as many rows as a plan happens to have
+    (2, 2, 24, 128, 127, 131),
+    (10, 2, 32, 128, 64, 64),
+]
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_size", "rows", "padding", "begin"),
-    [
-        (4, 1, 64, 128, 37, 70),
-        (3, 1, 128, 128, 0, 0),
-        (4, 2, 80, 100, 9, 3),  # as many rows as a plan happens to have
-        (2, 2, 24, 128, 127, 131),
-        (10, 2, 32, 128, 64, 64),
-    ],
-)
-def test_attention_of_a_piece_is_right(
-    heads: int, kv_heads: int, head_size: int, rows: int, padding: int, begin: int
+@pytest.mark.parametrize("piece", PIECES, ids=str)
+def test_attention_of_a_piece_is_right_on_the_emulator(piece: tuple[int, ...]) -> None:
+    check_attention(Emulator(), *piece)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("piece", PIECES, ids=str)
+def test_attention_of_a_piece_is_right(cuda_device: Device, piece: tuple[int, ...]) -> None:
+    check_attention(OnDevice(cuda_device), *piece)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("piece", [(32, 8, 64, 512, 0, 1536), (32, 8, 128, 256, 100, 300)], ids=str)
+def test_attention_of_a_large_piece_is_right(cuda_device: Device, piece: tuple[int, ...]) -> None:
+    check_attention(OnDevice(cuda_device), *piece)
+
+
+def check_attention(
+    machine: Any,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    rows: int,
+    padding: int,
+    begin: int,
 ) -> None:
     config = config_of(heads, kv_heads, head_size, inner=88, vocabulary=67, layers=1)
     launch = next(
@@ -196,7 +220,7 @@ def test_attention_of_a_piece_is_right(
         for one in lowered(config, rows)
         if isinstance(one, kl.PieceLaunch) and one.kernel == "piece_attention"
     )
-    rng, machine = np.random.default_rng(rows + heads), Emulator()
+    rng = np.random.default_rng(rows + heads)
     slots, context, slot = 3, begin + rows - padding, 1
     live = np.zeros((rows, 4), np.int32)
     live[:padding] = (5, 1 << 30, 77, 0)  # padding, whatever it holds
@@ -219,6 +243,7 @@ def test_attention_of_a_piece_is_right(
         for name, value in launch.arguments
     }
     machine.launch(launch, values)
+    machine.synchronize()
     found = from_bf16(machine.read(device["product_in"])).reshape(q.shape)
     assert not found[:padding].any()
     for row in range(padding, rows):
