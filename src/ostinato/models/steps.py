@@ -80,6 +80,7 @@ class DecoderSteps:
         self.kernel_seconds = 0.0
         """Spent on kernels: compiling or finding them, loading, preparing their launches."""
         self._prepared: dict[int, dict[bool, tuple[Operation, ...]]] = {}
+        self._bounds: dict[int, tuple[BoundCall, ...]] = {}
         self._prepare(1)
         self.launches: int = len(self._prepared[1][True])
         """How many launches a step of one row is that samples."""
@@ -148,7 +149,8 @@ class DecoderSteps:
             return
         begin = time.perf_counter()
         try:
-            operations = self._operations(self._bound(rows), rows)
+            bound = self._bound(rows)
+            operations = self._operations(bound, rows)
         except NotAvailableError as error:
             # Our own kernels do what a library cannot, if they take so many rows.
             if not self._backend.give_up_library(str(error)):
@@ -156,10 +158,12 @@ class DecoderSteps:
             self._largest = min(self._largest, self._plan.sizes.sampled_rows)
             if rows > self._largest:
                 raise
-            operations = self._operations(self._bound(rows), rows)
+            bound = self._bound(rows)
+            operations = self._operations(bound, rows)
         finally:
             self.kernel_seconds += time.perf_counter() - begin
         # A step that does not sample is the beginning of one that does; its end is a launch a call.
+        self._bounds[rows] = bound
         ending = len(self.programs[True]) - len(self.programs[False])
         self._prepared[rows] = {True: operations, False: operations[: len(operations) - ending]}
 
@@ -217,7 +221,7 @@ class DecoderSteps:
         if not self._device.capabilities.conditional_nodes:
             raise NotAvailableError(f"{self._device.name} has no conditional nodes")
         begin = time.perf_counter()
-        bound = self._bound(rows)
+        bound = self._bounds[rows]
         calls = (loop_call(tokens), loop_call())
         loop = self._backend.bind(calls, self._plan.config, rows, self._plan.sizes.context)
         self.kernel_seconds += time.perf_counter() - begin
@@ -293,6 +297,7 @@ class DecoderSteps:
         """Gives graphs and stream back once their work is done.  Idempotent."""
         self.cache.close()
         self._prepared.clear()
+        self._bounds.clear()
         self.stream.close()
 
 
