@@ -1,7 +1,7 @@
 """Matrix products by a library, where steps have many rows: cuBLASLt, as operations of our own.
 
 Our kernels are made for few rows: every weight passes through a multiprocessor's registers once for
-all rows, and from some 16 rows on a library's pipelines through shared memory are faster.
+all rows.  With many rows, a library's pipelines through shared memory are faster (docs/design.md).
 
     products, why = open_products(device)         why: what is used, or why not, in words
     product = products.product(MatrixProduct(…))  the algorithm, once for each shape
