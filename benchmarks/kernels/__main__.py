@@ -1,30 +1,36 @@
 """`python -m benchmarks.kernels --out DIR [--shapes 135M,1B] [--emulate] [--skip-checks]`
 
 Checks every CUDA kernel against NumPy, then times one decode step as a graph.  Prints a table, and
-ends with one line of JSON; `DIR/kernels.json` has the same.  The kernels are cut by the default
-rule; `ostinato tune` looks for better shapes.
+ends with one line of JSON; `DIR/kernels-{device}.json` has the same.  The kernels are cut by the
+default rule; `ostinato tune` looks for better shapes.
 
 The physics: a step of one row reads every weight once, so its floor is bytes over bandwidth (269 MB
 and 88 µs for the 135M shape, 2.47 GB and 810 µs for the 1B shape); what it takes above that is the
-latency of 150 and 80 dependent kernels.
+latency of 94 and 84 dependent kernels.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import ostinato as ost
+from benchmarks import common
 from benchmarks.kernels.checks import Bench, Case, cases, run_checks
-from benchmarks.kernels.timing import StepBench
+from benchmarks.kernels.timing import BANDWIDTH, StepBench
 from ostinato.bench.shapes import SHAPES
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda_shapes import default_tuning
+from ostinato.models.kernels_cuda_shapes import Tuning, default_tuning
+
+if TYPE_CHECKING:
+    from benchmarks.kernels.rig import Gpu
 
 
 def _config(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
@@ -83,82 +89,96 @@ def repeat_check(machine: Any, times: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = common.options(__doc__)
     parser.add_argument("--shapes", default="135M,1B", help="shapes to time")
     parser.add_argument("--emulate", action="store_true", help="checks on the CPU, no timing")
     parser.add_argument("--skip-checks", action="store_true")
     chosen = parser.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {"benchmark": "kernels", "checks": {}, "steps": [], "kernels": []}
     if chosen.emulate:
         from benchmarks.kernels.emulator import Emulator
 
-        record["checks"] = check(Emulator(), QUICK)
-        print(json.dumps(record))
+        print(json.dumps({"benchmark": "kernels", "checks": check(Emulator(), QUICK)}))
         return 0
 
     from benchmarks.kernels.rig import Gpu
 
     gpu = Gpu()
-    record["device"] = gpu.device_name
+    clusters = gpu.capability >= (9, 0)
     print(gpu.device_name, gpu.capability, gpu.multiprocessors, flush=True)
     if not chosen.skip_checks:
-        record["checks"] = check(gpu, CHECKED, clusters=gpu.capability >= (9, 0))
+        check(gpu, CHECKED, clusters=clusters)
         repeat_check(gpu, 100)
         gpu.free_all()
-    clusters = gpu.capability >= (9, 0)
+    rows: list[dict[str, Any]] = []
     for name in chosen.shapes.split(","):
         started = time.perf_counter()
-        config = SHAPES[name]
-        bench = StepBench(gpu, config, slots=64 if name == "1B" else 16, context=2048)
-        single = default_tuning(
-            config, multiprocessors=gpu.multiprocessors, clusters=clusters, context=2048
-        )
-        for rows, positions in ((1, (20, 500)), (8, (500,)), (32, (500,)), (64, (500,))):
-            if rows > bench.slots:
-                continue
-            tuning = single if rows == 1 else default_tuning(config, rows=rows, context=2048)
-            for position in positions:
-                us, floor = bench.time_step(rows, tuning, position), bench.floor(rows, position)
-                record["steps"].append(
-                    {"shape": name, "rows": rows, "position": position, "us": us, "floor_us": floor}
-                )
-                print(
-                    f"{name:5} rows {rows:2} at {position:4}: {us:8.1f} us "
-                    f"{rows * 1e6 / us:8.0f} tok/s {floor / us:5.0%} of the floor",
-                    flush=True,
-                )
-        for start in (0, 448):
-            tuning = default_tuning(config, rows=64, context=2048)
-            us = bench.time_piece(64, tuning, start)
-            rate = 64e6 / us
-            print(f"{name:5} piece of 64 at {start:3}: {us:8.1f} us, {rate:8.0f} tok/s", flush=True)
-            record["steps"].append({"shape": name, "rows": 64, "piece_at": start, "us": us})
-        for label, options in (
-            ("temperature", (0.8, 1.0, 0)),
-            ("top_p", (0.8, 0.9, 0)),
-            ("top_k", (0.8, 0.9, 40)),
-        ):
-            us = bench.time_step(1, single, 20, options=options)
-            print(f"{name:5} sampling by {label:12} {us:8.1f} us", flush=True)
-            record["steps"].append({"shape": name, "rows": 1, "sampling": label, "us": us})
-        for position in (20, 500):
-            for kernel, times in bench.profile(1, single, position).items():
-                record["kernels"].append(
-                    {"shape": name, "position": position, "kernel": kernel, **times}
-                )
-                print(
-                    f"{name:5} at {position:4} {kernel:16} x{times['launches']:<3} alone "
-                    f"{times['alone_us']:7.2f} us, adds {times['adds_us']:7.2f}, floor "
-                    f"{times['floor_us']:7.2f}",
-                    flush=True,
-                )
+        rows += _of_shape(gpu, name, clusters)
         gpu.free_all()
         print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-    (chosen.out / "kernels.json").write_text(json.dumps(record, indent=1))
-    print(json.dumps(record))
+    with ost.open_device(chosen.device) as device:
+        common.emit(
+            "kernels",
+            device,
+            chosen.out,
+            ceiling={
+                "what": "every weight once, and the keys and values up to the position",
+                "bytes_per_second": BANDWIDTH,
+            },
+            settings={"shapes": chosen.shapes, "checked": not chosen.skip_checks},
+            rows=rows,
+            skipped={},
+        )
     return 0
+
+
+def _of_shape(gpu: Gpu, name: str, clusters: bool) -> Iterator[dict[str, Any]]:
+    """Steps, pieces of prompts, sampling, and a step kernel by kernel."""
+    config = SHAPES[name]
+    bench = StepBench(gpu, config, slots=64 if name == "1B" else 1, context=2048)
+    rule = partial(default_tuning, config, multiprocessors=gpu.multiprocessors, context=2048)
+    single = rule(clusters=clusters)
+    steps: list[tuple[str, int, Tuning, tuple[int, ...]]] = [("rule", 1, single, (20, 500))]
+    if single.block is not None:
+        apart = replace(single, block=None)
+        steps.append(("attention as three launches", 1, apart, (20, 500)))
+    steps += [("rule", rows, rule(rows=rows), (500,)) for rows in (8, 32, 64)]
+    for label, rows, tuning, positions in steps:
+        if rows > bench.slots:
+            continue
+        for position in positions:
+            us, floor = bench.time_step(rows, tuning, position), bench.floor(rows, position)
+            yield {
+                "shape": name, "what": label, "rows": rows, "position": position, "us": us,
+                "floor_us": floor, "of_floor": floor / us,
+            }  # fmt: skip
+            print(
+                f"{name:5} rows {rows:2} at {position:4}: {us:8.1f} us "
+                f"{rows * 1e6 / us:8.0f} tok/s {floor / us:5.0%} of the floor  {label}",
+                flush=True,
+            )
+    for start in (0, 448):
+        us = bench.time_piece(64, rule(rows=64), start)
+        print(
+            f"{name:5} piece of 64 at {start:3}: {us:8.1f} us, {64e6 / us:8.0f} tok/s", flush=True
+        )
+        yield {"shape": name, "what": "piece", "rows": 64, "position": start, "us": us}
+    for label, options in (
+        ("temperature", (0.8, 1.0, 0)),
+        ("top_p", (0.8, 0.9, 0)),
+        ("top_k", (0.8, 0.9, 40)),
+    ):
+        us = bench.time_step(1, single, 20, options=options)
+        print(f"{name:5} sampling by {label:12} {us:8.1f} us", flush=True)
+        yield {"shape": name, "what": f"sampling by {label}", "rows": 1, "position": 20, "us": us}
+    for position in (20, 500):
+        for kernel, times in bench.profile(1, single, position).items():
+            yield {"shape": name, "what": kernel, "rows": 1, "position": position, **times}
+            print(
+                f"{name:5} at {position:4} {kernel:16} x{times['launches']:<3} alone "
+                f"{times['alone_us']:7.2f} us, adds {times['adds_us']:7.2f}, floor "
+                f"{times['floor_us']:7.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ class StepBench:
             "down_residual": c.hidden * c.inner * 2,
         }
         head = c.vocabulary * c.hidden * 2
+        if kernel == "attention_block":
+            return sizes["norm_qkv_rope"] + sizes["output_residual"]
         if kernel is not None:
             return {**sizes, "head": head}.get(kernel, 0)
         return c.layers * sum(sizes.values()) + head

@@ -219,7 +219,7 @@ def test_the_owner_lives_as_long_as_we_need_it(cuda_device: Device, stream: ost.
     gc.collect()
     cuda_device.synchronize()
     gc.collect()
-    assert owner() is None
+    assert owner() is None, [type(one) for one in gc.get_referrers(owner())]
 
 
 def test_torchs_pool_is_not_given_away_under_our_replay(
