@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ostinato.graph import capture as capture
     from ostinato.graph import capture_function as capture_function
     from ostinato.graph import launch as launch
+    from ostinato.graph import lift as lift
     from ostinato.graph import prepare as prepare
     from ostinato.graph import record as record
     from ostinato.memory import Buffer as Buffer
@@ -100,6 +101,7 @@ _HOMES = {
     "fill": "memory",
     "host_kernel": "driver.host_kernel",
     "launch": "graph",
+    "lift": "graph",
     "open_device": "device",
     "prepare": "graph",
     "record": "graph",

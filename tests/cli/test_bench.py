@@ -99,17 +99,19 @@ def test_all_our_ways_are_compared(tmp_path: Path) -> None:
 
 def test_prompts_are_measured_beside_decoding(tmp_path: Path) -> None:
     options = ("--prompt", "70,5,256", "--batch", "2", "--context", "3", "--out", str(tmp_path))
+    options += ("--library-rows", "0")  # nothing changes on the host
     answer = ostinato("bench", "--shape", "tiny", "--quick", "--rounds", "1", *options)
     assert answer.returncode == 0, answer.stderr
     result = result_of(answer.stdout)
     (path,) = tmp_path.glob("*.json")
-    assert path.name.startswith("decode-tiny-batch-2-3-prompt-host")
+    assert path.name.startswith("decode-tiny-batch-2-3-prompt-own-products-host")
     assert Counter(row["kind"] for row in result["rows"]) == {"decode": 4, "prompt": 9}
     rows = {(r["way"], r["prompt"]): r for r in result["rows"] if r["kind"] == "prompt"}
     # The way with a loop has the decoder of "capture", and nothing of its own for prompts.
     assert set(rows) == {(way, n) for way in ("eager", "capture", "record") for n in (70, 5, 256)}
     assert result["summary"]["tokens_equal"] is True
     assert result["settings"]["prompts"] == [70, 5, 256]
+    assert result["settings"]["library_rows"] is None
     bandwidth = result["ceiling"]["bandwidth_gb_per_s"] * 1e9
     for (way, prompt), row in rows.items():
         assert way in answer.stdout and row["ours"] and row["rounds"] == 1

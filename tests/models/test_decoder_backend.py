@@ -109,7 +109,7 @@ def test_launches_chain_so_that_each_may_start_early(rows: int, kind: str, clust
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_every_kernel_is_loaded_once_with_its_shared_memory(gpu: FakeDevice, rows: int) -> None:
-    backend = backend_for(gpu)  # type: ignore[arg-type]
+    backend = backend_for(gpu, library_rows=None)  # type: ignore[arg-type]
     assert isinstance(backend, CudaBackend)
     assert backend.dtype == np.uint16
     program = decode_program(MODEL)
@@ -130,7 +130,7 @@ def test_every_kernel_is_loaded_once_with_its_shared_memory(gpu: FakeDevice, row
 
 
 def test_the_workspace_serves_every_bucket(gpu: FakeDevice) -> None:
-    backend = CudaBackend(gpu)  # type: ignore[arg-type]
+    backend = CudaBackend(gpu, library_rows=None)  # type: ignore[arg-type]
     buckets = PlanSizes(rows=48).buckets
     assert list(buckets) == [1, 2, 4, 8, 16, 32, 48]
     most = backend.workspace_bytes(MODEL, buckets, 512)
@@ -149,7 +149,8 @@ def test_what_the_kernels_cannot_do_is_said_before_anything_is_loaded(
 ) -> None:
     odd = replace(CONFIG, inner=92)
     path = write_gguf(tmp_path / "odd.gguf", config=odd, values=None)
-    monkeypatch.setattr("ostinato.models.decoder.backend_for", lambda _: CudaBackend(gpu))  # type: ignore[arg-type]
+    own = CudaBackend(gpu, library_rows=None)  # type: ignore[arg-type]
+    monkeypatch.setattr("ostinato.models.decoder.backend_for", lambda _, **given: own)
     free, _ = host_device.memory_info()
     with pytest.raises(UnsupportedModelError, match="inner is 92"):
         Decoder(host_device, path)

@@ -37,13 +37,23 @@ class EmulatedBackend:
     dtype: np.dtype[Any] = np.dtype(np.uint16)
     spins = False
 
-    def __init__(self, device: Device, *, clusters: bool = False) -> None:
+    library = ""
+
+    def __init__(
+        self, device: Device, *, clusters: bool = False, library_rows: int | None = None
+    ) -> None:
         self.device, self.emulator, self.clusters = device, Emulator(), clusters
 
     def tuning(self, config: Any, rows: int, context: int) -> Tuning:
         return default_tuning(config, rows=rows, context=context, clusters=self.clusters)
 
-    def require_supported(self, config: Any, rows: int) -> None:
+    def buffers(self, config: Any, rows: int) -> dict[str, Any]:
+        return {}
+
+    def give_up_library(self, reason: str) -> bool:
+        return False
+
+    def require_supported(self, config: Any, rows: int, sampled: int = 1) -> None:
         pass
 
     def workspace_bytes(self, config: Any, rows: Any, context: int) -> int:

@@ -78,6 +78,8 @@ class DecodeResult:
     bandwidth: Bandwidth | None = None
     traffic: Traffic | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    library: str = ""
+    """What multiplied in steps of many rows besides our kernels, or why nothing did."""
 
 
 def measure(
@@ -142,10 +144,12 @@ class _Contest:
             slots=max(point.batch for point in series),
             positions=min(positions + 1, self.config.context_length),
             skipped=result.skipped,
+            library_rows=options.library_rows,
         )
         peers = None
         try:
             if ways:
+                result.library = ways[0].decoder.backend.library
                 itemsize = ways[0].decoder.backend.dtype.itemsize
                 result.traffic = traffic(self.config, itemsize)
             if options.peers:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ostinato.bench.peers import PEERS
 from ostinato.errors import InputError
 from ostinato.models import LlamaConfig
+from ostinato.models.backend import LIBRARY_ROWS
 
 __all__ = ["DecodeOptions", "Point", "points_of"]
 
@@ -21,9 +22,9 @@ class DecodeOptions:
     `batches`, `contexts`: see above.  `tokens`: of each sequence in a run.  `tokens_per_launch`:
     numbers above 1 are each a way with a WHILE node, whose runs have the next lower multiple.
     `prompts`: lengths of prompts to measure as well; our decoders then have room for the longest.
-    `peers`: names from `peers.PEERS`.  `rounds`: at most; fewer when the time runs short, but one
-    at least.  `seconds`: a point is given its share of what is left; compiling is not begun when
-    too little is left for it.
+    `library_rows`: as for `Decoder`.  `peers`: names from `peers.PEERS`.  `rounds`: at most; fewer
+    when the time runs short, but one at least.  `seconds`: a point is given its share of what is
+    left; compiling is not begun when too little is left for it.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -31,6 +32,7 @@ class DecodeOptions:
     tokens: int = 100
     tokens_per_launch: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
+    library_rows: int | None = LIBRARY_ROWS
     peers: tuple[str, ...] = ()
     rounds: int = 5
     seconds: float = 120.0

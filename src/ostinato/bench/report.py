@@ -116,6 +116,8 @@ def decode_result(
             "tokens": options.tokens,
             "tokens_per_launch": list(options.tokens_per_launch),
             "prompts": list(options.prompts),
+            "library_rows": options.library_rows,
+            "library": found.library,
             "rounds": options.rounds,
             "peers": list(options.peers),
             "seconds": options.seconds,
@@ -139,6 +141,8 @@ def _name(kind: str, subject: str, options: DecodeOptions) -> str:
         parts.append(str(options.contexts[0]))
     if options.prompts:
         parts.append("prompt")
+    if options.library_rows is None:
+        parts.append("own-products")
     return "-".join(parts)
 
 

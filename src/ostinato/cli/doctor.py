@@ -14,6 +14,7 @@ import typer
 from ostinato import __version__, settings
 from ostinato.device import open_device
 from ostinato.driver import launcher
+from ostinato.driver.cuda_blas import load_cublaslt
 from ostinato.errors import OstinatoError
 
 __all__ = ["doctor", "findings"]
@@ -87,9 +88,18 @@ def _device(name: str) -> dict[str, Any] | str:
                 "programmatic": _yes(can.programmatic_launch),
                 "clusters": _yes(can.clusters),
                 "kernels in": can.source_language,
+                "cuBLASLt": _library() if can.source_language == "cuda" else "not needed",
             }
     except OstinatoError as error:
         return f"not available: {error}"
+
+
+def _library() -> str:
+    """What multiplies in prompts and large batches besides our own kernels."""
+    try:
+        return str(load_cublaslt())
+    except OstinatoError as error:
+        return f"not used: {error}"
 
 
 def _yes(value: bool) -> str:

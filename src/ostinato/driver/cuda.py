@@ -7,7 +7,8 @@ Nothing of `cuda.*` is imported, and libcuda is not loaded, before a `CudaDriver
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from ctypes import byref
 from typing import Any
 
@@ -77,6 +78,16 @@ class CudaDriver(StreamCalls, ExecCalls):
     def context(self) -> int:
         """The primary context's handle (CUcontext)."""
         return self._context
+
+    @contextmanager
+    def made_current(self) -> Iterator[None]:
+        """Our context is the calling thread's inside the block: for libraries that take whichever
+        is current.  What was current before is so again afterwards."""
+        self._call("made_current", "cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._calls["cuCtxPopCurrent_v2"](byref(ctypes.c_void_p()))
 
     def close(self) -> None:
         """Ends this object's use of the context, which stays: it is the process's, not ours."""

@@ -4,6 +4,7 @@ from ostinato.graph.capturing import Capture, capture, capture_function
 from ostinato.graph.executable import GraphExec, UpdateReport
 from ostinato.graph.graph import Conditional, Graph
 from ostinato.graph.launching import launch, prepare
+from ostinato.graph.lifting import lift
 from ostinato.graph.node import Argument, Node, Pointer
 from ostinato.graph.rebind import LeftWord, RebindReport, ReboundWord
 from ostinato.graph.recording import Recorded, Recording, build_graph, record
@@ -26,6 +27,7 @@ __all__ = [
     "capture",
     "capture_function",
     "launch",
+    "lift",
     "prepare",
     "record",
 ]

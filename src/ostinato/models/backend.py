@@ -6,25 +6,43 @@ Everything above it (program, plan, decoder) is the same for every device.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from ostinato import Device, Kernel, LaunchConfig, Source
-from ostinato.errors import NotAvailableError
+from ostinato import Buffer, Device, Kernel, LaunchConfig, Operation, Source, prepare
+from ostinato.errors import NotAvailableError, UnsupportedModelError
 from ostinato.models.config import LlamaConfig
-from ostinato.models.program import Argument, KernelCall
+from ostinato.models.program import SAMPLED_ROWS, Argument, KernelCall
 
 if TYPE_CHECKING:
     from ostinato.models.kernels_cuda import CudaLaunch
+    from ostinato.models.kernels_cuda_library import Lowered, ProductCall
     from ostinato.models.kernels_cuda_shapes import Tuning
+    from ostinato.models.products import Product
     from ostinato.modules import ModuleCache
 
-__all__ = ["Backend", "BoundLaunch", "CudaBackend", "HostBackend", "backend_for", "load_kernel"]
+__all__ = [
+    "LIBRARY_ROWS",
+    "Backend",
+    "BoundCall",
+    "BoundLaunch",
+    "BoundProduct",
+    "CudaBackend",
+    "HostBackend",
+    "backend_for",
+    "load_kernel",
+]
+
+LIBRARY_ROWS = 16
+"""Steps of so many rows and more multiply with a library where there is one; a piece of a prompt
+with more than SAMPLED_ROWS does so in any case."""
+Resolve = Callable[[Argument], object]
+Buffers = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +54,53 @@ class BoundLaunch:
     config: LaunchConfig
     arguments: tuple[tuple[str, Argument], ...]
 
+    def operations(self, resolve: Resolve) -> tuple[Operation, ...]:
+        """The launch with what stands for its arguments."""
+        values = (resolve(value) for _, value in self.arguments)
+        return (prepare(self.kernel, self.config, *values),)
+
+    @property
+    def programmatic(self) -> bool:
+        return self.config.programmatic
+
+    def with_programmatic(self, programmatic: bool) -> BoundLaunch:
+        """The same, and whether it may start before the launch before it has ended."""
+        return replace(self, config=replace(self.config, programmatic=programmatic))
+
+
+@dataclass(frozen=True, slots=True)
+class BoundProduct:
+    """A library's product in a step; what it launches is known once its buffers are."""
+
+    product: Product
+    call: ProductCall
+
+    programmatic: ClassVar[bool] = False
+    """A library's kernels know nothing of it."""
+
+    def with_programmatic(self, programmatic: bool) -> BoundProduct:
+        """The same."""
+        return self
+
+    def operations(self, resolve: Resolve) -> tuple[Operation, ...]:
+        """The library's launches, as ours.  Raises NotAvailableError."""
+        call = self.call
+        found = [resolve(one) for one in (call.weight, call.inputs, call.out, call.workspace)]
+        weight, inputs, out, workspace = (one for one in found if isinstance(one, Buffer))
+        return self.product.operations(
+            call.name, weight=weight, inputs=inputs, out=out, workspace=workspace
+        )
+
+
+BoundCall = BoundLaunch | BoundProduct
+
 
 class Backend(Protocol):
     """How one kind of device runs the program.
 
     `dtype` is that of matrices and of the KV cache: float32, or uint16 for the bits of bfloat16.
+    `library`: the one that multiplies in steps of many rows, or why there is none; empty where that
+    is no question.
     `spins`: kernels run beside the interpreter, so that the host may look for a token without a
     pause; where they need its lock that would hold them up.  A ring entry reaches the host in one
     store in either case, so what it finds is whole.
@@ -49,34 +109,46 @@ class Backend(Protocol):
     name: str
     dtype: np.dtype[Any]
     spins: bool
+    library: str
 
-    def require_supported(self, config: LlamaConfig, rows: int) -> None:
-        """Raises UnsupportedModelError for a model, or steps of up to `rows` rows, that the
-        kernels cannot compute."""
+    def piece_rows(self, config: LlamaConfig) -> int:
+        """How many tokens of a prompt are best taken at once: the rows of the largest step."""
+
+    def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
+        """Raises UnsupportedModelError for a model, or steps of up to `rows` rows of which up to
+        `sampled` sample, that the kernels cannot compute."""
 
     def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
         """Bytes of workspace that serve steps of all these numbers of rows; to be zero at first."""
 
+    def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
+        """Shapes and dtypes of what its kernels need besides for steps of up to `rows` rows."""
+
     def bind(
         self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
-    ) -> tuple[BoundLaunch, ...]:
+    ) -> tuple[BoundCall, ...]:
         """The program's launches for steps of `rows` rows, with every kernel on the device.
 
-        It may compile and load, so it belongs before a capture.  Raises CompileError, NoCudaError,
-        DriverError.
+        It may compile and load, so it belongs before a capture.  The end of a step, from `head` on,
+        is one launch a call.  Raises CompileError, NoCudaError, DriverError; NotAvailableError if
+        the library fails, see `give_up_library`.
         """
 
+    def give_up_library(self, reason: str) -> bool:
+        """From here on no library multiplies, for this reason; False if none did."""
 
-def backend_for(device: Device) -> Backend:
+
+def backend_for(device: Device, *, library_rows: int | None = LIBRARY_ROWS) -> Backend:
     """The backend for a device, by what its kernels are written in.
 
+    `library_rows`: from how many rows on a library may multiply; None for never.
     Raises NotAvailableError where there are no kernels for it.
     """
     language = device.capabilities.source_language
     if language == "host":
         return HostBackend(device)
     if language == "cuda":
-        return CudaBackend(device)
+        return CudaBackend(device, library_rows=library_rows)
     raise NotAvailableError(
         f"the decoder has no kernels in {language!r} yet, which {device.name} needs; "
         'open_device("host") runs it on the CPU'
@@ -89,6 +161,7 @@ class HostBackend:
     name = "numpy"
     dtype: np.dtype[Any] = np.dtype(np.float32)
     spins = False
+    library = ""
 
     def __init__(self, device: Device) -> None:
         from ostinato.models.kernels_host import HOST_KERNELS
@@ -96,7 +169,11 @@ class HostBackend:
         self._modules = device.modules
         self._source = Source(host=HOST_KERNELS, name="decoder")
 
-    def require_supported(self, config: LlamaConfig, rows: int) -> None:
+    def piece_rows(self, config: LlamaConfig) -> int:
+        """As many as a batch may have."""
+        return SAMPLED_ROWS
+
+    def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
         """Every model that has a config, and any number of rows."""
 
     def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
@@ -104,9 +181,17 @@ class HostBackend:
         c = config
         return max(rows) * max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden) * 4
 
+    def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
+        """None."""
+        return {}
+
+    def give_up_library(self, reason: str) -> bool:
+        """NumPy is all there is."""
+        return False
+
     def bind(
         self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
-    ) -> tuple[BoundLaunch, ...]:
+    ) -> tuple[BoundCall, ...]:
         """A host kernel does the whole grid in one call; the shape only tells readers how much."""
         get, shape = self._modules.get_or_compile, LaunchConfig(grid=rows, block=1)
         return tuple(
@@ -127,6 +212,8 @@ def load_kernel(modules: ModuleCache, launch: CudaLaunch) -> Kernel:
 
 class CudaBackend:
     """CUDA kernels, in bfloat16 with float32 sums; compiled for one model and number of rows.
+    In steps of `library_rows` and more rows a library multiplies, where there is one
+    (`kernels_cuda_library`).
 
     Their launches are programmatic: each may start while the one before it still runs, and waits on
     the device for that one alone, which stands for all earlier ones because it waited too.  So they
@@ -143,7 +230,9 @@ class CudaBackend:
 
     _LEAST: ClassVar[tuple[int, int]] = (8, 0)  # bfloat16 on the tensor cores
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, library_rows: int | None = LIBRARY_ROWS) -> None:
+        from ostinato.models.products import open_products
+
         self._modules = device.modules
         self._properties = device.properties
         self._clusters = device.capabilities.clusters
@@ -155,12 +244,38 @@ class CudaBackend:
                 f"{capability[0]}.{capability[1]}; the decoder's kernels need 8.0 or newer. "
                 'open_device("host") runs it on the CPU'
             )
+        self._products, self.library = open_products(device, library_rows)
+        self._library_rows = library_rows or 0
+
+    def piece_rows(self, config: LlamaConfig) -> int:
+        """Many where a library multiplies, as far as the attention has counters for them."""
+        from ostinato.models.kernels_cuda_library import most_rows
+
+        return SAMPLED_ROWS if self._products is None else most_rows(config)
+
+    def give_up_library(self, reason: str) -> bool:
+        used, self._products = self._products is not None, None
+        if used:
+            self.library = f"not used: {reason}"
+        return used
+
+    def _multiplies(self, rows: int) -> bool:
+        """Whether the library does in a step of so many rows."""
+        wanted = rows >= self._library_rows or rows > SAMPLED_ROWS  # ours do not go further
+        return self._products is not None and wanted
 
     def _tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
         """Looked up once: what is stored may change, and the workspace was made for the first."""
         from ostinato.models.tuning import choose_tuning
 
         key = (config, rows, context)
+        if rows > SAMPLED_ROWS and key not in self._tunings:
+            from ostinato.models.kernels_cuda_library import library_tuning
+
+            count = self._properties.multiprocessors
+            self._tunings[key] = library_tuning(
+                config, rows=rows, context=context, multiprocessors=count
+            )
         if key not in self._tunings:
             gpu, count = self._properties.name, self._properties.multiprocessors
             self._tunings[key] = choose_tuning(
@@ -173,35 +288,76 @@ class CudaBackend:
             ).tuning
         return self._tunings[key]
 
-    def require_supported(self, config: LlamaConfig, rows: int) -> None:
+    def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
+        from ostinato.models.kernels_cuda_library import most_rows
         from ostinato.models.kernels_cuda_shapes import require_supported
 
-        require_supported(config, rows)
+        require_supported(config, sampled)
+        if rows > SAMPLED_ROWS and self._products is None:
+            raise UnsupportedModelError(
+                f"{rows} rows; the CUDA kernels take 1 to {SAMPLED_ROWS} where no library "
+                f"multiplies (cuBLASLt is {self.library})"
+            )
+        require_supported(config, rows, most=max(SAMPLED_ROWS, most_rows(config)))
 
     def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
         from ostinato.models.kernels_cuda import workspace_bytes
+        from ostinato.models.kernels_cuda_library import library_workspace_bytes
 
-        return max(
-            workspace_bytes(
-                config, rows=count, context=context, tuning=self._tuning(config, count, context)
-            )
-            for count in rows
+        found = []
+        for count in rows:
+            tuning = self._tuning(config, count, context)
+            sizes: dict[str, Any] = {"rows": count, "context": context, "tuning": tuning}
+            if count <= SAMPLED_ROWS:  # also if a library is meant to multiply: it may fail
+                found.append(workspace_bytes(config, **sizes))
+            if self._multiplies(count):
+                found.append(library_workspace_bytes(config, **sizes))
+        return max(found)
+
+    def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
+        from ostinato.models.kernels_cuda_library import library_buffers
+
+        if self._products is None or not self._multiplies(rows):
+            return {}
+        return library_buffers(config, rows, self._products.workspace_bytes)
+
+    def _lower(
+        self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
+    ) -> tuple[Lowered, ...]:
+        from ostinato.models.kernels_cuda import lower
+        from ostinato.models.kernels_cuda_library import lower_with_library
+
+        tuning = self._tuning(config, rows, context)
+        if not self._multiplies(rows):
+            return lower(program, config, rows=rows, context=context, tuning=tuning)
+        return lower_with_library(
+            program,
+            config,
+            rows=rows,
+            context=context,
+            tuning=tuning,
+            single=self._tuning(config, 1, context),
         )
 
     def bind(
         self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
-    ) -> tuple[BoundLaunch, ...]:
+    ) -> tuple[BoundCall, ...]:
         """Sources and macros differ by rows; what is not compiled yet is compiled side by side."""
-        from ostinato.models.kernels_cuda import lower
+        from ostinato.models.kernels_cuda import CudaLaunch
 
-        tuning = self._tuning(config, rows, context)
-        launches = lower(program, config, rows=rows, context=context, tuning=tuning)
+        lowered = self._lower(program, config, rows, context)
+        launches = [one for one in lowered if isinstance(one, CudaLaunch)]
         first_uses = {one.kernel: one for one in launches}  # a kernel is lowered alike everywhere
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             loaded = pool.map(partial(load_kernel, self._modules), first_uses.values())
             kernels = dict(zip(first_uses, loaded, strict=True))
         self._modules.preload(kernels.values())  # on the device now, not at the first launch
-        return tuple(
-            BoundLaunch(kernels[one.kernel], one.config, one.arguments) for one in launches
-        )
+        bound: list[BoundCall] = []
+        for one in lowered:
+            if isinstance(one, CudaLaunch):
+                bound.append(BoundLaunch(kernels[one.kernel], one.config, one.arguments))
+            else:
+                assert self._products is not None
+                bound.append(BoundProduct(self._products.product(one.product), one))
+        return tuple(bound)

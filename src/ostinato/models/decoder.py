@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ostinato import Device, Graph, GraphCache, Stream
 from ostinato.errors import ClosedError, InputError
-from ostinato.models.backend import Backend, backend_for
+from ostinato.models.backend import LIBRARY_ROWS, Backend, backend_for
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.config import LlamaConfig
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
@@ -53,7 +53,9 @@ class Decoder:
     `model`: a path for `open_checkpoint`, or an open checkpoint (then the caller closes it; it is
     not needed after construction).  `max_context`: positions of each sequence; `DEFAULT_CONTEXT` or
     the model's own if that is less.  `slots`: sequences at once.  `max_rows`: rows of the largest
-    step, so the size of a prompt's pieces.
+    step, so the size of a prompt's pieces; what suits the device and the context if None.
+    `library_rows`: steps of so many rows and more multiply with cuBLASLt where it is installed
+    (`statistics().library` says so, or why not); None for never.  Without it `max_rows` goes to 64.
 
     `graphs` off runs everything eagerly.  `build`: "capture", or "record" to build graphs by hand
     from the first run's launches.  `warmups`: eager runs of each bucket before its capture.
@@ -74,7 +76,8 @@ class Decoder:
         model: str | Path | Checkpoint,
         *,
         max_context: int | None = None,
-        max_rows: int = 64,
+        max_rows: int | None = None,
+        library_rows: int | None = LIBRARY_ROWS,
         slots: int = 1,
         graphs: bool = True,
         build: Literal["capture", "record"] = "capture",
@@ -87,14 +90,21 @@ class Decoder:
     ) -> None:
         self.device = device
         self.device_state = device_state
-        self.backend: Backend = backend_for(device)
+        if library_rows is not None and library_rows < 1:
+            raise InputError(f"library_rows is {library_rows}, must be 1 or more, or None")
+        self.backend: Backend = backend_for(device, library_rows=library_rows)
         self._phases = Phases()
         self._closed = False
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         try:
             self.config: LlamaConfig = checkpoint.config
-            sizes = PlanSizes(max_rows, slots, _context(self.config, max_context))
-            self.backend.require_supported(self.config, sizes.rows)
+            context = _context(self.config, max_context)
+            if max_rows is None:
+                whole = max(64, 1 << (context - 1).bit_length())  # a context's bucket
+                max_rows = min(self.backend.piece_rows(self.config), whole)
+            sizes = PlanSizes(max_rows, slots, context)
+            sampled = min(sizes.rows, sizes.sampled_rows)
+            self.backend.require_supported(self.config, sizes.rows, sampled)
             with self._phases.measure("load"):
                 self.weights: Weights = load_weights(
                     device, checkpoint, self.backend.dtype, threads=threads
@@ -105,7 +115,10 @@ class Decoder:
         try:
             with self._phases.measure("plan"):
                 workspace = self.backend.workspace_bytes(self.config, sizes.buckets, sizes.context)
-                self.plan = BufferPlan.allocate(device, self.weights, sizes, workspace=workspace)
+                more = self.backend.buffers(self.config, sizes.rows)
+                self.plan = BufferPlan.allocate(
+                    device, self.weights, sizes, workspace=workspace, more=more
+                )
         except BaseException:
             self.weights.close()
             raise
@@ -343,6 +356,7 @@ class Decoder:
             weight_bytes=self.weights.nbytes,
             plan_bytes=self.plan.nbytes,
             kernel_seconds=self._steps.kernel_seconds,
+            library=self.backend.library,
         )
 
     # --- lifetime

@@ -101,6 +101,8 @@ class DecoderStatistics:
     Seconds are wall time (of a run, what it waited for tokens): `load_seconds` reads the weights,
     `plan_seconds` allocates the buffers, `kernel_seconds` compiles or finds the kernels, loads them
     and prepares their launches.
+    `library`: what multiplies in steps of many rows besides our own kernels, or why nothing does;
+    empty where that is no question.
     """
 
     launches_eager: int
@@ -122,6 +124,7 @@ class DecoderStatistics:
     host_writes: int
     weight_bytes: int
     plan_bytes: int
+    library: str
     steps: dict[str, StepStatistics]
     cache: CacheStatistics
 
@@ -136,6 +139,7 @@ class DecoderStatistics:
         weight_bytes: int,
         plan_bytes: int,
         kernel_seconds: float,
+        library: str,
     ) -> DecoderStatistics:
         reasons: Counter[str] = Counter()
         quarantined: dict[str, str] = {}
@@ -165,6 +169,7 @@ class DecoderStatistics:
             host_writes=phases.host_writes,
             weight_bytes=weight_bytes,
             plan_bytes=plan_bytes,
+            library=library,
             steps=dict(steps),
             cache=cache,
         )

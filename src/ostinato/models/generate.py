@@ -42,7 +42,7 @@ class Summary:
     one graph launch stands for `launches_per_token` eager ones or, with `tokens_per_launch`, for
     so many times more.  `one_by_one`: why tokens came in other ways than asked (see
     `DecoderStatistics`).  `load_seconds`: of the model, once
-    for all generations.
+    for all generations.  `library`: what multiplies besides our kernels, or why nothing does.
     """
 
     text: str
@@ -61,6 +61,7 @@ class Summary:
     device: str
     eager_reasons: dict[str, int]
     one_by_one: dict[str, int]
+    library: str
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -78,6 +79,8 @@ class Summary:
         ]
         lines += [f"eager: {count} x {reason}" for reason, count in self.eager_reasons.items()]
         lines += [f"token by token: {reason}" for reason in self.one_by_one]
+        if self.library.startswith("not used: "):
+            lines.append(f"cuBLASLt {self.library}")
         return "\n".join(lines)
 
 
@@ -176,6 +179,7 @@ class Generation:
             device=self._generator.device.name,
             eager_reasons=_since(before.eager_reasons, now.eager_reasons),
             one_by_one=_since(before.one_by_one, now.one_by_one),
+            library=now.library,
         )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda import lower
+from ostinato.models.kernels_cuda import CudaLaunch, lower
+from ostinato.models.kernels_cuda_library import library_tuning, lower_with_library
 from ostinato.models.kernels_cuda_shapes import default_tuning
-from ostinato.models.program import decode_program, loop_call
+from ostinato.models.program import SAMPLED_ROWS, decode_program, loop_call
 from ostinato.modules.catalog import KernelCheck
 
 __all__ = ["kernel_checks"]
@@ -30,9 +31,26 @@ def kernel_checks() -> Iterator[KernelCheck]:
     """One check for each file and way of compiling it, for one row and for several."""
     seen = set()
     program = (*decode_program(_SHAPE), loop_call())
-    for rows, clusters in ((1, False), (1, True), (16, False)):
-        tuning = default_tuning(_SHAPE, rows=rows, context=2048, clusters=clusters)
-        for launch in lower(program, _SHAPE, rows=rows, context=2048, tuning=tuning):
+    ways = [
+        lower(
+            program,
+            _SHAPE,
+            rows=rows,
+            context=2048,
+            tuning=default_tuning(_SHAPE, rows=rows, context=2048, clusters=clusters),
+        )
+        for rows, clusters in ((1, False), (1, True), (16, False))
+    ]
+    single = default_tuning(_SHAPE, context=2048)
+    for rows in (16, 512):
+        tuning = library_tuning(_SHAPE, rows=rows, context=2048)
+        calls = decode_program(_SHAPE, last_row=rows > SAMPLED_ROWS)
+        step = lower_with_library(
+            calls, _SHAPE, rows=rows, context=2048, tuning=tuning, single=single
+        )
+        ways.append(tuple(one for one in step if isinstance(one, CudaLaunch)))
+    for launches in ways:
+        for launch in launches:
             way = (launch.source.name, launch.options)
             if way not in seen:
                 seen.add(way)

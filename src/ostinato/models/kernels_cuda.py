@@ -8,6 +8,7 @@ gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  
     rows == 1      matvec.cu    float32 activations, weights straight into registers
                    attention_block.cu  a layer's first three calls in one launch, by the tuning
     rows 2 to 64   matmul.cu    tensor cores, inputs of the products rounded to bfloat16
+    more, and from some rows on, where a library multiplies: kernels_cuda_library
     any            attention.cu (split over the KV length), step.cu (embed, advance), sample.cu,
                    loop.cu (continue_loop)
 
@@ -22,7 +23,7 @@ launches give the same bits, always: sums go in a fixed order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -45,7 +46,7 @@ from ostinato.models.kernels_cuda_shapes import (
 from ostinato.models.program import Argument, Bound, KernelCall
 from ostinato.modules import CompileOptions
 
-__all__ = ["SIGNATURES", "CudaLaunch", "lower", "workspace_bytes"]
+__all__ = ["SIGNATURES", "CudaLaunch", "Cut", "lower", "source_of", "workspace_bytes"]
 
 _FOLDER = Path(__file__).parent / "kernels"
 _EMBED_THREADS = 128
@@ -122,7 +123,7 @@ def lower(
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
-    cut = _Cut(config, rows, chosen)
+    cut = Cut(config, rows, chosen)
     launches: list[CudaLaunch] = []
     rest = list(program)
     while rest:
@@ -147,24 +148,28 @@ def workspace_bytes(
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
-    return _Cut(config, rows, chosen).workspace_bytes
+    return Cut(config, rows, chosen).workspace_bytes
 
 
 @functools.cache
 def _source(name: str) -> Source:
+    return source_of(name, SIGNATURES)
+
+
+def source_of(name: str, signatures: Mapping[str, str]) -> Source:
     """A .cu file with the headers beside it."""
     headers = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
     headers["emulate.h"] = ""  # named in common.cuh for the emulator of benchmarks/kernels alone
     return Source(
         (_FOLDER / f"{name}.cu").read_text(),
-        signatures=SIGNATURES,
+        signatures=signatures,
         headers=headers,
         name=f"{name}.cu",
     )
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """A config, a number of rows and a tuning, made into macros and grids."""
 
     config: LlamaConfig

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 MAX_ROWS = 64
-"""Most rows of one step."""
+"""Most rows of one step whose products are ours."""
 COUNTER_BYTES = 1 << 16
 """The counters at the start of the workspace (linear.cuh)."""
 START_NEXT = ("AT_START", "AFTER_WAIT", "AFTER_INPUT", "BEFORE_OUTPUT", "NEVER")
@@ -152,8 +152,8 @@ def products_of(config: LlamaConfig) -> dict[str, Product]:
     }
 
 
-def require_supported(config: LlamaConfig, rows: int = 1) -> None:
-    """Raises UnsupportedModelError for what the kernels cannot do."""
+def require_supported(config: LlamaConfig, rows: int = 1, *, most: int = MAX_ROWS) -> None:
+    """Raises UnsupportedModelError for what the kernels cannot do, or for over `most` rows."""
     c = config
     wanted = {
         "hidden": c.hidden,
@@ -171,8 +171,8 @@ def require_supported(config: LlamaConfig, rows: int = 1) -> None:
         raise UnsupportedModelError(
             f"head_size is {c.head_size}; the CUDA kernels go up to {_MAX_HEAD_SIZE}"
         )
-    if not 1 <= rows <= MAX_ROWS:
-        raise UnsupportedModelError(f"{rows} rows; the CUDA kernels take 1 to {MAX_ROWS}")
+    if not 1 <= rows <= most:
+        raise UnsupportedModelError(f"{rows} rows; the CUDA kernels take 1 to {most}")
     if rows * c.heads > COUNTER_BYTES // 4:
         raise UnsupportedModelError(
             f"{rows} rows of {c.heads} heads; the CUDA kernels take {COUNTER_BYTES // 4} together"
@@ -200,14 +200,15 @@ def default_tuning(
     context: int = 2048,
     multiprocessors: int = 132,
     clusters: bool = False,
+    most: int = MAX_ROWS,
 ) -> Tuning:
     """Shapes by rule, for a GPU that nobody has tuned for; what the rule says was measured on an
     H100 (docs/performance.md).
 
     `context`: positions of a slot.  `clusters`: whether the device has them.
-    Raises UnsupportedModelError.
+    Raises UnsupportedModelError, also for over `most` rows.
     """
-    require_supported(config, rows)
+    require_supported(config, rows, most=most)
     products = products_of(config)
     make = _vector_shape if rows == 1 else _matrix_shape
     qkv, output, gate_up, down, head = (

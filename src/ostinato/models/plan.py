@@ -7,7 +7,9 @@ the same place whether a batched step or a single one made them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,16 @@ import numpy.typing as npt
 from ostinato import Buffer, Device, DeviceArray, PowersOfTwo
 from ostinato.errors import InputError
 from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
-from ostinato.models.program import OPTIONS, RING, ROW, STATE, STOP_TOKENS, Argument, Bound
+from ostinato.models.program import (
+    OPTIONS,
+    RING,
+    ROW,
+    SAMPLED_ROWS,
+    STATE,
+    STOP_TOKENS,
+    Argument,
+    Bound,
+)
 from ostinato.models.weights import Weights
 
 __all__ = ["BufferPlan", "PlanSizes", "rope_table"]
@@ -47,6 +58,17 @@ class PlanSizes:
         """The numbers of rows that steps are made for: powers of two, and `rows` itself."""
         return PowersOfTwo(self.rows)
 
+    @property
+    def sampled_rows(self) -> int:
+        """Most rows of a step in which every row may sample: those of a batch.  In larger ones, a
+        prompt's pieces, only the last row may, so there padding comes before the piece."""
+        return max(SAMPLED_ROWS, self.buckets.bucket(self.slots))
+
+    def piece_end(self, count: int) -> int:
+        """Where a piece of `count` tokens ends in its step's rows, and how many these are."""
+        bucket = self.buckets.bucket(count)
+        return bucket if bucket > self.sampled_rows else count
+
 
 @dataclass(slots=True, eq=False)
 class BufferPlan:
@@ -75,13 +97,20 @@ class BufferPlan:
 
     @classmethod
     def allocate(
-        cls, device: Device, weights: Weights, sizes: PlanSizes, *, workspace: int
+        cls,
+        device: Device,
+        weights: Weights,
+        sizes: PlanSizes,
+        *,
+        workspace: int,
+        more: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]] | None = None,
     ) -> BufferPlan:
         """Allocates everything for the largest step.  Raises OutOfMemoryError, InputError.
 
-        `workspace`: bytes that the kernels need beside the named buffers (`Backend`).  All but the
-        KV cache is zero at first: counters in the workspace start from it, and no kernel meets
-        what was never written.  Of the cache only positions that were written are read.
+        `workspace`: bytes that the kernels need beside the named buffers, `more`: shapes and dtypes
+        of buffers that only some kernels know (both from `Backend`).  All but the KV cache is zero
+        at first: counters in the workspace start from it, and no kernel meets what was never
+        written.  Of the cache only positions that were written are read.
         """
         c, context = weights.config, device.context
         f32 = np.float32
@@ -100,6 +129,7 @@ class BufferPlan:
             "chosen": device.zeros(sizes.rows, np.int32),
             "state": device.zeros((sizes.slots, STATE.itemsize // 4), np.int32),
             "counter": device.zeros(1, np.int32),
+            **{name: device.zeros(shape, kind) for name, (shape, kind) in (more or {}).items()},
         }
         ring = device.pinned((sizes.slots, sizes.ring), RING)
         ring.array[...] = (0, -1)
@@ -123,12 +153,13 @@ class BufferPlan:
     def resolve(self, argument: Argument, rows: int) -> object:
         """What stands for an argument in a step of `rows` rows."""
         if isinstance(argument, Bound):
-            return self.buffer(argument)
+            buffer = self.buffer(argument)
+            return buffer[rows - 1 : rows] if argument.last else buffer
         if isinstance(argument, str):
             return rows if argument == "rows" else self.scalars[argument]
         return argument
 
-    def buffer(self, bound: Bound) -> object:
+    def buffer(self, bound: Bound) -> Buffer:
         """The buffer, or the layer's part of it, by the program's name."""
         name, layer = bound.name, bound.layer
         if name in ("rows", "options", "stops"):

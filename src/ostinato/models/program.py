@@ -41,6 +41,7 @@ __all__ = [
     "RING",
     "ROW",
     "SAMPLE",
+    "SAMPLED_ROWS",
     "STATE",
     "STOP_TOKENS",
     "Bound",
@@ -82,19 +83,25 @@ RING = np.dtype([("token", np.int32), ("tag", np.int32)])
 2 * position + stopped, so that one 8-byte word says which token it is.  A negative tag is none yet;
 a negative token says that the logits held NaN."""
 
+SAMPLED_ROWS = 64
+"""A step of more rows is a piece of one slot's prompt: its active rows come last, at positions that
+rise by one, and only the last one may be SAMPLE.  See `PlanSizes` for where batches are larger."""
 STOP_TOKENS = 16
 """How many end tokens the device holds; unused ones are -1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """An argument that is a buffer of the plan.  `layer` picks that layer's part."""
+    """An argument that is a buffer of the plan.  `layer` picks that layer's part, `last` the part
+    of the step's last row."""
 
     name: str
     layer: int | None = None
+    last: bool = False
 
     def __str__(self) -> str:
-        return self.name if self.layer is None else f"{self.name}[{self.layer}]"
+        name = f"{self.name}, last row" if self.last else self.name
+        return name if self.layer is None else f"{name}[{self.layer}]"
 
 
 Argument: TypeAlias = Bound | str | int | float
@@ -123,18 +130,21 @@ class KernelCall:
         return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in self.arguments)})"
 
 
-def decode_program(config: LlamaConfig, *, sampled: bool = True) -> tuple[KernelCall, ...]:
+def decode_program(
+    config: LlamaConfig, *, sampled: bool = True, last_row: bool = False
+) -> tuple[KernelCall, ...]:
     """The launches of one step, in order.
 
     `sampled`: with the output head, the choice of the next token and the advance of the state;
-    without, what all pieces of a prompt but the last need.
+    without, what all pieces of a prompt but the last need.  `last_row`: these are done for the
+    step's last row alone, so that a long piece does not pay for a head of all its rows.
     """
     sizes = _Sizes(config)
     calls = [sizes.embed()]
     for layer in range(config.layers):
         calls.extend(sizes.layer(layer))
     if sampled:
-        calls.extend(sizes.ending())
+        calls.extend(sizes.ending(last_row))
     return tuple(calls)
 
 
@@ -277,20 +287,21 @@ class _Sizes:
             ),
         )
 
-    def ending(self) -> tuple[KernelCall, ...]:
+    def ending(self, last: bool) -> tuple[KernelCall, ...]:
         c = self.config
-        live, logits, chosen = Bound("live"), Bound("logits"), Bound("chosen")
+        live, logits, chosen = Bound("live", last=last), Bound("logits"), Bound("chosen", last=last)
+        rows: Argument = 1 if last else "rows"
         return (
             _call(
                 "head",
                 Work(c.vocabulary, c.hidden),
                 live=live,
-                x=Bound("x"),
+                x=Bound("x", last=last),
                 norm=Bound("final_norm"),
                 weight=Bound("embed" if c.tied_embeddings else "head"),
                 logits=logits,
                 workspace=Bound("workspace"),
-                row_count="rows",
+                row_count=rows,
                 hidden=c.hidden,
                 vocabulary=c.vocabulary,
                 epsilon=c.norm_epsilon,
@@ -302,7 +313,7 @@ class _Sizes:
                 logits=logits,
                 options=Bound("options"),
                 chosen=chosen,
-                row_count="rows",
+                row_count=rows,
                 vocabulary=c.vocabulary,
             ),
             _call(
@@ -314,7 +325,7 @@ class _Sizes:
                 stops=Bound("stops"),
                 state=Bound("state"),
                 ring=Bound("ring"),
-                row_count="rows",
+                row_count=rows,
                 stop_count=STOP_TOKENS,
                 context="context",
                 ring_size="ring",

@@ -113,12 +113,22 @@ class Slots:
 
 
 def prompt_rows(
-    out: npt.NDArray[Any], slot: int, tokens: Items[int], position: int, *, sample: bool
+    out: npt.NDArray[Any],
+    slot: int,
+    tokens: Items[int],
+    position: int,
+    *,
+    sample: bool,
+    end: int | None = None,
 ) -> npt.NDArray[Any]:
-    """Rows for a piece of a prompt; the last one samples if asked.  The rest of `out` pads."""
+    """Rows for a piece of a prompt; the last one samples if asked.  The rest of `out` pads.
+
+    `end`: how many rows there are up to the piece's last one; as many as it has tokens if None.
+    """
     out[...] = np.zeros((), ROW)
     count = len(tokens)
-    used = out[:count]
+    end = count if end is None else end
+    used = out[end - count : end]
     used["token"] = tokens
     used["position"] = np.arange(position, position + count)
     used["slot"] = slot

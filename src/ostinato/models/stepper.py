@@ -46,17 +46,20 @@ class Stepper:
 
         Raises ModelError if the logits hold NaN.
         """
-        chosen, largest = -1, self._plan.sizes.rows
+        chosen, largest = -1, self.steps.largest_piece(len(tokens))
         with self.phases.measure("prefill", len(tokens)):
             for start in range(0, len(tokens), largest):
                 piece = tokens[start : start + largest]
                 last = start + largest >= len(tokens)
-                rows = prompt_rows(self._rows, sequence.slot, piece, sequence.length, sample=last)
+                end = self._plan.sizes.piece_end(len(piece))
+                rows = prompt_rows(
+                    self._rows, sequence.slot, piece, sequence.length, sample=last, end=end
+                )
                 self._set_rows(rows)
                 if last:
                     chosen = self._sampled([sequence], piece)[0]
                 else:
-                    self.steps(len(piece), sampled=False)
+                    self.steps(end, sampled=False)
                     sequence.tokens.extend(piece)
                     sequence.length += len(piece)
         return chosen
@@ -81,7 +84,8 @@ class Stepper:
             sequence.on_device = False  # until the step is known to have ended well
             self.ring.forget(sequence, step)
         self._settled = False
-        decision = self.steps(len(piece) or len(sequences))
+        rows = self._plan.sizes.piece_end(len(piece)) if piece else len(sequences)
+        decision = self.steps(rows)
         self.ring.wait(sequences, step, last=True)
         self._settled = True
         chosen = self._take(sequences, step, piece)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -30,7 +29,6 @@ from ostinato import (
     Slot,
     Stream,
     capture,
-    prepare,
 )
 from ostinato.errors import (
     CaptureError,
@@ -39,10 +37,10 @@ from ostinato.errors import (
     GraphError,
     NotAvailableError,
 )
-from ostinato.models.backend import Backend, BoundLaunch
+from ostinato.models.backend import Backend, BoundCall
 from ostinato.models.decoder_statistics import OperationTimes
 from ostinato.models.plan import BufferPlan
-from ostinato.models.program import decode_program, loop_call
+from ostinato.models.program import Argument, decode_program, loop_call
 from ostinato.replay import Action, Decision, HeldReplay, Reason, StepStatistics
 
 __all__ = ["DecoderSteps"]
@@ -78,9 +76,11 @@ class DecoderSteps:
         self._plan = plan
         self._build = build
         self.programs = {s: decode_program(plan.config, sampled=s) for s in _NAMES}
+        self._largest = plan.sizes.rows
         self.kernel_seconds = 0.0
         """Spent on kernels: compiling or finding them, loading, preparing their launches."""
         self._prepared: dict[int, dict[bool, tuple[Operation, ...]]] = {}
+        self._bounds: dict[int, tuple[BoundCall, ...]] = {}
         self._prepare(1)
         self.launches: int = len(self._prepared[1][True])
         """How many launches a step of one row is that samples."""
@@ -148,29 +148,52 @@ class DecoderSteps:
         if rows in self._prepared:
             return
         begin = time.perf_counter()
-        operations = self._operations(self._bound(rows), rows)
+        try:
+            bound = self._bound(rows)
+            operations = self._operations(bound, rows)
+        except NotAvailableError as error:
+            # Our own kernels do what a library cannot, if they take so many rows.
+            if not self._backend.give_up_library(str(error)):
+                raise
+            self._largest = min(self._largest, self._plan.sizes.sampled_rows)
+            if rows > self._largest:
+                raise
+            bound = self._bound(rows)
+            operations = self._operations(bound, rows)
+        finally:
+            self.kernel_seconds += time.perf_counter() - begin
         # A step that does not sample is the beginning of one that does; its end is a launch a call.
+        self._bounds[rows] = bound
         ending = len(self.programs[True]) - len(self.programs[False])
         self._prepared[rows] = {True: operations, False: operations[: len(operations) - ending]}
-        self.kernel_seconds += time.perf_counter() - begin
 
-    def _bound(self, rows: int) -> tuple[BoundLaunch, ...]:
+    def largest_piece(self, tokens: int) -> int:
+        """How many tokens of a prompt of so many one step takes at most.
+
+        Fewer than the plan has rows once the library failed that large steps need.
+        """
+        largest = self._largest
+        if (rows := min(tokens, largest)) > self._plan.sizes.sampled_rows:
+            try:
+                self._prepare(self.cache.buckets.bucket(rows))
+            except NotAvailableError:
+                if self._largest == largest:
+                    raise
+        return self._largest
+
+    def _bound(self, rows: int) -> tuple[BoundCall, ...]:
         """The launches of a step that samples."""
-        config, context = self._plan.config, self._plan.sizes.context
-        return self._backend.bind(self.programs[True], config, rows, context)
+        config, sizes = self._plan.config, self._plan.sizes
+        program = decode_program(config, last_row=rows > sizes.sampled_rows)
+        return self._backend.bind(program, config, rows, sizes.context)
 
     def _operations(
-        self, bound: tuple[BoundLaunch, ...], rows: int, condition: int | None = None
+        self, bound: tuple[BoundCall, ...], rows: int, condition: int | None = None
     ) -> tuple[Operation, ...]:
-        resolve = self._plan.resolve
-        return tuple(
-            prepare(
-                one.kernel,
-                one.config,
-                *(condition if v == "condition" else resolve(v, rows) for _, v in one.arguments),
-            )
-            for one in bound
-        )
+        def resolve(value: Argument) -> object:
+            return condition if value == "condition" else self._plan.resolve(value, rows)
+
+        return tuple(operation for one in bound for operation in one.operations(resolve))
 
     # --- loops
     def _loop(self, tokens: int) -> GraphedStep:
@@ -198,7 +221,7 @@ class DecoderSteps:
         if not self._device.capabilities.conditional_nodes:
             raise NotAvailableError(f"{self._device.name} has no conditional nodes")
         begin = time.perf_counter()
-        bound = self._bound(rows)
+        bound = self._bounds[rows]
         calls = (loop_call(tokens), loop_call())
         loop = self._backend.bind(calls, self._plan.config, rows, self._plan.sizes.context)
         self.kernel_seconds += time.perf_counter() - begin
@@ -208,7 +231,7 @@ class DecoderSteps:
             raise
         except (CaptureError, DriverError, GraphError):
             # A driver may refuse programmatic launches in the body of a loop.
-            plain = tuple(replace(o, config=replace(o.config, programmatic=False)) for o in bound)
+            plain = tuple(one.with_programmatic(False) for one in bound)
             if plain == bound:
                 raise
             return self._loop_graph(stream, rows, plain, *loop)
@@ -217,11 +240,11 @@ class DecoderSteps:
         self,
         stream: Stream,
         rows: int,
-        step: tuple[BoundLaunch, ...],
-        begin: BoundLaunch,
-        again: BoundLaunch,
+        step: tuple[BoundCall, ...],
+        begin: BoundCall,
+        again: BoundCall,
     ) -> GraphExec:
-        chained = replace(again.config, programmatic=step[-1].config.programmatic)
+        chained = again.with_programmatic(step[-1].programmatic)
         graph = Graph.create(self._device)
         try:
             condition = graph.condition()
@@ -229,7 +252,7 @@ class DecoderSteps:
             started = graph.add_operation(start)
             loop = graph.add_conditional(ConditionalKind.WHILE, condition, after=[started])
             body = loop.bodies[0]
-            operations = self._operations((*step, replace(again, config=chained)), rows, condition)
+            operations = self._operations((*step, chained), rows, condition)
             if self._build == "record":
                 body.add_operations(operations)
             else:
@@ -274,6 +297,7 @@ class DecoderSteps:
         """Gives graphs and stream back once their work is done.  Idempotent."""
         self.cache.close()
         self._prepared.clear()
+        self._bounds.clear()
         self.stream.close()
 
 

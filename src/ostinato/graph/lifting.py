@@ -1,0 +1,70 @@
+"""Lift: work that a library put into a capture becomes operations of our own.
+
+A library (cuBLASLt, say) takes a stream and decides by itself what it launches.  Captured once,
+that is there to read: functions, shapes, argument bytes.  As operations it runs eagerly, in
+captures, in recordings and in the bodies of loops, like any launch of ours, and the library is not
+called again.  It is the same work by construction: a replay of the captured graph would run nothing
+else.
+
+Not guaranteed: what the library does on the host besides.  It must keep the kernels loaded, so it
+must stay loaded itself, and memory that it named in their arguments must stay its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ostinato.driver.api import KernelNodeParams, MemoryRange, MemsetNodeParams, NodeHandle
+from ostinato.driver.stream import Operation
+from ostinato.errors import GraphError
+from ostinato.graph.graph import Graph
+
+__all__ = ["lift"]
+
+
+def lift(
+    graph: Graph,
+    *,
+    name: str,
+    reads: Sequence[MemoryRange] | None = None,
+    writes: Sequence[MemoryRange] | None = None,
+    keep: Sequence[object] = (),
+) -> tuple[Operation, ...]:
+    """The operations of a captured graph, in order; the graph is not needed afterwards.
+
+    `reads` and `writes`: of all of them together; None if it is not known.  `keep`: what must live
+    as long as they can run.  Launches keep what `LaunchConfig` has; hints without a field there
+    (`KernelNodeParams.extra_attributes`) are not taken over.
+    Raises GraphError if the nodes are no chain, or one is neither a kernel nor a linear fill.
+    """
+    touched = None if reads is None else tuple(reads), None if writes is None else tuple(writes)
+    driver = graph.context.driver
+    made = []
+    # Not `graph.nodes`: that looks up every word of the arguments among the allocations.
+    for node in _chain(graph, name):
+        params = driver.node_params(node)
+        if isinstance(params, KernelNodeParams):
+            params = KernelNodeParams(params.function, params.config, params.arguments)
+        elif not (isinstance(params, MemsetNodeParams) and params.height == 1):
+            raise GraphError(
+                f"{name}: a {driver.node_kind(node).name.lower()} node is neither a kernel nor a "
+                "linear fill, so it cannot be launched by itself; add the graph as a child graph"
+            )
+        made.append(Operation(params, name, *touched, tuple(keep)))
+    return tuple(made)
+
+
+def _chain(graph: Graph, name: str) -> list[NodeHandle]:
+    """The nodes, each after the one before.  Raises GraphError if they are no chain."""
+    nodes, edges = graph.context.driver.graph_nodes(graph.handle), graph.edges
+    after = {edge.source: edge.target for edge in edges}
+    first = set(nodes) - set(after.values())
+    chain = [*first]
+    while chain and len(first) == 1 and chain[-1] in after:
+        chain.append(after[chain[-1]])
+    if not nodes or len(chain) != len(nodes) or len(edges) != len(nodes) - 1:
+        raise GraphError(
+            f"{name}: {len(nodes)} nodes with {len(edges)} edges are no chain, and only a chain "
+            "can be launched in order; add the graph as a child graph"
+        )
+    return chain

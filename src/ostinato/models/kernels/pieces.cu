@@ -1,0 +1,157 @@
+// What stands between the products of a layer where a library multiplies (kernels_cuda_library.py):
+// norms, rope, SiLU and the roundings that matmul.cu has inside its products.
+//
+//     norm_rows  [product]  rope_rows  attention  round_rows  [product]
+//     norm_rows  [product]  silu_rows  [product]
+//
+// Physics.  Each reads what the kernel before left in L2 and writes what the next one reads from
+// there, 4 to 24 KB a row: at 512 rows 2 to 7 us each, at 16 rows nothing but the way to L2 and back.
+// Blocks are a row, or a part of one, so that a few rows fill many multiprocessors.  Nothing here is
+// compiled for a number of rows.
+//
+// A library's kernel neither waits nor lets others start early: whatever stands beside one is
+// launched without (`LaunchConfig.programmatic`), and then both calls do nothing.
+//
+// Padding rows become zeros where a product reads them: what stood there before could be anything, and
+// a NaN would make the next check of the memory loud about rows that nobody reads.
+#include "linear.cuh"
+
+constexpr int QUERY = HEADS * HEAD_SIZE, QKV = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;
+constexpr int HALF = HEAD_SIZE / 2;
+static_assert(HIDDEN % 8 == 0 && INNER % 8 == 0 && HEAD_SIZE % 8 == 0, "16 bytes at a time");
+
+DEVICE uint4 pack_eight(const float4& u, const float4& v) {
+    return make_uint4(pack_bf16(u.x, u.y), pack_bf16(u.z, u.w), pack_bf16(v.x, v.y),
+                      pack_bf16(v.z, v.w));
+}
+
+// out = x / rms(x) * norm, in bfloat16.  A block a row, which stays in registers.
+KERNEL __launch_bounds__(NORM_THREADS)
+    norm_rows(const int* live, const float* x, const float* norm, bf16* out, u32 row_count,
+              u32 hidden, float epsilon) {
+    constexpr int CHUNKS = HIDDEN / 8, EACH = ceil_div(CHUNKS, NORM_THREADS);
+    constexpr int WARPS = NORM_THREADS / 32;
+    __shared__ float squares[WARPS];
+    const int index = blockIdx.x, thread = threadIdx.x;
+    start_next_at<AT_START>();
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    const bool active = load_row(live, index).flags & ACTIVE;
+    const float4* const from = reinterpret_cast<const float4*>(x + index * HIDDEN);
+    uint4* const to = reinterpret_cast<uint4*>(out + index * HIDDEN);
+    float4 u[EACH], v[EACH];
+    float square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int chunk = i * NORM_THREADS + thread;
+        const bool there = active && chunk < CHUNKS;
+        u[i] = there ? load_fresh(from + 2 * chunk) : make_float4(0, 0, 0, 0);
+        v[i] = there ? load_fresh(from + 2 * chunk + 1) : make_float4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        square += u[i].x * u[i].x + u[i].y * u[i].y + u[i].z * u[i].z + u[i].w * u[i].w;
+        square += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
+    }
+    square = sum_lanes<32>(square);
+    if (thread % 32 == 0) squares[thread / 32] = square;
+    __syncthreads();
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) total += squares[warp];
+    const float scale = rsqrtf(total * (1.0f / HIDDEN) + epsilon);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int chunk = i * NORM_THREADS + thread;
+        if (chunk >= CHUNKS) break;
+        const float4* const weights = reinterpret_cast<const float4*>(norm) + 2 * chunk;
+        const float4 p = load_norm(weights), q = load_norm(weights + 1);
+        to[chunk] = pack_eight(make_float4(u[i].x * scale * p.x, u[i].y * scale * p.y,
+                                           u[i].z * scale * p.z, u[i].w * scale * p.w),
+                               make_float4(v[i].x * scale * q.x, v[i].y * scale * q.y,
+                                           v[i].z * scale * q.z, v[i].w * scale * q.w));
+    }
+}
+
+// q = rope(sums), and keys (turned) and values into the cache.  A thread turns four pairs of a head,
+// or takes over eight values; blockIdx.y is the row.
+KERNEL __launch_bounds__(ROW_THREADS)
+    rope_rows(const int* live, const float* sums, const float* rope, bf16* cache, float* q,
+              u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 slots, u32 context) {
+    constexpr int PARTS = HALF / 4;  // of a head
+    const int index = blockIdx.y, item = blockIdx.x * ROW_THREADS + threadIdx.x;
+    start_next_at<AT_START>();
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    const Row row = load_row(live, index);
+    const int head = item / PARTS, i = item % PARTS * 4;
+    if (!(row.flags & ACTIVE) || head >= HEADS + 2 * KV_HEADS) return;
+    const float* const from = sums + static_cast<long long>(index) * QKV + head * HEAD_SIZE + i;
+    const float4 a = load_fresh(reinterpret_cast<const float4*>(from));
+    const float4 b = load_fresh(reinterpret_cast<const float4*>(from + HALF));
+    float4 left = a, right = b;
+    if (head < HEADS + KV_HEADS) {
+        const float* const at = rope + static_cast<long long>(row.position) * HEAD_SIZE + i;
+        const float4 cosine = load_norm(reinterpret_cast<const float4*>(at));
+        const float4 sine = load_norm(reinterpret_cast<const float4*>(at + HALF));
+        left = make_float4(a.x * cosine.x - b.x * sine.x, a.y * cosine.y - b.y * sine.y,
+                           a.z * cosine.z - b.z * sine.z, a.w * cosine.w - b.w * sine.w);
+        right = make_float4(b.x * cosine.x + a.x * sine.x, b.y * cosine.y + a.y * sine.y,
+                            b.z * cosine.z + a.z * sine.z, b.w * cosine.w + a.w * sine.w);
+    }
+    if (head < HEADS) {
+        float* const to = q + index * QUERY + head * HEAD_SIZE + i;
+        *reinterpret_cast<float4*>(to) = left;
+        *reinterpret_cast<float4*>(to + HALF) = right;
+        return;
+    }
+    const int part = head >= HEADS + KV_HEADS;
+    const int kv_head = head - HEADS - part * KV_HEADS;
+    const long long line =
+        (static_cast<long long>(part) * static_cast<int>(slots) + row.slot) * KV_HEADS + kv_head;
+    bf16* const to = cache + (line * static_cast<int>(context) + row.position) * HEAD_SIZE + i;
+    *reinterpret_cast<int2*>(to) = make_int2(static_cast<int>(pack_bf16(left.x, left.y)),
+                                             static_cast<int>(pack_bf16(left.z, left.w)));
+    *reinterpret_cast<int2*>(to + HALF) = make_int2(static_cast<int>(pack_bf16(right.x, right.y)),
+                                                    static_cast<int>(pack_bf16(right.z, right.w)));
+}
+
+// out = attended in bfloat16.  A thread rounds eight values; blockIdx.y is the row.
+KERNEL __launch_bounds__(ROW_THREADS)
+    round_rows(const int* live, const float* attended, bf16* out, u32 row_count, u32 width) {
+    const int index = blockIdx.y, chunk = blockIdx.x * ROW_THREADS + threadIdx.x;
+    start_next_at<AT_START>();
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    if (chunk >= QUERY / 8) return;
+    float4 u = make_float4(0, 0, 0, 0), v = u;
+    if (load_row(live, index).flags & ACTIVE) {
+        const float4* const from = reinterpret_cast<const float4*>(attended + index * QUERY);
+        u = load_fresh(from + 2 * chunk);
+        v = load_fresh(from + 2 * chunk + 1);
+    }
+    reinterpret_cast<uint4*>(out + index * QUERY)[chunk] = pack_eight(u, v);
+}
+
+// out = silu(gate) * up, all in bfloat16; sums is [rows, gate and up].  A thread makes eight values;
+// blockIdx.y is the row.
+KERNEL __launch_bounds__(ROW_THREADS)
+    silu_rows(const int* live, const bf16* sums, bf16* out, u32 row_count, u32 width) {
+    const int index = blockIdx.y, chunk = blockIdx.x * ROW_THREADS + threadIdx.x;
+    start_next_at<AT_START>();
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    if (chunk >= INNER / 8) return;
+    uint4 made = make_uint4(0, 0, 0, 0);
+    if (load_row(live, index).flags & ACTIVE) {
+        const bf16* const from = sums + static_cast<long long>(index) * (2 * INNER);
+        const uint4 gate = load_fresh(reinterpret_cast<const uint4*>(from) + chunk);
+        const uint4 up = load_fresh(reinterpret_cast<const uint4*>(from + INNER) + chunk);
+        auto two = [](u32 g, u32 u) {
+            return pack_bf16(silu(low_half(g)) * low_half(u), silu(high_half(g)) * high_half(u));
+        };
+        made = make_uint4(two(gate.x, up.x), two(gate.y, up.y), two(gate.z, up.z),
+                          two(gate.w, up.w));
+    }
+    reinterpret_cast<uint4*>(out + static_cast<long long>(index) * INNER)[chunk] = made;
+}

@@ -1,0 +1,311 @@
+"""Steps whose layers' products a library computes: what a call of the program becomes.
+
+    norm_qkv_rope     norm_rows   [qkv]      rope_rows
+    attention         attention   round_rows
+    output_residual   [output]                             added to the residual
+    norm_gate_up      norm_rows   [gate_up]  silu_rows
+    down_residual     [down]                               added to the residual
+
+`[…]` is a product of the library, all else kernels of ours (`kernels/pieces.cu`, `attention.cu`).
+Products read bfloat16 (`product_in`); q, k and v come in float32, gate and up in bfloat16
+(`product_out`), and the residual stays float32.  The ends (`embed`, `head`, `sample`, `advance`)
+are those of `kernels_cuda`; where a step samples only in its last row, `head` and what follows are
+launched for that row as in a step of one.
+
+`lower_with_library` is pure and needs no GPU.  Not guaranteed: the bits of steps without one.
+
+In steps of more than MAX_ROWS rows, which are pieces of a prompt, `piece_attention` takes the place
+of `attention` and `round_rows`: neighbouring rows share the keys and values that all of them read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from ostinato import LaunchConfig, Source
+from ostinato.errors import UnsupportedModelError
+from ostinato.models import kernels_cuda as kc
+from ostinato.models.config import LlamaConfig
+from ostinato.models.kernels_cuda_shapes import (
+    COUNTER_BYTES,
+    MAX_ROWS,
+    Tuning,
+    default_tuning,
+    require_supported,
+)
+from ostinato.models.products import PIECE_ROWS, MatrixProduct
+from ostinato.models.program import Argument, Bound, KernelCall
+from ostinato.modules import CompileOptions
+
+__all__ = [
+    "PIECE_SIGNATURES",
+    "PieceLaunch",
+    "ProductCall",
+    "library_buffers",
+    "library_tuning",
+    "library_workspace_bytes",
+    "lower_with_library",
+    "most_rows",
+]
+
+_Arguments: TypeAlias = dict[str, Argument]
+
+_ROW_THREADS = 128
+_MAX_NORM_THREADS = 512
+_MAX_PIECE_QUERIES, _MAX_PIECE_HEAD = 4, 128  # piece_attention.cu
+
+_LIVE = "live: *const i32, "
+PIECE_SIGNATURES = {
+    "norm_rows": _LIVE + "x: *const f32, norm: *const f32, out: *out bf16, row_count: u32, "
+    "hidden: u32, epsilon: f32",
+    "rope_rows": _LIVE + "sums: *const f32, rope: *const f32, cache: *bf16, q: *out f32, "
+    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32",
+    "round_rows": _LIVE + "attended: *const f32, out: *out bf16, row_count: u32, width: u32",
+    "piece_attention": _LIVE + "q: *const f32, cache: *const bf16, out: *out bf16, "
+    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32, "
+    "scale: f32",
+    "silu_rows": _LIVE + "sums: *const bf16, out: *out bf16, row_count: u32, width: u32",
+}
+"""Parameters of the kernels in pieces.cu and piece_attention.cu."""
+
+_IN, _OUT, _WORKSPACE = Bound("product_in"), Bound("product_out"), Bound("product_workspace")
+
+
+@dataclass(frozen=True, slots=True)
+class ProductCall:
+    """A product of the library in a step; buffers by the plan's names."""
+
+    name: str
+    product: MatrixProduct
+    weight: Bound
+    inputs: Bound
+    out: Bound
+    workspace: Bound = _WORKSPACE
+
+
+@dataclass(frozen=True, slots=True)
+class PieceLaunch(kc.CudaLaunch):
+    """A launch of a kernel in pieces.cu or piece_attention.cu."""
+
+    @property
+    def signature(self) -> str:
+        return PIECE_SIGNATURES[self.kernel]
+
+
+Lowered = kc.CudaLaunch | ProductCall
+
+
+def library_buffers(
+    config: LlamaConfig, rows: int, workspace: int
+) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Shapes and dtypes of what such steps of up to `rows` rows need beside a plan's buffers."""
+    c = config
+    # Gate and up are bfloat16, so both together take as much as one of them in float32.
+    width = max(c.query_size + 2 * c.kv_size, c.inner)
+    return {
+        "product_in": ((rows, max(c.hidden, c.query_size, c.inner)), np.dtype(np.uint16)),
+        "product_out": ((rows, width), np.dtype(np.float32)),
+        "product_workspace": ((workspace,), np.dtype(np.uint8)),
+    }
+
+
+def most_rows(config: LlamaConfig) -> int:
+    """Rows of the largest step: PIECE_ROWS, or as many as the attention has counters for."""
+    rows = PIECE_ROWS
+    while rows > MAX_ROWS and rows * config.heads > COUNTER_BYTES // 4:
+        rows //= 2
+    return rows
+
+
+def library_tuning(
+    config: LlamaConfig, *, rows: int, context: int, multiprocessors: int = 132
+) -> Tuning:
+    """By rule, for any number of rows up to PIECE_ROWS.  Raises UnsupportedModelError."""
+    return default_tuning(
+        config, rows=rows, context=context, multiprocessors=multiprocessors, most=PIECE_ROWS
+    )
+
+
+def library_workspace_bytes(config: LlamaConfig, *, rows: int, context: int, tuning: Tuning) -> int:
+    """Bytes of our own kernels' workspace in such a step, without a last row's: see
+    `kernels_cuda.workspace_bytes` of one row for that."""
+    return _LibraryCut(config, rows, context, tuning, tuning).workspace_bytes
+
+
+def lower_with_library(
+    program: Sequence[KernelCall],
+    config: LlamaConfig,
+    *,
+    rows: int,
+    context: int,
+    tuning: Tuning,
+    single: Tuning,
+) -> tuple[Lowered, ...]:
+    """The launches and products of a step of `rows` rows, in order.
+
+    `tuning`: for so many rows; `single`: for one, used where only the last row samples.
+    Raises UnsupportedModelError: more than MAX_ROWS rows may sample in their last one only.
+    """
+    require_supported(config, rows, most=PIECE_ROWS)
+    cut = _LibraryCut(config, rows, context, tuning, single)
+    made: list[Lowered] = []
+    for call in program:
+        for one in cut.lower(call):
+            # Early only from one of ours to the next: the library's kernels know nothing of it.
+            early = tuning.programmatic and bool(made) and isinstance(made[-1], kc.CudaLaunch)
+            if isinstance(one, kc.CudaLaunch):
+                one = replace(one, config=replace(one.config, programmatic=early))
+            made.append(one)
+    return tuple(made)
+
+
+@cache
+def _source(file: str) -> Source:
+    return kc.source_of(file, PIECE_SIGNATURES)
+
+
+class _LibraryCut:
+    """A config, a number of rows and tunings, made into launches and products."""
+
+    def __init__(
+        self, config: LlamaConfig, rows: int, context: int, tuning: Tuning, single: Tuning
+    ) -> None:
+        self.config, self.rows = config, rows
+        # What a tuned start was measured for stands before other kernels here.
+        self.own = kc.Cut(config, rows, replace(tuning, start_next={}, block=None))
+        self.single = kc.Cut(config, 1, single)
+
+    def lower(self, call: KernelCall) -> Iterable[Lowered]:
+        """The launches of one call; none of them programmatic yet."""
+        make = getattr(self, f"_{call.kernel}", None)
+        if make is not None:
+            return make(call, dict(call.arguments))  # type: ignore[no-any-return]
+        last = any(isinstance(v, Bound) and v.last for _, v in call.arguments)
+        if call.kernel in ("head", "sample", "advance") and not last and self.rows > MAX_ROWS:
+            raise UnsupportedModelError(
+                f"{call.kernel} of {self.rows} rows: more than {MAX_ROWS} rows may sample in the "
+                "last one only (decode_program(config, last_row=True))"
+            )
+        return [(self.single if last else self.own).launch([call], after=None)]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of the attention, and of the head where all rows may sample."""
+        c, most = self.config, 0
+        if (splits := self.own.tuning.attention.splits) > 1:
+            most = self.rows * c.heads * splits * (c.head_size + 2) * 4
+        if self.rows <= MAX_ROWS:
+            most = max(most, self.rows * self.own.blocks("head") * 8)
+        return COUNTER_BYTES + most
+
+    # --- the calls of a layer
+    def _norm_qkv_rope(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
+        c = self.config
+        outputs = c.query_size + 2 * c.kv_size
+        qkv = self._product("qkv", outputs, c.hidden, given["weight"])
+        per_head = c.head_size // 8  # threads
+        items = (c.heads + 2 * c.kv_heads) * per_head
+        return [
+            self._norm(given),
+            qkv,
+            self._launch("rope_rows", items, {**given, "sums": _OUT}),
+        ]
+
+    def _attention(self, call: KernelCall, given: _Arguments) -> list[Lowered]:
+        c = self.config
+        if self.rows > MAX_ROWS and c.head_size <= _MAX_PIECE_HEAD:
+            return [self._piece_attention(given)]
+        rounded = {**given, "out": _IN, "width": c.query_size}
+        return [
+            self.own.launch([call], after=None),
+            self._launch("round_rows", c.query_size // 8, rounded),
+        ]
+
+    def _output_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
+        c = self.config
+        return [self._product("output", c.hidden, c.query_size, given["weight"], given["x"])]
+
+    def _norm_gate_up(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
+        c = self.config
+        product = self._product(
+            "gate_up", 2 * c.inner, c.hidden, given["weight"], output="bfloat16"
+        )
+        silu = {**given, "sums": _OUT, "out": _IN}
+        return [self._norm(given), product, self._launch("silu_rows", c.inner // 8, silu)]
+
+    def _down_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
+        c = self.config
+        return [self._product("down", c.hidden, c.inner, given["weight"], given["x"])]
+
+    def _piece_attention(self, given: _Arguments) -> kc.CudaLaunch:
+        """Blocks of some 8 warps, and of fewer where the chip would not be full."""
+        c, group = self.config, self.config.heads // self.config.kv_heads
+        queries = max(n for n in range(1, _MAX_PIECE_QUERIES + 1) if group % n == 0)
+        rows, heads = max(16, 128 // queries // 16 * 16), c.heads // queries
+        while rows * queries > 64 and rows % 32 == 0 and heads * -(-self.rows // rows) < 100:
+            rows //= 2
+        macros = {k: str(self.own.shape_macros[k]) for k in ("HEADS", "KV_HEADS", "HEAD_SIZE")}
+        macros |= {"PIECE_QUERIES": str(queries), "PIECE_ROWS": str(rows)}
+        grid = (-(-self.rows // rows), heads, 1)
+        threads = rows // 16 * queries * 32
+        given = {**given, "out": _IN}
+        return self._made("piece_attention", grid, threads, given, "piece_attention", macros)
+
+    # --- parts
+    def _product(
+        self,
+        name: str,
+        outputs: int,
+        inputs: int,
+        weight: Argument,
+        residual: Argument | None = None,
+        output: Literal["float32", "bfloat16"] = "float32",
+    ) -> ProductCall:
+        """`residual`: what the product is added to."""
+        out = _OUT if residual is None else residual
+        assert isinstance(weight, Bound) and isinstance(out, Bound)
+        product = MatrixProduct(self.rows, outputs, inputs, output, accumulate=residual is not None)
+        return ProductCall(f"{name}_product", product, weight, _IN, out)
+
+    def _norm(self, given: _Arguments) -> kc.CudaLaunch:
+        return self._made("norm_rows", (self.rows, 1, 1), self._norm_threads, {**given, "out": _IN})
+
+    def _launch(self, kernel: str, items: int, given: _Arguments) -> kc.CudaLaunch:
+        """So many threads a row."""
+        grid = (-(-items // _ROW_THREADS), self.rows, 1)
+        return self._made(kernel, grid, _ROW_THREADS, given)
+
+    def _made(
+        self,
+        kernel: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        given: _Arguments,
+        file: str = "pieces",
+        macros: dict[str, str] | None = None,
+    ) -> kc.CudaLaunch:
+        names = [part.split(":")[0].strip() for part in PIECE_SIGNATURES[kernel].split(",")]
+        return PieceLaunch(
+            kernel,
+            _source(file),
+            CompileOptions(defines=tuple((macros or self._macros).items())),
+            LaunchConfig(grid, threads),
+            tuple((name, given[name]) for name in names),
+        )
+
+    @property
+    def _norm_threads(self) -> int:
+        """A thread for each 16 bytes of the result, if a block may have so many."""
+        return min(_MAX_NORM_THREADS, -(-self.config.hidden // 256) * 32)
+
+    @property
+    def _macros(self) -> dict[str, str]:
+        """Those of linear.cuh, and no number of rows: all steps share the kernels."""
+        shape = {k: v for k, v in self.own.shape_macros.items() if k != "ROWS"}
+        found = {**shape, "NORM_THREADS": self._norm_threads, "ROW_THREADS": _ROW_THREADS}
+        return {name: str(value) for name, value in found.items()}

@@ -1,0 +1,192 @@
+"""Matrix products by a library, where steps have many rows: cuBLASLt, as operations of our own.
+
+Our kernels are made for few rows: every weight passes through a multiprocessor's registers once for
+all rows.  With many rows, a library's pipelines through shared memory are faster (docs/design.md).
+
+    products, why = open_products(device)         why: what is used, or why not, in words
+    product = products.product(MatrixProduct(…))  the algorithm, once for each shape
+    product.operations(weight=…, inputs=…, out=…, workspace=…)
+
+The library is asked once for each product of a step: its call is captured, and what it launched is
+lifted out (`ostinato.lift`).  So a step is operations of ours only, with what each reads and
+writes, and eager, captured, recorded and in loops it is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import numpy as np
+
+from ostinato import Buffer, Device, Operation, Stream, capture, lift
+from ostinato.driver.cuda_blas import (
+    Cublaslt,
+    HasBlasContext,
+    MatrixProduct,
+    Planned,
+    load_cublaslt,
+)
+from ostinato.errors import (
+    CaptureError,
+    ContextPoisonedError,
+    DriverError,
+    GraphError,
+    NotAvailableError,
+)
+
+__all__ = [
+    "PIECE_ROWS",
+    "LibraryProducts",
+    "MatrixProduct",
+    "Product",
+    "Products",
+    "open_products",
+]
+
+PIECE_ROWS = 512
+"""Most rows of one step where a library multiplies."""
+
+_WORKSPACE = 32 << 20  # what NVIDIA advises for Hopper; a plan has it once
+
+
+class Product(Protocol):
+    """A product whose algorithm is chosen."""
+
+    def operations(
+        self, name: str, *, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer
+    ) -> tuple[Operation, ...]:
+        """What computes it on these buffers.  Not inside a capture.  Raises NotAvailableError."""
+        ...
+
+
+class Products(Protocol):
+    """A library that multiplies matrices."""
+
+    workspace_bytes: int
+    """Of device memory that its products share; they are never to run side by side."""
+
+    def product(self, product: MatrixProduct) -> Product:
+        """Chooses an algorithm, once.  Not inside a capture.  Raises NotAvailableError."""
+        ...
+
+
+def open_products(device: Device, rows: int | None) -> tuple[Products | None, str]:
+    """The library for a device; None with the reason where there is none.
+
+    `rows`: from how many rows on it will be used; None for never.
+    """
+    if rows is None:
+        return None, "not used: switched off (library_rows=None)"
+    try:
+        library = load_cublaslt()
+    except NotAvailableError as error:
+        return None, f"not used: {error}"
+    return LibraryProducts(device, library), f"{library}, for steps of {rows} rows and more"
+
+
+class LibraryProducts:
+    """cuBLASLt on a device.  Nothing of the device is touched before the first product."""
+
+    workspace_bytes = _WORKSPACE
+
+    def __init__(self, device: Device, library: Cublaslt) -> None:
+        self._device = device
+        self._library = library
+        self._known: dict[MatrixProduct, LibraryProduct] = {}
+        self._stream: Stream | None = None
+
+    def product(self, product: MatrixProduct) -> LibraryProduct:
+        """An algorithm for it.  Raises NotAvailableError if the library has none."""
+        known = self._known.get(product)
+        if known is None:
+            # Whoever compiles CUDA C++ for a device has a context there that the library can use.
+            driver = cast(HasBlasContext, self._device.driver)
+            handle = self._library.handle(driver)
+            self._stream = self._stream or self._device.create_stream()
+            planned = handle.plan(driver, product, _WORKSPACE)
+            known = self._known[product] = LibraryProduct(self._device, self._stream, planned)
+        return known
+
+
+class LibraryProduct:
+    """One product of cuBLASLt.  Operations made of it keep it."""
+
+    def __init__(self, device: Device, stream: Stream, planned: Planned) -> None:
+        self.product = planned.product
+        self._device = device
+        self._stream = stream
+        self._planned = planned
+        self._tried = False
+
+    def operations(
+        self, name: str, *, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer
+    ) -> tuple[Operation, ...]:
+        """The library's call on these buffers, captured and lifted; what they hold stays.
+
+        The first time it is tried out on other ones, which loads the library's kernels.  Raises
+        NotAvailableError if what the library launches cannot be launched by us with the same bits.
+        """
+        try:
+            if not self._tried:
+                self._try_out(name, weight)
+                self._tried = True
+            return self._lifted(name, weight, inputs, out, workspace)
+        except ContextPoisonedError:
+            raise
+        except (CaptureError, DriverError, GraphError) as error:
+            raise NotAvailableError(f"{name}, {self.product}: {error}") from error
+
+    def _lifted(
+        self, name: str, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer
+    ) -> tuple[Operation, ...]:
+        reads = [weight.range, inputs.range, workspace.range]
+        if self.product.accumulate:
+            reads.append(out.range)
+        with capture(self._stream) as under_way:
+            self._call(weight, inputs, out, workspace)
+        with under_way.graph as graph:
+            return lift(
+                graph,
+                name=name,
+                reads=reads,
+                writes=(out.range, workspace.range),
+                keep=(self, weight, inputs, out, workspace),
+            )
+
+    def _call(self, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer) -> None:
+        """The library's own call."""
+        self._planned(
+            self._stream.handle,
+            weight=weight.address,
+            inputs=inputs.address,
+            out=out.address,
+            workspace=workspace.address,
+            nbytes=workspace.nbytes,
+        )
+
+    def _try_out(self, name: str, weight: Buffer) -> None:
+        """Runs the call, and what was lifted of it, and compares."""
+        product, device, stream = self.product, self._device, self._stream
+        row = np.random.default_rng(7).standard_normal(product.inputs).astype(np.float32)
+        bits = (row.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16
+        kind = np.float32 if product.output == "float32" else np.uint16
+        with (
+            device.array(np.tile(bits, (product.rows, 1))) as inputs,
+            device.zeros((product.rows, product.outputs), kind) as out,
+            device.zeros((product.rows, product.outputs), kind) as again,
+            device.zeros(self.workspace_bytes) as workspace,
+        ):
+            self._call(weight, inputs, out, workspace)
+            for operation in self._lifted(name, weight, inputs, again, workspace):
+                stream.submit(operation)
+            wanted, found = out.to_numpy(stream), again.to_numpy(stream)
+        if wanted.tobytes() != found.tobytes():
+            raise NotAvailableError(
+                f"{name}, {product}: what cuBLASLt launched gives another result when we launch "
+                "it, so it is not used; please report this"
+            )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of a workspace of its own."""
+        return max(256, self._planned.workspace_bytes)

@@ -1,0 +1,93 @@
+"""What a library put into a capture, as operations of our own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import GraphError
+
+
+@ost.host_kernel("x: *const f32, y: *f32, n: u32")
+def add(_: Any, x: Any, y: Any, n: int) -> None:
+    y[:n] += x[:n]
+
+
+@pytest.fixture
+def stream(host_device: Device) -> ost.Stream:
+    return host_device.create_stream()
+
+
+def lifted(device: Device, stream: ost.Stream, x: ost.Buffer, y: ost.Buffer) -> Any:
+    """y = 0, y += x, y += x: as a library would put it on a stream."""
+    kernel = device.modules.get_or_compile(add, "add")
+    with ost.capture(stream) as under_way:
+        ost.fill(stream, y, 0)
+        for _ in range(2):
+            ost.launch(stream, kernel, ost.LaunchConfig(1, 1), x, y, x.size)
+    with under_way.graph as graph:
+        return ost.lift(graph, name="twice", reads=[x.range], writes=[y.range], keep=[kernel])
+
+
+def test_lifted_work_runs_in_every_way(host_device: Device, stream: ost.Stream) -> None:
+    x = host_device.array(np.arange(5, dtype=np.float32))
+    y = host_device.array(np.ones(5, np.float32))
+    operations = lifted(host_device, stream, x, y)
+    assert [one.name for one in operations] == ["twice"] * 3
+
+    def submit() -> None:
+        for one in operations:
+            stream.submit(one)
+
+    def found() -> list[float]:
+        values = y.to_numpy(stream).tolist()
+        ost.fill(stream, y, -1)
+        return values
+
+    submit()
+    assert found() == [0, 2, 4, 6, 8]
+    with ost.capture(stream) as under_way:
+        submit()
+    under_way.graph.instantiate().launch(stream)
+    assert found() == [0, 2, 4, 6, 8]
+    with ost.record(stream) as recording:
+        submit()
+    assert found() == [0, 2, 4, 6, 8]
+    graph = recording.build()
+    assert len(graph.edges) == 2  # in order, by what they read and write
+    graph.instantiate().launch(stream)
+    assert found() == [0, 2, 4, 6, 8]
+
+
+def test_what_it_keeps_and_touches_is_as_given(host_device: Device, stream: ost.Stream) -> None:
+    x, y = host_device.zeros(4, np.float32), host_device.zeros(4, np.float32)
+    for one in lifted(host_device, stream, x, y):
+        assert one.reads == (x.range,)
+        assert one.writes == (y.range,)
+        assert len(one.keep) == 1
+
+
+def test_what_is_no_chain_of_launches_is_refused(host_device: Device, stream: ost.Stream) -> None:
+    y = host_device.zeros(4, np.float32)
+    empty = ost.Graph.create(host_device)
+    with pytest.raises(GraphError, match="no chain"):
+        ost.lift(empty, name="nothing")
+    apart = ost.Graph.create(host_device)
+    for _ in range(2):
+        apart.add_memset(y, 0)
+    with pytest.raises(GraphError, match="2 nodes with 0 edges"):
+        ost.lift(apart, name="apart")
+    forked = ost.Graph.create(host_device)
+    first = forked.add_memset(y, 0)
+    forked.add_memset(y, 0, after=[first])
+    forked.add_memset(y, 0, after=[first])
+    with pytest.raises(GraphError, match="no chain"):
+        ost.lift(forked, name="forked")
+    other = ost.Graph.create(host_device)
+    other.add_host(lambda: None)
+    with pytest.raises(GraphError, match="a host node"):
+        ost.lift(other, name="other")

@@ -1,0 +1,125 @@
+"""The CUDA backend itself with no GPU: its kernels run by the emulator, a library's products by
+NumPy, all on the host driver."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import ostinato as ost
+from benchmarks.kernels.emulator import Emulator
+from ostinato.device import Device
+from ostinato.driver.api import LaunchConfig
+from ostinato.driver.host_kernel import HostKernel, HostLaunch
+from ostinato.driver.signature import Signature
+from ostinato.errors import NotAvailableError
+from ostinato.models.kernels_cuda import CudaLaunch
+from ostinato.models.kernels_cuda_library import PIECE_SIGNATURES, PieceLaunch
+from ostinato.models.products import MatrixProduct
+from ostinato.modules import CompileOptions
+
+
+class EmulatedModules:
+    """Kernels in CUDA C++ as host kernels that the emulator runs."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._emulator = device, Emulator()
+
+    def get_or_compile(self, source: ost.Source, name: str, *, options: CompileOptions) -> Any:
+        signature = source.signatures[name]
+        names = [parameter.name for parameter in signature.parameters]
+
+        kind = PieceLaunch if name in PIECE_SIGNATURES else CudaLaunch
+
+        def run(how: HostLaunch, *values: Any) -> None:
+            given = dict(zip(names, values, strict=True))
+            handle, wanted = given.get("condition"), ctypes.c_uint32()
+            if handle is not None:  # the emulated runtime writes it where the handle says
+                given["condition"] = ctypes.addressof(wanted)
+            config = LaunchConfig(how.grid, how.block, how.shared, cluster=how.cluster)
+            self._emulator.launch(kind(name, source, options, config, ()), given)
+            if handle is not None:
+                how.set_conditional(handle, wanted.value)
+
+        host = HostKernel(name, run, signature)
+        return self._device.modules.get_or_compile(host, name)
+
+    def preload(self, kernels: Iterable[Any]) -> None:
+        """They are there."""
+
+
+class EmulatedGpu:
+    """Of a device, what the CUDA backend asks for."""
+
+    def __init__(self, device: Device) -> None:
+        self.name = "emulated"
+        self.modules = EmulatedModules(device)
+        self.properties = replace(
+            device.properties, compute_capability=(9, 0), multiprocessors=132, name="emulated"
+        )
+        self.capabilities = replace(device.capabilities, source_language="cuda", clusters=False)
+
+
+def from_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+@dataclass
+class NumpyProducts:
+    """A library whose products are NumPy's.  `broken`: why it has no algorithm, by product."""
+
+    device: Device
+    workspace_bytes: int = 256
+    broken: Any = None
+    asked: list[MatrixProduct] = field(default_factory=list)
+
+    def product(self, product: MatrixProduct) -> NumpyProduct:
+        self.asked.append(product)
+        if self.broken is not None and self.broken(product):
+            raise NotAvailableError(f"no algorithm for {product}")
+        return NumpyProduct(self.device, product)
+
+
+@dataclass
+class NumpyProduct:
+    device: Device
+    product: MatrixProduct
+
+    def operations(
+        self,
+        name: str,
+        *,
+        weight: ost.Buffer,
+        inputs: ost.Buffer,
+        out: ost.Buffer,
+        workspace: ost.Buffer,
+    ) -> tuple[ost.Operation, ...]:
+        p = self.product
+
+        def run(how: HostLaunch, w: Any, h: Any, y: Any, _: Any) -> None:
+            left = from_bf16(h[: p.rows * p.inputs]).reshape(p.rows, p.inputs)
+            right = from_bf16(w[: p.outputs * p.inputs]).reshape(p.outputs, p.inputs)
+            made = (left @ right.T).reshape(-1)
+            into = y[: made.size]
+            if p.accumulate:
+                into += made
+            else:
+                into[...] = made if p.output == "float32" else to_bf16(made)
+
+        kind = "f32" if p.output == "float32" else "bf16"
+        access = "" if p.accumulate else "out "
+        signature = Signature.parse(
+            f"weight: *const bf16, inputs: *const bf16, out: *{access}{kind}, workspace: *u8"
+        )
+        kernel = self.device.modules.get_or_compile(HostKernel(name, run, signature), name)
+        return (ost.prepare(kernel, LaunchConfig(1, 1), weight, inputs, out, workspace),)

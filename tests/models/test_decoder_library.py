@@ -1,0 +1,297 @@
+"""Steps whose products a library computes: the CUDA backend with its kernels on the emulator and
+NumPy for the library, against the host's float32."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.bench.random_weights import MemoryCheckpoint
+from ostinato.device import Device
+from ostinato.errors import InputError, NotAvailableError, UnsupportedModelError
+from ostinato.models import products
+from ostinato.models.backend import CudaBackend, HostBackend
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.decoder import Decoder
+from ostinato.models.plan import PlanSizes
+from tests.models.emulated import EmulatedGpu, NumpyProducts
+from tests.models.test_decoder_gpu import RELATIVE, difference
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+
+CONFIG = LlamaConfig(
+    hidden=48,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_size=24,
+    inner=88,
+    vocabulary=67,
+    context_length=1024,
+    tied_embeddings=True,
+)
+WHY = "not used: it is not installed here"
+
+
+def checkpoint() -> Checkpoint:
+    """Weights that are exact in bfloat16 and leave the residual near 1."""
+    rng = np.random.default_rng(11)
+    made = {}
+    for name, size in tensor_shapes(CONFIG).items():
+        scale = 0.05 if name == "embed" else size[-1] ** -0.5
+        values = (
+            rng.uniform(0.5, 1.5, size) if len(size) == 1 else rng.standard_normal(size) * scale
+        )
+        bits = values.astype(np.float32).view(np.uint32)
+        made[name] = (bits & np.uint32(0xFFFF0000 if len(size) > 1 else 0xFFFFFFFF)).view(
+            np.float32
+        )
+
+    def fill(name: str, out: Any) -> None:
+        values = made[name]
+        out[...] = values if out.dtype == np.float32 else values.view(np.uint32) >> 16
+
+    return MemoryCheckpoint(CONFIG, fill, "small")
+
+
+def prompt(count: int, seed: int = 5) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, CONFIG.vocabulary, count)]
+
+
+@pytest.fixture
+def library(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[NumpyProducts]:
+    """Decoders of the test run the CUDA backend on the emulator, with this library."""
+    found = NumpyProducts(host_device)
+
+    def open_products(device: Any, rows: int | None) -> Any:
+        return (None, "not used: switched off") if rows is None else (found, "NumPy")
+
+    def backend_for(device: Device, *, library_rows: int | None) -> CudaBackend:
+        return CudaBackend(EmulatedGpu(device), library_rows=library_rows)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(products, "open_products", open_products)
+    monkeypatch.setattr("ostinato.models.decoder.backend_for", backend_for)
+    yield found
+
+
+def open_decoder(device: Device, **options: Any) -> Decoder:
+    options = {"max_context": 640, "stop_tokens": (), **options}
+    return Decoder(device, checkpoint(), **options)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[int, Any]:
+    """The host's logits after so many tokens of `prompt(600)`."""
+    from ostinato.device import open_device
+
+    tokens, logits, done = prompt(600), {}, 0
+    with open_device("host") as device, open_decoder(device) as decoder:
+        for count in (20, 64, 65, 100, 128, 200, 300, 512, 513, 600):
+            decoder.prefill(tokens[done:count])
+            done = count
+            logits[count] = decoder.logits()
+    return logits
+
+
+# ------------------------------------------------------------------------------------------ prompts
+
+
+@pytest.mark.parametrize("count", [20, 65, 300, 600])
+def test_a_prompt_in_large_pieces_agrees_with_the_host(
+    host_device: Device, library: NumpyProducts, wanted: dict[int, Any], count: int
+) -> None:
+    with open_decoder(host_device) as decoder:
+        assert decoder.plan.sizes.rows == 512
+        token = decoder.prefill(prompt(600)[:count])
+        assert difference(decoder.logits(), wanted[count]) < RELATIVE
+        assert token == int(decoder.logits().argmax())
+        assert decoder.tokens()[:count] == tuple(prompt(600)[:count])
+        numbers = decoder.statistics()
+        assert numbers.library == "NumPy"
+        assert not numbers.quarantined
+    rows = {one.rows for one in library.asked}
+    pieces = [min(512, count - start) for start in range(0, count, 512)]
+    assert rows == {1 << (piece - 1).bit_length() for piece in pieces}
+
+
+def test_pieces_go_on_from_pieces_and_tokens_from_them(
+    host_device: Device, library: NumpyProducts, wanted: dict[int, Any]
+) -> None:
+    tokens, done = prompt(600), 0
+    with open_decoder(host_device) as decoder:
+        for count in (65, 200, 300):  # padded in front, by pieces of 128 and 256 rows
+            decoder.prefill(tokens[done:count])
+            done = count
+            assert difference(decoder.logits(), wanted[count]) < RELATIVE
+        token = decoder.prefill(tokens[300:512])
+        assert decoder.decode() == decoder.tokens()[-1]
+        assert decoder.tokens()[512] == token
+
+
+@pytest.mark.parametrize("options", [{}, {"build": "record"}, {"verify": "first"}])
+def test_every_way_gives_the_same_bits(
+    host_device: Device, library: NumpyProducts, options: dict[str, Any]
+) -> None:
+    def run(decoder: Decoder) -> list[bytes]:
+        decoder.reset()
+        found = []
+        decoder.prefill(prompt(90))
+        found.append(decoder.logits().tobytes())
+        decoder.prefill(prompt(20, seed=6))
+        found.append(decoder.logits().tobytes())
+        decoder.decode()
+        found.append(decoder.logits().tobytes())
+        return found
+
+    with open_decoder(host_device, graphs=False) as eager:
+        bits = run(eager)
+    with open_decoder(host_device, **options) as decoder:
+        for _ in range(3):
+            assert run(decoder) == bits
+        numbers = decoder.statistics()
+        assert not numbers.quarantined
+        assert numbers.graphs_captured == 3
+
+
+# ------------------------------------------------------------------------------------------ batches
+
+
+@pytest.mark.parametrize("count", [16, 33])
+def test_a_batch_agrees_with_the_host(
+    host_device: Device, library: NumpyProducts, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    with open_decoder(host_device, slots=count, max_context=40) as decoder:
+        for slot in range(count):
+            decoder.prefill(prompt(1 + slot % 3, seed=slot), slot)
+        library.asked.clear()
+        for _ in range(2):
+            decoder.decode_batch(range(count))
+        bucket = 1 << (count - 1).bit_length()
+        assert {one.rows for one in library.asked} == {min(bucket, 64)}
+        batched = [decoder.logits(slot) for slot in range(count)]
+        tokens = [decoder.tokens(slot) for slot in range(count)]
+    monkeypatch.setattr("ostinato.models.decoder.backend_for", lambda d, **_: HostBackend(d))
+    with open_decoder(host_device, max_context=40) as single:
+        for slot in range(count):
+            single.reset()
+            single.prefill(tokens[slot][:-1])
+            assert difference(batched[slot], single.logits()) < RELATIVE
+
+
+def test_a_loop_gives_the_tokens_of_single_steps(
+    host_device: Device, library: NumpyProducts
+) -> None:
+    slots = range(16)
+    with open_decoder(host_device, slots=16, max_context=40, build="record") as decoder:
+        given = {}
+        for way in ("steps", "loop"):
+            decoder.reset()
+            for slot in slots:
+                decoder.prefill(prompt(1, seed=slot), slot)
+            if way == "steps":
+                given[way] = [decoder.decode_batch(slots) for _ in range(4)]
+            else:
+                run = decoder.run_batch(slots, count=4, tokens_per_launch=2)
+                given[way] = [[one[slot] for slot in slots] for one in run]
+        assert given["loop"] == given["steps"]
+        numbers = decoder.statistics()
+        assert not numbers.quarantined and not numbers.one_by_one
+
+
+# ------------------------------------------------------------------------- where there is none
+
+
+def test_without_a_library_our_kernels_take_pieces_of_64(
+    host_device: Device, library: NumpyProducts, wanted: dict[int, Any]
+) -> None:
+    with open_decoder(host_device, library_rows=None) as decoder:
+        assert decoder.plan.sizes.rows == 64
+        decoder.prefill(prompt(600)[:100])
+        assert difference(decoder.logits(), wanted[100]) < RELATIVE
+        assert decoder.statistics().library == "not used: switched off"
+    assert not library.asked
+    with pytest.raises(UnsupportedModelError, match="128 rows; the CUDA kernels take 1 to 64"):
+        open_decoder(host_device, library_rows=None, max_rows=128)
+
+
+@pytest.mark.parametrize("works_to", [0, 64, 128])
+def test_a_library_that_fails_costs_speed_and_no_answer(
+    host_device: Device, library: NumpyProducts, wanted: dict[int, Any], works_to: int
+) -> None:
+    library.broken = lambda product: product.rows > works_to
+    with open_decoder(host_device) as decoder:
+        for count in (20, 300):
+            decoder.reset()
+            decoder.prefill(prompt(600)[:count])
+            assert difference(decoder.logits(), wanted[count]) < RELATIVE
+        assert decoder.statistics().library.startswith("not used: no algorithm for")
+        assert not decoder.statistics().quarantined
+
+
+def test_the_library_multiplies_from_the_rows_asked_for(
+    host_device: Device, library: NumpyProducts
+) -> None:
+    with open_decoder(host_device, library_rows=4, max_rows=8) as decoder:
+        decoder.prefill(prompt(3))
+        assert {one.rows for one in library.asked} == {4}
+        library.asked.clear()
+        decoder.decode()
+        assert not library.asked
+    library.asked.clear()
+    with open_decoder(host_device, library_rows=300) as decoder:
+        decoder.prefill(prompt(40))
+        assert not library.asked
+        decoder.prefill(prompt(70))  # our own kernels do not take so many
+        assert {one.rows for one in library.asked} == {128}
+    with pytest.raises(InputError, match="library_rows is 0"):
+        open_decoder(host_device, library_rows=0)
+
+
+def test_more_than_64_rows_cannot_all_sample(host_device: Device, library: NumpyProducts) -> None:
+    with pytest.raises(UnsupportedModelError, match="128 rows"):
+        open_decoder(host_device, slots=65, max_rows=128)
+
+
+def test_the_reason_is_said_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise NotAvailableError("cuBLASLt cannot be loaded: it is not here")
+
+    monkeypatch.setattr(products, "load_cublaslt", missing)
+    device: Any = None
+    found, why = products.open_products(device, 16)
+    assert found is None
+    assert why == "not used: cuBLASLt cannot be loaded: it is not here"
+    found, why = products.open_products(device, None)
+    assert found is None and "switched off" in why
+
+
+# -------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("max_rows", [100, 128, 512])
+def test_large_pieces_on_the_host_give_what_small_ones_do(
+    host_device: Device, wanted: dict[int, Any], max_rows: int
+) -> None:
+    tokens, done = prompt(600), 0
+    with open_decoder(host_device, max_rows=max_rows) as decoder:
+        for count in (65, 200, 513, 600):
+            decoder.prefill(tokens[done:count])
+            done = count
+            assert difference(decoder.logits(), wanted[count]) < 1e-5
+
+
+def test_where_a_piece_ends() -> None:
+    sizes = PlanSizes(rows=512, slots=3)
+    assert list(sizes.buckets) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert sizes.sampled_rows == 64
+    assert [sizes.piece_end(n) for n in (1, 33, 64, 65, 128, 129, 300, 512)] == [
+        *(1, 33, 64, 128, 128, 256, 512, 512)
+    ]
+    # Where larger batches are possible, their steps sample in every row.
+    assert PlanSizes(rows=128, slots=100).piece_end(70) == 70
+    assert PlanSizes(rows=48).piece_end(40) == 40

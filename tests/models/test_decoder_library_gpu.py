@@ -1,0 +1,240 @@
+"""Steps whose products cuBLASLt computes, on a GPU: against the host in float32, and every way of
+running against the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.device import Device
+from ostinato.models.decoder import Decoder
+from ostinato.models.products import MatrixProduct, Products, open_products
+from tests.conftest import open_test_device
+from tests.models.proof import RELATIVE, difference, expected, open_decoder
+from tests.models.random_models import RandomModel, llama
+
+pytestmark = pytest.mark.gpu
+
+LIMIT = RELATIVE["cuda"]
+CONTEXT = 700
+SHAPES = {
+    "group 4, head 64": llama(8, 2, 64, inner=1024, vocabulary=517, context_length=CONTEXT),
+    "group 3, head 128, tied": llama(
+        3, 1, 128, hidden=328, inner=264, vocabulary=1003, context_length=CONTEXT, layers=2
+    ),
+    "group 1, head 24": llama(2, 2, 24, hidden=48, inner=88, vocabulary=67, context_length=CONTEXT),
+}
+FIRST = next(iter(SHAPES))
+
+
+@pytest.fixture(scope="module")
+def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """One device for all tests here: what is compiled for one is there for the next."""
+    with open_test_device("cuda", request.config) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library(gpu: Device) -> Products:
+    """Skips where cuBLASLt is not installed."""
+    found, why = open_products(gpu, 16)
+    if found is None:
+        pytest.skip(why)
+    return found
+
+
+def used(decoder: Decoder) -> bool:
+    """Whether the library multiplied, and nothing went wrong."""
+    numbers = decoder.statistics()
+    return numbers.library.startswith("cuBLASLt") and not numbers.quarantined
+
+
+# ----------------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("rows", [1, 16, 100, 512])
+@pytest.mark.parametrize(
+    ("output", "accumulate"), [("float32", False), ("float32", True), ("bfloat16", False)]
+)
+def test_a_product_is_right_and_always_the_same(
+    gpu: Device, library: Products, rows: int, output: Any, accumulate: bool
+) -> None:
+    product = MatrixProduct(rows, 264, 136, output, accumulate)
+    rng = np.random.default_rng(rows)
+
+    def bits(shape: tuple[int, ...]) -> Any:
+        return (rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype("u2")
+
+    def wide(values: Any) -> Any:
+        return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+    weight, inputs, start = bits((264, 136)), bits((rows, 136)), bits((rows, 264))
+    before = start if output == "bfloat16" else wide(start).astype(np.float32)
+    given = {
+        "weight": gpu.array(weight),
+        "inputs": gpu.array(inputs),
+        "out": gpu.array(before),
+        "workspace": gpu.zeros(library.workspace_bytes),
+    }
+    operations = library.product(product).operations("product", **given)
+    stream, seen = gpu.create_stream(), set()
+    for _ in range(20):
+        given["out"].copy_from(before, stream)
+        for operation in operations:
+            stream.submit(operation)
+        seen.add(given["out"].to_numpy(stream).tobytes())
+    assert len(seen) == 1
+    found = np.frombuffer(seen.pop(), before.dtype).reshape(rows, 264)
+    ours = wide(found) if output == "bfloat16" else found
+    theirs = wide(inputs) @ wide(weight).T + (wide(start) if accumulate else 0)
+    assert difference(ours, theirs) < (5e-3 if output == "bfloat16" else 1e-5)
+
+
+# ------------------------------------------------------------------------------------ right at all
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prompts_in_large_pieces_agree_with_float32(gpu: Device, shape: str) -> None:
+    config = SHAPES[shape]
+    after = (20, 100, 128, 250, 512, 513, 650)
+    tokens = RandomModel(config).tokens(max(after), seed=4)
+    logits = expected(config, tuple(tokens), tuple(count - 1 for count in after))
+    with open_decoder(gpu, config) as decoder:
+        for index, count in enumerate(after):
+            decoder.reset()
+            decoder.prefill(tokens[:count])
+            assert difference(decoder.logits(), logits[index]) < LIMIT, count
+        assert used(decoder)
+
+
+@pytest.mark.parametrize("count", [16, 40, 64])
+def test_batches_agree_with_steps_of_one(gpu: Device, count: int) -> None:
+    config = SHAPES[FIRST]
+    with open_decoder(gpu, config, slots=64, max_context=64) as decoder:
+        for slot in range(count):
+            decoder.prefill(RandomModel(config).tokens(3 + slot % 9, seed=slot), slot)
+        for _ in range(4):  # eager, captured, replayed
+            decoder.decode_batch(range(count))
+        logits = [decoder.logits(slot) for slot in range(count)]
+        tokens = [decoder.tokens(slot) for slot in range(count)]
+        assert used(decoder)
+    with open_decoder(gpu, config, max_context=64, library_rows=None) as single:
+        for slot in range(0, count, 5):
+            single.reset()
+            single.prefill(tokens[slot][:-1])
+            assert difference(logits[slot], single.logits()) < LIMIT
+
+
+# -------------------------------------------------------------- eager, captured, recorded, repeated
+
+
+def run(decoder: Decoder, slots: int = 16) -> list[bytes]:
+    """Prompts of all buckets, and batches: all logits."""
+    config, found = decoder.config, []
+    for count in (20, 64, 100, 256, 300, 550):
+        decoder.reset()
+        decoder.prefill(RandomModel(config).tokens(count, seed=count))
+        found.append(decoder.logits().tobytes())
+    for slot in range(slots):
+        decoder.prefill(RandomModel(config).tokens(5, seed=slot), slot)
+    for _ in range(3):
+        decoder.decode_batch(range(slots))
+        found += [decoder.logits(slot).tobytes() for slot in range(slots)]
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"build": "record"}, {"verify": "first"}, {"warmups": 0}])
+def test_every_way_gives_the_same_bits(gpu: Device, options: dict[str, Any]) -> None:
+    config = SHAPES[FIRST]
+    with open_decoder(gpu, config, slots=16, graphs=False) as eager:
+        wanted = run(eager)
+        assert used(eager)
+    with open_decoder(gpu, config, slots=16, **options) as decoder:
+        for _ in range(3):
+            assert run(decoder) == wanted
+        assert used(decoder)
+        assert decoder.statistics().launches_replayed > 0
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+def test_a_loop_gives_the_bits_of_single_steps(gpu: Device, build: str) -> None:
+    config, slots = SHAPES[FIRST], range(16)
+    with open_decoder(gpu, config, slots=16, max_context=64, build=build) as decoder:
+        found = []
+        for way in ("steps", "loop"):
+            decoder.reset()
+            for slot in slots:
+                decoder.prefill(RandomModel(config).tokens(4, seed=slot), slot)
+            if way == "steps":
+                for _ in range(8):
+                    decoder.decode_batch(slots)
+            else:
+                assert len(list(decoder.run_batch(slots, count=8, tokens_per_launch=4))) == 8
+            tokens = [decoder.tokens(slot) for slot in slots]
+            decoder.decode_batch(slots)
+            found.append((tokens, [decoder.logits(slot).tobytes() for slot in slots]))
+        assert found[0] == found[1]
+        assert used(decoder)
+        assert not decoder.statistics().one_by_one
+
+
+def test_a_hundred_repeats_give_the_same_bits(gpu: Device) -> None:
+    config = SHAPES[FIRST]
+    tokens = RandomModel(config).tokens(512, seed=8)
+    with open_decoder(gpu, config, slots=16) as decoder:
+        seen = set()
+        for _ in range(100):
+            decoder.reset()
+            decoder.prefill(tokens)
+            seen.add(decoder.logits().tobytes())
+        assert len(seen) == 1
+        batches = set()
+        for slot in range(16):
+            decoder.prefill(tokens[slot : slot + 9], slot)
+        lengths = [len(decoder.tokens(slot)) for slot in range(16)]
+        for _ in range(100):
+            decoder.decode_batch(range(16))
+            batches.add(b"".join(decoder.logits(slot).tobytes() for slot in range(16)))
+            for slot in range(16):
+                decoder.truncate(lengths[slot], slot)
+        assert len(batches) == 1
+        assert used(decoder)
+
+
+def test_padding_reaches_nothing(gpu: Device) -> None:
+    """Whatever stands in what pads a piece or a batch, the rest is the same."""
+    config = SHAPES[FIRST]
+    tokens = RandomModel(config).tokens(200, seed=8)
+    with open_decoder(gpu, config, slots=20) as decoder:
+        seen = set()
+        for value in (0.0, 1e30, float("nan")):
+            for name in ("x", "q", "attended", "product_in", "product_out"):
+                buffer = decoder.plan.buffers[name]
+                kind = np.float32 if buffer.dtype == np.float32 else np.uint16
+                number = value if kind == np.float32 else np.float32(value).view(np.uint32) >> 16
+                buffer.copy_from(np.full(buffer.shape, number, kind), decoder.stream)
+            decoder.reset()
+            decoder.prefill(tokens)
+            logits = [decoder.logits()]
+            for slot in range(20):
+                decoder.prefill(tokens[slot : slot + 9], slot)
+            decoder.decode_batch(range(20))
+            logits += [decoder.logits(slot) for slot in range(20)]
+            seen.add(b"".join(one.tobytes() for one in logits))
+        assert len(seen) == 1
+        assert used(decoder)
+
+
+def test_a_step_is_kernels_of_ours_and_of_the_library(gpu: Device) -> None:
+    """The graph says what runs; nothing in it is a child graph or a host call."""
+    with open_decoder(gpu, SHAPES[FIRST], slots=16) as decoder:
+        decoder.prefill(RandomModel(SHAPES[FIRST]).tokens(100, seed=1))
+        for graph in (decoder.graph(128), decoder.graph(16)):
+            kinds = {node.kind.name for node in graph.nodes}
+            assert kinds <= {"KERNEL", "MEMSET"}
+            names = [node.name for node in graph.nodes]
+            assert names.count("silu_rows") == SHAPES[FIRST].layers
+        assert used(decoder)

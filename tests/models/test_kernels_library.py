@@ -1,0 +1,286 @@
+"""The launches of a step whose products a library computes: what can be said without a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.kernels.emulator import Emulator
+from ostinato.device import Device
+from ostinato.driver.api import KernelNodeParams, MemoryRange
+from ostinato.driver.signature import Access, Signature
+from ostinato.driver.stream import Operation
+from ostinato.errors import UnsupportedModelError
+from ostinato.graph.recording import dependencies
+from ostinato.models import kernels_cuda as kc
+from ostinato.models import kernels_cuda_library as kl
+from ostinato.models.kernels_cuda_shapes import default_tuning
+from ostinato.models.program import ACTIVE, SAMPLED_ROWS, Bound, decode_program, loop_call
+from ostinato.modules.compiler import compile_plan, plan_compilation
+from ostinato.modules.cubin import kernel_resources
+from tests.models.emulated import from_bf16, to_bf16
+from tests.models.test_kernels_cuda import SHAPES, SMALL, OnDevice, config_of
+
+
+def lowered(config: Any, rows: int, *, sampled: bool = True, loop: bool = False) -> Any:
+    program = decode_program(config, sampled=sampled, last_row=rows > SAMPLED_ROWS)
+    if loop:
+        program = (*program, loop_call())
+    return kl.lower_with_library(
+        program,
+        config,
+        rows=rows,
+        context=512,
+        tuning=kl.library_tuning(config, rows=rows, context=512),
+        single=default_tuning(config, rows=1, context=512),
+    )
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("shape", [*SHAPES, "llama-3.2-1b"])
+def test_every_kernel_compiles_without_warnings_or_local_memory(shape: str, arch: str) -> None:
+    config = SHAPES.get(shape) or config_of(32, 8, 64, inner=8192, vocabulary=128256)
+    wanted = {
+        (one.source, one.options): one
+        for rows in (16, 512)
+        for one in lowered(config, rows)
+        if isinstance(one, kc.CudaLaunch)
+    }
+
+    def compile_one(launch: kc.CudaLaunch) -> tuple[kc.CudaLaunch, str, bytes]:
+        made = compile_plan(
+            plan_compilation(launch.source, replace(launch.options, arch=arch), (9, 0))
+        )
+        return launch, made.log, made.data
+
+    with ThreadPoolExecutor(2) as pool:
+        for launch, log, image in pool.map(compile_one, wanted.values()):
+            assert log == ""
+            for kernel in kernel_resources(image):
+                where = f"{launch.source.name}: {kernel.name}"
+                assert kernel.frame == 0, f"{where} uses {kernel.frame} bytes of local memory"
+                text = kl.PIECE_SIGNATURES.get(kernel.name) or kc.SIGNATURES[kernel.name]
+                assert kernel.parameters == Signature.parse(text).layout, where
+                threads = kernel.max_threads or 1024
+                assert kernel.registers * threads <= 1 << 16, f"{where} does not fit"
+
+
+@pytest.mark.parametrize("rows", [16, 64, 512])
+@pytest.mark.parametrize("kind", ["sampled", "not sampled", "loop"])
+def test_every_launch_touches_what_the_one_before_wrote(rows: int, kind: str) -> None:
+    """So a recorded graph is a chain, and each may rely on all that came before."""
+    addresses: dict[str, int] = {}
+
+    def place(value: Any) -> MemoryRange:
+        # A last row is part of its buffer.
+        name = str(replace(value, last=False))
+        start = addresses.setdefault(name, 0x1000 * (1 + len(addresses)))
+        return MemoryRange(start + 48, 16) if value.last else MemoryRange(start, 64)
+
+    operations = []
+    step = lowered(SMALL, rows, sampled=kind != "not sampled", loop=kind == "loop")
+    for one in step:
+        if isinstance(one, kl.ProductCall):
+            reads = [place(one.weight), place(one.inputs), place(one.workspace)]
+            reads += [place(one.out)] if one.product.accumulate else []
+            writes, name = [place(one.out), place(one.workspace)], one.name
+        else:
+            reads, writes, name = [], [], one.kernel
+            parameters = Signature.parse(one.signature).parameters
+            for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
+                if parameter.pointer:
+                    assert isinstance(value, Bound)
+                    reads += [place(value)] if Access.READ in parameter.access else []
+                    writes += [place(value)] if Access.WRITE in parameter.access else []
+        params: Any = KernelNodeParams.__new__(KernelNodeParams)
+        operations.append(Operation(params, name, tuple(reads), tuple(writes)))
+    assert dependencies(operations) == [[i - 1] if i else [] for i in range(len(operations))]
+
+
+@pytest.mark.parametrize("rows", [16, 512])
+def test_nothing_starts_early_beside_the_librarys_kernels(rows: int) -> None:
+    step = lowered(SMALL, rows)
+    assert not step[0].config.programmatic, "a step waits for what was before it"
+    for before, one in pairwise(step):
+        if isinstance(one, kl.ProductCall):
+            continue
+        assert one.config.programmatic == isinstance(before, kc.CudaLaunch)
+
+
+def test_what_a_layer_becomes() -> None:
+    step = lowered(replace(SMALL, layers=1), 128)
+    names = [one.name if isinstance(one, kl.ProductCall) else one.kernel for one in step]
+    assert names == [
+        "embed",
+        *("norm_rows", "qkv_product", "rope_rows", "piece_attention", "output_product"),
+        *("norm_rows", "gate_up_product", "silu_rows", "down_product"),
+        *("head", "sample", "advance"),
+    ]
+    batch = [getattr(one, "kernel", "") for one in lowered(replace(SMALL, layers=1), 64)]
+    assert batch[4:6] == ["attention", "round_rows"]
+    products = {one.name: one.product for one in step if isinstance(one, kl.ProductCall)}
+    assert [p.rows for p in products.values()] == [128] * 4
+    assert [name for name, p in products.items() if p.accumulate] == [
+        *("output_product", "down_product"),
+    ]
+    # What the end works on is one row, the last; the same kernels as in a step of one.
+    single = kc.lower(decode_program(SMALL), SMALL, rows=1, context=512)
+    for one, alone in zip(step[-3:], single[-3:], strict=True):
+        assert (one.kernel, one.options, one.config.grid) == (
+            *(alone.kernel, alone.options, alone.config.grid),
+        )
+        given = dict(one.arguments)
+        assert given["row_count"] == 1
+        assert given["live"] == Bound("live", last=True)
+
+
+def test_steps_of_all_sizes_share_the_kernels_between_products() -> None:
+    found = {
+        (one.kernel, one.options)
+        for rows in (16, 64, 512)
+        for one in lowered(SMALL, rows)
+        if isinstance(one, kl.PieceLaunch)
+    }
+    assert {kernel for kernel, _ in found} == set(kl.PIECE_SIGNATURES)
+    assert len(found) == len(kl.PIECE_SIGNATURES)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [16, 128, 512])
+def test_every_value_has_a_thread(shape: str, rows: int) -> None:
+    config = SHAPES[shape]
+    items = {
+        "rope_rows": (config.heads + 2 * config.kv_heads) * config.head_size // 8,
+        "round_rows": config.query_size // 8,
+        "silu_rows": config.inner // 8,
+    }
+    for one in lowered(config, rows):
+        if isinstance(one, kl.PieceLaunch):
+            if one.kernel == "norm_rows":
+                assert one.config.grid == (rows, 1, 1)
+                continue
+            if one.kernel == "piece_attention":
+                macros = dict(one.options.defines)
+                grid, each = one.config.grid, int(macros["PIECE_ROWS"])
+                assert 0 <= grid[0] * each - rows < each
+                assert grid[1] * int(macros["PIECE_QUERIES"]) == config.heads
+                assert one.config.block[0] == each * int(macros["PIECE_QUERIES"]) * 2
+                continue
+            threads = one.config.grid[0] * one.config.block[0]
+            assert one.config.grid[1] == rows
+            assert 0 <= threads - items[one.kernel] < one.config.block[0]
+
+
+PIECES = [  # heads, KV heads, head size, rows, padding, first position
+    (4, 1, 64, 128, 37, 70),
+    (3, 1, 128, 128, 0, 0),
+    (4, 2, 80, 100, 9, 3),  # as many rows as a plan happens to have
+    (2, 2, 24, 128, 127, 131),
+    (10, 2, 32, 128, 64, 64),
+]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("piece", PIECES, ids=str)
+def test_attention_of_a_piece_is_right_on_the_emulator(piece: tuple[int, ...]) -> None:
+    check_attention(Emulator(), *piece)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("piece", PIECES, ids=str)
+def test_attention_of_a_piece_is_right(cuda_device: Device, piece: tuple[int, ...]) -> None:
+    check_attention(OnDevice(cuda_device), *piece)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("piece", [(32, 8, 64, 512, 0, 1536), (32, 8, 128, 256, 100, 300)], ids=str)
+def test_attention_of_a_large_piece_is_right(cuda_device: Device, piece: tuple[int, ...]) -> None:
+    check_attention(OnDevice(cuda_device), *piece)
+
+
+def check_attention(
+    machine: Any,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    rows: int,
+    padding: int,
+    begin: int,
+) -> None:
+    config = config_of(heads, kv_heads, head_size, inner=88, vocabulary=67, layers=1)
+    launch = next(
+        one
+        for one in lowered(config, rows)
+        if isinstance(one, kl.PieceLaunch) and one.kernel == "piece_attention"
+    )
+    rng = np.random.default_rng(rows + heads)
+    slots, context, slot = 3, begin + rows - padding, 1
+    live = np.zeros((rows, 4), np.int32)
+    live[:padding] = (5, 1 << 30, 77, 0)  # padding, whatever it holds
+    live[padding:, 1] = begin + np.arange(rows - padding)
+    live[padding:, 2:] = slot, ACTIVE
+    q = rng.standard_normal((rows, heads, head_size)).astype(np.float32)
+    q[:padding] = np.nan
+    cache = from_bf16(
+        to_bf16(rng.standard_normal((2, slots, kv_heads, context, head_size)).astype(np.float32))
+    )
+    device = {
+        "live": machine.array(live),
+        "q": machine.array(q),
+        "cache": machine.array(to_bf16(cache)),
+        "product_in": machine.array(np.full((rows, heads * head_size), 0x7FFF, np.uint16)),
+    }
+    sizes = {"rows": rows, "slots": slots, "context": context}
+    values = {
+        name: device[value.name] if isinstance(value, Bound) else sizes.get(value, value)
+        for name, value in launch.arguments
+    }
+    machine.launch(launch, values)
+    machine.synchronize()
+    found = from_bf16(machine.read(device["product_in"])).reshape(q.shape)
+    assert not found[:padding].any()
+    for row in range(padding, rows):
+        end = int(live[row, 1]) + 1
+        for head in range(heads):
+            keys, content = cache[:, slot, head // (heads // kv_heads), :end].astype(np.float64)
+            scores = keys @ q[row, head] * head_size**-0.5
+            shares = np.exp(scores - scores.max())
+            wanted = shares @ content / shares.sum()
+            error = np.linalg.norm(found[row, head] - wanted) / np.linalg.norm(wanted)
+            assert error < 1.5e-2, f"row {row}, head {head}: {error:.1e}"
+
+
+def test_buffers_hold_what_each_product_reads_and_writes() -> None:
+    for config in (*SHAPES.values(), SMALL):
+        made = kl.library_buffers(config, 512, 1 << 20)
+        room = {name: kind.itemsize * shape[-1] * 512 for name, (shape, kind) in made.items()}
+        for one in lowered(config, 512):
+            if isinstance(one, kl.ProductCall):
+                p = one.product
+                assert p.rows * p.inputs * 2 <= room["product_in"]
+                size = 4 if p.output == "float32" else 2
+                assert one.out.name == "x" or p.rows * p.outputs * size <= room["product_out"]
+
+
+def test_limits_are_said() -> None:
+    with pytest.raises(UnsupportedModelError, match="513 rows"):
+        lowered(SMALL, 513)
+    with pytest.raises(UnsupportedModelError, match="head of 128 rows"):
+        kl.lower_with_library(
+            decode_program(SMALL),
+            SMALL,
+            rows=128,
+            context=512,
+            tuning=kl.library_tuning(SMALL, rows=128, context=512),
+            single=default_tuning(SMALL),
+        )
+    # As many rows as the attention's counters suffice for.
+    assert kl.most_rows(SMALL) == 512
+    assert kl.most_rows(config_of(64, 8, 128, inner=28672, vocabulary=128256)) == 256
