@@ -86,7 +86,7 @@ class Part:
         return tool + pytest
 
 
-_KERNELS = "tests/models/test_kernels_cuda.py"
+_KERNELS = ("tests/models/test_kernels_cuda.py", "tests/models/test_kernels_library.py")
 _RUN, _CONDITIONAL = "tests/models/test_decoder_run.py", "tests/contract/test_driver_conditional.py"
 _DECODER = tuple(
     name
@@ -120,7 +120,7 @@ def _memcheck(shares: int, name: str, *tests: str, keyword: str = "") -> list[Pa
 
 
 def _kernels(tool: str, shares: int) -> list[Part]:
-    return _shares(Part(f"{tool} kernels", tool, (_KERNELS,), marks="gpu and sanitize"), shares)
+    return _shares(Part(f"{tool} kernels", tool, _KERNELS, marks="gpu and sanitize"), shares)
 
 
 def _shares(part: Part, count: int) -> list[Part]:
@@ -143,12 +143,12 @@ PARTS: tuple[Part, ...] = (
     *_memcheck(5, "contract", "tests/contract", keyword="not test_driver_conditional"),
     *_memcheck(2, "graph", "tests/graph"),
     *_memcheck(1, "state, replay, cache", "tests/state", "tests/replay", "tests/cache"),
-    # With a stream held back, memcheck holds back launches on others as well: the one that waits for
-    # the other stream then waits for ever.
+    # With a stream held back, memcheck holds back launches on others as well: who waits for one of
+    # those then waits for ever.
     *_memcheck(1, "footguns", "tests/test_footguns.py", keyword="not two_threads_on_two_streams"),
     *_memcheck(1, "handles and lifetime", *_ADOPTION),
     *_memcheck(1, "modules", "tests/modules/test_modules_gpu.py"),
-    *_memcheck(2, "kernels", _KERNELS, keyword="not smollm2 and not same_bits"),
+    *_memcheck(3, "kernels", *_KERNELS, keyword="not smollm2 and not same_bits"),
     *_kernels("initcheck", 4),
     *_kernels("synccheck", 2),
     Part("memcheck alone", "memcheck", _MEASURED, marks="gpu and alone", alone=True),

@@ -80,7 +80,7 @@ def library(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nu
 
 
 def open_decoder(device: Device, **options: Any) -> Decoder:
-    options = {"max_context": 640, "stop_tokens": (), **options}
+    options = {"max_context": 640, "stop_tokens": (), "library_rows": 16, **options}
     return Decoder(device, checkpoint(), **options)
 
 

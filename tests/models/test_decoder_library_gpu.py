@@ -4,6 +4,7 @@ running against the others."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from ostinato.device import Device
 from ostinato.models.decoder import Decoder
 from ostinato.models.products import MatrixProduct, Products, open_products
 from tests.conftest import open_test_device
-from tests.models.proof import RELATIVE, difference, expected, open_decoder
+from tests.models import proof
+from tests.models.proof import RELATIVE, difference, expected
 from tests.models.random_models import RandomModel, llama
 
 pytestmark = pytest.mark.gpu
 
 LIMIT = RELATIVE["cuda"]
+open_decoder = partial(proof.open_decoder, library_rows=16)
 CONTEXT = 700
 SHAPES = {
     "group 4, head 64": llama(8, 2, 64, inner=1024, vocabulary=517, context_length=CONTEXT),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ostinato.bench.peers import PEERS
 from ostinato.errors import InputError
 from ostinato.models import LlamaConfig
-from ostinato.models.backend import LIBRARY_ROWS
+from ostinato.models.backend import LibraryRows
 
 __all__ = ["DecodeOptions", "Point", "points_of"]
 
@@ -32,7 +32,7 @@ class DecodeOptions:
     tokens: int = 100
     tokens_per_launch: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
-    library_rows: int | None = LIBRARY_ROWS
+    library_rows: LibraryRows = "auto"
     peers: tuple[str, ...] = ()
     rounds: int = 5
     seconds: float = 120.0

@@ -13,7 +13,7 @@ import ostinato as ost
 from ostinato.bench.contest import Timed, random_tokens
 from ostinato.bench.shapes import traffic
 from ostinato.models import Checkpoint, Decoder, LlamaConfig
-from ostinato.models.backend import LIBRARY_ROWS
+from ostinato.models.backend import LibraryRows
 
 __all__ = ["DecoderWay", "Way", "open_ways", "ways_of"]
 
@@ -146,7 +146,7 @@ def open_ways(
     slots: int,
     positions: int,
     skipped: dict[str, str],
-    library_rows: int | None = LIBRARY_ROWS,
+    library_rows: LibraryRows = "auto",
 ) -> list[DecoderWay]:
     """A decoder for each way that needs one of its own, all loaded at once, for taking turns.
 

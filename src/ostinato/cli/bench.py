@@ -65,7 +65,8 @@ def bench(
         int | None,
         typer.Option(
             min=0,
-            help="Steps of so many rows and more multiply with cuBLASLt; 0 for never.",
+            help="Steps of so many rows and more multiply with cuBLASLt; 0 for never.  By the "
+            "model's size by itself.",
         ),
     ] = None,
     peers: Annotated[
@@ -109,7 +110,6 @@ def bench(
     from ostinato.bench.options import DecodeOptions
     from ostinato.bench.peers import PEERS
     from ostinato.device import open_device
-    from ostinato.models.backend import LIBRARY_ROWS
 
     if shape is not None and model is not None:
         raise typer.BadParameter("give a shape or a model, not both", param_hint="--shape")
@@ -129,7 +129,7 @@ def bench(
             tokens=count,
             tokens_per_launch=_numbers(looped, "--tokens-per-launch"),
             prompts=() if prompt is None else _numbers(prompt, "--prompt"),
-            library_rows=LIBRARY_ROWS if library_rows is None else library_rows or None,
+            library_rows="auto" if library_rows is None else library_rows or None,
             peers=tuple(p.strip() for p in peers.split(",")) if named is None else named,
             rounds=1 if quick else rounds,
             seconds=seconds or (45 if slow else 120),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from ostinato.modules import ModuleCache
 
 __all__ = [
-    "LIBRARY_ROWS",
     "Backend",
     "BoundCall",
     "BoundLaunch",
     "BoundProduct",
     "CudaBackend",
     "HostBackend",
+    "LibraryRows",
     "backend_for",
     "load_kernel",
 ]
 
-LIBRARY_ROWS = 16
-"""Steps of so many rows and more multiply with a library where there is one; a piece of a prompt
-with more than SAMPLED_ROWS does so in any case."""
+LibraryRows: TypeAlias = int | Literal["auto"] | None
+"""From how many rows on a step multiplies with a library where there is one: by `library_rows_for`,
+or never.  A piece of a prompt with more than SAMPLED_ROWS does so unless that is never."""
 Resolve = Callable[[Argument], object]
 Buffers = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
@@ -138,10 +138,10 @@ class Backend(Protocol):
         """From here on no library multiplies, for this reason; False if none did."""
 
 
-def backend_for(device: Device, *, library_rows: int | None = LIBRARY_ROWS) -> Backend:
+def backend_for(device: Device, *, library_rows: LibraryRows = "auto") -> Backend:
     """The backend for a device, by what its kernels are written in.
 
-    `library_rows`: from how many rows on a library may multiply; None for never.
+    `library_rows`: see `LibraryRows`.
     Raises NotAvailableError where there are no kernels for it.
     """
     language = device.capabilities.source_language
@@ -230,7 +230,7 @@ class CudaBackend:
 
     _LEAST: ClassVar[tuple[int, int]] = (8, 0)  # bfloat16 on the tensor cores
 
-    def __init__(self, device: Device, *, library_rows: int | None = LIBRARY_ROWS) -> None:
+    def __init__(self, device: Device, *, library_rows: LibraryRows = "auto") -> None:
         from ostinato.models.products import open_products
 
         self._modules = device.modules
@@ -245,7 +245,7 @@ class CudaBackend:
                 'open_device("host") runs it on the CPU'
             )
         self._products, self.library = open_products(device, library_rows)
-        self._library_rows = library_rows or 0
+        self._library_rows = library_rows
 
     def piece_rows(self, config: LlamaConfig) -> int:
         """Many where a library multiplies, as far as the attention has counters for them."""
@@ -259,10 +259,16 @@ class CudaBackend:
             self.library = f"not used: {reason}"
         return used
 
-    def _multiplies(self, rows: int) -> bool:
+    def _multiplies(self, config: LlamaConfig, rows: int) -> bool:
         """Whether the library does in a step of so many rows."""
-        wanted = rows >= self._library_rows or rows > SAMPLED_ROWS  # ours do not go further
-        return self._products is not None and wanted
+        from ostinato.models.kernels_cuda_library import library_rows_for
+
+        least = self._library_rows
+        if least == "auto":
+            least = library_rows_for(config)
+        if self._products is None or least is None:
+            return False
+        return rows >= min(least, SAMPLED_ROWS + 1)  # ours do not go further
 
     def _tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
         """Looked up once: what is stored may change, and the workspace was made for the first."""
@@ -310,14 +316,14 @@ class CudaBackend:
             sizes: dict[str, Any] = {"rows": count, "context": context, "tuning": tuning}
             if count <= SAMPLED_ROWS:  # also if a library is meant to multiply: it may fail
                 found.append(workspace_bytes(config, **sizes))
-            if self._multiplies(count):
+            if self._multiplies(config, count):
                 found.append(library_workspace_bytes(config, **sizes))
         return max(found)
 
     def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
         from ostinato.models.kernels_cuda_library import library_buffers
 
-        if self._products is None or not self._multiplies(rows):
+        if self._products is None or not self._multiplies(config, rows):
             return {}
         return library_buffers(config, rows, self._products.workspace_bytes)
 
@@ -328,7 +334,7 @@ class CudaBackend:
         from ostinato.models.kernels_cuda_library import lower_with_library
 
         tuning = self._tuning(config, rows, context)
-        if not self._multiplies(rows):
+        if not self._multiplies(config, rows):
             return lower(program, config, rows=rows, context=context, tuning=tuning)
         return lower_with_library(
             program,

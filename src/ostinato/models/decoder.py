@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ostinato import Device, Graph, GraphCache, Stream
 from ostinato.errors import ClosedError, InputError
-from ostinato.models.backend import LIBRARY_ROWS, Backend, backend_for
+from ostinato.models.backend import Backend, LibraryRows, backend_for
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.config import LlamaConfig
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
@@ -55,7 +55,8 @@ class Decoder:
     the model's own if that is less.  `slots`: sequences at once.  `max_rows`: rows of the largest
     step, so the size of a prompt's pieces; what suits the device and the context if None.
     `library_rows`: steps of so many rows and more multiply with cuBLASLt where it is installed
-    (`statistics().library` says so, or why not); None for never.  Without it `max_rows` goes to 64.
+    (`statistics().library` says so, or why not); "auto" goes by the model's size (8 for 1B, 64 for
+    135M), None is never.  Without it `max_rows` goes to 64.
 
     `graphs` off runs everything eagerly.  `build`: "capture", or "record" to build graphs by hand
     from the first run's launches.  `warmups`: eager runs of each bucket before its capture.
@@ -77,7 +78,7 @@ class Decoder:
         *,
         max_context: int | None = None,
         max_rows: int | None = None,
-        library_rows: int | None = LIBRARY_ROWS,
+        library_rows: LibraryRows = "auto",
         slots: int = 1,
         graphs: bool = True,
         build: Literal["capture", "record"] = "capture",
@@ -90,8 +91,8 @@ class Decoder:
     ) -> None:
         self.device = device
         self.device_state = device_state
-        if library_rows is not None and library_rows < 1:
-            raise InputError(f"library_rows is {library_rows}, must be 1 or more, or None")
+        if isinstance(library_rows, int) and library_rows < 1:
+            raise InputError(f"library_rows is {library_rows}, must be 1 or more, 'auto' or None")
         self.backend: Backend = backend_for(device, library_rows=library_rows)
         self._phases = Phases()
         self._closed = False

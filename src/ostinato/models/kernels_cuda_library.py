@@ -7,8 +7,8 @@
     down_residual     [down]                               added to the residual
 
 `[…]` is a product of the library, all else kernels of ours (`kernels/pieces.cu`, `attention.cu`).
-Products read bfloat16 (`product_in`); q, k and v come in float32, gate and up in bfloat16
-(`product_out`), and the residual stays float32.  The ends (`embed`, `head`, `sample`, `advance`)
+Products read bfloat16 (`product_in`) and give float32 (`product_out`), so what is rounded is what
+our own kernels round; the residual stays float32.  The ends (`embed`, `head`, `sample`, `advance`)
 are those of `kernels_cuda`; where a step samples only in its last row, `head` and what follows are
 launched for that row as in a step of one.
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from ostinato.models.kernels_cuda_shapes import (
     MAX_ROWS,
     Tuning,
     default_tuning,
+    products_of,
     require_supported,
 )
 from ostinato.models.products import PIECE_ROWS, MatrixProduct
@@ -47,6 +48,7 @@ __all__ = [
     "PieceLaunch",
     "ProductCall",
     "library_buffers",
+    "library_rows_for",
     "library_tuning",
     "library_workspace_bytes",
     "lower_with_library",
@@ -69,7 +71,7 @@ PIECE_SIGNATURES = {
     "piece_attention": _LIVE + "q: *const f32, cache: *const bf16, out: *out bf16, "
     "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32, "
     "scale: f32",
-    "silu_rows": _LIVE + "sums: *const bf16, out: *out bf16, row_count: u32, width: u32",
+    "silu_rows": _LIVE + "sums: *const f32, out: *out bf16, row_count: u32, width: u32",
 }
 """Parameters of the kernels in pieces.cu and piece_attention.cu."""
 
@@ -105,13 +107,23 @@ def library_buffers(
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Shapes and dtypes of what such steps of up to `rows` rows need beside a plan's buffers."""
     c = config
-    # Gate and up are bfloat16, so both together take as much as one of them in float32.
-    width = max(c.query_size + 2 * c.kv_size, c.inner)
+    width = max(c.query_size + 2 * c.kv_size, 2 * c.inner)
     return {
         "product_in": ((rows, max(c.hidden, c.query_size, c.inner)), np.dtype(np.uint16)),
         "product_out": ((rows, width), np.dtype(np.float32)),
         "product_workspace": ((workspace,), np.dtype(np.uint8)),
     }
+
+
+def library_rows_for(config: LlamaConfig) -> int:
+    """From how many rows on a library's products pay, by the bytes of a layer's weights.
+
+    A layer is twice as many launches then, so small ones wait for more rows.  Measured on an H100:
+    1B (122 MB a layer) gains from 8 rows on; 135M (7 MB) loses at 32 and gains at 64.
+    """
+    products = products_of(config)
+    layer = sum(4 * p.pairs * p.inputs for name, p in products.items() if name != "head")
+    return 8 if layer >= 64 << 20 else 32 if layer >= 16 << 20 else 64
 
 
 def most_rows(config: LlamaConfig) -> int:
@@ -232,9 +244,7 @@ class _LibraryCut:
 
     def _norm_gate_up(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
-        product = self._product(
-            "gate_up", 2 * c.inner, c.hidden, given["weight"], output="bfloat16"
-        )
+        product = self._product("gate_up", 2 * c.inner, c.hidden, given["weight"])
         silu = {**given, "sums": _OUT, "out": _IN}
         return [self._norm(given), product, self._launch("silu_rows", c.inner // 8, silu)]
 
@@ -264,12 +274,11 @@ class _LibraryCut:
         inputs: int,
         weight: Argument,
         residual: Argument | None = None,
-        output: Literal["float32", "bfloat16"] = "float32",
     ) -> ProductCall:
         """`residual`: what the product is added to."""
         out = _OUT if residual is None else residual
         assert isinstance(weight, Bound) and isinstance(out, Bound)
-        product = MatrixProduct(self.rows, outputs, inputs, output, accumulate=residual is not None)
+        product = MatrixProduct(self.rows, outputs, inputs, accumulate=residual is not None)
         return ProductCall(f"{name}_product", product, weight, _IN, out)
 
     def _norm(self, given: _Arguments) -> kc.CudaLaunch:

@@ -261,8 +261,8 @@ def _vector_shape(name: str, product: Product, rows: int, multiprocessors: int) 
     def each() -> float:  # warps of a multiprocessor
         return -(-product.pairs * lanes // 32) * split / multiprocessors
 
-    def wasteful(width: int) -> bool:  # of lanes and warps that share a pair
-        return -(-chunks // width) * width > 1.4 * chunks
+    def wasteful(width: int) -> bool:  # of lanes and warps that share a pair, or too many warps
+        return -(-chunks // width) * width > 1.4 * chunks or width > 16 * 32
 
     while each() <= 5 and -(-chunks // (lanes * split)) > 2 and not wasteful(2 * lanes * split):
         lanes, split = (2 * lanes, split) if lanes < 32 else (lanes, 2 * split)

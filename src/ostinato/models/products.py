@@ -14,7 +14,7 @@ writes, and eager, captured, recorded and in loops it is the same.
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
 
@@ -70,10 +70,12 @@ class Products(Protocol):
         ...
 
 
-def open_products(device: Device, rows: int | None) -> tuple[Products | None, str]:
+def open_products(
+    device: Device, rows: int | Literal["auto"] | None
+) -> tuple[Products | None, str]:
     """The library for a device; None with the reason where there is none.
 
-    `rows`: from how many rows on it will be used; None for never.
+    `rows`: from how many rows on it will be used, "auto" for a number by the model; None for never.
     """
     if rows is None:
         return None, "not used: switched off (library_rows=None)"
@@ -81,7 +83,8 @@ def open_products(device: Device, rows: int | None) -> tuple[Products | None, st
         library = load_cublaslt()
     except NotAvailableError as error:
         return None, f"not used: {error}"
-    return LibraryProducts(device, library), f"{library}, for steps of {rows} rows and more"
+    where = "large steps" if rows == "auto" else f"steps of {rows} rows and more"
+    return LibraryProducts(device, library), f"{library}, for {where}"
 
 
 class LibraryProducts:

@@ -136,7 +136,7 @@ KERNEL __launch_bounds__(ROW_THREADS)
 // out = silu(gate) * up, all in bfloat16; sums is [rows, gate and up].  A thread makes eight values;
 // blockIdx.y is the row.
 KERNEL __launch_bounds__(ROW_THREADS)
-    silu_rows(const int* live, const bf16* sums, bf16* out, u32 row_count, u32 width) {
+    silu_rows(const int* live, const float* sums, bf16* out, u32 row_count, u32 width) {
     const int index = blockIdx.y, chunk = blockIdx.x * ROW_THREADS + threadIdx.x;
     start_next_at<AT_START>();
     wait_for_previous();
@@ -144,14 +144,15 @@ KERNEL __launch_bounds__(ROW_THREADS)
     if (chunk >= INNER / 8) return;
     uint4 made = make_uint4(0, 0, 0, 0);
     if (load_row(live, index).flags & ACTIVE) {
-        const bf16* const from = sums + static_cast<long long>(index) * (2 * INNER);
-        const uint4 gate = load_fresh(reinterpret_cast<const uint4*>(from) + chunk);
-        const uint4 up = load_fresh(reinterpret_cast<const uint4*>(from + INNER) + chunk);
-        auto two = [](u32 g, u32 u) {
-            return pack_bf16(silu(low_half(g)) * low_half(u), silu(high_half(g)) * high_half(u));
+        const float4* const from = reinterpret_cast<const float4*>(
+            sums + static_cast<long long>(index) * (2 * INNER));
+        const float4 g0 = load_fresh(from + 2 * chunk), g1 = load_fresh(from + 2 * chunk + 1);
+        const float4 u0 = load_fresh(from + INNER / 4 + 2 * chunk);
+        const float4 u1 = load_fresh(from + INNER / 4 + 2 * chunk + 1);
+        auto gated = [](const float4& g, const float4& u) {
+            return make_float4(silu(g.x) * u.x, silu(g.y) * u.y, silu(g.z) * u.z, silu(g.w) * u.w);
         };
-        made = make_uint4(two(gate.x, up.x), two(gate.y, up.y), two(gate.z, up.z),
-                          two(gate.w, up.w));
+        made = pack_eight(gated(g0, u0), gated(g1, u1));
     }
     reinterpret_cast<uint4*>(out + static_cast<long long>(index) * INNER)[chunk] = made;
 }
