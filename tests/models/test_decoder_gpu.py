@@ -23,9 +23,9 @@ from ostinato.device import Device, open_device
 from ostinato.driver.api import EdgeType
 from ostinato.errors import DownloadError, UnsupportedModelError
 from ostinato.graph import record
+from ostinato.models.backend import BoundLaunch
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.config import LlamaConfig, tensor_shapes
-from ostinato.models.backend import BoundLaunch
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import SamplingOptions, sample
 from tests.conftest import open_test_device

@@ -320,7 +320,7 @@ class Decoder:
 
     # --- what a step runs
     def program(self, *, sampled: bool = True) -> tuple[KernelCall, ...]:
-        """The calls of a step, in order.  A backend may do several in one launch (`attention_block`),
+        """The calls of a step, in order.  A backend may do several in one launch (`attention_block`)
         or one in several (where a library multiplies); `graph` has the launches."""
         return self._steps.programs[sampled]
 
