@@ -320,8 +320,8 @@ class Decoder:
 
     # --- what a step runs
     def program(self, *, sampled: bool = True) -> tuple[KernelCall, ...]:
-        """The calls of a step, in order.  A backend may do several in one launch (`attention_block`)
-        or one in several (where a library multiplies); `graph` has the launches."""
+        """The calls of a step, in order.  A backend may do several in one launch, or one in several
+        (where a library multiplies); `graph` has the launches."""
         return self._steps.programs[sampled]
 
     def graph(self, rows: int = 1, *, sampled: bool = True) -> Graph:
