@@ -96,6 +96,9 @@ _DECODER = tuple(
 _GPU = "tests/gpu/"
 _ADOPTION = (_GPU + "test_adoption_handles.py", _GPU + "test_lifetime.py")
 _WAYS = _GPU + "test_twelve_ways.py"
+# With a stream held back by a host function, memcheck holds back launches on others as well: who
+# waits for one of those waits until the hold gives up.  So two tests that are about just that are
+# left out by name: `held_stream_holds_nobody` and `two_threads_on_two_streams`.
 LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
@@ -109,7 +112,7 @@ _SMALL = " and ".join(
     f"not {name}"
     for name in (
         *("64_greedy", "8b", "real_widths", "thousand", "transformers"),
-        *("every_way_of_running", "same_bits_for_a_batch"),
+        *("every_way_of_running", "same_bits_for_a_batch", "a_loop_gives"),
     )
 )
 _MEASURED = ("tests/cache", "tests/contract", _ADOPTION[1], _WAYS, *_DECODER)
@@ -140,11 +143,14 @@ PARTS: tuple[Part, ...] = (
     *_memcheck(1, "adopted from Triton", _GPU + "test_adoption_triton.py"),
     *_memcheck(1, "adopted from Numba", _GPU + "test_adoption_numba.py"),
     *_memcheck(1, "lines of others", _GPU + "test_trace_foreign.py"),
-    *_memcheck(5, "contract", "tests/contract", keyword="not test_driver_conditional"),
+    *_memcheck(
+        5,
+        "contract",
+        "tests/contract",
+        keyword="not test_driver_conditional and not held_stream_holds_nobody",
+    ),
     *_memcheck(2, "graph", "tests/graph"),
     *_memcheck(1, "state, replay, cache", "tests/state", "tests/replay", "tests/cache"),
-    # With a stream held back, memcheck holds back launches on others as well: who waits for one of
-    # those then waits for ever.
     *_memcheck(1, "footguns", "tests/test_footguns.py", keyword="not two_threads_on_two_streams"),
     *_memcheck(1, "handles and lifetime", *_ADOPTION),
     *_memcheck(1, "modules", "tests/modules/test_modules_gpu.py"),
