@@ -104,6 +104,7 @@ LEFT_OUT = {
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
     _CONDITIONAL: "memcheck breaks graphs with conditional nodes (docs/log.md)",
     _RUN: "its loops are conditional nodes",
+    "tests/cli/test_tune.py": "a search for so many seconds; what it launches others launch",
 }
 """Files of GPU tests that no part runs, and why."""
 # Of the decoder's tests: not those whose size is the point (a whole model, real widths, a thousand

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ostinato.models.kernels_cuda import CudaLaunch
     from ostinato.models.kernels_cuda_library import Lowered, ProductCall
     from ostinato.models.kernels_cuda_shapes import Tuning
-    from ostinato.models.products import Product
+    from ostinato.models.products import Product, Products
     from ostinato.modules import ModuleCache
 
 __all__ = [
@@ -109,10 +109,13 @@ class Backend(Protocol):
     name: str
     dtype: np.dtype[Any]
     spins: bool
-    library: str
 
     def piece_rows(self, config: LlamaConfig) -> int:
         """How many tokens of a prompt are best taken at once: the rows of the largest step."""
+
+    @property
+    def library(self) -> str:
+        """See above."""
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
         """Raises UnsupportedModelError for a model, or steps of up to `rows` rows of which up to
@@ -244,8 +247,20 @@ class CudaBackend:
                 f"{capability[0]}.{capability[1]}; the decoder's kernels need 8.0 or newer. "
                 'open_device("host") runs it on the CPU'
             )
-        self._products, self.library = open_products(device, library_rows)
         self._library_rows = library_rows
+        # Finding and loading it takes 0.1 to 0.3 s, which need not come before the weights'.
+        pool = ThreadPoolExecutor(1, thread_name_prefix="ostinato-library")
+        self._opening = pool.submit(open_products, device, library_rows)
+        pool.shutdown(wait=False)
+        self._given_up = ""
+
+    @property
+    def _products(self) -> Products | None:
+        return None if self._given_up else self._opening.result()[0]
+
+    @property
+    def library(self) -> str:
+        return self._given_up or self._opening.result()[1]
 
     def piece_rows(self, config: LlamaConfig) -> int:
         """Many where a library multiplies, as far as the attention has counters for them."""
@@ -254,9 +269,9 @@ class CudaBackend:
         return SAMPLED_ROWS if self._products is None else most_rows(config)
 
     def give_up_library(self, reason: str) -> bool:
-        used, self._products = self._products is not None, None
+        used = self._products is not None
         if used:
-            self.library = f"not used: {reason}"
+            self._given_up = f"not used: {reason}"
         return used
 
     def _multiplies(self, config: LlamaConfig, rows: int) -> bool:

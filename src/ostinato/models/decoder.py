@@ -31,7 +31,7 @@ from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.config import LlamaConfig
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
 from ostinato.models.plan import BufferPlan, PlanSizes
-from ostinato.models.program import OPTIONS, STOP_TOKENS, KernelCall
+from ostinato.models.program import OPTIONS, SAMPLED_ROWS, STOP_TOKENS, KernelCall
 from ostinato.models.ring import TokenRing
 from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions
@@ -100,10 +100,7 @@ class Decoder:
         try:
             self.config: LlamaConfig = checkpoint.config
             context = _context(self.config, max_context)
-            if max_rows is None:
-                whole = max(64, 1 << (context - 1).bit_length())  # a context's bucket
-                max_rows = min(self.backend.piece_rows(self.config), whole)
-            sizes = PlanSizes(max_rows, slots, context)
+            sizes = PlanSizes(SAMPLED_ROWS if max_rows is None else max_rows, slots, context)
             sampled = min(sizes.rows, sizes.sampled_rows)
             self.backend.require_supported(self.config, sizes.rows, sampled)
             with self._phases.measure("load"):
@@ -114,6 +111,9 @@ class Decoder:
             if checkpoint is not model:
                 checkpoint.close()
         try:
+            if max_rows is None:  # asked now: what looks for a library did so meanwhile
+                whole = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # a context's bucket
+                sizes = PlanSizes(min(self.backend.piece_rows(self.config), whole), slots, context)
             with self._phases.measure("plan"):
                 workspace = self.backend.workspace_bytes(self.config, sizes.buckets, sizes.context)
                 more = self.backend.buffers(self.config, sizes.rows)
