@@ -188,11 +188,8 @@ class Bench:
             self.machine.synchronize()
             inside: tuple[str, ...] = ()
             if launch.calls > 1:  # what its calls hand each other goes through shared memory
-                heads, queries = (
-                    int(dict(launch.options.defines)[name]) for name in ("HEADS", "BLOCK_QUERIES")
-                )
                 active = self.host["live"][0, 3] & ACTIVE
-                parts, inside = heads // queries if active else 0, ("q", "attended")
+                parts, inside = launch.config.grid[1] if active else 0, ("q", "attended")
                 for name in (*inside, "x"):
                     assert np.array_equal(before[name], self.read(name), equal_nan=True)
             elif launch.kernel == "down_residual":

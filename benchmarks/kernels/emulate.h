@@ -115,28 +115,9 @@ inline void fiber_main() {
     abort();
 }
 
-inline void arrive(Barrier& barrier, const int& live) {
-    const int generation = barrier.generation;
-    barrier.arrived++;
+// Until all of the `live()` threads have arrived; who is the last opens the barrier.
+template <class F> void wait_past(Barrier& barrier, int generation, const F& live) {
     while (barrier.generation == generation) {
-        if (barrier.arrived >= live) {
-            barrier.arrived = 0;
-            barrier.generation++;
-            progress++;
-            return;
-        }
-        yield();
-    }
-}
-
-// A barrier in two halves.
-inline void arrive_early(Barrier& barrier) {
-    current->cluster_generation = barrier.generation;
-    barrier.arrived++;
-    progress++;
-}
-inline void wait_late(Barrier& barrier, const std::function<int()>& live) {
-    while (barrier.generation == current->cluster_generation) {
         if (barrier.arrived >= live()) {
             barrier.arrived = 0;
             barrier.generation++;
@@ -145,6 +126,21 @@ inline void wait_late(Barrier& barrier, const std::function<int()>& live) {
         }
         yield();
     }
+}
+inline void arrive(Barrier& barrier, const int& live) {
+    const int generation = barrier.generation;
+    barrier.arrived++;
+    wait_past(barrier, generation, [&live] { return live; });
+}
+
+// A barrier in two halves.
+inline void arrive_early(Barrier& barrier) {
+    current->cluster_generation = barrier.generation;
+    barrier.arrived++;
+    progress++;
+}
+template <class F> void wait_late(Barrier& barrier, const F& live) {
+    wait_past(barrier, current->cluster_generation, live);
 }
 
 inline void sync_warp() {

@@ -36,7 +36,6 @@ def lowered(config: Any, rows: int, *, sampled: bool = True, loop: bool = False)
         program,
         config,
         rows=rows,
-        context=512,
         tuning=kl.library_tuning(config, rows=rows, context=512),
         single=default_tuning(config, rows=1, context=512),
     )
@@ -277,7 +276,6 @@ def test_limits_are_said() -> None:
             decode_program(SMALL),
             SMALL,
             rows=128,
-            context=512,
             tuning=kl.library_tuning(SMALL, rows=128, context=512),
             single=default_tuning(SMALL),
         )

@@ -287,27 +287,26 @@ class CudaBackend:
 
     def _tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
         """Looked up once: what is stored may change, and the workspace was made for the first."""
+        key = (config, rows, context)
+        if key not in self._tunings:
+            self._tunings[key] = self._find_tuning(config, rows, context)
+        return self._tunings[key]
+
+    def _find_tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
+        from ostinato.models.kernels_cuda_library import library_tuning
         from ostinato.models.tuning import choose_tuning
 
-        key = (config, rows, context)
-        if rows > SAMPLED_ROWS and key not in self._tunings:
-            from ostinato.models.kernels_cuda_library import library_tuning
-
-            count = self._properties.multiprocessors
-            self._tunings[key] = library_tuning(
-                config, rows=rows, context=context, multiprocessors=count
-            )
-        if key not in self._tunings:
-            gpu, count = self._properties.name, self._properties.multiprocessors
-            self._tunings[key] = choose_tuning(
-                config,
-                rows=rows,
-                context=context,
-                gpu=gpu,
-                multiprocessors=count,
-                clusters=self._clusters,
-            ).tuning
-        return self._tunings[key]
+        gpu, count = self._properties.name, self._properties.multiprocessors
+        if rows > SAMPLED_ROWS:
+            return library_tuning(config, rows=rows, context=context, multiprocessors=count)
+        return choose_tuning(
+            config,
+            rows=rows,
+            context=context,
+            gpu=gpu,
+            multiprocessors=count,
+            clusters=self._clusters,
+        ).tuning
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
         from ostinato.models.kernels_cuda_library import most_rows
@@ -328,11 +327,10 @@ class CudaBackend:
         found = []
         for count in rows:
             tuning = self._tuning(config, count, context)
-            sizes: dict[str, Any] = {"rows": count, "context": context, "tuning": tuning}
             if count <= SAMPLED_ROWS:  # also if a library is meant to multiply: it may fail
-                found.append(workspace_bytes(config, **sizes))
+                found.append(workspace_bytes(config, rows=count, context=context, tuning=tuning))
             if self._multiplies(config, count):
-                found.append(library_workspace_bytes(config, **sizes))
+                found.append(library_workspace_bytes(config, rows=count, tuning=tuning))
         return max(found)
 
     def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
@@ -352,12 +350,7 @@ class CudaBackend:
         if not self._multiplies(config, rows):
             return lower(program, config, rows=rows, context=context, tuning=tuning)
         return lower_with_library(
-            program,
-            config,
-            rows=rows,
-            context=context,
-            tuning=tuning,
-            single=self._tuning(config, 1, context),
+            program, config, rows=rows, tuning=tuning, single=self._tuning(config, 1, context)
         )
 
     def bind(

@@ -45,9 +45,7 @@ def kernel_checks() -> Iterator[KernelCheck]:
     for rows in (16, 512):
         tuning = library_tuning(_SHAPE, rows=rows, context=2048)
         calls = decode_program(_SHAPE, last_row=rows > SAMPLED_ROWS)
-        step = lower_with_library(
-            calls, _SHAPE, rows=rows, context=2048, tuning=tuning, single=single
-        )
+        step = lower_with_library(calls, _SHAPE, rows=rows, tuning=tuning, single=single)
         ways.append(tuple(one for one in step if isinstance(one, CudaLaunch)))
     for launches in ways:
         for launch in launches:

@@ -143,10 +143,10 @@ def library_tuning(
     )
 
 
-def library_workspace_bytes(config: LlamaConfig, *, rows: int, context: int, tuning: Tuning) -> int:
+def library_workspace_bytes(config: LlamaConfig, *, rows: int, tuning: Tuning) -> int:
     """Bytes of our own kernels' workspace in such a step, without a last row's: see
     `kernels_cuda.workspace_bytes` of one row for that."""
-    return _LibraryCut(config, rows, context, tuning, tuning).workspace_bytes
+    return _LibraryCut(config, rows, tuning, tuning).workspace_bytes
 
 
 def lower_with_library(
@@ -154,7 +154,6 @@ def lower_with_library(
     config: LlamaConfig,
     *,
     rows: int,
-    context: int,
     tuning: Tuning,
     single: Tuning,
 ) -> tuple[Lowered, ...]:
@@ -164,7 +163,7 @@ def lower_with_library(
     Raises UnsupportedModelError: more than MAX_ROWS rows may sample in their last one only.
     """
     require_supported(config, rows, most=PIECE_ROWS)
-    cut = _LibraryCut(config, rows, context, tuning, single)
+    cut = _LibraryCut(config, rows, tuning, single)
     made: list[Lowered] = []
     for call in program:
         for one in cut.lower(call):
@@ -184,9 +183,7 @@ def _source(file: str) -> Source:
 class _LibraryCut:
     """A config, a number of rows and tunings, made into launches and products."""
 
-    def __init__(
-        self, config: LlamaConfig, rows: int, context: int, tuning: Tuning, single: Tuning
-    ) -> None:
+    def __init__(self, config: LlamaConfig, rows: int, tuning: Tuning, single: Tuning) -> None:
         self.config, self.rows = config, rows
         # What a tuned start was measured for stands before other kernels here.
         self.own = kc.Cut(config, rows, replace(tuning, start_next={}, block=None))
