@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.driver.signature import Signature
 from ostinato.models import kernels_cuda
 from ostinato.models.kernels_cuda import CudaLaunch
 
@@ -69,9 +68,8 @@ class Emulator:
     def launch(self, launch: CudaLaunch, values: Mapping[str, Any]) -> None:
         """`values`: by parameter name, arrays of this emulator or numbers."""
         library = self._library(launch)
-        signature = Signature.parse(launch.signature)
         holders = []
-        for parameter in signature.parameters:
+        for parameter in launch.signature.parameters:
             value = values[parameter.name]
             if parameter.pointer:
                 holders.append(ctypes.c_void_p(value.ctypes.data))

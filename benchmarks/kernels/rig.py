@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.driver.signature import Signature
 from ostinato.models.kernels_cuda import CudaLaunch
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
@@ -197,7 +196,7 @@ class Gpu:
     def launch(self, launch: CudaLaunch, values: Mapping[str, Any]) -> None:
         """`values`: by parameter name, `Memory` or numbers."""
         holders: list[Any] = []
-        for parameter in Signature.parse(launch.signature).parameters:
+        for parameter in launch.signature.parameters:
             value = values[parameter.name]
             if parameter.pointer:
                 holders.append(ctypes.c_void_p(value.address))

@@ -19,7 +19,6 @@ from ostinato.driver.host_kernel import HostKernel, HostLaunch
 from ostinato.driver.signature import Signature
 from ostinato.errors import NotAvailableError
 from ostinato.models.kernels_cuda import CudaLaunch
-from ostinato.models.kernels_cuda_library import PIECE_SIGNATURES, PieceLaunch
 from ostinato.models.products import MatrixProduct
 from ostinato.modules import CompileOptions
 
@@ -28,13 +27,14 @@ class EmulatedModules:
     """Kernels in CUDA C++ as host kernels that the emulator runs."""
 
     def __init__(self, device: Device) -> None:
-        self._device, self._emulator = device, Emulator()
+        self._modules, self._emulator = device.modules, Emulator()
 
-    def get_or_compile(self, source: ost.Source, name: str, *, options: CompileOptions) -> Any:
+    def get_or_compile(
+        self, source: ost.Source, name: str, *, options: CompileOptions | None = None
+    ) -> Any:
         signature = source.signatures[name]
         names = [parameter.name for parameter in signature.parameters]
-
-        kind = PieceLaunch if name in PIECE_SIGNATURES else CudaLaunch
+        made = options or CompileOptions()
 
         def run(how: HostLaunch, *values: Any) -> None:
             given = dict(zip(names, values, strict=True))
@@ -42,12 +42,12 @@ class EmulatedModules:
             if handle is not None:  # the emulated runtime writes it where the handle says
                 given["condition"] = ctypes.addressof(wanted)
             config = LaunchConfig(how.grid, how.block, how.shared, cluster=how.cluster)
-            self._emulator.launch(kind(name, source, options, config, ()), given)
+            self._emulator.launch(CudaLaunch(name, source, made, config, ()), given)
             if handle is not None:
                 how.set_conditional(handle, wanted.value)
 
         host = HostKernel(name, run, signature)
-        return self._device.modules.get_or_compile(host, name)
+        return self._modules.get_or_compile(host, name)
 
     def preload(self, kernels: Iterable[Any]) -> None:
         """They are there."""

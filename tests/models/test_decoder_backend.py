@@ -12,7 +12,7 @@ import pytest
 
 from ostinato.device import Device
 from ostinato.driver.api import KernelNodeParams, MemoryRange
-from ostinato.driver.signature import Access, Signature
+from ostinato.driver.signature import Access
 from ostinato.driver.stream import Operation
 from ostinato.errors import NotAvailableError, UnsupportedModelError
 from ostinato.graph.recording import dependencies
@@ -95,7 +95,7 @@ def test_launches_chain_so_that_each_may_start_early(rows: int, kind: str, clust
     tuning = default_tuning(MODEL, rows=rows, context=512, clusters=clusters)
     for one in kc.lower(program, MODEL, rows=rows, context=512, tuning=tuning):
         reads, writes = [], []
-        parameters = Signature.parse(one.signature).parameters
+        parameters = one.signature.parameters
         for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
             if parameter.pointer:
                 assert isinstance(value, Bound)

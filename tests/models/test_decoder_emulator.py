@@ -18,7 +18,6 @@ from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
 from ostinato.driver.host_kernel import HostKernel, HostLaunch
-from ostinato.driver.signature import Signature
 from ostinato.models import kernels_cuda as kc
 from ostinato.models.backend import BoundLaunch
 from ostinato.models.decoder import Decoder
@@ -83,7 +82,7 @@ class EmulatedBackend:
             if handle is not None:
                 how.set_conditional(handle, wanted.value)
 
-        host = HostKernel(launch.kernel, run, Signature.parse(launch.signature))
+        host = HostKernel(launch.kernel, run, launch.signature)
         return self.device.modules.get_or_compile(host, launch.kernel)
 
 

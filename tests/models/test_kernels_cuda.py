@@ -101,7 +101,7 @@ def test_launches_follow_the_program(shape: str, rows: int) -> None:
         given, wanted = dict(call.arguments), dict(one.arguments)
         assert given.items() <= wanted.items()
         assert set(wanted) - set(given) <= {"workspace"}
-        assert list(wanted) == [p.name for p in Signature.parse(one.signature).parameters]
+        assert list(wanted) == [p.name for p in one.signature.parameters]
         assert one.config.shared <= 200 * 1024
     assert not launches[0].config.programmatic, "a step waits for what was before it"
     assert all(one.config.programmatic for one in launches[1:])

@@ -22,7 +22,6 @@ from ostinato.bench.random_weights import random_checkpoint
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
 from ostinato.driver.host_kernel import HostKernel
-from ostinato.driver.signature import Signature
 from ostinato.errors import CompileError, InputError, NotAvailableError
 from ostinato.graph import prepare
 from ostinato.models import kernels_cuda as kc
@@ -540,7 +539,7 @@ class EmulatedMeter(StepMeter):
             if self.tamper is not None:
                 self.tamper(launch.kernel, given)
 
-        host = HostKernel(launch.kernel, run, Signature.parse(launch.signature))
+        host = HostKernel(launch.kernel, run, launch.signature)
         return self.device.modules.get_or_compile(host, launch.kernel)
 
     def _operation(self, launch: kc.CudaLaunch) -> Any:

@@ -27,6 +27,8 @@ _PIECE = 1 << 22  # values that one thread writes at a time
 class _MadeCheckpoint(Checkpoint):
     """Weights that `load` makes; no file, no tokenizer.  `name` is shown in place of a path."""
 
+    has_file = False
+
     def __init__(self, config: LlamaConfig, name: str) -> None:
         super().__init__(Path(name), config, JsonTokenizerSource(Path(name)), {})
 

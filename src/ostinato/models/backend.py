@@ -248,19 +248,8 @@ class CudaBackend:
                 'open_device("host") runs it on the CPU'
             )
         self._library_rows = library_rows
-        # Finding and loading it takes 0.1 to 0.3 s, which need not come before the weights'.
-        pool = ThreadPoolExecutor(1, thread_name_prefix="ostinato-library")
-        self._opening = pool.submit(open_products, device, library_rows)
-        pool.shutdown(wait=False)
-        self._given_up = ""
-
-    @property
-    def _products(self) -> Products | None:
-        return None if self._given_up else self._opening.result()[0]
-
-    @property
-    def library(self) -> str:
-        return self._given_up or self._opening.result()[1]
+        self._products: Products | None
+        self._products, self.library = open_products(device, library_rows)
 
     def piece_rows(self, config: LlamaConfig) -> int:
         """Many where a library multiplies, as far as the attention has counters for them."""
@@ -269,10 +258,10 @@ class CudaBackend:
         return SAMPLED_ROWS if self._products is None else most_rows(config)
 
     def give_up_library(self, reason: str) -> bool:
-        used = self._products is not None
-        if used:
-            self._given_up = f"not used: {reason}"
-        return used
+        if self._products is None:
+            return False
+        self._products, self.library = None, f"not used: {reason}"
+        return True
 
     def _multiplies(self, config: LlamaConfig, rows: int) -> bool:
         """Whether the library does in a step of so many rows."""

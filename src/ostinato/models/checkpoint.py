@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -103,8 +103,11 @@ TokenizerSource = GgufTokenizerSource | JsonTokenizerSource
 class Checkpoint(abc.ABC):
     """Weights of one model.  Owns mapped files: use `with`, or call `close`.
 
-    Reading is safe from many threads.  Arrays that it gave live on after `close`.
+    Reading is safe from many threads.  Arrays that it gave live on after `close`.  `has_file`:
+    there is a file that holds the tensors, so that `raw` and `stored` say how.
     """
+
+    has_file: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -131,6 +134,15 @@ class Checkpoint(abc.ABC):
         except KeyError:
             known = ", ".join(list(self._tensors)[:4])
             raise InputError(f"{self.path}: no tensor {name!r}; there are {known}, …") from None
+
+    def stored(self, name: str) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes as the file holds them: flat, a view of the map, not to be written.
+
+        Raises InputError for an unknown name, ClosedError.
+        """
+        raw = self.raw(name)
+        self._require_open()
+        return self._bytes(raw)
 
     def tensor(
         self, name: str, out: npt.NDArray[np.float32] | None = None
@@ -208,8 +220,7 @@ class Checkpoint(abc.ABC):
     ) -> None:
         """Rows `first` to `stop` of a tensor into the same rows of `out` (float32, or uint16 for
         bfloat16), block of rows by block of rows.  Whole heads, where the file interleaves them."""
-        if self._closed:
-            raise ClosedError(f"{self.path}: the checkpoint was closed; open it again")
+        self._require_open()
         source = self._bytes(raw).reshape(raw.rows, -1)
         target = out.reshape(raw.rows, raw.columns)
         step = _rows_at_a_time(raw, _BLOCK_VALUES)
@@ -228,6 +239,10 @@ class Checkpoint(abc.ABC):
                 values, words = self._scratch.take(into.shape)
                 self._decode(raw.type, block, values)
                 to_bfloat16(values, into, words)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.path}: the checkpoint was closed; open it again")
 
     @abc.abstractmethod
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:

@@ -63,7 +63,8 @@ class Decoder:
     `verify` as for GraphedStep.  `device_state` off (it can be changed between steps): the host
     sets token and position before each step, instead of the device advancing them.
     `stop_tokens`: tokens that end a sequence, 16 at most; the model's own if None.  `graph_budget`:
-    device bytes that all graphs together may take.  `threads`: of the weights' conversion.
+    device bytes that all graphs together may take.  `threads`: of the weights' conversion,
+    where the host does it.
 
     Raises ModelError (UnsupportedModelError before anything is loaded), CompileError,
     OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder are not to overlap.
@@ -100,7 +101,10 @@ class Decoder:
         try:
             self.config: LlamaConfig = checkpoint.config
             context = _context(self.config, max_context)
-            sizes = PlanSizes(SAMPLED_ROWS if max_rows is None else max_rows, slots, context)
+            if max_rows is None:
+                whole = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # a context's bucket
+                max_rows = min(self.backend.piece_rows(self.config), whole)
+            sizes = PlanSizes(max_rows, slots, context)
             sampled = min(sizes.rows, sizes.sampled_rows)
             self.backend.require_supported(self.config, sizes.rows, sampled)
             with self._phases.measure("load"):
@@ -111,9 +115,6 @@ class Decoder:
             if checkpoint is not model:
                 checkpoint.close()
         try:
-            if max_rows is None:  # asked now: what looks for a library did so meanwhile
-                whole = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # a context's bucket
-                sizes = PlanSizes(min(self.backend.piece_rows(self.config), whole), slots, context)
             with self._phases.measure("plan"):
                 workspace = self.backend.workspace_bytes(self.config, sizes.buckets, sizes.context)
                 more = self.backend.buffers(self.config, sizes.rows)

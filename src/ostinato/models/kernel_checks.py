@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ostinato.models.config import LlamaConfig
+from ostinato.models.dequantise_cuda import dequantise_source
 from ostinato.models.kernels_cuda import CudaLaunch, lower
 from ostinato.models.kernels_cuda_library import library_tuning, lower_with_library
 from ostinato.models.kernels_cuda_shapes import default_tuning
@@ -53,3 +54,4 @@ def kernel_checks() -> Iterator[KernelCheck]:
             if way not in seen:
                 seen.add(way)
                 yield KernelCheck(launch.source, launch.options)
+    yield KernelCheck(dequantise_source())

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from ostinato import LaunchConfig, Source
+from ostinato.driver.signature import Signature
 from ostinato.models.config import LlamaConfig
 from ostinato.models.kernels_cuda_shapes import (
     BLOCKED,
@@ -101,8 +102,8 @@ class CudaLaunch:
     """How many calls of the program it does, one after the other."""
 
     @property
-    def signature(self) -> str:
-        return SIGNATURES[self.kernel]
+    def signature(self) -> Signature:
+        return self.source.signatures[self.kernel]
 
 
 def lower(

@@ -45,7 +45,6 @@ from ostinato.modules import CompileOptions
 
 __all__ = [
     "PIECE_SIGNATURES",
-    "PieceLaunch",
     "ProductCall",
     "library_buffers",
     "library_rows_for",
@@ -88,15 +87,6 @@ class ProductCall:
     inputs: Bound
     out: Bound
     workspace: Bound = _WORKSPACE
-
-
-@dataclass(frozen=True, slots=True)
-class PieceLaunch(kc.CudaLaunch):
-    """A launch of a kernel in pieces.cu or piece_attention.cu."""
-
-    @property
-    def signature(self) -> str:
-        return PIECE_SIGNATURES[self.kernel]
 
 
 Lowered = kc.CudaLaunch | ProductCall
@@ -296,7 +286,7 @@ class _LibraryCut:
         macros: dict[str, str] | None = None,
     ) -> kc.CudaLaunch:
         names = [part.split(":")[0].strip() for part in PIECE_SIGNATURES[kernel].split(",")]
-        return PieceLaunch(
+        return kc.CudaLaunch(
             kernel,
             _source(file),
             CompileOptions(defines=tuple((macros or self._macros).items())),

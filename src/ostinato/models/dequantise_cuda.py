@@ -1,0 +1,80 @@
+"""A file's tensors to float32 or bfloat16 on a CUDA device: `kernels/dequantise.cu`.
+
+What travels are the file's own bytes, straight from the map, and the host computes nothing: its
+threads take turns at the interpreter's lock for that (SmolLM2-135M on 16 cores: 0.3 s with four of
+them, 0.45 s with sixteen).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato import Buffer, LaunchConfig, Source, Stream, launch
+from ostinato.models.checkpoint import RawTensor
+from ostinato.models.dequantise import SUPPORTED_TYPES
+from ostinato.models.kernels_cuda import source_of
+
+if TYPE_CHECKING:
+    from ostinato.modules import ModuleCache
+
+__all__ = ["dequantise_on_device", "dequantise_source", "staged_bytes"]
+
+_MOST_STAGED = 64 << 20
+_THREADS = 256
+_OUT = {np.dtype(np.float32): "f32", np.dtype(np.uint16): "bf16"}
+
+
+@functools.cache
+def dequantise_source() -> Source:
+    """The kernels: `<type>_to_f32` and `<type>_to_bf16`."""
+    return source_of(
+        "dequantise",
+        {
+            f"{kind}_to_{out}": f"stored: *const u8, out: *out {out}, row_bytes: u32, "
+            "columns: u32, head: u32"
+            for kind in SUPPORTED_TYPES
+            for out in _OUT.values()
+        },
+    )
+
+
+def staged_bytes(tensors: Iterable[RawTensor]) -> int:
+    """Device bytes that `dequantise_on_device` needs to work through these tensors."""
+    return max(max(_unit_bytes(raw), min(raw.size, _MOST_STAGED)) for raw in tensors)
+
+
+def dequantise_on_device(
+    modules: ModuleCache,
+    raw: RawTensor,
+    stored: npt.NDArray[np.uint8],
+    out: Buffer,
+    staging: Buffer,
+    stream: Stream,
+) -> None:
+    """Puts a tensor's values into `out` (float32, or uint16 for bfloat16), in stream order.
+
+    `stored`: its bytes as the file has them; they are taken before this returns.  `staging`: see
+    `staged_bytes`; free to be used again for what follows on the stream.  The values are those of
+    `Checkpoint.load`, bit by bit, except for which NaN a NaN is.  Raises CompileError, DriverError.
+    """
+    kernel = modules.get_or_compile(dequantise_source(), f"{raw.type}_to_{_OUT[out.dtype]}")
+    row_bytes, row_values = raw.size // raw.rows, raw.columns * out.dtype.itemsize
+    head = raw.rows // raw.heads if raw.heads else 0
+    step = staging.nbytes // _unit_bytes(raw) * max(1, head)
+    for start in range(0, raw.rows, step):
+        rows = min(step, raw.rows - start)
+        part = staging.view(0, rows * row_bytes, np.uint8)
+        part.copy_from(stored[start * row_bytes : (start + rows) * row_bytes], stream)
+        values = out.view(start * row_values, rows * raw.columns)
+        shape = LaunchConfig(rows, _THREADS)
+        launch(stream, kernel, shape, part, values, row_bytes, raw.columns, head)
+
+
+def _unit_bytes(raw: RawTensor) -> int:
+    """Of what is not to be divided: a row, or a head whose rows change places among themselves."""
+    return raw.size // (raw.heads or raw.rows)
