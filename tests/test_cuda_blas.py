@@ -17,7 +17,7 @@ from ostinato.driver import cuda_blas
 from ostinato.driver.cuda_blas import BlasHandle, Cublaslt, MatrixProduct, load_cublaslt
 from ostinato.errors import InputError, NotAvailableError
 
-PRODUCT = MatrixProduct(32, 64, 48, "bfloat16", accumulate=True)
+PRODUCT = MatrixProduct(32, 64, 48, accumulate=True)
 
 
 class FakeDriver:
@@ -72,7 +72,7 @@ def test_a_product_is_prepared_once_and_called() -> None:
     assert library.handle(library.driver) is library.handle(library.driver)
     layouts = [a[1:] for s, a in library.made if s == "cublasLtMatrixLayoutCreate"]
     # The library counts in columns: W inputs x outputs, h inputs x rows, y outputs x rows.
-    assert layouts == [(14, 48, 64, 48), (14, 48, 32, 48), (14, 64, 32, 64)]
+    assert layouts == [(14, 48, 64, 48), (14, 48, 32, 48), (0, 64, 32, 64)]
     library.made.clear()
     plan(5, weight=0x1000, inputs=0x2000, out=0x3000, workspace=0x4000, nbytes=8192)
     ((symbol, arguments),) = library.made
@@ -92,7 +92,7 @@ def test_what_the_library_refuses_is_said_in_words() -> None:
     ):
         planned(FakeLibrary(FakeDriver(), cublasLtCreate=1))
     library = FakeLibrary(FakeDriver(), cublasLtMatmulAlgoGetHeuristic=15)
-    with pytest.raises(NotAvailableError, match=r"bfloat16 \[32, 64\].*no kernel for this product"):
+    with pytest.raises(NotAvailableError, match=r"float32 \[32, 64\].*no kernel for this product"):
         planned(library)
     assert library.alive == 0
     with pytest.raises(NotAvailableError, match="no algorithm"):

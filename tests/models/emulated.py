@@ -114,12 +114,11 @@ class NumpyProduct:
             if p.accumulate:
                 into += made
             else:
-                into[...] = made if p.output == "float32" else to_bf16(made)
+                into[...] = made
 
-        kind = "f32" if p.output == "float32" else "bf16"
         access = "" if p.accumulate else "out "
         signature = Signature.parse(
-            f"weight: *const bf16, inputs: *const bf16, out: *{access}{kind}, workspace: *u8"
+            f"weight: *const bf16, inputs: *const bf16, out: *{access}f32, workspace: *u8"
         )
         kernel = self.device.modules.get_or_compile(HostKernel(name, run, signature), name)
         return (ost.prepare(kernel, LaunchConfig(1, 1), weight, inputs, out, workspace),)

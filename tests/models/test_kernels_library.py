@@ -264,8 +264,7 @@ def test_buffers_hold_what_each_product_reads_and_writes() -> None:
             if isinstance(one, kl.ProductCall):
                 p = one.product
                 assert p.rows * p.inputs * 2 <= room["product_in"]
-                size = 4 if p.output == "float32" else 2
-                assert one.out.name == "x" or p.rows * p.outputs * size <= room["product_out"]
+                assert one.out.name == "x" or p.rows * p.outputs * 4 <= room["product_out"]
 
 
 def test_limits_are_said() -> None:

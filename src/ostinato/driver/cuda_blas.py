@@ -22,7 +22,7 @@ import weakref
 from contextlib import AbstractContextManager
 from ctypes import byref
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from ostinato.errors import InputError, NotAvailableError
 
@@ -109,14 +109,13 @@ class _HeuristicResult(ctypes.Structure):
 class MatrixProduct:
     """y[rows, outputs] = h[rows, inputs] W[outputs, inputs]^T, all with whole rows, C order.
 
-    h and W are bfloat16, sums float32, y is `output`.  `accumulate` adds to what y holds.
+    h and W are bfloat16, sums and y float32.  `accumulate` adds to what y holds.
     Raises InputError for sizes below 1.
     """
 
     rows: int
     outputs: int
     inputs: int
-    output: Literal["float32", "bfloat16"] = "float32"
     accumulate: bool = False
 
     def __post_init__(self) -> None:
@@ -125,7 +124,7 @@ class MatrixProduct:
 
     def __str__(self) -> str:
         sign = "+=" if self.accumulate else "="
-        return f"{self.output} [{self.rows}, {self.outputs}] {sign} bf16 [.., {self.inputs}]"
+        return f"float32 [{self.rows}, {self.outputs}] {sign} bf16 [.., {self.inputs}]"
 
 
 def explain_blas_status(status: int) -> str:
@@ -254,10 +253,9 @@ class Planned:
         # W[outputs, inputs] its inputs x outputs, which it is told to transpose.
         self._operation = self._create("MatmulDesc", _COMPUTE_32F, _R_32F)
         self._set("MatmulDesc", self._operation, _DESC_TRANSA, ctypes.c_int32(_TRANSPOSE))
-        kind = _R_32F if product.output == "float32" else _R_16BF
         self._weight = self._create("MatrixLayout", _R_16BF, inputs, outputs, inputs)
         self._input = self._create("MatrixLayout", _R_16BF, inputs, rows, inputs)
-        self._output = self._create("MatrixLayout", kind, outputs, rows, outputs)
+        self._output = self._create("MatrixLayout", _R_32F, outputs, rows, outputs)
         preference = self._create("MatmulPreference")
         name = "MatmulPreference"
         self._set(name, preference, _PREF_WORKSPACE, ctypes.c_uint64(workspace))

@@ -18,16 +18,16 @@ from __future__ import annotations
 import abc
 import math
 import threading
-import types
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from ostinato.driver.closeable import Closeable
 from ostinato.errors import (
     ClosedError,
     InputError,
@@ -100,7 +100,7 @@ class JsonTokenizerSource:
 TokenizerSource = GgufTokenizerSource | JsonTokenizerSource
 
 
-class Checkpoint(abc.ABC):
+class Checkpoint(Closeable):
     """Weights of one model.  Owns mapped files: use `with`, or call `close`.
 
     Reading is safe from many threads.  Arrays that it gave live on after `close`.  `has_file`:
@@ -199,17 +199,6 @@ class Checkpoint(abc.ABC):
         """Unmap the files.  Calling it again does nothing."""
         self._closed = True
         self._unmap()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._tensors)} tensors"

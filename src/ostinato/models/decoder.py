@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato import Device, Graph, GraphCache, Stream
+from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
 from ostinato.models.backend import Backend, LibraryRows, backend_for
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
@@ -47,7 +47,7 @@ DEFAULT_CONTEXT = 2048
 """Positions a slot has if nobody says otherwise, and the model was trained for as many."""
 
 
-class Decoder:
+class Decoder(Closeable):
     """A model in device memory with its KV cache, stepping through graphs.
 
     `model`: a path for `open_checkpoint`, or an open checkpoint (then the caller closes it; it is
@@ -378,17 +378,6 @@ class Decoder:
         self._steps.close()
         self.plan.close()
         self.weights.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _context(config: LlamaConfig, wanted: int | None) -> int:

@@ -9,16 +9,16 @@ with TextGenerator(device, "smollm2-135m") as generator:
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ostinato import Device
+from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.decoder import Decoder
@@ -189,7 +189,7 @@ def _since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     return {reason: count for reason, count in counts.items() if count}
 
 
-class TextGenerator:
+class TextGenerator(Closeable):
     """A decoder with its tokenizer and chat template.
 
     `model`: a GGUF file or a folder, a known name (fetched on first use, see `models.store`), or an
@@ -203,11 +203,9 @@ class TextGenerator:
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(_resolve(model))
         try:
             # The tokenizer is built while the weights are read: both take longer than the rest.
-            loading = _Background(checkpoint)
-            try:
+            with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
+                loading = beside.submit(_load_tokenizer, checkpoint)
                 self.decoder = Decoder(device, checkpoint, **options)
-            finally:
-                loading.thread.join()
             try:
                 self.tokenizer = loading.result()
                 if options.get("stop_tokens") is None:
@@ -317,43 +315,12 @@ class TextGenerator:
         """Gives the decoder's memory back.  Idempotent."""
         self.decoder.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class _Background:
-    """Loads a tokenizer on a thread; the error, if there is one, comes with the result."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._tokenizer: Tokenizer | None = None
-        self._error: BaseException | None = None
-        self.thread = threading.Thread(target=self._load, name="tokenizer", daemon=True)
-        self.thread.start()
-
-    def _load(self) -> None:
-        try:
-            self._tokenizer = load_tokenizer(
-                self._checkpoint.tokenizer, vocabulary=self._checkpoint.config.vocabulary
-            )
-            if self._tokenizer.chat_template is not None:
-                import ostinato.models.chat  # noqa: F401 - jinja2, which a prompt will need
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> Tokenizer:
-        if self._error is not None:
-            raise self._error
-        assert self._tokenizer is not None
-        return self._tokenizer
+def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    made = load_tokenizer(checkpoint.tokenizer, vocabulary=checkpoint.config.vocabulary)
+    if made.chat_template is not None:
+        import ostinato.models.chat  # noqa: F401 - jinja2, which a prompt will need
+    return made
 
 
 def _resolve(model: str | Path) -> str | Path:

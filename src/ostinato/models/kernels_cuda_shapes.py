@@ -34,7 +34,7 @@ __all__ = [
 MAX_ROWS = 64
 """Most rows of one step whose products are ours."""
 COUNTER_BYTES = 1 << 16
-"""The counters at the start of the workspace (linear.cuh)."""
+"""The counters at the start of the workspace (common.cuh)."""
 START_NEXT = ("AT_START", "AFTER_WAIT", "AFTER_INPUT", "BEFORE_OUTPUT", "NEVER")
 """Where a kernel lets the next one start (common.cuh)."""
 

@@ -172,11 +172,10 @@ class LibraryProduct:
         product, device, stream = self.product, self._device, self._stream
         row = np.random.default_rng(7).standard_normal(product.inputs).astype(np.float32)
         bits = (row.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16
-        kind = np.float32 if product.output == "float32" else np.uint16
         with (
             device.array(np.tile(bits, (product.rows, 1))) as inputs,
-            device.zeros((product.rows, product.outputs), kind) as out,
-            device.zeros((product.rows, product.outputs), kind) as again,
+            device.zeros((product.rows, product.outputs), np.float32) as out,
+            device.zeros((product.rows, product.outputs), np.float32) as again,
             device.zeros(self.workspace_bytes) as workspace,
         ):
             self._call(weight, inputs, out, workspace)

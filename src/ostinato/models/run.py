@@ -13,13 +13,14 @@ where the sequence is (`Sequence.on_device` is off), and everything behind is wr
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Self, TypeVar
 
+from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
 from ostinato.models.sequences import Sequence
 from ostinato.models.stepper import Stepper
@@ -79,7 +80,7 @@ class _Launches:
     most: int | None = None
 
 
-class Run(ABC, Generic[T]):
+class Run(Closeable, Generic[T]):
     """Tokens of one or more sequences as they come; an iterator.  Made by `Decoder`.
 
     It ends where all its sequences have stopped, or after `count` tokens of each; or by `close()`
@@ -137,12 +138,6 @@ class Run(ABC, Generic[T]):
         """Ends the run on behalf of something else that is done with the decoder."""
         if not self._over and self._live and self._left != 0:
             self._ended_by = by
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
         self.close()
 
     def is_ahead(self, sequence: Sequence) -> bool:

@@ -12,13 +12,13 @@ import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato import Device, GraphExec, Kernel, Operation, Stream, capture, copy, prepare
+from ostinato.driver.closeable import Closeable
 from ostinato.errors import CompileError, ContextPoisonedError, DriverError, InputError
 from ostinato.models.backend import load_kernel
 from ostinato.models.kernels_cuda import CudaLaunch, lower, workspace_bytes
@@ -53,7 +53,7 @@ def _narrowed(launch: CudaLaunch, tuning: Tuning) -> CompileOptions:
     return CompileOptions(defines={n: v for n, v in defines.items() if n not in others})
 
 
-class StepMeter:
+class StepMeter(Closeable):
     """One shape's buffers on a device, for timing steps of `rows` rows (`tuning_sweep.Meter`).
 
     `weights`: on the device, bfloat16; the caller closes them.  `positions`: the largest context
@@ -232,14 +232,3 @@ class StepMeter:
             mark.close()
         self.plan.close()
         self.stream.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()

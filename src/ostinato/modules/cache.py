@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from ostinato.driver.api import Image
+from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.host_kernel import HostKernel
 from ostinato.driver.location import caller_location
@@ -98,7 +99,7 @@ class _Flight:
     module: LoadedModule | None = None
 
 
-class ModuleCache:
+class ModuleCache(Closeable):
     """The kernels of one device: `device.modules`.
 
     `disk`: a store, a folder, True for the folder of the settings, False for none.  `max_modules`
@@ -221,12 +222,6 @@ class ModuleCache:
             self._store.clear()
             self._failed.clear()
         self.context.collect()
-
-    def __enter__(self) -> ModuleCache:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # --- the slow way
     def _get(

@@ -16,8 +16,6 @@
 // a fence, an atomic and two ways to L2: 2.1 us a layer on an H100, more than all the rest.
 #include "softmax.cuh"
 
-constexpr int COUNTER_BYTES = 1 << 16;  // as in linear.cuh
-
 constexpr int QUERIES = ATTENTION_QUERIES;              // query heads of a block
 constexpr int PARTS = HEADS / KV_HEADS / QUERIES;       // blocks that share a KV head
 constexpr int WARPS = ATTENTION_WARPS, STEPS = ATTENTION_STEPS, SPLITS = ATTENTION_SPLITS;
@@ -146,7 +144,7 @@ KERNEL __launch_bounds__(32 * WARPS)
     start_next_at<BEFORE_OUTPUT>();
 
     // Over the warps; a thread a value.
-    float* const partials = workspace + COUNTER_BYTES / sizeof(float);
+    float* const partials = workspace + COUNTER_BYTES / sizeof(float);  // partials_of: more code
     auto partial_at = [&](int of_unit, int j) {
         const long long head = static_cast<long long>(index) * HEADS + first_head + j;
         return partials + (head * UNITS + of_unit) * PARTIAL;
@@ -214,7 +212,7 @@ KERNEL __launch_bounds__(32 * WARPS)
     __threadfence();
     __syncthreads();
     if (thread == 0) {
-        u32* counter = reinterpret_cast<u32*>(workspace) + index * gridDim.y + blockIdx.y;
+        u32* counter = counters_of(workspace) + index * gridDim.y + blockIdx.y;
         last = atomicAdd(counter, 1u) == static_cast<u32>(units - 1);
         if (last) *counter = 0;  // for the next layer
         __threadfence();

@@ -261,6 +261,16 @@ DEVICE Row load_row(const int* live, int index) {
                static_cast<int>(v.w)};
 }
 
+// The workspace, in bytes: counters that are zero between kernels, then what a kernel leaves for
+// its own last block or for the next kernel.
+constexpr int COUNTER_BYTES = 1 << 16;
+
+DEVICE u32* counters_of(float* workspace) { return reinterpret_cast<u32*>(workspace); }
+DEVICE float* partials_of(float* workspace) { return workspace + COUNTER_BYTES / sizeof(float); }
+DEVICE u64* keys_of(float* workspace) { return reinterpret_cast<u64*>(partials_of(workspace)); }
+
+#define MINUS_INFINITY __uint_as_float(0xff800000u)
+
 // The two bfloat16 of a word, as floats.
 DEVICE float low_half(u32 w) { return __uint_as_float(w << 16); }
 DEVICE float high_half(u32 w) { return __uint_as_float(w & 0xffff0000u); }

@@ -11,20 +11,12 @@
 
 #include "common.cuh"
 
-// The workspace, in bytes: counters that are zero between kernels, then what a kernel leaves for
-// its own last block or for the next kernel.
-constexpr int COUNTER_BYTES = 1 << 16;
-
 // The residual of a layer after its attention is x and so many parts in the workspace, [HIDDEN] each,
 // which attention_block.cu left there: `norm_gate_up` leaves their sum behind them, and
 // `down_residual` goes on from that.  None: it is x.
 #ifndef RESIDUAL_PARTS
 #define RESIDUAL_PARTS 0
 #endif
-
-DEVICE u32* counters_of(float* workspace) { return reinterpret_cast<u32*>(workspace); }
-DEVICE float* partials_of(float* workspace) { return workspace + COUNTER_BYTES / sizeof(float); }
-DEVICE u64* keys_of(float* workspace) { return reinterpret_cast<u64*>(partials_of(workspace)); }
 
 // Adds the products of 8 weights with 8 inputs to two sums, which makes two chains of four.
 DEVICE void dot8(float& even, float& odd, const uint4& w, const float4& a, const float4& b) {

@@ -24,8 +24,6 @@ constexpr int VALUE_ITEMS = PAIRS * (HEAD_SIZE / 8), VALUE_EACH = ceil_div(VALUE
 static_assert(GROUP % PIECE_QUERIES == 0 && PIECE_ROWS % 16 == 0, "shape");
 static_assert(HEAD_SIZE % 8 == 0 && HEAD_SIZE <= 128, "head size");
 
-#define MINUS_INFINITY __uint_as_float(0xff800000u)
-
 DEVICE int largest_of_lanes(int v) {
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) v = larger(v, exchange(v, mask));

@@ -21,7 +21,6 @@
 // Physics: one multiprocessor reads 513 KB of logits (128,256 tokens) in about 6 us a scan.
 #include "sampled.cuh"
 
-constexpr int COUNTER_BYTES = 1 << 16;  // as in linear.cuh
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32;
 constexpr int BINS = 2048, LISTED = 3072;
 constexpr float BIN_WIDTH = 1.0f / 64;  // in scaled logits; the last bin takes all below -32
@@ -267,8 +266,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     const int index = blockIdx.x;
     const Row row = load_row(live, index);
     if ((row.flags & (ACTIVE | SAMPLE)) != (ACTIVE | SAMPLE)) return;
-    const u64* keys = reinterpret_cast<const u64*>(workspace + COUNTER_BYTES / sizeof(float)) +
-                      static_cast<long long>(index) * HEAD_BLOCKS;
+    const u64* keys = keys_of(workspace) + static_cast<long long>(index) * HEAD_BLOCKS;
     const int token = sample_row(bench, row, logits, options, keys);
     if (threadIdx.x == 0) chosen[index] = token;
     start_next_at<BEFORE_OUTPUT>();

@@ -13,8 +13,6 @@ constexpr int GROUPS = 32 / LANES;                // positions that a warp holds
 constexpr int PARTIAL = HEAD_SIZE + 2;            // floats: maximum, sum, mix
 static_assert(HEAD_SIZE % 8 == 0 && LANES <= 32, "head size");
 
-#define MINUS_INFINITY __uint_as_float(0xff800000u)
-
 // A partial softmax: sum of 2^(score - maximum), and that sum over the values.
 struct Mix {
     float maximum, sum, values[8];
