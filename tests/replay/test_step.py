@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 
@@ -352,6 +353,23 @@ def test_what_is_held_outlives_an_eviction(device: Device) -> None:
     held.close()
     held.close()
     assert rows.cache.statistics().leaving == 0
+
+
+def test_what_is_held_and_dropped_is_let_go_outside_of_captures(device: Device) -> None:
+    rows = Rows(device, warmups=0)
+    held = rows.step.hold(rows=8)
+    assert isinstance(held, HeldReplay)
+    held.launch()
+    rows.cache.evict_all()
+    with ost.capture(rows.stream):
+        del held
+        gc.collect()
+        device.context.collect()
+        assert rows.cache.statistics().leaving == 1
+    device.synchronize()
+    assert rows.cache.statistics().leaving == 0
+    statistics = rows.step.statistics()
+    assert (statistics.calls, statistics.replayed, statistics.used) == (1, 1, 8)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from ostinato.driver.closeable import Closeable
+from ostinato.driver.context import Context
 from ostinato.errors import ClosedError
 
-__all__ = ["HeldReplay"]
+__all__ = ["HeldCounts", "HeldReplay"]
+
+
+@dataclass(slots=True, eq=False)
+class HeldCounts:
+    """What a held graph was launched for; `used` and `padded` are the real and bucketed sizes of
+    each launch, added up."""
+
+    used: int
+    padded: int
+    launches: int = 0
 
 
 class HeldReplay(Closeable):
@@ -19,18 +32,22 @@ class HeldReplay(Closeable):
     at once, and the executable is closed when this is.
     """
 
-    __slots__ = ("_lease", "_replay", "launches", "padded", "used")
+    __slots__ = ("__weakref__", "_counts", "_finalizer", "_lease", "_replay")
 
     def __init__(
-        self, replay: Callable[[], None], lease: ExitStack, *, used: int, padded: int
+        self, context: Context, replay: Callable[[], None], lease: ExitStack, counts: HeldCounts
     ) -> None:
         self._replay = replay
         self._lease = lease
-        self.launches = 0
+        self._counts = counts
+        # The silent last resort: the lease ends at the context's next pause between captures.
+        self._finalizer = weakref.finalize(self, context.retire, lease.close)
+        self._finalizer.atexit = False
+
+    @property
+    def launches(self) -> int:
         """Replays so far."""
-        self.used = used
-        self.padded = padded
-        """Real and bucketed sizes of each, added up."""
+        return self._counts.launches
 
     def launch(self) -> None:
         """One replay, in stream order.  Does not wait.
@@ -38,10 +55,11 @@ class HeldReplay(Closeable):
         Raises what `GraphExec.launch` raises, and ClosedError once it was let go.
         """
         self._replay()
-        self.launches += 1
+        self._counts.launches += 1
 
     def close(self) -> None:
         """Lets go of the graph; launches under way go on.  Idempotent."""
+        self._finalizer.detach()
         self._replay = _let_go
         self._lease.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ostinato.replay.held import HeldReplay
+from ostinato.replay.held import HeldCounts
 
 __all__ = ["Counts", "StepStatistics"]
 
@@ -57,7 +57,7 @@ class Counts:
         self.used += used
         self.padded += padded
 
-    def replays(self, held: HeldReplay) -> None:
+    def replays(self, held: HeldCounts) -> None:
         """What a held graph was launched for, a call each."""
         self.calls += held.launches
         self.replayed += held.launches

@@ -25,7 +25,7 @@ from ostinato.driver.stream import Stream
 from ostinato.errors import ContextPoisonedError, InputError, VerificationError
 from ostinato.graph import GraphExec, capture, record
 from ostinato.memory import CapturePool
-from ostinato.replay.held import HeldReplay
+from ostinato.replay.held import HeldCounts, HeldReplay
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide
 from ostinato.replay.profile import ReplayProfile, run_replay
 from ostinato.replay.slots import Slot, check_replay
@@ -140,7 +140,7 @@ class GraphedStep:
         self._keys: dict[tuple[tuple[str, int], ...], tuple[Key, dict[str, int]]] = {}
         self._states: dict[Key, _KeyState] = {}
         self._counts = Counts()
-        self._held: list[HeldReplay] = []
+        self._held: list[HeldCounts] = []
         self._lock = threading.RLock()
 
     # --- keys
@@ -236,16 +236,15 @@ class GraphedStep:
             settings, replay = self.settings, partial(executable.launch, self.stream)
             if settings.upload or settings.synchronize or settings.profile:
                 replay = partial(run_replay, key, executable, self.stream, settings, self.profile)
-            used, padded = sum(sizes.values()), sum(buckets.values())
-            held = HeldReplay(replay, lease, used=used, padded=padded)
-            lease.callback(self._let_go, held)
-            self._held.append(held)
-            return held
+            counts = HeldCounts(sum(sizes.values()), sum(buckets.values()))
+            lease.callback(self._let_go, counts)
+            self._held.append(counts)
+            return HeldReplay(self.stream.context, replay, lease, counts)
 
-    def _let_go(self, held: HeldReplay) -> None:
+    def _let_go(self, counts: HeldCounts) -> None:
         with self._lock:
-            self._held.remove(held)
-            self._counts.replays(held)
+            self._held.remove(counts)
+            self._counts.replays(counts)
 
     def _situation(self, state: _KeyState, has_graph: bool) -> Situation:
         context = self.stream.context
