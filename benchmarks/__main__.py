@@ -11,7 +11,7 @@ import sys
 
 from benchmarks import common
 
-NAMES = ("replay_cost", "change_cost", "soak", "modules", "decode", "startup")
+NAMES = ("replay_cost", "change_cost", "soak", "modules", "decode", "startup", "load")
 
 
 def main() -> int:

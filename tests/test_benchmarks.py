@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ostinato as ost
-from benchmarks import change_cost, common, decode, replay_cost, soak, startup
+from benchmarks import change_cost, common, decode, load, replay_cost, soak, startup
 from ostinato.device import Device
 from ostinato.driver import launcher
+from ostinato.models.dequantise import BLOCK_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT_KEYS = {
@@ -93,6 +95,31 @@ def test_the_start_up_is_split_into_phases(
     *phases, total = [row["median_ms"] for row in result["rows"]]
     assert all(phase >= 0 for phase in phases) and len(phases) > 8
     assert sum(phases) == pytest.approx(total, rel=1e-3, abs=0.1)
+
+
+def test_loading_is_measured_and_every_way_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ",".join(kind for kind in BLOCK_TYPES if not kind.endswith("_K"))
+    options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
+    assert load.main([*options, "--types", kinds]) == 0
+    result = last_line(capsys.readouterr().out)
+    assert set(result) == RESULT_KEYS and result["benchmark"] == "load-tiny"
+    assert isinstance(result["rows"], list)
+    assert {row["type"] for row in result["rows"]} == set(kinds.split(","))
+    assert all(row["median_ms"] > 0 and row["gigabytes"] >= 0 for row in result["rows"])
+    # A way that makes something else is found.
+    made = load.ours
+
+    def wrong(device: Device, checkpoint: load.RandomFile, threads: int) -> load.Loaded:
+        answer = made(device, checkpoint, threads)
+        if threads == 4:
+            answer.tensors["embed"] = lambda: np.zeros(1)
+        return answer
+
+    monkeypatch.setattr(load, "ours", wrong)
+    with pytest.raises(AssertionError, match=r"F32, host, 4 threads: embed"):
+        load.main([*options, "--types", "F32"])
 
 
 def test_decoding_is_measured_by_the_command(

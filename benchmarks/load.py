@@ -1,0 +1,230 @@
+"""A model's file to weights in device memory, in bfloat16: converted by the device, or by the host.
+
+    python -m benchmarks.load [--shape 1B] [--types Q4_0,Q8_0,BF16]
+
+Files of random bits in the model's shape, each written once and read from the page cache after
+that.  What bounds it: the file's bytes have to get to the device, and no faster than a copy of them
+takes (`the bytes alone`).  Ways take turns:
+
+  device              their own bytes are copied, and converted there
+  host, N threads     NumPy converts, in memory that is used again, and bfloat16 is copied
+  gguf and torch      `gguf.dequantize`, then torch's copy and conversion, a tensor at a time, as
+                      transformers loads GGUF files
+
+Every way's weights are compared with the others', bit by bit.  The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import ostinato as ost
+from benchmarks import common
+from ostinato.bench.shapes import shape_named
+from ostinato.models import Checkpoint, LlamaConfig
+from ostinato.models.checkpoint import JsonTokenizerSource, RawTensor
+from ostinato.models.config import tensor_shapes
+from ostinato.models.dequantise import BLOCK_TYPES, dequantise_rows
+from ostinato.models.weights import load_weights
+
+# Bits of an F16 scale of about 0.01, and where the scales are in a block.
+_SCALE = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+# Of numbers: what stays random, and an exponent for values of about 0.01.
+_EXPONENTS = {
+    "F32": (np.uint32, 0x807FFFFF, 0x3C000000),
+    "F16": (np.uint16, 0x83FF, 0x2000),
+    "BF16": (np.uint16, 0x807F, 0x3C00),
+}
+_SCALES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
+
+_BOUND, _PEER = "the bytes alone", "gguf and torch"
+
+
+class RandomFile(Checkpoint):
+    """A mapped file of random values whose matrices are of one type."""
+
+    def __init__(self, path: Path, config: LlamaConfig, kind: str) -> None:
+        tensors, at = {}, 0
+        for name, shape in tensor_shapes(config).items():
+            used = kind if len(shape) > 1 else "F32"
+            size = math.prod(shape) // BLOCK_TYPES[used].values * BLOCK_TYPES[used].size
+            heads = {"wq": config.heads, "wk": config.kv_heads}.get(name.rpartition(".")[2], 0)
+            tensors[name] = RawTensor(name, used, shape, path, at, size, heads)
+            at += size
+        _write(path, tensors.values())
+        super().__init__(path, config, JsonTokenizerSource(path), tensors)
+        self._mapped = np.memmap(path, np.uint8, "r")
+
+    def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
+        return np.asarray(self._mapped[raw.offset : raw.offset + raw.size])
+
+    def _decode(
+        self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
+    ) -> None:
+        dequantise_rows(kind, block, out)
+
+    def _unmap(self) -> None:
+        del self._mapped
+
+
+def _write(path: Path, tensors: Iterable[RawTensor]) -> None:
+    rng = np.random.default_rng(5)
+    with path.open("wb") as file:
+        for raw in tensors:
+            stored = np.frombuffer(rng.bytes(raw.size), np.uint8).copy()
+            if raw.type in _EXPONENTS:
+                dtype, kept, exponent = _EXPONENTS[raw.type]
+                words = stored.view(dtype)
+                words &= dtype(kept)
+                words |= dtype(exponent)
+            else:
+                blocks = stored.reshape(-1, BLOCK_TYPES[raw.type].size)
+                for at in _SCALES[raw.type]:
+                    blocks[:, at : at + 2] = _SCALE
+            file.write(stored.tobytes())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = common.options(__doc__)
+    parser.add_argument("--shape", default="1B")
+    parser.add_argument("--types", default="Q4_0,Q8_0,BF16")
+    parser.add_argument("--rounds", type=int, default=3)
+    chosen = parser.parse_args(arguments)
+    config = shape_named(chosen.shape)
+    rounds = 1 if chosen.quick else chosen.rounds
+    rows: list[dict[str, object]] = []
+    skipped: dict[str, str] = {}
+    with ost.open_device(chosen.device) as device, tempfile.TemporaryDirectory() as folder:
+        for kind in chosen.types.split(","):
+            with RandomFile(Path(folder, kind), config, kind) as checkpoint:
+                rows += compared(device, checkpoint, kind, rounds, skipped)
+            Path(folder, kind).unlink()
+        columns = ("type", "way", "median_ms", "min_ms", "gigabytes", "of_ceiling")
+        print(common.table(f"loading {chosen.shape} on {device.name}", rows, columns))
+        bounds = {str(row["type"]): row["median_ms"] for row in rows if row["way"] == _BOUND}
+        common.emit(
+            "load" + (f"-{chosen.shape}" if chosen.shape != "1B" else ""),
+            device,
+            chosen.out,
+            ceiling={"what": "the file's bytes copied to the device", "ms": bounds},
+            settings={"shape": chosen.shape, "rounds": rounds},
+            rows=rows,
+            skipped=skipped,
+        )
+    return 0
+
+
+def compared(
+    device: ost.Device, checkpoint: RandomFile, kind: str, rounds: int, skipped: dict[str, str]
+) -> Iterator[dict[str, object]]:
+    """A row for each way."""
+    ways: dict[str, Callable[[], Loaded]] = {_BOUND: lambda: copied(device, checkpoint)}
+    if not device.capabilities.host_memory_is_device_memory:
+        ways["device"] = lambda: ours(device, checkpoint)
+    for threads in (1, 4, 16):
+        way = partial(ours, device, checkpoint, threads=threads)
+        ways[f"host, {threads} thread{'s' * (threads > 1)}"] = way
+    torch = common.optional(skipped, _PEER, lambda: with_torch(device, checkpoint))
+    if callable(torch):
+        ways[_PEER] = torch
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    answers: dict[str, dict[str, str]] = {}
+    for turn in range(rounds + 1):  # the first warms up, and is checked
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            made = way()
+            times[name].append(time.perf_counter() - begin)
+            if not turn and made.tensors:
+                answers[name] = made.digests()
+            made.close()
+    for name, digests in answers.items():
+        for tensor in digests.keys() & answers["host, 1 thread"].keys():
+            if digests[tensor] != answers["host, 1 thread"][tensor]:
+                raise AssertionError(f"{kind}, {name}: {tensor} is not what one thread makes of it")
+    size = sum(checkpoint.raw(name).size for name in checkpoint.tensor_names())
+    bound = statistics.median(times[_BOUND][1:])
+    for name, (_, *seconds) in times.items():
+        median = statistics.median(seconds)
+        yield {
+            "type": kind,
+            "way": name,
+            "median_ms": round(1e3 * median, 2),
+            "min_ms": round(1e3 * min(seconds), 2),
+            "gigabytes": round(size / 1e9, 3),
+            "of_ceiling": round(bound / median, 3),
+        }
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a way made: tensors by name, each as a function that reads it back."""
+
+    tensors: dict[str, Callable[[], npt.NDArray[Any]]]
+    close: Callable[[], None]
+
+    def digests(self) -> dict[str, str]:
+        return {n: hashlib.sha256(read().tobytes()).hexdigest() for n, read in self.tensors.items()}
+
+
+def ours(device: ost.Device, checkpoint: RandomFile, threads: int | None = None) -> Loaded:
+    """`threads`: by the host, with so many; by the device if None."""
+    checkpoint.has_file = threads is None
+    made = load_weights(device, checkpoint, np.uint16, threads=threads)
+    reads = {name: partial(device.to_numpy, buffer) for name, buffer in made.tensors.items()}
+    return Loaded(reads, made.close)
+
+
+def copied(device: ost.Device, checkpoint: RandomFile) -> Loaded:
+    """The file's bytes, as they are."""
+    raws = [checkpoint.raw(name) for name in checkpoint.tensor_names()]
+    buffers = [device.empty(raw.size) for raw in raws]
+    with device.create_stream() as stream:
+        for raw, buffer in zip(raws, buffers, strict=True):
+            buffer.copy_from(checkpoint.stored(raw.name), stream)
+
+    def close() -> None:
+        for buffer in buffers:
+            buffer.close()
+
+    return Loaded({}, close)
+
+
+def with_torch(device: ost.Device, checkpoint: RandomFile) -> Callable[[], Loaded]:
+    """As transformers does, without its renaming and without rope's order.  Raises ImportError."""
+    import torch
+    from gguf import GGMLQuantizationType, dequantize
+
+    place = device.name if device.name.startswith("cuda") else "cpu"
+
+    def load() -> Loaded:
+        made = {}
+        for name in checkpoint.tensor_names():
+            raw = checkpoint.raw(name)
+            rows = checkpoint.stored(name).reshape(raw.rows, -1)
+            values = torch.from_numpy(dequantize(rows, GGMLQuantizationType[raw.type]))
+            made[name] = values.reshape(raw.shape).to(place, torch.bfloat16)
+        if place != "cpu":
+            torch.cuda.synchronize()
+        whole = {n for n, t in made.items() if t.ndim > 1 and n.endswith(("embed", "wo", "w_down"))}
+        return Loaded(
+            {n: lambda t=made[n]: t.cpu().view(torch.int16).numpy() for n in whole}, made.clear
+        )
+
+    return load
+
+
+if __name__ == "__main__":
+    sys.exit(main())
