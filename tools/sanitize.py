@@ -86,7 +86,11 @@ class Part:
         return tool + pytest
 
 
-_KERNELS = ("tests/models/test_kernels_cuda.py", "tests/models/test_kernels_library.py")
+_KERNELS = (
+    "tests/models/test_kernels_cuda.py",
+    "tests/models/test_kernels_library.py",
+    "tests/models/test_dequantise_cuda.py",
+)
 _RUN, _CONDITIONAL = "tests/models/test_decoder_run.py", "tests/contract/test_driver_conditional.py"
 _DECODER = tuple(
     name
@@ -104,6 +108,8 @@ LEFT_OUT = {
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
     _CONDITIONAL: "memcheck breaks graphs with conditional nodes (docs/log.md)",
     _RUN: "its loops are conditional nodes",
+    "tests/test_benchmarks.py": "times what other tests run",
+    "tests/models/test_tuning.py": "runs candidates of the kernels that the decoder's tests run",
     "tests/cli/test_tune.py": "a search for so many seconds; what it launches others launch",
 }
 """Files of GPU tests that no part runs, and why."""
@@ -152,6 +158,7 @@ PARTS: tuple[Part, ...] = (
     ),
     *_memcheck(2, "graph", "tests/graph"),
     *_memcheck(1, "state, replay, cache", "tests/state", "tests/replay", "tests/cache"),
+    *_memcheck(1, "tiny", "tests/test_tiny.py"),
     *_memcheck(1, "footguns", "tests/test_footguns.py", keyword="not two_threads_on_two_streams"),
     *_memcheck(1, "handles and lifetime", *_ADOPTION),
     *_memcheck(1, "modules", "tests/modules/test_modules_gpu.py"),

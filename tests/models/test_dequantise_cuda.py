@@ -77,6 +77,7 @@ def assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
     assert np.array_equal(found[numbers].view(np.uint32), wanted[numbers].view(np.uint32))
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
 @pytest.mark.parametrize("kind", SUPPORTED_TYPES)
 def test_any_bits_become_what_the_host_makes_of_them(
@@ -104,6 +105,7 @@ def test_rounding_to_bfloat16_at_every_edge(device: Device) -> None:
     assert_same(converted(device, "F32", rows, 1024, np.uint16), wanted)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("staged", [1, 400, 1 << 20])
 @pytest.mark.parametrize(("kind", "heads"), [("Q4_0", 3), ("F16", 1), ("Q8_0", 0)])
 def test_rows_of_heads_come_back_in_half_split_order(
