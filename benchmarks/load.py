@@ -40,6 +40,7 @@ from ostinato.models.config import tensor_shapes
 from ostinato.models.dequantise import BLOCK_TYPES, dequantise_rows
 from ostinato.models.weights import load_weights
 
+_PIECE = 64 << 20  # bytes
 # Bits of an F16 scale of about 0.01, and where the scales are in a block.
 _SCALE = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
 # Of numbers: what stays random, and an exponent for values of about 0.01.
@@ -188,18 +189,14 @@ def ours(device: ost.Device, checkpoint: RandomFile, threads: int | None = None)
 
 
 def copied(device: ost.Device, checkpoint: RandomFile) -> Loaded:
-    """The file's bytes, as they are."""
-    raws = [checkpoint.raw(name) for name in checkpoint.tensor_names()]
-    buffers = [device.empty(raw.size) for raw in raws]
-    with device.create_stream() as stream:
-        for raw, buffer in zip(raws, buffers, strict=True):
-            buffer.copy_from(checkpoint.stored(raw.name), stream)
-
-    def close() -> None:
-        for buffer in buffers:
-            buffer.close()
-
-    return Loaded({}, close)
+    """The file's bytes as they are, to memory that is used again."""
+    with device.empty(_PIECE) as buffer, device.create_stream() as stream:
+        for name in checkpoint.tensor_names():
+            stored = checkpoint.stored(name)
+            for start in range(0, stored.size, _PIECE):
+                piece = stored[start : start + _PIECE]
+                buffer.view(0, piece.size).copy_from(piece, stream)
+    return Loaded({}, lambda: None)
 
 
 def with_torch(device: ost.Device, checkpoint: RandomFile) -> Callable[[], Loaded]:
