@@ -16,6 +16,10 @@ extern "C" __global__ void scale(float* x, unsigned n) {
     unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) x[i] = 2.0f * x[i];
 }
+extern "C" __global__ void halve(float* x, unsigned n) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] = 0.5f * x[i];
+}
 extern "C" __global__ void add(const float* a, const float* b, float* out, unsigned n) {
     unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = a[i] + b[i];
@@ -48,6 +52,11 @@ def scale(launch, x, n):
     x[: covered(launch, n)] *= np.float32(2)
 
 
+@ost.host_kernel("x: *f32, n: u32")
+def halve(launch, x, n):
+    x[: covered(launch, n)] /= np.float32(2)
+
+
 @ost.host_kernel("a: *const f32, b: *const f32, out: *out f32, n: u32")
 def add(launch, a, b, out, n):
     n = covered(launch, n)
@@ -70,7 +79,9 @@ def number(launch, value, out):
     out[0] = value
 
 
-SOURCE = ost.Source(cuda=CUDA, host=[fill, scale, add, axpy, increment, number], name="tests")
+SOURCE = ost.Source(
+    cuda=CUDA, host=[fill, scale, halve, add, axpy, increment, number], name="tests"
+)
 BLOCK = 128
 
 

@@ -236,23 +236,23 @@ CONFIG = LaunchConfig((3, 2, 1), (32, 4), 1024)
 
 
 def test_launch_block_is_a_launch_config() -> None:
-    block, params, extra = cuda_kernel.launch_block(CONFIG, 0xABC0, None, ARGUMENTS)
-    raw = cuda_structs.LaunchConfigStruct.from_buffer(block)
+    made = cuda_kernel.LaunchBlock(0xABC0, 0x77, CONFIG, None, ARGUMENTS)
+    raw = cuda_structs.LaunchConfigStruct.from_buffer(made.block)
     assert (raw.gridDimX, raw.gridDimY, raw.gridDimZ) == (3, 2, 1)
     assert (raw.blockDimX, raw.blockDimY, raw.blockDimZ) == (32, 4, 1)
     assert (raw.sharedMemBytes, raw.hStream, raw.attrs, raw.numAttrs) == (1024, 0xABC0, None, 0)
-    assert extra is None
-    back = cuda_kernel.read_arguments(params, extra, LAYOUT)
+    assert made.extra is None
+    back = cuda_kernel.read_arguments(made.params, made.extra, LAYOUT)
     assert [back.raw(i) for i in range(3)] == [ARGUMENTS.raw(i) for i in range(3)]
 
 
 def test_launch_block_holds_attributes() -> None:
     config = LaunchConfig(8, 32, cluster=2, cooperative=True, programmatic=True, priority=-3)
     attributes = cuda_kernel.Attributes(config)
-    block, params, extra = cuda_kernel.launch_block(config, 1, attributes, KernelArguments(b"", ()))
-    assert extra is None
-    assert cuda_kernel.read_arguments(params, extra, ()).data == b""
-    raw = cuda_structs.LaunchConfigStruct.from_buffer(block)
+    made = cuda_kernel.LaunchBlock(1, 0x77, config, attributes, KernelArguments(b"", ()))
+    assert made.extra is None
+    assert cuda_kernel.read_arguments(made.params, made.extra, ()).data == b""
+    raw = cuda_structs.LaunchConfigStruct.from_buffer(made.block)
     array = (cuda_structs.LaunchAttribute * raw.numAttrs).from_address(raw.attrs)
     found = {slot.id: slot.value for slot in array}
     cluster = found[cuda_structs.ATTRIBUTE_CLUSTER_DIMENSION].clusterDim
@@ -280,16 +280,16 @@ def test_node_block_is_node_params(packed: bool) -> None:
 
 def test_packed_arguments_without_a_layout() -> None:
     arguments = KernelArguments(bytes(range(50)), (), packed=True)
-    block, params, extra = cuda_kernel.launch_block(CONFIG, 1, None, arguments)
-    assert params is None
+    made = cuda_kernel.LaunchBlock(1, 0x77, CONFIG, None, arguments)
+    assert made.params is None
     # A layout that does not fit the buffer is not believed.
-    assert cuda_kernel.read_arguments(None, extra, (ParameterSlot(48, 8),)) == arguments
-    assert len(block) > 50
+    assert cuda_kernel.read_arguments(None, made.extra, (ParameterSlot(48, 8),)) == arguments
+    assert len(made.block) > 50
 
 
 def test_too_large_a_grid_is_not_cut_off() -> None:
     with pytest.raises(struct.error):
-        cuda_kernel.launch_block(LaunchConfig(1 << 32, 1), 1, None, ARGUMENTS)
+        cuda_kernel.LaunchBlock(1, 0x77, LaunchConfig(1 << 32, 1), None, ARGUMENTS)
 
 
 @pytest.mark.parametrize(

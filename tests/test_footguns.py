@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -317,3 +318,32 @@ def test_two_threads_on_two_streams_replay_on_their_own(device: Device) -> None:
         thread.join()
     device.synchronize()
     assert device.to_numpy(counter)[0] == 901
+
+
+def test_arguments_launched_before_go_where_they_are_launched_now(
+    device: Device, stream: ost.Stream
+) -> None:
+    """What a driver keeps of a launch is for the same function, config and stream alone."""
+    x = ones(device)
+    scale, half, other = kernel(device, "scale"), config(N // 2), device.create_stream()
+    twice = ost.prepare(scale, config(N), x, N)
+    packed = twice.params.arguments
+
+    def submit(where: ost.Stream, function: ost.Kernel, shape: ost.LaunchConfig) -> None:
+        params = replace(twice.params, function=function.function, config=shape, arguments=packed)
+        where.submit(replace(twice, params=params))
+
+    for _ in range(2):
+        stream.submit(twice)
+    submit(stream, scale, half)
+    np.testing.assert_array_equal(x.to_numpy(stream), np.repeat([8, 4], N // 2))
+    submit(stream, kernel(device, "halve"), half)
+    np.testing.assert_array_equal(x.to_numpy(stream), np.repeat([4, 4], N // 2))
+    with ost.capture(other) as capture:
+        submit(other, scale, config(N))
+        submit(stream, scale, config(N))  # not in the capture
+    assert len(capture.graph.nodes) == 1
+    np.testing.assert_array_equal(x.to_numpy(stream), np.full(N, 8))
+    run = capture.graph.instantiate(upload=other)
+    run.launch(other)
+    np.testing.assert_array_equal(x.to_numpy(other), np.full(N, 16))

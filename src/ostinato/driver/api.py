@@ -176,6 +176,8 @@ class FunctionInfo:
 
 
 def _dim3(value: int | Sequence[int], what: str) -> Dim3:
+    if type(value) is int and value > 0:  # as most are, in code that launches
+        return (value, 1, 1)
     parts = (value,) if isinstance(value, int) else tuple(value)
     if not 1 <= len(parts) <= 3 or any(
         isinstance(p, bool) or not isinstance(p, int) or p < 1 for p in parts
@@ -243,6 +245,8 @@ class KernelArguments:
     data: bytes
     layout: tuple[ParameterSlot, ...]
     packed: bool = False
+    launch: object = field(default=None, init=False, repr=False, compare=False)
+    """A driver's own: what it made of these for their last launch, to be used for the next."""
 
     def __len__(self) -> int:
         return len(self.layout)

@@ -22,7 +22,7 @@ from ostinato.driver.api import (
     StreamHandle,
 )
 from ostinato.driver.cuda_calls import CudaCalls
-from ostinato.driver.cuda_kernel import Attributes, launch_block
+from ostinato.driver.cuda_kernel import Attributes, LaunchBlock
 from ostinato.errors import Status
 
 __all__ = ["IMAGE_KINDS", "ModuleCalls"]
@@ -149,23 +149,40 @@ class ModuleCalls(CudaCalls):
         config: LaunchConfig,
         arguments: KernelArguments,
     ) -> None:
-        self._check_arguments("launch_kernel", function, arguments)
-        attributes = (
-            None
-            if config.cluster is None
-            and config.priority is None
-            and not (config.cooperative or config.programmatic)
-            else self._launch_attributes(config)
+        made = arguments.launch
+        if (
+            type(made) is not LaunchBlock
+            or made.config is not config
+            or made.stream != stream
+            or made.function != function
+        ):
+            made = self._launch_block(stream, function, config, arguments)
+        status = self._status(
+            "launch_kernel", "cuLaunchKernelEx", made.block, function, made.params, made.extra
         )
+        if status:
+            raise self._launch_error(status, function, config)
+
+    def _launch_block(
+        self,
+        stream: StreamHandle,
+        function: FunctionHandle,
+        config: LaunchConfig,
+        arguments: KernelArguments,
+    ) -> LaunchBlock:
+        """Checked, and left with the arguments for their next launch."""
+        self._check_arguments("launch_kernel", function, arguments)
+        plain = config.cluster is None and config.priority is None
+        plain = plain and not (config.cooperative or config.programmatic)
+        attributes = None if plain else self._launch_attributes(config)
         try:
-            block, params, extra = launch_block(config, stream, attributes, arguments)
+            made = LaunchBlock(stream, function, config, attributes, arguments)
         except struct.error as error:
             raise self._error(
                 Status.INVALID_VALUE, "launch_kernel", f"{config}: {error}"
             ) from error
-        status = self._status("launch_kernel", "cuLaunchKernelEx", block, function, params, extra)
-        if status:
-            raise self._launch_error(status, function, config)
+        object.__setattr__(arguments, "launch", made)
+        return made
 
     def _check_arguments(
         self, seam: str, function: int, arguments: KernelArguments, node: int | None = None

@@ -16,8 +16,11 @@ from ostinato.driver.api import (
     CaptureInfo,
     CaptureStatus,
     EventHandle,
+    FunctionHandle,
     HostNodeParams,
+    KernelArguments,
     KernelNodeParams,
+    LaunchConfig,
     MemcpyNodeParams,
     MemoryRange,
     MemsetNodeParams,
@@ -171,6 +174,21 @@ class Stream(Closeable):
         self.submitted += 1
         if self.context.taps:
             self.announce(operation)
+
+    def launch(
+        self, function: FunctionHandle, config: LaunchConfig, arguments: KernelArguments
+    ) -> bool:
+        """Puts a kernel on the stream as `submit` does; whether anybody is to be told of it
+        (`announce`).  Raises DriverError, which the taps are told of."""
+        handle = self._require_open()
+        context = self.context
+        try:
+            context.driver.launch_kernel(handle, function, config, arguments)
+        except DriverError as error:
+            self.report(error)
+            raise
+        self.submitted += 1
+        return bool(context.taps)
 
     def announce(self, operation: Operation) -> None:
         """Tells the taps of an operation that the driver took on this stream."""

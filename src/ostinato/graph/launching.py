@@ -34,13 +34,13 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
     Arguments as for `prepare`.  Raises InputError, DriverError.
     """
     taps = stream.context.taps
-    if any(tap.needs_access for tap in taps):
+    if taps and any(tap.needs_access for tap in taps):
         stream.submit(prepare(kernel, config, *args))
         return
-    # What it reads and writes is asked by nobody; what it keeps, only by a capture.
-    params = KernelNodeParams(kernel.function, config, kernel.arguments(*args))
-    keep = (kernel, *_owners(args)) if taps else ()
-    stream.submit(Operation(params, kernel.name, keep=keep, signature=kernel.signature))
+    packed = kernel.arguments(*args)
+    if stream.launch(kernel.function, config, packed):  # a capture asks what it keeps, no more
+        params, keep = KernelNodeParams(kernel.function, config, packed), (kernel, *_owners(args))
+        stream.announce(Operation(params, kernel.name, keep=keep, signature=kernel.signature))
 
 
 def _owners(args: Sequence[object]) -> tuple[object, ...]:

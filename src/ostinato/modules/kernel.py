@@ -220,16 +220,19 @@ class Kernel:
         if self._struct is not None and len(values) == len(self._codes):
             # Exact types only; whatever is unusual takes the careful way below, which also words
             # the errors.
-            words: list[object] = []
-            for code, value in zip(self._codes, values, strict=True):
-                kind = type(value)
-                if code == "p":
-                    word = value if kind is int else address_of(value)
-                    if word is None:
+            words = list(values)
+            for index, code in enumerate(self._codes):
+                kind = type(words[index])
+                if kind is int or kind is float:
+                    if (kind is float) != (code == "f"):
                         break
-                    words.append(word)
-                elif kind is (float if code == "f" else int):
-                    words.append(value)
+                elif code == "p":
+                    address = getattr(words[index], "address", None)
+                    if type(address) is not int:
+                        address = address_of(words[index])
+                        if address is None:
+                            break
+                    words[index] = address
                 else:
                     break
             else:
