@@ -11,7 +11,16 @@ import sys
 
 from benchmarks import common
 
-NAMES = ("replay_cost", "change_cost", "soak", "modules", "decode", "startup", "load")
+NAMES = (
+    "replay_cost",
+    "launch_cost",
+    "change_cost",
+    "soak",
+    "modules",
+    "decode",
+    "startup",
+    "load",
+)
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from benchmarks import change_cost, common, decode, load, replay_cost, soak, startup
+from benchmarks import change_cost, common, decode, launch_cost, load, replay_cost, soak, startup
 from ostinato.device import Device
 from ostinato.driver import launcher
 from ostinato.models.dequantise import BLOCK_TYPES
@@ -40,7 +40,9 @@ def last_line(text: str) -> dict[str, object]:
     return result
 
 
-@pytest.mark.parametrize("benchmark", [replay_cost, change_cost, soak], ids=lambda b: b.__name__)
+@pytest.mark.parametrize(
+    "benchmark", [replay_cost, launch_cost, change_cost, soak], ids=lambda b: b.__name__
+)
 def test_each_prints_a_table_and_writes_its_results(
     benchmark: object,
     tmp_path: Path,
