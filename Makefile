@@ -9,7 +9,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_JOBS ?= 8
 PROMPT ?= Why is the sky blue?
 # What an installation is made from; everything else is used where it lies.
-BUILD  := pyproject.toml setup.py src/ostinato/driver/_launch.c
+BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c)
 
 .PHONY: demo test check format native gpu sanitize bench docs clean setup
 

@@ -2,8 +2,9 @@
 
 The same tiny kernel with four arguments, three of them pointers, on random inputs; PyTorch adds two
 vectors of the same size into a third.  What bounds it: the driver's own `cuLaunchKernelEx` (`C`:
-timed inside C, with everything prepared).  A call is timed by itself, with a wait after every 16, so
-that none finds the launch queue full.  All take turns, and each one's answer is compared with NumPy.
+timed inside C, with everything prepared).  A call is timed by itself, with a wait after every 16,
+so that none finds the launch queue full.  All take turns, and each one's answer is compared with
+NumPy.
 
 Ours: `launch` takes a buffer or number for each argument and packs them, as users call it; `submit`
 runs an operation that was prepared before, as a decoder does that is not graphed.
@@ -84,9 +85,7 @@ def contenders(subject: Subject, skipped: dict[str, str]) -> list[Contender]:
 def _c(subject: Subject) -> Contender:
     params = subject.prepared.params
     assert isinstance(params, KernelNodeParams)
-    block = LaunchBlock(
-        subject.stream.handle, params.function, params.config, None, params.arguments
-    )
+    block = LaunchBlock(params.config, subject.stream.handle, None, params.arguments)
     libcuda, library = ctypes.CDLL("libcuda.so.1"), common.build_c(C_LAUNCH)
     call = common.address_of_function(libcuda, "cuLaunchKernelEx")
     made = _Prepared(call, ctypes.addressof(block.block), params.function, block.params)

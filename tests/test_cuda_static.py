@@ -236,7 +236,7 @@ CONFIG = LaunchConfig((3, 2, 1), (32, 4), 1024)
 
 
 def test_launch_block_is_a_launch_config() -> None:
-    made = cuda_kernel.LaunchBlock(0xABC0, 0x77, CONFIG, None, ARGUMENTS)
+    made = cuda_kernel.LaunchBlock(CONFIG, 0xABC0, None, ARGUMENTS)
     raw = cuda_structs.LaunchConfigStruct.from_buffer(made.block)
     assert (raw.gridDimX, raw.gridDimY, raw.gridDimZ) == (3, 2, 1)
     assert (raw.blockDimX, raw.blockDimY, raw.blockDimZ) == (32, 4, 1)
@@ -249,7 +249,7 @@ def test_launch_block_is_a_launch_config() -> None:
 def test_launch_block_holds_attributes() -> None:
     config = LaunchConfig(8, 32, cluster=2, cooperative=True, programmatic=True, priority=-3)
     attributes = cuda_kernel.Attributes(config)
-    made = cuda_kernel.LaunchBlock(1, 0x77, config, attributes, KernelArguments(b"", ()))
+    made = cuda_kernel.LaunchBlock(config, 1, attributes, KernelArguments(b"", ()))
     assert made.extra is None
     assert cuda_kernel.read_arguments(made.params, made.extra, ()).data == b""
     raw = cuda_structs.LaunchConfigStruct.from_buffer(made.block)
@@ -280,7 +280,7 @@ def test_node_block_is_node_params(packed: bool) -> None:
 
 def test_packed_arguments_without_a_layout() -> None:
     arguments = KernelArguments(bytes(range(50)), (), packed=True)
-    made = cuda_kernel.LaunchBlock(1, 0x77, CONFIG, None, arguments)
+    made = cuda_kernel.LaunchBlock(CONFIG, 1, None, arguments)
     assert made.params is None
     # A layout that does not fit the buffer is not believed.
     assert cuda_kernel.read_arguments(None, made.extra, (ParameterSlot(48, 8),)) == arguments
@@ -289,7 +289,7 @@ def test_packed_arguments_without_a_layout() -> None:
 
 def test_too_large_a_grid_is_not_cut_off() -> None:
     with pytest.raises(struct.error):
-        cuda_kernel.LaunchBlock(1, 0x77, LaunchConfig(1 << 32, 1), None, ARGUMENTS)
+        cuda_kernel.LaunchBlock(LaunchConfig(1 << 32, 1), 1, None, ARGUMENTS)
 
 
 @pytest.mark.parametrize(

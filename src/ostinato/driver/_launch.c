@@ -242,6 +242,8 @@ static PyType_Spec launcher_spec = {
 
 /* --------------------------------------------------------------------------------------- module */
 
+int ostinato_add_kernel_types(PyObject *module); /* _kernel_call.c */
+
 static int
 module_exec(PyObject *module)
 {
@@ -254,7 +256,7 @@ module_exec(PyObject *module)
         return -1;
     int failed = PyModule_AddType(module, (PyTypeObject *)launcher);
     Py_DECREF(launcher);
-    return failed;
+    return failed ? failed : ostinato_add_kernel_types(module);
 }
 
 static int
@@ -289,7 +291,7 @@ static PyModuleDef_Slot module_slots[] = {
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "ostinato.driver._launch",
-    .m_doc = "The hot path of a replay, compiled.  See ostinato.driver.launcher.",
+    .m_doc = "The hot paths of replays and launches, compiled.  See ostinato.driver.launcher.",
     .m_size = sizeof(State),
     .m_slots = module_slots,
     .m_traverse = module_traverse,

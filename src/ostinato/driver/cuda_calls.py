@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from ostinato.driver.cuda_host_function import HostFunctions
 from ostinato.driver.cuda_library import Libcuda
 from ostinato.errors import ClosedError, ContextPoisonedError, DriverError, Status, driver_error
 
 __all__ = ["CudaCalls"]
+
+T = TypeVar("T")
 
 
 class _CurrentContext(threading.local):
@@ -41,6 +46,7 @@ class CudaCalls:
         self._closed = False
         self._current = _CurrentContext()
         self._get_current = lib["cuCtxGetCurrent"]
+        self._launch_addresses = lib.address("cuLaunchKernelEx"), lib.address("cuCtxGetCurrent")
         self._host_functions = HostFunctions(lib)
 
     def _status(self, seam: str, symbol: str, *args: object) -> int:
@@ -49,15 +55,20 @@ class CudaCalls:
             self._refuse(seam)
         slot, reference = self._current.slot_and_reference
         self._get_current(reference)
-        current = slot.value
-        if current == self._context:
+        if slot.value == self._context:
             return self._calls[symbol](*args)
-        if current is None:
+        return self._in_context(partial(self._calls[symbol], *args))
+
+    def _in_context(self, call: Callable[[], T]) -> T:
+        """Makes a call with our context current, where another is, or none."""
+        slot, reference = self._current.slot_and_reference
+        self._get_current(reference)
+        if slot.value is None:
             self._calls["cuCtxSetCurrent"](self._context)
-            return self._calls[symbol](*args)
+            return call()
         self._calls["cuCtxPushCurrent_v2"](self._context)
         try:
-            return self._calls[symbol](*args)
+            return call()
         finally:
             self._calls["cuCtxPopCurrent_v2"](ctypes.byref(ctypes.c_void_p()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Callable
 
 from ostinato.driver import cuda_structs as cs
 from ostinato.driver.api import (
@@ -20,6 +21,7 @@ __all__ = [
     "NODE_HEAD",
     "Attributes",
     "LaunchBlock",
+    "PreparedLaunch",
     "attribute_values",
     "cluster_of",
     "node_block",
@@ -50,6 +52,14 @@ class Attributes:
         self.address = ctypes.addressof(self._array)
 
 
+class Offsets:
+    """Where the arguments of a layout begin, as 32-bit numbers.  Holds the layout."""
+
+    def __init__(self, layout: tuple[ParameterSlot, ...]) -> None:
+        self.layout = layout
+        self.data = struct.pack(f"={len(layout)}I", *(slot.offset for slot in layout))
+
+
 @functools.lru_cache(maxsize=1024)
 def _block_type(
     head: str, words: int, nbytes: int
@@ -64,26 +74,43 @@ def _block_type(
 # field by field: a launch against a libcuda that does nothing went from 4.2 to 2.6 µs.
 
 
-class LaunchBlock:
-    """A launch's block, which begins with its CUlaunchConfig, and kernelParams and extra inside it.
+class PreparedLaunch:
+    """A launch that can be made again: of the same arguments in the same config on the same stream,
+    from any thread, since the driver only reads what it is given.
 
-    The driver only reads it, so it serves every launch of the same arguments and function in the
-    same config on the same stream, from any thread.  What it points to is kept.
+    `call` gives the status, or None where another context than the driver's is current.
     """
 
-    __slots__ = ("attributes", "block", "config", "extra", "function", "params", "stream")
+    __slots__ = ("attributes", "call", "config", "driver", "function", "stream")
 
     def __init__(
         self,
+        driver: object,
         stream: int,
         function: int,
         config: LaunchConfig,
         attributes: Attributes | None,
+        call: Callable[[], int | None],
+    ) -> None:
+        self.driver, self.stream, self.function = driver, stream, function
+        self.config, self.attributes, self.call = config, attributes, call
+
+
+class LaunchBlock:
+    """A launch's block, which begins with its CUlaunchConfig, and kernelParams and extra inside it.
+
+    Raises struct.error if a number does not fit the header's fields.
+    """
+
+    __slots__ = ("block", "extra", "params")
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        stream: int,
+        attributes: Attributes | None,
         arguments: KernelArguments,
     ) -> None:
-        """Raises struct.error if a number does not fit the header's fields."""
-        self.stream, self.function, self.config = stream, function, config
-        self.attributes = attributes
         data, layout = arguments.data, arguments.layout
         address, count = (0, 0) if attributes is None else (attributes.address, attributes.count)
         pointers = layout and not arguments.packed

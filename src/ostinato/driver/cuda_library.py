@@ -215,6 +215,11 @@ class Libcuda:
     def has(self, symbol: str) -> bool:
         return symbol not in self._missing
 
+    def address(self, symbol: str) -> int:
+        """Where a call begins, for C; 0 if there is none."""
+        call = self.bare(symbol)
+        return 0 if call is None else ctypes.cast(call, ctypes.c_void_p).value or 0
+
     def bare(self, symbol: str) -> Any | None:
         """A new call without argument conversion, for arguments that are ctypes objects already."""
         try:

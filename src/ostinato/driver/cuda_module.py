@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from ctypes import byref
+from functools import partial
 
 from ostinato.driver.api import (
     FunctionHandle,
@@ -22,7 +24,8 @@ from ostinato.driver.api import (
     StreamHandle,
 )
 from ostinato.driver.cuda_calls import CudaCalls
-from ostinato.driver.cuda_kernel import Attributes, LaunchBlock
+from ostinato.driver.cuda_kernel import Attributes, LaunchBlock, Offsets, PreparedLaunch
+from ostinato.driver.launcher import kernel_call
 from ostinato.errors import Status
 
 __all__ = ["IMAGE_KINDS", "ModuleCalls"]
@@ -50,6 +53,8 @@ class ModuleCalls(CudaCalls):
     """Likewise."""
     _attributes: dict[int, Attributes]
     """By the identity of a launch's config, which the entry keeps alive."""
+    _offsets: dict[int, Offsets]
+    """By the identity of a layout, likewise."""
 
     def module_load(self, image: Image) -> ModuleHandle:
         seam = "module_load"
@@ -151,38 +156,77 @@ class ModuleCalls(CudaCalls):
     ) -> None:
         made = arguments.launch
         if (
-            type(made) is not LaunchBlock
+            type(made) is not PreparedLaunch
             or made.config is not config
             or made.stream != stream
             or made.function != function
+            or made.driver is not self
         ):
-            made = self._launch_block(stream, function, config, arguments)
-        status = self._status(
-            "launch_kernel", "cuLaunchKernelEx", made.block, function, made.params, made.extra
-        )
-        if status:
-            raise self._launch_error(status, function, config)
+            made = self._prepare_launch(stream, function, config, arguments)
+        if self._poison is not None or self._closed:
+            self._refuse("launch_kernel")
+        status = made.call()
+        if status is None:
+            status = self._in_context(made.call)
+        if status != 0:
+            wrong = Status.INVALID_CONTEXT if status is None else status
+            raise self._launch_error(wrong, function, config)
 
-    def _launch_block(
+    def _prepare_launch(
         self,
         stream: StreamHandle,
         function: FunctionHandle,
         config: LaunchConfig,
         arguments: KernelArguments,
-    ) -> LaunchBlock:
+    ) -> PreparedLaunch:
         """Checked, and left with the arguments for their next launch."""
         self._check_arguments("launch_kernel", function, arguments)
         plain = config.cluster is None and config.priority is None
         plain = plain and not (config.cooperative or config.programmatic)
         attributes = None if plain else self._launch_attributes(config)
         try:
-            made = LaunchBlock(stream, function, config, attributes, arguments)
-        except struct.error as error:
+            call = self._compiled_call(stream, function, config, attributes, arguments)
+            if call is None:
+                block = LaunchBlock(config, stream, attributes, arguments)
+                given = (block.block, function, block.params, block.extra)
+                call = partial(self._status, "launch_kernel", "cuLaunchKernelEx", *given)
+        except (struct.error, OverflowError) as error:
             raise self._error(
                 Status.INVALID_VALUE, "launch_kernel", f"{config}: {error}"
             ) from error
+        made = PreparedLaunch(self, stream, function, config, attributes, call)
         object.__setattr__(arguments, "launch", made)
         return made
+
+    def _compiled_call(
+        self,
+        stream: StreamHandle,
+        function: FunctionHandle,
+        config: LaunchConfig,
+        attributes: Attributes | None,
+        arguments: KernelArguments,
+    ) -> Callable[[], int | None] | None:
+        """None where the extension was not built, or the arguments are packed as a library's."""
+        layout = arguments.layout
+        launch, current = self._launch_addresses
+        if (arguments.data and not layout) or arguments.packed or not (launch and current):
+            return None
+        offsets = self._offsets.get(id(layout))
+        if offsets is None:
+            if len(self._offsets) >= _MAX_ATTRIBUTES:
+                self._offsets.clear()
+            offsets = self._offsets[id(layout)] = Offsets(layout)
+        return kernel_call(
+            launch,
+            current,
+            self._context,
+            function,
+            config,
+            stream,
+            (0, 0) if attributes is None else (attributes.address, attributes.count),
+            arguments.data,
+            offsets.data,
+        )
 
     def _check_arguments(
         self, seam: str, function: int, arguments: KernelArguments, node: int | None = None

@@ -1,4 +1,5 @@
-"""The hot path of a replay, in Python and, where it was built, in C (`_launch.c`).
+"""The hot paths of a replay and of a launch, in Python and, where it was built, in C (`_launch.c`,
+`_kernel_call.c`).
 
 A replay has to find out that nothing speaks against it (closed, captured, listened to) and make
 one call of the driver.  Who says that something speaks against it *cools* the launcher; so a
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ostinato.driver.api import LaunchConfig, ParameterSlot
     from ostinato.driver.stream import Stream
 
 __all__ = [
@@ -25,6 +28,8 @@ __all__ = [
     "PythonLauncher",
     "compiled",
     "description",
+    "kernel_call",
+    "packer",
     "prepare",
     "without_extension",
 ]
@@ -112,6 +117,95 @@ def prepare(function: Any, executable: int, stream: int) -> Callable[[], int]:
         return made
     # Two ctypes objects, so that ctypes converts nothing, and no frame of Python.
     return partial(function, ctypes.c_void_p(executable), ctypes.c_void_p(stream))
+
+
+def packer(
+    codes: str,
+    slots: Sequence[ParameterSlot],
+    address_of: Callable[[object], int | None],
+) -> Callable[[tuple[object, ...]], bytes | None]:
+    """What turns a kernel's arguments into bytes, or answers None if one is not just what its slot
+    takes (then somebody more patient is to be asked, who words the error).
+
+    `codes`: a code of `struct` for each slot, P for an address: a number, what has one as its
+    `address`, or what `address_of` knows one of.
+    """
+    offsets = tuple(slot.offset for slot in slots)
+    size = max((slot.offset + slot.size for slot in slots), default=0)
+    if _extension is not None:
+        pack: Callable[[tuple[object, ...]], bytes | None]
+        pack = _extension.Packer(codes, offsets, size, address_of).pack
+        return pack
+    text, end = "<", 0
+    for code, slot in zip(codes, slots, strict=True):
+        text += f"{slot.offset - end}x{'Q' if code == 'P' else code}"
+        end = slot.offset + slot.size
+    return partial(_pack, struct.Struct(text), codes, address_of)
+
+
+def _pack(
+    packing: struct.Struct,
+    codes: str,
+    address_of: Callable[[object], int | None],
+    values: tuple[object, ...],
+) -> bytes | None:
+    if len(values) != len(codes):
+        return None
+    words = list(values)
+    for index, code in enumerate(codes):
+        kind = type(words[index])
+        if kind is int or kind is float:
+            if (kind is float) != (code in "fd"):
+                return None
+        elif code == "P":
+            address = getattr(words[index], "address", None)
+            if type(address) is not int:
+                address = address_of(words[index])
+                if type(address) is not int:
+                    return None
+            words[index] = address
+        else:
+            return None
+    try:
+        return packing.pack(*words)
+    except (struct.error, OverflowError):
+        return None
+
+
+def kernel_call(
+    launch: int,
+    current: int,
+    context: int,
+    function: int,
+    config: LaunchConfig,
+    stream: int,
+    attributes: tuple[int, int],
+    data: bytes,
+    offsets: bytes,
+) -> Callable[[], int | None] | None:
+    """A kernel launch as a call without arguments that gives its status, or None where another
+    context is current; only where the extension was built, else None.
+
+    `launch`, `current`: addresses of cuLaunchKernelEx and cuCtxGetCurrent.  `attributes`: their
+    address, which must stay good, and number.  `offsets`: where each argument begins in `data`, as
+    32-bit numbers.  Raises OverflowError for a number that the driver cannot take.
+    """
+    if _extension is None:
+        return None
+    made: Callable[[], int | None] = _extension.KernelCall(
+        launch,
+        current,
+        context,
+        function,
+        config.grid,
+        config.block,
+        config.shared,
+        stream,
+        *attributes,
+        data,
+        offsets,
+    )
+    return made
 
 
 @contextmanager

@@ -9,7 +9,6 @@ retired: `Context.collect` unloads it outside of captures, after the device has 
 from __future__ import annotations
 
 import difflib
-import struct
 import threading
 import weakref
 from collections.abc import Mapping
@@ -24,13 +23,14 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
+from ostinato.driver.launcher import packer
 from ostinato.driver.signature import Signature, address_of, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
 
 __all__ = ["Kernel", "LoadedModule"]
 
 # Parameter types whose exact Python type needs no check beyond struct's own.
-_INTEGERS = {
+_CODES = {
     "i8": "b",
     "u8": "B",
     "i16": "h",
@@ -41,8 +41,9 @@ _INTEGERS = {
     "i64": "q",
     "u64": "Q",
     "cond": "Q",
+    "f32": "f",
+    "f64": "d",
 }
-_FLOATS = {"f32": "f", "f64": "d"}
 
 
 class LoadedModule(Closeable):
@@ -178,8 +179,7 @@ class Kernel:
 
     __slots__ = (
         "__weakref__",
-        "_codes",
-        "_struct",
+        "_pack",
         "context",
         "function",
         "info",
@@ -207,7 +207,8 @@ class Kernel:
             _check_signature(module.name, name, signature, self.info)
         self.slots = known or (signature.layout if signature is not None else ())
         """Where each parameter lies: the compiled code's own layout where the driver tells it."""
-        self._struct, self._codes = _fast_packing(signature, self.slots)
+        codes = _codes(signature, self.slots)
+        self._pack = _pack_nothing if codes is None else packer(codes, self.slots, address_of)
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name!r} of {self.module.name!r} on {self.context.driver.name}>"
@@ -217,39 +218,21 @@ class Kernel:
 
         Raises InputError that names the parameter that a value does not fit.
         """
-        if self._struct is not None and len(values) == len(self._codes):
-            # Exact types only; whatever is unusual takes the careful way below, which also words
-            # the errors.
-            words = list(values)
-            for index, code in enumerate(self._codes):
-                kind = type(words[index])
-                if kind is int or kind is float:
-                    if (kind is float) != (code == "f"):
-                        break
-                elif code == "p":
-                    address = getattr(words[index], "address", None)
-                    if type(address) is not int:
-                        address = address_of(words[index])
-                        if address is None:
-                            break
-                    words[index] = address
-                else:
-                    break
-            else:
-                try:
-                    return KernelArguments(self._struct.pack(*words), self.slots)
-                except (struct.error, OverflowError):
-                    pass
+        # Exact types only; whatever is unusual takes the careful way below, which also words the
+        # errors.
+        data = self._pack(values)
+        if data is not None:
+            return KernelArguments(data, self.slots)
         if self.signature is None:
             return pack_untyped(self.slots, values)
         packed = self.signature.pack(values)
         if packed.layout == self.slots:
             return packed
         # A struct by value may be aligned otherwise than the signature can say.
-        data = bytearray(max((s.offset + s.size for s in self.slots), default=0))
+        moved = bytearray(max((s.offset + s.size for s in self.slots), default=0))
         for index, slot in enumerate(self.slots):
-            data[slot.offset : slot.offset + slot.size] = packed.raw(index)
-        return KernelArguments(bytes(data), self.slots)
+            moved[slot.offset : slot.offset + slot.size] = packed.raw(index)
+        return KernelArguments(bytes(moved), self.slots)
 
     def allow_shared(self, nbytes: int) -> None:
         """Lets launches ask for up to `nbytes` of dynamic shared memory a block (over 48 KiB).
@@ -285,28 +268,14 @@ def _check_signature(module: str, name: str, signature: Signature, info: Functio
             )
 
 
-def _fast_packing(
-    signature: Signature | None, slots: tuple[object, ...]
-) -> tuple[struct.Struct | None, tuple[str, ...]]:
-    """A precompiled layout for signatures of pointers and plain numbers, else None.
-
-    Codes: "p" pointer, "i" whole number, "f" float.
-    """
+def _codes(signature: Signature | None, slots: tuple[object, ...]) -> str | None:
+    """A code of `struct` for each parameter, P for pointers; None if one is no plain number."""
     if signature is None or signature.layout != slots:
-        return None, ()
-    text, codes, end = "<", [], 0
-    for parameter, slot in zip(signature.parameters, signature.layout, strict=True):
-        text += f"{slot.offset - end}x" if slot.offset > end else ""
-        end = slot.offset + slot.size
-        if parameter.pointer:
-            text += "Q"
-            codes.append("p")
-        elif parameter.type in _INTEGERS:
-            text += _INTEGERS[parameter.type]
-            codes.append("i")
-        elif parameter.type in _FLOATS:
-            text += _FLOATS[parameter.type]
-            codes.append("f")
-        else:
-            return None, ()
-    return struct.Struct(text), tuple(codes)
+        return None
+    codes = ["P" if p.pointer else _CODES.get(p.type) for p in signature.parameters]
+    return None if None in codes else "".join(map(str, codes))
+
+
+def _pack_nothing(values: tuple[object, ...]) -> bytes | None:
+    """For kernels whose arguments all take the careful way."""
+    return None

@@ -1,0 +1,381 @@
+/* An eager launch, compiled: arguments to bytes (Packer), and cuLaunchKernelEx with everything at
+ * hand (KernelCall).
+ *
+ * driver/kernel_call.py holds the same in Python, and serves where this was not built.  The limited
+ * API of CPython 3.11, as in _launch.c.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+int ostinato_add_kernel_types(PyObject *module);
+
+static void
+free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyObject *
+new_object(PyTypeObject *type)
+{
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    return alloc(type, 0);
+}
+
+/* --------------------------------------------------------------------------------------- Packer */
+
+typedef struct {
+    char code;
+    uint32_t offset;
+} Slot;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *address;    /* the name of the attribute */
+    PyObject *address_of; /* who knows the address of what has no such attribute */
+    Slot *slots;
+    Py_ssize_t count, size;
+} Packer;
+
+static int
+width_of(char code)
+{
+    switch (code) {
+    case 'b': case 'B': return 1;
+    case 'h': case 'H': return 2;
+    case 'i': case 'I': case 'f': return 4;
+    case 'q': case 'Q': case 'd': case 'P': return 8;
+    default: return 0;
+    }
+}
+
+static PyObject *
+packer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"codes", "offsets", "size", "address_of", NULL};
+    const char *codes;
+    Py_ssize_t count, size;
+    PyObject *offsets, *address_of;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s#O!nO:Packer", names, &codes, &count,
+                                     &PyTuple_Type, &offsets, &size, &address_of))
+        return NULL;
+    if (PyTuple_Size(offsets) != count || size < 0) {
+        PyErr_SetString(PyExc_ValueError, "an offset for each code, and a size, are needed");
+        return NULL;
+    }
+    Packer *self = (Packer *)new_object(type);
+    if (self == NULL)
+        return NULL;
+    self->count = count;
+    self->size = size;
+    self->address_of = Py_NewRef(address_of);
+    self->address = PyUnicode_InternFromString("address");
+    self->slots = PyMem_Malloc((count ? count : 1) * sizeof(Slot));
+    if (self->address == NULL || self->slots == NULL) {
+        if (self->slots == NULL)
+            PyErr_NoMemory();
+        Py_DECREF(self);
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long offset = PyLong_AsLong(PyTuple_GetItem(offsets, i));
+        int width = width_of(codes[i]);
+        if (offset < 0 || width == 0 || offset + width > size) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_ValueError, "slot %zd is unknown or outside the buffer", i);
+            Py_DECREF(self);
+            return NULL;
+        }
+        self->slots[i] = (Slot){codes[i], (uint32_t)offset};
+    }
+    return (PyObject *)self;
+}
+
+static void
+packer_dealloc(PyObject *op)
+{
+    Packer *self = (Packer *)op;
+    Py_XDECREF(self->address);
+    Py_XDECREF(self->address_of);
+    PyMem_Free(self->slots);
+    free_object(op);
+}
+
+/* One value; 0 if it is not just what its slot takes.  An exception may be set then. */
+static int
+pack_one(Packer *self, char code, PyObject *value, unsigned char *to)
+{
+    if (code == 'f' || code == 'd') {
+        if (!PyFloat_CheckExact(value))
+            return 0;
+        double number = PyFloat_AsDouble(value);
+        float narrow = (float)number;
+        memcpy(to, code == 'd' ? (void *)&number : (void *)&narrow, code == 'd' ? 8 : 4);
+        return 1;
+    }
+    if (code == 'P' && !PyLong_CheckExact(value)) {
+        PyObject *address = PyObject_GetAttr(value, self->address);
+        if (address == NULL || !PyLong_CheckExact(address)) {
+            PyErr_Clear();
+            Py_XDECREF(address);
+            address = PyObject_CallFunctionObjArgs(self->address_of, value, NULL);
+            if (address == NULL)
+                return 0;
+        }
+        int packed = PyLong_CheckExact(address) && pack_one(self, code, address, to);
+        Py_DECREF(address);
+        return packed;
+    }
+    if (!PyLong_CheckExact(value))
+        return 0;
+    int width = width_of(code);
+    uint64_t bits;
+    if (code == 'b' || code == 'h' || code == 'i' || code == 'q') {
+        int overflow;
+        long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+        long long limit = width == 8 ? INT64_MAX : (1ll << (8 * width - 1)) - 1;
+        if (overflow || number > limit || number < -limit - 1)
+            return 0;
+        bits = (uint64_t)number;
+    }
+    else {
+        bits = PyLong_AsUnsignedLongLong(value);
+        if (bits == UINT64_MAX && PyErr_Occurred())
+            return 0;
+        if (width < 8 && bits >> (8 * width))
+            return 0;
+    }
+    memcpy(to, &bits, width); /* little endian, as every machine with a GPU of NVIDIA's is */
+    return 1;
+}
+
+static PyObject *
+packer_pack(PyObject *op, PyObject *values)
+{
+    Packer *self = (Packer *)op;
+    if (!PyTuple_Check(values) || PyTuple_Size(values) != self->count)
+        Py_RETURN_NONE;
+    PyObject *made = PyBytes_FromStringAndSize(NULL, self->size);
+    if (made == NULL)
+        return NULL;
+    unsigned char *bytes = (unsigned char *)PyBytes_AsString(made);
+    memset(bytes, 0, self->size);
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        Slot slot = self->slots[i];
+        if (!pack_one(self, slot.code, PyTuple_GetItem(values, i), bytes + slot.offset)) {
+            PyErr_Clear(); /* the careful way asks again, and words it */
+            Py_DECREF(made);
+            Py_RETURN_NONE;
+        }
+    }
+    return made;
+}
+
+static PyMethodDef packer_methods[] = {
+    {"pack", packer_pack, METH_O,
+     "pack($self, values, /)\n--\n\nThe values' bytes, or None if one is not just what its slot "
+     "takes."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot packer_slots[] = {
+    {Py_tp_doc, "Packer(codes, offsets, size, address_of)\n--\n\nKernel arguments to bytes.  A code of "
+                "`struct` for each, P for an address: a number, what has one as its `address`, or "
+                "what `address_of` knows one of."},
+    {Py_tp_new, packer_new},
+    {Py_tp_dealloc, packer_dealloc},
+    {Py_tp_methods, packer_methods},
+    {0, NULL},
+};
+
+static PyType_Spec packer_spec = {
+    .name = "ostinato.driver._launch.Packer",
+    .basicsize = sizeof(Packer),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = packer_slots,
+};
+
+/* ----------------------------------------------------------------------------------- KernelCall */
+
+/* CUlaunchConfig */
+typedef struct {
+    uint32_t grid[3], block[3], shared;
+    void *stream, *attributes;
+    uint32_t count;
+} LaunchConfig;
+_Static_assert(sizeof(LaunchConfig) == 56, "as in cuda.h");
+
+typedef int (*launch_function)(const LaunchConfig *config, void *function, void **params,
+                               void **extra);
+typedef int (*current_function)(void **context);
+
+typedef struct {
+    PyObject_HEAD
+    launch_function launch;
+    current_function current;
+    void *context, *function;
+    LaunchConfig config;
+    void **params; /* one allocation: the pointers, then the bytes that they point to */
+} KernelCall;
+
+static int
+as_pointer(PyObject *number, void *result)
+{
+    void *pointer = PyLong_AsVoidPtr(number);
+    if (pointer == NULL && PyErr_Occurred())
+        return 0;
+    *(void **)result = pointer;
+    return 1;
+}
+
+static int
+as_u32(PyObject *number, void *result)
+{
+    unsigned long value = PyLong_AsUnsignedLong(number);
+    if (value == (unsigned long)-1 && PyErr_Occurred())
+        return 0;
+    if (value > UINT32_MAX) {
+        PyErr_Format(PyExc_OverflowError, "%lu does not fit into 32 bits", value);
+        return 0;
+    }
+    *(uint32_t *)result = (uint32_t)value;
+    return 1;
+}
+
+static int
+as_dimensions(PyObject *three, void *result)
+{
+    uint32_t *to = result;
+    if (!PyTuple_Check(three) || PyTuple_Size(three) != 3) {
+        PyErr_SetString(PyExc_TypeError, "dimensions are a tuple of three");
+        return 0;
+    }
+    for (int i = 0; i < 3; i++)
+        if (!as_u32(PyTuple_GetItem(three, i), to + i))
+            return 0;
+    return 1;
+}
+
+static PyObject *
+kernel_call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    void *launch, *current, *context, *function;
+    LaunchConfig config = {0};
+    const char *data, *offsets;
+    Py_ssize_t size, offset_bytes;
+    if (kwargs != NULL && PyDict_Size(kwargs) != 0) {
+        PyErr_SetString(PyExc_TypeError, "KernelCall takes no keywords");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&O&O&O&y#y#:KernelCall", as_pointer, &launch,
+                          as_pointer, &current, as_pointer, &context, as_pointer, &function,
+                          as_dimensions, config.grid, as_dimensions, config.block, as_u32,
+                          &config.shared, as_pointer, &config.stream, as_pointer,
+                          &config.attributes, as_u32, &config.count, &data, &size, &offsets,
+                          &offset_bytes))
+        return NULL;
+    Py_ssize_t count = offset_bytes / (Py_ssize_t)sizeof(uint32_t);
+    if (launch == NULL || current == NULL) {
+        PyErr_SetString(PyExc_ValueError, "the address of a C function is 0");
+        return NULL;
+    }
+    KernelCall *self = (KernelCall *)new_object(type);
+    if (self == NULL)
+        return NULL;
+    self->launch = (launch_function)launch;
+    self->current = (current_function)current;
+    self->context = context;
+    self->function = function;
+    self->config = config;
+    self->params = PyMem_Malloc(count * sizeof(void *) + size + 1);
+    if (self->params == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    char *copy = (char *)(self->params + count);
+    memcpy(copy, data, size);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t offset;
+        memcpy(&offset, offsets + i * sizeof offset, sizeof offset);
+        if (offset > size) {
+            PyErr_Format(PyExc_ValueError, "argument %zd begins behind the last byte", i);
+            Py_DECREF(self);
+            return NULL;
+        }
+        self->params[i] = copy + offset;
+    }
+    return (PyObject *)self;
+}
+
+static void
+kernel_call_dealloc(PyObject *op)
+{
+    PyMem_Free(((KernelCall *)op)->params);
+    free_object(op);
+}
+
+static PyObject *
+kernel_call_call(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    KernelCall *self = (KernelCall *)op;
+    void *context = NULL;
+    int status;
+    if (PyTuple_Size(args) != 0 || (kwargs != NULL && PyDict_Size(kwargs) != 0)) {
+        PyErr_SetString(PyExc_TypeError, "a prepared launch takes no arguments");
+        return NULL;
+    }
+    if (self->current(&context) != 0 || context != self->context)
+        Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    status = self->launch(&self->config, self->function, self->params, NULL);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(status);
+}
+
+static PyType_Slot kernel_call_slots[] = {
+    {Py_tp_doc,
+     "KernelCall(launch, current, context, function, grid, block, shared, stream, attributes, "
+     "count, data, offsets)\n--\n\n"
+     "A launch: called, it gives the status, or None if another context is current, and then "
+     "nothing was launched.\n\n"
+     "`launch`, `current`: addresses of cuLaunchKernelEx and cuCtxGetCurrent.  `data`: the "
+     "arguments' bytes, copied; `offsets`: where each begins, as 32-bit numbers.  `attributes` "
+     "must stay good."},
+    {Py_tp_new, kernel_call_new},
+    {Py_tp_dealloc, kernel_call_dealloc},
+    {Py_tp_call, kernel_call_call},
+    {0, NULL},
+};
+
+static PyType_Spec kernel_call_spec = {
+    .name = "ostinato.driver._launch.KernelCall",
+    .basicsize = sizeof(KernelCall),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = kernel_call_slots,
+};
+
+/* --------------------------------------------------------------------------------------- module */
+
+static int
+add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type == NULL)
+        return -1;
+    int failed = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return failed;
+}
+
+int
+ostinato_add_kernel_types(PyObject *module)
+{
+    return add_type(module, &packer_spec) < 0 ? -1 : add_type(module, &kernel_call_spec);
+}
