@@ -277,6 +277,47 @@ def test_arguments_packed_by_a_library_go_as_they_are(launcher: str) -> None:
 
 
 @needs_extension
+def test_a_functions_launches_in_one_call() -> None:
+    lib = FakeCuda(SIGNATURE.layout)
+    driver = Driver(lib)
+    pack = packer("PBif", SIGNATURE.layout, address_of)
+    call = driver.function_prepare_launch(FunctionHandle(5), pack)
+    assert call is not None
+    values = (Placed(0x7F00_0000_0010), 7, -3, 0.5)
+    assert call(0xABC0, (3, 2, 1), (32, 4, 1), 1024, values) == 0
+    seen = lib.seen.pop()
+    assert (seen["grid"], seen["block"], seen["shared"]) == ((3, 2, 1), (32, 4, 1), 1024)
+    assert (seen["stream"], seen["function"], seen["attributes"]) == (0xABC0, 5, 0)
+    assert seen["arguments"] == PARTS and not seen["extra"]
+    lib.statuses = [700]
+    assert call(0xABC0, (1, 1, 1), (1, 1, 1), 0, values) == 700
+    lib.seen.clear()
+    # Not launched: values, numbers, or a context that are others' business.
+    big, one = (1 << 32, 1, 1), (1, 1, 1)
+    assert call(1, one, one, 0, (*values[:3], 1)) is None
+    assert call(1, one, one, 0, values[:3]) is None
+    assert call(1, one, one, 0, list(values)) is None  # type: ignore[arg-type]
+    assert call(1, big, one, 0, values) is None
+    assert call(1, one, one, -1, values) is None
+    lib.current = 1
+    assert call(1, one, one, 0, values) is None
+    assert not lib.seen
+    with pytest.raises(TypeError, match="are needed"):
+        call(1, one, one)  # type: ignore[call-arg]
+
+
+def test_where_there_is_no_shortcut_it_is_said(launcher: str) -> None:
+    driver = Driver(FakeCuda())
+    many = Signature.parse(", ".join(f"p{i}: u64" for i in range(300)))
+    slow = packer("Q" * 300, many.layout, address_of)
+    assert slow((1,) * 300) == (1).to_bytes(8, "little") * 300
+    assert driver.function_prepare_launch(FunctionHandle(5), slow) is None
+    short = packer("P", SIGNATURE.layout[:1], address_of)
+    found = driver.function_prepare_launch(FunctionHandle(5), short)
+    assert (found is None) == (launcher == "python")
+
+
+@needs_extension
 def test_a_call_outlives_what_it_was_made_of_and_leaks_nothing() -> None:
     lib = FakeCuda(SIGNATURE.layout)
     addresses = lib.address("cuLaunchKernelEx"), lib.address("cuCtxGetCurrent")

@@ -146,6 +146,8 @@ class FaultyDriver(_WrappedDriver):
             if name.startswith("_") or not hasattr(Driver, name):
                 return inner
             wrapped = self._prepared(inner) if name == "exec_prepare_launch" else inner
+            if name == "function_prepare_launch":
+                wrapped = _no_shortcut
 
             @functools.wraps(inner)
             def call(*arguments: Any, **options: Any) -> Any:
@@ -168,6 +170,10 @@ class FaultyDriver(_WrappedDriver):
             return counted
 
         return prepare_counted
+
+
+def _no_shortcut(*_: object) -> None:
+    """Every launch is a `launch_kernel`, which can be made to fail."""
 
 
 _NEVER_FAIL = frozenset({"name", "capabilities", "properties", "close"})

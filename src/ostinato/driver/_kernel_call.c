@@ -1,5 +1,5 @@
-/* An eager launch, compiled: arguments to bytes (Packer), and cuLaunchKernelEx with everything at
- * hand (KernelCall).
+/* An eager launch, compiled: arguments to bytes (Packer), cuLaunchKernelEx with everything at hand
+ * (KernelCall), and both in one for a function (FunctionCall).
  *
  * driver/kernel_call.py holds the same in Python, and serves where this was not built.  The limited
  * API of CPython 3.11, as in _launch.c.
@@ -156,24 +156,34 @@ pack_one(Packer *self, char code, PyObject *value, unsigned char *to)
     return 1;
 }
 
-static PyObject *
-packer_pack(PyObject *op, PyObject *values)
+/* All values of a tuple; 0 if one is not just what its slot takes. */
+static int
+pack_all(Packer *self, PyObject *values, unsigned char *bytes)
 {
-    Packer *self = (Packer *)op;
     if (!PyTuple_Check(values) || PyTuple_Size(values) != self->count)
-        Py_RETURN_NONE;
-    PyObject *made = PyBytes_FromStringAndSize(NULL, self->size);
-    if (made == NULL)
-        return NULL;
-    unsigned char *bytes = (unsigned char *)PyBytes_AsString(made);
+        return 0;
     memset(bytes, 0, self->size);
     for (Py_ssize_t i = 0; i < self->count; i++) {
         Slot slot = self->slots[i];
         if (!pack_one(self, slot.code, PyTuple_GetItem(values, i), bytes + slot.offset)) {
             PyErr_Clear(); /* the careful way asks again, and words it */
-            Py_DECREF(made);
-            Py_RETURN_NONE;
+            return 0;
         }
+    }
+    return 1;
+}
+
+static PyObject *
+packer_pack(PyObject *op, PyObject *values)
+{
+    Packer *self = (Packer *)op;
+    PyObject *made = PyBytes_FromStringAndSize(NULL, self->size);
+    if (made == NULL)
+        return NULL;
+    unsigned char *bytes = (unsigned char *)PyBytes_AsString(made);
+    if (!pack_all(self, values, bytes)) {
+        Py_DECREF(made);
+        Py_RETURN_NONE;
     }
     return made;
 }
@@ -361,6 +371,112 @@ static PyType_Spec kernel_call_spec = {
     .slots = kernel_call_slots,
 };
 
+/* --------------------------------------------------------------------------------- FunctionCall */
+
+#define MOST_BYTES 4096
+#define MOST_ARGUMENTS 256
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *packer;
+    launch_function launch;
+    current_function current;
+    void *context, *function;
+} FunctionCall;
+
+static PyObject *
+function_call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"pack", "launch", "current", "context", "function", NULL};
+    PyObject *packer;
+    void *launch, *current, *context, *function;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&O&O&O&:FunctionCall", names, &packer,
+                                     as_pointer, &launch, as_pointer, &current, as_pointer,
+                                     &context, as_pointer, &function))
+        return NULL;
+    PyTypeObject *kind = Py_TYPE(packer);
+    if (PyType_GetSlot(kind, Py_tp_dealloc) != (void *)packer_dealloc) {
+        PyErr_SetString(PyExc_TypeError, "a Packer is needed");
+        return NULL;
+    }
+    if (launch == NULL || current == NULL) {
+        PyErr_SetString(PyExc_ValueError, "the address of a C function is 0");
+        return NULL;
+    }
+    if (((Packer *)packer)->size > MOST_BYTES || ((Packer *)packer)->count > MOST_ARGUMENTS) {
+        PyErr_SetString(PyExc_ValueError, "too many arguments for a launch in one call");
+        return NULL;
+    }
+    FunctionCall *self = (FunctionCall *)new_object(type);
+    if (self == NULL)
+        return NULL;
+    self->packer = Py_NewRef(packer);
+    self->launch = (launch_function)launch;
+    self->current = (current_function)current;
+    self->context = context;
+    self->function = function;
+    return (PyObject *)self;
+}
+
+static void
+function_call_dealloc(PyObject *op)
+{
+    Py_XDECREF(((FunctionCall *)op)->packer);
+    free_object(op);
+}
+
+static PyObject *
+function_call_launch(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    FunctionCall *self = (FunctionCall *)op;
+    Packer *packer = (Packer *)self->packer;
+    LaunchConfig config = {0};
+    void *params[MOST_ARGUMENTS], *context = NULL;
+    _Alignas(16) unsigned char data[MOST_BYTES];
+    int status;
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "stream, grid, block, shared and values are needed");
+        return NULL;
+    }
+    if (!as_pointer(args[0], &config.stream) || !as_dimensions(args[1], config.grid) ||
+        !as_dimensions(args[2], config.block) || !as_u32(args[3], &config.shared)) {
+        PyErr_Clear(); /* as above */
+        Py_RETURN_NONE;
+    }
+    if (!pack_all(packer, args[4], data) || self->current(&context) != 0 ||
+        context != self->context)
+        Py_RETURN_NONE;
+    for (Py_ssize_t i = 0; i < packer->count; i++)
+        params[i] = data + packer->slots[i].offset;
+    Py_BEGIN_ALLOW_THREADS
+    status = self->launch(&config, self->function, params, NULL);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(status);
+}
+
+static PyMethodDef function_call_methods[] = {
+    {"launch", (PyCFunction)(void (*)(void))function_call_launch, METH_FASTCALL,
+     "launch($self, stream, grid, block, shared, values, /)\n--\n\nThe status, or None if nothing "
+     "was launched: a value is not just what its slot takes, or another context is current."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot function_call_slots[] = {
+    {Py_tp_doc, "FunctionCall(pack, launch, current, context, function)\n--\n\nLaunches of one "
+                "function, of arguments that the Packer `pack` takes."},
+    {Py_tp_new, function_call_new},
+    {Py_tp_dealloc, function_call_dealloc},
+    {Py_tp_methods, function_call_methods},
+    {0, NULL},
+};
+
+static PyType_Spec function_call_spec = {
+    .name = "ostinato.driver._launch.FunctionCall",
+    .basicsize = sizeof(FunctionCall),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = function_call_slots,
+};
+
 /* --------------------------------------------------------------------------------------- module */
 
 static int
@@ -377,5 +493,7 @@ add_type(PyObject *module, PyType_Spec *spec)
 int
 ostinato_add_kernel_types(PyObject *module)
 {
-    return add_type(module, &packer_spec) < 0 ? -1 : add_type(module, &kernel_call_spec);
+    if (add_type(module, &packer_spec) < 0 || add_type(module, &kernel_call_spec) < 0)
+        return -1;
+    return add_type(module, &function_call_spec);
 }

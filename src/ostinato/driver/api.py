@@ -205,6 +205,8 @@ class LaunchConfig:
     cooperative: bool
     programmatic: bool
     priority: int | None
+    plain: bool = field(init=False, repr=False, compare=False)
+    """Neither cluster, cooperative, programmatic nor a priority."""
 
     def __init__(
         self,
@@ -227,10 +229,16 @@ class LaunchConfig:
         put(self, "cooperative", bool(cooperative))
         put(self, "programmatic", bool(programmatic))
         put(self, "priority", priority)
+        special = cooperative or programmatic or not (cluster is None and priority is None)
+        put(self, "plain", not special)
 
     @property
     def threads_per_block(self) -> int:
         return self.block[0] * self.block[1] * self.block[2]
+
+
+PlainLaunch: TypeAlias = Callable[[int, Dim3, Dim3, int, tuple[object, ...]], int | None]
+"""Stream, grid, block, shared bytes, values: see `Driver.function_prepare_launch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -740,6 +748,17 @@ class Driver(Protocol):
         arguments: KernelArguments,
     ) -> None:
         """The argument bytes are copied before the call returns."""
+        ...
+
+    def function_prepare_launch(
+        self, function: FunctionHandle, pack: Callable[[tuple[object, ...]], bytes | None]
+    ) -> PlainLaunch | None:
+        """`launch_kernel` of plain configs as one call, or None where there is no such shortcut.
+
+        `pack` is what packs the function's arguments (`driver.launcher.packer`).  Invalid once the
+        function is gone.  The call gives 0 for a launch.  Anything else: nothing was launched, and
+        `launch_kernel` raises the error (or succeeds, where only the shortcut does not go).
+        """
         ...
 
     # --- capture

@@ -21,11 +21,12 @@ from ostinato.driver.api import (
     LaunchConfig,
     ModuleHandle,
     ParameterSlot,
+    PlainLaunch,
     StreamHandle,
 )
 from ostinato.driver.cuda_calls import CudaCalls
 from ostinato.driver.cuda_kernel import Attributes, LaunchBlock, Offsets, PreparedLaunch
-from ostinato.driver.launcher import kernel_call
+from ostinato.driver.launcher import function_call, kernel_call
 from ostinato.errors import Status
 
 __all__ = ["IMAGE_KINDS", "ModuleCalls"]
@@ -147,6 +148,14 @@ class ModuleCalls(CudaCalls):
         )
         return blocks.value
 
+    def function_prepare_launch(
+        self, function: FunctionHandle, pack: Callable[[tuple[object, ...]], bytes | None]
+    ) -> PlainLaunch | None:
+        launch, current = self._launch_addresses
+        if not (launch and current):
+            return None
+        return function_call(pack, launch, current, self._context, function)
+
     def launch_kernel(
         self,
         stream: StreamHandle,
@@ -181,9 +190,7 @@ class ModuleCalls(CudaCalls):
     ) -> PreparedLaunch:
         """Checked, and left with the arguments for their next launch."""
         self._check_arguments("launch_kernel", function, arguments)
-        plain = config.cluster is None and config.priority is None
-        plain = plain and not (config.cooperative or config.programmatic)
-        attributes = None if plain else self._launch_attributes(config)
+        attributes = None if config.plain else self._launch_attributes(config)
         try:
             call = self._compiled_call(stream, function, config, attributes, arguments)
             if call is None:

@@ -19,6 +19,7 @@ from ostinato.driver.api import (
     MemsetNodeParams,
     ModuleHandle,
     NodeParams,
+    PlainLaunch,
     StreamHandle,
 )
 from ostinato.driver.host_core import HostCore
@@ -117,6 +118,11 @@ class ModuleCalls(HostCore):
         call = "function_info"
         self._enter(call)
         return self._function(call, function).info
+
+    def function_prepare_launch(
+        self, function: FunctionHandle, pack: Callable[[tuple[object, ...]], bytes | None]
+    ) -> PlainLaunch | None:
+        return None
 
     def function_load(self, function: FunctionHandle) -> None:
         call = "function_load"

@@ -17,17 +17,19 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from ostinato.driver.api import LaunchConfig, ParameterSlot
+    from ostinato.driver.api import LaunchConfig, ParameterSlot, PlainLaunch
     from ostinato.driver.stream import Stream
 
 __all__ = [
     "Launcher",
+    "Pack",
     "PythonLauncher",
     "compiled",
     "description",
+    "function_call",
     "kernel_call",
     "packer",
     "prepare",
@@ -38,6 +40,9 @@ __all__ = [
 def _never() -> int:
     raise AssertionError("a hot call without a hot stream")
 
+
+Pack: TypeAlias = Callable[[tuple[object, ...]], bytes | None]
+"""What `packer` gives."""
 
 _COLD: tuple[object, Callable[[], int]] = (object(), _never)  # no argument is this object
 
@@ -123,7 +128,7 @@ def packer(
     codes: str,
     slots: Sequence[ParameterSlot],
     address_of: Callable[[object], int | None],
-) -> Callable[[tuple[object, ...]], bytes | None]:
+) -> Pack:
     """What turns a kernel's arguments into bytes, or answers None if one is not just what its slot
     takes (then somebody more patient is to be asked, who words the error).
 
@@ -133,8 +138,7 @@ def packer(
     offsets = tuple(slot.offset for slot in slots)
     size = max((slot.offset + slot.size for slot in slots), default=0)
     if _extension is not None:
-        pack: Callable[[tuple[object, ...]], bytes | None]
-        pack = _extension.Packer(codes, offsets, size, address_of).pack
+        pack: Pack = _extension.Packer(codes, offsets, size, address_of).pack
         return pack
     text, end = "<", 0
     for code, slot in zip(codes, slots, strict=True):
@@ -170,6 +174,26 @@ def _pack(
         return packing.pack(*words)
     except (struct.error, OverflowError):
         return None
+
+
+def function_call(
+    pack: Pack, launch: int, current: int, context: int, function: int
+) -> PlainLaunch | None:
+    """A function's launches in one call each: `call(stream, grid, block, shared, values)`.
+
+    It gives the status, or None if nothing was launched: a value is not just what its slot takes,
+    or another context is current.  `pack`: what `packer` gave; `launch`, `current`: addresses of
+    cuLaunchKernelEx and cuCtxGetCurrent.  None where the extension was not built, or for arguments
+    that are too many for it.
+    """
+    made = getattr(pack, "__self__", None)
+    if _extension is None or type(made) is not _extension.Packer:
+        return None
+    try:
+        call: PlainLaunch = _extension.FunctionCall(made, launch, current, context, function).launch
+    except ValueError:
+        return None
+    return call
 
 
 def kernel_call(

@@ -20,10 +20,11 @@ from ostinato.driver.api import (
     Image,
     KernelArguments,
     ModuleHandle,
+    PlainLaunch,
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
-from ostinato.driver.launcher import packer
+from ostinato.driver.launcher import Pack, packer
 from ostinato.driver.signature import Signature, address_of, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
 
@@ -180,6 +181,7 @@ class Kernel:
     __slots__ = (
         "__weakref__",
         "_pack",
+        "call",
         "context",
         "function",
         "info",
@@ -208,7 +210,12 @@ class Kernel:
         self.slots = known or (signature.layout if signature is not None else ())
         """Where each parameter lies: the compiled code's own layout where the driver tells it."""
         codes = _codes(signature, self.slots)
-        self._pack = _pack_nothing if codes is None else packer(codes, self.slots, address_of)
+        self._pack: Pack = _pack_nothing
+        self.call: PlainLaunch | None = None
+        """Launches it with plain values in a plain config, where the driver has a shortcut."""
+        if codes is not None:
+            self._pack = packer(codes, self.slots, address_of)
+            self.call = module.context.driver.function_prepare_launch(function, self._pack)
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name!r} of {self.module.name!r} on {self.context.driver.name}>"
