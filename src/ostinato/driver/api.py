@@ -205,8 +205,6 @@ class LaunchConfig:
     cooperative: bool
     programmatic: bool
     priority: int | None
-    plain: bool = field(init=False, repr=False, compare=False)
-    """Neither cluster, cooperative, programmatic nor a priority."""
 
     def __init__(
         self,
@@ -229,8 +227,13 @@ class LaunchConfig:
         put(self, "cooperative", bool(cooperative))
         put(self, "programmatic", bool(programmatic))
         put(self, "priority", priority)
-        special = cooperative or programmatic or not (cluster is None and priority is None)
-        put(self, "plain", not special)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has no attributes: no cluster, cooperation, programmatic launch or priority."""
+        if self.cooperative or self.programmatic:
+            return False
+        return self.cluster is None and self.priority is None
 
     @property
     def threads_per_block(self) -> int:
