@@ -230,7 +230,7 @@ class LaunchConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether it has no attributes: no cluster, cooperation, programmatic launch or priority."""
+        """Neither cluster, cooperative, programmatic nor a priority."""
         if self.cooperative or self.programmatic:
             return False
         return self.cluster is None and self.priority is None
