@@ -259,6 +259,16 @@ def test_no_program_and_no_part_are_said(tmp_path: Path, capsys: pytest.CaptureF
     assert "name" in capsys.readouterr().out
 
 
+def test_a_part_that_did_not_begin_is_run_once_more() -> None:
+    """But not one that was cut off, and none a third time."""
+    silent, said = Outcome(PART, status=1), []
+    answers = {"flaky": [silent, SOUND], "dead": [silent, silent], "late": [Outcome(PART)]}
+    parts = [replace(PART, name=name) for name in answers]
+    outcomes = sanitize.run_all(parts, 1, lambda part: answers[part.name].pop(0), said.append)
+    assert [bool(o.objections) for o in outcomes] == [False, True, True]
+    assert sum("once more" in line for line in said) == 2
+
+
 def test_memcheck_forgets_no_file() -> None:
     """But those that say why."""
 

@@ -65,6 +65,9 @@ class CubinLoader:
 
     def synchronize(self) -> None: ...
 
+    def function_prepare_launch(self, function: int, pack: object) -> None:
+        """Nothing is launched here."""
+
     def close(self) -> None: ...
 
     def module_load(self, image: Image) -> ModuleHandle:

@@ -357,13 +357,12 @@ def test_what_is_held_outlives_an_eviction(device: Device) -> None:
 
 def test_what_is_held_and_dropped_is_let_go_outside_of_captures(device: Device) -> None:
     rows = Rows(device, warmups=0)
-    # In a list, for compute-sanitizer: it looks into frames, which then keep their locals.
-    held = [rows.step.hold(rows=8)]
-    assert isinstance(held[0], HeldReplay)
-    held[0].launch()
+    held = rows.step.hold(rows=8)
+    assert isinstance(held, HeldReplay)
+    held.launch()
     rows.cache.evict_all()
     with ost.capture(rows.stream):
-        held.clear()
+        del held
         gc.collect()
         device.context.collect()
         assert rows.cache.statistics().leaving == 1
