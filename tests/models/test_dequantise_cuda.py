@@ -19,7 +19,7 @@ from ostinato.models.dequantise_cuda import dequantise_on_device, staged_bytes
 from ostinato.models.weights import load_weights
 from tests.conftest import open_test_device
 from tests.models.emulated import EmulatedModules
-from tests.models.model_files import permute, weights, write_gguf
+from tests.models.model_files import permute, weights, write_folder, write_gguf
 
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -120,11 +120,15 @@ def test_rows_of_heads_come_back_in_half_split_order(
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
-@pytest.mark.parametrize("kind", ["F32", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F32", "Q4_1", "a folder of F16"])
 def test_all_weights_of_a_file(device: Device, tmp_path: Path, kind: str, dtype: Any) -> None:
     """Fused matrices and vectors in their places; nothing converted by the host."""
     values = weights()
-    with open_checkpoint(write_gguf(tmp_path / "m.gguf", values, kind=kind)) as checkpoint:
+    if kind.startswith("a folder"):
+        path = write_folder(tmp_path / "m", values, dtype=np.float16, shards=2)
+    else:
+        path = write_gguf(tmp_path / "m.gguf", values, kind=kind)
+    with open_checkpoint(path) as checkpoint:
         wanted = {name: checkpoint.tensor(name) for name in values}
         checkpoint.load = None  # type: ignore[assignment, method-assign]
         loaded = load_weights(device, checkpoint, dtype)
