@@ -109,7 +109,8 @@ def library_rows_for(config: LlamaConfig) -> int:
     """From how many rows on a library's products pay, by the bytes of a layer's weights.
 
     A layer is twice as many launches then, so small ones wait for more rows.  Measured on an H100:
-    1B (122 MB a layer) gains from 8 rows on; 135M (7 MB) loses at 32 and gains at 64.
+    1B (122 MB a layer) gains from 8 rows on; 360M (20 MB) loses at 16 and gains at 32; 135M (7 MB)
+    loses at 32 and gains at 64.
     """
     products = products_of(config)
     layer = sum(4 * p.pairs * p.inputs for name, p in products.items() if name != "head")
