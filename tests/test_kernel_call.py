@@ -188,7 +188,7 @@ class Driver(ModuleCalls):
     def __init__(self, lib: FakeCuda) -> None:
         super().__init__(lib, CONTEXT, 0)  # type: ignore[arg-type]
         self._layouts = {5: lib.layout, 6: lib.layout}
-        self._attributes, self._offsets = {}, {}
+        self._attributes = {}
 
 
 SIGNATURE = Signature.parse("x: *f32, small: u8, n: i32, f: f32")
@@ -321,12 +321,10 @@ def test_where_there_is_no_shortcut_it_is_said(launcher: str) -> None:
 def test_a_call_outlives_what_it_was_made_of_and_leaks_nothing() -> None:
     lib = FakeCuda(SIGNATURE.layout)
     addresses = lib.address("cuLaunchKernelEx"), lib.address("cuCtxGetCurrent")
-    offsets = struct.pack("=4I", *(slot.offset for slot in SIGNATURE.layout))
 
     def make() -> Callable[[], int | None]:
-        data = bytes(bytearray(ARGUMENTS.data))
-        config = LaunchConfig(2, 32)
-        made = kernel_call(*addresses, CONTEXT, 5, config, 1, (0, 0), data, offsets)
+        arguments = KernelArguments(bytes(bytearray(ARGUMENTS.data)), ARGUMENTS.layout)
+        made = kernel_call(*addresses, CONTEXT, 5, LaunchConfig(2, 32), 1, (0, 0), arguments)
         assert made is not None
         return made
 
@@ -336,7 +334,8 @@ def test_a_call_outlives_what_it_was_made_of_and_leaks_nothing() -> None:
     lib.current = 1
     assert call() is None and not lib.seen
     with pytest.raises(ValueError, match="behind the last byte"):
-        kernel_call(*(*addresses, CONTEXT, 5, LaunchConfig(1, 1), 1, (0, 0), b"abc", b"\xff\0\0\0"))
+        short = KernelArguments(b"abc", (ParameterSlot(255, 1),))
+        kernel_call(*addresses, CONTEXT, 5, LaunchConfig(1, 1), 1, (0, 0), short)
     tracemalloc.start()
     try:
         for _ in range(100):

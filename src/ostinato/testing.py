@@ -145,8 +145,10 @@ class FaultyDriver(_WrappedDriver):
             inner = getattr(self.inner, name)
             if name.startswith("_") or not hasattr(Driver, name):
                 return inner
-            wrapped = self._prepared(inner) if name == "exec_prepare_launch" else inner
-            if name == "function_prepare_launch":
+            wrapped = inner
+            if name == "exec_prepare_launch":
+                wrapped = self._prepared(inner)
+            elif name == "function_prepare_launch":
                 wrapped = _no_shortcut
 
             @functools.wraps(inner)

@@ -1,8 +1,8 @@
 /* An eager launch, compiled: arguments to bytes (Packer), cuLaunchKernelEx with everything at hand
  * (KernelCall), and both in one for a function (FunctionCall).
  *
- * driver/kernel_call.py holds the same in Python, and serves where this was not built.  The limited
- * API of CPython 3.11, as in _launch.c.
+ * driver/launcher.py and driver/cuda_kernel.py hold the same in Python, which serves where this was
+ * not built.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -11,23 +11,13 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Of _launch.c. */
+int ostinato_as_pointer(PyObject *number, void *result);
+PyObject *ostinato_new(PyTypeObject *type);
+void ostinato_free(PyObject *self);
+int ostinato_add_type(PyObject *module, PyType_Spec *spec);
+
 int ostinato_add_kernel_types(PyObject *module);
-
-static void
-free_object(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF(type);
-}
-
-static PyObject *
-new_object(PyTypeObject *type)
-{
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    return alloc(type, 0);
-}
 
 /* --------------------------------------------------------------------------------------- Packer */
 
@@ -70,7 +60,7 @@ packer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_ValueError, "an offset for each code, and a size, are needed");
         return NULL;
     }
-    Packer *self = (Packer *)new_object(type);
+    Packer *self = (Packer *)ostinato_new(type);
     if (self == NULL)
         return NULL;
     self->count = count;
@@ -105,7 +95,7 @@ packer_dealloc(PyObject *op)
     Py_XDECREF(self->address);
     Py_XDECREF(self->address_of);
     PyMem_Free(self->slots);
-    free_object(op);
+    ostinato_free(op);
 }
 
 /* One value; 0 if it is not just what its slot takes.  An exception may be set then. */
@@ -196,9 +186,9 @@ static PyMethodDef packer_methods[] = {
 };
 
 static PyType_Slot packer_slots[] = {
-    {Py_tp_doc, "Packer(codes, offsets, size, address_of)\n--\n\nKernel arguments to bytes.  A code of "
-                "`struct` for each, P for an address: a number, what has one as its `address`, or "
-                "what `address_of` knows one of."},
+    {Py_tp_doc, "Packer(codes, offsets, size, address_of)\n--\n\n"
+                "Kernel arguments to bytes.  A code of `struct` for each, P for an address: a "
+                "number, what has one as its `address`, or what `address_of` knows one of."},
     {Py_tp_new, packer_new},
     {Py_tp_dealloc, packer_dealloc},
     {Py_tp_methods, packer_methods},
@@ -226,24 +216,41 @@ typedef int (*launch_function)(const LaunchConfig *config, void *function, void 
                                void **extra);
 typedef int (*current_function)(void **context);
 
+/* What is launched, and where. */
+typedef struct {
+    void *launch, *current; /* the C functions */
+    void *context, *function;
+} Target;
+
+static int
+check_target(const Target *target)
+{
+    if (target->launch != NULL && target->current != NULL)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "the address of a C function is 0");
+    return 0;
+}
+
+/* The status, or None where another context is current: nothing was launched then. */
+static PyObject *
+launch_target(const Target *target, const LaunchConfig *config, void **params)
+{
+    void *context = NULL;
+    int status;
+    if (((current_function)target->current)(&context) != 0 || context != target->context)
+        Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    status = ((launch_function)target->launch)(config, target->function, params, NULL);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(status);
+}
+
 typedef struct {
     PyObject_HEAD
-    launch_function launch;
-    current_function current;
-    void *context, *function;
+    Target target;
     LaunchConfig config;
     void **params; /* one allocation: the pointers, then the bytes that they point to */
 } KernelCall;
-
-static int
-as_pointer(PyObject *number, void *result)
-{
-    void *pointer = PyLong_AsVoidPtr(number);
-    if (pointer == NULL && PyErr_Occurred())
-        return 0;
-    *(void **)result = pointer;
-    return 1;
-}
 
 static int
 as_u32(PyObject *number, void *result)
@@ -276,7 +283,7 @@ as_dimensions(PyObject *three, void *result)
 static PyObject *
 kernel_call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    void *launch, *current, *context, *function;
+    Target target;
     LaunchConfig config = {0};
     const char *data, *offsets;
     Py_ssize_t size, offset_bytes;
@@ -284,25 +291,26 @@ kernel_call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "KernelCall takes no keywords");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&O&O&O&y#y#:KernelCall", as_pointer, &launch,
-                          as_pointer, &current, as_pointer, &context, as_pointer, &function,
-                          as_dimensions, config.grid, as_dimensions, config.block, as_u32,
-                          &config.shared, as_pointer, &config.stream, as_pointer,
-                          &config.attributes, as_u32, &config.count, &data, &size, &offsets,
-                          &offset_bytes))
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&O&O&O&y#y#:KernelCall",
+                          ostinato_as_pointer, &target.launch,
+                          ostinato_as_pointer, &target.current,
+                          ostinato_as_pointer, &target.context,
+                          ostinato_as_pointer, &target.function,
+                          as_dimensions, config.grid,
+                          as_dimensions, config.block,
+                          as_u32, &config.shared,
+                          ostinato_as_pointer, &config.stream,
+                          ostinato_as_pointer, &config.attributes,
+                          as_u32, &config.count,
+                          &data, &size, &offsets, &offset_bytes))
         return NULL;
     Py_ssize_t count = offset_bytes / (Py_ssize_t)sizeof(uint32_t);
-    if (launch == NULL || current == NULL) {
-        PyErr_SetString(PyExc_ValueError, "the address of a C function is 0");
+    if (!check_target(&target))
         return NULL;
-    }
-    KernelCall *self = (KernelCall *)new_object(type);
+    KernelCall *self = (KernelCall *)ostinato_new(type);
     if (self == NULL)
         return NULL;
-    self->launch = (launch_function)launch;
-    self->current = (current_function)current;
-    self->context = context;
-    self->function = function;
+    self->target = target;
     self->config = config;
     self->params = PyMem_Malloc(count * sizeof(void *) + size + 1);
     if (self->params == NULL) {
@@ -328,25 +336,18 @@ static void
 kernel_call_dealloc(PyObject *op)
 {
     PyMem_Free(((KernelCall *)op)->params);
-    free_object(op);
+    ostinato_free(op);
 }
 
 static PyObject *
 kernel_call_call(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     KernelCall *self = (KernelCall *)op;
-    void *context = NULL;
-    int status;
     if (PyTuple_Size(args) != 0 || (kwargs != NULL && PyDict_Size(kwargs) != 0)) {
         PyErr_SetString(PyExc_TypeError, "a prepared launch takes no arguments");
         return NULL;
     }
-    if (self->current(&context) != 0 || context != self->context)
-        Py_RETURN_NONE;
-    Py_BEGIN_ALLOW_THREADS
-    status = self->launch(&self->config, self->function, self->params, NULL);
-    Py_END_ALLOW_THREADS
-    return PyLong_FromLong(status);
+    return launch_target(&self->target, &self->config, self->params);
 }
 
 static PyType_Slot kernel_call_slots[] = {
@@ -379,9 +380,7 @@ static PyType_Spec kernel_call_spec = {
 typedef struct {
     PyObject_HEAD
     PyObject *packer;
-    launch_function launch;
-    current_function current;
-    void *context, *function;
+    Target target;
 } FunctionCall;
 
 static PyObject *
@@ -389,32 +388,29 @@ function_call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"pack", "launch", "current", "context", "function", NULL};
     PyObject *packer;
-    void *launch, *current, *context, *function;
+    Target target;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&O&O&O&:FunctionCall", names, &packer,
-                                     as_pointer, &launch, as_pointer, &current, as_pointer,
-                                     &context, as_pointer, &function))
+                                     ostinato_as_pointer, &target.launch,
+                                     ostinato_as_pointer, &target.current,
+                                     ostinato_as_pointer, &target.context,
+                                     ostinato_as_pointer, &target.function))
         return NULL;
     PyTypeObject *kind = Py_TYPE(packer);
     if (PyType_GetSlot(kind, Py_tp_dealloc) != (void *)packer_dealloc) {
         PyErr_SetString(PyExc_TypeError, "a Packer is needed");
         return NULL;
     }
-    if (launch == NULL || current == NULL) {
-        PyErr_SetString(PyExc_ValueError, "the address of a C function is 0");
+    if (!check_target(&target))
         return NULL;
-    }
     if (((Packer *)packer)->size > MOST_BYTES || ((Packer *)packer)->count > MOST_ARGUMENTS) {
         PyErr_SetString(PyExc_ValueError, "too many arguments for a launch in one call");
         return NULL;
     }
-    FunctionCall *self = (FunctionCall *)new_object(type);
+    FunctionCall *self = (FunctionCall *)ostinato_new(type);
     if (self == NULL)
         return NULL;
     self->packer = Py_NewRef(packer);
-    self->launch = (launch_function)launch;
-    self->current = (current_function)current;
-    self->context = context;
-    self->function = function;
+    self->target = target;
     return (PyObject *)self;
 }
 
@@ -422,7 +418,7 @@ static void
 function_call_dealloc(PyObject *op)
 {
     Py_XDECREF(((FunctionCall *)op)->packer);
-    free_object(op);
+    ostinato_free(op);
 }
 
 static PyObject *
@@ -431,27 +427,22 @@ function_call_launch(PyObject *op, PyObject *const *args, Py_ssize_t count)
     FunctionCall *self = (FunctionCall *)op;
     Packer *packer = (Packer *)self->packer;
     LaunchConfig config = {0};
-    void *params[MOST_ARGUMENTS], *context = NULL;
+    void *params[MOST_ARGUMENTS];
     _Alignas(16) unsigned char data[MOST_BYTES];
-    int status;
     if (count != 5) {
         PyErr_SetString(PyExc_TypeError, "stream, grid, block, shared and values are needed");
         return NULL;
     }
-    if (!as_pointer(args[0], &config.stream) || !as_dimensions(args[1], config.grid) ||
+    if (!ostinato_as_pointer(args[0], &config.stream) || !as_dimensions(args[1], config.grid) ||
         !as_dimensions(args[2], config.block) || !as_u32(args[3], &config.shared)) {
         PyErr_Clear(); /* as above */
         Py_RETURN_NONE;
     }
-    if (!pack_all(packer, args[4], data) || self->current(&context) != 0 ||
-        context != self->context)
+    if (!pack_all(packer, args[4], data))
         Py_RETURN_NONE;
     for (Py_ssize_t i = 0; i < packer->count; i++)
         params[i] = data + packer->slots[i].offset;
-    Py_BEGIN_ALLOW_THREADS
-    status = self->launch(&config, self->function, params, NULL);
-    Py_END_ALLOW_THREADS
-    return PyLong_FromLong(status);
+    return launch_target(&self->target, &config, params);
 }
 
 static PyMethodDef function_call_methods[] = {
@@ -479,21 +470,12 @@ static PyType_Spec function_call_spec = {
 
 /* --------------------------------------------------------------------------------------- module */
 
-static int
-add_type(PyObject *module, PyType_Spec *spec)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-    if (type == NULL)
-        return -1;
-    int failed = PyModule_AddType(module, (PyTypeObject *)type);
-    Py_DECREF(type);
-    return failed;
-}
-
 int
 ostinato_add_kernel_types(PyObject *module)
 {
-    if (add_type(module, &packer_spec) < 0 || add_type(module, &kernel_call_spec) < 0)
-        return -1;
-    return add_type(module, &function_call_spec);
+    PyType_Spec *const specs[] = {&packer_spec, &kernel_call_spec, &function_call_spec};
+    for (int i = 0; i < 3; i++)
+        if (ostinato_add_type(module, specs[i]) < 0)
+            return -1;
+    return 0;
 }

@@ -8,6 +8,53 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+/* What _kernel_call.c uses as well; it declares them. */
+int ostinato_as_pointer(PyObject *number, void *result);
+PyObject *ostinato_new(PyTypeObject *type);
+void ostinato_free(PyObject *self);
+int ostinato_add_type(PyObject *module, PyType_Spec *spec);
+
+int ostinato_add_kernel_types(PyObject *module); /* of _kernel_call.c */
+
+/* Handles and addresses come as non-negative integers. */
+int
+ostinato_as_pointer(PyObject *number, void *result)
+{
+    void *pointer = PyLong_AsVoidPtr(number);
+    if (pointer == NULL && PyErr_Occurred())
+        return 0;
+    *(void **)result = pointer;
+    return 1;
+}
+
+PyObject *
+ostinato_new(PyTypeObject *type)
+{
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    return alloc(type, 0);
+}
+
+/* The end of a deallocation. */
+void
+ostinato_free(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+int
+ostinato_add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type == NULL)
+        return -1;
+    int failed = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return failed;
+}
+
 /* cuGraphLaunch(CUgraphExec, CUstream): any C function of two pointers that gives a status. */
 typedef int (*launch_function)(void *executable, void *stream);
 
@@ -38,44 +85,25 @@ typedef struct {
     Call call;
 } Prepared;
 
-/* Handles and addresses come as non-negative integers. */
-static int
-as_pointer(PyObject *number, void *result)
-{
-    void *pointer = PyLong_AsVoidPtr(number);
-    if (pointer == NULL && PyErr_Occurred())
-        return 0;
-    *(void **)result = pointer;
-    return 1;
-}
-
 static PyObject *
 prepared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"function", "executable", "stream", NULL};
     void *function, *executable, *stream;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&:Prepared", names, as_pointer, &function,
-                                     as_pointer, &executable, as_pointer, &stream))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&:Prepared", names,
+                                     ostinato_as_pointer, &function,
+                                     ostinato_as_pointer, &executable,
+                                     ostinato_as_pointer, &stream))
         return NULL;
     if (function == NULL) {
         PyErr_SetString(PyExc_ValueError, "function is 0; it must be the address of a C function");
         return NULL;
     }
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Prepared *self = (Prepared *)alloc(type, 0);
+    Prepared *self = (Prepared *)ostinato_new(type);
     if (self == NULL)
         return NULL;
     self->call = (Call){(launch_function)function, executable, stream};
     return (PyObject *)self;
-}
-
-static void
-prepared_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF(type);
 }
 
 static PyObject *
@@ -93,7 +121,7 @@ static PyType_Slot prepared_slots[] = {
                 "A C function with its two pointers: called, it gives the status that the function "
                 "gave.\n\nAll three are addresses or handles as integers, and must stay good."},
     {Py_tp_new, prepared_new},
-    {Py_tp_dealloc, prepared_dealloc},
+    {Py_tp_dealloc, ostinato_free},
     {Py_tp_call, prepared_call},
     {0, NULL},
 };
@@ -201,12 +229,9 @@ launcher_clear(PyObject *self)
 static void
 launcher_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     launcher_clear(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF(type);
+    ostinato_free(self);
 }
 
 PyDoc_STRVAR(launch_doc, /* word for word that of PythonLauncher.launch */
@@ -242,8 +267,6 @@ static PyType_Spec launcher_spec = {
 
 /* --------------------------------------------------------------------------------------- module */
 
-int ostinato_add_kernel_types(PyObject *module); /* _kernel_call.c */
-
 static int
 module_exec(PyObject *module)
 {
@@ -251,12 +274,9 @@ module_exec(PyObject *module)
     state->prepared_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &prepared_spec, NULL);
     if (state->prepared_type == NULL || PyModule_AddType(module, state->prepared_type) < 0)
         return -1;
-    PyObject *launcher = PyType_FromModuleAndSpec(module, &launcher_spec, NULL);
-    if (launcher == NULL)
+    if (ostinato_add_type(module, &launcher_spec) < 0)
         return -1;
-    int failed = PyModule_AddType(module, (PyTypeObject *)launcher);
-    Py_DECREF(launcher);
-    return failed ? failed : ostinato_add_kernel_types(module);
+    return ostinato_add_kernel_types(module);
 }
 
 static int

@@ -240,6 +240,9 @@ class LaunchConfig:
         return self.block[0] * self.block[1] * self.block[2]
 
 
+Pack: TypeAlias = Callable[[tuple[object, ...]], bytes | None]
+"""A kernel's values to its parameter buffer; None if one is not just what its parameter takes."""
+
 PlainLaunch: TypeAlias = Callable[[int, Dim3, Dim3, int, tuple[object, ...]], int | None]
 """Stream, grid, block, shared bytes, values: see `Driver.function_prepare_launch`."""
 
@@ -753,9 +756,7 @@ class Driver(Protocol):
         """The argument bytes are copied before the call returns."""
         ...
 
-    def function_prepare_launch(
-        self, function: FunctionHandle, pack: Callable[[tuple[object, ...]], bytes | None]
-    ) -> PlainLaunch | None:
+    def function_prepare_launch(self, function: FunctionHandle, pack: Pack) -> PlainLaunch | None:
         """`launch_kernel` of plain configs as one call, or None where there is no such shortcut.
 
         `pack` is what packs the function's arguments (`driver.launcher.packer`).  Invalid once the

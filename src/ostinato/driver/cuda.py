@@ -59,7 +59,6 @@ class CudaDriver(StreamCalls, ExecCalls):
         self._infos = {}
         self._layouts = {}
         self._attributes = {}
-        self._offsets = {}
         self._configs_read = {}
         self._conditionals = {}
         self._conditionals_in = {}

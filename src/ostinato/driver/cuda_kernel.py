@@ -52,14 +52,6 @@ class Attributes:
         self.address = ctypes.addressof(self._array)
 
 
-class Offsets:
-    """Where the arguments of a layout begin, as 32-bit numbers.  Holds the layout."""
-
-    def __init__(self, layout: tuple[ParameterSlot, ...]) -> None:
-        self.layout = layout
-        self.data = struct.pack(f"={len(layout)}I", *(slot.offset for slot in layout))
-
-
 @functools.lru_cache(maxsize=1024)
 def _block_type(
     head: str, words: int, nbytes: int

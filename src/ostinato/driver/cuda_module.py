@@ -20,12 +20,13 @@ from ostinato.driver.api import (
     KernelArguments,
     LaunchConfig,
     ModuleHandle,
+    Pack,
     ParameterSlot,
     PlainLaunch,
     StreamHandle,
 )
 from ostinato.driver.cuda_calls import CudaCalls
-from ostinato.driver.cuda_kernel import Attributes, LaunchBlock, Offsets, PreparedLaunch
+from ostinato.driver.cuda_kernel import Attributes, LaunchBlock, PreparedLaunch
 from ostinato.driver.launcher import function_call, kernel_call
 from ostinato.errors import Status
 
@@ -54,8 +55,6 @@ class ModuleCalls(CudaCalls):
     """Likewise."""
     _attributes: dict[int, Attributes]
     """By the identity of a launch's config, which the entry keeps alive."""
-    _offsets: dict[int, Offsets]
-    """By the identity of a layout, likewise."""
 
     def module_load(self, image: Image) -> ModuleHandle:
         seam = "module_load"
@@ -148,9 +147,7 @@ class ModuleCalls(CudaCalls):
         )
         return blocks.value
 
-    def function_prepare_launch(
-        self, function: FunctionHandle, pack: Callable[[tuple[object, ...]], bytes | None]
-    ) -> PlainLaunch | None:
+    def function_prepare_launch(self, function: FunctionHandle, pack: Pack) -> PlainLaunch | None:
         launch, current = self._launch_addresses
         if not (launch and current):
             return None
@@ -213,27 +210,13 @@ class ModuleCalls(CudaCalls):
         attributes: Attributes | None,
         arguments: KernelArguments,
     ) -> Callable[[], int | None] | None:
-        """None where the extension was not built, or the arguments are packed as a library's."""
-        layout = arguments.layout
+        """None where there is no such way: see `kernel_call`."""
         launch, current = self._launch_addresses
-        if (arguments.data and not layout) or arguments.packed or not (launch and current):
+        if not (launch and current):
             return None
-        offsets = self._offsets.get(id(layout))
-        if offsets is None:
-            if len(self._offsets) >= _MAX_ATTRIBUTES:
-                self._offsets.clear()
-            offsets = self._offsets[id(layout)] = Offsets(layout)
-        return kernel_call(
-            launch,
-            current,
-            self._context,
-            function,
-            config,
-            stream,
-            (0, 0) if attributes is None else (attributes.address, attributes.count),
-            arguments.data,
-            offsets.data,
-        )
+        given = (0, 0) if attributes is None else (attributes.address, attributes.count)
+        context = self._context
+        return kernel_call(launch, current, context, function, config, stream, given, arguments)
 
     def _check_arguments(
         self, seam: str, function: int, arguments: KernelArguments, node: int | None = None

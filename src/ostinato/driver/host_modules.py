@@ -19,6 +19,7 @@ from ostinato.driver.api import (
     MemsetNodeParams,
     ModuleHandle,
     NodeParams,
+    Pack,
     PlainLaunch,
     StreamHandle,
 )
@@ -119,9 +120,7 @@ class ModuleCalls(HostCore):
         self._enter(call)
         return self._function(call, function).info
 
-    def function_prepare_launch(
-        self, function: FunctionHandle, pack: Callable[[tuple[object, ...]], bytes | None]
-    ) -> PlainLaunch | None:
+    def function_prepare_launch(self, function: FunctionHandle, pack: Pack) -> PlainLaunch | None:
         return None
 
     def function_load(self, function: FunctionHandle) -> None:

@@ -17,15 +17,14 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ostinato.driver.api import LaunchConfig, ParameterSlot, PlainLaunch
+    from ostinato.driver.api import KernelArguments, LaunchConfig, Pack, ParameterSlot, PlainLaunch
     from ostinato.driver.stream import Stream
 
 __all__ = [
     "Launcher",
-    "Pack",
     "PythonLauncher",
     "compiled",
     "description",
@@ -40,9 +39,6 @@ __all__ = [
 def _never() -> int:
     raise AssertionError("a hot call without a hot stream")
 
-
-Pack: TypeAlias = Callable[[tuple[object, ...]], bytes | None]
-"""What `packer` gives."""
 
 _COLD: tuple[object, Callable[[], int]] = (object(), _never)  # no argument is this object
 
@@ -204,17 +200,18 @@ def kernel_call(
     config: LaunchConfig,
     stream: int,
     attributes: tuple[int, int],
-    data: bytes,
-    offsets: bytes,
+    arguments: KernelArguments,
 ) -> Callable[[], int | None] | None:
     """A kernel launch as a call without arguments that gives its status, or None where another
-    context is current; only where the extension was built, else None.
+    context is current.  None where the extension was not built, or for arguments packed as a
+    library's are.
 
     `launch`, `current`: addresses of cuLaunchKernelEx and cuCtxGetCurrent.  `attributes`: their
-    address, which must stay good, and number.  `offsets`: where each argument begins in `data`, as
-    32-bit numbers.  Raises OverflowError for a number that the driver cannot take.
+    address, which must stay good, and number.  Raises OverflowError for a number that the driver
+    cannot take.
     """
-    if _extension is None:
+    data, layout = arguments.data, arguments.layout
+    if _extension is None or arguments.packed or (data and not layout):
         return None
     made: Callable[[], int | None] = _extension.KernelCall(
         launch,
@@ -227,7 +224,7 @@ def kernel_call(
         stream,
         *attributes,
         data,
-        offsets,
+        struct.pack(f"={len(layout)}I", *(slot.offset for slot in layout)),
     )
     return made
 

@@ -81,6 +81,11 @@ class RawTensor:
         """Values in a row."""
         return self.shape[-1]
 
+    @property
+    def together(self) -> int:
+        """Rows that must not be parted: a head's, which change places among themselves, or one."""
+        return self.rows // self.heads if self.heads else 1
+
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizerSource:
@@ -218,7 +223,7 @@ class Checkpoint(Closeable):
             rows = slice(start, min(start + step, last))
             block, into = source[rows], target[rows]
             if raw.heads:
-                block = _half_split(block, raw.rows // raw.heads)
+                block = _half_split(block, raw.together)
             if out.dtype == np.float32:
                 self._decode(raw.type, block, into)
             elif raw.type == "BF16":
@@ -352,8 +357,7 @@ class _Scratch(threading.local):
 def _rows_at_a_time(raw: RawTensor, values: int) -> int:
     """How many rows hold about so many values: one at least, or one head, whose rows are
     re-ordered among themselves."""
-    unit = raw.rows // raw.heads if raw.heads else 1
-    return max(1, values // (unit * raw.columns)) * unit
+    return max(1, values // (raw.together * raw.columns)) * raw.together
 
 
 def _half_split(block: npt.NDArray[np.uint8], head: int) -> npt.NDArray[np.uint8]:

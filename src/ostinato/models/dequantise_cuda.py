@@ -45,7 +45,7 @@ def dequantise_source() -> Source:
 
 def staged_bytes(tensors: Iterable[RawTensor]) -> int:
     """Device bytes that `dequantise_on_device` needs to work through these tensors."""
-    return max(max(_unit_bytes(raw), min(raw.size, _MOST_STAGED)) for raw in tensors)
+    return max(max(_least_bytes(raw), min(raw.size, _MOST_STAGED)) for raw in tensors)
 
 
 def dequantise_on_device(
@@ -64,8 +64,8 @@ def dequantise_on_device(
     """
     kernel = modules.get_or_compile(dequantise_source(), f"{raw.type}_to_{_OUT[out.dtype]}")
     row_bytes, row_values = raw.size // raw.rows, raw.columns * out.dtype.itemsize
-    head = raw.rows // raw.heads if raw.heads else 0
-    step = staging.nbytes // _unit_bytes(raw) * max(1, head)
+    head = raw.together if raw.heads else 0
+    step = staging.nbytes // _least_bytes(raw) * raw.together
     for start in range(0, raw.rows, step):
         rows = min(step, raw.rows - start)
         part = staging.view(0, rows * row_bytes, np.uint8)
@@ -75,6 +75,6 @@ def dequantise_on_device(
         launch(stream, kernel, shape, part, values, row_bytes, raw.columns, head)
 
 
-def _unit_bytes(raw: RawTensor) -> int:
-    """Of what is not to be divided: a row, or a head whose rows change places among themselves."""
-    return raw.size // (raw.heads or raw.rows)
+def _least_bytes(raw: RawTensor) -> int:
+    """Of the rows that must not be parted."""
+    return raw.size // raw.rows * raw.together

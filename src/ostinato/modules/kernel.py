@@ -20,11 +20,12 @@ from ostinato.driver.api import (
     Image,
     KernelArguments,
     ModuleHandle,
+    Pack,
     PlainLaunch,
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
-from ostinato.driver.launcher import Pack, packer
+from ostinato.driver.launcher import packer
 from ostinato.driver.signature import Signature, address_of, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
 
