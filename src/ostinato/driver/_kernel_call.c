@@ -8,6 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -98,6 +99,13 @@ packer_dealloc(PyObject *op)
     ostinato_free(op);
 }
 
+/* Whether an exception is set that is no error of a value, such as KeyboardInterrupt. */
+static int
+interrupted(void)
+{
+    return PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception);
+}
+
 /* One value; 0 if it is not just what its slot takes.  An exception may be set then. */
 static int
 pack_one(Packer *self, char code, PyObject *value, unsigned char *to)
@@ -107,12 +115,16 @@ pack_one(Packer *self, char code, PyObject *value, unsigned char *to)
             return 0;
         double number = PyFloat_AsDouble(value);
         float narrow = (float)number;
+        if (code == 'f' && isinf(narrow) && !isinf(number))
+            return 0;
         memcpy(to, code == 'd' ? (void *)&number : (void *)&narrow, code == 'd' ? 8 : 4);
         return 1;
     }
     if (code == 'P' && !PyLong_CheckExact(value)) {
         PyObject *address = PyObject_GetAttr(value, self->address);
         if (address == NULL || !PyLong_CheckExact(address)) {
+            if (interrupted())
+                return 0;
             PyErr_Clear();
             Py_XDECREF(address);
             address = PyObject_CallFunctionObjArgs(self->address_of, value, NULL);
@@ -146,7 +158,7 @@ pack_one(Packer *self, char code, PyObject *value, unsigned char *to)
     return 1;
 }
 
-/* All values of a tuple; 0 if one is not just what its slot takes. */
+/* All values of a tuple; 0 if one is not just what its slot takes, -1 if interrupted. */
 static int
 pack_all(Packer *self, PyObject *values, unsigned char *bytes)
 {
@@ -156,6 +168,8 @@ pack_all(Packer *self, PyObject *values, unsigned char *bytes)
     for (Py_ssize_t i = 0; i < self->count; i++) {
         Slot slot = self->slots[i];
         if (!pack_one(self, slot.code, PyTuple_GetItem(values, i), bytes + slot.offset)) {
+            if (interrupted())
+                return -1;
             PyErr_Clear(); /* the careful way asks again, and words it */
             return 0;
         }
@@ -171,11 +185,13 @@ packer_pack(PyObject *op, PyObject *values)
     if (made == NULL)
         return NULL;
     unsigned char *bytes = (unsigned char *)PyBytes_AsString(made);
-    if (!pack_all(self, values, bytes)) {
-        Py_DECREF(made);
-        Py_RETURN_NONE;
-    }
-    return made;
+    int packed = pack_all(self, values, bytes);
+    if (packed > 0)
+        return made;
+    Py_DECREF(made);
+    if (packed < 0)
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef packer_methods[] = {
@@ -438,7 +454,10 @@ function_call_launch(PyObject *op, PyObject *const *args, Py_ssize_t count)
         PyErr_Clear(); /* as above */
         Py_RETURN_NONE;
     }
-    if (!pack_all(packer, args[4], data))
+    int packed = pack_all(packer, args[4], data);
+    if (packed < 0)
+        return NULL;
+    if (packed == 0)
         Py_RETURN_NONE;
     for (Py_ssize_t i = 0; i < packer->count; i++)
         params[i] = data + packer->slots[i].offset;

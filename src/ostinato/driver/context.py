@@ -1,7 +1,7 @@
-"""One opened device below its user's face: the driver, what waits to be destroyed, who listens.
+"""One opened device below its user's face: the driver, what waits to be destroyed, what listens.
 
-`Context` is what every owner object (stream, buffer, module, graph) holds.  It answers for the
-rule that destroying anything waits until no capture is under way and no replay uses it:
+Every owner object (stream, buffer, module, graph) holds its `Context`.  The context keeps the rule
+that destroying anything waits until no capture is under way and no replay uses it:
 
     owner.close() or its finaliser
         └─ retire(destroy, streams)     noted; nothing happens to the driver yet
@@ -9,44 +9,66 @@ rule that destroying anything waits until no capture is under way and no replay 
                                         destroys what lies behind reached marks
 
 Finalisers run on any thread, between any two lines, also inside a capture.  So they only append to
-a deque; the driver is touched in `collect`, which owners call where the driver may be touched.
+a deque; the driver is called in `collect`, which owners call where the driver may be called.
+Inside a host function it may not be, and `collect` does nothing there.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from ostinato.driver.api import Driver, EventHandle
-from ostinato.errors import ClosedError, ContextPoisonedError, DriverError
+from ostinato.driver.api import Driver, EventHandle, MemoryRange
+from ostinato.driver.callbacks import in_host_function
+from ostinato.driver.forking import FORKED, switch_off_in_children
+from ostinato.errors import ClosedError, ContextPoisonedError, DriverError, InputError
 
 if TYPE_CHECKING:
-    from ostinato.driver.stream import Operation, Stream
+    from ostinato.driver.stream import Event, Operation, Stream
 
-__all__ = ["Context", "HasContext", "Hot", "Tap", "context_of"]
+__all__ = ["Context", "Entry", "HasContext", "Hot", "Tap", "Turn", "Watcher", "context_of"]
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 64
 """More than so many retired things are not left waiting for a pause between captures."""
 
 
+class Entry(enum.Enum):
+    """What a call on a stream is to a graph that is being made of the stream's work."""
+
+    WORK = "an operation that a graph can hold"
+    ONCE = "work, or a wait, that a graph cannot do again"
+    ORDER = "an event is recorded or waited for"
+    GIVE = "another library gets the stream"
+
+
 class Tap(Protocol):
-    """Someone who is told of the work submitted to streams: a capture or a recording."""
+    """What is told of the work submitted to streams: a capture, a recording, a count."""
 
     needs_access: bool
     """Whether operations must say what they read and write."""
+
+    def entering(self, stream: Stream, what: str, entry: Entry) -> None:
+        """Called before the call named `what` on a stream reaches the driver; refuses it by
+        raising."""
+        ...
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
         """Called after the driver took the operation."""
         ...
 
-    def waited(self, stream: Stream) -> None:
+    def recorded(self, stream: Stream, event: Event) -> None:
+        """Called after an event was recorded on the stream."""
+        ...
+
+    def waited(self, stream: Stream, event: Event) -> None:
         """Called after the stream was made to wait for an event: a fork or a join, in a capture."""
         ...
 
@@ -56,10 +78,18 @@ class Tap(Protocol):
 
 
 class Hot(Protocol):
-    """Something with a shortcut that holds only while nobody taps and no stream is closed."""
+    """Something with a shortcut that holds only while nothing taps and no stream is closed."""
 
     def cool(self) -> None:
         """Drops the shortcut; it may be taken again after a fresh look."""
+        ...
+
+
+class Watcher(Protocol):
+    """Something that points at memory which it does not own, such as an executable graph."""
+
+    def memory_closed(self, memory: MemoryRange) -> None:
+        """Called when memory that it watches is given back.  May be called on any thread."""
         ...
 
 
@@ -71,8 +101,23 @@ class HasContext(Protocol):
 
 
 def context_of(value: Context | HasContext) -> Context:
-    """The context of a device or of what was made on it."""
-    return value if isinstance(value, Context) else value.context
+    """The context of a device or of what was made on it.  Raises InputError for anything else."""
+    context = value if isinstance(value, Context) else getattr(value, "context", None)
+    if not isinstance(context, Context):
+        raise InputError(f"a device is needed, or its context, not {type(value).__name__}")
+    return context
+
+
+class Turn:
+    """Whose turn it is on one stream: steps of several threads hold `lock` for a call each.
+
+    One for each stream handle of a context, however many `Stream` objects stand for it.
+    """
+
+    __slots__ = ("__weakref__", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +126,7 @@ class _Retired:
 
     States: streams not yet marked -> waiting for `marks` -> destroyed.
     `past`: the whole device was waited for since, so its streams and marks need not be asked.
+    `gone`: `destroy` was called, which must not happen twice.
     """
 
     destroy: Callable[[], None]
@@ -88,6 +134,15 @@ class _Retired:
     quiet: bool = False
     marks: list[EventHandle] = field(default_factory=list)
     past: bool = False
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A capture under way: the thread that began it, and whether no thread may destroy anything."""
+
+    thread: int
+    exclusive: bool
 
 
 class Context:
@@ -96,47 +151,81 @@ class Context:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.taps: tuple[Tap, ...] = ()
+        self.owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+        """The live owners of allocations made here, by address."""
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        """What is told of all memory that is given back, not of its own alone."""
         self._hot: weakref.WeakSet[Hot] = weakref.WeakSet()
         self._incoming: deque[_Retired] = deque()
         self._waiting: list[_Retired] = []
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
-        # Set while this thread goes through what waits: garbage collection may come in between,
-        # and somebody's finaliser may close things, which must not go through it as well.
-        self._looking = False
-        self._destroying = 0
-        self._capturing: Counter[int] = Counter()  # captures under way by the thread that began
-        self._exclusive = 0
+        # Set while a thread goes through what waits: garbage collection may come in between, and a
+        # finaliser may close things, which must not go through it as well.
+        self._looking: object = None
+        self._destroying: set[object] = set()
+        self._captures: dict[object, _UnderWay] = {}
+        self._abandoned: deque[Callable[[], None]] = deque()
+        self._turns: weakref.WeakValueDictionary[int, Turn] = weakref.WeakValueDictionary()
         self._closed = False
+        self._forked = False
+        switch_off_in_children(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: nothing here reaches the driver any more."""
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._forked = self._closed = True
+        self.cool()
+
+    def turn(self, handle: int) -> Turn:
+        """The turn of the stream with this handle; the same as long as a `Stream` holds it."""
+        with self._lock:
+            turn = self._turns.get(handle)
+            if turn is None:
+                turn = self._turns[handle] = Turn()
+            return turn
+
+    def owner_of(self, address: int) -> object | None:
+        """The owner of the allocation that holds an address, if it was made here."""
+        memory = self.driver.memory_range(address)
+        return None if memory is None else self.owners.get(memory.address)
 
     # --- captures
     @property
     def captures_under_way(self) -> int:
         """How many captures this library has begun and not ended on this context."""
-        return self._capturing.total()
+        return len(self._captures)
 
-    def capture_begun(self, *, exclusive: bool = False) -> int:
+    def capture_begun(self, token: object, *, exclusive: bool = False) -> None:
         """This thread destroys nothing from here on; with `exclusive`, no thread does.
 
         `exclusive` is for captures in global mode, which any thread's calls can break; it waits for
-        what another thread is destroying just now.  Gives what `capture_ended` takes.
+        what another thread is destroying just now.  `token` is what `capture_ended` takes.
         """
-        thread = threading.get_ident()
         with self._idle:
-            self._capturing[thread] += 1
-            self._exclusive += exclusive
+            self._captures[token] = _UnderWay(threading.get_ident(), exclusive)
             while exclusive and self._destroying:
                 self._idle.wait()
-        return thread
 
-    def capture_ended(self, thread: int, *, exclusive: bool = False) -> None:
-        """Undoes one `capture_begun`; what waited is destroyed as far as it can be."""
+    def capture_ended(self, token: object) -> None:
+        """Undoes `capture_begun`; what waited is destroyed as far as it can be.  Idempotent."""
         with self._lock:
-            self._capturing[thread] -= 1
-            self._exclusive -= exclusive
-            if not self._capturing[thread]:
-                del self._capturing[thread]
+            self._captures.pop(token, None)
         self.collect()
+
+    def abandon(self, end: Callable[[], None]) -> None:
+        """Notes that `end` must be called to end a capture that nothing holds any more.
+
+        Safe in finalisers: touches nothing but a deque.
+        """
+        self._abandoned.append(end)
+
+    def end_abandoned(self) -> None:
+        """Ends the captures that were dropped while they were under way."""
+        while self._abandoned:
+            with suppress(IndexError):  # another thread took the last
+                self._abandoned.popleft()()
 
     def report(self, error: DriverError) -> None:
         """Tells the taps that the driver refused a call that is no stream's."""
@@ -152,10 +241,17 @@ class Context:
             self.report(error)
             raise
 
+    # --- taps
     def add_tap(self, tap: Tap) -> None:
+        """From here on the tap is told of all stream work of this context."""
         with self._lock:
             self.taps = (*self.taps, tap)
         self.cool()
+
+    def remove_tap(self, tap: Tap) -> None:
+        """Undoes `add_tap`.  Idempotent."""
+        with self._lock:
+            self.taps = tuple(t for t in self.taps if t is not tap)
 
     def keep_hot(self, hot: Hot) -> bool:
         """Whether a shortcut may be taken now; if so it is cooled when that changes."""
@@ -165,15 +261,11 @@ class Context:
             return not self.taps
 
     def cool(self) -> None:
-        """Drops every shortcut: somebody taps, or a stream was closed."""
+        """Drops every shortcut: something taps, or a stream was closed."""
         with self._lock:
             hot, self._hot = list(self._hot), weakref.WeakSet()
             for one in hot:
                 one.cool()
-
-    def remove_tap(self, tap: Tap) -> None:
-        with self._lock:
-            self.taps = tuple(t for t in self.taps if t is not tap)
 
     # --- destruction
     @property
@@ -197,78 +289,108 @@ class Context:
         self._incoming.append(_Retired(destroy, tuple(streams), quiet))
 
     def collect(self) -> int:
-        """Destroys what can be destroyed now; how many still wait.  Never raises.
+        """Destroys what can be destroyed now; how many still wait.  Raises nothing of its own.
 
-        Does nothing while a capture is under way.  Only with a long backlog (threads that capture
-        in turns never leave a pause) it goes on beside another thread's capture, unless that is
-        in global mode: the others are not disturbed by it.  Destroying happens outside of the
-        lock: it may take long (freed memory waits for the device) and retire more.
+        Does nothing while a capture is under way, nor inside a host function.  Only with a long
+        backlog (threads that capture in turns never leave a pause) it goes on beside another
+        thread's capture, unless that is in global mode: the others are not disturbed by it.
+        Destroying happens outside of the lock: it may take long (freed memory waits for the device)
+        and retire more.
         """
+        if self._abandoned and not self._closed:
+            self.end_abandoned()
         if not self._incoming and not self._waiting:
             return 0
-        with self._lock:
-            if self._closed or self._looking or self._must_wait():
-                return self.retired
-            self._looking = True
-            try:
-                self._take_in()
-                ready: list[_Retired] = []
-                waiting: list[_Retired] = []
-                for item in self._waiting:
-                    (ready if self._reached(item) else waiting).append(item)
-                self._waiting = waiting
-            finally:
-                self._looking = False
-            self._destroying += 1
+        if in_host_function():
+            return self.retired
+        ready: deque[_Retired] = deque()
+        mine = object()  # so that the `finally` undoes no other thread's doing, wherever it comes
         try:
-            for item in ready:
-                self._destroy(item)
+            with self._lock:
+                if self._closed or self._looking is not None or self._must_wait():
+                    return self.retired
+                self._looking = mine
+                self._destroying.add(mine)
+                self._take_in()
+                self._waiting = self._sorted_out(ready)
+                self._looking = None
+            while ready:
+                self._destroy(ready.popleft())
         finally:
+            self._incoming.extend(ready)  # left over only by an interruption
+            if self._looking is mine:
+                self._looking = None
             with self._idle:
-                self._destroying -= 1
+                self._destroying.discard(mine)
                 self._idle.notify_all()
         # Whatever a destroyed thing kept alive was retired by its going.
-        return self.collect() if ready and self._incoming else self.retired
+        return self.collect() if self._incoming else self.retired
 
     def _take_in(self) -> None:
         """What finalisers noted is among what waits from here on."""
         while self._incoming:
             self._waiting.append(self._incoming.popleft())
 
+    def _sorted_out(self, ready: deque[_Retired]) -> list[_Retired]:
+        """What still waits; the rest goes into `ready`."""
+        waiting: list[_Retired] = []
+        reached: list[_Retired] = []
+        for item in self._waiting:
+            (reached if self._reached(item) else waiting).append(item)
+        ready.extend(reached)
+        return waiting
+
     def _must_wait(self) -> bool:
-        if not self._capturing:
+        if not self._captures:
             return False
-        mine = threading.get_ident() in self._capturing
-        return mine or self._exclusive > 0 or self.retired <= _BACKLOG
+        me = threading.get_ident()
+        under_way = self._captures.values()
+        if any(one.thread == me or one.exclusive for one in under_way):
+            return True
+        return self.retired <= _BACKLOG
 
     def _reached(self, item: _Retired) -> bool:
         """Moves one retired thing on by as many states as it can.  True once its marks are past."""
-        driver = self.driver
-        if item.quiet and self._capturing:
+        if item.quiet and self._captures:
             return False
         try:
-            unmarked = []
-            for stream in () if item.past else item.streams:
-                mark = stream.mark()
-                if mark is None:  # captured by someone else just now
-                    unmarked.append(stream)
-                else:
-                    item.marks.append(mark)
-            item.streams = tuple(unmarked)
-            while item.marks:
-                if not item.past and not driver.event_query(item.marks[-1]):
-                    return False
-                driver.event_destroy(item.marks.pop())
+            if not item.past and not self._marks_reached(item):
+                return False
+        except ContextPoisonedError:
+            pass  # the driver took everything down with it
         except DriverError as error:
-            if not isinstance(error, ContextPoisonedError):
-                # As text: a log that keeps the error keeps its frames, and what they hold.
-                _log.warning("waiting for a closed object failed: %s", str(error))
-            return True
+            # As text: a log that keeps the error keeps its frames, and what they hold.
+            _log.warning("waiting for a closed object failed, and goes on: %s", str(error))
+            return False
+        while item.marks:
+            self._destroy_mark(item.marks.pop())
+        return True
+
+    def _marks_reached(self, item: _Retired) -> bool:
+        """Marks the streams that are not marked yet; whether all marks are reached."""
+        for stream in item.streams:
+            mark = stream.mark()
+            if mark is not None:  # else the stream captures just now
+                item.marks.append(mark)
+                item.streams = tuple(s for s in item.streams if s is not stream)
+        while item.marks:
+            if not self.driver.event_query(item.marks[-1]):
+                return False
+            self._destroy_mark(item.marks.pop())
         return not item.streams
 
+    def _destroy_mark(self, mark: EventHandle) -> None:
+        self._destroying_safely(lambda: self.driver.event_destroy(mark))
+
     def _destroy(self, item: _Retired) -> None:
+        if not item.gone:
+            item.gone = True
+            self._destroying_safely(item.destroy)
+
+    @staticmethod
+    def _destroying_safely(destroy: Callable[[], None]) -> None:
         try:
-            item.destroy()
+            destroy()
         except ContextPoisonedError:
             pass  # the driver took everything down with it
         except DriverError as error:
@@ -279,6 +401,7 @@ class Context:
 
         What another thread is destroying just now may be gone a moment later.
         """
+        self.require_open()
         with self.reporting():
             self._wait_for_all()
         self.collect()
@@ -287,7 +410,7 @@ class Context:
         """Waits for the device.  What was retired before is not asked by marks then: one that is
         made only now is not reached at once, also where nothing runs."""
         with self._lock:
-            if not self._looking:
+            if self._looking is None:
                 self._take_in()
             before = tuple(self._waiting)
         self.driver.synchronize()
@@ -295,14 +418,17 @@ class Context:
             for item in before:
                 item.past = True
 
+    # --- lifetime
     @property
     def closed(self) -> bool:
         return self._closed
 
     def require_open(self) -> None:
-        """Raises ClosedError once the device is closed."""
+        """Raises ClosedError once the device is closed, and in a forked child."""
         if self._closed:
-            raise ClosedError(f"the device {self.driver.name} is closed; open it again")
+            raise ClosedError(
+                FORKED if self._forked else f"{self.driver.name} is closed; open it again"
+            )
 
     def close(self) -> None:
         """Waits for the device, destroys what waits, and gives the driver back.  Idempotent."""

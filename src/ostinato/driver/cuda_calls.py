@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from ostinato.driver.cuda_host_function import HostFunctions
 from ostinato.driver.cuda_library import Libcuda
+from ostinato.driver.forking import FORKED, switch_off_in_children
 from ostinato.errors import ClosedError, ContextPoisonedError, DriverError, Status, driver_error
 
 __all__ = ["CudaCalls"]
@@ -43,11 +44,16 @@ class CudaCalls:
         self._context = context
         self._ordinal = ordinal
         self._poison: int | None = None
-        self._closed = False
+        self._closed = self._forked = False
         self._current = _CurrentContext()
         self._get_current = lib["cuCtxGetCurrent"]
         self._launch_addresses = lib.address("cuLaunchKernelEx"), lib.address("cuCtxGetCurrent")
         self._host_functions = HostFunctions(lib)
+        switch_off_in_children(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: no call reaches libcuda, whose context is not there."""
+        self._closed = self._forked = True
 
     def _status(self, seam: str, symbol: str, *args: object) -> int:
         """Calls, and gives the status back.  Raises only on a poisoned or closed context."""
@@ -101,7 +107,8 @@ class CudaCalls:
 
     def _refuse(self, seam: str) -> None:
         if self._closed:
-            raise ClosedError(f"{seam}: cuda:{self._ordinal} was closed")
+            why = FORKED if self._forked else f"cuda:{self._ordinal} was closed"
+            raise ClosedError(f"{seam}: {why}")
         assert self._poison is not None
         raise driver_error(
             self._poison, seam, "an earlier call found this context poisoned; nothing was called"

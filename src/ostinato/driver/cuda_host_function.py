@@ -20,6 +20,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from ostinato.driver.callbacks import run_host_function
 from ostinato.driver.cuda_library import Libcuda
 
 __all__ = ["HostFunctions"]
@@ -41,8 +42,8 @@ def _run(function: Callable[[], object] | None) -> None:
         _log.error("a host function was called after it was given up; it did not run")
         return
     try:
-        function()
-    except BaseException:  # nobody above us but the driver
+        run_host_function(function)
+    except BaseException:  # the driver alone is above us
         _log.exception("a host function in a stream or graph raised")
 
 

@@ -22,6 +22,7 @@ from ostinato.driver.api import (
     NodeParams,
     StreamHandle,
 )
+from ostinato.driver.forking import switch_off_in_children
 from ostinato.driver.host_graph import GraphDefinition, Node
 from ostinato.driver.host_steps import Conditions, LoadedFunction, Step
 from ostinato.driver.host_stream import Event, HostContext, Stream, WorkQueue
@@ -59,6 +60,12 @@ class HostCore(ABC):
         self._nodes: dict[int, Node] = {}
         self._captures: list[Capture] = []
         self._thread = threading.local()
+        switch_off_in_children(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: every later call raises INVALID_CONTEXT and says why."""
+        self._lock = threading.RLock()
+        self._context.after_fork()
 
     # --- at the door
 
@@ -66,7 +73,7 @@ class HostCore(ABC):
         """Refuses every call on a driver that is closed or poisoned, or from its own threads."""
         context = self._context
         if context.closed:
-            raise driver_error(Status.INVALID_CONTEXT, call, "the host driver was closed")
+            raise driver_error(Status.INVALID_CONTEXT, call, context.why_closed)
         if threading.get_ident() in context.workers:
             raise driver_error(
                 Status.NOT_PERMITTED,

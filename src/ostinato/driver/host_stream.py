@@ -11,8 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
+from ostinato.driver.callbacks import mark_thread
+from ostinato.driver.forking import FORKED
 from ostinato.driver.host_kernel import HostKernel
 from ostinato.driver.host_memory import MemoryTable
 from ostinato.errors import ContextPoisonedError, DriverError, Status
@@ -70,6 +73,7 @@ class HostContext:
         self.memory = MemoryTable(total_memory)
         self.failure: Failure | None = None
         self.closed = False
+        self.why_closed = "the host driver was closed"
         self.queues: set[WorkQueue] = set()
         # Threads that run work: the driver refuses their calls, as CUDA does in host functions.
         self.workers: set[int] = set()
@@ -84,6 +88,12 @@ class HostContext:
         """Whether work that waits for something should give up."""
         return self.closed or self.failure is not None
 
+    def after_fork(self) -> None:
+        """In a forked child: the threads are not there, and a lock of theirs may be held."""
+        self.closed, self.why_closed = True, FORKED
+        self.queues.clear()
+        self.memory.lock = threading.RLock()
+
     def shut_down(self) -> None:
         """Ends every thread; work that has not begun is dropped."""
         self.closed = True
@@ -94,65 +104,85 @@ class HostContext:
 class WorkQueue:
     """Tasks in order, numbered from 1.  `completed` is the number of the last one done.
 
-    Only the worker writes `completed`, and only under the GIL's ordering: a waiter first puts
-    itself on the list and then looks at `completed`; the worker first counts and then looks at the
-    list.  So one of the two always sees the other, and the fast path takes no lock.
+    An interruption (KeyboardInterrupt) may come between any two lines of the submitting thread, so
+    no two lines depend on each other: a task and its number enter the queue in one step, and leave
+    it only once `completed` says that the task is done; a second wake-up, and a second worker, find
+    nothing to do.
+
+    A waiter first puts itself on the list and then looks at `completed`; the worker first counts
+    and then looks at the list.  So one of the two always sees the other.
     """
 
     def __init__(self, context: HostContext, name: str) -> None:
         self.name = name
-        self.submitted = 0
         self.completed = 0
         self._context = context
-        self._tasks: deque[Task] = deque()
+        self._tasks: deque[tuple[int, Task]] = deque()
         self._lock = threading.RLock()  # a collection inside may end this very queue
-        self._wake = threading.Lock()
-        self._wake.acquire()
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._idle = False
         self._stopping = False
         self._waiters: list[tuple[int, threading.Lock]] = []
         self._thread: threading.Thread | None = None
         context.queues.add(self)
 
+    @property
+    def submitted(self) -> int:
+        """The number of the last task in the queue, or of the last one done."""
+        try:
+            return self._tasks[-1][0]
+        except IndexError:  # all are done, and `completed` was counted before the last one left
+            return self.completed
+
     def submit(self, task: Task) -> int:
         """Puts a task at the end; its number.  Returns at once."""
         with self._lock:
-            self._tasks.append(task)
-            self.submitted += 1
-            number = self.submitted
-            if self._idle:
-                self._idle = False
-                self._wake.release()
-            elif self._thread is None and not self._stopping:
-                self._start()
+            number = self.submitted + 1
+            try:
+                self._tasks.append((number, task))
+            finally:  # also if interrupted: a task in the queue must run without another submission
+                self._rouse()
         return number
 
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
-        self._thread.start()
+    def _rouse(self) -> None:
+        """Wakes or starts the worker.  The lock is held."""
+        if self._idle:
+            self._wake.put(None)
+            self._idle = False
+        elif self._thread is None and not self._stopping:
+            thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def wait(self, number: int) -> None:
-        """Waits until task `number` and all before it are done (or dropped)."""
-        if self.completed >= number:
+        """Waits until task `number` and all before it are done, or dropped, or never came in."""
+        if self.reached(number):
             return
         latch = threading.Lock()
         latch.acquire()
         with self._lock:
             self._waiters.append((number, latch))
-        if self.completed >= number:
+        if self.reached(number):
             self._release_waiters()
         latch.acquire()
+
+    def reached(self, number: int) -> bool:
+        """Whether nothing of task `number` is still to come.
+
+        A number that was never submitted is reached: it was meant for a task whose submission was
+        interrupted.
+        """
+        return self.completed >= number or number > self.submitted
 
     def stop(self, *, drop: bool) -> None:
         """Ends the thread after the tasks that were submitted, or after the one that runs."""
         with self._lock:
             self._stopping = True
             if drop:
-                self._tasks.clear()
                 self.completed = self.submitted
+                self._tasks.clear()
             if self._idle:
-                self._idle = False
-                self._wake.release()
+                self._rouse()
             if self._thread is None:
                 self._context.queues.discard(self)
         if drop:
@@ -166,19 +196,23 @@ class WorkQueue:
 
     def _release_waiters(self) -> None:
         with self._lock:
-            done = [latch for number, latch in self._waiters if number <= self.completed]
-            self._waiters = [w for w in self._waiters if w[0] > self.completed]
+            done = [latch for number, latch in self._waiters if self.reached(number)]
+            self._waiters = [w for w in self._waiters if w[1] not in done]
         for latch in done:
             latch.release()
 
     def _work(self) -> None:
         tasks, context = self._tasks, self._context
         me = threading.get_ident()
+        with self._lock:
+            if self._thread not in (None, threading.current_thread()):
+                return  # a second worker: the submission that started the first was interrupted
+            self._thread = threading.current_thread()
+        mark_thread()
         context.workers.add(me)
-        task: Task | None = None
         while True:
             try:
-                task = tasks.popleft()
+                number, task = tasks[0]
             except IndexError:
                 with self._lock:
                     if tasks:
@@ -186,19 +220,26 @@ class WorkQueue:
                     if self._stopping:
                         break
                     self._idle = True
-                self._wake.acquire()
+                self._wake.get()
                 continue
             if context.failure is None:
                 try:
                     task()
                 except BaseException as error:
                     context.fail(error)
-            task = None  # what it holds must not live until the next task comes
-            self.completed += 1
-            if self._waiters:
-                self._release_waiters()
+            del task  # what it holds must not live until the next task comes
+            self._finish(number)
         context.workers.discard(me)
         context.queues.discard(self)
+
+    def _finish(self, number: int) -> None:
+        """The task at the front is done.  It may have been dropped meanwhile."""
+        with self._lock:
+            if self._tasks and self._tasks[0][0] == number:
+                self.completed = number
+                self._tasks.popleft()
+        if self._waiters:
+            self._release_waiters()
 
 
 class Mark:
@@ -212,7 +253,7 @@ class Mark:
         self.time: float | None = None
 
     def done(self) -> bool:
-        return self.queue.completed >= self.number
+        return self.queue.reached(self.number)
 
     def wait(self) -> None:
         self.queue.wait(self.number)

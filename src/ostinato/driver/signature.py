@@ -16,6 +16,7 @@ import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isinf
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ __all__ = [
     "Signature",
     "address_of",
     "array_interface",
+    "exact_bytes",
     "pack_by_size",
     "pack_untyped",
 ]
@@ -148,7 +150,7 @@ class Signature:
                     f"parameter {parameter.name!r} takes exactly {parameter.size} bytes"
                 )
             return bytes(raw)
-        return _pack_scalar(parameter.dtype, value, f"parameter {parameter.name!r}")
+        return exact_bytes(parameter.dtype, value, f"parameter {parameter.name!r}")
 
 
 def _parse_parameter(part: str, text: str) -> Parameter:
@@ -202,7 +204,12 @@ def array_interface(value: object) -> dict[str, Any] | None:
     return interface if isinstance(interface, dict) else None
 
 
-def _pack_scalar(dtype: np.dtype[Any], value: object, what: str) -> bytes:
+def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
+    """The bytes of one number of this type.
+
+    Raises InputError, with `what` in it, if the value does not survive: no number, out of bounds, a
+    fraction for whole numbers, a finite number that would become infinite.  Floats are rounded.
+    """
     if isinstance(value, np.generic) and value.dtype != dtype and value.dtype.kind != "b":
         if not np.can_cast(value.dtype, dtype, "safe"):
             raise InputError(f"{what} takes {dtype.name}; {value.dtype.name} does not fit safely")
@@ -217,8 +224,25 @@ def _pack_scalar(dtype: np.dtype[Any], value: object, what: str) -> bytes:
         info = np.iinfo(dtype)
         if not info.min <= value <= info.max:
             raise InputError(f"{what}: {value} is outside {dtype.name} ({info.min} to {info.max})")
-    with np.errstate(over="ignore"):
-        return np.array(value, dtype=dtype).tobytes()
+    elif dtype.kind == "b":
+        if value not in (0, 1):
+            raise InputError(f"{what} takes True or False, not {value!r}")
+    elif dtype.kind != "f":
+        raise InputError(f"{what}: {dtype.name} is no type of single numbers")
+    return _rounded(dtype, value, what)
+
+
+def _rounded(dtype: np.dtype[Any], value: float, what: str) -> bytes:
+    """The bytes of a number that may be rounded, but not to infinity."""
+    try:
+        with np.errstate(over="ignore"):
+            made = np.array(value, dtype=dtype)
+    except OverflowError:
+        made = np.array(np.inf)
+    if dtype.kind == "f" and np.isinf(made) and not (isinstance(value, float) and isinf(value)):
+        most = np.finfo(dtype).max
+        raise InputError(f"{what}: {value!r} is outside {dtype.name} (at most {most:g})")
+    return made.astype(dtype).tobytes()
 
 
 def pack_untyped(slots: Sequence[ParameterSlot], values: Sequence[object]) -> KernelArguments:
@@ -251,8 +275,7 @@ def pack_by_size(size: int, value: object, index: int) -> bytes:
     if isinstance(value, float):
         if size not in (4, 8):
             raise InputError(f"{what} takes {size} bytes; a float has 4 or 8")
-        with np.errstate(over="ignore"):
-            return np.array(value, dtype=np.float32 if size == 4 else np.float64).tobytes()
+        return _rounded(np.dtype(np.float32 if size == 4 else np.float64), value, what)
     if isinstance(value, int):
         bits = 8 * size
         if not -(1 << (bits - 1)) <= value < 1 << bits:

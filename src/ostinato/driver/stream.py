@@ -28,7 +28,7 @@ from ostinato.driver.api import (
     StreamHandle,
 )
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context
+from ostinato.driver.context import Context, Entry
 from ostinato.driver.signature import Signature
 from ostinato.errors import (
     ClosedError,
@@ -59,6 +59,8 @@ class Operation:
     keep: tuple[object, ...] = ()
     signature: Signature | None = None
     """Of a kernel, where it is known: names and types of its arguments."""
+    once: str = ""
+    """Why a graph must not do it again, if it must not; else empty."""
 
 
 class Event(Closeable):
@@ -117,6 +119,8 @@ class Stream(Closeable):
         self.submitted = 0
         """Operations that the driver took on this stream so far."""
         self.closed = False
+        self.turn = context.turn(handle)
+        """Held by a `GraphedStep` during a call, so that steps on one stream take turns."""
         self._destroyed = False
         self._finalizer: weakref.finalize[..., Stream] | None = None
         if owned:
@@ -137,20 +141,35 @@ class Stream(Closeable):
         """
         if self.context.driver.capabilities.source_language != "cuda":
             raise NotAvailableError(f"a stream of {self.context.driver.name} is no CUDA stream")
-        return 0, self._require_open()
+        return 0, self.enter("giving the stream to another library", Entry.GIVE)
 
     def _require_open(self) -> StreamHandle:
+        self.context.require_open()
         if self.closed:
             raise ClosedError("the stream is closed; create another")
         return self.handle
+
+    def enter(self, what: str, entry: Entry = Entry.WORK) -> StreamHandle:
+        """What every call on this stream begins with: the handle for the driver.
+
+        `what` names the call.  Raises ClosedError, and CaptureError if the call would go into
+        another thread's capture, or past the capture that must hold all work of this thread.
+        """
+        handle = self._require_open()
+        context = self.context
+        if context.taps:
+            context.end_abandoned()
+            for tap in context.taps:
+                tap.entering(self, what, entry)
+        return handle
 
     # --- work
     def submit(self, operation: Operation) -> None:
         """Puts one operation on the stream (or into the capture that is under way on it).
 
-        Raises DriverError; what listens (a capture, a recording) is told either way.
+        Raises DriverError, and what `enter` raises; taps are told of either.
         """
-        handle = self._require_open()
+        handle = self.enter(operation.name, Entry.ONCE if operation.once else Entry.WORK)
         driver = self.context.driver
         params = operation.params
         try:
@@ -176,11 +195,11 @@ class Stream(Closeable):
             self.announce(operation)
 
     def launch(
-        self, function: FunctionHandle, config: LaunchConfig, arguments: KernelArguments
+        self, name: str, function: FunctionHandle, config: LaunchConfig, arguments: KernelArguments
     ) -> bool:
-        """Puts a kernel on the stream as `submit` does; whether anybody is to be told of it
-        (`announce`).  Raises DriverError, which the taps are told of."""
-        handle = self._require_open()
+        """Puts a kernel on the stream as `submit` does; whether a tap must be told of it
+        (`announce`).  Raises DriverError, which the taps are told of, and what `enter` raises."""
+        handle = self.enter(name)
         context = self.context
         try:
             context.driver.launch_kernel(handle, function, config, arguments)
@@ -209,7 +228,11 @@ class Stream(Closeable):
         """Records an event (a new one if none is given) after the work submitted so far."""
         if event is None:
             event = Event(self.context)
-        self.guarded(lambda h: self.context.driver.event_record(event.handle, h))
+        handle = event.handle
+        record = self.context.driver.event_record
+        self.guarded("record", lambda h: record(handle, h), Entry.ORDER)
+        for tap in self.context.taps:
+            tap.recorded(self, event)
         return event
 
     def wait(self, event: Event) -> None:
@@ -217,23 +240,26 @@ class Stream(Closeable):
 
         An event recorded inside a capture pulls this stream into the capture (fork and join).
         """
-        self.guarded(lambda h: self.context.driver.stream_wait_event(h, event.handle))
+        handle = event.handle
+        wait = self.context.driver.stream_wait_event
+        self.guarded("wait", lambda h: wait(h, handle), Entry.ORDER)
         for tap in self.context.taps:
-            tap.waited(self)
+            tap.waited(self, event)
 
     def synchronize(self) -> None:
         """Waits for all work of the stream.  Not allowed while it captures (status 900)."""
-        self.guarded(self.context.driver.stream_synchronize)
+        self.guarded("synchronize", self.context.driver.stream_synchronize, Entry.ONCE)
         self.context.collect()
 
     @property
     def done(self) -> bool:
         """Whether all its work is done.  Not allowed while it captures (status 900)."""
-        return self.guarded(self.context.driver.stream_query)
+        return self.guarded("done", self.context.driver.stream_query, Entry.ONCE)
 
-    def guarded(self, call: Callable[[StreamHandle], T]) -> T:
-        """Makes a driver call on this stream; taps are told if it is refused."""
-        handle = self._require_open()
+    def guarded(self, what: str, call: Callable[[StreamHandle], T], entry: Entry) -> T:
+        """Makes a driver call on this stream, with `enter` before it; taps are told if the driver
+        refuses it."""
+        handle = self.enter(what, entry)
         try:
             return call(handle)
         except DriverError as error:
@@ -259,17 +285,19 @@ class Stream(Closeable):
         """
         driver = self.context.driver
         event = driver.event_create()
-        if self._destroyed:
-            return event  # never recorded, so already reached: a destroyed stream has no work
         try:
-            if driver.stream_capture_info(self.handle).status is not CaptureStatus.NONE:
-                driver.event_destroy(event)
-                return None
-            driver.event_record(event, self.handle)
+            if self._destroyed:
+                return event  # never recorded, so already reached: a destroyed stream has no work
+            if driver.stream_capture_info(self.handle).status is CaptureStatus.NONE:
+                driver.event_record(event, self.handle)
+                return event
         except StreamCaptureError:
+            pass
+        except BaseException:
             driver.event_destroy(event)
-            return None
-        return event
+            raise
+        driver.event_destroy(event)
+        return None
 
     def close(self) -> None:
         """Gives the stream back once its work is done; does not wait.  Idempotent."""

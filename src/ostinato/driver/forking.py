@@ -1,0 +1,48 @@
+"""What a forked child may not use: devices that its parent opened.
+
+A CUDA context does not survive a fork, and neither do the threads of the host driver; locks that
+another thread held stay locked for ever in the child.  So the child's copies of contexts and
+drivers are switched off before any of its code runs: every later call raises ClosedError instead of
+hanging, and nothing is destroyed twice.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Protocol
+
+__all__ = ["FORKED", "Forkable", "switch_off_in_children"]
+
+FORKED = (
+    "this process was forked from the one that opened the device, and no device survives a fork; "
+    'open it after the fork, or start processes with the "spawn" method'
+)
+"""The words of the error that a forked child gets."""
+
+
+class Forkable(Protocol):
+    """Something whose copy in a forked child must be switched off."""
+
+    def after_fork(self) -> None:
+        """Called in the child, on its only thread.  Must take no lock and call no driver."""
+        ...
+
+
+_open: weakref.WeakSet[Forkable] = weakref.WeakSet()
+_hooked = threading.Event()
+
+
+def switch_off_in_children(thing: Forkable) -> None:
+    """From here on a forked child calls `thing.after_fork()` before it does anything else."""
+    _open.add(thing)
+    if not _hooked.is_set() and hasattr(os, "register_at_fork"):
+        _hooked.set()
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    for thing in list(_open):
+        thing.after_fork()
+    _open.clear()
