@@ -16,7 +16,7 @@ from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError
-from ostinato.memory import Buffer, CapturePool, adopt_array, allocate
+from ostinato.memory import Buffer, CapturePool, adopt_array, allocate, fill
 from ostinato.modules import ModuleCache
 
 __all__ = ["Device", "open_device"]
@@ -105,7 +105,7 @@ class Device(Closeable):
         buffer = allocate(self.context, shape, dtype)
         if buffer.nbytes:
             stream = self._copy_stream()
-            stream.guarded(lambda h: self.driver.memset(buffer.address, 0, 1, buffer.nbytes, h))
+            fill(stream, buffer.view(dtype=np.uint8), 0)
             stream.synchronize()
         return buffer
 

@@ -11,9 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ostinato.errors import SettingsError
+from ostinato.errors import InputError, SettingsError
 
-__all__ = ["ALL", "ReplaySettings", "Variable", "cache_dir", "device_name", "replay_settings"]
+__all__ = [
+    "ALL",
+    "ReplaySettings",
+    "ResolvedReplaySettings",
+    "Variable",
+    "cache_dir",
+    "device_name",
+    "graphs_enabled",
+    "replay_settings",
+]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -62,12 +71,17 @@ PROFILE = Variable("OSTINATO_PROFILE", "present: replays are profiled", _present
 PROFILE_EVERY = Variable(
     "OSTINATO_PROFILE_EVERY", "one replay in so many is printed (64)", _sample_every
 )
-SKIP_UPLOAD = Variable("OSTINATO_SKIP_UPLOAD", '"1" alone: no upload before a replay', _one)
-SKIP_SYNC = Variable("OSTINATO_SKIP_SYNC", '"1" alone: no synchronise after a replay', _one)
+SKIP_UPLOAD = Variable(
+    "OSTINATO_SKIP_UPLOAD", '"1" alone: no upload before a profiled replay', _one
+)
+SKIP_SYNC = Variable("OSTINATO_SKIP_SYNC", '"1" alone: no wait after a profiled replay', _one)
+
+NO_GRAPHS = Variable("OSTINATO_NO_GRAPHS", '"1" alone: steps run eagerly, without graphs', _one)
 
 ALL: tuple[Variable[object], ...] = (
     DEVICE,
     CACHE_DIR,
+    NO_GRAPHS,
     PROFILE,
     PROFILE_EVERY,
     SKIP_UPLOAD,
@@ -77,38 +91,68 @@ ALL: tuple[Variable[object], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """What happens around each replay of a graph.
+    """What happens around each replay of a graph.  None: as the environment says, or as below.
 
-    `upload`: upload the executable before each launch (it costs about 1 µs and gains nothing after
-    the first, which is why it is off).  `synchronize`: wait for the replay to finish before
-    returning.  `profile`: time upload, launch and synchronise of each replay.  `print_every`: one
-    profiled replay in so many is logged.
+    `profile` (off; on if OSTINATO_PROFILE is present): time upload, launch and synchronise of each
+    replay.  `upload`: upload the executable before each launch.  It costs about 1 µs and gains
+    nothing after the first, so it is off; on while profiling, unless OSTINATO_SKIP_UPLOAD is "1".
+    `synchronize`: wait for each replay to finish before returning.  Off; on while profiling, unless
+    OSTINATO_SKIP_SYNC is "1", because otherwise nothing says how long the device worked.
+    `print_every` (64, or OSTINATO_PROFILE_EVERY): one profiled replay in so many is printed.
     """
 
-    upload: bool = False
-    synchronize: bool = False
-    profile: bool = False
-    print_every: int = 64
+    upload: bool | None = None
+    synchronize: bool | None = None
+    profile: bool | None = None
+    print_every: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedReplaySettings:
+    """`ReplaySettings` with every field decided.  `printed`: profiles go to standard error, because
+    the environment asked for them; else to the log."""
+
+    upload: bool
+    synchronize: bool
+    profile: bool
+    print_every: int
+    printed: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether a replay is a launch and nothing else."""
+        return not (self.upload or self.synchronize or self.profile)
 
 
 def replay_settings(
-    environ: Mapping[str, str] | None = None,
-    *,
-    base: ReplaySettings | None = None,
-) -> ReplaySettings:
-    """`base` with what the environment says laid over it.
+    given: ReplaySettings | None = None, environ: Mapping[str, str] | None = None
+) -> ResolvedReplaySettings:
+    """What was given, and where that says nothing, what the environment says.
 
-    The two skip variables can only switch off what `base` has on.  Raises SettingsError.
+    Raises SettingsError for a variable that cannot be read, InputError for `print_every` below 1.
     """
-    start = base or ReplaySettings()
-    return ReplaySettings(
-        upload=start.upload and not SKIP_UPLOAD.read(environ),
-        synchronize=start.synchronize and not SKIP_SYNC.read(environ),
-        profile=start.profile or PROFILE.read(environ),
-        print_every=PROFILE_EVERY.read(environ)
-        if PROFILE_EVERY.name in (os.environ if environ is None else environ)
-        else start.print_every,
+    typed = given or ReplaySettings()
+    if typed.print_every is not None and typed.print_every < 1:
+        raise InputError(f"print_every={typed.print_every}: 1 or more")
+    asked = PROFILE.read(environ)
+    profile = asked if typed.profile is None else typed.profile
+    every = PROFILE_EVERY.read(environ) if typed.print_every is None else typed.print_every
+
+    def decided(value: bool | None, skip: Variable[bool]) -> bool:
+        return profile and not skip.read(environ) if value is None else value
+
+    return ResolvedReplaySettings(
+        upload=decided(typed.upload, SKIP_UPLOAD),
+        synchronize=decided(typed.synchronize, SKIP_SYNC),
+        profile=profile,
+        print_every=every,
+        printed=asked and typed.profile is None,
     )
+
+
+def graphs_enabled(given: bool | None = None, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether steps may use graphs: what was given, else no only if OSTINATO_NO_GRAPHS is "1"."""
+    return not NO_GRAPHS.read(environ) if given is None else given
 
 
 def device_name() -> str | None:

@@ -1,8 +1,9 @@
 """Device and pinned memory as owners.
 
 A `Buffer` is an allocation, or a view into one, with a shape and a dtype.  Its address never
-changes.  It is freed when it is closed or dropped and nothing keeps it; graphs keep the buffers
-that their nodes point at.
+changes.  It is freed when it is closed, or dropped while nothing keeps it; graphs keep the buffers
+that their nodes point at.  What was closed cannot be used any more: launches refuse it, and so do
+graphs that point at it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context
+from ostinato.driver.context import Context, Entry, Watcher
+from ostinato.driver.signature import exact_bytes
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
 
@@ -39,6 +41,9 @@ class Buffer(Closeable):
     Its first content is undefined.  Not guaranteed: that two buffers are adjacent.
     """
 
+    address: int
+    """Where it begins.  Raises ClosedError once it is closed."""
+
     def __init__(
         self,
         context: Context,
@@ -50,18 +55,33 @@ class Buffer(Closeable):
         base: object = None,
     ) -> None:
         self.context = context
-        self.address = address
         self.shape = shape
         self.dtype = dtype
         self.pinned = pinned
         self.base = base
         """What owns the memory, if this is a view; kept alive by it."""
+        self._range = MemoryRange(address, math.prod(shape) * dtype.itemsize)
         self._closed = False
+        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         self._finalizer: weakref.finalize[..., Buffer] | None = None
+        self._place(address)
+
+    def _place(self, address: int) -> None:
+        """Makes `address` a plain attribute, which launches read fastest, as long as it is open."""
+        self.address = address
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            if name == "address" and "_range" in self.__dict__:
+                self._require_open()
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         place = "pinned" if self.pinned else self.context.driver.name
-        return f"<Buffer {self.dtype.name}{list(self.shape)} at {self.address:#x} on {place}>"
+        state = " closed" if self.closed else ""
+        at = f"{self._range.address:#x}"
+        return f"<Buffer {self.dtype.name}{list(self.shape)} at {at} on {place}{state}>"
 
     @property
     def size(self) -> int:
@@ -70,20 +90,24 @@ class Buffer(Closeable):
 
     @property
     def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        return self._range.nbytes
 
     @property
     def range(self) -> MemoryRange:
-        """The addresses that the elements occupy."""
-        return MemoryRange(self.address, self.nbytes)
+        """The addresses that the elements occupy; also of a closed buffer, whose they were."""
+        return self._range
 
     @property
     def closed(self) -> bool:
-        return self._closed or (isinstance(self.base, Buffer) and self.base.closed)
+        return self._closed
+
+    def watch(self, watcher: Watcher) -> None:
+        """`watcher.memory_closed(range)` is called when this memory is given back."""
+        self._watchers.add(watcher)
 
     def _require_open(self) -> None:
         if self.closed:
-            raise ClosedError(f"the buffer at {self.address:#x} is closed")
+            raise ClosedError(f"the buffer at {self._range.address:#x} is closed")
 
     # --- views
     def view(
@@ -105,7 +129,8 @@ class Buffer(Closeable):
                 f"a view of {kind.name}{list(new)} at byte {offset} reaches outside "
                 f"{self.nbytes} bytes"
             )
-        return Buffer(self.context, self.address + offset, new, kind, pinned=self.pinned, base=self)
+        address = self._range.address + offset
+        return _View(self.context, address, new, kind, pinned=self.pinned, base=self)
 
     def __getitem__(self, index: int | slice) -> Buffer:
         """Rows of the first axis, contiguous only."""
@@ -176,10 +201,9 @@ class Buffer(Closeable):
         if array.size != self.size:
             raise InputError(f"{array.size} elements cannot be copied into {self.size}")
         if array.size:
-            data = array.reshape(-1).view(np.uint8).data
-            stream.guarded(
-                lambda handle: self.context.driver.memcpy_from_host(self.address, data, handle),
-            )
+            data, to = array.reshape(-1).view(np.uint8).data, self.address
+            copy_in = self.context.driver.memcpy_from_host
+            stream.guarded("a copy of the host's bytes", lambda h: copy_in(to, data, h), Entry.ONCE)
         return self
 
     def to_numpy(self, stream: Stream) -> npt.NDArray[Any]:
@@ -187,23 +211,49 @@ class Buffer(Closeable):
         self._require_open()
         out = np.empty(self.shape, self.dtype)
         if out.size:
-            data = out.reshape(-1).view(np.uint8).data
-            stream.guarded(
-                lambda handle: self.context.driver.memcpy_to_host(data, self.address, handle),
-            )
+            data, source = out.reshape(-1).view(np.uint8).data, self.address
+            copy_out = self.context.driver.memcpy_to_host
+            stream.guarded("a copy to the host", lambda h: copy_out(data, source, h), Entry.ONCE)
         return out
 
     # --- lifetime
     def close(self) -> None:
         """Frees the memory once nothing under way can use it; does not wait.  Idempotent.
 
-        A graph that still points at it is the caller's mistake: graphs keep buffers alive only
-        against being dropped, not against being closed.
+        Later launches with it raise ClosedError, and so do graphs that still point at it: close or
+        evict them first, or rebind them.
         """
+        if self._closed:
+            return
         self._closed = True
+        self.__dict__.pop("address", None)
+        for watcher in (*self._watchers, *self.context.watchers):
+            watcher.memory_closed(self._range)
         if self._finalizer is not None:
             self._finalizer()
             self.context.collect()
+
+
+class _View(Buffer):
+    """A part of another buffer, which it keeps alive; closed when either is."""
+
+    base: Buffer
+
+    def _place(self, address: int) -> None:
+        """A view cannot know when the buffer under it is closed, so `address` looks."""
+
+    @property
+    def address(self) -> int:  # type: ignore[override]
+        """Where it begins.  Raises ClosedError once either is closed."""
+        self._require_open()
+        return self._range.address
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self.base.closed
+
+    def watch(self, watcher: Watcher) -> None:
+        self.base.watch(watcher)  # closing a view gives nothing back
 
 
 def allocate(
@@ -224,6 +274,7 @@ def allocate(
     with context.reporting():
         address = driver.mem_alloc_pinned(nbytes) if pinned else driver.mem_alloc(nbytes)
     buffer = Buffer(context, address, dims, kind, pinned=pinned)
+    context.owners[address] = buffer
     free = driver.mem_free_pinned if pinned else driver.mem_free
     buffer._finalizer = weakref.finalize(buffer, context.retire, lambda: free(address))
     buffer._finalizer.atexit = False
@@ -246,12 +297,10 @@ def fill(stream: Stream, dst: Buffer, value: float) -> None:
     """Fills every element with `value` in stream order; capturable.
 
     Elements of 1, 2 and 4 bytes, or of 8 if both halves are equal (such as 0).
-    Raises InputError if the value does not fit.
+    Raises InputError if the value does not fit its type: out of bounds, a fraction for whole
+    numbers, a finite number that the type would make infinite.
     """
-    try:
-        pattern = np.array(value, dtype=dst.dtype).tobytes()
-    except (OverflowError, ValueError) as error:
-        raise InputError(f"{value!r} does not fit {dst.dtype.name}: {error}") from None
+    pattern = exact_bytes(dst.dtype, value, "the value to fill with")
     size = len(pattern)
     if size == 8 and pattern[:4] == pattern[4:]:
         size, pattern = 4, pattern[:4]

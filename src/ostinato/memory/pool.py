@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from ostinato.driver.api import CaptureMode
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context
+from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.location import caller_location
 from ostinato.errors import ClosedError, InputError, PoolSealedError
 from ostinato.memory.buffer import Buffer, allocate, as_shape
@@ -70,7 +71,7 @@ class CapturePool(Closeable):
 
     def __init__(
         self,
-        context: Context,
+        device: Context | HasContext,
         *,
         reserve: int = 0,
         slab: int = 1 << 20,
@@ -78,7 +79,7 @@ class CapturePool(Closeable):
     ) -> None:
         if reserve < 0 or slab < 1:
             raise InputError(f"reserve={reserve}, slab={slab}: bytes of 0 and 1 or more are needed")
-        self.context = context
+        self.context = context = context_of(device)
         self.name = name
         self._slab = slab
         self._state = PoolState.OPEN
@@ -131,7 +132,7 @@ class CapturePool(Closeable):
         the line that caused it.  Raises PoolSealedError, ClosedError, OutOfMemoryError.
         """
         dims, kind = as_shape(shape), np.dtype(dtype)
-        nbytes = int(np.prod(dims, dtype=np.int64)) * kind.itemsize
+        nbytes = math.prod(dims) * kind.itemsize
         with self._lock:
             self.require_open(f"an allocation of {nbytes} bytes for {owner!r}")
             piece = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context
+from ostinato.driver.context import Context, HasContext, Watcher, context_of
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer, allocate
@@ -30,13 +30,13 @@ class DeviceArray(Closeable):
 
     def __init__(
         self,
-        context: Context,
+        device: Context | HasContext,
         shape: int | tuple[int, ...],
         dtype: npt.DTypeLike,
         *,
         depth: int = 4,
     ) -> None:
-        kind = np.dtype(dtype)
+        context, kind = context_of(device), np.dtype(dtype)
         self.buffer = allocate(context, shape, kind)
         if not 1 <= self.buffer.nbytes <= _LARGEST:
             nbytes = self.buffer.nbytes
@@ -51,6 +51,14 @@ class DeviceArray(Closeable):
     @property
     def range(self) -> MemoryRange:
         return self.buffer.range
+
+    @property
+    def closed(self) -> bool:
+        return self.buffer.closed
+
+    def watch(self, watcher: Watcher) -> None:
+        """See `Buffer.watch`."""
+        self.buffer.watch(watcher)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -101,14 +109,14 @@ class DeviceScalar(DeviceArray):
 
     def __init__(
         self,
-        context: Context,
+        device: Context | HasContext,
         dtype: npt.DTypeLike,
         *,
         initial: object = None,
         stream: Stream | None = None,
         depth: int = 4,
     ) -> None:
-        super().__init__(context, (), dtype, depth=depth)
+        super().__init__(device, (), dtype, depth=depth)
         if initial is not None:
             if stream is None:
                 self.close()
@@ -138,12 +146,17 @@ def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt
         raise InputError(f"whole numbers are needed ({dtype.name})")
     if dtype.kind in "iu" and given.size:
         info = np.iinfo(dtype)
-        low, high = int(given.min()), int(given.max())
-        if low < info.min or high > info.max:
-            bad = low if low < info.min else high
+        low, high = given.min(), given.max()
+        if not (info.min <= low and high <= info.max):
+            bad = high if info.min <= low else low
             raise InputError(f"{bad} is outside {dtype.name} ({info.min} to {info.max})")
     with np.errstate(over="ignore"):
         out[...] = given.astype(dtype)
+    if dtype.kind == "f":
+        lost = np.isinf(out) & np.isfinite(given)
+        if lost.any():
+            bad, most = given[lost][0] if given.ndim else given, np.finfo(dtype).max
+            raise InputError(f"{bad} is outside {dtype.name} (at most {most:g})")
     return out
 
 

@@ -20,6 +20,8 @@ from ostinato.memory import Buffer, allocate
 
 __all__ = ["StagingRing"]
 
+_ONCE = "its bytes come from an entry of the ring, which later writes use again"
+
 
 class StagingRing:
     """`depth` pinned entries of `nbytes` bytes, used in turn.  Thread-safe."""
@@ -34,6 +36,9 @@ class StagingRing:
         self._entries = [self._memory.view(i * stride, nbytes) for i in range(depth)]
         self._views: list[npt.NDArray[np.uint8]] = [entry.array for entry in self._entries]
         self._done: list[Event | None] = [None] * depth
+        """By entry: reached when the copy out of it is done."""
+        self._unmarked: list[Stream | None] = [None] * depth
+        """By entry: the stream of a copy that no event stands behind, since something failed."""
         self._next = 0
         self._waits = 0
         self._lock = threading.Lock()
@@ -64,12 +69,24 @@ class StagingRing:
             if done is not None and not done.done:
                 self._waits += 1
                 done.synchronize()
+            self._settle(index)
             self._views[index][:size] = np.frombuffer(data, np.uint8)
             entry = self._entries[index]
             params = MemcpyNodeParams(dst.address, entry.address, size)
-            operation = Operation(params, "staged write", (entry.range,), (dst.range,), (dst, self))
+            operation = Operation(
+                params, "staged write", (entry.range,), (dst.range,), (dst, self), once=_ONCE
+            )
+            self._unmarked[index] = stream
             stream.submit(operation)
             self._done[index] = stream.record(done)
+            self._unmarked[index] = None
+
+    def _settle(self, index: int) -> None:
+        """Waits for a copy whose event could not be recorded, or was interrupted."""
+        stream = self._unmarked[index]
+        if stream is not None and not stream.closed:
+            stream.synchronize()
+        self._unmarked[index] = None
 
     def close(self) -> None:
         """Gives the pinned memory back once the copies out of it are done.  Idempotent."""
