@@ -9,8 +9,8 @@ from ostinato.cache.buckets import (
 )
 from ostinato.cache.budget import Footprint, FootprintSource, parse_bytes
 from ostinato.cache.graph_cache import GraphCache
-from ostinato.cache.manifest import Touch
 from ostinato.cache.statistics import CacheStatistics, Evictions, KeyStatistics
+from ostinato.graph.manifest import Touch
 
 __all__ = [
     "Buckets",

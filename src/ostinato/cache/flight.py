@@ -37,23 +37,22 @@ class Flights:
         self._flights: dict[Hashable, Flight] = {}
         self._waiting: dict[int, Flight] = {}  # which flight a thread waits for
 
-    def board(self, key: Hashable) -> Flight:
-        """The flight of a key; a new one, owned by this thread, if there is none.
+    def board(self, flight: Flight) -> Flight | None:
+        """Begins a flight of this thread and gives None; or gives another thread's of the same key,
+        which is to be waited for.
 
-        If it is another thread's, `wait` for it.  Call under the lock.  Raises CaptureError if
-        that would be for ever.
+        Call under the lock.  Raises CaptureError if that would be for ever.
         """
-        me = threading.get_ident()
-        flight = self._flights.get(key)
-        if flight is None:
-            flight = self._flights[key] = Flight(key, me)
-            if len(self._flights) > 1:
-                for each in self._flights.values():
-                    each.alone = False
-        else:
-            self._refuse_ring(flight, me)
-            self._waiting[me] = flight
-        return flight
+        other = self._flights.get(flight.key)
+        if other is not None:
+            self._refuse_ring(other, flight.owner)
+            self._waiting[flight.owner] = other
+            return other
+        self._flights[flight.key] = flight
+        if len(self._flights) > 1:
+            for each in self._flights.values():
+                each.alone = False
+        return None
 
     def _refuse_ring(self, flight: Flight, me: int) -> None:
         link: Flight | None = flight
@@ -75,16 +74,17 @@ class Flights:
             flight.landed.wait()
         finally:
             with self._lock:
-                del self._waiting[threading.get_ident()]
+                self._waiting.pop(threading.get_ident(), None)
         if flight.error is not None:
             try:
                 raise flight.error
             finally:
                 del flight  # its error's traceback holds this frame
 
-    def land(self, flight: Flight, error: Exception | None = None) -> None:
-        """Ends a flight of this thread; those who wait go on."""
+    def land(self, flight: Flight) -> None:
+        """Ends a flight of this thread, if it began; the threads that wait go on.  Idempotent."""
         with self._lock:
-            del self._flights[flight.key]
-        flight.error = error
+            if self._flights.get(flight.key) is flight:
+                del self._flights[flight.key]
+            self._waiting.pop(flight.owner, None)
         flight.landed.set()

@@ -19,14 +19,14 @@ from types import TracebackType
 from ostinato.cache.buckets import Buckets, PowersOfTwo
 from ostinato.cache.budget import Footprint, MemoryMeter, footprint, parse_bytes
 from ostinato.cache.flight import Flight, Flights
-from ostinato.cache.manifest import Touch, manifest, touches
 from ostinato.cache.statistics import CacheStatistics
 from ostinato.cache.table import Entry, Table
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context, HasContext
+from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.stream import Stream
 from ostinato.errors import ClosedError, InputError
 from ostinato.graph.executable import GraphExec
+from ostinato.graph.manifest import Touch
 from ostinato.memory.ranges import Target, range_of
 
 __all__ = ["GraphCache"]
@@ -79,9 +79,7 @@ class GraphCache(Closeable):
         budget: int | str | None = None,
         max_graphs: int | None = None,
     ) -> None:
-        context = device if isinstance(device, Context) else getattr(device, "context", None)
-        if not isinstance(context, Context):
-            raise InputError(f"a cache needs a device or its context, not {type(device).__name__}")
+        context = context_of(device)
         if max_graphs is not None and max_graphs < 1:
             raise InputError(f"max_graphs={max_graphs}: 1 or more, or None for no limit")
         self.context = context
@@ -104,6 +102,10 @@ class GraphCache(Closeable):
     # --- looking
     def __len__(self) -> int:
         return len(self._table.entries)
+
+    def __bool__(self) -> bool:
+        """True, also while empty: `cache or GraphCache(device)` must not make a second one."""
+        return True
 
     def __contains__(self, key: object) -> bool:
         """Whether there is a graph under the key.  Not a use of it."""
@@ -192,29 +194,42 @@ class GraphCache(Closeable):
         Raises CaptureError, instead of waiting for ever, if `make` asks for the key that its own
         thread is capturing, directly or through other threads; InputError, ClosedError.
         """
+        entry = self._known(key)
+        if entry is not None:
+            return entry.executable
+        flight = Flight(key, threading.get_ident())  # taken off again on every path
+        other: Flight | None = None
         joined = False
-        while True:
-            with self._lock:
-                entry = self._table.use(key)
-                if entry is not None:
-                    self._hits += not joined
-                    return entry.executable
-                self._require_open()
-                flight = self._flights.board(key)
-                mine = flight.owner == threading.get_ident()
-                self._joined += not (mine or joined)
-            try:
-                if mine:
+        try:
+            while True:
+                with self._lock:
+                    entry = self._known(key, hit=not joined)
+                    if entry is not None:
+                        return entry.executable
+                    other = self._flights.board(flight)
+                    self._joined += other is not None and not joined
+                if other is None:
                     return self._capture(flight, make, nbytes)
                 joined = True
-                self._flights.wait(flight)
-            finally:
-                del flight  # it holds an error whose traceback holds this frame
+                self._flights.wait(other)
+        finally:
+            self._flights.land(flight)
+            del flight, other  # they hold errors whose tracebacks hold this frame
+
+    def _known(self, key: Hashable, *, hit: bool = True) -> Entry | None:
+        """The entry under a key, used; None if there is none.  Raises ClosedError."""
+        with self._lock:
+            entry = self._table.use(key)
+            if entry is None:
+                self._require_open()
+            else:
+                self._hits += hit
+            return entry
 
     def _capture(
         self, flight: Flight, make: Callable[[], GraphExec], nbytes: int | None
     ) -> GraphExec:
-        started, failure, landed = time.perf_counter(), None, False
+        started, landed = time.perf_counter(), False
         try:
             with MemoryMeter(self.context) as meter:
                 executable = self._checked(make())
@@ -223,20 +238,19 @@ class GraphCache(Closeable):
             charge = footprint(executable, given=nbytes, taken=taken)
             try:
                 self._put(flight.key, executable, charge, 1e3 * seconds)
-            except ClosedError:  # the cache, meanwhile: nobody else has the executable
+            except ClosedError:  # the cache, meanwhile: nothing else has the executable
                 executable.close()
                 raise
             landed = True
         except Exception as error:
-            failure = error
+            flight.error = error
             raise
         finally:
             with self._lock:
                 self._captures += landed
                 self._failures += not landed
                 self._capture_seconds += time.perf_counter() - started
-            self._flights.land(flight, failure)
-            del flight, failure  # as above
+            del flight  # as above
         return executable
 
     def _checked(self, executable: GraphExec) -> GraphExec:
@@ -248,6 +262,11 @@ class GraphCache(Closeable):
             raise InputError("the executable is of another device than this cache")
         if executable.closed:
             raise ClosedError("the executable graph is closed; instantiate it again")
+        if executable.empty:
+            raise InputError(
+                "the executable has no nodes, so replaying it would do nothing; if it was "
+                "captured, its work went to another stream"
+            )
         return executable
 
     def _put(
@@ -280,7 +299,7 @@ class GraphCache(Closeable):
         """The keys of the graphs that point into a buffer, as their next launches will use them.
 
         `target` is a Buffer (also a view, or a closed one), a device array, or a MemoryRange.
-        `cache.manifest` says what counts as pointing.  A graph whose definition was closed before
+        `graph.manifest` says what counts as pointing.  A graph whose definition was closed before
         it came into the cache counts as pointing everywhere.  Raises InputError.
         """
         return [key for key, _ in self._touching(target)]
@@ -305,13 +324,13 @@ class GraphCache(Closeable):
             entry = self._table.entries.get(key)
         if entry is None:
             raise InputError(f"there is no graph under key {key!r}")
-        return manifest(entry.executable)
+        return entry.executable.manifest()
 
     def _touching(self, target: Target) -> list[tuple[Hashable, Entry]]:
         wanted = range_of(target)
         with self._lock:
             entries = list(self._table.entries.items())
-        return [item for item in entries if touches(item[1].executable, wanted)]
+        return [item for item in entries if item[1].executable.touches(wanted)]
 
     def _evict(self, keys: list[Hashable]) -> int:
         with self._lock:

@@ -12,6 +12,7 @@ Calls that take entries out return those that nobody leases; for the others it i
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ Reason = Literal["asked", "touching", "budget", "count", "replaced", "closed"]
 """Why an entry leaves; the first four are evictions."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Entry:
     """A graph in the table, and how it is used."""
 
@@ -48,10 +49,15 @@ class Table:
         self.max_graphs = max_graphs
         self.entries: OrderedDict[Hashable, Entry] = OrderedDict()
         """The last is the most recently used."""
-        self.leaving: set[Entry] = set()
-        self.nbytes = 0
+        self.leaving: weakref.WeakSet[Entry] = weakref.WeakSet()
+        """Weakly: a lease that was lost in an interruption must not keep a graph for ever."""
         self.over_budget = 0
         self._left: Counter[Reason] = Counter()
+
+    @property
+    def nbytes(self) -> int:
+        """What the entries are charged with, together."""
+        return sum(entry.footprint.nbytes for entry in self.entries.values())
 
     def use(self, key: Hashable) -> Entry | None:
         """The entry under a key, made the most recently used and its hits counted."""
@@ -79,13 +85,11 @@ class Table:
         before = self.entries.get(key)
         out: list[Entry] = []
         if before is not None and before.executable is entry.executable:
-            self.nbytes += entry.footprint.nbytes - before.footprint.nbytes
             before.footprint = entry.footprint
             self.entries.move_to_end(key)
         else:
             out += self.remove([key], "replaced")
             self.entries[key] = entry
-            self.nbytes += entry.footprint.nbytes
         return out + self._trim()
 
     def _require_free(self, key: Hashable, executable: GraphExec) -> None:
@@ -109,7 +113,6 @@ class Table:
             if entry is None:
                 continue
             self._left[reason] += 1
-            self.nbytes -= entry.footprint.nbytes
             entry.leaving = True
             if entry.leases:
                 self.leaving.add(entry)
@@ -123,9 +126,12 @@ class Table:
         while self.max_graphs is not None and len(self.entries) > self.max_graphs:
             out += self.remove([next(iter(self.entries))], "count")
         if self.budget is not None:
-            while self.nbytes > self.budget and len(self.entries) > 1:
-                out += self.remove([next(iter(self.entries))], "budget")
-            self.over_budget += self.nbytes > self.budget
+            nbytes = self.nbytes
+            while nbytes > self.budget and len(self.entries) > 1:
+                key, entry = next(iter(self.entries.items()))
+                nbytes -= entry.footprint.nbytes
+                out += self.remove([key], "budget")
+            self.over_budget += nbytes > self.budget
         return out
 
     # --- numbers

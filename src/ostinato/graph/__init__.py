@@ -5,9 +5,11 @@ from ostinato.graph.executable import GraphExec, UpdateReport
 from ostinato.graph.graph import Conditional, Graph
 from ostinato.graph.launching import launch, prepare
 from ostinato.graph.lifting import lift
+from ostinato.graph.manifest import Touch
 from ostinato.graph.node import Argument, Node, Pointer
 from ostinato.graph.rebind import LeftWord, RebindReport, ReboundWord
 from ostinato.graph.recording import Recorded, Recording, build_graph, record
+from ostinato.graph.submissions import Submission, first_missing, operations, submissions
 
 __all__ = [
     "Argument",
@@ -22,12 +24,17 @@ __all__ = [
     "ReboundWord",
     "Recorded",
     "Recording",
+    "Submission",
+    "Touch",
     "UpdateReport",
     "build_graph",
     "capture",
     "capture_function",
+    "first_missing",
     "launch",
     "lift",
+    "operations",
     "prepare",
     "record",
+    "submissions",
 ]

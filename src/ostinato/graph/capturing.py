@@ -5,22 +5,29 @@ States of a `Capture`:
     NEW -> begin() -> ACTIVE -> end()   -> ENDED   (graph)
                              -> abort() -> ABORTED (no graph; the first error is kept)
 
-`capture(stream)` and `capture_function` drive them so that every path leaves ACTIVE.  Thread-local
-mode is the default: in global mode, what any other thread of the process does (an allocation, a
-query, a library's first call) breaks the capture.
+`capture(stream)` and `capture_function` drive them so that every path leaves ACTIVE; a `Capture`
+that is dropped while it is under way is ended by the context.  Thread-local mode is the default: in
+global mode, what any other thread of the process does (an allocation, a query, a library's first
+call) breaks the capture.
+
+A stream that is captured belongs to the thread that captures it: calls of other threads on it are
+refused before they reach the driver, so they neither join the capture nor break it.  In relaxed
+mode they are let through.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import CaptureMode, CaptureStatus, GraphHandle, NodeHandle
+from ostinato.driver.context import Entry
 from ostinato.driver.location import caller_line, caller_location, describe_line
-from ostinato.driver.stream import Operation, Stream
+from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -34,12 +41,15 @@ from ostinato.errors import (
 )
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import NodeLabel
+from ostinato.graph.submissions import Submission
 from ostinato.graph.trace import LineTrace
 
 if TYPE_CHECKING:
     from ostinato.memory import CapturePool
 
 __all__ = ["Capture", "capture", "capture_function"]
+
+_NOT_BEGUN = "the stream is capturing already: end that capture first (they do not nest)"
 
 
 class _State(enum.Enum):
@@ -49,42 +59,132 @@ class _State(enum.Enum):
     ABORTED = "aborted"
 
 
-class Capture:
-    """One capture on one stream (and on the streams that are forked from it).
+class _Session:
+    """One capture in the driver, and what is told of the work in it (a tap).
 
-    `into` captures into an existing graph, such as a conditional body.  `pool`, if given, must be
-    open.  `trace` looks after every line of Python for the first one that breaks the capture, also
-    inside libraries that do not go through this one; it is slow, and for finding faults.
+    Holds no `Capture`, so that one which is dropped can be ended by the context.  `leave` may be
+    called at any time and as often as wanted: an interruption (KeyboardInterrupt) may come between
+    any two lines, and what is left to do is done by the next call.
     """
 
     needs_access = False
 
     def __init__(
-        self,
-        stream: Stream,
-        *,
-        mode: CaptureMode = CaptureMode.THREAD_LOCAL,
-        pool: CapturePool | None = None,
-        into: Graph | None = None,
-        trace: bool = False,
+        self, stream: Stream, mode: CaptureMode, into: Graph | None, contained: bool, trace: bool
     ) -> None:
         self.stream = stream
         self.mode = mode
-        self.pool = pool
-        self._into = into
-        self._trace = LineTrace(stream) if trace else None
-        self._state = _State.NEW
-        self._graph: Graph | None = None
+        self.into = into
+        self.contained = contained
+        self.trace = LineTrace(stream) if trace else None
+        self.handle = GraphHandle(0)
+        """The graph that the driver gave at the end, until an owner takes it."""
+        self.failure: DriverError | None = None
+        """What the driver said at the end."""
+        self.labels: dict[NodeHandle, NodeLabel] = {}
+        self.keep: list[object] = []
+        self.submissions: list[Submission] = []
+        self.refusal: CaptureBrokenError | None = None
+        """The error for work that this library itself kept out of the capture."""
+        self.broken_at: str | None = None
+        self.broken_by: DriverError | None = None
+        self.forked_at: str | None = None
+        """The last line that worked on a stream forked from the captured one."""
         self._id = 0
-        self._labels: dict[NodeHandle, NodeLabel] = {}
-        self._keep: list[object] = []
-        self._broken_at: str | None = None
-        self._broken_by: DriverError | None = None
-        self._forked_at: str | None = None
-        """The last line that worked on a stream forked from this one."""
         self._thread = 0
+        self._in_driver = False
+
+    # --- begin and end
+    def begin(self) -> None:
+        """Begins the capture.  Whatever it raises, `leave` must follow."""
+        stream, context = self.stream, self.stream.context
+        context.require_open()
+        context.collect()
+        self._thread = threading.get_ident()
+        if stream.is_capturing:
+            raise CaptureError(f"a capture could not begin on {stream!r}: {_NOT_BEGUN}")
+        context.capture_begun(self, exclusive=self.mode is CaptureMode.GLOBAL)
+        self._in_driver = True  # an interruption from here on must end it
+        try:
+            self._begin_in_driver()
+        except DriverError as error:
+            self._in_driver = False
+            if isinstance(error, ContextPoisonedError):
+                raise
+            reason = _NOT_BEGUN if error.status == Status.ILLEGAL_STATE else str(error)
+            raise CaptureError(f"a capture could not begin on {stream!r}: {reason}") from error
+        self._id = stream.capture_info.capture_id
+        context.add_tap(self)
+        if self.trace is not None:
+            self.trace.start()
+
+    def _begin_in_driver(self) -> None:
+        driver, stream = self.stream.context.driver, self.stream.handle
+        if self.into is None:
+            driver.stream_begin_capture(stream, self.mode)
+        else:
+            leaves = _leaves(self.into)
+            driver.stream_begin_capture_to_graph(stream, self.into.handle, leaves, self.mode)
+
+    def leave(self) -> None:
+        """Ends the driver's capture, whatever state it is in; sets `handle` or `failure`."""
+        context = self.stream.context
+        try:
+            if self.trace is not None:
+                self.trace.stop()
+            context.remove_tap(self)
+            if self._in_driver:
+                try:
+                    self.handle = context.driver.stream_end_capture(self.stream.handle)
+                except DriverError as error:
+                    self.failure = error
+                self._in_driver = False
+        finally:
+            context.capture_ended(self)
+
+    def drop(self) -> None:
+        """Ends the capture and drops its graph.  Raises nothing of its own."""
+        self.leave()
+        handle, self.handle = self.handle, GraphHandle(0)
+        if handle and self.into is None:
+            context = self.stream.context
+            driver = context.driver
+            context.retire(lambda: driver.graph_destroy(handle))
+            context.collect()
 
     # --- Tap
+    def entering(self, stream: Stream, what: str, entry: Entry) -> None:
+        """Refuses other threads' calls on a captured stream, and work that would escape."""
+        if threading.get_ident() != self._thread:
+            if self.mode is not CaptureMode.RELAXED and self._holds(stream):
+                raise CaptureError(
+                    f"{what}: another thread is capturing {stream!r}, and this call would go into "
+                    "its graph; nothing was done. Give each thread a stream of its own, or wait "
+                    "until the capture has ended"
+                )
+            return
+        outside = self.contained and entry in (Entry.WORK, Entry.ONCE) and not self._holds(stream)
+        if outside:
+            location = caller_location()
+            self.refusal = self.refusal or CaptureBrokenError(
+                f"the capture was broken at {location}: {what} went to {stream!r}, which is not in "
+                "the capture, so the graph would lack it; it did not run. Submit it to the stream "
+                "that is captured, or fork this one from it (side.wait(stream.record())) and join "
+                "it again (stream.wait(side.record())).",
+                location=location,
+            )
+            raise self.refusal
+
+    def _holds(self, stream: Stream) -> bool:
+        """Whether a stream is in this capture."""
+        if stream.handle == self.stream.handle:
+            return True
+        info = stream.capture_info
+        # A broken capture no longer says which one it is.
+        return info.status is CaptureStatus.INVALIDATED or (
+            info.status is CaptureStatus.ACTIVE and info.capture_id == self._id
+        )
+
     def submitted(self, stream: Stream, operation: Operation) -> None:
         """Notes which node an operation became, and the line, if it went into this capture."""
         info = stream.capture_info
@@ -92,20 +192,24 @@ class Capture:
             self._note_broken(None)
         if info.status is not CaptureStatus.ACTIVE or info.capture_id != self._id:
             return
-        self._keep.extend(operation.keep)
-        location = caller_line()
-        if stream is not self.stream and location is not None:
-            self._forked_at = describe_line(*location)
+        self.keep.extend(operation.keep)
+        line = caller_line()
+        if stream is not self.stream and line is not None:
+            self.forked_at = describe_line(*line)
         if len(info.dependencies) == 1:
-            self._labels[info.dependencies[0]] = NodeLabel(operation, location)
+            self.labels[info.dependencies[0]] = NodeLabel(operation, line)
+        self.submissions.append(Submission(operation.name, line))
 
-    def waited(self, stream: Stream) -> None:
+    def recorded(self, stream: Stream, event: Event) -> None:
+        """Nothing to note: the driver keeps what an event stands for."""
+
+    def waited(self, stream: Stream, event: Event) -> None:
         """Notes the line that pulled another stream into this capture."""
         if stream is self.stream:
             return
         info = stream.capture_info
         if info.status is CaptureStatus.ACTIVE and info.capture_id == self._id:
-            self._forked_at = caller_location()
+            self.forked_at = caller_location()
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Notes the line of the first refused call that can have broken this capture."""
@@ -114,11 +218,77 @@ class Capture:
             self._note_broken(error)
 
     def _note_broken(self, error: DriverError | None) -> None:
-        if self._broken_at is None:
-            self._broken_at = caller_location()
-            self._broken_by = error
+        if self.broken_at is None:
+            self.broken_at = caller_location()
+            self.broken_by = error
 
-    # --- begin and end
+    # --- errors
+    def _where(self) -> str | None:
+        """The line that broke the capture: of a refused call of ours, else what the trace found."""
+        return self.broken_at or (self.trace.broken_at if self.trace else None)
+
+    def broken(self, error: DriverError) -> Exception:
+        """The error to raise where the driver ended the capture with one."""
+        if isinstance(error, ContextPoisonedError | OutOfMemoryError):
+            return error
+        where = self._where()
+        if error.status == Status.STREAM_CAPTURE_UNJOINED:
+            where = where or self.forked_at
+        cause = self.broken_by or error
+        meaning = explain(cause.status)
+        place = f" at {where}" if where else ""
+        hint = "" if where or self.trace else " capture(stream, trace=True) finds the line."
+        return CaptureBrokenError(
+            f"the capture was broken{place}: {cause.call} gave status {int(cause.status)}: "
+            f"{meaning.meaning}. {meaning.advice}{hint} The stream works again.",
+            location=where,
+        )
+
+    def explanation(self, error: BaseException) -> Exception | None:
+        """A better error to raise in place of one that left the capture's block, or None."""
+        if isinstance(error, StreamCaptureError) or (
+            isinstance(error, DriverError) and error is self.broken_by
+        ):
+            self.broken_by = self.broken_by or error
+            return self.broken(error)
+        if self.failure is not None and error is not self.refusal and hasattr(error, "add_note"):
+            where = self._where()
+            at = f" at {where}" if where else ""
+            error.add_note(f"the capture on {self.stream!r} was broken{at}: {self.failure}")
+        return None
+
+
+class Capture:
+    """One capture on one stream (and on the streams that are forked from it).
+
+    `into` captures into an existing graph, such as a conditional body.  `pool`, if given, must be
+    open.  `contained` refuses work that this thread submits to a stream outside of the capture: the
+    graph would lack it, and it would run at once.  `trace` looks after every line of Python for the
+    first one that breaks the capture, also inside libraries that do not go through this one; it is
+    slow, and for finding faults.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        mode: CaptureMode = CaptureMode.THREAD_LOCAL,
+        pool: CapturePool | None = None,
+        into: Graph | None = None,
+        contained: bool = False,
+        trace: bool = False,
+    ) -> None:
+        self.stream = stream
+        self.mode = mode
+        self.pool = pool
+        self._session = _Session(stream, mode, into, contained, trace)
+        self._state = _State.NEW
+        self._graph: Graph | None = None
+        self._finalizer: weakref.finalize[..., Capture] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Capture on {self.stream!r}, {self._state.value}>"
+
     def begin(self) -> Capture:
         """Begins the capture.
 
@@ -129,61 +299,62 @@ class Capture:
             raise CaptureError(f"this capture is {self._state.value}; make a new one")
         if self.pool is not None:
             self.pool.require_open("a capture")
-        stream, context = self.stream, self.stream.context
-        context.require_open()
-        context.collect()
-        exclusive = self.mode is CaptureMode.GLOBAL
-        self._thread = context.capture_begun(exclusive=exclusive)
+        session = self._session
         try:
-            driver = context.driver
-            if self._into is None:
-                driver.stream_begin_capture(stream.handle, self.mode)
-            else:
-                leaves = _leaves(self._into)
-                driver.stream_begin_capture_to_graph(
-                    stream.handle, self._into.handle, leaves, self.mode
-                )
-            self._id = stream.capture_info.capture_id
-        except DriverError as error:
-            context.capture_ended(self._thread, exclusive=exclusive)
-            if isinstance(error, ContextPoisonedError):
-                raise
-            reason = (
-                "the stream is capturing already: end that capture first (they do not nest)"
-                if error.status == Status.ILLEGAL_STATE
-                else str(error)
-            )
-            raise CaptureError(f"a capture could not begin on {stream!r}: {reason}") from error
-        self._state = _State.ACTIVE
-        context.add_tap(self)
-        if self._trace is not None:
-            self._trace.start()
+            self._finalizer = weakref.finalize(self, self.stream.context.abandon, session.drop)
+            self._finalizer.atexit = False
+            session.begin()
+            self._state = _State.ACTIVE
+        except BaseException:
+            self._abort()
+            self._state = _State.NEW if session.failure is None else _State.ABORTED
+            raise
         return self
 
     def end(self) -> Graph:
         """Ends the capture; the graph.  The stream works again, also if this raises.
 
         Raises NotCapturingError if it is not under way, CaptureBrokenError with the line if
-        something broke it, CaptureError if the driver gave no graph.
+        something broke it, CaptureError if nothing was captured or the driver gave no graph.
         """
         if self._state is not _State.ACTIVE:
             raise NotCapturingError(
                 f"end of a capture that is {self._state.value}: begin() comes first, and ends once"
             )
-        handle, error = self._finish()
-        if error is not None:
-            raise self._broken(error) from (self._broken_by or error)
-        if not handle:
+        session = self._session
+        session.leave()
+        self._state = _State.ABORTED  # until there is a graph
+        if session.failure is not None:
+            self._abort()
+            raise session.broken(session.failure) from (session.broken_by or session.failure)
+        if session.refusal is not None:
+            self._abort()
+            raise session.refusal
+        if not session.handle:
+            self._abort()
             raise CaptureError("the driver ended the capture without an error and without a graph")
+        self._graph = self._take_graph(session)
+        self._detach()
         self._state = _State.ENDED
-        if self._into is not None:
-            self._into.labels.update(self._labels)
-            self._into.keep.extend(self._keep)
-            self._graph = self._into
-        else:
-            context = self.stream.context
-            self._graph = Graph(context, handle, labels=self._labels, keep=self._keep)
         return self._graph
+
+    def _take_graph(self, session: _Session) -> Graph:
+        """The graph that the driver gave, with an owner."""
+        context, into = self.stream.context, session.into
+        handle, session.handle = session.handle, GraphHandle(0)
+        if into is not None:
+            into.labels.update(session.labels)
+            into.keep.extend(session.keep)
+            return into
+        graph = Graph(context, handle, labels=session.labels, keep=session.keep)
+        if not session.labels and not len(graph):
+            graph.close()
+            raise CaptureError(
+                f"nothing was captured: no work reached {self.stream!r} while it was captured. "
+                "Work on another stream is not in the graph: submit it to this one, or fork the "
+                "other from it with an event; other libraries must be given this stream"
+            )
+        return graph
 
     def abort(self) -> DriverError | None:
         """Ends the capture without a graph; what the driver said, if it complained.
@@ -192,63 +363,23 @@ class Capture:
         """
         if self._state is not _State.ACTIVE:
             return None
-        handle, error = self._finish()
-        if handle and self._into is None:
-            driver = self.stream.context.driver
-            self.stream.context.retire(lambda: driver.graph_destroy(handle))
-            self.stream.context.collect()
-        return error
-
-    def _finish(self) -> tuple[GraphHandle, DriverError | None]:
-        """Leaves the driver's capture, whatever state it is in.  ABORTED, until it gave a graph."""
-        context = self.stream.context
-        if self._trace is not None:
-            self._trace.stop()
-        context.remove_tap(self)
+        self._abort()
         self._state = _State.ABORTED
-        handle, failure = GraphHandle(0), None
-        try:
-            handle = context.driver.stream_end_capture(self.stream.handle)
-        except DriverError as error:
-            failure = error
-        finally:
-            context.capture_ended(self._thread, exclusive=self.mode is CaptureMode.GLOBAL)
-        return handle, failure
+        return self._session.failure
 
-    def _where(self) -> str | None:
-        """The line that broke the capture: of a refused call of ours, else what the trace found."""
-        return self._broken_at or (self._trace.broken_at if self._trace else None)
+    def _abort(self) -> None:
+        self._session.drop()
+        self._detach()
 
-    def _broken(self, error: DriverError) -> Exception:
-        if isinstance(error, ContextPoisonedError | OutOfMemoryError):
-            return error
-        where = self._where()
-        if error.status == Status.STREAM_CAPTURE_UNJOINED:
-            where = where or self._forked_at
-        cause = self._broken_by or error
-        meaning = explain(cause.status)
-        place = f" at {where}" if where else ""
-        hint = "" if where or self._trace else " capture(stream, trace=True) finds the line."
-        return CaptureBrokenError(
-            f"the capture was broken{place}: {cause.call} gave status {int(cause.status)}: "
-            f"{meaning.meaning}. {meaning.advice}{hint} The stream works again.",
-            location=where,
-        )
+    def _detach(self) -> None:
+        """There is nothing left to end if this is dropped."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
 
-    def explain_failure(
-        self, error: BaseException, ended_with: DriverError | None
-    ) -> Exception | None:
-        """The error to raise in place of one that a broken capture caused, if it was one."""
-        if isinstance(error, StreamCaptureError) or (
-            isinstance(error, DriverError) and error is self._broken_by
-        ):
-            self._broken_by = self._broken_by or error
-            return self._broken(error)
-        if ended_with is not None and hasattr(error, "add_note"):
-            where = self._where()
-            at = f" at {where}" if where else ""
-            error.add_note(f"the capture on {self.stream!r} was broken{at}: {ended_with}")
-        return None
+    def explanation(self, error: BaseException) -> Exception | None:
+        """The error to raise in place of one that left the block and that a broken capture caused;
+        None if it was no such one."""
+        return self._session.explanation(error)
 
     # --- result
     @property
@@ -262,6 +393,11 @@ class Capture:
     def active(self) -> bool:
         """Whether it is under way."""
         return self._state is _State.ACTIVE
+
+    @property
+    def submissions(self) -> tuple[Submission, ...]:
+        """What this library put into the capture so far, in order."""
+        return tuple(self._session.submissions)
 
 
 def _leaves(graph: Graph) -> list[NodeHandle]:
@@ -277,6 +413,7 @@ def capture(
     mode: CaptureMode = CaptureMode.THREAD_LOCAL,
     pool: CapturePool | None = None,
     into: Graph | None = None,
+    contained: bool = False,
     trace: bool = False,
 ) -> Iterator[Capture]:
     """Captures what the `with` block submits to `stream`; `capture.graph` afterwards.
@@ -285,17 +422,19 @@ def capture(
     was, unless it is the driver's refusal of something that cannot be captured, which becomes a
     CaptureBrokenError naming the line.  Raises what `Capture.begin` and `Capture.end` raise.
     """
-    under_way = Capture(stream, mode=mode, pool=pool, into=into, trace=trace).begin()
+    under_way = Capture(stream, mode=mode, pool=pool, into=into, contained=contained, trace=trace)
+    # All inside: an interruption may come before any line, also right after `begin`.
     try:
+        under_way.begin()
         yield under_way
+        if under_way.active:  # the block may have ended it itself
+            under_way.end()
     except BaseException as error:
-        ended_with = under_way.abort()
-        better = under_way.explain_failure(error, ended_with)
+        under_way.abort()
+        better = under_way.explanation(error)
         if better is not None and better is not error:
             raise better from error
         raise
-    if under_way.active:  # the block may have ended it itself
-        under_way.end()
 
 
 def capture_function(

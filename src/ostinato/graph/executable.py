@@ -1,14 +1,16 @@
 """`GraphExec`: an executable graph that is launched, and changed without being made again.
 
 The driver has no getters on an executable, so what was set is shadowed here: `params(node)` is
-what the next launch will use.  Every change is all or nothing: what the driver refuses is undone,
-node by node, before the error is raised.
+what the next launch will use.  Every change is all or nothing: what the driver refuses, and what an
+interruption cuts short, is undone node by node before the error is raised.  Where even that fails,
+nobody knows what the executable holds, and it refuses every later launch.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -18,12 +20,17 @@ from ostinato.driver.api import (
     InstantiateFlags,
     KernelNodeParams,
     LaunchConfig,
+    MemcpyNodeParams,
+    MemoryRange,
+    MemsetNodeParams,
     NodeKind,
     NodeParams,
     UpdateVerdict,
 )
 from ostinato.driver.closeable import Closeable
+from ostinato.driver.context import Context, Entry
 from ostinato.driver.launcher import Launcher
+from ostinato.driver.signature import Signature
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
     CaptureError,
@@ -34,15 +41,43 @@ from ostinato.errors import (
     InputError,
     UpdateRefusedError,
 )
-from ostinato.graph.changes import VERDICTS, Keep, argument_bytes, refused
+from ostinato.graph.changes import VERDICTS, argument_bytes, refused
 from ostinato.graph.graph import Graph
+from ostinato.graph.manifest import Touch, dangling, touches, walk
 from ostinato.graph.node import Node
-from ostinato.graph.rebind import Change, RebindReport, plan_rebind
-from ostinato.graph.shadow import Shadow
+from ostinato.graph.rebind import RebindReport, plan_rebind
+from ostinato.graph.shadow import Change, Now, Shadow
 from ostinato.memory import Buffer
-from ostinato.memory.ranges import Target
+from ostinato.memory.ranges import Target, range_of
 
 __all__ = ["GraphExec", "UpdateReport"]
+
+_HALF_DONE = (
+    "a change of this executable failed, and so did taking it back, so what it would run is not "
+    "known; instantiate its graph again"
+)
+
+
+class _Release:
+    """Gives the driver's executable back, once, however often it is asked to."""
+
+    def __init__(self, context: Context, handle: ExecHandle) -> None:
+        self.handle = handle
+        self.shadow: Shadow | None = None
+        self._context = context
+        self._done = False
+
+    def retire(self, prepared: Mapping[Stream, object]) -> None:
+        """It is destroyed, and what its nodes point at let go, once its own last launch on the
+        streams that it was prepared for is done."""
+        self._context.retire(self._destroy, tuple(prepared))
+
+    def _destroy(self) -> None:
+        if not self._done:
+            self._done = True
+            self._context.driver.exec_destroy(self.handle)
+        if self.shadow is not None:
+            self.shadow.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +91,29 @@ class GraphExec(Launcher, Closeable):
     """An executable (CUgraphExec), made by `Graph.instantiate`.
 
     It keeps its graph alive, and with it what the nodes point at, and every buffer it was rebound
-    or patched to.  Launches of one executable never overlap.  Changes apply to later launches;
-    one under way keeps what it began with.  Thread-safe for changes; `launch` may be called from
-    several threads, in an order that is then the caller's affair.
+    or patched to.  It refuses to launch once memory that it points at was closed.  Launches of one
+    executable never overlap.  Changes apply to later launches; one under way keeps what it began
+    with.  Thread-safe for changes; `launch` may be called from several threads, in an order that is
+    then the caller's affair.
     """
 
-    def __init__(self, graph: Graph, handle: ExecHandle) -> None:
+    def __init__(self, graph: Graph, release: _Release) -> None:
         self.graph = graph
         self.context = graph.context
-        self._handle = handle
+        self._handle = release.handle
         self._closed = False
+        self._unusable = ""
         self._lock = threading.RLock()
         self._prepared: dict[Stream, Callable[[], int]] = {}
         self._shadow = Shadow(graph)
-        self._keep = Keep(graph)
-        driver, prepared, keep = self.context.driver, self._prepared, self._keep
-        context = self.context
-
-        def retire() -> None:
-            # The streams it ran on: it is destroyed, and what its nodes point at let go, once its
-            # own last launch there is done.
-            def destroy() -> None:
-                driver.exec_destroy(handle)
-                keep.clear()
-
-            context.retire(destroy, tuple(prepared))
-
-        self._finalizer = weakref.finalize(self, retire)
+        self._toggled = False
+        self._given_back: deque[MemoryRange] = deque()
+        """Memory that was closed since the last launch that looked, and may be pointed at."""
+        self._watch(graph.keep)
+        if not graph.owned:  # what its nodes were given is not known
+            self.context.watchers.add(self)
+        release.shadow = self._shadow
+        self._finalizer = weakref.finalize(self, release.retire, self._prepared)
         self._finalizer.atexit = False
 
     @classmethod
@@ -93,6 +124,11 @@ class GraphExec(Launcher, Closeable):
         context = graph.context
         context.require_open()
         context.collect()
+        graph.require_memory()
+        if upload is not None and upload.is_capturing:
+            raise CaptureError(
+                f"an executable cannot be uploaded on {upload!r}, which is capturing"
+            )
         try:
             handle = context.driver.graph_instantiate(graph.handle, flags)
         except ContextPoisonedError:
@@ -101,7 +137,13 @@ class GraphExec(Launcher, Closeable):
             blamed = next((n for n in graph.nodes if n.handle == error.node), None)
             what = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
             raise GraphError(f"instantiating the graph failed{what}: {error}") from error
-        executable = cls(graph, handle)
+        release = _Release(context, handle)
+        try:
+            executable = cls(graph, release)
+        except BaseException:
+            release.retire({})
+            context.collect()
+            raise
         if upload is not None:
             try:
                 executable.upload(upload)
@@ -110,6 +152,10 @@ class GraphExec(Launcher, Closeable):
                 raise
         return executable
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "unusable" if self._unusable else "ready"
+        return f"<GraphExec {self._handle:#x} on {self.context.driver.name}, {state}>"
+
     @property
     def handle(self) -> ExecHandle:
         """The driver's handle.  Raises ClosedError after close()."""
@@ -117,8 +163,65 @@ class GraphExec(Launcher, Closeable):
             raise ClosedError("the executable graph is closed")
         return self._handle
 
+    @property
+    def usable(self) -> bool:
+        """Whether it can be launched: it is open, no half-done change is in it, and no memory that
+        it points at was closed."""
+        try:
+            self._require_usable()
+        except (ClosedError, GraphError):
+            return False
+        return True
+
+    @property
+    def suspect(self) -> bool:
+        """Whether `usable` may be False: cheap to ask before each replay."""
+        return bool(self._given_back or self._unusable or self._closed)
+
+    # --- memory that is given back
+    def _watch(self, owners: Iterable[object]) -> None:
+        """Asks the owners to say when their memory is given back."""
+        for owner in {id(owner): owner for owner in owners}.values():
+            watch = getattr(owner, "watch", None)
+            if callable(watch):
+                watch(self)
+
+    def memory_closed(self, memory: MemoryRange) -> None:
+        """Called by what owns memory that this points at, or did: the next launch looks."""
+        self._given_back.append(memory)
+        self.cool()
+
+    def _require_usable(self) -> None:
+        """Raises ClosedError or GraphError unless it can be launched."""
+        self.context.require_open()
+        if self._closed:
+            raise ClosedError("the executable graph is closed")
+        if self._unusable:
+            raise GraphError(self._unusable)
+        if self._given_back:
+            with self._lock:
+                self._require_memory()
+
+    def _require_memory(self) -> None:
+        for memory in tuple(self._given_back):
+            try:
+                touch = dangling(self._shadow.settings(), memory)
+            except ClosedError as error:
+                raise ClosedError(
+                    "memory was closed that this may point at, and what it points at cannot be "
+                    f"read ({error}); make the graph again"
+                ) from error
+            if touch is not None:
+                raise ClosedError(
+                    f"node {touch.node_index} ({touch.node_name}) {touch.place} points at memory "
+                    f"that was closed ({memory.nbytes} bytes at {memory.address:#x}): rebind or "
+                    "patch it to another buffer, or make the graph again"
+                )
+            self._given_back.remove(memory)
+
     # --- running
     def _prepare(self, stream: Stream) -> Callable[[], int]:
+        self._require_usable()
         handle = self.handle
         if stream.closed:
             raise ClosedError("the stream is closed; launch on another")
@@ -132,7 +235,7 @@ class GraphExec(Launcher, Closeable):
         return call
 
     def _launch_slowly(self, stream: Stream) -> None:
-        """A launch on another stream than the last, or one that somebody listens to.
+        """A launch on another stream than the last, or one that a tap is told of.
 
         A recording notes it.  Into a capture it is refused: the driver would refuse it as well
         (status 900, measured on driver 580), but break the capture.
@@ -142,9 +245,10 @@ class GraphExec(Launcher, Closeable):
             stays = False
             try:
                 self._heat(stream, call)
-                # Asked afterwards: who taps or closes meanwhile either cools it or is seen here.
-                stays = self.context.keep_hot(self) and not self._closed and not stream.closed
-            finally:  # an interruption in between, too: nobody would cool it
+                # Asked afterwards: whatever taps or closes meanwhile cools it or is seen here.
+                open_ = not (self._closed or self._unusable or self._given_back or stream.closed)
+                stays = self.context.keep_hot(self) and open_
+            finally:  # an interruption in between, too: nothing would cool it
                 if not stays:
                     self.cool()
             if call():
@@ -155,6 +259,12 @@ class GraphExec(Launcher, Closeable):
                 "an executable cannot be launched into a capture; capture the work itself, or add "
                 "its definition to a graph with Graph.add_child (the capture goes on)"
             )
+        # A graph of this launch would hold the definition.
+        other = self._toggled or self._shadow.changed or self._shadow.grown
+        stream.enter(
+            "a graph that was changed since it was made" if other else "graph",
+            Entry.ONCE if other else Entry.WORK,
+        )
         self._launch_checked(stream)
         child = ChildGraphNodeParams(self.graph.handle)
         stream.announce(Operation(child, "graph", keep=(self,)))
@@ -163,11 +273,28 @@ class GraphExec(Launcher, Closeable):
         self.context.driver.exec_launch(self.handle, stream.handle)
 
     def upload(self, stream: Stream) -> None:
-        """Puts the executable on the device before its first launch, in stream order."""
-        self.context.driver.exec_upload(self.handle, stream.handle)
+        """Puts the executable on the device before its first launch, in stream order.
+
+        Raises CaptureError on a stream that captures (the capture goes on), DriverError,
+        ClosedError.
+        """
+        self._require_usable()
+        handle = self.handle
+        if stream.is_capturing:
+            raise CaptureError(
+                f"an executable cannot be uploaded on {stream!r}, which is capturing: upload "
+                "before the capture (the capture goes on)"
+            )
+        upload = self.context.driver.exec_upload
+        stream.guarded("upload", lambda h: upload(handle, h), Entry.ORDER)
         self._prepare(stream)
 
     # --- reading
+    @property
+    def empty(self) -> bool:
+        """Whether it has no nodes, so that a launch does nothing."""
+        return self._shadow.empty
+
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The definition's nodes with the parameters that the next launch will use.
@@ -177,49 +304,87 @@ class GraphExec(Launcher, Closeable):
         with self._lock:
             return self._shadow.nodes
 
-    def _let_go(self, old: list[object]) -> None:
-        """Keeps what is no longer pointed at until the launches under way are done."""
-        if any(owner is not None for owner in old):
-            self.context.retire(old.clear, tuple(self._prepared))
-
     def params(self, node: Node | int) -> NodeParams:
         """What the next launch will use for a node."""
         with self._lock:
             return self._shadow.params(self._shadow.node(node))
 
+    def manifest(self) -> tuple[Touch, ...]:
+        """Every pointer, in the order of the nodes.
+
+        Words that no signature explains are taken for pointers if a live allocation holds them.
+        Raises ClosedError if the definition was closed before it was first read.
+        """
+        with self._lock:
+            find = self.context.driver.memory_range
+            return tuple(touch for _, touch in walk(self._shadow.settings(), find))
+
+    def touches(self, target: Target) -> bool:
+        """Whether the next launch may use memory of a buffer, a device array or a MemoryRange.
+
+        True also where the definition was closed before it was first read.  Raises InputError.
+        """
+        memory = range_of(target)
+        around = self.context.driver.memory_range(memory.address)
+        with self._lock:
+            try:
+                return touches(self._shadow.settings(), memory, around)
+            except ClosedError:
+                return True
+
     # --- changing
     def set_params(
-        self, node: Node | int, params: NodeParams, *, keep: Iterable[object] = ()
+        self,
+        node: Node | int,
+        params: NodeParams | Operation,
+        *,
+        keep: Iterable[object] = (),
     ) -> None:
-        """Replaces all parameters of a node by others of its kind.
+        """Replaces all parameters of a node by others of its kind, also in child graphs and bodies.
 
-        `keep` lives as long as the executable, or until the node is set again.
-        Raises UpdateRefusedError; the executable is then as before.
+        An operation (`ostinato.prepare`) brings its own signature and what it keeps alive;
+        parameters alone bring none, and with another function than before no argument has a name or
+        a known type from here on.  `keep` lives as long as the executable, or until the node is set
+        again.  Raises UpdateRefusedError; the executable is then as before.
         """
         with self._lock:
             found = self._shadow.node(node)
-            self._apply([Change(found, params)])
-            self._let_go(self._keep.replace(found.handle, keep))
+            owners, signature = tuple(keep), None
+            if isinstance(params, Operation):
+                owners, signature = (*owners, *params.keep), params.signature
+                params = params.params
+            kept = tuple((f"owner {i}", owner) for i, owner in enumerate(owners))
+            self._apply([Change(found, params, kept, whole=True, signature=signature)])
 
     def patch(self, node: Node | int, argument: int | str, value: object) -> None:
         """Sets one kernel argument, by index or, where the signature is known, by name.
 
-        With a signature the value is checked against its type, else against its size.
-        Raises NodeKindError, InputError, UpdateRefusedError.
+        With a signature the value is checked against its type, else against its size.  How much of
+        a buffer a kernel uses is not known here, as in a launch.  Raises NodeKindError, InputError,
+        UpdateRefusedError.
         """
         with self._lock:
             found = self._shadow.node(node)
-            kernel = self._kernel(found)
-            index, raw = argument_bytes(found, kernel.arguments, argument, value)
+            kernel, signature = self._kernel(found), self._shadow.setting(found).signature
+            index, raw = argument_bytes(found, signature, kernel.arguments, argument, value)
             arguments = kernel.arguments.with_raw(index, raw)
-            owner = None if isinstance(value, int | float | bytes) else value
             place = arguments.layout[index].offset
             params = KernelNodeParams(
                 kernel.function, kernel.config, arguments, kernel.extra_attributes
             )
-            change = Change(found, params, ((place, owner),))
-            self._apply([change])
-            self._let_go(self._keep.renew(change))
+            owner, nbytes = self._owner(value, signature is None or _points(signature, index))
+            self._apply([Change(found, params, ((place, owner),), ((place, nbytes),))])
+
+    def _owner(self, value: object, pointer: bool) -> tuple[object, int | None]:
+        """What a new argument points at, to be kept alive, and how many bytes that has."""
+        if isinstance(value, int) and pointer and value > 0:
+            return self.context.owner_of(value), None
+        if isinstance(value, int | float | bytes):
+            return None, None
+        try:
+            return value, range_of(value).nbytes
+        except InputError:  # a number of NumPy's
+            return value, None
 
     def _kernel(self, node: Node) -> KernelNodeParams:
         params = self._shadow.params(node)
@@ -246,29 +411,57 @@ class GraphExec(Launcher, Closeable):
             self._apply([Change(found, replace(kernel, config=config))])
 
     def set_memset(self, node: Node | int, dst: Buffer, value: int, element_size: int = 1) -> None:
-        """Sets what a memset node fills, and with what."""
+        """Sets what a linear memset node fills, all of it, and with what.
+
+        Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer,
+        and for a value that it cannot hold; UpdateRefusedError for a fill of rows with a pitch.
+        """
+        if element_size not in (1, 2, 4) or dst.nbytes % element_size or not dst.nbytes:
+            raise InputError(
+                f"element_size={element_size}: 1, 2 or 4 is needed, and a divisor of the "
+                f"{dst.nbytes} bytes to fill"
+            )
+        if not 0 <= value < 1 << 8 * element_size:
+            raise InputError(f"value {value} does not fit into {element_size} bytes without a sign")
         with self._lock:
             found = self._shadow.node(node)
-            memset = replace(found, params=self.params(found)).memset
+            old = replace(found, params=self._shadow.params(found)).memset
+            self._require_linear(found, old)
+            width = dst.nbytes // element_size
             params = replace(
-                memset,
-                dst=dst.address,
-                value=value,
-                element_size=element_size,
-                width=dst.nbytes // element_size,
-                height=1,
+                old, dst=dst.address, value=value, element_size=element_size, width=width
             )
-            self.set_params(found, params, keep=(dst,))
+            self._apply([Change(found, params, (("dst", dst),))])
 
     def set_memcpy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
-        """Sets what a memcpy node copies.  Raises InputError if the sizes differ."""
-        if dst.nbytes != src.nbytes:
+        """Sets what a linear memcpy node copies, all of it.
+
+        Raises InputError if the sizes differ or are zero, UpdateRefusedError for a copy of rows
+        with a pitch, or to or from a CUDA array.
+        """
+        if dst.nbytes != src.nbytes or not dst.nbytes:
             raise InputError(f"{src.nbytes} bytes cannot be copied into {dst.nbytes}")
         with self._lock:
             found = self._shadow.node(node)
-            memcpy = replace(found, params=self.params(found)).memcpy
-            params = replace(memcpy, dst=dst.address, src=src.address, width=dst.nbytes)
-            self.set_params(found, params, keep=(dst, src))
+            old = replace(found, params=self._shadow.params(found)).memcpy
+            self._require_linear(found, old)
+            params = replace(old, dst=dst.address, src=src.address, width=dst.nbytes)
+            self._apply([Change(found, params, (("dst", dst), ("src", src)))])
+
+    @staticmethod
+    def _require_linear(node: Node, params: MemcpyNodeParams | MemsetNodeParams) -> None:
+        """Raises UpdateRefusedError unless the node copies or fills one row of linear memory."""
+        rows = params.height
+        opaque = False
+        if isinstance(params, MemcpyNodeParams):
+            rows, opaque = params.height * params.depth, params.opaque
+        if rows != 1 or opaque:
+            what = "works on a CUDA array" if opaque else f"has {rows} rows"
+            raise UpdateRefusedError(
+                f"node {node.index} ({node.name}) {what}, and a buffer says nothing of that; set "
+                "all of its parameters with set_params",
+                node_index=node.index,
+            )
 
     def set_enabled(self, node: Node | int, enabled: bool) -> None:
         """Switches a kernel, memcpy or memset node on or off; off, it only joins."""
@@ -280,6 +473,7 @@ class GraphExec(Launcher, Closeable):
                     "memcpy and memset nodes can be switched on and off",
                     node_index=found.index,
                 )
+            self._toggled = True
             try:
                 self.context.driver.exec_set_enabled(self.handle, found.handle, enabled)
             except DriverError as error:
@@ -287,7 +481,9 @@ class GraphExec(Launcher, Closeable):
 
     def enabled(self, node: Node | int) -> bool:
         """Whether a node runs."""
-        return self.context.driver.exec_enabled(self.handle, self._shadow.node(node).handle)
+        with self._lock:
+            handle = self._shadow.node(node).handle
+            return self.context.driver.exec_enabled(self.handle, handle)
 
     def rebind(
         self, targets: Mapping[Target, Target] | Iterable[tuple[Target, Target]]
@@ -297,15 +493,15 @@ class GraphExec(Launcher, Closeable):
         `targets`: {old: new}, or (old, new) pairs for arrays that cannot be keys; buffers, device
         arrays of any library, or MemoryRange.  Kernel arguments, memcpy and
         memset nodes are changed, and nothing else; the report lists every word, and what was left
-        and why.  Raises InputError if a new range is shorter than what is pointed at in the old,
-        UpdateRefusedError if the driver refuses; the executable is then as before.
+        and why.  Raises InputError if a new range is shorter than what is used of the old one (or,
+        where that is not known, than the rest of the old one), ClosedError for a new target that is
+        closed, UpdateRefusedError if the driver refuses; the executable is then as before.
         """
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with self._lock:
             find = self.context.driver.memory_range
-            plan = plan_rebind(self._shadow.definition(), self._shadow.current, pairs, find)
+            plan = plan_rebind(self._shadow.settings(), pairs, find)
             self._apply(plan.changes)
-            self._let_go([o for change in plan.changes for o in self._keep.renew(change)])
             return plan.report
 
     def update(self, graph: Graph) -> UpdateReport:
@@ -314,9 +510,22 @@ class GraphExec(Launcher, Closeable):
         Raises UpdateRefusedError with the failing node and the reason; the executable is then as
         before.  It silently keeps launch attributes that the driver cannot read from the graph.
         """
+        driver = self.context.driver
         with self._lock:
-            handles = self.context.driver.graph_nodes(graph.handle)
-            outcome = self.context.driver.exec_update(self.handle, graph.handle)
+            executable = self.handle
+            graph.require_memory()
+            handles = driver.graph_nodes(graph.handle)
+            now = self._shadow.after_update(graph, handles)
+            self._watch(graph.keep)
+            try:
+                outcome = driver.exec_update(executable, graph.handle)
+                if outcome.verdict is UpdateVerdict.SUCCESS:
+                    old = self._shadow.commit(now)
+            except DriverError:
+                raise  # refused as a call: nothing was changed
+            except BaseException:
+                self._finish_update(graph, now)
+                raise
             if outcome.verdict is not UpdateVerdict.SUCCESS:
                 blamed = next((n for n in graph.nodes if n.handle == outcome.node), None)
                 where = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
@@ -325,23 +534,66 @@ class GraphExec(Launcher, Closeable):
                     f"({outcome.verdict.name}). Instantiate the new graph instead.",
                     node_index=None if blamed is None else blamed.index,
                 )
-            self._shadow.updated(graph, handles)
-            self._let_go(self._keep.replace_all(graph))
+            self._let_go(old)
             return UpdateReport(len(handles))
 
+    def _finish_update(self, graph: Graph, now: Now) -> None:
+        """After an interruption that may have come before or after the driver took the graph."""
+        self._give_up()
+        outcome = self.context.driver.exec_update(self.handle, graph.handle)
+        if outcome.verdict is UpdateVerdict.SUCCESS:
+            self._let_go(self._shadow.commit(now))
+            self._unusable = ""
+        elif outcome.verdict is not UpdateVerdict.ERROR:
+            self._unusable = ""  # it does not fit, so the driver never took it
+
     def _apply(self, changes: list[Change]) -> None:
-        """Makes changes in order; undoes those made if one is refused."""
+        """Makes changes in order; undoes those made if one is refused or interrupted."""
         driver, handle = self.context.driver, self.handle
+        now = self._shadow.after(changes)
+        self._watch([owner for change in changes for _, owner in change.owners])
         made: list[Node] = []
         try:
             for change in changes:
-                driver.exec_set_params(handle, change.node.handle, change.params)
                 made.append(change.node)
+                driver.exec_set_params(handle, change.node.handle, change.params)
+            old = self._shadow.commit(now)
         except DriverError as error:
-            for node in reversed(made):
-                driver.exec_set_params(handle, node.handle, self._shadow.params(node))
-            raise refused(changes[len(made)].node, error) from error
-        self._shadow.changed(changes)
+            blamed = made.pop()
+            self._undo(made)
+            raise refused(blamed, error) from error
+        except BaseException:
+            self._undo(made)  # the last one too: it may have been set before the interruption
+            raise
+        self._let_go(old)
+
+    def _undo(self, nodes: list[Node]) -> None:
+        """Gives nodes back what they held.  Raises GraphError, and makes the executable unusable,
+        if the driver refuses that."""
+        if not nodes:
+            return
+        self._give_up()
+        failed: DriverError | None = None
+        for node in reversed(nodes):
+            try:
+                self.context.driver.exec_set_params(
+                    self.handle, node.handle, self._shadow.params(node)
+                )
+            except DriverError as error:
+                failed = error
+        if failed is not None:
+            raise GraphError(_HALF_DONE) from failed
+        self._unusable = ""
+
+    def _give_up(self) -> None:
+        """No launch from here on, until a change is known to be whole."""
+        self._unusable = _HALF_DONE
+        self.cool()
+
+    def _let_go(self, old: list[object]) -> None:
+        """Keeps what is no longer pointed at until the launches under way are done."""
+        if any(owner is not None for owner in old):
+            self.context.retire(old.clear, tuple(self._prepared))
 
     # --- lifetime
     @property
@@ -356,3 +608,7 @@ class GraphExec(Launcher, Closeable):
         self.cool()
         self._finalizer()
         self.context.collect()
+
+
+def _points(signature: Signature, index: int) -> bool:
+    return signature.parameters[index].pointer

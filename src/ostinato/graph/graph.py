@@ -111,6 +111,22 @@ class Graph(Closeable):
             raise ClosedError("the graph is closed")
         return self._handle
 
+    @property
+    def owned(self) -> bool:
+        """Whether it is ours to destroy; an adopted graph, and a conditional body, is not."""
+        return self._finalizer is not None
+
+    def require_memory(self) -> None:
+        """Raises ClosedError if memory that a node was given is closed by now."""
+        if any(getattr(owner, "closed", False) is True for owner in self.keep):
+            for node in self.nodes:
+                if any(getattr(owner, "closed", False) is True for owner in node.keep):
+                    raise ClosedError(
+                        f"node {node.index} ({node.name}) points at memory that was closed; make "
+                        "the graph again with other buffers"
+                    )
+            raise ClosedError("a node points at memory that was closed; make the graph again")
+
     # --- reading
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -191,13 +207,16 @@ class Graph(Closeable):
         """
         driver = self.context.driver
         dependencies = [n.handle if isinstance(n, Node) else n for n in after]
+        if operation is not None and operation.once:
+            raise GraphError(f"{operation.name} cannot be a node: {operation.once}")
+        # Before the driver knows the node: an interruption must not leave it without its memory.
+        self.keep.extend(keep)
+        if operation is not None:
+            self.keep.extend(operation.keep)
         try:
             handle = driver.graph_add_node(self.handle, dependencies, params, edge_data)
         except DriverError as error:
             raise GraphError(f"adding a {type(params).__name__} failed: {error}") from error
-        self.keep.extend(keep)
-        if operation is not None:
-            self.keep.extend(operation.keep)
         self.labels[handle] = NodeLabel(operation, line or caller_line())
         # As a rule the last, but the driver's order is its own.
         return self._read_node(driver.graph_nodes(self.handle).index(handle), handle)
@@ -313,9 +332,10 @@ class Graph(Closeable):
     def clone(self) -> Graph:
         """A copy that can be changed on its own."""
         driver = self.context.driver
-        handle = driver.graph_clone(self.handle)
-        labels = {driver.node_in_clone(n, handle): label for n, label in self.labels.items()}
-        return Graph(self.context, handle, labels=labels, keep=(*self.keep, self.owner))
+        clone = Graph(self.context, driver.graph_clone(self.handle), keep=(*self.keep, self.owner))
+        for node, label in self.labels.items():
+            clone.labels[driver.node_in_clone(node, clone.handle)] = label
+        return clone
 
     def instantiate(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ostinato.driver.api import KernelNodeParams, LaunchConfig, MemoryRange
 from ostinato.driver.signature import Access, Signature, address_of, array_interface
 from ostinato.driver.stream import Operation, Stream
@@ -25,7 +27,8 @@ def prepare(kernel: Kernel, config: LaunchConfig, *args: object) -> Operation:
     """
     params = KernelNodeParams(kernel.function, config, kernel.arguments(*args))
     reads, writes = _touched(kernel.context, kernel.signature, args)
-    return Operation(params, kernel.name, reads, writes, (kernel, *_owners(args)), kernel.signature)
+    keep = (kernel, *_owners(kernel, args))
+    return Operation(params, kernel.name, reads, writes, keep, kernel.signature)
 
 
 def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) -> None:
@@ -44,13 +47,27 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
         stream.submit(prepare(kernel, config, *args))
         return
     packed = kernel.arguments(*args)
-    if stream.launch(kernel.function, config, packed):  # a capture asks what it keeps, no more
-        params, keep = KernelNodeParams(kernel.function, config, packed), (kernel, *_owners(args))
-        stream.announce(Operation(params, kernel.name, keep=keep, signature=kernel.signature))
+    # A tap that needs no access only asks what the launch keeps alive.
+    if stream.launch(kernel.name, kernel.function, config, packed):
+        params, keep = KernelNodeParams(kernel.function, config, packed), _owners(kernel, args)
+        made = Operation(params, kernel.name, keep=(kernel, *keep), signature=kernel.signature)
+        stream.announce(made)
 
 
-def _owners(args: Sequence[object]) -> tuple[object, ...]:
-    return tuple(a for a in args if not isinstance(a, int | float | bytes | str))
+def _owners(kernel: Kernel, args: Sequence[object]) -> tuple[object, ...]:
+    """What a graph of the launch must keep alive: the arguments that are objects, and the owners of
+    the memory at addresses that were given as plain numbers."""
+    owners = [a for a in args if not isinstance(a, int | float | bytes | str | np.number)]
+    if len(owners) < len(args):
+        parameters = None if kernel.signature is None else kernel.signature.parameters
+        for index, value in enumerate(args):
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value <= 0:
+                continue
+            if parameters is None or parameters[index].pointer:
+                owner = kernel.context.owner_of(int(value))
+                if owner is not None:
+                    owners.append(owner)
+    return tuple(owners)
 
 
 def _touched(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,9 +28,18 @@ from ostinato.driver.api import (
 from ostinato.driver.location import describe_line
 from ostinato.driver.signature import Parameter, Signature
 from ostinato.driver.stream import Operation
-from ostinato.errors import NodeKindError
+from ostinato.errors import InputError, NodeKindError
+from ostinato.memory.ranges import range_of
 
-__all__ = ["Argument", "Node", "NodeLabel", "Pointer", "decode_arguments", "pointer_words"]
+__all__ = [
+    "Argument",
+    "Node",
+    "NodeLabel",
+    "Pointer",
+    "decode_arguments",
+    "given_reach",
+    "pointer_words",
+]
 
 P = TypeVar("P")
 _WORD = 8
@@ -188,6 +198,23 @@ def pointer_words(
         if allocation is not None:
             found.append(Pointer(at, address, allocation, typed=False))
     return tuple(found)
+
+
+def given_reach(data: bytes, owners: Iterable[object]) -> dict[int, int]:
+    """How many bytes a launch was given behind the pointer at each offset, where it is known.
+
+    `data` is the parameter buffer; `owners` are what the launch was given as memory.
+    """
+    given: dict[int, int] = {}
+    for owner in owners:
+        with suppress(InputError):  # the kernel itself, or what says no range
+            memory = range_of(owner)
+            given[memory.address] = max(memory.nbytes, given.get(memory.address, 0))
+    words = (
+        (at, int.from_bytes(data[at : at + _WORD], "little"))
+        for at in range(0, len(data) - _WORD + 1, _WORD)
+    )
+    return {at: given[word] for at, word in words if word in given}
 
 
 def decode_arguments(

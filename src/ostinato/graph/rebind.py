@@ -1,10 +1,13 @@
 """Rebinding: which words of a graph point into a buffer, and what they become.
 
-Pure: from nodes and targets to the changes and a report; `GraphExec.rebind` makes them.
+Pure: from what nodes hold and targets to the changes and a report; `GraphExec.rebind` makes them.
 
 A word is taken for a pointer if a signature says so, or, where there is none, if it is a whole
 aligned 8-byte word and the driver confirms that it lies in a live allocation.  A number that
 a signature calls a scalar is never touched, however much it looks like an address.
+
+A word moves only if what is used from where it points fits into the new range: as many bytes as the
+launch was given there, or, where that is not known, up to the end of the old range.
 """
 
 from __future__ import annotations
@@ -12,28 +15,30 @@ from __future__ import annotations
 import enum
 import itertools
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from ostinato.driver.api import (
+    AllocNodeParams,
+    BatchMemOpNodeParams,
+    FreeNodeParams,
     KernelArguments,
     KernelNodeParams,
     MemcpyNodeParams,
     MemoryRange,
     MemsetNodeParams,
-    NodeHandle,
     NodeParams,
     ParameterSlot,
 )
 from ostinato.driver.signature import Parameter, Signature
-from ostinato.errors import InputError
+from ostinato.errors import ClosedError, InputError
 from ostinato.graph.node import Node
+from ostinato.graph.shadow import Change, Place, Setting
 from ostinato.memory.ranges import Target, range_of
 
 __all__ = [
-    "Change",
     "LeftWord",
     "RebindReport",
     "Rebinding",
@@ -43,18 +48,6 @@ __all__ = [
 ]
 
 _WORD = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A node and the parameters that it is to have.
-
-    `owners`: what its changed words point at now, by place (byte offset, "dst" or "src").
-    """
-
-    node: Node
-    params: NodeParams
-    owners: tuple[tuple[int | str, object], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +113,7 @@ class _Sort(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Word:
     """An aligned word of a parameter buffer that may hold an address."""
 
     offset: int
@@ -129,13 +122,13 @@ class _Place:
 
 
 @lru_cache(maxsize=4096)
-def _places(
+def _words(
     signature: Signature | None, layout: tuple[ParameterSlot, ...], nbytes: int
-) -> tuple[_Place, ...]:
+) -> tuple[_Word, ...]:
     """Where addresses may be: the same for every launch of a kernel, so worked out once."""
     if not layout:
         return tuple(
-            _Place(at, f"packed arguments +{at}", _Sort.UNKNOWN)
+            _Word(at, f"packed arguments +{at}", _Sort.UNKNOWN)
             for at in range(0, nbytes - _WORD + 1, _WORD)
         )
     typed: Sequence[Parameter | None] = [None] * len(layout)
@@ -150,71 +143,69 @@ def _places(
         start = -(-slot.offset // _WORD) * _WORD
         for at in range(start, slot.offset + slot.size - _WORD + 1, _WORD):
             inside = "" if at == slot.offset else f" +{at - slot.offset}"
-            found.append(_Place(at, label + inside, sort))
+            found.append(_Word(at, label + inside, sort))
     return tuple(found)
 
 
 def plan_rebind(
-    nodes: Sequence[Node],
-    current: Mapping[NodeHandle, NodeParams],
+    settings: Iterable[tuple[tuple[Node, ...], Setting]],
     targets: Sequence[tuple[Target, Target]],
     find: Callable[[int], MemoryRange | None],
 ) -> Rebinding:
-    """Works out a rebinding of nodes, whose parameters are `current`'s where that has them.
+    """Works out a rebinding of what nodes hold (`Shadow.settings`).
 
     Raises InputError for ranges that overlap or do not fit.
     """
     moves = [
         _Move(range_of(old, "old target"), range_of(new, "new target"), new) for old, new in targets
     ]
+    if any(getattr(new, "closed", False) for _, new in targets):
+        raise ClosedError("a new target is closed; nothing was changed")
     ordered = sorted(moves, key=lambda m: m.old.address)
     for left, right in itertools.pairwise(ordered):
         if left.old.end > right.old.address:
             raise InputError("two of the ranges to rebind from overlap; rebind one at a time")
-    plan = _Plan(ordered, current, find)
-    for node in nodes:
-        plan.visit(node)
+    plan = _Plan(ordered, find)
+    for outer, setting in settings:
+        plan.visit(outer, setting)
     return Rebinding(plan.changes, RebindReport(tuple(plan.words), tuple(plan.left)))
 
 
 class _Plan:
-    def __init__(
-        self,
-        moves: Sequence[_Move],
-        current: Mapping[NodeHandle, NodeParams],
-        find: Callable[[int], MemoryRange | None],
-    ) -> None:
+    def __init__(self, moves: Sequence[_Move], find: Callable[[int], MemoryRange | None]) -> None:
         self._moves = moves
         self._low = min((m.old.address for m in moves), default=0)
         self._high = max((m.old.end for m in moves), default=0)
-        self._current = current
         self._find = find
         # By identity: nodes of one kernel share both objects, and hashing them takes longer than
         # what the places are needed for.  The nodes keep them alive meanwhile.
-        self._places: dict[tuple[int, int, int], tuple[_Place, ...]] = {}
-        self._outer: list[Node] = []  # the child graph or conditional nodes around the visited one
+        self._words: dict[tuple[int, int, int], tuple[_Word, ...]] = {}
+        self._outer: tuple[
+            Node, ...
+        ] = ()  # the child graph or conditional nodes around the visited
         self.changes: list[Change] = []
         self.words: list[ReboundWord] = []
         self.left: list[LeftWord] = []
 
-    def visit(self, node: Node) -> None:
-        params = self._current.get(node.handle, node.params)
+    def visit(self, outer: tuple[Node, ...], setting: Setting) -> None:
+        # Nodes inside others are set one by one like these (measured on driver 580).
+        self._outer = outer
+        node, params = setting.node, setting.params
         if isinstance(params, KernelNodeParams):
-            self._kernel(node, params)
+            self._kernel(setting, params)
         elif isinstance(params, MemcpyNodeParams) and not params.opaque:
             to = copy_extent(params, params.dst_pitch, params.dst_height)
             come = copy_extent(params, params.src_pitch, params.src_height)
             self._fields(node, params, {"dst": (params.dst, to), "src": (params.src, come)})
         elif isinstance(params, MemsetNodeParams):
-            extent = params.width * params.element_size + (params.height - 1) * params.pitch
-            self._fields(node, params, {"dst": (params.dst, extent)})
-        elif node.children:
-            # Nodes inside are set one by one like the others (measured on driver 580).
-            self._outer.append(node)
-            for body in node.children:
-                for child in body:
-                    self.visit(child)
-            self._outer.pop()
+            self._fields(node, params, {"dst": (params.dst, fill_extent(params))})
+        else:
+            for place, address in _fixed(params):
+                if self._move_of(address) is not None:
+                    self._leave(node, place, address, f"a {node.kind.name} node cannot be rebound")
+
+    def _leave(self, node: Node, place: str, value: int, why: str) -> None:
+        self.left.append(LeftWord(*self._name(node), place, value, why))
 
     def _name(self, node: Node) -> tuple[int, str]:
         """The index of the outermost node, and the names from there inwards."""
@@ -229,37 +220,47 @@ class _Plan:
                     return move
         return None
 
-    def _moved(self, move: _Move, address: int, extent: int, node: Node, place: str) -> int:
-        """The new address.  Raises InputError if what is pointed at would overrun the new range."""
+    def _note_overlap(self, node: Node, place: str, address: int, nbytes: int) -> None:
+        """Reports a word that points in front of an old range and whose bytes reach into it."""
+        if any(address < move.old.address < address + nbytes for move in self._moves):
+            why = "it points in front of the old range and reaches into it"
+            self._leave(node, place, address, why)
+
+    def _moved(self, move: _Move, address: int, nbytes: int, node: Node, place: str) -> int:
+        """The new address.  Raises InputError if what is used there would overrun the new range."""
         offset = address - move.old.address
-        if move.new.address + offset + extent > move.new.end:
+        if move.new.address + offset + nbytes > move.new.end:
             index, name = self._name(node)
             raise InputError(
-                f"node {index} ({name}) {place} points {offset} bytes into the old range, and the "
-                f"new one has only {move.new.nbytes} bytes; nothing was changed"
+                f"node {index} ({name}) {place} points {offset} bytes into the old range and uses "
+                f"up to {nbytes} bytes from there, but the new range has only {move.new.nbytes} "
+                "bytes; nothing was changed. Give a range that is as large, or patch the argument "
+                "and what says how much of it is used"
             )
         return move.new.address + offset
 
-    def _kernel(self, node: Node, params: KernelNodeParams) -> None:
-        arguments = params.arguments
+    def _kernel(self, setting: Setting, params: KernelNodeParams) -> None:
+        arguments, node = params.arguments, setting.node
         words = struct.unpack_from(f"<{len(arguments.data) // _WORD}Q", arguments.data)
         data: bytearray | None = None
-        owners: list[tuple[int | str, object]] = []
+        owners: list[tuple[Place, object]] = []
         name: tuple[int, str] | None = None
-        for place in self._places_of(node.signature, arguments):
-            value = words[place.offset // _WORD]
+        for word in self._words_of(setting.signature, arguments):
+            value = words[word.offset // _WORD]
             move = self._move_of(value)
             if move is None:
+                self._note_overlap(node, word.label, value, setting.reach.get(word.offset, 0))
                 continue
-            if place.sort is not _Sort.POINTER and not self._confirmed(node, place, value):
+            if word.sort is not _Sort.POINTER and not self._confirmed(node, word, value):
                 continue
-            new = self._moved(move, value, 1, node, place.label)
-            by = "signature" if place.sort is _Sort.POINTER else "allocation"
+            nbytes = setting.reach.get(word.offset, move.old.end - value)
+            new = self._moved(move, value, nbytes, node, word.label)
+            by = "signature" if word.sort is _Sort.POINTER else "allocation"
             name = name or self._name(node)
-            self.words.append(ReboundWord(*name, place.label, value, new, by))
+            self.words.append(ReboundWord(*name, word.label, value, new, by))
             data = data or bytearray(arguments.data)
-            data[place.offset : place.offset + _WORD] = new.to_bytes(_WORD, "little")
-            owners.append((place.offset, move.target))
+            data[word.offset : word.offset + _WORD] = new.to_bytes(_WORD, "little")
+            owners.append((word.offset, move.target))
         if data is not None:
             changed = KernelArguments(bytes(data), arguments.layout, arguments.packed)
             made = KernelNodeParams(
@@ -267,25 +268,25 @@ class _Plan:
             )
             self.changes.append(Change(node, made, tuple(owners)))
 
-    def _places_of(
+    def _words_of(
         self, signature: Signature | None, arguments: KernelArguments
-    ) -> tuple[_Place, ...]:
+    ) -> tuple[_Word, ...]:
         nbytes = len(arguments.data)
         key = id(signature), id(arguments.layout), nbytes
-        found = self._places.get(key)
+        found = self._words.get(key)
         if found is None:
-            found = self._places[key] = _places(signature, arguments.layout, nbytes)
+            found = self._words[key] = _words(signature, arguments.layout, nbytes)
         return found
 
-    def _confirmed(self, node: Node, place: _Place, value: int) -> bool:
+    def _confirmed(self, node: Node, word: _Word, value: int) -> bool:
         """Whether a word that no signature calls a pointer is one; it is reported if not."""
-        if place.sort is _Sort.SCALAR:
+        if word.sort is _Sort.SCALAR:
             why = "its signature says that it is a number, not a pointer"
         elif self._find(value) is None:
             why = "no live allocation holds it, so nothing confirms that it is a pointer"
         else:
             return True
-        self.left.append(LeftWord(*self._name(node), place.label, value, why))
+        self._leave(node, word.label, value, why)
         return False
 
     def _fields(
@@ -295,11 +296,13 @@ class _Plan:
         fields: Mapping[str, tuple[int, int]],
     ) -> None:
         new: dict[str, Any] = {}
-        owners: list[tuple[int | str, object]] = []
-        for place, (address, extent) in fields.items():
+        owners: list[tuple[Place, object]] = []
+        for place, (address, nbytes) in fields.items():
             move = self._move_of(address)
-            if move is not None:
-                new[place] = self._moved(move, address, extent, node, place)
+            if move is None:
+                self._note_overlap(node, place, address, nbytes)
+            else:
+                new[place] = self._moved(move, address, nbytes, node, place)
                 name = self._name(node)
                 self.words.append(ReboundWord(*name, place, address, new[place], "field"))
                 owners.append((place, move.target))
@@ -312,3 +315,19 @@ def copy_extent(params: MemcpyNodeParams, pitch: int, height: int) -> int:
     row = pitch or params.width
     rows = (params.depth - 1) * (height or params.height) + params.height
     return (rows - 1) * row + params.width
+
+
+def fill_extent(params: MemsetNodeParams) -> int:
+    """Bytes from the first to behind the last that a fill touches."""
+    return (params.height - 1) * params.pitch + params.width * params.element_size
+
+
+def _fixed(params: NodeParams) -> list[tuple[str, int]]:
+    """Place and value of the addresses of a node that a rebinding cannot change."""
+    if isinstance(params, BatchMemOpNodeParams):
+        return [(f"operation {i}", o.address) for i, o in enumerate(params.operations)]
+    if isinstance(params, MemcpyNodeParams):
+        return [("dst", params.dst), ("src", params.src)]
+    if isinstance(params, AllocNodeParams | FreeNodeParams):
+        return [("address", params.address)]
+    return []

@@ -3,10 +3,16 @@
 For work that stream capture cannot take, or when its answer is wanted at once: the recorded run is
 a real run.  Edges come from what each operation reads and writes, so operations that touch
 different memory may run side by side.
+
+What a graph cannot do again breaks a recording, as it breaks a capture, but the run goes on: bytes
+of the host copied to the device, waiting for the device, a stream that was not forked from the
+recorded one, an event from outside.  Not seen: what another library launches on the stream, unless
+it gets the stream while it is recorded.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,43 +25,116 @@ from ostinato.driver.api import (
     KernelNodeParams,
     MemoryRange,
 )
-from ostinato.driver.location import caller_line
-from ostinato.driver.stream import Operation, Stream
-from ostinato.errors import CaptureError, DriverError, GraphError
+from ostinato.driver.context import Entry
+from ostinato.driver.location import caller_line, caller_location
+from ostinato.driver.stream import Event, Operation, Stream
+from ostinato.errors import CaptureBrokenError, CaptureError, DriverError, GraphError
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
 
-__all__ = ["Recorded", "Recording", "add_recorded", "build_graph", "dependencies", "record"]
+__all__ = [
+    "Recorded",
+    "Recording",
+    "add_recorded",
+    "build_graph",
+    "conflict",
+    "dependencies",
+    "record",
+]
 
 _PROGRAMMATIC = EdgeData(from_port=1, to_port=0, type=EdgeType.PROGRAMMATIC)
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One operation that ran, and the line that submitted it."""
+    """One operation that ran, the line that submitted it, and the handle of its stream."""
 
     operation: Operation
     line: tuple[str, int] | None
+    stream: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Break:
+    """What broke a recording first."""
+
+    why: str
+    location: str
 
 
 class Recording:
-    """The operations that ran on one stream, in order."""
+    """The operations that one thread ran on one stream, and on streams forked from it, in order.
+
+    `operations` is what was recorded so far.
+    """
 
     needs_access = True
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.operations: list[Recorded] = []
+        self._thread = threading.get_ident()
+        self._members = {int(stream.handle)}
+        self._events: dict[Event, str] = {}
+        """Events recorded inside and not waited for inside yet, with their lines."""
+        self._inside: set[Event] = set()
+        """Events whose last record was inside."""
+        self._broken: _Break | None = None
+
+    def _found(self) -> _Break | None:
+        """What speaks against a graph of this."""
+        if self._broken is None and self._events:
+            location = next(iter(self._events.values()))
+            return _Break("an event was recorded that nothing inside waits for", location)
+        return self._broken
+
+    def _break(self, why: str) -> None:
+        if self._broken is None:
+            self._broken = _Break(why, caller_location())
+
+    def _is_mine(self, stream: Stream) -> bool:
+        return threading.get_ident() == self._thread and int(stream.handle) in self._members
+
+    # --- Tap
+    def entering(self, stream: Stream, what: str, entry: Entry) -> None:
+        """Notes what a graph would lack.  Refuses nothing: the run is a real one."""
+        if threading.get_ident() != self._thread or entry is Entry.ORDER:
+            return
+        if entry is Entry.GIVE:
+            self._break(f"{what}: what it launches there cannot be recorded")
+        elif entry is Entry.ONCE:
+            self._break(f"{what} is nothing that a graph can do again")
+        elif int(stream.handle) not in self._members:
+            self._break(
+                f"{what} went to {stream!r}, which was not forked from the recorded stream "
+                "(side.wait(stream.record()))"
+            )
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
-        if stream is self.stream:
-            self.operations.append(Recorded(operation, caller_line()))
+        if self._is_mine(stream):
+            self.operations.append(Recorded(operation, caller_line(), int(stream.handle)))
 
-    def waited(self, stream: Stream) -> None:
-        """Nothing to note: edges come from the memory that operations touch."""
+    def recorded(self, stream: Stream, event: Event) -> None:
+        """An event inside forks another stream, or joins it; from outside it can do neither."""
+        self._inside.discard(event)
+        self._events.pop(event, None)
+        if self._is_mine(stream):
+            self._inside.add(event)
+            self._events[event] = caller_location()
+
+    def waited(self, stream: Stream, event: Event) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if event in self._inside:
+            self._events.pop(event, None)
+            self._members.add(int(stream.handle))
+        elif int(stream.handle) in self._members:
+            self._break("the stream was made to wait for an event from outside of the recording")
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
-        """Nothing to note: the caller sees the error, and what ran before stays recorded."""
+        """What the driver refused is missing, whatever the caller makes of the error."""
+        if stream is None or self._is_mine(stream):
+            self._break(f"the driver refused a call ({error.call}, status {int(error.status)})")
 
     def __len__(self) -> int:
         return len(self.operations)
@@ -63,9 +142,17 @@ class Recording:
     def build(self, *, serial: bool = False) -> Graph:
         """A graph of what was recorded.
 
-        `serial` chains everything in order instead of by memory touched.  Raises GraphError if
-        nothing was recorded or the driver refuses a node; nothing is left behind then.
+        `serial` chains everything in order instead of by memory touched.  Raises CaptureBrokenError
+        with the line if something ran that a graph cannot do again; GraphError if nothing was
+        recorded or the driver refuses a node.  Nothing is left behind then.
         """
+        broken = self._found()
+        if broken is not None:
+            raise CaptureBrokenError(
+                f"the recording was broken at {broken.location}: {broken.why}. The run is done; a "
+                "graph cannot repeat it.",
+                location=broken.location,
+            )
         return build_graph(self.stream, self.operations, serial=serial)
 
 
@@ -78,8 +165,8 @@ def record(stream: Stream) -> Iterator[Recording]:
     if stream.capture_info.status is not CaptureStatus.NONE:
         raise CaptureError("a stream that is capturing runs nothing that could be recorded")
     recording = Recording(stream)
-    stream.context.add_tap(recording)
     try:
+        stream.context.add_tap(recording)
         yield recording
     finally:
         stream.context.remove_tap(recording)
@@ -100,36 +187,38 @@ def build_graph(stream: Stream, recorded: Sequence[Recorded], *, serial: bool = 
 
 def add_recorded(graph: Graph, recorded: Sequence[Recorded], *, serial: bool = False) -> list[Node]:
     """Adds recorded operations to a graph, with edges between them as in `Recording.build`."""
-    operations = [r.operation for r in recorded]
     if serial:
-        after = [[i - 1] if i else [] for i in range(len(operations))]
+        after = [[i - 1] if i else [] for i in range(len(recorded))]
     else:
-        after = dependencies(operations)
+        after = dependencies([r.operation for r in recorded])
     nodes: list[Node] = []
+    previous: dict[int, int] = {}  # the index of the last operation on each stream
     for index, entry in enumerate(recorded):
         operation = entry.operation
+        before = previous.get(entry.stream)
         nodes.append(
             graph.add(
                 operation.params,
                 [nodes[i] for i in after[index]],
-                edge_data=_edge_data(operations, index, after[index]),
+                edge_data=_edge_data(recorded, index, before, after[index]),
                 operation=operation,
                 line=entry.line,
             )
         )
+        previous[entry.stream] = index
     return nodes
 
 
 def _edge_data(
-    operations: Sequence[Operation], index: int, after: Sequence[int]
+    recorded: Sequence[Recorded], index: int, before: int | None, after: Sequence[int]
 ) -> list[EdgeData] | None:
-    """A programmatic edge from the launch just before, where the launch was made so."""
-    params = operations[index].params
+    """A programmatic edge from the launch before on the stream, if the launch was made so."""
+    params = recorded[index].operation.params
     if not (isinstance(params, KernelNodeParams) and params.config.programmatic):
         return None
     return [
         _PROGRAMMATIC
-        if i == index - 1 and isinstance(operations[i].params, KernelNodeParams)
+        if i == before and isinstance(recorded[i].operation.params, KernelNodeParams)
         else EdgeData()
         for i in after
     ]
@@ -150,7 +239,7 @@ def dependencies(operations: Sequence[Operation]) -> list[list[int]]:
         for earlier in range(index - 1, -1, -1):
             if seen >> earlier & 1:
                 continue
-            if _conflict(operations[earlier], operation):
+            if conflict(operations[earlier], operation):
                 direct.append(earlier)
                 seen |= ancestors[earlier] | 1 << earlier
         ancestors.append(seen)
@@ -158,7 +247,9 @@ def dependencies(operations: Sequence[Operation]) -> list[list[int]]:
     return result
 
 
-def _conflict(first: Operation, second: Operation) -> bool:
+def conflict(first: Operation, second: Operation) -> bool:
+    """Whether two operations must be ordered: one writes what the other reads or writes, or what
+    one of them touches is not known."""
     if isinstance(first.params, ChildGraphNodeParams) or isinstance(
         second.params, ChildGraphNodeParams
     ):

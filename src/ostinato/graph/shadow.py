@@ -1,25 +1,79 @@
-"""`Shadow`: what the nodes of an executable hold, which the driver does not tell."""
+"""`Shadow`: what the nodes of an executable hold, which the driver does not tell.
+
+States of a node: as the definition had it, or as it was set since.  All that was set since is one
+frozen record (`Now`), which is replaced in one step: an interruption leaves the old one or the new
+one, and never a mixture.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
-from ostinato.driver.api import NodeHandle, NodeParams
+from ostinato.driver.api import Edge, EdgeData, KernelNodeParams, NodeHandle, NodeParams
+from ostinato.driver.signature import Signature
 from ostinato.errors import InputError, UpdateRefusedError
-from ostinato.graph.changes import links, under_handles
 from ostinato.graph.graph import Graph
-from ostinato.graph.node import Node
-from ostinato.graph.rebind import Change
+from ostinato.graph.node import Node, given_reach
 
-__all__ = ["Shadow"]
+__all__ = ["Change", "Now", "Place", "Setting", "Shadow"]
+
+Place: TypeAlias = int | str
+"""Where a node holds an address: a byte offset in the parameter buffer, "dst" or "src"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A node and the parameters that it is to have.
+
+    `owners`: what its changed words point at now.  `reach`: how many bytes are known to be used
+    from where a changed word points, None if it is not known; words that are not named keep theirs.
+    `whole`: all words were set anew, with `signature` for another function than before.
+    """
+
+    node: Node
+    params: NodeParams
+    owners: tuple[tuple[Place, object], ...] = ()
+    reach: tuple[tuple[int, int | None], ...] = ()
+    whole: bool = False
+    signature: Signature | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What one node holds, as the next launch will use it.
+
+    `reach`: by the offset of a pointer word, how many bytes are known to be used from where it
+    points.  `owners`: what the words that were set since point at.
+    """
+
+    node: Node
+    """As it was in the definition."""
+    params: NodeParams
+    signature: Signature | None
+    reach: Mapping[int, int]
+    owners: Mapping[Place, object] = field(default_factory=dict)
+
+    def shown(self) -> Node:
+        """The node with what it holds now."""
+        return replace(self.node, params=self.params, signature=self.signature)
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """What was set since the definition was read."""
+
+    settings: Mapping[NodeHandle, Setting] = field(default_factory=dict)
+    updated: tuple[Graph, tuple[NodeHandle, ...]] | None = None
+    """The graph of the last whole update, and its nodes then."""
 
 
 class Shadow:
-    """The nodes of one executable, and what they were set to.  Not for several threads at once.
+    """The nodes of one executable, what they were set to, and what that keeps alive.
 
-    The definition is read when it is first needed: an executable that is only launched, or only
-    updated as a whole, never needs it.
+    Not for several threads at once.  The definition is read when it is first needed: an executable
+    that is only launched, or only updated as a whole, never needs it.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -28,26 +82,43 @@ class Shadow:
         self._handles = graph.context.driver.graph_nodes(graph.handle)
         self._edges = graph.edges
         self._nodes: tuple[Node, ...] | None = None
-        self._updated: tuple[Graph, tuple[NodeHandle, ...]] | None = None
         self._before_update: tuple[Node, ...] | None = None
-        self.current: dict[NodeHandle, NodeParams] = {}
-        """What single nodes were set to since."""
+        self._given: dict[NodeHandle, Setting] = {}
+        """Settings of the definition's own, worked out when they were first needed."""
+        self._now = Now()
 
+    @property
+    def changed(self) -> bool:
+        """Whether anything was set since the definition was read."""
+        return bool(self._now.settings) or self._now.updated is not None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are no nodes."""
+        return not self._handles
+
+    @property
+    def grown(self) -> bool:
+        """Whether the definition has other nodes than when it was read."""
+        graph = self._graph
+        return graph.context.driver.graph_nodes(graph.handle) != self._handles
+
+    # --- reading
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The definition's nodes with the parameters that the next launch will use."""
         return self._overlaid(self.definition())
 
     def _overlaid(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-        if not self.current:
+        settings = self._now.settings
+        if not settings:
             return nodes
         return tuple(
             replace(
-                n,
-                params=self.current.get(n.handle, n.params),
+                settings[n.handle].shown() if n.handle in settings else n,
                 children=tuple(self._overlaid(body) for body in n.children),
             )
-            if n.children or n.handle in self.current
+            if n.children or n.handle in settings
             else n
             for n in nodes
         )
@@ -57,53 +128,172 @@ class Shadow:
 
         Raises UpdateRefusedError if an update took a graph whose nodes come in another order.
         """
-        if self._nodes is None and self._updated is None:
-            self._nodes = _some(self._graph, self._handles)
-        elif self._nodes is None and self._updated is not None:
+        if self._nodes is None:
             first = self._before_update or _some(self._graph, self._handles)
-            graph, handles = self._updated
-            new = _some(graph, handles)
-            # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another
-            # order; what is set here goes by a node's place.
-            same = [n.kind for n in first] == [n.kind for n in new]
-            if not same or links(self._edges, first) != links(graph.edges, new):
-                raise UpdateRefusedError(
-                    "the executable was updated from a graph whose nodes come in another order, so "
-                    "its single nodes cannot be told apart any more; instantiate again to set them"
-                )
-            self._nodes = under_handles(first, new)
-        assert self._nodes is not None
+            self._nodes = first if self._now.updated is None else self._paired(first)
         return self._nodes
 
+    def _paired(self, first: tuple[Node, ...]) -> tuple[Node, ...]:
+        """The nodes of the last update's graph under the first ones' handles."""
+        assert self._now.updated is not None
+        graph, handles = self._now.updated
+        new = _some(graph, handles)
+        # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another order;
+        # what is set here goes by a node's place.
+        same = [n.kind for n in first] == [n.kind for n in new]
+        if not same or _links(self._edges, first) != _links(graph.edges, new):
+            raise UpdateRefusedError(
+                "the executable was updated from a graph whose nodes come in another order, so its "
+                "single nodes cannot be told apart any more; instantiate again to set them"
+            )
+        return _under_handles(first, new)
+
     def node(self, node: Node | int) -> Node:
-        """A node as it was in the definition.  Raises InputError if it is not one of these."""
-        index = node.index if isinstance(node, Node) else node
+        """A node as it was in the definition, also inside child graphs and bodies.
+
+        A number is an index of the graph's own nodes.  Raises InputError if it is not one of these.
+        """
         nodes = self.definition()
-        if not 0 <= index < len(nodes):
-            raise InputError(f"node {index}: the graph has {len(nodes)} nodes")
-        found = nodes[index]
-        if isinstance(node, Node) and node.handle != found.handle:
-            raise InputError(f"node {index} ({node.name}) is of another graph")
+        if isinstance(node, int):
+            if not 0 <= node < len(nodes):
+                raise InputError(f"node {node}: the graph has {len(nodes)} nodes")
+            return nodes[node]
+        if node.index < len(nodes) and nodes[node.index].handle == node.handle:
+            return nodes[node.index]
+        found = next((n for n in _all(nodes) if n.handle == node.handle), None)
+        if found is None:
+            raise InputError(
+                f"node {node.index} ({node.name}) is not of the graph that this was made of"
+            )
         return found
+
+    def setting(self, node: Node) -> Setting:
+        """What one of these nodes holds."""
+        now = self._now.settings.get(node.handle)
+        if now is None:
+            now = self._given.get(node.handle)
+        if now is None:
+            now = self._given[node.handle] = _given(node)
+        return now
 
     def params(self, node: Node) -> NodeParams:
         """What the next launch will use for one of these nodes."""
-        return self.current.get(node.handle, node.params)
+        now = self._now.settings.get(node.handle)
+        return node.params if now is None else now.params
 
-    def changed(self, changes: Sequence[Change]) -> None:
-        """The driver took these changes."""
-        for change in changes:
-            self.current[change.node.handle] = change.params
+    def settings(self) -> Iterator[tuple[tuple[Node, ...], Setting]]:
+        """What every node holds, also inside; each with the nodes around it, outermost first."""
+        yield from self._walk(self.definition(), ())
 
-    def updated(self, graph: Graph, handles: tuple[NodeHandle, ...]) -> None:
-        """The driver took every parameter from `graph`, whose nodes were these."""
-        # Read only when a single node is asked for: an update by itself stays one call.
-        self._before_update = self._nodes or self._before_update
-        self._nodes, self._updated = None, (graph, handles)
-        self.current.clear()
+    def _walk(
+        self, nodes: tuple[Node, ...], outer: tuple[Node, ...]
+    ) -> Iterator[tuple[tuple[Node, ...], Setting]]:
+        for node in nodes:
+            yield outer, self.setting(node)
+            for body in node.children:
+                yield from self._walk(body, (*outer, node))
+
+    # --- changing
+    def after(self, changes: Sequence[Change]) -> Now:
+        """The record of what is set once these changes are made, for `commit`."""
+        made = {change.node.handle: self._changed(change) for change in changes}
+        return replace(self._now, settings={**self._now.settings, **made})
+
+    def _changed(self, change: Change) -> Setting:
+        old, params = self.setting(change.node), change.params
+        owners = {**({} if change.whole else old.owners), **dict(change.owners)}
+        before, signature = old.params, old.signature
+        if not (isinstance(params, KernelNodeParams) and isinstance(before, KernelNodeParams)):
+            return Setting(old.node, params, None, {}, owners)
+        reach = dict(old.reach)
+        if change.whole:
+            if change.signature is not None or params.function != before.function:
+                signature = change.signature
+            reach = _kept_reach(before, params, reach)
+            reach.update(given_reach(params.arguments.data, owners.values()))
+        for place, nbytes in change.reach:
+            reach.pop(place, None)
+            if nbytes is not None:
+                reach[place] = nbytes
+        return Setting(old.node, params, signature, reach, owners)
+
+    def after_update(self, graph: Graph, handles: tuple[NodeHandle, ...]) -> Now:
+        """The record once every parameter came from `graph`, whose nodes are these."""
+        return Now(updated=(graph, handles))
+
+    def commit(self, now: Now) -> list[object]:
+        """The driver took it; what was pointed at before and may not be any more."""
+        before = self._now
+        if now.updated is not before.updated:
+            # Read only when a single node is asked for: an update by itself stays one call.
+            self._before_update = self._nodes or self._before_update
+            self._nodes = None
+            self._given = {}
+        self._now = now
+        if now.updated is not before.updated:
+            old: list[object] = [] if before.updated is None else [before.updated[0]]
+            return old + [o for s in before.settings.values() for o in s.owners.values()]
+        return [
+            owner
+            for handle, setting in before.settings.items()
+            if now.settings[handle] is not setting
+            for owner in setting.owners.values()
+        ]
+
+    def clear(self) -> None:
+        """Lets go of what was set: the executable is gone."""
+        self._now = Now()
+
+
+def _given(node: Node) -> Setting:
+    reach: dict[int, int] = {}
+    if isinstance(node.params, KernelNodeParams):
+        reach = given_reach(node.params.arguments.data, node.keep)
+    return Setting(node, node.params, node.signature, reach)
+
+
+def _kept_reach(
+    before: KernelNodeParams, now: KernelNodeParams, reach: Mapping[int, int]
+) -> dict[int, int]:
+    """Of what was known of words, what still holds: for those that are as they were."""
+    old, new = before.arguments.data, now.arguments.data
+    same = before.function == now.function and len(old) == len(new)
+    return {at: n for at, n in reach.items() if same and old[at : at + 8] == new[at : at + 8]}
+
+
+def _all(nodes: Sequence[Node]) -> Iterator[Node]:
+    for node in nodes:
+        yield node
+        for body in node.children:
+            yield from _all(body)
 
 
 def _some(graph: Graph, handles: Sequence[NodeHandle]) -> tuple[Node, ...]:
     """Those nodes of a definition, which may have grown since."""
     wanted = set(handles)
     return tuple(n for n in graph.nodes if n.handle in wanted)
+
+
+def _links(edges: Sequence[Edge], nodes: Sequence[Node]) -> set[tuple[int, int, EdgeData]]:
+    """The edges by the places of their nodes."""
+    place = {n.handle: i for i, n in enumerate(nodes)}
+    return {
+        (place[e.source], place[e.target], e.data)
+        for e in edges
+        if e.source in place and e.target in place
+    }
+
+
+def _under_handles(first: Sequence[Node], new: Sequence[Node]) -> tuple[Node, ...]:
+    """The new nodes under the first ones' handles and places, also inside."""
+    return tuple(
+        replace(
+            n,
+            handle=old.handle,
+            index=old.index,
+            children=tuple(
+                _under_handles(a, b) for a, b in zip(old.children, n.children, strict=True)
+            ),
+        )
+        for old, n in zip(first, new, strict=True)
+    )

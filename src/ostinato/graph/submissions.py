@@ -1,0 +1,95 @@
+"""What a thread submits through this library: to find work that a capture lacks.
+
+Work of other libraries, and of other threads, is not seen here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ostinato.driver.context import Context, Entry
+from ostinato.driver.location import caller_line, describe_line
+from ostinato.driver.stream import Event, Operation, Stream
+from ostinato.errors import DriverError
+
+__all__ = ["Submission", "first_missing", "operations", "submissions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One operation that the driver took: its name, and the line that submitted it."""
+
+    name: str
+    line: tuple[str, int] | None
+
+    def __str__(self) -> str:
+        return self.name if self.line is None else f"{self.name} at {describe_line(*self.line)}"
+
+
+class _Noted:
+    """A tap that notes what one thread submits, to any stream."""
+
+    def __init__(self, *, needs_access: bool) -> None:
+        self.needs_access = needs_access
+        self.operations: list[Operation] = []
+        self.submissions: list[Submission] = []
+        self._thread = threading.get_ident()
+
+    def entering(self, stream: Stream, what: str, entry: Entry) -> None:
+        """Nothing is refused."""
+
+    def submitted(self, stream: Stream, operation: Operation) -> None:
+        if threading.get_ident() != self._thread or operation.once:
+            return  # what no graph can hold: a capture refuses it with words of its own
+        if self.needs_access:
+            self.operations.append(operation)
+        else:  # no more than names: they must keep nothing alive
+            self.submissions.append(Submission(operation.name, caller_line()))
+
+    def recorded(self, stream: Stream, event: Event) -> None:
+        """Events are no operations."""
+
+    def waited(self, stream: Stream, event: Event) -> None:
+        """Events are no operations."""
+
+    def failed(self, stream: Stream | None, error: DriverError) -> None:
+        """What was refused was not submitted."""
+
+
+@contextmanager
+def submissions(context: Context) -> Iterator[Sequence[Submission]]:
+    """For a `with` block: what this thread submits in it to the context's streams, in order."""
+    with _noted(context, needs_access=False) as tap:
+        yield tap.submissions
+
+
+@contextmanager
+def operations(context: Context) -> Iterator[Sequence[Operation]]:
+    """As `submissions`, but the operations themselves, with what they read and write."""
+    with _noted(context, needs_access=True) as tap:
+        yield tap.operations
+
+
+@contextmanager
+def _noted(context: Context, *, needs_access: bool) -> Iterator[_Noted]:
+    tap = _Noted(needs_access=needs_access)
+    try:
+        context.add_tap(tap)
+        yield tap
+    finally:
+        context.remove_tap(tap)
+
+
+def first_missing(wanted: Iterable[Submission], found: Iterable[Submission]) -> Submission | None:
+    """The first of the wanted operations that was submitted more often than it was found, by its
+    name; None if there is none."""
+    left = Counter(one.name for one in found)
+    for one in wanted:
+        left[one.name] -= 1
+        if left[one.name] < 0:
+            return one
+    return None
