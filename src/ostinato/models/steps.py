@@ -135,7 +135,8 @@ class DecoderSteps:
         return decision.action is Action.EAGER or recorded
 
     def _submit(self, sampled: bool, stream: Stream, *, rows: int) -> None:
-        operations = self._prepared[rows][sampled]
+        # Launches are made for buckets: rows that are not active are padding to every kernel.
+        operations = self._prepared[self.cache.buckets.bucket(rows)][sampled]
         if self._times is not None:
             self._times.run(stream, operations)
             return
@@ -295,6 +296,8 @@ class DecoderSteps:
 
     def close(self) -> None:
         """Gives graphs and stream back once their work is done.  Idempotent."""
+        for step in (*self._steps.values(), *self._loops.values()):
+            step.close()
         self.cache.close()
         self._prepared.clear()
         self._bounds.clear()
@@ -302,11 +305,11 @@ class DecoderSteps:
 
 
 def _slots_to_verify(plan: BufferPlan) -> tuple[Slot, ...]:
-    buffers = plan.buffers
+    state = {name: plan.buffers[name] for name in ("cache", "state", "logits")}
+    scratch = {name: buffer for name, buffer in plan.buffers.items() if name not in state}
     return (
         Slot("rows", plan.rows.buffer, Role.INPUT, size="rows", poison=_POISON_ROWS),
-        Slot("cache", buffers["cache"], Role.STATE),
-        Slot("state", buffers["state"], Role.STATE),
         Slot("ring", plan.ring, Role.STATE),
-        Slot("logits", buffers["logits"], Role.STATE),
+        *(Slot(name, buffer, Role.STATE) for name, buffer in state.items()),
+        *(Slot(name, buffer, Role.SCRATCH) for name, buffer in scratch.items()),
     )

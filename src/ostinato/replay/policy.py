@@ -35,6 +35,8 @@ class Reason(enum.StrEnum):
     MISMATCH = "the replay gave another answer than the eager run"
     PRECONDITION = "a precondition is not met"
     OVER_BUCKETS = "the size is over the largest bucket"
+    OVER_SLOT = "the bucket has more rows than a slot"
+    REFUSED = "the replay was refused, and nothing of it ran"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Situation:
     unmet: tuple[str, ...] = ()
     """Names of the preconditions that are not met."""
     over_buckets: str | None = None
+    over_slot: str | None = None
     has_graph: bool = False
     runs: int = 0
     """Eager runs of this key so far."""
@@ -81,6 +84,8 @@ def decide(situation: Situation) -> Decision:
         return Decision(Action.EAGER, Reason.INSIDE_CAPTURE)
     if s.over_buckets is not None:
         return Decision(Action.EAGER, Reason.OVER_BUCKETS, s.over_buckets)
+    if s.over_slot is not None:
+        return Decision(Action.EAGER, Reason.OVER_SLOT, s.over_slot)
     if s.quarantine is not None:
         return Decision(Action.EAGER, *s.quarantine)
     if s.unmet:

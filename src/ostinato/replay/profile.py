@@ -8,15 +8,17 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ostinato.driver.stream import Stream
+from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.graph import GraphExec
-from ostinato.settings import ReplaySettings
+from ostinato.settings import ResolvedReplaySettings
 
-__all__ = ["Percentiles", "ReplayEvent", "ReplayProfile", "run_replay"]
+__all__ = ["NotLaunched", "Percentiles", "ReplayEvent", "ReplayProfile", "run_replay"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +55,10 @@ class Percentiles:
 
 
 class ReplayProfile:
-    """Collects replay events: the latest `keep`, one in `print_every` logged, all to `sinks`.
+    """Collects replay events: the latest `keep`, one in `print_every` printed, all to `sinks`.
 
-    A sink is called with each event on the replaying thread; what it raises is the caller's.
+    `printer` takes the printed lines; without one they go to the log, at level INFO.  A sink is
+    called with each event on the replaying thread; what it raises is the caller's.
     """
 
     def __init__(
@@ -63,10 +66,12 @@ class ReplayProfile:
         *,
         keep: int = 10_000,
         print_every: int = 64,
+        printer: Callable[[str], object] = _log.info,
         sinks: tuple[Callable[[ReplayEvent], object], ...] = (),
     ) -> None:
         self._events: deque[ReplayEvent] = deque(maxlen=keep)
         self._print_every = print_every
+        self._printer = printer
         self._sinks = sinks
         self._began = time.perf_counter_ns()
         self._count = 0
@@ -84,18 +89,21 @@ class ReplayProfile:
         """All replays so far, also those no longer kept."""
         return self._count
 
-    def run(self, key: Hashable, run: GraphExec, stream: Stream, settings: ReplaySettings) -> None:
-        """Replays once and notes what it cost.  Raises what the replay raises."""
+    def run(
+        self, key: Hashable, run: GraphExec, stream: Stream, settings: ResolvedReplaySettings
+    ) -> None:
+        """Replays once and notes what it cost.  Raises what `run_replay` raises."""
         name = str(key)
         annotate = self._nvtx.annotate(f"replay {name}") if self._nvtx is not None else None
         if annotate is not None:
             annotate.__enter__()
         try:
             begin = time.perf_counter_ns()
-            if settings.upload:
-                run.upload(stream)
-            uploaded = time.perf_counter_ns()
-            run.launch(stream)
+            with _not_launched():
+                if settings.upload:
+                    run.upload(stream)
+                uploaded = time.perf_counter_ns()
+                run.launch(stream)
             launched = time.perf_counter_ns()
             if settings.synchronize:
                 stream.synchronize()
@@ -115,14 +123,10 @@ class ReplayProfile:
             )
             self._events.append(event)
         if event.number % self._print_every == 0:
-            _log.info(
-                "replay %d of %s: upload %.1f us, launch %.1f us, sync %.1f us, total %.1f us",
-                event.number,
-                name,
-                event.upload,
-                event.launch,
-                event.synchronize,
-                event.total,
+            self._printer(
+                f"ostinato: replay {event.number} of {name}: upload {event.upload:.1f} us, launch "
+                f"{event.launch:.1f} us, sync {event.synchronize:.1f} us, "
+                f"total {event.total:.1f} us"
             )
         for sink in self._sinks:
             sink(event)
@@ -166,20 +170,39 @@ class ReplayProfile:
         return {"traceEvents": trace, "displayTimeUnit": "ns"}
 
 
+class NotLaunched(Exception):
+    """A replay was refused before anything of it ran; `__cause__` says why."""
+
+
+@contextmanager
+def _not_launched() -> Iterator[None]:
+    """Turns what a launch raises into NotLaunched, except where the whole context is lost."""
+    try:
+        yield
+    except ContextPoisonedError:
+        raise
+    except OstinatoError as error:
+        raise NotLaunched(str(error)) from error
+
+
 def run_replay(
     key: Hashable,
     run: GraphExec,
     stream: Stream,
-    settings: ReplaySettings,
+    settings: ResolvedReplaySettings,
     profile: ReplayProfile | None,
 ) -> None:
-    """One replay with what the settings ask for around it."""
+    """One replay with what the settings ask for around it.
+
+    Raises NotLaunched if nothing ran; what `Stream.synchronize` raises, and ContextPoisonedError.
+    """
     if profile is not None and settings.profile:
         profile.run(key, run, stream, settings)
         return
-    if settings.upload:
-        run.upload(stream)
-    run.launch(stream)
+    with _not_launched():
+        if settings.upload:
+            run.upload(stream)
+        run.launch(stream)
     if settings.synchronize:
         stream.synchronize()
 

@@ -1,22 +1,32 @@
-"""Slots: the static buffers that a step reads and writes, and how a replay is checked on them."""
+"""Slots: the static buffers that a step reads and writes, and what a step owes to their padding.
+
+A step with buckets is given more rows than are in use.  What it owes, by role, for the rows behind
+the real size (the padding):
+
+    INPUT     they hold anything; nothing that is used may depend on them
+    OUTPUT    they may be written with anything
+    STATE     they must come out as they were, unless the slot says `scratch_padding`
+    SCRATCH   anything
+
+A step keeps that easily if its kernels read the real size on the device: `step.size("rows")`.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer
 
-__all__ = ["Cause", "Role", "Slot", "SlotMismatch", "check_replay"]
+__all__ = ["Role", "Slot", "Values"]
 
-Snapshot = dict[str, npt.NDArray[Any]]
+Values = npt.NDArray[Any]
 
 
 class Role(enum.Enum):
@@ -25,9 +35,11 @@ class Role(enum.Enum):
     INPUT = "input"
     """The caller fills it before the step; the step only reads it."""
     OUTPUT = "output"
-    """The step overwrites it."""
+    """The step writes all rows in use, and reads none of it before."""
     STATE = "state"
     """The step reads and changes it; a check sets it back between its runs."""
+    SCRATCH = "scratch"
+    """What it holds before and after the step does not matter; not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +47,16 @@ class Slot:
     """A static buffer of a step.
 
     `size` names the size argument that says how many rows of the first axis are in use; the rest
-    up to the bucket is padding.  `poison` are two values to fill the padding of an input with
-    while a step is checked: they must be legal to read (a token id must exist) and differ; None
-    gives NaN and a large number for floats, and no poisoning for whole numbers.
+    up to the bucket is padding.  `poison` are two values to fill padding with while a step is
+    checked: they must be legal to read (a token id must exist) and differ.  None gives NaN and a
+    large number for floats, and for whole numbers, flags and structs values of rows in use, in
+    another order.  `scratch_padding`: padding rows of a STATE may come out changed.
+
+    Not found by any check: what lies behind the end of a row that is in use (a shorter block table
+    in a wider row); write all of such a row, or have the step read how long it is.
+
+    Raises InputError for a buffer that is none, rows of a buffer without rows, and poisons that do
+    not differ or do not fit.
     """
 
     name: str
@@ -45,131 +64,72 @@ class Slot:
     role: Role
     size: str | None = None
     poison: tuple[float, float] | None = None
+    scratch_padding: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.buffer, Buffer):
+            raise InputError(
+                f"slot {self.name!r}: a Buffer is needed, not {type(self.buffer).__name__} "
+                "(device.adopt_array for another library's; .buffer of device state)"
+            )
+        if not isinstance(self.role, Role):
+            raise InputError(f"slot {self.name!r}: role={self.role!r} is no Role")
+        if self.size is not None and not self.buffer.shape:
+            raise InputError(f"slot {self.name!r} has a size, but its buffer has no rows")
+        if self.poison is not None:
+            self._check_poison(self.poison)
+
+    def _check_poison(self, poison: tuple[float, float]) -> None:
+        """Raises InputError unless the two values fit the slot and differ there."""
+        dtype = self.buffer.dtype
+        try:
+            made = [np.full(1, value, dtype) for value in poison]
+        except (OverflowError, ValueError, TypeError) as error:
+            raise InputError(
+                f"slot {self.name!r}: poisons {poison} do not fit {dtype.name}: {error}"
+            ) from None
+        if len(made) != 2 or made[0].tobytes() == made[1].tobytes():
+            raise InputError(
+                f"slot {self.name!r}: two poisons that differ are needed, not {poison}"
+            )
 
     def rows(self, sizes: Mapping[str, int]) -> int | None:
-        """How many rows are in use; None if all are."""
+        """How many rows are in use; None if all are.
+
+        Raises InputError for a size that the step was not called with, or over the buffer's rows.
+        """
         if self.size is None:
             return None
         if self.size not in sizes:
             raise InputError(f"slot {self.name!r} has its rows from {self.size!r}, not a size here")
-        return min(sizes[self.size], len(self.buffer))
+        used = sizes[self.size]
+        if used > len(self.buffer):
+            raise InputError(
+                f"{self.size}={used}: slot {self.name!r} has only {len(self.buffer)} rows"
+            )
+        return used
 
-    def poisons(self) -> tuple[float, float] | None:
-        """The two values for padding, or None where it is not poisoned."""
-        if self.role is not Role.INPUT or self.size is None:
-            return None
+    def poisoned(self, values: Values, rows: int, which: int, turn: int) -> Values:
+        """A copy of the slot's values with poison number `which` (0 or 1) in the rows from `rows`
+        on.
+
+        `turn` alternates between slots, so that rows of several whole-number inputs never are
+        together what a row in use was.
+        """
+        padded = values.copy()
+        used, padding = values[:rows], padded[rows:]
+        kind = values.dtype.kind
         if self.poison is not None:
-            return self.poison
-        if self.buffer.dtype.kind == "f":
-            return (float("nan"), float(np.finfo(self.buffer.dtype).max) / 4)
-        return None
-
-
-class Cause(enum.StrEnum):
-    """Why a replay differs from the eager run, as far as more eager runs can tell."""
-
-    UNREPEATABLE = "two eager runs from the same state differ: the step keeps state of its own"
-    PADDING = "the step lets padding rows reach the answer"
-    FROZEN = "the graph holds something that changed since its capture"
-
-
-@dataclass(frozen=True, slots=True)
-class SlotMismatch:
-    """Where a replay differed from the eager run: slot, first index, both values, and why."""
-
-    slot: str
-    index: tuple[int, ...]
-    eager: str
-    replayed: str
-    cause: Cause
-
-    def __str__(self) -> str:
-        return (
-            f"slot {self.slot!r} at {list(self.index)}: {self.eager} eagerly, "
-            f"{self.replayed} by replay; {self.cause.value}"
-        )
-
-
-def check_replay(
-    slots: Sequence[Slot],
-    sizes: Mapping[str, int],
-    stream: Stream,
-    eager: Callable[[], object],
-    replay: Callable[[], object],
-) -> SlotMismatch | None:
-    """Runs a step eagerly and by replay from the same state, and compares bit by bit.
-
-    Padding rows hold another poison in each run, so an answer that depends on them differs.
-    Afterwards the slots are as after one run, the eager one's values where the two differ.
-    """
-    before = _read(slots, stream)
-
-    def run(work: Callable[[], object], poison: int) -> Snapshot:
-        _restore(slots, stream, before)
-        _poison(slots, sizes, stream, before, poison)
-        work()
-        return _read(slots, stream)
-
-    eagerly, replayed = run(eager, 0), run(replay, 1)
-    found = _first_difference(slots, sizes, eagerly, replayed)
-    mismatch = None
-    if found is not None:
-        slot, index = found
-        cause = Cause.FROZEN
-        if _first_difference(slots, sizes, eagerly, run(eager, 0)) is not None:
-            cause = Cause.UNREPEATABLE
-        elif _first_difference(slots, sizes, eagerly, run(eager, 1)) is not None:
-            cause = Cause.PADDING
-        mismatch = SlotMismatch(
-            slot.name,
-            index,
-            str(eagerly[slot.name][index]),
-            str(replayed[slot.name][index]),
-            cause,
-        )
-        _restore(slots, stream, eagerly)
-    inputs = [s for s in slots if s.role is Role.INPUT]
-    _restore(inputs, stream, before)
-    stream.synchronize()
-    return mismatch
-
-
-def _read(slots: Sequence[Slot], stream: Stream) -> Snapshot:
-    return {slot.name: slot.buffer.to_numpy(stream) for slot in slots}
-
-
-def _restore(slots: Sequence[Slot], stream: Stream, values: Snapshot) -> None:
-    for slot in slots:
-        slot.buffer.copy_from(values[slot.name], stream)
-
-
-def _poison(
-    slots: Sequence[Slot], sizes: Mapping[str, int], stream: Stream, before: Snapshot, which: int
-) -> None:
-    for slot in slots:
-        poisons, rows = slot.poisons(), slot.rows(sizes)
-        if poisons is None or rows is None:
-            continue
-        padded = before[slot.name].copy()
-        padded[rows:] = poisons[which]
-        slot.buffer.copy_from(padded, stream)
-
-
-def _first_difference(
-    slots: Sequence[Slot], sizes: Mapping[str, int], left: Snapshot, right: Snapshot
-) -> tuple[Slot, tuple[int, ...]] | None:
-    for slot in slots:
-        if slot.role is Role.INPUT:
-            continue
-        rows = slot.rows(sizes)
-        a, b = left[slot.name][:rows] if rows is not None else left[slot.name], right[slot.name]
-        b = b[:rows] if rows is not None else b
-        itemsize = a.dtype.itemsize
-        different = (
-            np.ascontiguousarray(a).view(np.uint8).reshape(-1, itemsize)
-            != np.ascontiguousarray(b).view(np.uint8).reshape(-1, itemsize)
-        ).any(axis=1)
-        if different.any():
-            flat = int(np.flatnonzero(different)[0])
-            return slot, tuple(int(i) for i in np.unravel_index(flat, a.shape))
-    return None
+            padding[...] = self.poison[which]
+        elif kind == "f":
+            padding[...] = np.nan if which == 0 else np.finfo(values.dtype).max / 4
+        elif kind == "c":
+            padding[...] = complex(np.nan, np.nan) if which == 0 else 1e30
+        elif kind in "iub":
+            low, high = (used.min(), used.max()) if used.size else (0, 1)
+            if low == high:
+                high = 0 if low else 1
+            padding[...] = (low, high)[(which + turn) % 2]
+        elif len(used):  # structs: whole rows that are legal by themselves
+            padding[...] = used[0] if (which + turn) % 2 == 0 else used[-1]
+        return padded

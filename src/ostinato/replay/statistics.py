@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ostinato.replay.check import CheckReport
 from ostinato.replay.held import HeldCounts
+from ostinato.replay.policy import Reason
 
 __all__ = ["Counts", "StepStatistics"]
 
@@ -29,6 +31,8 @@ class StepStatistics:
     verified: int
     used: int
     padded: int
+    last_check: CheckReport | None = None
+    """What the last check compared, and what it left out."""
 
     @property
     def padding_waste(self) -> float:
@@ -57,6 +61,12 @@ class Counts:
         self.used += used
         self.padded += padded
 
+    def ran_eagerly(self, launches: int, reason: Reason) -> None:
+        """One eager run, of so many operations."""
+        self.eager += 1
+        self.launches_eager += launches
+        self.reasons[reason.value] += 1
+
     def replays(self, held: HeldCounts) -> None:
         """What a held graph was launched for, a call each."""
         self.calls += held.launches
@@ -65,7 +75,9 @@ class Counts:
         self.used += held.launches * held.used
         self.padded += held.launches * held.padded
 
-    def statistics(self, quarantined: dict[str, str]) -> StepStatistics:
+    def statistics(
+        self, quarantined: dict[str, str], last_check: CheckReport | None
+    ) -> StepStatistics:
         """A snapshot."""
         return StepStatistics(
             self.calls,
@@ -79,4 +91,5 @@ class Counts:
             self.verified,
             self.used,
             self.padded,
+            last_check,
         )

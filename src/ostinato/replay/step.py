@@ -5,42 +5,73 @@
     from then on          -> replayed
 
 with `build="record"`: the first call is recorded (a real run) and the graph built from it.  A key
-that cannot be captured is quarantined with its reason and served eagerly from then on.
+that cannot be captured, or whose replay is found wrong, is quarantined with its reason and served
+eagerly from then on.
+
+An eager run gets the real sizes; a graph is made for the bucketed ones, and what the step owes to
+the padding in between is said in `replay.slots`.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from ostinato import settings as _settings
-from ostinato.cache import GraphCache
+from ostinato.cache import GraphCache, parse_bytes
 from ostinato.driver.api import CaptureMode, CaptureStatus
-from ostinato.driver.stream import Stream
-from ostinato.errors import ContextPoisonedError, InputError, VerificationError
-from ostinato.graph import GraphExec, capture, record
+from ostinato.driver.closeable import Closeable
+from ostinato.driver.stream import Operation, Stream
+from ostinato.errors import (
+    CaptureBrokenError,
+    ContextPoisonedError,
+    InputError,
+    VerificationError,
+)
+from ostinato.graph import (
+    GraphExec,
+    Submission,
+    capture,
+    first_missing,
+    operations,
+    record,
+    submissions,
+)
 from ostinato.memory import CapturePool
+from ostinato.replay.check import CheckReport, check_replay, watch_promises
 from ostinato.replay.held import HeldCounts, HeldReplay
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide
-from ostinato.replay.profile import ReplayProfile, run_replay
-from ostinato.replay.slots import Slot, check_replay
+from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
+from ostinato.replay.sizes import DeviceSizes, StepKey, checked_sizes
+from ostinato.replay.slots import Slot
 from ostinato.replay.statistics import Counts, StepStatistics
 from ostinato.settings import ReplaySettings
+from ostinato.state import DeviceScalar
 
 __all__ = ["GraphedStep", "StepStatistics"]
 
 _log = logging.getLogger(__name__)
+_numbers = itertools.count(1)
 
-Key = tuple[Hashable, ...]
+K = TypeVar("K")
+V = TypeVar("V")
+
+_REMEMBERED = 4096
+"""Sizes and keys that a step remembers something of; what was not used for longest is forgotten."""
+_REFUSALS = 3
+"""So many replays of one key in a row may be refused before the key is quarantined."""
 
 
 class Work(Protocol):
-    """What a step runs: submits work of the given (bucketed) sizes to the stream."""
+    """What a step runs: submits work of the given sizes to the stream."""
 
     def __call__(self, stream: Stream, **sizes: int) -> object: ...
 
@@ -51,28 +82,70 @@ class Builder(Protocol):
     def __call__(self, stream: Stream, **sizes: int) -> GraphExec: ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The sizes of one call, as they were given and in buckets, and the key of its graph."""
+
+    key: StepKey
+    sizes: dict[str, int]
+    buckets: dict[str, int]
+    over_buckets: str | None = None
+    over_slot: str | None = None
+
+    @property
+    def padded(self) -> bool:
+        return self.sizes != self.buckets
+
+
+@dataclass(slots=True, eq=False)
 class _KeyState:
     """What is known of one key besides its graph."""
 
     runs: int = 0
     replays: int = 0
+    refusals: int = 0
     quarantine: tuple[Reason, str] | None = None
+    submitted: tuple[Submission, ...] | None = None
+    """What the last warm-up submitted."""
+    checked: weakref.ref[GraphExec] | None = None
+    """The graph that was checked."""
+    checked_padded: bool = False
+    """Whether it was checked with padding."""
+
+    def is_checked(self, executable: GraphExec, padded: bool) -> bool:
+        """Whether this graph was checked, and with padding if there is some now."""
+        known = self.checked is not None and self.checked() is executable
+        return known and (self.checked_padded or not padded)
+
+    def note_check(self, executable: GraphExec, padded: bool) -> None:
+        again = self.checked is not None and self.checked() is executable
+        self.checked_padded = padded or (again and self.checked_padded)
+        self.checked = weakref.ref(executable)
 
 
-class GraphedStep:
+class GraphedStep(Closeable):
     """A step that replays a graph where it can.
 
     `run(stream, **sizes)` must submit all its work to the stream (and streams forked from it), at
-    fixed addresses, for the bucketed sizes it is given.  Whatever changes from call to call must
-    live in device memory: host numbers are frozen by the capture.
+    fixed addresses.  Whatever changes from call to call must live in device memory: host numbers
+    are frozen by the capture.  Eagerly it gets the real sizes; for a graph it gets the bucketed
+    ones, and rows behind the real size are padding: `replay.slots` says what a step owes them, and
+    `step.size("rows")` is the real size on the device, for kernels to read.
 
-    `slots` are the buffers it touches; they are needed only for `verify`: "first" checks each key
-    when its graph is made, a number n also every n-th replay, "off" never.  A check that fails
-    quarantines the key and keeps the eager answer, or raises VerificationError if `strict`.
+    Graphs belong to the step: another one has its own, even under the same name and in the same
+    cache.  Steps that are given the same `share` use each other's; the caller answers for it that
+    they do the same work on the same memory.
+
+    `slots` are the buffers that the step touches; `verify` needs them: "first" checks each graph
+    before its first replay is believed (and again when it is first used with padding), a number n
+    also every n-th replay, "off" never.  A check that fails quarantines the key, puts back what it
+    changed and runs the call eagerly, or raises VerificationError if `strict`: nothing is changed
+    then.  Memory that the graph writes and no slot declares is checked up to `check_limit`.
+    `replay.check` says what a check finds, and what it cannot.
 
     `preconditions` are asked before each replay or build; the names of those that fail are the
-    reason of the eager run.  `warmups` eager runs precede a capture.  `preload` is called once,
+    reason of the eager run.  `warmups` eager runs precede a capture; with one at least, a capture
+    that lacks an operation which the last of them submitted is refused.  `preload` is called once,
     before the first capture and outside of it, to load what the step launches
     (`lambda: device.modules.preload(kernels)`); what it raises quarantines the key.
 
@@ -80,8 +153,13 @@ class GraphedStep:
     graphs that no stream shows, such as a loop; what it raises quarantines the key.  It must do
     what `run` does, which is still what runs eagerly.
 
-    Calls of one step are serialised.  Not guaranteed: that a `run` which keeps state outside of
-    device memory gives the same answers by replay; `verify` is there to find out.
+    `enabled` None: unless OSTINATO_NO_GRAPHS is "1".  `settings` win over the environment; giving a
+    `profile` switches profiling on.
+
+    Calls of one step are serialised, and so are calls of several steps on one stream.  Not
+    guaranteed: that a `run` which keeps state outside of device memory gives the same answers by
+    replay, nor that work which another library submits to other streams is in the graph; `verify`
+    is there to find out.
     """
 
     def __init__(
@@ -91,12 +169,14 @@ class GraphedStep:
         stream: Stream,
         cache: GraphCache,
         name: str | None = None,
+        share: str | None = None,
         slots: Sequence[Slot] = (),
         build: Literal["capture", "record"] = "capture",
         warmups: int = 1,
-        enabled: bool = True,
+        enabled: bool | None = None,
         verify: Literal["off", "first"] | int = "off",
         strict: bool = False,
+        check_limit: int | str = "64 MiB",
         preconditions: Mapping[str, Callable[[], bool]] | None = None,
         preload: Callable[[], object] | None = None,
         builder: Builder | None = None,
@@ -111,10 +191,10 @@ class GraphedStep:
             raise InputError("a builder makes the graph itself, so nothing is recorded for it")
         if warmups < 0:
             raise InputError(f"warmups={warmups}: 0 or more")
-        if isinstance(verify, str) and verify not in ("off", "first"):
-            raise InputError(f'verify={verify!r}: "off", "first", or every how many replays')
-        if verify != "off" and not slots:
-            raise InputError("verify needs the slots that the step reads and writes")
+        if stream.context is not cache.context:
+            raise InputError("the step's stream is of another device than its cache")
+        _check_verify(verify, slots)
+        _check_slots(slots)
         self.run = run
         self.stream = stream
         self.cache = cache
@@ -122,7 +202,7 @@ class GraphedStep:
         self.slots = tuple(slots)
         self.build = build
         self.warmups = warmups
-        self.enabled = enabled
+        self.enabled = _settings.graphs_enabled(enabled)
         self.profiling = False
         """Set while a profiler times single operations: steps run eagerly then."""
         self.verify = verify
@@ -133,77 +213,131 @@ class GraphedStep:
         self._builder = builder
         self.mode = mode
         self.pool = pool
-        self.settings = _settings.replay_settings(base=settings)
+        if profile is not None and (settings is None or settings.profile is None):
+            settings = replace(settings or ReplaySettings(), profile=True)
+        self.settings = _settings.replay_settings(settings)
         self.profile = profile
         if self.profile is None and self.settings.profile:
-            self.profile = ReplayProfile(print_every=self.settings.print_every)
-        self._keys: dict[tuple[tuple[str, int], ...], tuple[Key, dict[str, int]]] = {}
-        self._states: dict[Key, _KeyState] = {}
+            every, printer = self.settings.print_every, _print if self.settings.printed else None
+            self.profile = ReplayProfile(print_every=every, printer=printer or _log.info)
+        self._identity: int | str = next(_numbers) if share is None else share
+        self._sizes = DeviceSizes(stream.context)
+        self._check_limit = parse_bytes(check_limit)
+        self._last_check: CheckReport | None = None
+        self._calls: OrderedDict[tuple[tuple[str, object], ...], _Call] = OrderedDict()
+        self._buckets = cache.buckets
+        self._states: OrderedDict[StepKey, _KeyState] = OrderedDict()
+        self._keys: set[Hashable] = set()
+        """Keys under which this step put graphs into the cache."""
         self._counts = Counts()
         self._held: list[HeldCounts] = []
         self._lock = threading.RLock()
+        self._finalizer = weakref.finalize(
+            self, stream.context.retire, partial(_evict, cache, self._keys)
+        )
+        self._finalizer.atexit = False
 
-    # --- keys
-    def key(self, **sizes: int) -> Key:
-        """The cache key of these sizes: the step's name and the buckets.  Raises InputError."""
-        return self._bucketed(sizes)[0]
+    def __repr__(self) -> str:
+        return f"<GraphedStep {self.name!r} on {self.stream!r}, {len(self._keys)} graphs>"
 
-    def _bucketed(self, sizes: Mapping[str, int]) -> tuple[Key, dict[str, int]]:
+    # --- sizes and keys
+    def size(self, name: str) -> DeviceScalar:
+        """The real size of that name on the device, as one uint32 for kernels to read.
+
+        It is written before each call runs or replays, in stream order.  Ask for it in `run`, or
+        before the first call.
+        """
+        with self._lock:
+            return self._sizes.scalar(name, self.stream)
+
+    def key(self, **sizes: int) -> StepKey:
+        """The cache key of these sizes.  Raises InputError for sizes that have no bucket."""
+        call = self._call(sizes)
+        if call.over_buckets is not None:
+            raise InputError(call.over_buckets)
+        return call.key
+
+    def _call(self, sizes: Mapping[str, int]) -> _Call:
+        """The sizes in buckets.  Raises InputError for one that is no size, or over a slot."""
+        if self._buckets is not self.cache.buckets:
+            self._buckets = self.cache.buckets
+            self._calls.clear()
         given = tuple(sizes.items())
-        known = self._keys.get(given)
+        try:
+            known = self._calls.get(given)
+        except TypeError:  # something that cannot be hashed is no size either
+            known = None
         if known is None:
-            buckets = {n: self.cache.buckets.bucket(size) for n, size in sizes.items()}
-            known = ((self.name, *sorted(buckets.items())), buckets)
-            self._keys[given] = known
+            known = self._bucketed(checked_sizes(sizes))
+            _remember(self._calls, given, known)
         return known
+
+    def _bucketed(self, sizes: dict[str, int]) -> _Call:
+        for slot in self.slots:
+            slot.rows(sizes)
+        schemes, over_buckets = self._buckets, None
+        buckets: dict[str, int] = dict(sizes)
+        for name, size in sizes.items():
+            if size > schemes.limit:
+                over_buckets = over_buckets or f"{name}={size} is over the limit {schemes.limit}"
+            else:
+                buckets[name] = schemes.bucket(size)
+        over_slot = next(
+            (
+                f"{slot.size}={buckets[slot.size]}, slot {slot.name!r} has {len(slot.buffer)} rows"
+                for slot in self.slots
+                if slot.size is not None and buckets[slot.size] > len(slot.buffer)
+            ),
+            None,
+        )
+        key = StepKey(self.name, self._identity, tuple(sorted(buckets.items())))
+        return _Call(key, sizes, buckets, over_buckets, over_slot)
+
+    def _state(self, key: StepKey) -> _KeyState:
+        state = self._states.get(key)
+        if state is None:
+            state = _KeyState()
+            _remember(self._states, key, state)
+        return state
 
     # --- calling
     def __call__(self, **sizes: int) -> Decision:
         """Runs the step once for these sizes; what was done and why.  Does not wait.
 
-        Raises what `run` raises eagerly, VerificationError if strict, ContextPoisonedError.
+        Raises InputError for a size that is no whole number of 0 or more, or over a slot's rows;
+        what `run` raises eagerly, VerificationError if strict, ContextPoisonedError.
         """
-        with self._lock:
-            try:
-                key, buckets = self._bucketed(sizes)
-            except InputError as error:
-                situation = Situation(enabled=self.enabled, over_buckets=str(error))
-                decision = decide(situation)
-                self._counts.called(sum(sizes.values()), sum(sizes.values()))
-                self._run_eager(dict(sizes), decision)
-                return decision
-            state = self._states.get(key)
-            if state is None:
-                state = self._states[key] = _KeyState()
-            self._counts.called(sum(sizes.values()), sum(buckets.values()))
+        with self._lock, self.stream.turn.lock:
+            call = self._call(sizes)
+            state = self._state(call.key)
+            self._counts.called(sum(call.sizes.values()), sum(call.buckets.values()))
             # Held, so that another thread's eviction cannot close it before it is launched.
-            with self.cache.hold(key) as executable:
-                decision = decide(self._situation(state, executable is not None))
+            with self.cache.hold(call.key) as executable:
+                executable = self._usable(call, executable)
+                decision = decide(self._situation(call, state, executable is not None))
                 if decision.action is Action.REPLAY and executable is not None:
-                    return self._replay(key, state, executable, sizes, buckets, decision)
+                    return self._replay(call, state, executable, decision)
             if decision.action is Action.BUILD:
-                return self._build(key, state, sizes, buckets, decision)
-            state.runs += 1
-            self._run_eager(buckets, decision)
-            return decision
+                return self._build(call, state, decision)
+            return self._run_eager(call, state, decision)
 
     def prepare(self, **sizes: int) -> Decision:
         """Makes the graph of these sizes now, without running anything; capture only.
 
         What a first run initialises must be initialised before (modules preloaded, libraries
-        warmed up).  A failure quarantines the key, as in a call.
+        warmed up).  A failure quarantines the key, as in a call.  Raises InputError as a call does.
         """
-        with self._lock:
-            key, buckets = self._bucketed(sizes)
-            state = self._states.setdefault(key, _KeyState())
-            situation = self._situation(state, key in self.cache)
-            decision = decide(situation)
+        with self._lock, self.stream.turn.lock:
+            call = self._call(sizes)
+            state = self._state(call.key)
+            with self.cache.hold(call.key) as executable:
+                has_graph = self._usable(call, executable) is not None
+            decision = decide(self._situation(call, state, has_graph))
             if decision.reason is Reason.WARMING_UP or decision.action is Action.BUILD:
                 if self.build == "record":
                     raise InputError("a recorded step is built by its first call, not beforehand")
                 decision = Decision(Action.BUILD, Reason.FIRST_USE)
-                failure = self._make_graph(key, state, buckets)
-                return failure or decision
+                return self._make_graph(call, state) or decision
             return decision
 
     def hold(self, **sizes: int) -> HeldReplay | Decision:
@@ -212,41 +346,60 @@ class GraphedStep:
         Makes the graph first if it is due and nothing has to run for it.  A Decision, and nothing
         is held, where a call would do more than replay (run eagerly, record, check): call then.
         The decision holds for as long as the graph is held: what is switched off meanwhile is not
-        asked for again.  Raises ContextPoisonedError.
+        asked for again.  Raises ContextPoisonedError, and InputError as a call does.
         """
-        with self._lock:
-            try:
-                key, buckets = self._bucketed(sizes)
-            except InputError as error:
-                return decide(Situation(enabled=self.enabled, over_buckets=str(error)))
-            state = self._states.setdefault(key, _KeyState())
-            decision = decide(self._situation(state, key in self.cache))
+        with self._lock, self.stream.turn.lock:
+            call = self._call(sizes)
+            state = self._state(call.key)
+            with self.cache.hold(call.key) as executable:
+                has_graph = self._usable(call, executable) is not None
+            decision = decide(self._situation(call, state, has_graph))
             if decision.action is Action.EAGER or isinstance(self.verify, int):
                 return decision
             if decision.action is Action.BUILD:
                 if self.build == "record" or self.verify != "off":
                     return decision
-                failure = self._make_graph(key, state, buckets)
+                failure = self._make_graph(call, state)
                 if failure is not None:
                     return failure
             lease = ExitStack()
-            executable = lease.enter_context(self.cache.hold(key))
+            executable = lease.enter_context(self.cache.hold(call.key))
             if executable is None:  # evicted at once, by another thread
                 return Decision(Action.BUILD, Reason.FIRST_USE)
-            settings, replay = self.settings, partial(executable.launch, self.stream)
-            if settings.upload or settings.synchronize or settings.profile:
-                replay = partial(run_replay, key, executable, self.stream, settings, self.profile)
-            counts = HeldCounts(sum(sizes.values()), sum(buckets.values()))
+            if self.verify != "off" and not state.is_checked(executable, call.padded):
+                lease.close()
+                return decision
+            self._sizes.set(call.sizes, self.stream)
+            replay: Callable[[], None] = partial(executable.launch, self.stream)
+            if not self.settings.plain or self._sizes.asked:
+                replay = partial(self._replay_held, call, executable)
+            counts = HeldCounts(sum(call.sizes.values()), sum(call.buckets.values()))
             lease.callback(self._let_go, counts)
             self._held.append(counts)
             return HeldReplay(self.stream.context, replay, lease, counts)
+
+    def _replay_held(self, call: _Call, executable: GraphExec) -> None:
+        self._sizes.set(call.sizes, self.stream)
+        try:
+            run_replay(call.key, executable, self.stream, self.settings, self.profile)
+        except NotLaunched as refused:
+            assert refused.__cause__ is not None
+            raise refused.__cause__ from None
 
     def _let_go(self, counts: HeldCounts) -> None:
         with self._lock:
             self._held.remove(counts)
             self._counts.replays(counts)
 
-    def _situation(self, state: _KeyState, has_graph: bool) -> Situation:
+    def _usable(self, call: _Call, executable: GraphExec | None) -> GraphExec | None:
+        """The executable, unless memory that it points at was closed, or a change of it failed half
+        way: then it is taken out of the cache, and made again when it is due."""
+        if executable is None or not executable.suspect or executable.usable:
+            return executable
+        self.cache.evict(call.key)
+        return None
+
+    def _situation(self, call: _Call, state: _KeyState, has_graph: bool) -> Situation:
         context = self.stream.context
         return Situation(
             enabled=self.enabled,
@@ -257,105 +410,141 @@ class GraphedStep:
             unmet=tuple(name for name, met in self.preconditions.items() if not met())
             if self.preconditions
             else (),
+            over_buckets=call.over_buckets,
+            over_slot=call.over_slot,
             has_graph=has_graph,
             runs=state.runs,
             warmups=self.warmups,
             records=self.build == "record",
         )
 
-    def _run_eager(self, buckets: dict[str, int], decision: Decision) -> None:
+    def _run_eager(self, call: _Call, state: _KeyState, decision: Decision) -> Decision:
+        """Runs the call launch by launch, at its real sizes."""
+        if decision.reason is Reason.INSIDE_CAPTURE:
+            self._sizes.begin_in_capture(call.sizes)
+        else:
+            self._sizes.begin(call.sizes, self.stream)
         before = self.stream.submitted
-        self.run(self.stream, **buckets)
-        self._counts.eager += 1
-        self._counts.launches_eager += self.stream.submitted - before
-        self._counts.reasons[decision.reason.value] += 1
-
-    def _replay(
-        self,
-        key: Key,
-        state: _KeyState,
-        executable: GraphExec,
-        sizes: Mapping[str, int],
-        buckets: dict[str, int],
-        decision: Decision,
-    ) -> Decision:
-        state.replays += 1
-        if isinstance(self.verify, int) and state.replays % self.verify == 0:
-            return self._checked(key, state, executable, sizes, buckets, decision)
-        self._launch(key, executable)
+        if decision.reason is Reason.WARMING_UP:
+            with submissions(self.stream.context) as made:
+                self.run(self.stream, **call.sizes)
+            state.submitted = tuple(made)
+        else:
+            self.run(self.stream, **call.sizes)
+        self._sizes.end()
+        state.runs += 1
+        self._counts.ran_eagerly(self.stream.submitted - before, decision.reason)
         return decision
 
-    def _launch(self, key: Key, executable: GraphExec) -> None:
-        run_replay(key, executable, self.stream, self.settings, self.profile)
+    # --- replaying
+    def _replay(
+        self, call: _Call, state: _KeyState, executable: GraphExec, decision: Decision
+    ) -> Decision:
+        state.replays += 1
+        self._sizes.set(call.sizes, self.stream)
+        if self.verify != "off" and self._is_due(call, state, executable):
+            return self._checked(call, state, executable, decision)
+        try:
+            self._launch(call, executable)
+        except NotLaunched as refused:
+            return self._refused(call, state, str(refused))
+        state.refusals = 0
+        return decision
+
+    def _is_due(self, call: _Call, state: _KeyState, executable: GraphExec) -> bool:
+        if not state.is_checked(executable, call.padded):
+            return True
+        return isinstance(self.verify, int) and state.replays % self.verify == 0
+
+    def _launch(self, call: _Call, executable: GraphExec) -> None:
+        run_replay(call.key, executable, self.stream, self.settings, self.profile)
         self._counts.replayed += 1
         self._counts.launches_replayed += 1
 
+    def _refused(self, call: _Call, state: _KeyState, why: str) -> Decision:
+        """The graph goes, and the call runs eagerly."""
+        state.refusals += 1
+        if state.refusals >= _REFUSALS:
+            decision = self._quarantine(call.key, state, Reason.REFUSED, why)
+        else:
+            self.cache.evict(call.key)
+            decision = Decision(Action.EAGER, Reason.REFUSED, why)
+        return self._run_eager(call, state, decision)
+
     # --- building
-    def _build(
-        self,
-        key: Key,
-        state: _KeyState,
-        sizes: Mapping[str, int],
-        buckets: dict[str, int],
-        decision: Decision,
-    ) -> Decision:
+    def _build(self, call: _Call, state: _KeyState, decision: Decision) -> Decision:
         if self.build == "record":
-            return self._build_by_record(key, state, buckets, decision)
-        failure = self._make_graph(key, state, buckets)
+            return self._build_by_record(call, state, decision)
+        failure = self._make_graph(call, state)
         if failure is not None:
             # The capture ran nothing, so the step is still to be run, once.
-            self._run_eager(buckets, failure)
-            return failure
-        with self.cache.hold(key) as executable:
+            return self._run_eager(call, state, failure)
+        with self.cache.hold(call.key) as executable:
             if executable is None:  # evicted at once, by another thread
-                self._run_eager(buckets, decision)
-                return decision
-            if self.verify != "off":
-                return self._checked(key, state, executable, sizes, buckets, decision)
-            self._launch(key, executable)
-            return decision
+                return self._run_eager(call, state, decision)
+            return self._replay(call, state, executable, decision)
 
-    def _make_graph(self, key: Key, state: _KeyState, buckets: dict[str, int]) -> Decision | None:
+    def _make_graph(self, call: _Call, state: _KeyState) -> Decision | None:
         """Captures the step and installs its graph; the decision if that failed."""
+        self._sizes.begin(call.sizes, self.stream)
 
         def make() -> GraphExec:
             if self._preload is not None:
-                # Kept: what nobody holds may be unloaded again.
+                # Kept: what nothing holds may be unloaded again.
                 self._preloaded, self._preload = self._preload(), None
             if self._builder is not None:
-                return self._builder(self.stream, **buckets)
-            with capture(self.stream, mode=self.mode, pool=self.pool) as under_way:
-                self.run(self.stream, **buckets)
+                return self._builder(self.stream, **call.buckets)
+            with capture(self.stream, mode=self.mode, pool=self.pool, contained=True) as under_way:
+                self.run(self.stream, **call.buckets)
+            self._sizes.end()
+            _require_all(state.submitted, under_way.submissions)
             return under_way.graph.instantiate(upload=self.stream)
 
-        return self._install(key, state, make)
+        return self._install(call, state, make)
 
     def _install(
-        self, key: Key, state: _KeyState, make: Callable[[], GraphExec]
+        self, call: _Call, state: _KeyState, make: Callable[[], GraphExec]
     ) -> Decision | None:
         """Puts what `make` gives into the cache; or quarantines the key and says why."""
         try:
-            self.cache.get_or_capture(key, make)
+            self._keys.add(call.key)
+            self.cache.get_or_capture(call.key, make)
         except ContextPoisonedError:
             raise
         except Exception as error:
-            return self._quarantine(key, state, Reason.BUILD_FAILED, str(error))
+            return self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))
         self._counts.built += 1
         return None
 
-    def _build_by_record(
-        self, key: Key, state: _KeyState, buckets: dict[str, int], decision: Decision
-    ) -> Decision:
-        with record(self.stream) as recording:
-            self._run_eager(buckets, decision)
+    def _build_by_record(self, call: _Call, state: _KeyState, decision: Decision) -> Decision:
+        """A real run at the bucketed sizes, noted.  Its answer counts, also if no graph comes of
+        it."""
+        self._sizes.begin(call.sizes, self.stream)
+        look = None
+        if self.verify != "off":
+            look = watch_promises(self.slots, call.sizes, self.stream)
+        try:
+            before = self.stream.submitted
+            with record(self.stream) as recording:
+                self.run(self.stream, **call.buckets)
+            self._sizes.end()
+            self._counts.ran_eagerly(self.stream.submitted - before, decision.reason)
+        except ContextPoisonedError:
+            raise
+        except Exception as error:
+            self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))
+            raise
         state.runs += 1
+        finding = look() if look is not None else None
+        if finding is not None:
+            return self._mismatched(call, state, str(finding))
 
         def make() -> GraphExec:
             return recording.build().instantiate(upload=self.stream)
 
-        return self._install(key, state, make) or decision
+        return self._install(call, state, make) or decision
 
-    def _quarantine(self, key: Key, state: _KeyState, reason: Reason, why: str) -> Decision:
+    def _quarantine(self, key: StepKey, state: _KeyState, reason: Reason, why: str) -> Decision:
         state.quarantine = (reason, why)
         self.cache.evict(key)
         _log.warning("%s is run eagerly from now on: %s: %s", key, reason.value, why)
@@ -366,34 +555,45 @@ class GraphedStep:
         with self._lock:
             state = self._states.get(self.key(**sizes))
             if state is not None:
-                state.quarantine = None
+                state.quarantine, state.refusals = None, 0
 
     # --- checking
     def _checked(
-        self,
-        key: Key,
-        state: _KeyState,
-        executable: GraphExec,
-        sizes: Mapping[str, int],
-        buckets: dict[str, int],
-        decision: Decision,
+        self, call: _Call, state: _KeyState, executable: GraphExec, decision: Decision
     ) -> Decision:
-        mismatch = check_replay(
-            self.slots,
-            sizes,
-            self.stream,
-            lambda: self.run(self.stream, **buckets),
-            lambda: self._launch(key, executable),
-        )
-        self._counts.verified += 1
-        if mismatch is None:
-            return decision
-        self._quarantine(key, state, Reason.MISMATCH, str(mismatch))
-        if self.strict:
-            raise VerificationError(f"{key}: {mismatch}")
-        return Decision(Action.EAGER, Reason.MISMATCH, str(mismatch))
+        def eager() -> Sequence[Operation]:
+            with operations(self.stream.context) as made:
+                self.run(self.stream, **call.buckets)
+            return made
 
-    # --- numbers
+        try:
+            report = check_replay(
+                self.slots,
+                call.sizes,
+                self.stream,
+                executable,
+                eager=eager,
+                replay=lambda: self._launch(call, executable),
+                own=self._sizes.ranges,
+                limit=self._check_limit,
+            )
+        except NotLaunched as refused:
+            return self._refused(call, state, str(refused))
+        self._last_check = report
+        self._counts.verified += 1
+        state.note_check(executable, call.padded)
+        if report.finding is None:
+            return decision
+        return self._mismatched(call, state, str(report.finding))
+
+    def _mismatched(self, call: _Call, state: _KeyState, why: str) -> Decision:
+        """Everything is as before the call, which now runs eagerly, or not at all if strict."""
+        decision = self._quarantine(call.key, state, Reason.MISMATCH, why)
+        if self.strict:
+            raise VerificationError(f"{call.key}: {why}")
+        return self._run_eager(call, state, decision)
+
+    # --- numbers and lifetime
     def statistics(self) -> StepStatistics:
         """What the step did so far."""
         with self._lock:
@@ -401,4 +601,70 @@ class GraphedStep:
             counts = replace(self._counts)
             for held in self._held:
                 counts.replays(held)
-            return counts.statistics(quarantined)
+            return counts.statistics(quarantined, self._last_check)
+
+    def close(self) -> None:
+        """Takes the step's graphs out of the cache, and gives its memory back.  Idempotent."""
+        with self._lock:
+            self._finalizer.detach()
+            _evict(self.cache, self._keys)
+            self._sizes.close()
+
+
+def _check_verify(verify: object, slots: Sequence[Slot]) -> None:
+    """Raises InputError for a `verify` that means nothing, or that has no slots to look at."""
+    if verify == "off":
+        return
+    number = isinstance(verify, int) and not isinstance(verify, bool) and verify >= 1
+    if verify != "first" and not number:
+        raise InputError(
+            f'verify={verify!r}: "off", "first", or every how many replays (1 or more)'
+        )
+    if not slots:
+        raise InputError("verify needs the slots that the step reads and writes")
+
+
+def _check_slots(slots: Sequence[Slot]) -> None:
+    """Raises InputError for slots that share a name or memory."""
+    for index, slot in enumerate(slots):
+        for other in slots[:index]:
+            if slot.name == other.name:
+                raise InputError(f"two slots are called {slot.name!r}")
+            a, b = slot.buffer.range, other.buffer.range
+            if a.address < b.end and b.address < a.end:
+                raise InputError(
+                    f"slots {other.name!r} and {slot.name!r} overlap in memory; declare the whole "
+                    "buffer once, with the role of what the step does with it"
+                )
+
+
+def _require_all(eager: Sequence[Submission] | None, captured: Sequence[Submission]) -> None:
+    """Raises CaptureBrokenError if a capture lacks what the warm-up submitted."""
+    missing = None if eager is None else first_missing(eager, captured)
+    if missing is not None:
+        raise CaptureBrokenError(
+            f"the capture has {len(captured)} operations, the eager run before had "
+            f"{len(eager or ())}: {missing} is missing. What is done only once, or by a condition "
+            "on the host, is not in the graph: do it before the step, or in each run"
+        )
+
+
+def _evict(cache: GraphCache, keys: set[Hashable]) -> None:
+    """For a step that is gone: nothing else asks for its graphs."""
+    for key in tuple(keys):
+        cache.evict(key)
+    keys.clear()
+
+
+def _print(line: str) -> None:
+    """To standard error, as OSTINATO_PROFILE asks."""
+    import sys
+
+    print(line, file=sys.stderr)
+
+
+def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
+    """Puts something into a table, and forgets what is oldest there if it is full."""
+    table[key] = value
+    if len(table) > _REMEMBERED:
+        table.popitem(last=False)

@@ -1,0 +1,425 @@
+"""The check of a replay: a step run eagerly and by its graph, from the same state, bit by bit.
+
+    before ──┬─ run eagerly, poison 0 ──▶ A
+             └─ replay,      poison 1 ──▶ B
+
+Padding holds another poison in each run, and so does all of each OUTPUT.  So A and B differ where
+an answer depends on padding, where the graph holds something frozen, and where one of them writes
+nothing.  Memory that the graph writes and no slot declares is saved, put back and compared like
+STATE, up to a number of bytes.  After a check that passes, everything is as after one replay; after
+one that does not, and after an exception, as before.
+
+Not found: what neither run does (a plan that was made once, outside of the step), pointers in
+device memory, and what other streams do meanwhile; no other stream may write what the graph points
+at.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ostinato.driver.api import AllocNodeParams, KernelNodeParams, MemoryRange
+from ostinato.driver.context import Context
+from ostinato.driver.stream import Operation, Stream
+from ostinato.graph import GraphExec
+from ostinato.graph.races import unordered
+from ostinato.memory import Buffer
+from ostinato.replay.slots import Role, Slot, Values
+
+__all__ = ["Cause", "CheckReport", "Finding", "check_replay", "watch_promises"]
+
+_GRAIN = 256
+"""Undeclared memory is put back in pieces of so many bytes, and only where it changed."""
+_OUTPUT_POISONS = (0xA5, 0x5A)
+
+
+class Cause(enum.StrEnum):
+    """Why a check failed, as far as more eager runs can tell."""
+
+    UNREPEATABLE = "two eager runs from the same state differ: the step keeps state of its own"
+    PADDING = "the step lets padding rows reach the answer"
+    PADDING_WRITTEN = "the step changes padding rows of a state; they are not its to write"
+    INPUT_WRITTEN = "the step changes an input; declare the slot STATE"
+    UNWRITTEN = "an output is not written in all rows in use; declare the slot STATE"
+    UNDECLARED = (
+        "memory that no slot declares differs; declare it STATE, or SCRATCH if nothing reads it"
+    )
+    UNORDERED = "nothing orders two operations of the graph that use the same memory"
+    FROZEN = "the graph holds something that changed since its capture"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found first: where, what, and why."""
+
+    where: str
+    """ "slot 'x' at [0, 3]", "4 bytes at 0x7f…", or two operations."""
+    what: str
+    cause: Cause
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what} ({self.cause})"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """One check of one graph.  Bytes; `finding` is None if it passed."""
+
+    declared: int
+    """Of slots that were compared."""
+    undeclared: int
+    """Of memory that the graph may write and no slot declares, and that was compared."""
+    skipped: int
+    """Of such memory that was not compared: it is over the limit."""
+    finding: Finding | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What all checked memory holds at one moment."""
+
+    slots: Mapping[str, Values]
+    undeclared: tuple[Values, ...]
+
+
+def check_replay(
+    slots: Sequence[Slot],
+    sizes: Mapping[str, int],
+    stream: Stream,
+    executable: GraphExec,
+    *,
+    eager: Callable[[], Sequence[Operation]],
+    replay: Callable[[], object],
+    own: Sequence[MemoryRange],
+    limit: int,
+) -> CheckReport:
+    """Runs a step both ways from the same state, and compares.
+
+    `eager` runs it as it was captured and gives its operations.  `own` is memory of the machinery
+    around the step; `limit` is the most bytes of undeclared memory that are compared.  Raises what
+    either run raises; everything is then as before.
+    """
+    memory, skipped = _undeclared(slots, executable, stream.context, own, limit)
+    check = _Check(slots, sizes, stream, memory)
+    before = check.read()
+    passed = False
+    try:
+        finding = check.find(executable, before, eager, replay)
+        passed = finding is None
+    finally:
+        if not passed:
+            check.restore(before)
+    return CheckReport(
+        declared=sum(slot.buffer.nbytes for slot in check.slots),
+        undeclared=sum(buffer.nbytes for buffer in memory),
+        skipped=skipped,
+        finding=finding,
+    )
+
+
+def watch_promises(
+    slots: Sequence[Slot], sizes: Mapping[str, int], stream: Stream
+) -> Callable[[], Finding | None]:
+    """For a run that is not repeated: what it gives says, after the run, whether padding and inputs
+    came out as they were, and if they did not, puts all slots back."""
+    check = _Check(slots, sizes, stream, ())
+    before = check.read()
+
+    def look() -> Finding | None:
+        finding = check.broken_promise(before, check.read())
+        if finding is not None:
+            check.restore(before)
+        return finding
+
+    return look
+
+
+class _Check:
+    """One check: the slots that count, how many rows of them are in use, and undeclared memory."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        sizes: Mapping[str, int],
+        stream: Stream,
+        memory: Sequence[Buffer],
+    ) -> None:
+        self.slots = [slot for slot in slots if slot.role is not Role.SCRATCH]
+        self._rows = {slot.name: slot.rows(sizes) for slot in self.slots}
+        self._stream = stream
+        self._memory = memory
+
+    def _has_padding(self, slot: Slot) -> bool:
+        rows = self._rows[slot.name]
+        return rows is not None and rows < len(slot.buffer)
+
+    # --- the runs
+    def find(
+        self,
+        executable: GraphExec,
+        before: _Snapshot,
+        eager: Callable[[], Sequence[Operation]],
+        replay: Callable[[], object],
+    ) -> Finding | None:
+        operations: list[Operation] = []
+
+        def run_eagerly() -> None:
+            operations[:] = eager()
+
+        start_a = self._start(before, 0, 0)
+        run_eagerly()
+        a = self.read()
+        start_b = self._start(before, 1, 1, now=a)
+        replay()
+        b = self.read()
+        finding = self.broken_promise(start_a, a) or self.broken_promise(start_b, b)
+        if finding is None:
+            found = self._difference(a, b)
+            if found is not None:
+                where, what, cause = found
+                cause = cause or self._cause(before, a, b, run_eagerly)
+                if cause is Cause.FROZEN:
+                    what += _drift(executable, operations)
+                finding = Finding(where, what, cause)
+        if finding is None:
+            race = unordered(executable.graph, operations)
+            if race is not None:
+                finding = Finding(f"{race[0].name} and {race[1].name}", "no path", Cause.UNORDERED)
+        if finding is None:
+            self._tidy(before)
+        return finding
+
+    def _cause(
+        self, before: _Snapshot, a: _Snapshot, b: _Snapshot, eager: Callable[[], None]
+    ) -> Cause:
+        """Why A and B differ: runs eagerly again, with A's poisons, then with B's in padding."""
+        self._start(before, 0, 0, now=b)
+        eager()
+        again = self.read()
+        if self._difference(a, again) is not None:
+            return Cause.UNREPEATABLE
+        self._start(before, 1, 0, now=again)
+        eager()
+        return Cause.FROZEN if self._difference(a, self.read()) is None else Cause.PADDING
+
+    def _start(
+        self, before: _Snapshot, padding: int, outputs: int, now: _Snapshot | None = None
+    ) -> _Snapshot:
+        """Puts everything back, poisons it, and gives what a run starts from.
+
+        `now` is what memory holds, if anything ran since `before`.
+        """
+        if now is not None:
+            self._restore_undeclared(before, now)
+        start: dict[str, Values] = {}
+        for turn, slot in enumerate(self.slots):
+            values, rows = before.slots[slot.name], self._rows[slot.name]
+            if slot.role is Role.OUTPUT:
+                values = _output_poison(slot, outputs)
+            elif rows is not None and self._has_padding(slot):
+                values = slot.poisoned(values, rows, padding, turn)
+            start[slot.name] = values
+            slot.buffer.copy_from(values, self._stream)
+        return _Snapshot(start, before.undeclared)
+
+    def _tidy(self, before: _Snapshot) -> None:
+        """After a replay whose answer stays: puts back inputs and padding."""
+        for slot in self.slots:
+            rows = self._rows[slot.name]
+            if slot.role is Role.INPUT:
+                slot.buffer.copy_from(before.slots[slot.name], self._stream)
+            elif rows is not None and self._has_padding(slot):
+                slot.buffer[rows:].copy_from(before.slots[slot.name][rows:], self._stream)
+        self._stream.synchronize()
+
+    # --- comparing
+    def broken_promise(self, start: _Snapshot, end: _Snapshot) -> Finding | None:
+        """What one run wrote that was not its to write."""
+        for slot in self.slots:
+            was, is_ = start.slots[slot.name], end.slots[slot.name]
+            rows = self._rows[slot.name]
+            if slot.role is Role.INPUT:
+                index, cause = _first_difference(was, is_), Cause.INPUT_WRITTEN
+            elif slot.role is Role.STATE and rows is not None and not slot.scratch_padding:
+                index, cause = _first_difference(was, is_, rows), Cause.PADDING_WRITTEN
+            else:
+                continue
+            if index is not None:
+                where = f"slot {slot.name!r} at {list(index)}"
+                return Finding(where, f"{was[index]} before, {is_[index]} after", cause)
+        return None
+
+    def _difference(self, a: _Snapshot, b: _Snapshot) -> tuple[str, str, Cause | None] | None:
+        """Where, what and, if that is already known, why the answers of two runs differ."""
+        for slot in self.slots:
+            if slot.role is Role.INPUT:
+                continue
+            rows = self._rows[slot.name]
+            one, other = a.slots[slot.name][:rows], b.slots[slot.name][:rows]
+            index = _first_difference(one, other)
+            if index is None:
+                continue
+            where = f"slot {slot.name!r} at {list(index)}"
+            if slot.role is Role.OUTPUT and _is_poison(slot, one[index], other[index]):
+                return where, "neither run writes it", Cause.UNWRITTEN
+            return where, f"{one[index]} eagerly, {other[index]} by replay", None
+        for memory, one, other in zip(self._memory, a.undeclared, b.undeclared, strict=True):
+            index = _first_difference(one, other)
+            if index is not None:
+                where = f"{memory.nbytes} bytes at {memory.range.address:#x}"
+                what = f"byte {index[0]} is {one[index]} eagerly, {other[index]} by replay"
+                return where, what, Cause.UNDECLARED
+        return None
+
+    # --- memory
+    def read(self) -> _Snapshot:
+        stream = self._stream
+        slots = {slot.name: slot.buffer.to_numpy(stream) for slot in self.slots}
+        return _Snapshot(slots, tuple(memory.to_numpy(stream) for memory in self._memory))
+
+    def restore(self, before: _Snapshot) -> None:
+        for slot in self.slots:
+            slot.buffer.copy_from(before.slots[slot.name], self._stream)
+        if self._memory:
+            now = _Snapshot({}, tuple(m.to_numpy(self._stream) for m in self._memory))
+            self._restore_undeclared(before, now)
+        self._stream.synchronize()
+
+    def _restore_undeclared(self, before: _Snapshot, now: _Snapshot) -> None:
+        """Writes only what changed: the rest may be another owner's."""
+        pairs = zip(self._memory, before.undeclared, now.undeclared, strict=True)
+        for memory, was, is_ in pairs:
+            for start, stop in _changed_pieces(was, is_):
+                memory[start:stop].copy_from(was[start:stop], self._stream)
+
+
+def _undeclared(
+    slots: Sequence[Slot],
+    executable: GraphExec,
+    context: Context,
+    own: Sequence[MemoryRange],
+    limit: int,
+) -> tuple[list[Buffer], int]:
+    """Memory that the graph may write and no slot declares, and how many bytes are left out."""
+    declared = [slot.buffer.range for slot in slots]
+    ranges = _without(_written(executable, context), [*declared, *own])
+    chosen: list[Buffer] = []
+    total = skipped = 0
+    for memory in sorted(ranges, key=lambda memory: memory.nbytes):
+        if total + memory.nbytes > limit:
+            skipped += memory.nbytes
+            continue
+        total += memory.nbytes
+        chosen.append(Buffer(context, memory.address, (memory.nbytes,), np.dtype(np.uint8)))
+    return chosen, skipped
+
+
+def _written(executable: GraphExec, context: Context) -> list[MemoryRange]:
+    """Live memory behind the pointers that nodes may write through, in order and merged."""
+    made = [p for p in (n.params for n in executable.nodes) if isinstance(p, AllocNodeParams)]
+    found: list[MemoryRange] = []
+    for touch in executable.manifest():
+        address = touch.range.address
+        if not touch.written or any(p.address <= address < p.address + p.nbytes for p in made):
+            continue
+        live = context.driver.memory_range(address)
+        if live is not None:
+            found.append(MemoryRange(address, min(touch.range.end, live.end) - address))
+    merged: list[MemoryRange] = []
+    for memory in sorted(found, key=lambda m: m.address):
+        if merged and memory.address <= merged[-1].end:
+            end = max(merged[-1].end, memory.end)
+            merged[-1] = MemoryRange(merged[-1].address, end - merged[-1].address)
+        else:
+            merged.append(memory)
+    return merged
+
+
+def _without(ranges: Sequence[MemoryRange], taken: Sequence[MemoryRange]) -> list[MemoryRange]:
+    """What is left of ranges outside of others."""
+    left: list[MemoryRange] = []
+    for memory in ranges:
+        start = memory.address
+        for other in sorted(taken, key=lambda m: m.address):
+            if other.address >= memory.end or other.end <= start:
+                continue
+            if other.address > start:
+                left.append(MemoryRange(start, other.address - start))
+            start = max(start, other.end)
+        if start < memory.end:
+            left.append(MemoryRange(start, memory.end - start))
+    return left
+
+
+def _output_poison(slot: Slot, which: int) -> Values:
+    buffer = slot.buffer
+    if slot.poison is not None:
+        return np.full(buffer.shape, slot.poison[which], buffer.dtype)
+    filled = np.full(buffer.nbytes, _OUTPUT_POISONS[which], np.uint8)
+    return filled.view(buffer.dtype).reshape(buffer.shape)
+
+
+def _is_poison(slot: Slot, one: Any, other: Any) -> bool:
+    """Whether two elements of an output are what they were poisoned with."""
+    poisons = [_output_poison(slot, which).reshape(-1)[:1].tobytes() for which in (0, 1)]
+    return [np.asarray(one).tobytes(), np.asarray(other).tobytes()] == poisons
+
+
+def _bytes(values: Values) -> Values:
+    """One row of bytes for each element."""
+    return np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.dtype.itemsize)
+
+
+def _first_difference(one: Values, other: Values, start: int = 0) -> tuple[int, ...] | None:
+    """The index of the first element whose bits differ, from row `start` on."""
+    a, b = one[start:] if start else one, other[start:] if start else other
+    if not a.size:
+        return None
+    different = (_bytes(a) != _bytes(b)).any(axis=1)
+    if not different.any():
+        return None
+    index = [int(i) for i in np.unravel_index(int(np.flatnonzero(different)[0]), a.shape)]
+    return (index[0] + start, *index[1:]) if index else ()
+
+
+def _changed_pieces(was: Values, is_: Values) -> list[tuple[int, int]]:
+    """Where two arrays of bytes differ, in pieces of `_GRAIN`, neighbours joined."""
+    different = np.flatnonzero(was != is_)
+    pieces: list[tuple[int, int]] = []
+    for grain in np.unique(different // _GRAIN):
+        start, stop = int(grain) * _GRAIN, min((int(grain) + 1) * _GRAIN, len(was))
+        if pieces and pieces[-1][1] == start:
+            pieces[-1] = (pieces[-1][0], stop)
+        else:
+            pieces.append((start, stop))
+    return pieces
+
+
+def _drift(executable: GraphExec, operations: Sequence[Operation]) -> str:
+    """The first kernel argument that an eager run now gives otherwise than the graph, in words."""
+    kernels = [n for n in executable.nodes if isinstance(n.params, KernelNodeParams)]
+    launched = [o for o in operations if isinstance(o.params, KernelNodeParams)]
+    if len(kernels) != len(launched):
+        return ""
+    for node, operation in zip(kernels, launched, strict=True):
+        now = operation.params
+        assert isinstance(now, KernelNodeParams)
+        held, given = node.kernel.arguments, now.arguments
+        if node.kernel.function != now.function or held.layout != given.layout:
+            return f"; node {node.index} is {node.name} in the graph and {operation.name} now"
+        for index in range(len(given.layout)):
+            if held.raw(index) != given.raw(index):
+                name = ""
+                if operation.signature is not None:
+                    name = f" ({operation.signature.parameters[index].name})"
+                was, is_ = (int.from_bytes(a.raw(index), "little") for a in (held, given))
+                return (
+                    f"; argument {index}{name} of node {node.index} ({node.name}) is {was:#x} in "
+                    f"the graph and {is_:#x} now"
+                )
+    return ""

@@ -1,0 +1,142 @@
+"""The sizes of a step: checked, put into buckets, and kept on the device for its kernels."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ostinato.driver.api import MemoryRange
+from ostinato.driver.context import Context
+from ostinato.driver.stream import Stream
+from ostinato.errors import CaptureError, InputError
+from ostinato.state import DeviceScalar
+
+__all__ = ["DeviceSizes", "StepKey", "checked_sizes"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """The key of a step's graph in a cache: the step, and its sizes in buckets.
+
+    `identity` is the step's own number, or the name under which steps share their graphs.
+    """
+
+    step: str = field(compare=False)
+    """Only for reading."""
+    identity: int | str
+    sizes: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        number = f"#{self.identity}" if isinstance(self.identity, int) else ""
+        return f"{self.step}{number}({', '.join(f'{n}={size}' for n, size in self.sizes)})"
+
+
+def checked_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
+    """The sizes as whole numbers of 0 or more.  Raises InputError by name."""
+    checked: dict[str, int] = {}
+    for name, size in sizes.items():
+        if name == "stream":
+            raise InputError("a size cannot be called 'stream': that is the step's first argument")
+        try:
+            whole = -1 if isinstance(size, bool) else operator.index(size)  # type: ignore[arg-type]
+        except TypeError:
+            whole = -1
+        if whole < 0:
+            raise InputError(f"{name}={size!r}: a whole number of 0 or more is needed")
+        checked[name] = whole
+    return checked
+
+
+class DeviceSizes:
+    """The real sizes of the call that runs or was launched last, in device memory.
+
+    Allocated when a size is first seen, so that no capture has to.  Written before a call runs if
+    it changed: all of them until a first run is over, and from then on those that were asked for.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._scalars: dict[str, DeviceScalar] = {}
+        self._asked: set[str] = set()
+        self._known = False
+        """Whether a run is over, so that it is known which sizes are asked for."""
+        self._there: dict[str, int] = {}
+        """What was written last."""
+        self._now: Mapping[str, int] = {}
+        """The sizes of the call under way."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether any size was asked for, so that calls must write it."""
+        return bool(self._asked)
+
+    @property
+    def ranges(self) -> list[MemoryRange]:
+        """The memory of all sizes."""
+        return [scalar.range for scalar in self._scalars.values()]
+
+    def scalar(self, name: str, stream: Stream) -> DeviceScalar:
+        """The device's uint32 for a size; from here on each call writes it, this one too.
+
+        Raises InputError for a name that the call under way does not have.
+        """
+        if self._now and name not in self._now:
+            raise InputError(f"{name!r} is no size of this step; there are: {', '.join(self._now)}")
+        capturing = stream.is_capturing
+        if capturing and name not in self._scalars:
+            raise CaptureError(
+                f"the size {name!r} has no place on the device yet, and a capture cannot make one: "
+                "call the step once before, or ask for the size before the capture"
+            )
+        self._allocate(name)
+        self._asked.add(name)
+        # Inside a capture of the step's own it is written before the replay.
+        if name in self._now and not capturing and self._there.get(name) != self._now[name]:
+            self._write(name, self._now[name], stream)
+        return self._scalars[name]
+
+    def _allocate(self, name: str) -> None:
+        if name not in self._scalars:
+            self._scalars[name] = DeviceScalar(self._context, "uint32")
+
+    def begin(self, sizes: Mapping[str, int], stream: Stream) -> None:
+        """Before a run, outside of captures: makes room for sizes, and writes them."""
+        for name in sizes:
+            self._allocate(name)
+        self.set(sizes, stream)
+
+    def set(self, sizes: Mapping[str, int], stream: Stream) -> None:
+        """Writes what changed, in stream order."""
+        self._now = sizes
+        for name in self._asked if self._known else tuple(self._scalars):
+            if name in sizes and self._there.get(name) != sizes[name]:
+                self._write(name, sizes[name], stream)
+
+    def begin_in_capture(self, sizes: Mapping[str, int]) -> None:
+        """Before a run that joins a capture under way, which can neither allocate nor write.
+
+        Raises CaptureError if a size that was asked for is another one on the device.
+        """
+        self._now = sizes
+        for name in self._asked:
+            if name in sizes and self._there.get(name) != sizes[name]:
+                raise CaptureError(
+                    f"{name} is {self._there.get(name)} on the device and {sizes[name]} is wanted, "
+                    "which cannot be written while a capture is under way: call the step with this "
+                    "size before"
+                )
+
+    def end(self) -> None:
+        """After a run: it has asked for what it asks for."""
+        self._known = True
+
+    def _write(self, name: str, value: int, stream: Stream) -> None:
+        self._there.pop(name, None)  # until it is written: an interruption must not hide that
+        self._scalars[name].set(value, stream)
+        self._there[name] = value
+
+    def close(self) -> None:
+        """Gives the memory back.  Idempotent."""
+        for scalar in self._scalars.values():
+            scalar.close()
