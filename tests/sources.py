@@ -28,6 +28,11 @@ extern "C" __global__ void axpy(const float* x, const float* factor, float* y, u
     unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) y[i] += *factor * x[i];
 }
+extern "C" __global__ void axpy_rows(const float* x, const float* factor, float* y,
+                                     const unsigned* rows, unsigned width) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < *rows * width) y[i] += *factor * x[i];
+}
 extern "C" __global__ void increment(int* counter, int by) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *counter += by;
 }
@@ -69,6 +74,12 @@ def axpy(launch, x, factor, y, n):
     y[:n] += factor[0] * x[:n]
 
 
+@ost.host_kernel("x: *const f32, factor: *const f32, y: *f32, rows: *const u32, width: u32")
+def axpy_rows(launch, x, factor, y, rows, width):
+    n = covered(launch, int(rows[0]) * width)
+    y[:n] += factor[0] * x[:n]
+
+
 @ost.host_kernel("counter: *i32, by: i32")
 def increment(launch, counter, by):
     counter[0] += by
@@ -80,7 +91,9 @@ def number(launch, value, out):
 
 
 SOURCE = ost.Source(
-    cuda=CUDA, host=[fill, scale, halve, add, axpy, increment, number], name="tests"
+    cuda=CUDA,
+    host=[fill, scale, halve, add, axpy, axpy_rows, increment, number],
+    name="tests",
 )
 BLOCK = 128
 

@@ -17,14 +17,23 @@ def scale(launch, x, n):
     x[:n] *= np.float32(2)
 
 
+@ost.host_kernel("x: *f32, n: *const u32")
+def scale_first(launch, x, n):
+    x[: n[0]] *= np.float32(2)
+
+
 SOURCE = ost.Source(
     cuda=r"""
     extern "C" __global__ void scale(float* x, unsigned n) {
         unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
         if (i < n) x[i] *= 2.0f;
     }
+    extern "C" __global__ void scale_first(float* x, const unsigned* n) {
+        unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+        if (i < *n) x[i] *= 2.0f;
+    }
     """,
-    host=[scale],
+    host=[scale, scale_first],
     name="tiny",
 )
 EIGHT = ost.LaunchConfig(grid=1, block=8)
@@ -66,15 +75,15 @@ def test_a_graph_can_be_read_and_changed(device: Device) -> None:
 
 def test_a_step_captures_itself(device: Device) -> None:
     stream = device.create_stream()
-    double = device.modules.get_or_compile(SOURCE, "scale")
+    first = device.modules.get_or_compile(SOURCE, "scale_first")
     x = device.array(np.ones(8, np.float32))
     graphs = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
 
-    def work(stream: ost.Stream, n: int) -> None:
-        ost.launch(stream, double, EIGHT, x, n)
+    def work(stream: ost.Stream, n: int) -> None:  # n: 7 eagerly, and 8, its bucket, in the graph
+        ost.launch(stream, first, EIGHT, x, step.size("n"))  # 7, on the device
 
     step = ost.GraphedStep(work, stream=stream, cache=graphs)
-    actions = [step(n=7).action.value for _ in range(3)]  # 7 shares the bucket of 8
+    actions = [step(n=7).action.value for _ in range(3)]
     assert actions == ["eager", "build", "replay"]
-    assert x.to_numpy(stream).tolist() == [8] * 8
+    assert x.to_numpy(stream).tolist() == [8] * 7 + [1]
     assert step.statistics().launches_replayed == 2

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.cache.manifest import touches
 from ostinato.device import Device
 from ostinato.driver.api import (
     ConditionalKind,
@@ -22,6 +21,8 @@ from ostinato.driver.api import (
     NodeHandle,
 )
 from ostinato.errors import InputError
+from ostinato.graph.manifest import touches
+from ostinato.graph.shadow import Setting
 from ostinato.memory.ranges import range_of
 from tests.sources import config, kernel
 
@@ -168,10 +169,12 @@ def test_packed_arguments() -> None:
     packed = KernelArguments(bytes(8) + (4096).to_bytes(8, "little"), (), packed=True)
     params = KernelNodeParams(FunctionHandle(1), ost.LaunchConfig(1, 1), packed)
     node = ost.Node(0, NodeHandle(1), ost.NodeKind.KERNEL, "gemm", params)
-    target = ost.MemoryRange(4000, 200)
-    run = SimpleNamespace(graph=SimpleNamespace(labels={}), nodes=(node,))
-    assert touches(run, target)  # type: ignore[arg-type]
-    assert not touches(run, ost.MemoryRange(4100, 200))  # type: ignore[arg-type]
+    settings = [((), Setting(node, params, None, {}))]
+    assert touches(settings, ost.MemoryRange(4000, 200), None)
+    assert not touches(settings, ost.MemoryRange(4100, 200), None)
+    # How far the word is used is not known: up to the end of its allocation, if that is alive.
+    assert touches(settings, ost.MemoryRange(4100, 200), ost.MemoryRange(4000, 400))
+    assert not touches(settings, ost.MemoryRange(4100, 200), ost.MemoryRange(4100, 400))
 
 
 def test_words_of_adopted_graphs(device: Device, stream: ost.Stream, cache: ost.GraphCache) -> None:

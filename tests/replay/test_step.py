@@ -22,7 +22,7 @@ ROWS, WIDTH = 8, 16
 
 
 class Rows:
-    """total[r] += factor * x[r] for the rows of a bucket."""
+    """total[r] += factor * x[r] for the rows in use."""
 
     def __init__(self, device: Device, **options: object) -> None:
         self.device = device
@@ -30,7 +30,7 @@ class Rows:
         self.x = device.array(np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH))
         self.total = device.zeros((ROWS, WIDTH), np.float32)
         self.factor = ost.DeviceScalar(device.context, np.float32, initial=1, stream=self.stream)
-        self.axpy = kernel(device, "axpy")
+        self.axpy = kernel(device, "axpy_rows")
         self.slots = [
             ost.Slot("x", self.x, ost.Role.INPUT, size="rows"),
             ost.Slot("total", self.total, ost.Role.STATE, size="rows"),
@@ -44,8 +44,9 @@ class Rows:
 
     def run(self, stream: ost.Stream, rows: int) -> None:
         self.runs += 1
-        n = rows * WIDTH
-        ost.launch(stream, self.axpy, config(n), self.x, self.factor, self.total, n)
+        real = self.step.size("rows")
+        launched = config(rows * WIDTH)
+        ost.launch(stream, self.axpy, launched, self.x, self.factor, self.total, real, WIDTH)
 
     def totals(self) -> np.ndarray:
         return self.total.to_numpy(self.stream)
@@ -173,7 +174,8 @@ def test_prepare_makes_the_graph_beforehand(device: Device) -> None:
         rows.step.prepare(rows=bucket)
     assert (rows.totals() == 0).all()
     assert rows.step(rows=7).action is Action.REPLAY
-    np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))
+    np.testing.assert_array_equal(rows.totals()[:7], rows.x.to_numpy(rows.stream)[:7])
+    assert (rows.totals()[7] == 0).all()
 
 
 def test_inside_a_capture_the_work_joins_it(device: Device) -> None:
@@ -280,18 +282,76 @@ def test_profile_as_events(device: Device, tmp_path: object) -> None:
     assert 0 < p.p50 <= p.p90 <= p.p99 <= p.largest
 
 
-def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ostinato.settings import replay_settings
+def test_settings_from_the_environment() -> None:
+    from ostinato.settings import graphs_enabled, replay_settings
 
-    base = ReplaySettings(upload=True, synchronize=True)
-    assert replay_settings({}, base=base) == base
-    assert replay_settings({"OSTINATO_PROFILE": ""}).profile
-    assert not replay_settings({"OSTINATO_SKIP_UPLOAD": "1"}, base=base).upload
-    assert replay_settings({"OSTINATO_SKIP_UPLOAD": "yes"}, base=base).upload
-    assert not replay_settings({"OSTINATO_SKIP_SYNC": "1"}, base=base).synchronize
-    assert replay_settings({"OSTINATO_PROFILE_EVERY": "8"}).print_every == 8
+    off = replay_settings(environ={})
+    assert (off.upload, off.synchronize, off.profile, off.print_every) == (False, False, False, 64)
+    assert off.plain
+    profiled = {"OSTINATO_PROFILE": ""}
+    asked = replay_settings(environ=profiled)
+    assert (asked.upload, asked.synchronize, asked.profile, asked.printed) == (True,) * 4
+    assert not replay_settings(environ=profiled | {"OSTINATO_SKIP_UPLOAD": "1"}).upload
+    assert replay_settings(environ=profiled | {"OSTINATO_SKIP_UPLOAD": "yes"}).upload
+    assert not replay_settings(environ=profiled | {"OSTINATO_SKIP_SYNC": "1"}).synchronize
+    assert replay_settings(environ={"OSTINATO_PROFILE_EVERY": "8"}).print_every == 8
     with pytest.raises(ost.OstinatoError, match="OSTINATO_PROFILE_EVERY"):
-        replay_settings({"OSTINATO_PROFILE_EVERY": "none"})
+        replay_settings(environ={"OSTINATO_PROFILE_EVERY": "none"})
+    with pytest.raises(InputError, match="print_every=0"):
+        replay_settings(ReplaySettings(print_every=0))
+    assert graphs_enabled(environ={})
+    assert not graphs_enabled(environ={"OSTINATO_NO_GRAPHS": "1"})
+    assert graphs_enabled(environ={"OSTINATO_NO_GRAPHS": "yes"})
+
+
+def test_what_is_given_in_code_wins_over_the_environment() -> None:
+    from ostinato.settings import graphs_enabled, replay_settings
+
+    environ = {
+        "OSTINATO_PROFILE": "1",
+        "OSTINATO_PROFILE_EVERY": "8",
+        "OSTINATO_SKIP_UPLOAD": "1",
+        "OSTINATO_SKIP_SYNC": "1",
+        "OSTINATO_NO_GRAPHS": "1",
+    }
+    given = ReplaySettings(upload=True, synchronize=True, profile=False, print_every=3)
+    made = replay_settings(given, environ)
+    assert (made.upload, made.synchronize, made.profile, made.print_every) == (True, True, False, 3)
+    assert graphs_enabled(True, environ)
+    assert not graphs_enabled(False, {})
+
+
+def test_the_environment_switches_graphs_off(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSTINATO_NO_GRAPHS", "1")
+    rows, typed = Rows(device, warmups=0), Rows(device, warmups=0, enabled=True)
+    assert rows.step(rows=2).reason is Reason.GRAPHS_OFF
+    assert typed.step(rows=2).action is Action.BUILD
+
+
+def test_a_profile_that_is_given_collects(device: Device) -> None:
+    profile = ReplayProfile()
+    rows = Rows(device, warmups=0, profile=profile)
+    rows.step(rows=8)
+    assert profile.count == 1
+    assert profile.events[0].synchronize > 0
+    silent = Rows(device, warmups=0, profile=profile, settings=ReplaySettings(profile=False))
+    silent.step(rows=8)
+    assert profile.count == 1
+
+
+def test_the_environments_profile_is_printed(
+    device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OSTINATO_PROFILE", "")
+    monkeypatch.setenv("OSTINATO_PROFILE_EVERY", "2")
+    rows = Rows(device, warmups=0)
+    for _ in range(4):
+        rows.step(rows=8)
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 2
+    assert "replay 4 of rows" in printed[1] and "total" in printed[1]
 
 
 def test_preload_comes_before_the_first_capture_and_once(device: Device) -> None:
@@ -362,6 +422,7 @@ def test_what_is_held_and_dropped_is_let_go_outside_of_captures(device: Device) 
     held.launch()
     rows.cache.evict_all()
     with ost.capture(rows.stream):
+        ost.fill(rows.stream, rows.total, 0)
         del held
         gc.collect()
         device.context.collect()
@@ -424,8 +485,9 @@ def test_a_builder_makes_the_graph_by_itself(device: Device) -> None:
 
     def build(stream: ost.Stream, rows: int) -> ost.GraphExec:
         graph = ost.Graph.create(device)
-        n, step = rows * WIDTH, made
-        graph.add_kernel(step.axpy, config(n), step.x, step.factor, step.total, n)
+        launched, step = config(rows * WIDTH), made
+        real = step.step.size("rows")
+        graph.add_kernel(step.axpy, launched, step.x, step.factor, step.total, real, WIDTH)
         return graph.instantiate(upload=stream)
 
     made = Rows(device, builder=build)
