@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +15,17 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import CaptureError, ClosedError, InputError, UpdateRefusedError
-from ostinato.testing import HeldStream
-from tests.sources import config, kernel
+from ostinato.driver.api import MemcpyNodeParams, MemsetNodeParams
+from ostinato.errors import (
+    CaptureError,
+    ClosedError,
+    InputError,
+    UpdateRefusedError,
+    VerificationError,
+)
+from ostinato.replay import HeldReplay
+from ostinato.testing import FaultyDriver, HeldStream
+from tests.sources import config, kernel, preload
 
 N = 256
 
@@ -349,3 +360,1064 @@ def test_arguments_launched_before_go_where_they_are_launched_now(
     run = capture.graph.instantiate(upload=other)
     run.launch(other)
     np.testing.assert_array_equal(x.to_numpy(other), np.full(N, 16))
+
+
+# ---------------------------------------------------------------------------- whose graph it is
+
+
+def count_step(
+    device: Device, counter: ost.Buffer, cache: ost.GraphCache, by: int, **options: object
+) -> ost.GraphedStep:
+    """counter += by."""
+    increment = kernel(device, "increment")
+    options.setdefault("stream", device.create_stream())
+    return ost.GraphedStep(
+        lambda stream: ost.launch(stream, increment, config(1), counter, by),
+        cache=cache,
+        **options,
+    )
+
+
+def test_two_steps_in_one_cache_have_graphs_of_their_own(device: Device) -> None:
+    """Two lambdas of one place have one name."""
+    x, y, cache = device.zeros(1, np.int32), device.zeros(1, np.int32), ost.GraphCache(device)
+    a, b = count_step(device, x, cache, 7), count_step(device, y, cache, 9)
+    for _ in range(3):
+        a()
+        b()
+    device.synchronize()
+    assert [device.to_numpy(v)[0] for v in (x, y)] == [21, 27]
+
+
+def test_two_instances_of_one_method_have_graphs_of_their_own(device: Device) -> None:
+    class Model:
+        def __init__(self, by: int) -> None:
+            self.counter, self.by = device.zeros(1, np.int32), by
+
+        def forward(self, stream: ost.Stream) -> None:
+            ost.launch(stream, kernel(device, "increment"), config(1), self.counter, self.by)
+
+    cache, models = ost.GraphCache(device), [Model(2), Model(5)]
+    steps = [
+        ost.GraphedStep(m.forward, stream=device.create_stream(), cache=cache, name="model")
+        for m in models
+    ]
+    for _ in range(4):
+        for step in steps:
+            step()
+    assert [device.to_numpy(m.counter)[0] for m in models] == [8, 20]
+
+
+def test_graphs_are_shared_only_if_that_is_asked_for(device: Device) -> None:
+    counter, cache = device.zeros(1, np.int32), ost.GraphCache(device)
+    first = count_step(device, counter, cache, 1, share="count")
+    other = count_step(device, counter, cache, 1, share="count")
+    first()
+    first()
+    other()
+    assert other.statistics().replayed == 1
+    assert len(cache) == 1
+    assert device.to_numpy(counter)[0] == 3
+
+
+def test_a_step_that_is_gone_leaves_no_graph_for_the_next(device: Device) -> None:
+    counter, cache = device.zeros(1, np.int32), ost.GraphCache(device)
+    for by in (1, 10):
+        step = count_step(device, counter, cache, by)
+        for _ in range(3):
+            step()
+        del step
+        gc.collect()
+        device.synchronize()
+        assert len(cache) == 0
+    assert device.to_numpy(counter)[0] == 33
+
+
+def test_an_empty_cache_is_not_false(device: Device) -> None:
+    assert ost.GraphCache(device)
+
+
+# -------------------------------------------------------------------- work that is not in the graph
+
+
+def test_work_on_another_stream_is_not_lost(device: Device) -> None:
+    """Five steps of x += 1, all of them on a stream that is not the step's."""
+    counter, side = device.zeros(1, np.int32), device.create_stream()
+    increment = kernel(device, "increment")
+    for verify in ("off", "first", 1):
+        step = ost.GraphedStep(
+            lambda stream: ost.launch(side, increment, config(1), counter, 1),
+            stream=device.create_stream(),
+            cache=ost.GraphCache(device),
+            slots=[ost.Slot("counter", counter, ost.Role.STATE)],
+            verify=verify,
+        )
+        device.synchronize()
+        before = device.to_numpy(counter)[0]
+        for _ in range(5):
+            step()
+            device.synchronize()
+        assert device.to_numpy(counter)[0] == before + 5
+        (why,) = step.statistics().quarantined.values()
+        assert "increment went to" in why and "test_footguns.py" in why
+
+
+def test_half_the_work_on_another_stream_is_not_lost(device: Device) -> None:
+    x, counter = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    side, increment = device.create_stream(), kernel(device, "increment")
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, increment, config(1), x, 1)
+        ost.launch(side, increment, config(1), counter, 1)
+
+    step = ost.GraphedStep(work, stream=device.create_stream(), cache=ost.GraphCache(device))
+    for _ in range(5):
+        step()
+    assert [device.to_numpy(v)[0] for v in (x, counter)] == [5, 5]
+
+
+@pytest.mark.parametrize("call", ["copy", "host copy", "graph", "staged"])
+def test_other_kinds_of_work_do_not_escape_either(device: Device, call: str) -> None:
+    x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    stream, side = device.create_stream(), device.create_stream()
+    increment = kernel(device, "increment")
+    value = ost.DeviceScalar(device.context, np.int32, initial=0, stream=side)
+    run = ost.capture_function(
+        side, lambda: ost.launch(side, increment, config(1), y, 1)
+    ).instantiate(upload=side)
+    calls = {
+        "copy": lambda: ost.copy(side, y, x),
+        "host copy": lambda: y.copy_from([7], side),
+        "graph": lambda: run.launch(side),
+        "staged": lambda: value.set(3, side),
+    }
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, increment, config(1), x, 1)
+        calls[call]()
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), warmups=0)
+    side.synchronize()
+    seen = []
+    for _ in range(3):
+        step()
+        device.synchronize()
+        seen.append((device.to_numpy(x)[0], device.to_numpy(y)[0]))
+    assert [a for a, _ in seen] == [1, 2, 3]
+    if call == "graph":
+        assert [b for _, b in seen] == [1, 2, 3]  # once a call: not once more for the capture
+    assert step.statistics().replayed == 0
+
+
+def test_an_operation_that_only_the_warm_up_does_is_missed(device: Device) -> None:
+    """What is cached on the host by the first run is not in the graph (vLLM PR 42444)."""
+    x, plan, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    planned = []
+
+    def work(stream: ost.Stream) -> None:
+        if not planned:
+            ost.launch(stream, kernel(device, "add"), config(N), x, x, plan, N)
+            planned.append(True)
+        ost.launch(stream, kernel(device, "add"), config(N), x, plan, out, N)
+
+    step = ost.GraphedStep(work, stream=device.create_stream(), cache=ost.GraphCache(device))
+    for _ in range(3):
+        step()
+    (why,) = step.statistics().quarantined.values()
+    assert "1 operations, the eager run before had 2: add at" in why
+    assert "test_footguns.py" in why
+
+
+def test_a_capture_without_work_is_an_error(device: Device, stream: ost.Stream) -> None:
+    with pytest.raises(CaptureError, match="nothing was captured"), ost.capture(stream):
+        pass
+    assert not stream.is_capturing
+    empty = ost.Graph.create(device).instantiate()
+    with pytest.raises(InputError, match="no nodes"):
+        ost.GraphCache(device).install("nothing", empty)
+
+
+# ------------------------------------------------------------------------------- recorded graphs
+
+
+def test_a_forked_stream_is_recorded(device: Device) -> None:
+    """Capture gives 5, 10, 15; so does the recording."""
+    stream, side = device.create_stream(), device.create_stream()
+    x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, increment, config(1), x, 1)
+        side.wait(stream.record())
+        ost.launch(side, increment, config(1), y, 5)
+        stream.wait(side.record())
+        ost.launch(stream, increment, config(1), x, 1)
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), build="record")
+    for calls in range(1, 5):
+        step()
+        device.synchronize()
+        assert [device.to_numpy(v)[0] for v in (x, y)] == [2 * calls, 5 * calls]
+    assert step.statistics().replayed == 3
+
+
+@pytest.mark.parametrize("kind", ["host copy", "scalar", "side stream", "waits", "timing event"])
+def test_what_cannot_be_recorded_breaks_the_recording(device: Device, kind: str) -> None:
+    stream, side = device.create_stream(), device.create_stream()
+    x, y = device.zeros(N, np.float32), device.zeros(N, np.float32)
+    scalar = ost.DeviceScalar(device.context, np.float32, initial=0, stream=stream)
+    values, outside = [], side.record()
+    breaks = {
+        "host copy": lambda: y.copy_from(np.full(N, values[-1], np.float32), stream),
+        "scalar": lambda: scalar.set(values[-1], stream),
+        "side stream": lambda: ost.fill(side, y, values[-1]),
+        "waits": lambda: stream.wait(outside),
+        "timing event": lambda: stream.record(),
+    }
+
+    def work(stream: ost.Stream) -> None:
+        values.append(float(len(values)))
+        breaks[kind]()
+        ost.launch(stream, kernel(device, "axpy"), config(N), y, scalar, x, N)
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), build="record")
+    for _ in range(3):
+        step()
+    assert len(values) == 3, "each call ran"
+    (why,) = step.statistics().quarantined.values()
+    assert "the recording was broken at" in why and "test_footguns.py" in why
+
+
+def test_a_recorded_launch_of_a_changed_graph_is_not_its_definition(device: Device) -> None:
+    stream, x = device.create_stream(), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, increment, config(1), x, 1)
+    ).instantiate(upload=stream)
+    run.patch(0, "by", 10)
+    step = ost.GraphedStep(run.launch, stream=stream, cache=ost.GraphCache(device), build="record")
+    for calls in range(1, 4):
+        step()
+        assert x.to_numpy(stream)[0] == 10 * calls
+
+
+def test_a_recorded_run_that_raises_is_not_tried_again(device: Device) -> None:
+    stream, x, fail = device.create_stream(), device.zeros(1, np.int32), [True]
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
+        if fail:
+            fail.clear()
+            raise ZeroDivisionError("mine")
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), build="record")
+    with pytest.raises(ZeroDivisionError):
+        step()
+    for _ in range(2):
+        assert step().action.value == "eager"
+    assert x.to_numpy(stream)[0] == 3
+    assert "mine" in str(step.statistics().quarantined)
+
+
+# ------------------------------------------------------------------------------- other threads
+
+
+def in_thread(work: Callable[[], object]) -> BaseException | None:
+    """Runs `work` on a thread to its end; what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it hangs"
+    return raised[0] if raised else None
+
+
+def test_another_threads_work_does_not_join_a_capture(device: Device, stream: ost.Stream) -> None:
+    x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    with ost.capture(stream) as capture:
+        ost.launch(stream, increment, config(1), x, 1)
+        for call in (
+            lambda: ost.launch(stream, increment, config(1), y, 1),
+            lambda: ost.fill(stream, y, 3),
+            stream.synchronize,
+            lambda: y.to_numpy(stream),
+            stream.record,
+        ):
+            error = in_thread(call)
+            assert isinstance(error, CaptureError) and "another thread" in str(error)
+    assert len(capture.graph) == 1  # neither joined nor broken
+    capture.graph.instantiate().launch(stream)
+    assert [v.to_numpy(stream)[0] for v in (x, y)] == [1, 0]
+
+
+def test_two_threads_steps_on_one_stream_take_turns(device: Device) -> None:
+    stream, cache = device.create_stream(), ost.GraphCache(device)
+    x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    inside, increment = threading.Event(), kernel(device, "increment")
+    first, joined = [], []
+
+    def slowly(stream: ost.Stream) -> None:
+        ost.launch(stream, increment, config(1), x, 1)
+        if first and stream.is_capturing:
+            inside.set()
+            time.sleep(0.05)  # the other thread's step comes now
+            joined.append(len(stream.capture_info.dependencies))
+        first.append(True)
+
+    a = ost.GraphedStep(slowly, stream=stream, cache=cache)
+    b = count_step(device, y, cache, 1, stream=stream)
+
+    def other() -> None:
+        assert inside.wait(30)
+        b()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for _ in range(4):
+        a()
+    thread.join(60)
+    assert not thread.is_alive()
+    device.synchronize()
+    assert [device.to_numpy(v)[0] for v in (x, y)] == [4, 1]
+    assert joined == [1]
+
+
+def test_two_objects_of_one_stream_are_one_stream(device: Device, stream: ost.Stream) -> None:
+    """Two adoptions of one foreign stream, say."""
+    x, again = ones(device), ost.Stream(device.context, stream.handle, owned=False, owner=stream)
+    assert again.turn is stream.turn
+    with ost.capture(stream):
+        ost.fill(stream, x, 1)
+        error = in_thread(lambda: ost.fill(again, x, 2))
+        assert isinstance(error, CaptureError)
+
+
+# ----------------------------------------------------------------------- checks that see everything
+
+
+def checked_step(
+    device: Device,
+    work: Callable[..., object],
+    slots: list[ost.Slot],
+    **options: object,
+) -> ost.GraphedStep:
+    """A step that is checked as often as can be, unless the options say otherwise."""
+    options = {"verify": 1, "warmups": 0, **options}
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(16))
+    stream = device.create_stream()
+    return ost.GraphedStep(work, stream=stream, cache=cache, slots=slots, **options)
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+@pytest.mark.parametrize("verify", ["first", 1])
+def test_rows_of_a_state_that_padding_writes_are_found(
+    device: Device, build: str, verify: object
+) -> None:
+    """acc[:rows] += 1 with the bucketed rows: batches 3, 3, 3, 4, 4 gave [5 5 5 5]."""
+    acc, one = device.zeros(4, np.float32), device.array(np.ones(4, np.float32))
+    factor = device.array(np.ones(1, np.float32))
+
+    def work(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, kernel(device, "axpy"), config(rows), one, factor, acc, rows)
+
+    slots = [ost.Slot("acc", acc, ost.Role.STATE, size="rows")]
+    step = checked_step(device, work, slots, build=build, verify=verify)
+    decisions = [step(rows=rows) for rows in (3, 3, 3, 4, 4)]
+    assert acc.to_numpy(step.stream).tolist() == [5, 5, 5, 2]
+    assert "padding rows of a state" in decisions[0].detail
+    strict = checked_step(device, work, slots, build=build, verify=verify, strict=True)
+    with pytest.raises(VerificationError, match="padding rows of a state"):
+        strict(rows=3)
+    assert acc.to_numpy(step.stream).tolist() == [5, 5, 5, 2], "an error has changed nothing"
+
+
+@pytest.mark.parametrize("made", ["prepared", "recorded", "held"])
+def test_a_graph_is_checked_however_it_was_made(device: Device, made: str) -> None:
+    x, value = ones(device), [1.0]
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "fill"), config(N), x, value[0], N)
+
+    build = "record" if made == "recorded" else "capture"
+    slots = [ost.Slot("x", x, ost.Role.OUTPUT)]
+    step = checked_step(device, work, slots, verify="first", strict=True, build=build)
+    if made == "prepared":
+        step.prepare()
+    elif made == "held":
+        assert not isinstance(step.hold(), HeldReplay)  # a call would do more: it checks
+        step.prepare()
+        assert not isinstance(step.hold(), HeldReplay)
+    else:
+        step()
+    value[0] = 2.0
+    with pytest.raises(VerificationError, match="changed since its capture"):
+        step()
+
+
+def test_a_graph_that_writes_nothing_is_found(device: Device) -> None:
+    """The output holds the right answer already: that of the call before."""
+    x, out, other = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    where = [out]
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "add"), config(N), x, x, where[0], N)
+
+    slots = [ost.Slot("x", x, ost.Role.INPUT), ost.Slot("out", out, ost.Role.OUTPUT)]
+    step = checked_step(device, work, slots, verify="first", strict=True)
+    work(step.stream)
+    where[0] = other
+    step.prepare()
+    where[0] = out
+    with pytest.raises(VerificationError, match="slot 'out'"):
+        step()
+
+
+def test_an_output_that_no_run_writes_is_found(device: Device) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "scale"), config(N), x, N)
+
+    slots = [ost.Slot("x", x, ost.Role.STATE), ost.Slot("out", out, ost.Role.OUTPUT)]
+    step = checked_step(device, work, slots)
+    assert "neither run writes it" in step().detail
+    assert (x.to_numpy(step.stream) == 2).all()
+
+
+def test_an_input_that_is_written_is_found(device: Device) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
+        ost.launch(stream, kernel(device, "scale"), config(N), x, N)
+
+    slots = [ost.Slot("x", x, ost.Role.INPUT), ost.Slot("out", out, ost.Role.OUTPUT)]
+    step = checked_step(device, work, slots)
+    seen = []
+    for _ in range(3):
+        decision = step()
+        seen.append((x.to_numpy(step.stream)[0], out.to_numpy(step.stream)[0]))
+    assert seen == [(2, 2), (4, 4), (8, 8)], "the check takes nothing back"
+    assert "changes an input" in decision.detail
+
+
+def test_slots_that_overlap_are_refused(device: Device) -> None:
+    x = ones(device)
+    slots = [ost.Slot("all", x, ost.Role.STATE), ost.Slot("part", x[0:2], ost.Role.INPUT)]
+    with pytest.raises(InputError, match="overlap"):
+        checked_step(device, lambda stream: None, slots)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int8, np.bool_, np.float16])
+def test_padding_of_every_type_is_poisoned(device: Device, dtype: type) -> None:
+    """Zeros in the padding hide a sum over all rows of the bucket."""
+    x = device.zeros(8, dtype)
+    out = device.zeros(1, np.float32)
+
+    @ost.host_kernel("x: *const u8, n: u32, out: *f32")
+    def total(launch, x, n, out):
+        out[0] = float(x[:n].sum(dtype=np.float64))
+
+    text = """extern "C" __global__ void total(const unsigned char* x, unsigned n, float* out) {
+        float s = 0; for (unsigned i = 0; i < n; ++i) s += x[i]; *out = s; }"""
+    source = ost.Source(cuda=text, host=[total], name="total")
+    summed = device.modules.get_or_compile(source, "total")
+
+    def work(stream: ost.Stream, rows: int) -> None:
+        nbytes = rows * np.dtype(dtype).itemsize
+        ost.launch(stream, summed, ost.LaunchConfig(1, 1), x, nbytes, out)
+
+    slots = [ost.Slot("x", x, ost.Role.INPUT, size="rows"), ost.Slot("out", out, ost.Role.OUTPUT)]
+    step = checked_step(device, work, slots)
+    x.copy_from(np.array([1, 1, 0, 0, 0, 0, 0, 0], dtype), step.stream)
+    expected = float(x.to_numpy(step.stream)[:3].view(np.uint8).sum())
+    decision = step(rows=3)
+    assert "padding" in decision.detail
+    assert out.to_numpy(step.stream)[0] == expected
+    assert x.to_numpy(step.stream).tolist() == np.array([1, 1, 0, 0, 0, 0, 0, 0], dtype).tolist()
+
+
+def test_a_first_check_without_padding_is_repeated_with_some(device: Device) -> None:
+    x, out = device.array(np.ones((4, 4), np.float32)), device.zeros(4, np.float32)
+
+    def work(stream: ost.Stream, rows: int) -> None:  # the last row of the bucket reaches row 0
+        ost.launch(stream, kernel(device, "add"), config(4), x, x[rows - 1], out, 4)
+
+    slots = [ost.Slot("x", x, ost.Role.INPUT, size="rows"), ost.Slot("out", out, ost.Role.OUTPUT)]
+    step = checked_step(device, work, slots, verify="first")
+    assert step(rows=4).action.value == "build"
+    assert "padding" in step(rows=3).detail
+
+
+def test_state_that_no_slot_declares_advances_once_a_call(device: Device) -> None:
+    for verify in ("first", 1):
+        hidden, x = device.zeros(1, np.int32), ones(device)
+
+        def work(stream: ost.Stream, hidden: ost.Buffer = hidden, x: ost.Buffer = x) -> None:
+            ost.launch(stream, kernel(device, "scale"), config(N), x, N)
+            ost.launch(stream, kernel(device, "increment"), config(1), hidden, 1)
+
+        step = checked_step(device, work, [ost.Slot("x", x, ost.Role.STATE)], verify=verify)
+        for calls in range(1, 6):
+            step()
+            assert hidden.to_numpy(step.stream)[0] == calls
+        assert step.statistics().quarantined == {}
+        checked = step.statistics().last_check
+        assert checked is not None and (checked.undeclared, checked.skipped) == (4, 0)
+
+
+def test_memory_over_the_limit_of_a_check_is_said(device: Device) -> None:
+    hidden, x = device.zeros(1000, np.float32), ones(device)
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "scale"), config(N), x, N)
+        ost.launch(stream, kernel(device, "fill"), config(1000), hidden, 3.0, 1000)
+
+    slots = [ost.Slot("x", x, ost.Role.STATE)]
+    step = checked_step(device, work, slots, check_limit="1 KiB")
+    step()
+    checked = step.statistics().last_check
+    assert checked is not None and (checked.undeclared, checked.skipped) == (0, 4000)
+
+
+def test_undeclared_memory_that_differs_is_found(device: Device) -> None:
+    """The step writes another buffer than its graph does, and no slot is either."""
+    x, buffers = ones(device), [device.zeros(N, np.float32), device.zeros(N, np.float32)]
+    which = [0]
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "scale"), config(N), x, N)
+        ost.launch(stream, kernel(device, "add"), config(N), x, x, buffers[which[0]], N)
+
+    step = checked_step(device, work, [ost.Slot("x", x, ost.Role.STATE)], strict=True)
+    step()
+    which[0] = 1
+    with pytest.raises(VerificationError, match="no slot declares"):
+        step()
+
+
+def test_a_check_that_raises_leaves_everything_as_it_was(device: Device) -> None:
+    x = device.array(np.arange(8, dtype=np.float32))
+    acc, fail = device.zeros(8, np.float32), [False]
+    factor = device.array(np.ones(1, np.float32))
+
+    def work(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, kernel(device, "axpy"), config(rows), x, factor, acc, 3)
+        if fail[0]:
+            raise ZeroDivisionError("mine")
+
+    slots = [
+        ost.Slot("x", x, ost.Role.INPUT, size="rows"),
+        ost.Slot("acc", acc, ost.Role.STATE),
+    ]
+    step = checked_step(device, work, slots)
+    step(rows=3)
+    before = [b.to_numpy(step.stream) for b in (x, acc)]
+    fail[0] = True
+    with pytest.raises(ZeroDivisionError):
+        step(rows=3)
+    for buffer, values in zip((x, acc), before, strict=True):
+        np.testing.assert_array_equal(buffer.to_numpy(step.stream), values)
+
+
+def test_two_branches_that_nothing_orders_are_found(device: Device) -> None:
+    """The fork is recorded before the producer: right on most days."""
+    stream, side = device.create_stream(), device.create_stream()
+    x, y, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
+
+    def work(stream: ost.Stream, early: bool) -> None:
+        fork = stream.record()
+        ost.launch(stream, kernel(device, "add"), config(N), x, x, y, N)
+        if not early:
+            fork = stream.record()
+        side.wait(fork)
+        ost.launch(side, kernel(device, "add"), config(N), y, y, out, N)
+        stream.wait(side.record())
+
+    slots = [
+        ost.Slot("x", x, ost.Role.INPUT),
+        ost.Slot("y", y, ost.Role.SCRATCH),
+        ost.Slot("out", out, ost.Role.OUTPUT),
+    ]
+    for early in (False, True):
+        step = ost.GraphedStep(
+            lambda stream, early=early: work(stream, early),
+            stream=stream,
+            cache=ost.GraphCache(device),
+            slots=slots,
+            verify="first",
+            warmups=0,
+        )
+        assert ("nothing orders" in step().detail) is early
+
+
+# ----------------------------------------------------------------- changes of the wrong extent
+
+
+def two_rows(device: Device) -> tuple[ost.GraphExec, ost.Buffer, ost.Buffer]:
+    """A graph that copies 2 rows of 4 bytes, 8 bytes apart, and fills two such rows."""
+    src, dst = device.array(np.arange(16, dtype=np.uint8)), device.zeros(16, np.uint8)
+    graph = ost.Graph.create(device)
+    params = MemcpyNodeParams(dst.address, src.address, 4, 2, 1, 8, 8)
+    node = graph.add(params, keep=(src, dst))
+    graph.add(MemsetNodeParams(dst.address, 1, 1, 4, 2, 8), [node], keep=(dst,))
+    return graph.instantiate(), src, dst
+
+
+def test_a_copy_and_a_fill_of_rows_are_not_set_from_buffers(device: Device) -> None:
+    run, src, dst = two_rows(device)
+    before = [run.params(0), run.params(1)]
+    with pytest.raises(UpdateRefusedError, match="2 rows"):
+        run.set_memcpy(0, dst, src)
+    with pytest.raises(UpdateRefusedError, match="2 rows"):
+        run.set_memset(1, dst, 0)
+    assert [run.params(0), run.params(1)] == before
+
+
+@pytest.mark.parametrize(("value", "size"), [(0, 4), (0, 3), (0, 0), (256, 1), (-1, 1)])
+def test_a_fill_that_does_not_come_out_even_is_refused(
+    device: Device, stream: ost.Stream, value: int, size: int
+) -> None:
+    ten = device.zeros(10, np.uint8)
+    run = ost.capture_function(stream, lambda: ost.fill(stream, ten, 3)).instantiate()
+    with pytest.raises(InputError):
+        run.set_memset(0, ten, value, size)
+    run.launch(stream)
+    assert (ten.to_numpy(stream) == 3).all()
+
+
+@pytest.mark.parametrize("given", ["buffer", "address"])
+def test_a_rebind_to_less_memory_than_a_launch_uses_is_refused(
+    device: Device, stream: ost.Stream, given: str
+) -> None:
+    x, out, tiny = ones(device), device.zeros(N, np.float32), device.zeros(4, np.float32)
+    argument = x if given == "buffer" else x.address
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), argument, x, out, N)
+    ).instantiate()
+    with pytest.raises(InputError, match="nothing was changed"):
+        run.rebind({x: tiny})
+    with pytest.raises(InputError, match="nothing was changed"):
+        run.rebind({x[0:4]: tiny})  # the launch was given more than that
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+
+
+def test_a_rebind_says_what_reaches_into_the_range_from_outside(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
+    ).instantiate()
+    report = run.rebind({x[N // 2 :]: y})
+    assert report.words == () and len(report.left) == 2
+    assert "reaches into it" in report.left[0].why
+
+
+def test_another_function_does_not_keep_the_old_ones_signature(
+    device: Device, stream: ost.Stream
+) -> None:
+    """`number(value: u64, out)` in place of a kernel whose first argument is a pointer."""
+    x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
+    big = device.zeros(N, np.uint64)
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "scale"), config(1), x, N)
+    ).instantiate()
+    other = ost.prepare(kernel(device, "axpy"), config(N), x, y, out, 5)
+    run.set_params(0, other.params, keep=other.keep)
+    with pytest.raises(InputError, match="no signature"):
+        run.patch(0, "n", 3)
+    run.set_params(0, other)
+    run.patch(0, "n", 3)  # the operation brings its own
+    run.launch(stream)
+    assert out.to_numpy(stream)[:5].tolist() == [1, 1, 1, 0, 0]
+    number = ost.prepare(kernel(device, "number"), config(1), x.address + 4, big)
+    run.set_params(0, number)
+    report = run.rebind({x: y})
+    assert (len(report.words), len(report.left)) == (0, 1), "a number stays a number"
+    run.launch(stream)
+    assert big.to_numpy(stream)[0] == x.address + 4
+
+
+def test_nodes_inside_others_are_patched_where_they_are(device: Device) -> None:
+    stream, x = device.create_stream(), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    inner = ost.capture_function(stream, lambda: ost.launch(stream, increment, config(1), x, 1))
+    graph = ost.Graph.create(device)
+    graph.add_child(inner)
+    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
+    with ost.capture(stream, into=branch.bodies[0]):
+        ost.launch(stream, increment, config(1), x, 100)
+    run = graph.instantiate()
+    child, body = run.nodes[0].children[0][0], run.nodes[1].children[0][0]
+    run.patch(child, "by", 5)
+    run.patch(body, "by", 700)
+    run.launch(stream)
+    assert x.to_numpy(stream)[0] == 705
+    assert (run.params(child), run.params(body)) != (child.params, body.params)
+    stranger = ost.capture_function(
+        stream, lambda: ost.launch(stream, increment, config(1), x, 1)
+    ).nodes[0]
+    with pytest.raises(InputError, match="not of the graph"):
+        run.patch(stranger, "by", 1)
+
+
+# ------------------------------------------------------------- memory that is closed under a graph
+
+
+def test_what_points_at_closed_memory_does_not_run(device: Device, stream: ost.Stream) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+    graph = ost.capture_function(stream, lambda: ost.launch(stream, add, config(N), x, x, out, N))
+    run = graph.instantiate(upload=stream)
+    run.launch(stream)
+    stream.synchronize()
+    x.close()
+    device.synchronize()
+    others = [device.array(np.full(N, 9, np.float32)) for _ in range(4)]  # one may have its place
+    for _ in range(2):
+        with pytest.raises(ClosedError, match=r"node 0 \(add\) argument 0"):
+            run.launch(stream)
+    with pytest.raises(ClosedError):
+        graph.instantiate()
+    with pytest.raises(ClosedError):
+        ost.launch(stream, add, config(N), x, x, out, N)
+    assert (out.to_numpy(stream) == 2).all()
+    run.rebind({x: others[0]})
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 18).all()
+
+
+@pytest.mark.parametrize("kind", ["view", "pool", "state", "address"])
+def test_closed_memory_is_seen_through_what_stands_for_it(
+    device: Device, stream: ost.Stream, kind: str
+) -> None:
+    out, pool = device.zeros(N, np.float32), device.pool(reserve=4096)
+    base = ones(device)
+    state = ost.DeviceArray(device.context, N, np.float32)
+    state.set(np.ones(N, np.float32), stream)
+    owner, argument = {
+        "view": (base, base[:]),
+        "pool": (pool, pool.empty(N, np.float32)),
+        "state": (state, state),
+        "address": (base, base.address),
+    }[kind]
+    run = ost.capture_function(
+        stream,
+        lambda: ost.launch(stream, kernel(device, "add"), config(N), argument, out, out, N),
+    ).instantiate()
+    run.launch(stream)
+    owner.close()
+    with pytest.raises(ClosedError):
+        run.launch(stream)
+
+
+def test_memory_behind_a_plain_address_lives_with_the_graph(
+    device: Device, stream: ost.Stream
+) -> None:
+    out = device.zeros(N, np.float32)
+
+    def captured() -> tuple[ost.GraphExec, int]:
+        x = ones(device)
+        with ost.capture(stream) as capture:
+            add = kernel(device, "add")
+            ost.launch(stream, add, config(N), x.address, x.address, out, N)
+        return capture.graph.instantiate(), x.address
+
+    run, address = captured()
+    gc.collect()
+    device.synchronize()
+    assert all(device.array(np.full(N, 9, np.float32)).address != address for _ in range(8))
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+
+
+def test_a_step_makes_its_graph_again_once_memory_of_it_is_closed(device: Device) -> None:
+    out, stream = device.zeros(N, np.float32), device.create_stream()
+    weights = [ones(device)]
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "add"), config(N), weights[0], weights[0], out, N)
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device))
+    for _ in range(3):
+        step()
+    weights[0].close()
+    weights[0] = device.array(np.full(N, 5, np.float32))
+    assert step().action.value == "build"
+    assert (out.to_numpy(stream) == 10).all()
+
+
+def test_closing_memory_in_a_host_function_destroys_nothing_there(
+    device: Device, stream: ost.Stream
+) -> None:
+    x = device.zeros(1 << 20, np.uint8)
+    device.synchronize()
+    free = device.memory_info()[0]
+    stream.call(x.close)
+    stream.synchronize()
+    device.synchronize()
+    assert x.closed
+    assert device.context.retired == 0
+    assert device.memory_info()[0] >= free + (1 << 20) or device.name != "host"
+
+
+# -------------------------------------------------------------------- what points into a buffer
+
+
+def test_a_plain_address_reaches_to_the_end_of_its_allocation(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    cache = ost.GraphCache(device)
+    run = ost.capture_function(
+        stream,
+        lambda: ost.launch(stream, kernel(device, "add"), config(N), x.address, out, out, N),
+    ).instantiate()
+    cache.install("sum", run)
+    assert cache.touching(x[N // 2 :]) == ["sum"]
+    assert cache.evict_touching(x[N // 2 :]) == ["sum"]
+
+
+def test_a_patched_pointer_reaches_as_far_as_what_it_was_patched_to(
+    device: Device, stream: ost.Stream
+) -> None:
+    small, large, out = device.zeros(4, np.float32), ones(device), device.zeros(N, np.float32)
+    cache = ost.GraphCache(device)
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), small, out, out, 4)
+    ).instantiate()
+    cache.install("sum", run)
+    run.patch(0, "a", large)
+    assert cache.touching(large[N - 4 :]) == ["sum"]
+    assert cache.touching(small) == []
+    run.patch(0, "a", large.address)
+    assert cache.touching(large[N - 4 :]) == ["sum"]
+
+
+def test_an_adopted_graph_is_seen_to_touch_memory(device: Device, stream: ost.Stream) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    own = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, out, out, N)
+    )
+    foreign = ost.Graph.adopt(device, own.handle, owner=own)  # nothing is known of its nodes
+    cache = ost.GraphCache(device)
+    cache.install("foreign", foreign.instantiate())
+    assert cache.touching(x[N // 2 :]) == ["foreign"]
+    assert cache.touching(device.zeros(4)) == []
+
+
+# ------------------------------------------------------------------------------ numbers and sizes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(np.int32, 1.5), (np.uint8, 256), (np.uint8, -1), (np.float32, 1e300), (np.float16, 1e5)],
+)
+def test_a_number_that_does_not_fit_is_refused_everywhere(
+    device: Device, stream: ost.Stream, dtype: type, value: float
+) -> None:
+    x = device.zeros(8, dtype)
+    scalar = ost.DeviceScalar(device, dtype)
+    for refused in (
+        lambda: ost.fill(stream, x, value),
+        lambda: scalar.set(value, stream),
+        lambda: ost.DeviceArray(device, 2, dtype).set([0, value], stream),
+    ):
+        with pytest.raises(InputError):
+            refused()
+    if np.dtype(dtype) == np.float32:
+        with pytest.raises(InputError, match="value"):
+            ost.launch(stream, kernel(device, "fill"), config(8), x, value, 8)
+        run = ost.capture_function(
+            stream, lambda: ost.launch(stream, kernel(device, "fill"), config(8), x, 2.0, 8)
+        ).instantiate()
+        with pytest.raises(InputError, match="value"):
+            run.patch(0, "value", value)
+    assert (x.to_numpy(stream) == 0).all()
+
+
+def test_infinity_that_is_meant_is_kept(device: Device, stream: ost.Stream) -> None:
+    x = ones(device)
+    ost.fill(stream, x, float("-inf"))
+    assert (x.to_numpy(stream) == -np.inf).all()
+    scalar = ost.DeviceScalar(device, np.float32, initial=np.inf, stream=stream)
+    assert scalar.read(stream) == np.inf
+    with pytest.raises(InputError):
+        ost.DeviceScalar(device, np.int32).set(np.inf, stream)
+
+
+@pytest.mark.parametrize("size", [-1, 2.5, "3", None, True, [1]])
+def test_what_is_no_size_is_an_error_and_not_over_a_bucket(device: Device, size: object) -> None:
+    x = device.zeros(1, np.int32)
+    step = count_step(device, x, ost.GraphCache(device), 1)
+    step.run = lambda stream, n: None
+    for call in (step, step.prepare, step.hold, step.key):
+        with pytest.raises(InputError, match="n="):
+            call(n=size)
+
+
+def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:
+    x = device.array(np.ones((8, 4), np.float32))
+
+    def work(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, kernel(device, "scale"), config(rows * 4), x, rows * 4)
+
+    cache = ost.GraphCache(device, buckets=ost.ExplicitBuckets([5, 10]))
+    step = ost.GraphedStep(
+        work,
+        stream=device.create_stream(),
+        cache=cache,
+        slots=[ost.Slot("x", x, ost.Role.STATE, size="rows")],
+        warmups=0,
+    )
+    with pytest.raises(InputError, match="only 8 rows"):
+        step(rows=9)
+    assert step(rows=8).reason.name == "OVER_SLOT", "the bucket of 10 would reach over the end"
+    assert (x.to_numpy(step.stream) == 2).all()
+
+
+def test_other_buckets_are_other_graphs(device: Device) -> None:
+    x, cache = device.zeros(1, np.int32), ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+    step = count_step(device, x, cache, 1)
+    step.run = lambda stream, n: ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
+    before = step.key(n=3)
+    cache.buckets = ost.ExplicitBuckets([3, 8])
+    assert step.key(n=3) != before
+
+
+def test_a_step_forgets_sizes_that_it_has_not_seen_for_long(host_device: Device) -> None:
+    x = host_device.zeros(1, np.int32)
+    step = count_step(host_device, x, ost.GraphCache(host_device), 1, enabled=False)
+    step.run = lambda stream, n: None
+    tracemalloc.start()
+    try:
+        for n in range(5_000):
+            step(n=n)
+        first = tracemalloc.get_traced_memory()[0]
+        for n in range(5_000, 20_000):
+            step(n=n)
+        assert tracemalloc.get_traced_memory()[0] < first + (1 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+# ------------------------------------------------------------------------- three that no test saw
+
+
+def test_a_pointer_is_rebound_from_where_it_points_now(device: Device, stream: ost.Stream) -> None:
+    """A second rebind works on what the first one set, and undo too."""
+    x, y, z, out = (device.array(np.full(N, v, np.float32)) for v in (1, 2, 3, 0))
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
+    ).instantiate()
+    for old, new, expected in ((x, y, 4), (y, z, 6), (z, x, 2)):
+        assert len(run.rebind({old: new}).words) == 2
+        assert run.rebind({old: new}).words == (), "nothing points there any more"
+        run.launch(stream)
+        assert (out.to_numpy(stream) == expected).all()
+    run.patch(0, "a", z)
+    assert len(run.rebind({x: y}).words) == 1
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 5).all()
+
+
+def test_a_graph_that_is_held_outlives_an_eviction_by_budget(
+    device: Device, stream: ost.Stream
+) -> None:
+    counter, cache = device.zeros(1, np.int32), ost.GraphCache(device, budget=1)
+
+    def make(by: int) -> ost.GraphExec:
+        return ost.capture_function(
+            stream, lambda: ost.launch(stream, kernel(device, "increment"), config(1), counter, by)
+        ).instantiate(upload=stream)
+
+    cache.install("first", make(1))
+    with cache.hold("first") as run:
+        assert run is not None
+        cache.install("second", make(10))
+        assert "first" not in cache
+        run.launch(stream)
+    assert counter.to_numpy(stream)[0] == 1
+    with pytest.raises(ClosedError):
+        run.launch(stream)
+
+
+def test_a_refused_change_takes_back_all_that_was_made_before_it(host_device: Device) -> None:
+    """Values that differ from each other and from zero, so that half an undo shows."""
+    faults = FaultyDriver(host_device.driver)
+    device = preload(Device(faults))
+    stream = device.create_stream()
+    a, b = (device.array(np.full(N, v, np.float32)) for v in (3, 5))
+    outs = [device.zeros(N, np.float32) for _ in range(4)]
+
+    def work() -> None:
+        for out in outs:
+            ost.launch(stream, kernel(device, "add"), config(N), a, a, out, N)
+
+    run = ost.capture_function(stream, work).instantiate()
+    for at in range(1, 5):
+        faults.fail("exec_set_params", at=at)
+        with pytest.raises(UpdateRefusedError):
+            run.rebind({a: b})
+        run.launch(stream)
+        assert [out.to_numpy(stream)[0] for out in outs] == [6, 6, 6, 6]
+        assert all(run.params(i) == run.graph.nodes[i].params for i in range(4))
+    run.rebind({a: b})
+    run.launch(stream)
+    assert [out.to_numpy(stream)[0] for out in outs] == [10, 10, 10, 10]
+
+
+def test_an_executable_whose_undo_is_refused_runs_no_more(host_device: Device) -> None:
+    faults = FaultyDriver(host_device.driver)
+    device = preload(Device(faults))
+    stream = device.create_stream()
+    a, b = (device.array(np.full(N, v, np.float32)) for v in (3, 5))
+    out = device.zeros(N, np.float32)
+
+    def work() -> None:
+        for _ in range(3):
+            ost.launch(stream, kernel(device, "add"), config(N), a, a, out, N)
+
+    run = ost.capture_function(stream, work).instantiate(upload=stream)
+    run.launch(stream)
+    faults.fail("exec_set_params", at=3, times=2)
+    with pytest.raises(ost.errors.GraphError, match="instantiate its graph again"):
+        run.rebind({a: b})
+    for _ in range(2):
+        with pytest.raises(ost.errors.GraphError, match="instantiate its graph again"):
+            run.launch(stream)
+    assert not run.usable
+    run.graph.instantiate().launch(stream)
+    assert (out.to_numpy(stream) == 6).all()
+
+
+def test_an_upload_into_a_capture_does_not_break_it(device: Device, stream: ost.Stream) -> None:
+    x = ones(device)
+    run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
+    with ost.capture(stream) as capture:
+        ost.fill(stream, x, 7)
+        with pytest.raises(CaptureError, match="the capture goes on"):
+            run.upload(stream)
+    capture.graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 7).all()
+
+
+def test_a_capture_that_is_dropped_ends(device: Device, stream: ost.Stream) -> None:
+    x = ones(device)
+    under_way = ost.Capture(stream).begin()
+    ost.fill(stream, x, 5)
+    del under_way
+    gc.collect()
+    ost.fill(stream, x, 7)  # runs: nothing is captured any more
+    assert (x.to_numpy(stream) == 7).all()
+    assert device.context.captures_under_way == 0

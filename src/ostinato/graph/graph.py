@@ -210,16 +210,37 @@ class Graph(Closeable):
         if operation is not None and operation.once:
             raise GraphError(f"{operation.name} cannot be a node: {operation.once}")
         # Before the driver knows the node: an interruption must not leave it without its memory.
-        self.keep.extend(keep)
-        if operation is not None:
-            self.keep.extend(operation.keep)
+        kept = (*keep, *(() if operation is None else operation.keep))
+        self.keep.extend(kept)
         try:
             handle = driver.graph_add_node(self.handle, dependencies, params, edge_data)
         except DriverError as error:
             raise GraphError(f"adding a {type(params).__name__} failed: {error}") from error
         self.labels[handle] = NodeLabel(operation, line or caller_line())
+        if isinstance(params, ChildGraphNodeParams):
+            child = next((g for k in kept if isinstance(g := getattr(k, "graph", k), Graph)), None)
+            if child is not None:
+                self._label_copies(child.labels, child.handle, handle)
         # As a rule the last, but the driver's order is its own.
         return self._read_node(driver.graph_nodes(self.handle).index(handle), handle)
+
+    def _label_copies(
+        self, labels: Mapping[NodeHandle, NodeLabel], original: GraphHandle, node: NodeHandle
+    ) -> None:
+        """What is known of a graph's nodes holds for the copies that a child graph node has."""
+        driver = self.context.driver
+        params = driver.node_params(node)
+        assert isinstance(params, ChildGraphNodeParams)
+        originals, copies = driver.graph_nodes(original), driver.graph_nodes(params.graph)
+        kinds = [[driver.node_kind(n) for n in nodes] for nodes in (originals, copies)]
+        if kinds[0] != kinds[1]:  # a copy keeps the order, as far as is known
+            return
+        for old, copy in zip(originals, copies, strict=True):
+            if old in labels:
+                self.labels[copy] = labels[old]
+            inner = driver.node_params(old)
+            if isinstance(inner, ChildGraphNodeParams):
+                self._label_copies(labels, inner.graph, copy)
 
     def add_operation(self, operation: Operation, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a node for a prepared operation."""
