@@ -11,7 +11,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import InputError, UpdateRefusedError
+from ostinato.errors import GraphError, InputError, UpdateRefusedError
 from tests.gpu.foreign import (
     Area,
     check_inventory,
@@ -331,3 +331,72 @@ def test_streams_and_arrays_come_over(cuda_device: Device, stream: ost.Stream) -
     half = torch.ones(10, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
     assert cuda_device.adopt_array(half).nbytes == 20
+
+
+def captured(work: object, *generators: object) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """`work()` warmed up and captured."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        out = work()
+    torch.cuda.synchronize()
+    return graph, out
+
+
+def random_works() -> dict[str, tuple[object, tuple[object, ...]]]:
+    x = torch.randn(ROWS, INNER, device="cuda")
+    heads = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+    own = torch.Generator(device="cuda").manual_seed(3)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return {
+        "dropout": (lambda: torch.nn.functional.dropout(x, 0.5), ()),
+        "rand": (lambda: torch.rand(ROWS, device="cuda"), ()),
+        "normal": (lambda: torch.empty_like(x).normal_(), ()),
+        "multinomial": (lambda: torch.multinomial(x.abs(), 4), ()),
+        "own generator": (lambda: torch.rand(ROWS, device="cuda", generator=own), (own,)),
+        "attention": (lambda: attention(heads, heads, heads, dropout_p=0.5), ()),
+    }
+
+
+@pytest.mark.parametrize("name", list(random_works()) if torch.cuda.is_available() else ["dropout"])
+def test_a_graph_that_draws_random_numbers_is_not_launched(cuda_device: Device, name: str) -> None:
+    """torch moves the generator on before its own replays; ours would repeat the numbers."""
+    from ostinato.interop.torch import adopt_graph
+
+    work, generators = random_works()[name]
+    owner, _ = captured(work, *generators)
+    graph = adopt_graph(cuda_device, owner)
+    assert len(graph.nodes) > 0
+    assert "kernel" in str(graph).lower()
+    for launch in (graph.instantiate, lambda: ost.Graph.create(cuda_device).add_child(graph)):
+        with pytest.raises(GraphError, match="draws random numbers"):
+            launch()
+
+
+def test_graphs_without_random_numbers_are_launched(
+    cuda_device: Device, stream: ost.Stream
+) -> None:
+    from ostinato.interop.torch import adopt_graph
+
+    one, two = (torch.ones((), dtype=torch.int64, device="cuda") * n for n in (1, 2))
+    heads = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(ROWS, INNER, device="cuda")
+    attention = torch.nn.functional.scaled_dot_product_attention
+    for work in (
+        lambda: one + two,  # tensors of 8 bytes among the arguments
+        lambda: torch.where(one > two, one, two),
+        lambda: attention(heads, heads, heads),
+        lambda: torch.sort(x)[0],
+        lambda: torch.nn.functional.layer_norm(x, (INNER,)),
+        lambda: torch.nn.functional.dropout(x, 0.5, training=False) * 2,
+    ):
+        owner, out = captured(work)
+        wanted = bits(work())
+        out.zero_()
+        torch.cuda.synchronize()
+        adopt_graph(cuda_device, owner).instantiate(upload=stream).launch(stream)
+        cuda_device.synchronize()
+        assert bits(out) == wanted

@@ -124,7 +124,7 @@ class GraphExec(Launcher, Closeable):
         context = graph.context
         context.require_open()
         context.collect()
-        graph.require_memory()
+        graph.require_launchable()
         if upload is not None and upload.is_capturing:
             raise CaptureError(
                 f"an executable cannot be uploaded on {upload!r}, which is capturing"
@@ -513,7 +513,7 @@ class GraphExec(Launcher, Closeable):
         driver = self.context.driver
         with self._lock:
             executable = self.handle
-            graph.require_memory()
+            graph.require_launchable()
             handles = driver.graph_nodes(graph.handle)
             now = self._shadow.after_update(graph, handles)
             self._watch(graph.keep)

@@ -75,6 +75,8 @@ class Graph(Closeable):
         self.owner = owner
         self.labels: dict[NodeHandle, NodeLabel] = dict(labels or {})
         self.keep: list[object] = list(keep)
+        self.only_to_read = ""
+        """Why it must not be launched by this library; empty if it may."""
         self._closed = False
         self._finalizer: weakref.finalize[..., Graph] | None = None
         if owned:
@@ -92,17 +94,23 @@ class Graph(Closeable):
         return cls(context, context.driver.graph_create())
 
     @classmethod
-    def adopt(cls, device: Context | HasContext, handle: int, *, owner: object) -> Graph:
+    def adopt(
+        cls, device: Context | HasContext, handle: int, *, owner: object, only_to_read: str = ""
+    ) -> Graph:
         """A graph that another library made, by its raw handle.
 
         It is never destroyed by us; `owner` is kept alive as long as this object or an executable
-        made from it is.  Raises InputError for a null handle.
+        made from it is.  `only_to_read` is why it must not be launched by this library, if it must
+        not: then whatever would make an executable of it raises GraphError.  Raises InputError for
+        a null handle.
         """
         if not handle:
             raise InputError(
                 "a null handle is no graph; keep the owner's graph (not only its exec)"
             )
-        return cls(context_of(device), GraphHandle(int(handle)), owned=False, owner=owner)
+        graph = cls(context_of(device), GraphHandle(int(handle)), owned=False, owner=owner)
+        graph.only_to_read = only_to_read
+        return graph
 
     @property
     def handle(self) -> GraphHandle:
@@ -116,8 +124,11 @@ class Graph(Closeable):
         """Whether it is ours to destroy; an adopted graph, and a conditional body, is not."""
         return self._finalizer is not None
 
-    def require_memory(self) -> None:
-        """Raises ClosedError if memory that a node was given is closed by now."""
+    def require_launchable(self) -> None:
+        """Raises GraphError if this library must not launch it; ClosedError if memory that a node
+        was given is closed by now."""
+        if self.only_to_read:
+            raise GraphError(f"the graph can be read, but not launched here: {self.only_to_read}")
         if any(getattr(owner, "closed", False) is True for owner in self.keep):
             for node in self.nodes:
                 if any(getattr(owner, "closed", False) is True for owner in node.keep):
@@ -290,6 +301,7 @@ class Graph(Closeable):
 
     def add_child(self, graph: Graph, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a copy of another graph as one node."""
+        graph.require_launchable()
         return self.add(ChildGraphNodeParams(graph.handle), after, keep=(graph,))
 
     def add_event_record(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
@@ -354,6 +366,7 @@ class Graph(Closeable):
         """A copy that can be changed on its own."""
         driver = self.context.driver
         clone = Graph(self.context, driver.graph_clone(self.handle), keep=(*self.keep, self.owner))
+        clone.only_to_read = self.only_to_read
         for node, label in self.labels.items():
             clone.labels[driver.node_in_clone(node, clone.handle)] = label
         return clone

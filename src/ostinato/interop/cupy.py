@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import cupy
-
 from ostinato import Buffer, Device, Graph, Stream
-from ostinato.errors import InputError
+from ostinato.errors import InputError, NotAvailableError
+
+try:
+    import cupy
+except ImportError as error:
+    raise NotAvailableError(
+        f"CuPy is not installed ({error}); install cupy-cuda13x or cupy-cuda12x"
+    ) from error
 
 __all__ = ["adopt_graph", "as_array", "external_stream"]
 

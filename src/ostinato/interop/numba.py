@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-
 from ostinato import Buffer, Stream
+from ostinato.errors import NotAvailableError
+
+try:
+    from numba import cuda
+except ImportError as error:
+    raise NotAvailableError(f"Numba is not installed ({error}); install numba-cuda") from error
 
 __all__ = ["as_array", "external_stream"]
 

@@ -17,10 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
-import transformers
+from ostinato.errors import InputError, NotAvailableError
 
-from ostinato.errors import InputError
+try:
+    import torch
+    import transformers
+except ImportError as error:
+    raise NotAvailableError(
+        f"transformers or PyTorch is not installed ({error}); install both"
+    ) from error
 
 __all__ = ["DecodeLoop", "How", "LlamaSizes", "random_llama", "release", "versions"]
 

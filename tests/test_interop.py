@@ -1,0 +1,87 @@
+"""Other libraries' doors, without the libraries: what is said where one is missing, and how a
+generator's state is found among kernel arguments."""
+
+from __future__ import annotations
+
+import importlib
+import struct
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+
+import ostinato as ost
+from ostinato.errors import NotAvailableError
+
+LIBRARIES = ("torch", "cupy", "numba", "triton", "transformers")
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_missing_library_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [m for m in sys.modules if m.startswith("ostinato.interop.")]:
+        monkeypatch.delitem(sys.modules, module)
+    for library in ("torch", "cupy", "numba", "transformers"):
+        monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
+    with pytest.raises(NotAvailableError, match=r"is not installed .* install"):
+        importlib.import_module(f"ostinato.interop.{name}")
+
+
+@pytest.fixture
+def interop(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """`ostinato.interop.torch` over a torch that has nothing but an allocator."""
+    torch = types.ModuleType("torch")
+    blocks = [
+        {"size": 512, "requested_size": 8},
+        {"size": 512, "requested_size": 8},
+        {"size": 1024, "requested_size": 1000},
+    ]
+    torch.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+        memory_snapshot=lambda: [{"address": 4096, "total_size": 2048, "blocks": blocks}]
+    )
+    torch.cuda.CUDAGraph = object  # type: ignore[attr-defined]
+    torch.Tensor = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.delitem(sys.modules, "ostinato.interop.torch", raising=False)
+    yield importlib.import_module("ostinato.interop.torch")
+    monkeypatch.delitem(sys.modules, "ostinato.interop.torch")
+
+
+def held(address: int) -> ost.MemoryRange | None:
+    return ost.MemoryRange(4096, 2048) if 4096 <= address < 6144 else None
+
+
+STATES = {
+    "torch 2.8": struct.pack("<QQIB3x", 4096, 4608, 8, 1),
+    "later": struct.pack("<QQQB7x", 4096, 4608, 8, 1),
+}
+NO_STATES = {
+    "not captured": struct.pack("<QQQB7x", 4096, 4608, 8, 0),
+    "numbers": struct.pack("<QQQB7x", 12, 13, 8, 1),
+    "one tensor twice": struct.pack("<QQQB7x", 4096, 4096, 8, 1),
+    "a count that is none": struct.pack("<QQQB7x", 4096, 4608, 9, 1),
+    "pointers alone": struct.pack("<QQ", 4096, 4608),
+}
+
+
+def found(interop: types.ModuleType, raw: bytes, offset: int = 0) -> bool:
+    pairs = list(interop._captured_states(raw, offset, held))
+    return any(interop._is_scalar(a) and interop._is_scalar(b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_captured_generator_is_found(interop: types.ModuleType, kind: str) -> None:
+    raw = STATES[kind]
+    assert found(interop, raw)
+    assert found(interop, b"\x07" * 16 + raw)
+    assert found(interop, b"\x07" * 4 + raw, offset=4)
+
+
+@pytest.mark.parametrize("kind", NO_STATES)
+def test_other_arguments_are_no_generator(interop: types.ModuleType, kind: str) -> None:
+    assert not found(interop, NO_STATES[kind])
+
+
+def test_tensors_of_more_than_a_number_are_no_generator(interop: types.ModuleType) -> None:
+    assert not found(interop, struct.pack("<QQQB7x", 4096, 5120, 8, 1))
+    assert not found(interop, struct.pack("<QQQB7x", 4096, 4616, 8, 1)), "inside a block"
