@@ -27,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="a missing GPU is a failure, not a skip",
     )
     parser.addoption(
+        "--all-lines",
+        action="store_true",
+        help="interruptions before every line of what is tested, not before some",
+    )
+    parser.addoption(
         "--share",
         type=_share,
         metavar="K/N",

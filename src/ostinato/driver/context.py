@@ -253,6 +253,17 @@ class Context:
         with self._lock:
             self.taps = tuple(t for t in self.taps if t is not tap)
 
+    @contextmanager
+    def tapped(self, tap: Tap) -> Iterator[None]:
+        """The tap is told of all stream work in a `with` block."""
+        try:
+            self.add_tap(tap)
+            yield
+            self.remove_tap(tap)
+        except BaseException:  # also an interruption of the line before
+            self.remove_tap(tap)
+            raise
+
     def keep_hot(self, hot: Hot) -> bool:
         """Whether a shortcut may be taken now; if so it is cooled when that changes."""
         with self._lock:

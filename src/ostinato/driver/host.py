@@ -111,7 +111,7 @@ class HostDriver(ExecCalls, MemoryCalls, ModuleCalls):
                 self._executables,
             ):
                 table.clear()
-            self._captures.clear()
+            self._begun.clear()
             self._memory.clear()
 
 

@@ -3,6 +3,9 @@
 States of a stream: it captures nothing; it captures (`Stream.capture` is set: it began the capture,
 or an event pulled it in); its capture is broken (`Capture.broken` is set: everything but the end
 of the capture is refused with 901).  Ending the capture, well or not, frees all its streams.
+
+A capture begins when its origin joins it and ends when `ended` is set: one assignment each, from
+which all else follows, so that an interruption leaves it begun or not, ended or not.
 """
 
 from __future__ import annotations
@@ -53,6 +56,10 @@ class Capture:
     streams: list[Stream] = field(default_factory=list)
     broken: bool = False
     ended: bool = False
+
+    @property
+    def under_way(self) -> bool:
+        return not self.ended and self.origin.joined is self
 
     def forbids(self, thread: int, thread_mode: CaptureMode) -> bool:
         """Whether a potentially unsafe call of a thread in that mode breaks this capture.
@@ -155,9 +162,9 @@ class CaptureCalls(HostCore):
             raise driver_error(
                 Status.STREAM_CAPTURE_IMPLICIT, call, "the legacy stream cannot join a capture"
             )
-        stream.capture = mark.capture
         stream.dependencies = mark.dependencies
         mark.capture.streams.append(stream)
+        stream.joined = mark.capture
 
     # --- the calls
 
@@ -206,10 +213,10 @@ class CaptureCalls(HostCore):
     ) -> None:
         capture = Capture(CaptureMode(mode), threading.get_ident(), graph, stream, owned)
         capture.streams.append(stream)
-        graph.capturing = True
-        stream.capture = capture
+        graph.capture = capture
         stream.dependencies = dependencies
-        self._captures.append(capture)
+        self._begun.append(capture)
+        stream.joined = capture
 
     def stream_end_capture(self, stream: StreamHandle) -> GraphHandle:
         call = "stream_end_capture"
@@ -245,12 +252,10 @@ class CaptureCalls(HostCore):
             return capture.graph.handle
 
     def _finish_capture(self, capture: Capture, *, keep: bool) -> None:
-        for member in capture.streams:
-            member.capture = None
-            member.dependencies = ()
         capture.ended = True
-        capture.graph.capturing = False
-        self._captures.remove(capture)
+        for member in capture.streams:
+            member.dependencies = ()
+        self._begun = [begun for begun in self._begun if begun.under_way]
         if capture.owned and not keep:
             self._forget(capture.graph)
 

@@ -58,7 +58,8 @@ class HostCore(ABC):
         self._functions: dict[int, LoadedFunction] = {}
         self._graphs: dict[int, GraphDefinition] = {}
         self._nodes: dict[int, Node] = {}
-        self._captures: list[Capture] = []
+        self._begun: list[Capture] = []
+        """Captures under way, and perhaps one whose begin or end was interrupted."""
         self._thread = threading.local()
         switch_off_in_children(self)
 
@@ -105,7 +106,7 @@ class HostCore(ABC):
 
         CUDA calls them potentially unsafe: they may wait for, or change, what a capture relies on.
         """
-        if not self._captures:
+        if not self._begun:
             return
         with self._lock:
             thread, mode = threading.get_ident(), self._thread_mode()
@@ -119,6 +120,11 @@ class HostCore(ABC):
                     f"stream {harmed[0].origin.handle:#x} captures "
                     f"({harmed[0].mode.name.lower()} mode)",
                 )
+
+    @property
+    def _captures(self) -> list[Capture]:
+        """The captures under way."""
+        return [capture for capture in self._begun if capture.under_way]
 
     # --- by handle
 

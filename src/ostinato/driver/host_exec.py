@@ -74,6 +74,8 @@ class Executable:
     frees: list[Allocation] = field(default_factory=list)
     """What it frees that another graph allocated."""
     destroyed: bool = False
+    torn: bool = False
+    """Whether an update began and did not end."""
 
     @property
     def plain(self) -> bool:
@@ -210,9 +212,16 @@ def take_memory(executable: Executable, call: str, free: int) -> None:
 
 
 def check_instantiable(
-    graph: GraphDefinition, known: Callable[[Node], bool], flags: InstantiateFlags
+    graph: GraphDefinition,
+    known: Callable[[Node], bool],
+    flags: InstantiateFlags,
+    *,
+    instances: bool,
 ) -> None:
-    """Raises what cuGraphInstantiate refuses, with the node to blame."""
+    """Raises what cuGraphInstantiate refuses, with the node to blame.
+
+    `instances`: whether the graph has an executable already.
+    """
     call = "graph_instantiate"
     if flags & InstantiateFlags.DEVICE_LAUNCH:
         raise driver_error(Status.NOT_SUPPORTED, call, "launches from kernels")
@@ -240,7 +249,7 @@ def check_instantiable(
                 call,
                 f"conditional handle {condition.handle:#x} has no conditional node",
             )
-    if graph.instances and any(node.kind in SINGLE_KINDS for node in graph.walk()):
+    if instances and any(node.kind in SINGLE_KINDS for node in graph.walk()):
         raise driver_error(
             Status.NOT_SUPPORTED,
             call,

@@ -72,7 +72,8 @@ class ExecCalls(GraphCalls, StreamCalls):
         with self._entered(call):
             definition = self._graph(call, graph)
             self._forbid(call)
-            check_instantiable(definition, self._still_known, flags)
+            instances = any(e.definition is definition for e in self._executables.values())
+            check_instantiable(definition, self._still_known, flags, instances=instances)
             snapshot = definition.clone()
             pairs = zip(definition.walk(), snapshot.walk(), strict=True)
             nodes = {node.handle: twin for node, twin in pairs}
@@ -82,7 +83,6 @@ class ExecCalls(GraphCalls, StreamCalls):
             self._compile_all(executable)
             for allocation in executable.allocations:
                 allocation.holders += 1
-            definition.instances += 1
             self._executables[handle] = executable
             return handle
 
@@ -150,7 +150,6 @@ class ExecCalls(GraphCalls, StreamCalls):
         with self._lock:
             found = self._executable(call, executable)
             found.destroyed = True
-            found.definition.instances -= 1
             del self._executables[executable]
             for allocation in found.allocations:
                 allocation.holders -= 1
@@ -332,7 +331,11 @@ class ExecCalls(GraphCalls, StreamCalls):
             for node in new.walk():
                 if not self._still_known(node):
                     return UpdateOutcome(UpdateVerdict.ERROR, node.handle)
+            # An update that was interrupted may have changed nodes whose steps are still the old.
+            torn, target.torn = target.torn, True
             changed = self._adopt(target.snapshot, new)
+            if torn:
+                changed = list(target.positions)
             target.survey_conditions()
             if changed:
                 steps = target.steps.copy()
@@ -341,6 +344,7 @@ class ExecCalls(GraphCalls, StreamCalls):
                 target.steps = steps
                 target.survey(self._memory.reserved)
             target.bind()
+            target.torn = False
             return SUCCESS
 
     def _adopt(self, old: GraphDefinition, new: GraphDefinition) -> list[Node]:

@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -30,6 +31,9 @@ from ostinato.driver.api import (
     OpaqueNodeParams,
 )
 from ostinato.errors import Status, driver_error
+
+if TYPE_CHECKING:
+    from ostinato.driver.host_capture import Capture
 
 __all__ = [
     "KINDS",
@@ -129,9 +133,12 @@ class GraphDefinition:
     body: bool = False
     conditions: dict[ConditionalHandle, Condition] = field(default_factory=dict)
     """In order of creation; only of a root graph."""
-    capturing: bool = False
-    instances: int = 0
-    """Live executables; matters for graphs with memory nodes."""
+    capture: Capture | None = None
+    """The capture that filled it last."""
+
+    @property
+    def capturing(self) -> bool:
+        return self.capture is not None and self.capture.under_way
 
     @classmethod
     def new(cls, owner: Node | None = None, *, body: bool = False) -> GraphDefinition:

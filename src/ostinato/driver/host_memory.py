@@ -5,8 +5,9 @@ Fresh memory is filled with `POISON` bytes, so that a read of what nobody wrote 
 
 from __future__ import annotations
 
+import bisect
+import operator
 import threading
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,15 +60,19 @@ def reserve(
     return Allocation(address, nbytes, data, pinned, graph_owned)
 
 
+_address = operator.attrgetter("address")
+
+
 class MemoryTable:
     """Every live allocation by address, and the decoded arguments that point into them."""
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.used = 0
         self.lock = threading.RLock()  # a collection inside may free memory on this thread
-        self._starts: list[int] = []
-        self._allocations: list[Allocation] = []
+        # By address.  One list, changed in one step each time: an interruption finds it whole.
+        self._live: list[Allocation] = []
+        self._used: int | None = 0
+        """Bytes of device memory in it; None if it has to be added up again."""
         self._generation = 0
         # Graph allocations by address, live or not: addresses that only stream order can judge.
         self.reserved: dict[int, Allocation] = {}
@@ -76,54 +81,57 @@ class MemoryTable:
         self.decoded: dict[tuple[int, bytes], tuple[Any, ...]] = {}
 
     @property
+    def used(self) -> int:
+        """Bytes of live device memory."""
+        used = self._used
+        if used is None:
+            with self.lock:
+                used = self._used = sum(a.nbytes for a in self._live if not a.pinned)
+        return used
+
+    @property
     def free(self) -> int:
         return self.total - self.used
 
     def add(self, allocation: Allocation, call: str) -> None:
         """Makes an allocation live, with poisoned content.  Pinned memory is not device memory."""
-        with self.lock:
-            if not allocation.pinned:
-                if self.used + allocation.nbytes > self.total:
-                    free = self.total - self.used
-                    raise driver_error(
-                        Status.OUT_OF_MEMORY,
-                        call,
-                        f"{allocation.nbytes} bytes wanted, {free} of {self.total} are free",
-                    )
-                self.used += allocation.nbytes
-            at = bisect_right(self._starts, allocation.address)
-            self._starts.insert(at, allocation.address)
-            self._allocations.insert(at, allocation)
         allocation.data.fill(POISON)
+        with self.lock:
+            if not allocation.pinned and self.used + allocation.nbytes > self.total:
+                raise driver_error(
+                    Status.OUT_OF_MEMORY,
+                    call,
+                    f"{allocation.nbytes} bytes wanted, {self.free} of {self.total} are free",
+                )
+            self._used = None
+            bisect.insort(self._live, allocation, key=_address)
 
     def remove(self, allocation: Allocation) -> bool:
         """Ends an allocation; False if it was not live."""
         with self.lock:
-            at = bisect_right(self._starts, allocation.address) - 1
-            if at < 0 or self._allocations[at] is not allocation:
+            at = bisect.bisect_right(self._live, allocation.address, key=_address) - 1
+            if at < 0 or self._live[at] is not allocation:
                 return False
-            del self._starts[at], self._allocations[at]
-            if not allocation.pinned:
-                self.used -= allocation.nbytes
             self._generation += 1
             self.decoded.clear()
+            self._used = None
+            del self._live[at]
             return True
 
     def clear(self) -> None:
         with self.lock:
-            self._starts.clear()
-            self._allocations.clear()
             self.reserved.clear()
             self.decoded.clear()
-            self.used = 0
+            self._used = None
+            self._live.clear()
 
     def find(self, address: int) -> Allocation | None:
         """The live allocation that holds the address."""
         with self.lock:
-            at = bisect_right(self._starts, address) - 1
+            at = bisect.bisect_right(self._live, address, key=_address) - 1
             if at < 0:
                 return None
-            allocation = self._allocations[at]
+            allocation = self._live[at]
         return allocation if address < allocation.address + allocation.nbytes else None
 
     def range(self, address: int) -> MemoryRange | None:

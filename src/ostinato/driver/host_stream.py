@@ -145,7 +145,9 @@ class WorkQueue:
         return number
 
     def _rouse(self) -> None:
-        """Wakes or starts the worker.  The lock is held."""
+        """Wakes or starts the worker if there is something to do.  The lock is held."""
+        if not self._tasks and not self._stopping:
+            return
         if self._idle:
             self._wake.put(None)
             self._idle = False
@@ -172,7 +174,12 @@ class WorkQueue:
         A number that was never submitted is reached: it was meant for a task whose submission was
         interrupted.
         """
-        return self.completed >= number or number > self.submitted
+        if self.completed >= number or number > self.submitted:
+            return True
+        if self._idle:  # an interruption came between a task and the worker's waking
+            with self._lock:
+                self._rouse()
+        return False
 
     def stop(self, *, drop: bool) -> None:
         """Ends the thread after the tasks that were submitted, or after the one that runs."""
@@ -308,7 +315,14 @@ class Event:
 class Stream:
     handle: int
     queue: WorkQueue
-    capture: Capture | None = None
+    joined: Capture | None = None
+    """The capture that it began or was pulled into last, also if that has ended."""
     dependencies: tuple[Node, ...] = ()
     """While it captures: what its next node depends on."""
     destroyed: bool = False
+
+    @property
+    def capture(self) -> Capture | None:
+        """The capture under way on it."""
+        joined = self.joined
+        return joined if joined is not None and joined.under_way else None

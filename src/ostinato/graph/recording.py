@@ -165,11 +165,8 @@ def record(stream: Stream) -> Iterator[Recording]:
     if stream.capture_info.status is not CaptureStatus.NONE:
         raise CaptureError("a stream that is capturing runs nothing that could be recorded")
     recording = Recording(stream)
-    try:
-        stream.context.add_tap(recording)
+    with stream.context.tapped(recording):
         yield recording
-    finally:
-        stream.context.remove_tap(recording)
 
 
 def build_graph(stream: Stream, recorded: Sequence[Recorded], *, serial: bool = False) -> Graph:

@@ -77,11 +77,8 @@ def operations(context: Context) -> Iterator[Sequence[Operation]]:
 @contextmanager
 def _noted(context: Context, *, needs_access: bool) -> Iterator[_Noted]:
     tap = _Noted(needs_access=needs_access)
-    try:
-        context.add_tap(tap)
+    with context.tapped(tap):
         yield tap
-    finally:
-        context.remove_tap(tap)
 
 
 def first_missing(wanted: Iterable[Submission], found: Iterable[Submission]) -> Submission | None:

@@ -271,13 +271,19 @@ def allocate(
         raise InputError(f"dtype {kind!r} holds Python objects, which no device can read")
     driver = context.driver
     nbytes = max(1, math.prod(dims) * kind.itemsize)
-    with context.reporting():
-        address = driver.mem_alloc_pinned(nbytes) if pinned else driver.mem_alloc(nbytes)
-    buffer = Buffer(context, address, dims, kind, pinned=pinned)
-    context.owners[address] = buffer
     free = driver.mem_free_pinned if pinned else driver.mem_free
-    buffer._finalizer = weakref.finalize(buffer, context.retire, lambda: free(address))
-    buffer._finalizer.atexit = False
+    address, buffer = 0, None
+    try:
+        with context.reporting():
+            address = driver.mem_alloc_pinned(nbytes) if pinned else driver.mem_alloc(nbytes)
+        buffer = Buffer(context, address, dims, kind, pinned=pinned)
+        context.owners[address] = buffer
+        buffer._finalizer = weakref.finalize(buffer, context.retire, lambda: free(address))
+        buffer._finalizer.atexit = False
+    except BaseException:
+        if address and (buffer is None or buffer._finalizer is None):
+            context.retire(lambda: free(address))
+        raise
     return buffer
 
 

@@ -1,0 +1,282 @@
+"""Ctrl-C at any line: no capture stays open, no change is torn, nothing hangs, no key is dead.
+
+On the host, where everything but NumPy and the interpreter is this package's own Python.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.driver.api import KernelNodeParams
+from tests.interrupted import every, interrupt, lines
+from tests.sources import config, kernel
+
+N = 16
+STEP = 5
+"""Every so many lines in the usual run; `--all-lines` takes each."""
+
+
+@pytest.fixture
+def device(host_device: Device) -> Device:
+    return host_device
+
+
+@pytest.fixture
+def step_size(request: pytest.FixtureRequest) -> int:
+    return 1 if request.config.getoption("--all-lines") else STEP
+
+
+class Sums:
+    """out = a + a by three nodes, captured; `b` to go to."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.stream = device, device.create_stream()
+        self.a, self.b = (device.array(np.full(N, v, np.float32)) for v in (3, 5))
+        self.outs = [device.zeros(N, np.float32) for _ in range(3)]
+        self.graph = self.captured(self.a)
+        self.run = self.graph.instantiate(upload=self.stream)
+
+    def captured(self, source: ost.Buffer) -> ost.Graph:
+        return ost.capture_function(self.stream, lambda: self.submit(source))
+
+    def submit(self, source: ost.Buffer) -> None:
+        for out in self.outs:
+            add = kernel(self.device, "add")
+            ost.launch(self.stream, add, config(N), source, source, out, N)
+
+    def answers(self) -> list[float]:
+        """What a launch gives now."""
+        for out in self.outs:
+            ost.fill(self.stream, out, 0)
+        self.run.launch(self.stream)
+        return [float(out.to_numpy(self.stream)[-1]) for out in self.outs]
+
+    def shadow(self) -> list[float]:
+        """What `params` says that a launch will give."""
+        said = []
+        for index in range(3):
+            params = self.run.params(index)
+            assert isinstance(params, KernelNodeParams)
+            address = int.from_bytes(params.arguments.raw(0), "little")
+            said.append({self.a.address: 6.0, self.b.address: 10.0}[address])
+        return said
+
+
+def assert_sound(device: Device, stream: ost.Stream) -> None:
+    """Nothing is under way, nothing listens, and the stream works."""
+    device.context.collect()
+    assert not stream.is_capturing
+    assert device.context.captures_under_way == 0
+    assert device.context.taps == ()
+    done = threading.Event()
+    stream.call(done.set)
+    stream.synchronize()
+    assert done.is_set(), "synchronize came back before the work was done"
+
+
+def test_a_capture_always_ends(device: Device, step_size: int) -> None:
+    sums = Sums(device)
+    stream = sums.stream
+
+    def work() -> None:
+        with ost.capture(stream):
+            sums.submit(sums.a)
+
+    for at in every(lines(work), step_size):
+        where = interrupt(work, at)
+        assert_sound(device, stream)
+        assert sums.answers() == [6, 6, 6], where
+
+
+@pytest.mark.parametrize("mode", list(ost.CaptureMode))
+def test_a_capture_begun_by_hand_ends_once_it_is_dropped(
+    device: Device, step_size: int, mode: ost.CaptureMode
+) -> None:
+    sums = Sums(device)
+    stream = sums.stream
+
+    def work() -> None:
+        under_way = ost.Capture(stream, mode=mode)
+        under_way.begin()
+        sums.submit(sums.a)
+        under_way.end()
+
+    for at in every(lines(work), step_size):
+        interrupt(work, at)
+        assert_sound(device, stream)
+
+
+def test_a_recording_stops_listening(device: Device, step_size: int) -> None:
+    sums = Sums(device)
+
+    def work() -> None:
+        with ost.record(sums.stream) as recording:
+            sums.submit(sums.a)
+        recording.build().instantiate()
+
+    for at in every(lines(work), step_size):
+        interrupt(work, at)
+        assert_sound(device, sums.stream)
+
+
+CHANGES: dict[str, Callable[[Sums], object]] = {
+    "rebind": lambda s: s.run.rebind({s.a: s.b}),
+    "patch": lambda s: s.run.patch(1, "a", s.b),
+    "update": lambda s: s.run.update(s.other),
+    "set_params": lambda s: s.run.set_params(1, s.other.nodes[1].params, keep=(s.b,)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_made_or_not(device: Device, step_size: int, change: str) -> None:
+    sums = Sums(device)
+    sums.other = sums.captured(sums.b)
+    run = CHANGES[change]
+    before = sums.run.handle
+    run(sums)
+    after = sums.answers()
+    count = lines(lambda: run(sums))
+    for at in every(count, step_size):
+        sums.run = sums.graph.instantiate()
+        where = interrupt(lambda: run(sums), at)
+        assert sums.run.usable, where
+        seen = sums.answers()
+        assert seen in ([6, 6, 6], after), where
+        if change in ("rebind", "update"):
+            assert sums.shadow() == seen, where
+        run(sums)
+        assert sums.answers() == after, where
+    assert before
+
+
+def test_what_a_change_points_at_is_kept_through_an_interruption(
+    device: Device, step_size: int
+) -> None:
+    sums = Sums(device)
+
+    def work() -> None:
+        sums.run.rebind({sums.a: device.array(np.full(N, 5, np.float32))})
+
+    for at in every(lines(work), step_size):
+        sums.run = sums.graph.instantiate()
+        interrupt(work, at)
+        device.synchronize()
+        others = [device.array(np.full(N, 9, np.float32)) for _ in range(4)]
+        assert sums.answers() in ([6, 6, 6], [10, 10, 10])
+        del others
+
+
+def test_a_key_is_not_dead_and_nobody_waits_for_it(device: Device, step_size: int) -> None:
+    sums = Sums(device)
+    cache = ost.GraphCache(device)
+
+    def make() -> ost.GraphExec:
+        return sums.graph.instantiate()
+
+    def work() -> None:
+        cache.get_or_capture("key", make)
+
+    for at in every(lines(work), step_size):
+        cache.evict_all()
+        waiting: list[threading.Thread] = []
+
+        def make_while_others_wait(waiting: list[threading.Thread] = waiting) -> ost.GraphExec:
+            thread = threading.Thread(target=cache.get_or_capture, args=("key", make))
+            thread.start()
+            waiting.append(thread)
+            return make()
+
+        where = interrupt(lambda: cache.get_or_capture("key", make_while_others_wait), at)
+        for thread in waiting:
+            thread.join(30)
+            assert not thread.is_alive(), where
+        cache.get_or_capture("key", make).launch(sums.stream)
+        statistics = cache.statistics()
+        assert statistics.graphs == 1
+        assert statistics.nbytes == sum(key.nbytes for key in statistics.keys)
+
+
+def test_launches_and_copies_hang_nothing(device: Device, step_size: int) -> None:
+    sums = Sums(device)
+    other = device.create_stream()
+
+    def work() -> None:
+        sums.run.launch(sums.stream)
+        sums.run.launch(other)
+        ost.copy(sums.stream, sums.outs[0], sums.outs[1])
+        other.wait(sums.stream.record())
+        sums.stream.synchronize()
+
+    work()
+    for at in every(lines(work), step_size):
+        interrupt(work, at)
+        assert_sound(device, sums.stream)
+        assert_sound(device, other)
+        assert sums.answers() == [6, 6, 6]
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+@pytest.mark.parametrize("verify", ["off", 1])
+def test_a_step_goes_on(device: Device, step_size: int, build: str, verify: object) -> None:
+    counter, increment = device.zeros(1, np.int32), kernel(device, "increment")
+    slots = [ost.Slot("counter", counter, ost.Role.STATE)]
+
+    def fresh() -> ost.GraphedStep:
+        return ost.GraphedStep(
+            lambda stream: ost.launch(stream, increment, config(1), counter, 1),
+            stream=device.create_stream(),
+            cache=ost.GraphCache(device),
+            slots=slots,
+            build=build,
+            verify=verify,
+        )
+
+    def calls(step: ost.GraphedStep) -> None:
+        for _ in range(4):
+            step()
+
+    # Checks read and write a lot: every line of them would take minutes.
+    stride = step_size * (4 if verify == 1 else 1)
+    for at in every(lines(lambda: calls(fresh())), stride):
+        step = fresh()
+        where = interrupt(lambda: calls(step), at)  # noqa: B023
+        assert_sound(device, step.stream)
+        for _ in range(3):
+            before = counter.to_numpy(step.stream)[0]
+            step()
+            assert counter.to_numpy(step.stream)[0] == before + 1, where
+        step.close()
+
+
+def test_memory_is_given_back(device: Device, step_size: int) -> None:
+    def work() -> None:
+        buffer = device.zeros(1000)
+        buffer.close()
+        device.context.collect()
+
+    work()
+    device.synchronize()
+    free = device.memory_info()[0]
+    points = list(every(lines(work), step_size))
+    for at in points:
+        interrupt(work, at)
+        device.synchronize()
+    # Lost is what an interruption meets between the driver's allocation and its answer, or in the
+    # one line that hands it over to be freed.
+    assert (free - device.memory_info()[0]) // 1000 < len(points) // 8
+
+
+@pytest.fixture(autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """Each interruption is followed by a collection, which need not look at all that was before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
