@@ -268,9 +268,9 @@ def test_memory_is_given_back(device: Device, step_size: int) -> None:
     for at in points:
         interrupt(work, at)
         device.synchronize()
-    # Lost is what an interruption meets between the driver's allocation and its answer, or in the
-    # one line that hands it over to be freed.
-    assert (free - device.memory_info()[0]) // 1000 < len(points) // 8
+    # Lost is what an interruption meets inside the driver's own calls: whether it freed something
+    # is not known then, and to free it twice could take another owner's memory.
+    assert (free - device.memory_info()[0]) // 1000 < len(points) // 4
 
 
 @pytest.fixture(autouse=True)
