@@ -35,6 +35,7 @@ from ostinato.errors import (
     ModelFormatError,
     UnsupportedModelError,
 )
+from ostinato.models.arguments import whole
 from ostinato.models.config import LlamaConfig, tensor_shapes
 
 __all__ = [
@@ -185,8 +186,7 @@ class Checkpoint(Closeable):
         A float32 destination gets what `tensor` gives, a uint16 one what `bfloat16` gives.  Raises
         InputError as they do, before anything is written.
         """
-        if threads < 1:
-            raise InputError(f"threads is {threads}, must be 1 or more")
+        threads = whole(threads, "threads", 1)
         pieces = []
         for name, array in into.items():
             raw = self.raw(name)

@@ -10,7 +10,7 @@ with TextGenerator(device, "smollm2-135m") as generator:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,6 +20,7 @@ from typing import Any
 from ostinato import Device
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
+from ostinato.models.arguments import quoted, token_ids, whole
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.decoder import Decoder
 from ostinato.models.run import RunOptions
@@ -275,11 +276,12 @@ class TextGenerator(Closeable):
         It ends at an end token, after `max_tokens` tokens, or where the context is full.
         `tokens_per_launch` as for `Decoder.run`.  One generation at a time: a new one ends the one
         before, whose next step then raises ClosedError.  Raises InputError if the prompt
-        leaves no room in the context, or for options that make no sense.
+        leaves no room in the context, holds anything that is neither a message nor a token of the
+        vocabulary, or for options that make no sense.
         """
-        if isinstance(max_tokens, bool) or max_tokens < 1:
-            raise InputError(f"max_tokens is {max_tokens}, must be 1 or more")
-        RunOptions(tokens_per_launch=tokens_per_launch).checked(self.decoder.plan.sizes.ring)
+        max_tokens = whole(max_tokens, "max_tokens", 1)
+        ring = self.decoder.plan.sizes.ring
+        per_launch = RunOptions(tokens_per_launch=tokens_per_launch).checked(ring).tokens_per_launch
         tokens = self._tokens(prompt, chat, system)
         context = self.decoder.plan.sizes.context
         if len(tokens) > context:
@@ -290,7 +292,7 @@ class TextGenerator(Closeable):
         self.decoder.reset()
         # The last token takes the position after all others: prompt + max_tokens - 1.
         self.decoder.set_sampling(sampling, limit=len(tokens) + max_tokens - 1)
-        self.latest = Generation(self, tokens, tokens_per_launch=tokens_per_launch)
+        self.latest = Generation(self, tokens, tokens_per_launch=per_launch)
         return self.latest
 
     def _tokens(
@@ -299,14 +301,19 @@ class TextGenerator(Closeable):
         chat: bool | None,
         system: str | None,
     ) -> list[int]:
-        if not isinstance(prompt, str):
-            messages = [item for item in prompt if isinstance(item, Mapping)]
-            ids = [item for item in prompt if isinstance(item, int)]
-            if messages and ids:
-                raise InputError("the prompt mixes messages and token ids")
-            tokens = self.encode(messages, chat=chat, system=system) if messages else ids
-        else:
+        if isinstance(prompt, str):
             tokens = self.encode(prompt, chat=chat, system=system)
+        elif isinstance(prompt, Mapping | bytes | bytearray) or not isinstance(prompt, Iterable):
+            raise InputError(f"prompt is {quoted(prompt)}, must be text, messages or token ids")
+        else:
+            items = list(prompt)
+            messages = [item for item in items if isinstance(item, Mapping)]
+            if messages and len(messages) < len(items):
+                raise InputError("the prompt mixes messages and token ids")
+            if messages:
+                tokens = self.encode(messages, chat=chat, system=system)
+            else:
+                tokens = token_ids(items, self.decoder.config.vocabulary, "prompt")
         if not tokens:
             raise InputError("the prompt is empty: it has no tokens")
         return tokens

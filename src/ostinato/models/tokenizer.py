@@ -18,6 +18,7 @@ from typing import TypeVar
 import tokenizers
 
 from ostinato.errors import InputError, ModelError, ModelFormatError, UnsupportedModelError
+from ostinato.models.arguments import whole
 from ostinato.models.checkpoint import GgufTokenizerSource, TokenizerSource
 
 __all__ = ["IncrementalDecoder", "Tokenizer", "TokenizerParts", "guarded", "load_tokenizer"]
@@ -125,6 +126,7 @@ class Tokenizer:
 
     def token_text(self, token: int) -> str | None:
         """The token as the vocabulary spells it (`"Ġsky"`), or None if there is no such id."""
+        token = whole(token, "token")
         if not 0 <= token < 1 << 32:
             return None
         text: str | None = self._encoder.id_to_token(token)
@@ -132,6 +134,7 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of text that the token stands for.  Raises InputError for an unknown id."""
+        token = whole(token, "token")
         piece = self._pieces.get(token)
         if piece is None:
             text = self.token_text(token)
