@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
-from ostinato.models.chat import render_chat
+from ostinato.models.chat import ChatTemplate
 from ostinato.models.checkpoint import open_checkpoint
 from ostinato.models.tokenizer import load_tokenizer
 from tests.models.model_files import write_folder, write_gguf
@@ -68,7 +68,7 @@ def use(path: Path) -> None:
         ids = tokenizer.encode("the 12 é")
         tokenizer.decode(ids)
         if tokenizer.chat_template is not None:
-            render_chat(tokenizer.chat_template, [{"role": "user", "content": "x"}])
+            ChatTemplate(tokenizer.chat_template).render([{"role": "user", "content": "x"}])
 
 
 def survives(path: Path) -> None:

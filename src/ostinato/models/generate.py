@@ -9,10 +9,11 @@ with TextGenerator(device, "smollm2-135m") as generator:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,17 @@ from ostinato import Device
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
 from ostinato.models.arguments import quoted, token_ids, whole
+from ostinato.models.chat import DEFAULT_TEMPLATE, ChatTemplate, prepare
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.decoder import Decoder
 from ostinato.models.run import RunOptions
 from ostinato.models.sampling import GREEDY, SamplingOptions
-from ostinato.models.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
+from ostinato.models.tokenizer import (
+    IncrementalDecoder,
+    Tokenizer,
+    load_tokenizer,
+    read_chat_template,
+)
 
 __all__ = ["Generation", "Summary", "TextGenerator"]
 
@@ -204,9 +211,12 @@ class TextGenerator(Closeable):
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(_resolve(model))
         try:
             # The tokenizer is built while the weights are read: both take longer than the rest.
-            with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
-                loading = beside.submit(_load_tokenizer, checkpoint)
-                self.decoder = Decoder(device, checkpoint, **options)
+            loading: Future[Tokenizer] = Future()
+            # Not a pool's thread: nobody would be able to interrupt the wait for its end.
+            threading.Thread(
+                target=_load_tokenizer, args=(checkpoint, loading), name="tokenizer", daemon=True
+            ).start()
+            self.decoder = Decoder(device, checkpoint, **options)
             try:
                 self.tokenizer = loading.result()
                 if options.get("stop_tokens") is None:
@@ -250,11 +260,14 @@ class TextGenerator(Closeable):
             *([{"role": "system", "content": system}] if system is not None else []),
             *prompt,
         ]
-        from ostinato.models.chat import render_chat
-
+        template = ChatTemplate(
+            DEFAULT_TEMPLATE
+            if self.tokenizer.chat_template is None
+            else self.tokenizer.chat_template,
+            where=f"{self.tokenizer.where}: the chat template",
+        )
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_ids
-        text = render_chat(
-            self.tokenizer.chat_template,
+        text = template.render(
             messages,
             bos_token="" if bos is None else self.tokenizer.token_text(bos) or "",
             eos_token=self.tokenizer.token_text(eos[0]) or "" if eos else "",
@@ -323,11 +336,14 @@ class TextGenerator(Closeable):
         self.decoder.close()
 
 
-def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    made = load_tokenizer(checkpoint.tokenizer, vocabulary=checkpoint.config.vocabulary)
-    if made.chat_template is not None:
-        import ostinato.models.chat  # noqa: F401 - jinja2, which a prompt will need
-    return made
+def _load_tokenizer(checkpoint: Checkpoint, loading: Future[Tokenizer]) -> None:
+    source = checkpoint.tokenizer
+    try:
+        if read_chat_template(source) is not None:
+            prepare()  # the renderer starts meanwhile
+        loading.set_result(load_tokenizer(source, vocabulary=checkpoint.config.vocabulary))
+    except BaseException as error:
+        loading.set_exception(error)
 
 
 def _resolve(model: str | Path) -> str | Path:
