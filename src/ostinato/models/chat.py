@@ -7,7 +7,7 @@ A template is compiled and rendered in a process of its own (`child`), by transf
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Iterable[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         **variables: object,
@@ -59,7 +59,10 @@ class ChatTemplate:
         is no template, ModelError if it refuses the messages (`raise_exception`), fails, or needs
         too much time, memory or text; NotAvailableError where no process can be started for it.
         """
-        for index, message in enumerate(messages):
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+            raise InputError(f"messages is {quoted(messages)}, must be a list of mappings")
+        listed = list(messages)
+        for index, message in enumerate(listed):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise InputError(
                     f"message {index} is {quoted(message)}, must be a mapping with a role and a "
@@ -69,7 +72,7 @@ class ChatTemplate:
         values = {
             **standard,
             **variables,
-            "messages": list(messages),
+            "messages": listed,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -78,7 +81,7 @@ class ChatTemplate:
             raise InputError(
                 f"the messages are not what JSON can hold: {str(error)[:200]}"
             ) from None
-        longest = _MAX_TEXT + 8 * len(given)
+        longest = _MAX_TEXT + 4 * len(given)
         source = json.dumps(self.source)
         request = f'{{"source": {source}, "variables": {given}, "longest": {longest}}}'
         return _renderer.ask(request.encode(), self.where, longest=4 * longest + 1)

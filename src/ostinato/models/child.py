@@ -98,6 +98,9 @@ class Child:
                 if request is None:
                     return self._opened
                 kind, text = self._exchange(request, self._seconds, longest)
+            except OstinatoError:
+                self._end()
+                raise
             except TimeoutError:
                 self._end()
                 reason = f"it takes longer than {self._seconds:g} s"
@@ -137,10 +140,11 @@ class Child:
         if getattr(sys, "frozen", False) or not sys.executable:
             raise NotAvailableError("this program has no Python that could be started beside it")
         package = Path(__file__).parents[__name__.count(".")]
-        path = [*filter(None, sys.path), str(package)]
+        path = [*(one for one in sys.path if isinstance(one, str) and one), str(package)]
         argument = json.dumps([path, self._module, self._memory, self._seconds])
-        ours, theirs = socket.socketpair()
+        ours = None
         try:
+            ours, theirs = socket.socketpair()
             with theirs:
                 process = subprocess.Popen(
                     # -I -S: nothing of the environment, of the current folder or of site-packages
@@ -153,7 +157,8 @@ class Child:
                     start_new_session=True,  # Ctrl-C is for the parent
                 )
         except OSError as error:
-            ours.close()
+            if ours is not None:
+                ours.close()
             raise NotAvailableError(f"{sys.executable} cannot be started: {error}") from None
         self._socket, self._opened = ours, None
         self._finish = weakref.finalize(self, _finish, process, ours, self._pid)

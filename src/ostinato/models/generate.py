@@ -249,26 +249,28 @@ class TextGenerator(Closeable):
 
         A list of messages (mappings with `role` and `content`) is always a chat; a text is one if
         `chat` says so, or by itself (None) if the model has a template.  `system`: a first message.
+        Raises InputError for another prompt, and what `ChatTemplate.render` and `Tokenizer.encode`
+        raise.
         """
+        if system is not None and not isinstance(system, str):
+            raise InputError(f"system is {quoted(system)}, must be text")
         if isinstance(prompt, str):
             if not (self.chats if chat is None else chat):
                 if system is not None:
                     raise InputError("a system message needs a chat, and this prompt is raw")
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
-        messages = [
-            *([{"role": "system", "content": system}] if system is not None else []),
-            *prompt,
-        ]
+        if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
+            raise InputError(f"prompt is {quoted(prompt)}, must be text or a list of messages")
+        first = [] if system is None else [{"role": "system", "content": system}]
+        source = self.tokenizer.chat_template
         template = ChatTemplate(
-            DEFAULT_TEMPLATE
-            if self.tokenizer.chat_template is None
-            else self.tokenizer.chat_template,
+            DEFAULT_TEMPLATE if source is None else source,
             where=f"{self.tokenizer.where}: the chat template",
         )
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_ids
         text = template.render(
-            messages,
+            [*first, *prompt],
             bos_token="" if bos is None else self.tokenizer.token_text(bos) or "",
             eos_token=self.tokenizer.token_text(eos[0]) or "" if eos else "",
         )

@@ -28,8 +28,8 @@ __all__ = ["IncrementalDecoder", "Tokenizer", "load_tokenizer", "read_chat_templ
 _MAX_TOKENIZER_JSON = 64 << 20
 _SECONDS = 60.0
 _MEMORY = 2 << 30
-# Characters to be encoded at a time.  They can take 300 bytes each.
-_MAX_TEXT = 1 << 22
+# Bytes of text, more than a million tokens.  Each can take 150 bytes and 1 us.
+_MAX_TEXT = 8 << 20
 _MAX_TEMPLATE = 1 << 20
 # What models call the end of an answer, besides the one id that their file names.
 _END_TOKENS = frozenset(
@@ -84,18 +84,18 @@ class Tokenizer:
 
         Special tokens written out in `text` (as a chat template does) become their ids; so does
         what a user typed, as everywhere.  Raises InputError if `text` is no valid Unicode or has
-        more than 4 Mi characters, ModelError if the model's tokenizer fails on it.
+        more than 8 MiB in UTF-8, ModelError if the model's tokenizer fails on it.
         """
         if not isinstance(text, str):
             raise InputError(f"{quoted(text)} cannot be encoded: it must be text")
-        if len(text) > _MAX_TEXT:
-            raise InputError(f"{len(text)} characters cannot be encoded; {_MAX_TEXT} at most")
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError as error:
             raise InputError(
                 f"the text cannot be encoded: character {error.start} is a lone surrogate"
             ) from None
+        if size > _MAX_TEXT:
+            raise InputError(f"{size} bytes of text cannot be encoded; {_MAX_TEXT} at most")
         return self._parts.encode(text, add_special)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:

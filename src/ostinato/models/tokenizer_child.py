@@ -37,8 +37,9 @@ def _opened(content: bytes, rows: int) -> str:
     """Every token's text by its id, added tokens with whether they are special, and how tokens are
     spelled."""
     encoder = guarded(lambda: tokenizers.Tokenizer.from_str(content.decode()), "is damaged")
-    vocabulary = guarded(lambda: encoder.get_vocab(with_added_tokens=True), "is damaged")
-    largest = max(vocabulary.values(), default=-1)
+    vocabulary = encoder.get_vocab(with_added_tokens=False)
+    added = encoder.get_added_tokens_decoder()
+    largest = max((*vocabulary.values(), *added), default=-1)
     if largest >= rows:
         raise ModelFormatError(f"has ids up to {largest}, the embedding only {rows} rows")
     texts: list[str | None] = [None] * (largest + 1)
@@ -46,10 +47,11 @@ def _opened(content: bytes, rows: int) -> str:
         if texts[token] is not None:
             raise ModelFormatError(f"has two tokens with the id {token}")
         texts[token] = text
+    for token, entry in added.items():  # the package prefers them, too
+        texts[token] = entry.content
     encoder.no_truncation()  # what was set for training would cut prompts silently
     encoder.no_padding()
     byte_level, strip_space = _decoder_kind(encoder)
-    added = encoder.get_added_tokens_decoder()
     _encoders.append(encoder)
     return json.dumps(
         {
