@@ -139,6 +139,11 @@ def test_template_that_fails(source: str) -> None:
     assert len(str(caught.value)) < 1100
 
 
+def test_what_a_template_says_does_not_reach_the_terminal_as_it_is() -> None:
+    with pytest.raises(ModelError, match=r"refused the messages: two\nlines \\u001b\[2J é 🎉$"):
+        render_chat("{{ raise_exception('two\\nlines \\x1b[2J é 🎉') }}", HELLO)
+
+
 def test_private_attributes_are_nothing() -> None:
     assert render_chat("{{ raise_exception.__globals__ }}", HELLO) == ""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ostinato.errors import InputError
 
-__all__ = ["number", "quoted", "token_ids", "whole"]
+__all__ = ["number", "quoted", "shown", "token_ids", "whole"]
 
 _LONGEST = 160
 _quote = reprlib.Repr()
@@ -25,6 +25,12 @@ def quoted(value: object) -> str:
     except ValueError:  # Python does not write out whole numbers of more than 4,300 digits
         text = f"a {type(value).__name__} that is too long to be shown"
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def shown(text: str, limit: int = 1000) -> str:
+    """Text that somebody else wrote, cut, and without what a terminal would obey."""
+    cut = text[:limit]
+    return "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in cut)
 
 
 def whole(value: object, name: str, least: int | None = None, most: int | None = None) -> int:

@@ -36,6 +36,7 @@ from ostinato.errors import (
     OstinatoError,
     UnsupportedModelError,
 )
+from ostinato.models.arguments import shown
 
 __all__ = ["Child", "serve"]
 
@@ -50,7 +51,6 @@ _KINDS: tuple[type[OstinatoError], ...] = (
 _LENGTH = struct.Struct("<Q")
 _QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)  # a program may have switched SIGPIPE on
 _START_SECONDS = 60.0
-_MAX_ERROR = 1000  # characters
 _NO_MEMORY = 97  # an exit status
 _CODE = (
     "import json, sys; path, *rest = json.loads(sys.argv[1]); sys.path[:] = path; "
@@ -113,7 +113,7 @@ class Child:
                 self._end()
                 raise
         if kind:
-            raise _KINDS[kind](f"{what} {text[:_MAX_ERROR]}")
+            raise _KINDS[kind](f"{what} {shown(text)}")
         return text
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class Child:
             return ""
         kind, text = self._exchange(self._opening, self._seconds, 1 << 28)
         if kind:
-            raise _KINDS[kind](f"{what} {text[:_MAX_ERROR]}")
+            raise _KINDS[kind](f"{what} {shown(text)}")
         return text
 
     def _exchange(self, request: bytes, seconds: float, longest: int) -> tuple[int, str]:
@@ -199,10 +199,10 @@ class Child:
         if status == _NO_MEMORY:
             return f"it needs more than {self._memory >> 20} MiB of memory"
         assert self._process.stderr is not None
-        said = self._process.stderr.read().decode("utf-8", "replace").split("\n")
+        said = self._process.stderr.read().decode("utf-8", "replace").split()
         cause = signal.Signals(-status).name if status < 0 else f"status {status}"
-        words = " ".join(line.strip() for line in said if line.strip())
-        return f"its process ended with {cause}: {words[-300:] or '(no message)'}"
+        words = shown(" ".join(said)[-300:])
+        return f"its process ended with {cause}: {words or '(no message)'}"
 
     def _end(self) -> None:
         if self._process is not None:
@@ -252,7 +252,7 @@ def serve(module: str, memory: int, seconds: float) -> None:
         except MemoryError:
             os._exit(_NO_MEMORY)
         except OstinatoError as error:
-            kind, text = _KINDS.index(type(error)), str(error)[:_MAX_ERROR]
+            kind, text = _KINDS.index(type(error)), shown(str(error))
         try:
             _send(parent, bytes([kind]) + text.encode("utf-8", "replace"))
         except BrokenPipeError:

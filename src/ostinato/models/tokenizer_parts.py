@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ostinato.errors import ModelFormatError
+from ostinato.models.arguments import shown
 
 __all__ = ["MAX_IDS", "TokenizerParts", "guarded"]
 
@@ -46,4 +47,4 @@ def guarded(make: Callable[[], T], what: str) -> T:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a pyo3 PanicException is no Exception
-        raise ModelFormatError(f"{what}: {str(error)[:300]}") from None
+        raise ModelFormatError(f"{what}: {shown(str(error), 300)}") from None
