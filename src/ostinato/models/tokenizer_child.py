@@ -36,19 +36,18 @@ def answer(request: bytes) -> str:
 def _opened(content: bytes, rows: int) -> str:
     """Every token's text by its id, added tokens with whether they are special, and how tokens are
     spelled."""
-    encoder = guarded(lambda: tokenizers.Tokenizer.from_str(content.decode()), "is damaged")
-    vocabulary = encoder.get_vocab(with_added_tokens=False)
+    encoder = guarded(lambda: tokenizers.Tokenizer.from_buffer(content), "is damaged")
     added = encoder.get_added_tokens_decoder()
-    largest = max((*vocabulary.values(), *added), default=-1)
+    largest = encoder.get_vocab_size(with_added_tokens=True) - 1
+    texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
+    if None in texts:  # so not every id up to the number of tokens is one
+        ids = encoder.get_vocab(with_added_tokens=False).values()
+        if len(set(ids)) < len(ids):
+            raise ModelFormatError("has two tokens with the same id")
+        largest = max((*ids, *added))
+        texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
     if largest >= rows:
         raise ModelFormatError(f"has ids up to {largest}, the embedding only {rows} rows")
-    texts: list[str | None] = [None] * (largest + 1)
-    for text, token in vocabulary.items():
-        if texts[token] is not None:
-            raise ModelFormatError(f"has two tokens with the id {token}")
-        texts[token] = text
-    for token, entry in added.items():  # the package prefers them, too
-        texts[token] = entry.content
     encoder.no_truncation()  # what was set for training would cut prompts silently
     encoder.no_padding()
     byte_level, strip_space = _decoder_kind(encoder)
