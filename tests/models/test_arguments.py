@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,14 @@ def test_whole_numbers_become_plain_ints(value: Any) -> None:
     assert type(whole(value, "x")) is int
     assert token_ids([value], 6, "x") == [5]
     assert type(token_ids([value], 6, "x")[0]) is int
-    assert number(value if value is not FIVES[3] else 5, "x") == 5.0
+
+
+@pytest.mark.parametrize(
+    "value", [5, 5.0, np.float32(5), np.float16(5), np.int8(5), Fraction(5), Five.FIVE], ids=repr
+)
+def test_real_numbers_become_plain_floats(value: Any) -> None:
+    assert number(value, "x") == 5.0
+    assert type(number(value, "x")) is float
 
 
 @pytest.mark.parametrize("value", NOT_WHOLE, ids=repr)
@@ -105,6 +113,17 @@ def test_what_is_no_token_of_a_prompt_is_said(generator: TextGenerator, wrong: A
 def test_what_is_no_prompt_is_said(generator: TextGenerator, prompt: Any) -> None:
     with pytest.raises(InputError, match="must be text, messages or token ids"):
         generator.generate(prompt)
+
+
+@pytest.mark.parametrize("prompt", [5, None, b"abc", {"role": "user"}, [5], ["abc"]], ids=repr)
+def test_what_cannot_be_encoded_is_said(generator: TextGenerator, prompt: Any) -> None:
+    with pytest.raises(InputError, match=r"^(prompt is|message 0 is) "):
+        generator.encode(prompt)
+
+
+def test_a_system_message_is_text(generator: TextGenerator) -> None:
+    with pytest.raises(InputError, match="system is 5, must be text"):
+        generator.encode("abc", system=5)  # type: ignore[arg-type]
 
 
 # Every public call that takes a whole number, with that number.

@@ -118,7 +118,7 @@ def test_its_errors_are_raised_here_and_are_short(child: Child, error: type[Exce
         ("exit 3", r"its process ended with status 3: \(no message\)"),
         ("bug", "its process ended with status 1: .*KeyError: 'a bug'"),
         ("scribble 8", "its answer has 18446744073709551615 bytes, more than 268435456"),
-        ("long 268435457", "more than 256 MiB of memory|its answer has"),
+        ("long 200000000", "it needs more than 256 MiB of memory"),
     ],
 )
 def test_what_ends_the_process_is_an_error_and_the_next_one_is_new(
@@ -129,6 +129,14 @@ def test_what_ends_the_process_is_an_error_and_the_next_one_is_new(
         ask(child, request_)
     assert is_gone(pid)
     assert int(ask(child, "pid")) != pid
+
+
+def test_a_request_that_does_not_fit_its_memory() -> None:
+    child = make(memory=96 << 20)
+    with pytest.raises(ModelError, match="it needs more than 96 MiB of memory"):
+        ask(child, "echo " + "x" * (96 << 20))
+    assert ask(child, "echo x") == "x"
+    child.close()
 
 
 def test_an_answer_has_the_length_that_was_asked_for(child: Child) -> None:

@@ -240,23 +240,20 @@ def serve(module: str, memory: int, seconds: float) -> None:
         limit(name, 0)
     limit("RLIMIT_AS", memory)
     _send(parent, b"+")
-    while True:
-        try:
-            request = _receive(parent, 1 << 40)
-        except EOFError:
-            return
-        # Should the parent die, this ends the request; otherwise it comes after its deadline.
-        limit("RLIMIT_CPU", int(time.process_time() + seconds) + 2, resource.RLIM_INFINITY)
-        try:
-            kind, text = 0, answer(bytes(request))
-        except MemoryError:
-            os._exit(_NO_MEMORY)
-        except OstinatoError as error:
-            kind, text = _KINDS.index(type(error)), shown(str(error))
-        try:
+    try:
+        while True:
+            request = bytes(_receive(parent, 1 << 40))
+            # Should the parent die, this ends the request; otherwise its deadline is earlier.
+            limit("RLIMIT_CPU", int(time.process_time() + seconds) + 2, resource.RLIM_INFINITY)
+            try:
+                kind, text = 0, answer(request)
+            except OstinatoError as error:
+                kind, text = _KINDS.index(type(error)), shown(str(error))
             _send(parent, bytes([kind]) + text.encode("utf-8", "replace"))
-        except BrokenPipeError:
-            return
+    except MemoryError:
+        os._exit(_NO_MEMORY)
+    except (EOFError, ConnectionError):
+        return  # the parent has ended
 
 
 def _send(to: socket.socket, content: bytes, deadline: float | None = None) -> None:
