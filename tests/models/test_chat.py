@@ -274,7 +274,9 @@ def test_messages_may_be_any_mappings_and_sequences() -> None:
     assert text == '[{"role": "user", "content": [1, {"a": "é"}]}][1, \'two\']'
 
 
-@pytest.mark.parametrize("content", [object(), b"bytes", {1, 2}, float], ids=repr)
+@pytest.mark.parametrize(
+    "content", [object(), b"bytes", {1, 2}, float], ids=lambda c: type(c).__name__
+)
 def test_what_json_cannot_hold(content: object) -> None:
     with pytest.raises(InputError, match="not what JSON can hold"):
         render_chat(TEMPLATE, [{"role": "user", "content": content}])
