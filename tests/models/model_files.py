@@ -200,8 +200,8 @@ def hf_config(config: LlamaConfig = CONFIG, **changes: object) -> dict[str, obje
     }
 
 
-def write_tokenizer(folder: Path) -> None:
-    """tokenizer.json as SmolLM2 has it, and tokenizer_config.json."""
+def byte_level_encoder() -> tokenizers.Tokenizer:
+    """`byte_tokens` as the `tokenizers` package has it, in the way of SmolLM2."""
     tokens, merges = byte_tokens()
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -214,7 +214,12 @@ def write_tokenizer(folder: Path) -> None:
     )
     encoder.decoder = tokenizers.decoders.ByteLevel()
     encoder.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in SPECIAL])
-    encoder.save(str(folder / "tokenizer.json"))
+    return encoder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """tokenizer.json as SmolLM2 has it, and tokenizer_config.json."""
+    byte_level_encoder().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "chat_template": TEMPLATE},

@@ -306,7 +306,7 @@ def _same(call: Callable[[Decoder], object]) -> Callable[[Decoder, list[int]], l
 
 BETWEEN: dict[str, Callable[[Decoder, list[int]], list[int]]] = {
     "set_sampling": _same(lambda d: d.set_sampling(HOT)),
-    "set_stop_tokens": _same(lambda d: d.set_stop_tokens((300,))),
+    "set_stop_tokens": _same(lambda d: d.set_stop_tokens(())),
     "truncate": _truncate,
     "prefill": _prefill_more,
     "decode": lambda d, tokens: [*tokens, d.decode()],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import random
 import shutil
 import struct
@@ -11,16 +13,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
-from ostinato.models.chat import render_chat
-from ostinato.models.checkpoint import open_checkpoint
+from ostinato.models import chat, tokenizer, tokenizer_gguf
+from ostinato.models.chat import ChatTemplate
+from ostinato.models.checkpoint import (
+    GgufTokenizerSource,
+    JsonTokenizerSource,
+    open_checkpoint,
+)
+from ostinato.models.child import Child
 from ostinato.models.tokenizer import load_tokenizer
-from tests.models.model_files import write_folder, write_gguf
+from tests.models.model_files import byte_tokens, write_folder, write_gguf
 
 GIB = 1 << 30
 STRING, ARRAY, U32, F32_ARRAY = 8, 9, 4, 6
@@ -59,22 +68,30 @@ def address_space(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def use(path: Path) -> None:
-    """Everything that is done with a model file before it runs."""
+def use_weights(path: Path) -> None:
     with open_checkpoint(path) as checkpoint:
         for name in checkpoint.tensor_names():
             assert checkpoint.tensor(name).shape == checkpoint.raw(name).shape
+
+
+def use(path: Path) -> None:
+    """Everything that is done with a model file before it runs."""
+    use_weights(path)
+    with open_checkpoint(path) as checkpoint:
         tokenizer = load_tokenizer(checkpoint.tokenizer, vocabulary=checkpoint.config.vocabulary)
         ids = tokenizer.encode("the 12 é")
         tokenizer.decode(ids)
         if tokenizer.chat_template is not None:
-            render_chat(tokenizer.chat_template, [{"role": "user", "content": "x"}])
+            ChatTemplate(tokenizer.chat_template).render([{"role": "user", "content": "x"}])
 
 
-def survives(path: Path) -> None:
-    """The file is either fine or refused with our error, in time."""
-    with bounded(), contextlib.suppress(ModelError):
-        use(path)
+def survives(path: Path, use: Callable[[Path], None] = use) -> None:
+    """The file is either fine or refused with our error, which is short, in time."""
+    with bounded():
+        try:
+            use(path)
+        except ModelError as error:
+            assert len(str(error)) < 1000 + len(str(path))
 
 
 @pytest.fixture(scope="module")
@@ -292,32 +309,98 @@ def mutated(content: bytes, draw: Callable[[st.SearchStrategy[int]], int]) -> by
     return bytes(changed)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-@fuzzing
-@given(data=st.data())
-def test_mutated_json(
-    data: st.DataObject, name: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def copy_of(folder: Path, name: str) -> Path:
     copy = folder.parent / f"copy-{name}"
     if not copy.exists():
         shutil.copytree(folder, copy)
+    return copy
+
+
+@fuzzing
+@given(data=st.data())
+def test_mutated_config(data: st.DataObject, folder: Path) -> None:
+    copy = copy_of(folder, "config")
+    (copy / "config.json").write_bytes(mutated((folder / "config.json").read_bytes(), data.draw))
+    survives(copy, use_weights)
+
+
+# Each of these starts a process.
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@settings(fuzzing, max_examples=20)
+@given(data=st.data())
+def test_mutated_tokenizer(data: st.DataObject, name: str, folder: Path) -> None:
+    copy = copy_of(folder, name)
     (copy / name).write_bytes(mutated((folder / name).read_bytes(), data.draw))
+    survives(copy)
+
+
+TEXTS = ("", "a", "▁", "\u0000", "x" * 5000, "(a+)+$", r"\p{L}+", "[", "🎉")
+texts = st.sampled_from(TEXTS)
+patterns = st.one_of(
+    st.builds(lambda t: {"String": t}, texts), st.builds(lambda t: {"Regex": t}, texts)
+)
+values = st.one_of(st.none(), st.booleans(), st.integers(-2, 1 << 33), texts, st.just(0.5))
+parts = st.one_of(
+    values,
+    st.fixed_dictionaries({"type": st.just("Replace"), "pattern": patterns, "content": texts}),
+    st.fixed_dictionaries({"type": st.just("Prepend"), "prepend": texts}),
+    st.fixed_dictionaries({"type": st.just("Precompiled"), "precompiled_charsmap": texts}),
+    st.fixed_dictionaries({"type": st.sampled_from(["NFKC", "Lowercase", "ByteLevel", "Fuse"])}),
+    st.fixed_dictionaries(
+        {
+            "type": st.just("Split"),
+            "pattern": patterns,
+            "behavior": st.sampled_from(["Isolated", "Removed", "MergedWithNext"]),
+            "invert": st.booleans(),
+        }
+    ),
+)
+programs = st.one_of(
+    parts,
+    st.builds(
+        lambda key, steps: {"type": "Sequence", key: steps},
+        st.sampled_from(["normalizers", "pretokenizers", "decoders", "processors"]),
+        st.lists(parts, max_size=4),
+    ),
+)
+
+
+@settings(fuzzing, max_examples=30)
+@given(
+    steps=st.dictionaries(
+        st.sampled_from(["normalizer", "pre_tokenizer", "post_processor", "decoder"]),
+        programs,
+        min_size=1,
+    ),
+    model=st.dictionaries(
+        st.sampled_from(["dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
+                         "byte_fallback", "ignore_merges", "type", "vocab", "merges"]),
+        values,
+        max_size=2,
+    ),
+)  # fmt: skip
+def test_any_tokenizer_program(
+    steps: dict[str, Any], model: dict[str, Any], folder: Path, tight: None
+) -> None:
+    copy = copy_of(folder, "program")
+    content = json.loads((folder / "tokenizer.json").read_bytes())
+    content |= steps
+    content["model"] |= model
+    (copy / "tokenizer.json").write_text(json.dumps(content))
     survives(copy)
 
 
 @fuzzing
 @given(data=st.data())
 def test_mutated_safetensors_head(data: st.DataObject, folder: Path) -> None:
-    copy = folder.parent / "copy-head"
-    if not copy.exists():
-        shutil.copytree(folder, copy)
+    copy = copy_of(folder, "head")
     whole = (folder / "model.safetensors").read_bytes()
     size = int.from_bytes(whole[:8], "little")
     changed = mutated(whole[8 : 8 + size], data.draw)
     (copy / "model.safetensors").write_bytes(
         len(changed).to_bytes(8, "little") + changed + whole[8 + size :]
     )
-    survives(copy)
+    survives(copy, use_weights)
 
 
 NASTY_JSON = {
@@ -347,8 +430,285 @@ def test_nasty_json(folder: Path, tmp_path: Path, name: str, file: str) -> None:
             use(copy)
 
 
-def test_template_in_a_file_that_is_hostile(tmp_path: Path) -> None:
+def test_template_in_a_file_that_is_hostile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = Child("ostinato.models.chat_child", seconds=0.3, memory=256 << 20)
+    monkeypatch.setattr(chat, "_renderer", renderer)
     template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     path = write_gguf(tmp_path / "m.gguf", metadata={"tokenizer.chat_template": template})
-    with bounded(), pytest.raises(ModelError, match="runs too long"):
+    with bounded(), pytest.raises(ModelError, match="it takes longer than"):
         use(path)
+    renderer.close()
+
+
+@pytest.fixture(scope="module")
+def tight() -> Iterator[None]:
+    """Less memory for tokenizers, so that tests need less time to use it up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "_SECONDS", 10.0)
+        patch.setattr(tokenizer, "_MEMORY", 256 << 20)
+        yield
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+     "generation_config.json", "chat_template.jinja", "model.safetensors.index.json"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link to a pipe"])
+def test_what_is_no_regular_file_is_not_opened(
+    folder: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    """A pipe that nobody writes to would be waited for, a device would do what devices do."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(copy / name)
+    elif kind == "folder":
+        (copy / name).mkdir()
+    elif kind == "device":
+        (copy / name).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(copy / "elsewhere")
+        (copy / name).symlink_to("elsewhere")
+    with bounded(), pytest.raises(ModelError):
+        use(copy)
+
+
+def test_a_pipe_that_comes_in_between(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a regular file when it was looked at."""
+    os.mkfifo(tmp_path / "pipe")
+    looked_at = (folder / "config.json").stat()
+    monkeypatch.setattr(type(tmp_path), "stat", lambda self: looked_at)
+    from ostinato.models.files import read_file
+
+    with pytest.raises(ModelFormatError, match="no regular file"):
+        read_file(tmp_path / "pipe", 100)
+
+
+def test_files_that_may_not_be_read(folder: Path, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copy = tmp_path / name
+        shutil.copytree(folder, copy)
+        (copy / name).chmod(0)
+        with pytest.raises(ModelError, match="cannot be read"):
+            use(copy)
+
+
+def test_bytes_behind_the_last_tensor(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    with (copy / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors: 4 bytes follow the last"):
+        use(copy)
+
+
+LONG_TEXT = "n\u202e\u0001" * 100_000
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "tokenizer.ggml.model",
+                                 "tokenizer.ggml.pre", "llama.rope.scaling.type"])  # fmt: skip
+def test_long_texts_of_a_gguf_file_are_cut_in_messages(tmp_path: Path, key: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", metadata={key: LONG_TEXT})
+    with pytest.raises(UnsupportedModelError) as caught:
+        use(path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert str(caught.value).isprintable()
+
+
+LONG = [LONG_TEXT, [LONG_TEXT], {LONG_TEXT: LONG_TEXT}, 10**4000, [[["x" * 999] * 9] * 9] * 9]
+
+
+@pytest.mark.parametrize("value", LONG, ids=["text", "list", "object", "number", "nested"])
+@pytest.mark.parametrize(
+    "key",
+    ["model_type", "hidden_size", "rms_norm_eps", "hidden_act", "rope_scaling", "eos_token_id",
+     "tie_word_embeddings"],
+)  # fmt: skip
+def test_long_values_of_a_config_are_cut_in_messages(
+    folder: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    config = json.loads((folder / "config.json").read_bytes()) | {key: value}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config, ensure_ascii=False))
+    with bounded():
+        try:
+            open_checkpoint(tmp_path).close()
+        except ModelError as error:
+            assert str(tmp_path) in str(error)
+            assert len(str(error)) < 1000 + len(str(tmp_path))
+            assert str(error).isprintable()
+
+
+@pytest.mark.parametrize("change", ["name", "dtype", "shape", "data_offsets", "shard"])
+def test_long_texts_of_a_safetensors_head_are_cut_in_messages(
+    folder: Path, tmp_path: Path, change: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    if change == "shard":
+        index = {"weight_map": {"a": LONG_TEXT}}
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+        name = LONG_TEXT if change == "name" else "lm_head.weight"
+        if change != "name":
+            entry[change] = LONG_TEXT if change == "dtype" else [LONG_TEXT]
+        head = json.dumps({name: entry}).encode()
+        content = len(head).to_bytes(8, "little") + head + bytes(4)
+        (copy / "model.safetensors").write_bytes(content)
+    with bounded(), pytest.raises(ModelError) as caught:
+        use(copy)
+    assert len(str(caught.value)) < 1000 + len(str(copy))
+    assert str(caught.value).isprintable()
+
+
+# Tokenizers in GGUF metadata.  `rows`: of the embedding.
+
+MANY = 1 << 20
+
+
+def load_gguf(rows: int | None = None, **entries: Any) -> None:
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
+    load_tokenizer(GgufTokenizerSource(Path("m.gguf"), metadata), vocabulary=rows)
+
+
+def test_more_tokens_than_rows_are_refused_before_they_are_built() -> None:
+    tokens = [f"<|{index}|>" for index in range(MANY)]
+    with bounded(5.0), pytest.raises(ModelFormatError, match="only 280 rows"):
+        load_gguf(280, model="llama", tokens=tokens, token_type=[3] * MANY, scores=[0.0] * MANY)
+
+
+def test_tokens_that_are_there_twice_are_refused_before_they_are_built() -> None:
+    with bounded(5.0), pytest.raises(ModelFormatError, match=r"token 0 is there twice: '▁aaaaaa'"):
+        load_gguf(model="llama", tokens=["▁aaaaaa"] * MANY, scores=[0.0] * MANY)
+
+
+def test_too_many_special_tokens_are_refused_before_they_are_built() -> None:
+    count = (1 << 16) + 1
+    tokens = [f"<|{index}|>" for index in range(count)]
+    for kind in (2, 3, 4):
+        with bounded(5.0), pytest.raises(ModelFormatError, match="65537 control and user-defined"):
+            load_gguf(model="gpt2", tokens=tokens, token_type=[kind] * count, merges=[])
+
+
+def test_too_many_merges_are_refused_before_they_are_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a vocabulary where every cut of every token gives two tokens."""
+    monkeypatch.setattr(tokenizer_gguf, "_MAX_MERGES", 10_000)
+    tokens = ["".join(t) for size in range(1, 14) for t in itertools.product("ab", repeat=size)]
+    with bounded(5.0), pytest.raises(ModelFormatError, match="more than 10000 merges"):
+        load_gguf(model="llama", tokens=tokens, scores=[0.0] * len(tokens))
+    with bounded(5.0), pytest.raises(ModelFormatError, match="more than 10000 merges"):
+        load_gguf(model="gpt2", tokens=["a", "b", "ab"], merges=["a b"] * 10_001)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("token_type", [1] * 279),
+        ("token_type", [1.0] * 280),
+        ("token_type", [True] * 280),
+        ("token_type", 1),
+        ("scores", [0.0] * 281),
+        ("scores", [0] * 280),
+        ("scores", [float("nan")] * 280),
+        ("scores", "0" * 280),
+    ],
+)
+def test_lists_that_do_not_fit_the_tokens(name: str, value: object) -> None:
+    tokens, _ = byte_tokens(280)
+    entries: dict[str, Any] = {"model": "llama", "tokens": tokens, "scores": [0.0] * 280}
+    with pytest.raises(ModelFormatError, match=rf"tokenizer\.ggml\.{name} "):
+        load_gguf(280, **(entries | {name: value}))
+
+
+def test_tokens_without_text_have_names_of_their_own() -> None:
+    tokens, merges = byte_tokens(280)
+    tokens[270] = tokens[271] = ""
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges,
+    }
+    made = load_tokenizer(GgufTokenizerSource(Path("m.gguf"), metadata))
+    assert made.decode([270, 271]) == "[EMPTY_270][EMPTY_271]"  # as llama.cpp has it
+
+
+# tokenizer.json: what stops these is the process that it runs in.
+
+LONGER = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1_000_000}
+SPLIT = {"type": "Split", "pattern": {"Regex": r"(\w|\w\w)*\z"}, "behavior": "Isolated",
+         "invert": False}  # fmt: skip
+A, B = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+NOT_DONE = {"type": "TemplateProcessing", "single": [A] * 3, "pair": [A, B] * 2,
+            "special_tokens": {}}  # fmt: skip
+MULTIPLYING: dict[str, dict[str, Any]] = {
+    "a normalizer that makes a megabyte of a character, twice": {
+        "normalizer": {"type": "Sequence", "normalizers": [LONGER] * 2}
+    },
+    "a pattern that tries everything": {"pre_tokenizer": SPLIT},
+    "a panic": {"post_processor": {"type": "Sequence", "processors": [NOT_DONE] * 3}},
+    "a model that knows no word": {
+        "model": {"type": "WordLevel", "vocab": {"<|im_end|>": 2}, "unk_token": "?"}
+    },
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLYING)
+def test_tokenizers_that_fail_on_a_text(folder: Path, name: str, tight: None) -> None:
+    copy = copy_of(folder, "multiplying")
+    content = json.loads((folder / "tokenizer.json").read_bytes()) | MULTIPLYING[name]
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    made = load_tokenizer(JsonTokenizerSource(copy))
+    with bounded(), pytest.raises(ModelError, match=r"json: the tokenizer (was|failed)"):
+        made.encode("a" * 300 + "!")
+    assert made.decode([2]) == "", "what needs no process works on"
+
+
+@pytest.mark.parametrize("ids", [{"zzz": 5}, {"zzz": 4_000_000_000}, {"zzz": 280}, {"zzz": -1}])
+def test_ids_of_a_vocabulary_that_make_no_sense(folder: Path, ids: dict[str, int]) -> None:
+    copy = copy_of(folder, "ids")
+    content = json.loads((folder / "tokenizer.json").read_bytes())
+    content["model"]["vocab"] |= ids
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    with bounded(), pytest.raises(ModelFormatError, match=r"tokenizer\.json"):
+        load_tokenizer(JsonTokenizerSource(copy), vocabulary=280)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"eos_token": "\ud800"}, "eos_token .*ud800.* is no Unicode"),
+        ({"bos_token": {"content": "\ud800"}}, "bos_token .* is no Unicode"),
+        ({"chat_template": [{"name": ["x"], "template": "T"}]}, "has no name"),
+        ({"chat_template": [{"name": None}]}, "has no name"),
+        ({"chat_template": [LONG_TEXT]}, "has no name"),
+    ],
+)
+def test_tokenizer_configs_that_make_no_sense(
+    folder: Path, config: dict[str, Any], words: str
+) -> None:
+    copy = copy_of(folder, "tokenizer-config")
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match=rf"tokenizer_config\.json: .*{words}") as caught:
+        use(copy)
+    assert len(str(caught.value)) < 1000 + len(str(copy))
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"x" * (1 << 20) + b"x"], ids=["no text", "long"])
+def test_template_files_that_make_no_sense(folder: Path, content: bytes) -> None:
+    """They were cut, and what was no text replaced: another template then, without a word."""
+    copy = copy_of(folder, "template")
+    (copy / "chat_template.jinja").write_bytes(content)
+    with pytest.raises(ModelFormatError, match=r"chat_template\.jinja"):
+        use(copy)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,14 @@ from hypothesis import strategies as st
 from ostinato.errors import InputError, ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.checkpoint import GgufTokenizerSource, JsonTokenizerSource
 from ostinato.models.tokenizer import Tokenizer, load_tokenizer
-from tests.models.model_files import CONFIG, TEMPLATE, byte_tokens, write_tokenizer
+from ostinato.models.tokenizer_parts import guarded
+from tests.models.model_files import (
+    CONFIG,
+    TEMPLATE,
+    byte_level_encoder,
+    byte_tokens,
+    write_tokenizer,
+)
 
 REFERENCE = Path(__file__).parent.parent / "data" / "reference_smollm2.json"
 TEXTS = [
@@ -137,11 +148,12 @@ def test_stream_is_decode_is_what_tokenizers_gives(ids: list[int], skip: bool) -
     stream = tokenizer.stream_decoder(skip_special=skip)
     pieces = [*map(stream.push, ids), stream.finish()]
     assert "".join(pieces) == tokenizer.decode(ids, skip_special=skip)
-    expected = tokenizer._encoder.decode(ids, skip_special_tokens=skip)
+    expected = THEIRS.decode(ids, skip_special_tokens=skip)
     assert tokenizer.decode(ids, skip_special=skip) == expected
 
 
 BYTE_LEVEL = from_gguf()
+THEIRS = byte_level_encoder()
 
 
 @pytest.mark.parametrize("token", [-1, CONFIG.vocabulary, 1 << 40])
@@ -154,6 +166,55 @@ def test_unknown_ids(tokenizer: Tokenizer, token: int) -> None:
 def test_what_is_no_text(tokenizer: Tokenizer, text: Any) -> None:
     with pytest.raises(InputError, match="cannot be encoded"):
         tokenizer.encode(text)
+
+
+def test_too_much_text(tokenizer: Tokenizer) -> None:
+    for text in ("a" * ((8 << 20) + 1), "🎉" * ((2 << 20) + 1)):
+        with pytest.raises(InputError, match="bytes of text cannot be encoded; 8388608 at most"):
+            tokenizer.encode(text)
+
+
+def test_every_kind_of_failure_of_the_package_is_our_error() -> None:
+    part = {"Sequence": {"id": "B", "type_id": 0}}
+    encoder = byte_level_encoder()
+    program = json.loads(encoder.to_str())
+    program["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [part],
+        "pair": [part],
+        "special_tokens": {},
+    }
+    panicking = tokenizers.Tokenizer.from_str(json.dumps(program))
+    with pytest.raises(BaseException, match="index out of bounds") as caught:
+        panicking.encode("a")
+    assert not isinstance(caught.value, Exception), "or nothing is shown here"
+    with pytest.raises(ModelFormatError, match="failed: index out of bounds"):
+        guarded(lambda: panicking.encode("a"), "failed")
+    with pytest.raises(ModelFormatError, match="failed"):
+        guarded(lambda: tokenizers.Tokenizer.from_str("{"), "failed")
+    with pytest.raises(KeyboardInterrupt):
+        guarded(lambda: signal.raise_signal(signal.SIGINT), "failed")
+
+
+def test_the_process_of_a_tokenizer_ends_with_it(tmp_path: Path) -> None:
+    def processes() -> set[str]:
+        listed = subprocess.run(
+            ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return {line.split()[0] for line in listed.stdout.splitlines() if "tokenizer_child" in line}
+
+    if shutil.which("ps") is None:
+        pytest.skip("no ps here")
+    write_tokenizer(tmp_path)
+    before = processes()
+    made = load_tokenizer(JsonTokenizerSource(tmp_path))
+    assert len(processes() - before) == 1
+    assert made.encode("a") == from_gguf().encode("a")
+    del made
+    assert not processes() - before
 
 
 def test_begin_and_end_of_sequence() -> None:
@@ -190,10 +251,10 @@ def test_sentencepiece_against_tokenizers_own_decoder() -> None:
     tokenizer = sentencepiece()
     d = tokenizers.decoders
     steps = [d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)]
-    tokenizer._encoder.decoder = d.Sequence(steps)
     for text in ["hello world", " hello", "é hello 東京", ""]:
         ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == tokenizer._encoder.decode(ids) == text
+        spelled = [tokenizer.token_text(token) for token in ids if token not in {0, 1, 2}]
+        assert tokenizer.decode(ids) == d.Sequence(steps).decode(spelled) == text
 
 
 @pytest.mark.parametrize(

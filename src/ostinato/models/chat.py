@@ -1,21 +1,21 @@
 """Chat templates: jinja2 programs that come inside model files, so they are run as strangers' code.
 
-The environment is the one that transformers gives templates (`trim_blocks`, `lstrip_blocks`, loop
-controls, `raise_exception`, `strftime_now`, `tojson`, the `generation` tag), in jinja2's immutable
-sandbox, with bounds that `chat_sandbox` explains.
+A template is compiled and rendered in a process of its own (`child`), by transformers' rules
+(`chat_child`).  One such process serves all templates of this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jinja2
+from ostinato.errors import InputError
+from ostinato.models.arguments import quoted
+from ostinato.models.child import Child
 
-from ostinato.errors import InputError, ModelError, ModelFormatError
-from ostinato.models.chat_sandbox import Budget, RefusedError, budget_now, make_environment
-
-__all__ = ["DEFAULT_TEMPLATE", "ChatTemplate", "render_chat"]
+__all__ = ["DEFAULT_TEMPLATE", "ChatTemplate", "prepare"]
 
 # ChatML: what is used for a model that names no template but has its tokens.
 DEFAULT_TEMPLATE = (
@@ -24,29 +24,28 @@ DEFAULT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# A long conversation renders in some 10 ms; compiling a long template takes 100.
+_SECONDS = 10.0
+_MEMORY = 512 << 20
+_MAX_TEXT = 1 << 20  # characters, beside what the messages hold
+_renderer = Child(f"{__package__}.chat_child", seconds=_SECONDS, memory=_MEMORY)
 
-_MAX_SOURCE = 1 << 18  # characters, far above any template in use
+
+def prepare() -> None:
+    """Starts the process that renders, so that the first prompt does not wait for it."""
+    _renderer.start()
 
 
+@dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A compiled chat template.
+    """A chat template.  `where` is what error messages call it."""
 
-    `where` is what error messages call it.  Raises ModelFormatError if it is no jinja2 template, or
-    uses filters that are left out.
-    """
-
-    def __init__(self, source: str, *, where: str = "the model's chat template") -> None:
-        self._where = where
-        if len(source) > _MAX_SOURCE:
-            raise ModelFormatError(f"{where} is {len(source)} long, more than {_MAX_SOURCE}")
-        try:
-            self._template = make_environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError, ValueError, SyntaxError) as error:
-            raise ModelFormatError(f"{where} cannot be compiled: {error}") from None
+    source: str = DEFAULT_TEMPLATE
+    where: str = "the chat template"
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Iterable[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         **variables: object,
@@ -56,45 +55,42 @@ class ChatTemplate:
         `add_generation_prompt`: end with the head of the assistant's turn.  `variables` are what
         else a template may use: `bos_token`, `eos_token`, `tools`, ….
 
-        Raises InputError for messages of another form, ModelError if the template refuses them
-        (`raise_exception`), fails, runs too long or makes too much text.
+        Raises InputError for messages or variables that JSON cannot hold, ModelFormatError if this
+        is no template, ModelError if it refuses the messages (`raise_exception`), fails, or needs
+        too much time, memory or text; NotAvailableError where no process can be started for it.
         """
-        for index, message in enumerate(messages):
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+            raise InputError(f"messages is {quoted(messages)}, must be a list of mappings")
+        listed = list(messages)
+        for index, message in enumerate(listed):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise InputError(f"message {index} must be a mapping with a role and a content")
-        budget = Budget([list(messages), variables])
-        token = budget_now.set(budget)
+                raise InputError(
+                    f"message {index} is {quoted(message)}, must be a mapping with a role and a "
+                    "content"
+                )
+        standard = {"bos_token": "", "eos_token": "", "tools": None, "documents": None}
+        values = {
+            **standard,
+            **variables,
+            "messages": listed,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            pieces: list[str] = []
-            length = 0
-            for piece in self._template.generate(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **{"bos_token": "", "eos_token": "", "tools": None, **variables},
-            ):
-                pieces.append(piece)
-                length += len(piece)
-                budget.text(length)
-            return "".join(pieces)
-        except RefusedError as error:
-            raise ModelError(f"{self._where} was stopped: {error}") from None
-        except jinja2.TemplateError as error:
-            raise ModelError(f"{self._where} refused the messages: {error}") from None
-        except Exception as error:  # a template can raise anything: 1/0, a missing key, recursion
-            kind = type(error).__name__
-            raise ModelError(f"{self._where} failed: {kind}: {str(error)[:300]}") from None
-        finally:
-            budget_now.reset(token)
+            given = json.dumps(values, default=_plain)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(
+                f"the messages are not what JSON can hold: {str(error)[:200]}"
+            ) from None
+        longest = _MAX_TEXT + 4 * len(given)
+        source = json.dumps(self.source)
+        request = f'{{"source": {source}, "variables": {given}, "longest": {longest}}}'
+        return _renderer.ask(request.encode(), self.where, longest=4 * longest + 1)
 
 
-def render_chat(
-    template: str | None,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    **variables: object,
-) -> str:
-    """`ChatTemplate(template).render(…)`; ChatML if the model has no template."""
-    return ChatTemplate(DEFAULT_TEMPLATE if template is None else template).render(
-        messages, add_generation_prompt=add_generation_prompt, **variables
-    )
+def _plain(value: object) -> object:
+    """What JSON can hold instead of a mapping or a sequence of another type."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return list(value)
+    raise TypeError(f"{quoted(value)} is neither text, number, list nor mapping")

@@ -35,6 +35,7 @@ from ostinato.errors import (
     ModelFormatError,
     UnsupportedModelError,
 )
+from ostinato.models.arguments import quoted, whole
 from ostinato.models.config import LlamaConfig, tensor_shapes
 
 __all__ = [
@@ -185,8 +186,7 @@ class Checkpoint(Closeable):
         A float32 destination gets what `tensor` gives, a uint16 one what `bfloat16` gives.  Raises
         InputError as they do, before anything is written.
         """
-        if threads < 1:
-            raise InputError(f"threads is {threads}, must be 1 or more")
+        threads = whole(threads, "threads", 1)
         pieces = []
         for name, array in into.items():
             raw = self.raw(name)
@@ -293,8 +293,8 @@ def check_tensors(
     for name, raw in found.items():
         if name not in shapes:
             raise UnsupportedModelError(
-                f"{where}: tensor {raw.name!r} has no place in a Llama decoder of {config.layers} "
-                "layers; this variant of the architecture is not supported"
+                f"{where}: tensor {quoted(raw.name)} has no place in a Llama decoder of "
+                f"{config.layers} layers; this variant of the architecture is not supported"
             )
     for name, shape in shapes.items():
         tensor = found.get(name)
@@ -303,8 +303,8 @@ def check_tensors(
             raise ModelFormatError(f"{where}: tensor {name!r} is missing ({missing} in all)")
         if tensor.shape != shape:
             raise ModelFormatError(
-                f"{where}: tensor {tensor.name!r} has shape {list(tensor.shape)}, the config says "
-                f"{list(shape)} ([out, in])"
+                f"{where}: tensor {quoted(tensor.name)} has shape {list(tensor.shape)}, the config "
+                f"says {list(shape)} ([out, in])"
             )
     return {name: found[name] for name in shapes}
 

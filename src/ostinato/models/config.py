@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.errors import ModelFormatError, UnsupportedModelError
+from ostinato.models.arguments import quoted, whole
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
@@ -74,7 +75,7 @@ class LlamaConfig:
     divisor per rotated pair (head_size / 2); at most one of the two is set.
     `eos_token_ids`: what the model file itself calls end of sequence; the tokenizer may know more.
 
-    Raises ModelFormatError on sizes that make no sense.
+    Raises ModelFormatError on sizes that make no sense; `where` begins its message.
     """
 
     hidden: int
@@ -92,48 +93,51 @@ class LlamaConfig:
     rope_factors: tuple[float, ...] | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    where: InitVar[str] = "config"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, where: str) -> None:
         for name, limit in _LIMITS.items():
-            value = getattr(self, name)
+            value = whole(getattr(self, name), f"{where}: {name}")
             if not 1 <= value <= limit:
-                raise ModelFormatError(f"config: {name} is {value}, must be 1 to {limit}")
+                raise ModelFormatError(f"{where}: {name} is {value}, must be 1 to {limit}")
+            object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
             raise ModelFormatError(
-                f"config: heads is {self.heads}, must be a multiple of kv_heads ({self.kv_heads})"
+                f"{where}: heads is {self.heads}, must be a multiple of kv_heads ({self.kv_heads})"
             )
         if self.head_size % 2:
-            raise ModelFormatError(f"config: head_size is {self.head_size}, must be even for rope")
+            raise ModelFormatError(f"{where}: head_size is {self.head_size}, must be even for rope")
         if self.heads * self.head_size > _LIMITS["hidden"]:
             raise ModelFormatError(
-                f"config: {self.heads} heads of {self.head_size} are wider than {_LIMITS['hidden']}"
+                f"{where}: {self.heads} heads of {self.head_size} are wider than "
+                f"{_LIMITS['hidden']}"
             )
         # "not (in range)" and no comparison the other way round: NaN fails it too.
         if not 0 < self.norm_epsilon < 1:
-            raise ModelFormatError(f"config: norm_epsilon is {self.norm_epsilon}, must be 0 to 1")
+            raise ModelFormatError(f"{where}: norm_epsilon is {self.norm_epsilon}, must be 0 to 1")
         if not 1 <= self.rope_theta <= 1e12:
-            raise ModelFormatError(f"config: rope_theta is {self.rope_theta}, must be 1 to 1e12")
+            raise ModelFormatError(f"{where}: rope_theta is {self.rope_theta}, must be 1 to 1e12")
         ids = (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,)))
         for token in ids:
             if not 0 <= token < self.vocabulary:
                 raise ModelFormatError(
-                    f"config: special token {token} is outside the vocabulary of {self.vocabulary}"
+                    f"{where}: special token {token} is outside the vocabulary of {self.vocabulary}"
                 )
-        self._check_factors()
+        self._check_factors(where)
 
-    def _check_factors(self) -> None:
+    def _check_factors(self, where: str) -> None:
         factors = self.rope_factors
         if factors is None:
             return
         if self.rope_scaling is not None:
-            raise ModelFormatError("config: rope scaling is given both as numbers and as factors")
+            raise ModelFormatError(f"{where}: rope scaling is given both as numbers and as factors")
         if len(factors) != self.head_size // 2:
             raise ModelFormatError(
-                f"config: {len(factors)} rope factors, must be head_size / 2 = "
+                f"{where}: {len(factors)} rope factors, must be head_size / 2 = "
                 f"{self.head_size // 2}"
             )
         if not all(math.isfinite(f) and 0 < f <= 1e9 for f in factors):
-            raise ModelFormatError("config: rope factors must be positive and finite")
+            raise ModelFormatError(f"{where}: rope factors must be positive and finite")
 
     @property
     def query_size(self) -> int:
@@ -155,7 +159,7 @@ class LlamaConfig:
         architecture = config.get("model_type")
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise UnsupportedModelError(
-                f"{where}: model_type {architecture!r} is not supported; {_SUPPORTED}"
+                f"{where}: model_type {quoted(architecture)} is not supported; {_SUPPORTED}"
             )
         for key in ("attention_bias", "mlp_bias", "quantization_config"):
             if config.get(key):
@@ -163,7 +167,7 @@ class LlamaConfig:
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
             raise UnsupportedModelError(
-                f"{where}: hidden_act {activation!r} is not supported; supported: silu"
+                f"{where}: hidden_act {quoted(activation)} is not supported; supported: silu"
             )
         reader = _Reader(config, where)
         heads = reader.integer("num_attention_heads")
@@ -191,6 +195,7 @@ class LlamaConfig:
                 for entry in (eos if isinstance(eos, list) else [eos])[:64]
                 if (token := _optional_token(entry, where)) is not None
             ),
+            where=where,
         )
 
     @classmethod
@@ -211,7 +216,8 @@ class LlamaConfig:
         architecture = metadata.get("general.architecture")
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise UnsupportedModelError(
-                f"{where}: general.architecture {architecture!r} is not supported; {_SUPPORTED}"
+                f"{where}: general.architecture {quoted(architecture)} is not supported; "
+                f"{_SUPPORTED}"
             )
         reader = _Reader(metadata, where)
         hidden = reader.integer("llama.embedding_length")
@@ -232,7 +238,7 @@ class LlamaConfig:
         scaling = metadata.get("llama.rope.scaling.type", "none")
         if scaling != "none":
             raise UnsupportedModelError(
-                f"{where}: rope scaling {scaling!r} is not supported; supported: none, and "
+                f"{where}: rope scaling {quoted(scaling)} is not supported; supported: none, and "
                 "Llama 3's (tensor rope_freqs.weight)"
             )
         eos = (
@@ -254,6 +260,7 @@ class LlamaConfig:
             rope_factors=rope_factors,
             bos_token_id=_optional_token(metadata.get("tokenizer.ggml.bos_token_id"), where),
             eos_token_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
+            where=where,
         )
 
 
@@ -315,7 +322,7 @@ class _Reader:
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ModelFormatError(f"{self.where}: {key} is {_short(value)}, must be an integer")
+            raise ModelFormatError(f"{self.where}: {key} is {quoted(value)}, must be an integer")
         if abs(value) >= 1 << 63:  # also keeps messages short: JSON may hold thousands of digits
             raise ModelFormatError(f"{self.where}: {key} does not fit in 64 bits")
         return value
@@ -323,7 +330,7 @@ class _Reader:
     def number(self, key: str, default: float) -> float:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelFormatError(f"{self.where}: {key} is {_short(value)}, must be a number")
+            raise ModelFormatError(f"{self.where}: {key} is {quoted(value)}, must be a number")
         try:
             return float(value)
         except OverflowError:
@@ -332,13 +339,13 @@ class _Reader:
     def boolean(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise ModelFormatError(f"{self.where}: {key} is {_short(value)}, must be true or false")
+            raise ModelFormatError(f"{self.where}: {key} is {quoted(value)}, must be true or false")
         return value
 
     def mapping(self, key: str) -> Mapping[str, object]:
         value = self._get(key, {})
         if not isinstance(value, Mapping):
-            raise ModelFormatError(f"{self.where}: {key} is {_short(value)}, must be an object")
+            raise ModelFormatError(f"{self.where}: {key} is {quoted(value)}, must be an object")
         return value
 
     def _get(self, key: str, default: object) -> object:
@@ -360,27 +367,24 @@ def _hf_rope_scaling(
         return None
     if kind != "llama3":
         raise UnsupportedModelError(
-            f"{where}: rope scaling {_short(kind)} is not supported; supported: default, llama3"
+            f"{where}: rope scaling {quoted(kind)} is not supported; supported: default, llama3"
         )
     reader = _Reader(rope, where)
-    return RopeScaling(
-        factor=reader.number("factor", math.nan),
-        low_freq_factor=reader.number("low_freq_factor", math.nan),
-        high_freq_factor=reader.number("high_freq_factor", math.nan),
-        original_context=reader.integer("original_max_position_embeddings"),
+    factor, low, high = (
+        reader.number(name, math.nan) for name in ("factor", "low_freq_factor", "high_freq_factor")
     )
+    original = reader.integer("original_max_position_embeddings")
+    try:
+        return RopeScaling(factor, low, high, original)
+    except ModelFormatError as error:
+        raise ModelFormatError(f"{where}: {error}") from None
 
 
 def _optional_token(value: object, where: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ModelFormatError(f"{where}: token id {_short(value)} must be an integer")
+        raise ModelFormatError(f"{where}: token id {quoted(value)} must be an integer")
     if abs(value) >= 1 << 63:
         raise ModelFormatError(f"{where}: a token id does not fit in 64 bits")
     return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"

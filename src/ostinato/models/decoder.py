@@ -15,7 +15,6 @@ only size is the number of rows; everything else is read on the device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from ostinato import Device, Graph, GraphCache, Stream
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
+from ostinato.models.arguments import quoted, token_ids, whole
 from ostinato.models.backend import Backend, LibraryRows, backend_for
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.config import LlamaConfig
@@ -92,8 +92,13 @@ class Decoder(Closeable):
     ) -> None:
         self.device = device
         self.device_state = device_state
-        if isinstance(library_rows, int) and library_rows < 1:
-            raise InputError(f"library_rows is {library_rows}, must be 1 or more, 'auto' or None")
+        if library_rows is not None and library_rows != "auto":
+            library_rows = whole(library_rows, "library_rows", 1)
+        warmups = whole(warmups, "warmups", 0)
+        if verify not in ("off", "first"):
+            verify = whole(verify, "verify", 1)
+        if threads is not None:
+            threads = whole(threads, "threads", 1)
         self.backend: Backend = backend_for(device, library_rows=library_rows)
         self._phases = Phases()
         self._closed = False
@@ -102,9 +107,12 @@ class Decoder(Closeable):
             self.config: LlamaConfig = checkpoint.config
             context = _context(self.config, max_context)
             if max_rows is None:
-                whole = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # a context's bucket
-                max_rows = min(self.backend.piece_rows(self.config), whole)
-            sizes = PlanSizes(max_rows, slots, context)
+                bucket = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # of a whole context
+                max_rows = min(self.backend.piece_rows(self.config), bucket)
+            sizes = PlanSizes(whole(max_rows, "max_rows", 1), whole(slots, "slots", 1), context)
+            stops = _stop_tokens(
+                self.config.eos_token_ids if stop_tokens is None else stop_tokens, self.config
+            )
             sampled = min(sizes.rows, sizes.sampled_rows)
             self.backend.require_supported(self.config, sizes.rows, sampled)
             with self._phases.measure("load"):
@@ -144,11 +152,11 @@ class Decoder(Closeable):
         ring = TokenRing(self.plan.ring, self.stream, spins=self.backend.spins)
         self._stepper = Stepper(self.plan, self._steps, ring, self._phases)
         self._run: Run[int] | Run[dict[int, int]] | None = None
-        self._slots = Slots(slots, context=sizes.context, vocabulary=self.config.vocabulary)
-        self._options = np.zeros(slots, OPTIONS)
-        self.set_stop_tokens(self.config.eos_token_ids if stop_tokens is None else stop_tokens)
-        for slot in range(slots):
-            self.set_sampling(GREEDY, slot)
+        self._slots = Slots(sizes.slots, context=sizes.context, vocabulary=self.config.vocabulary)
+        self._options = np.zeros(sizes.slots, OPTIONS)
+        self.set_stop_tokens(stops)
+        for sequence in self._slots:
+            self.set_sampling(GREEDY, sequence.slot)
 
     def __repr__(self) -> str:
         c, sizes = self.config, self.plan.sizes
@@ -167,12 +175,13 @@ class Decoder(Closeable):
         one; the end of the context if None.  Raises InputError.
         """
         sequence = self._slots[slot]
-        if limit is not None and limit < 0:
-            raise InputError(f"limit is {limit}, must be a position, 0 or more")
-        self._begin("set_sampling")
+        if not isinstance(options, SamplingOptions):
+            raise InputError(f"options is {quoted(options)}, must be SamplingOptions")
         context = self.plan.sizes.context
-        sequence.limit = context if limit is None else min(limit, context)
-        self._options[slot] = (
+        last = context if limit is None else min(whole(limit, "limit", 0), context)
+        self._begin("set_sampling")
+        sequence.limit = last
+        self._options[sequence.slot] = (
             options.temperature,
             options.top_p,
             options.seed,
@@ -183,15 +192,16 @@ class Decoder(Closeable):
         sequence.on_device = sequence.stopped = False
 
     def set_stop_tokens(self, tokens: Iterable[int]) -> None:
-        """Which tokens end a sequence.  Raises InputError for more than 16."""
-        wanted = list(dict.fromkeys(tokens))
-        if len(wanted) > STOP_TOKENS or any(t < 0 for t in wanted):
-            raise InputError(f"{len(wanted)} stop tokens; at most {STOP_TOKENS}, none negative")
+        """Which tokens end a sequence.
+
+        Raises InputError for more than 16, and for what is no token of the vocabulary.
+        """
+        wanted = _stop_tokens(tokens, self.config)
         self._begin("set_stop_tokens")
         stops = np.full(STOP_TOKENS, -1, np.int32)
         stops[: len(wanted)] = wanted
         self.plan.stops.set(stops, self.stream)
-        self.stop_tokens = tuple(wanted)
+        self.stop_tokens = wanted
         for sequence in self._slots:
             sequence.on_device = sequence.stopped = False
 
@@ -221,7 +231,7 @@ class Decoder(Closeable):
         sequence.truncate(count)
 
     # --- steps
-    def prefill(self, tokens: Items[int], slot: int = 0) -> int:
+    def prefill(self, tokens: Iterable[int], slot: int = 0) -> int:
         """Puts tokens behind what the slot's cache holds; the first token chosen after them.
 
         A token that was chosen before and never decoded is dropped: give it with `tokens` where it
@@ -242,7 +252,7 @@ class Decoder(Closeable):
         """
         return self.decode_batch((slot,))[0]
 
-    def decode_batch(self, slots: Items[int]) -> list[int]:
+    def decode_batch(self, slots: Iterable[int]) -> list[int]:
         """One more token of each of several slots, in one step.  Raises as `decode`."""
         sequences = self._slots.ready(slots)
         self._begin("decode")
@@ -279,7 +289,7 @@ class Decoder(Closeable):
 
     def run_batch(
         self,
-        slots: Items[int],
+        slots: Iterable[int],
         *,
         count: int | None = None,
         tokens_per_launch: int = 1,
@@ -307,7 +317,7 @@ class Decoder(Closeable):
                 "handed out, and so are its logits; truncate by one token and decode it again, or "
                 "run with ahead=0"
             )
-        return self.plan.buffers["logits"][slot].to_numpy(self.stream)
+        return self.plan.buffers["logits"][sequence.slot].to_numpy(self.stream)
 
     def _begin(self, what: str) -> None:
         """Before every step and setting: a run under way ends."""
@@ -328,7 +338,7 @@ class Decoder(Closeable):
     def graph(self, rows: int = 1, *, sampled: bool = True) -> Graph:
         """The graph of a step of so many rows (or of their bucket), captured for reading."""
         self._require_open()
-        return self._steps.graph(rows, sampled=sampled)
+        return self._steps.graph(whole(rows, "rows", 1), sampled=sampled)
 
     @property
     def last_decision(self) -> Decision | None:
@@ -380,9 +390,17 @@ class Decoder(Closeable):
         self.weights.close()
 
 
+def _stop_tokens(tokens: Iterable[int], config: LlamaConfig) -> tuple[int, ...]:
+    found = tuple(dict.fromkeys(token_ids(tokens, config.vocabulary, "stop_tokens")))
+    if len(found) > STOP_TOKENS:
+        raise InputError(f"{len(found)} stop tokens; {STOP_TOKENS} at most")
+    return found
+
+
 def _context(config: LlamaConfig, wanted: int | None) -> int:
     if wanted is None:
         return min(DEFAULT_CONTEXT, config.context_length)
+    wanted = whole(wanted, "max_context")
     if not 1 <= wanted <= config.context_length:
         raise InputError(
             f"max_context is {wanted}; the model was trained for 1 to {config.context_length}"

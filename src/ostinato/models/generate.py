@@ -9,10 +9,11 @@ with TextGenerator(device, "smollm2-135m") as generator:
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,18 @@ from typing import Any
 from ostinato import Device
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
+from ostinato.models.arguments import quoted, token_ids, whole
+from ostinato.models.chat import DEFAULT_TEMPLATE, ChatTemplate, prepare
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.decoder import Decoder
 from ostinato.models.run import RunOptions
 from ostinato.models.sampling import GREEDY, SamplingOptions
-from ostinato.models.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
+from ostinato.models.tokenizer import (
+    IncrementalDecoder,
+    Tokenizer,
+    load_tokenizer,
+    read_chat_template,
+)
 
 __all__ = ["Generation", "Summary", "TextGenerator"]
 
@@ -203,9 +211,12 @@ class TextGenerator(Closeable):
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(_resolve(model))
         try:
             # The tokenizer is built while the weights are read: both take longer than the rest.
-            with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
-                loading = beside.submit(_load_tokenizer, checkpoint)
-                self.decoder = Decoder(device, checkpoint, **options)
+            loading: Future[Tokenizer] = Future()
+            # Not a pool's thread: nobody would be able to interrupt the wait for its end.
+            threading.Thread(
+                target=_load_tokenizer, args=(checkpoint, loading), name="tokenizer", daemon=True
+            ).start()
+            self.decoder = Decoder(device, checkpoint, **options)
             try:
                 self.tokenizer = loading.result()
                 if options.get("stop_tokens") is None:
@@ -238,23 +249,28 @@ class TextGenerator(Closeable):
 
         A list of messages (mappings with `role` and `content`) is always a chat; a text is one if
         `chat` says so, or by itself (None) if the model has a template.  `system`: a first message.
+        Raises InputError for another prompt, and what `ChatTemplate.render` and `Tokenizer.encode`
+        raise.
         """
+        if system is not None and not isinstance(system, str):
+            raise InputError(f"system is {quoted(system)}, must be text")
         if isinstance(prompt, str):
             if not (self.chats if chat is None else chat):
                 if system is not None:
                     raise InputError("a system message needs a chat, and this prompt is raw")
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
-        messages = [
-            *([{"role": "system", "content": system}] if system is not None else []),
-            *prompt,
-        ]
-        from ostinato.models.chat import render_chat
-
+        if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
+            raise InputError(f"prompt is {quoted(prompt)}, must be text or a list of messages")
+        first = [] if system is None else [{"role": "system", "content": system}]
+        source = self.tokenizer.chat_template
+        template = ChatTemplate(
+            DEFAULT_TEMPLATE if source is None else source,
+            where=f"{self.tokenizer.where}: the chat template",
+        )
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_ids
-        text = render_chat(
-            self.tokenizer.chat_template,
-            messages,
+        text = template.render(
+            [*first, *prompt],
             bos_token="" if bos is None else self.tokenizer.token_text(bos) or "",
             eos_token=self.tokenizer.token_text(eos[0]) or "" if eos else "",
         )
@@ -275,11 +291,12 @@ class TextGenerator(Closeable):
         It ends at an end token, after `max_tokens` tokens, or where the context is full.
         `tokens_per_launch` as for `Decoder.run`.  One generation at a time: a new one ends the one
         before, whose next step then raises ClosedError.  Raises InputError if the prompt
-        leaves no room in the context, or for options that make no sense.
+        leaves no room in the context, holds anything that is neither a message nor a token of the
+        vocabulary, or for options that make no sense.
         """
-        if isinstance(max_tokens, bool) or max_tokens < 1:
-            raise InputError(f"max_tokens is {max_tokens}, must be 1 or more")
-        RunOptions(tokens_per_launch=tokens_per_launch).checked(self.decoder.plan.sizes.ring)
+        max_tokens = whole(max_tokens, "max_tokens", 1)
+        ring = self.decoder.plan.sizes.ring
+        per_launch = RunOptions(tokens_per_launch=tokens_per_launch).checked(ring).tokens_per_launch
         tokens = self._tokens(prompt, chat, system)
         context = self.decoder.plan.sizes.context
         if len(tokens) > context:
@@ -290,7 +307,7 @@ class TextGenerator(Closeable):
         self.decoder.reset()
         # The last token takes the position after all others: prompt + max_tokens - 1.
         self.decoder.set_sampling(sampling, limit=len(tokens) + max_tokens - 1)
-        self.latest = Generation(self, tokens, tokens_per_launch=tokens_per_launch)
+        self.latest = Generation(self, tokens, tokens_per_launch=per_launch)
         return self.latest
 
     def _tokens(
@@ -299,14 +316,19 @@ class TextGenerator(Closeable):
         chat: bool | None,
         system: str | None,
     ) -> list[int]:
-        if not isinstance(prompt, str):
-            messages = [item for item in prompt if isinstance(item, Mapping)]
-            ids = [item for item in prompt if isinstance(item, int)]
-            if messages and ids:
-                raise InputError("the prompt mixes messages and token ids")
-            tokens = self.encode(messages, chat=chat, system=system) if messages else ids
-        else:
+        if isinstance(prompt, str):
             tokens = self.encode(prompt, chat=chat, system=system)
+        elif isinstance(prompt, Mapping | bytes | bytearray) or not isinstance(prompt, Iterable):
+            raise InputError(f"prompt is {quoted(prompt)}, must be text, messages or token ids")
+        else:
+            items = list(prompt)
+            messages = [item for item in items if isinstance(item, Mapping)]
+            if messages and len(messages) < len(items):
+                raise InputError("the prompt mixes messages and token ids")
+            if messages:
+                tokens = self.encode(messages, chat=chat, system=system)
+            else:
+                tokens = token_ids(items, self.decoder.config.vocabulary, "prompt")
         if not tokens:
             raise InputError("the prompt is empty: it has no tokens")
         return tokens
@@ -316,11 +338,14 @@ class TextGenerator(Closeable):
         self.decoder.close()
 
 
-def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    made = load_tokenizer(checkpoint.tokenizer, vocabulary=checkpoint.config.vocabulary)
-    if made.chat_template is not None:
-        import ostinato.models.chat  # noqa: F401 - jinja2, which a prompt will need
-    return made
+def _load_tokenizer(checkpoint: Checkpoint, loading: Future[Tokenizer]) -> None:
+    source = checkpoint.tokenizer
+    try:
+        if read_chat_template(source) is not None:
+            prepare()  # the renderer starts meanwhile
+        loading.set_result(load_tokenizer(source, vocabulary=checkpoint.config.vocabulary))
+    except BaseException as error:
+        loading.set_exception(error)
 
 
 def _resolve(model: str | Path) -> str | Path:

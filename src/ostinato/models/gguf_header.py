@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ostinato.errors import ModelFormatError, UnsupportedModelError
+from ostinato.models.arguments import quoted
 from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
 
 __all__ = ["GgufHeader", "GgufTensor", "read_header"]
@@ -82,7 +83,7 @@ def read_header(data: memoryview, path: Path) -> GgufHeader:
     """
     cursor = _Cursor(data[:_MAX_HEAD], path)
     if bytes(data[:4]) != b"GGUF":
-        raise ModelFormatError(f"{path}: not a GGUF file: it begins with {bytes(data[:4])!r}")
+        raise ModelFormatError(f"{path}: not a GGUF file: it begins with {quoted(bytes(data[:4]))}")
     cursor.position = 4
     version = cursor.u32("version")
     if version not in (2, 3):
@@ -97,11 +98,11 @@ def read_header(data: memoryview, path: Path) -> GgufHeader:
     for _ in range(entry_count):
         key = cursor.text("metadata key", _MAX_NAME)
         if key in metadata:
-            raise cursor.damaged(f"metadata key {key!r} is there twice")
-        metadata[key] = cursor.value(cursor.u32(f"type of {key!r}"), key)
+            raise cursor.damaged(f"metadata key {quoted(key)} is there twice")
+        metadata[key] = cursor.value(cursor.u32(f"type of {quoted(key)}"), key)
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16 or alignment % 8:
-        raise cursor.damaged(f"general.alignment is {alignment!r}, must be a multiple of 8")
+        raise cursor.damaged(f"general.alignment is {quoted(alignment)}, must be a multiple of 8")
     entries = [cursor.tensor() for _ in range(tensor_count)]
     start = -(-cursor.position // alignment) * alignment
     tensors = [
@@ -116,7 +117,7 @@ def read_header(data: memoryview, path: Path) -> GgufHeader:
 def _aligned(tensor: GgufTensor, alignment: int, cursor: _Cursor) -> bool:
     if tensor.offset % alignment:
         raise cursor.damaged(
-            f"tensor {tensor.name!r} begins at {tensor.offset}, not a multiple of {alignment}"
+            f"tensor {quoted(tensor.name)} begins at {tensor.offset}, not a multiple of {alignment}"
         )
     return True
 
@@ -126,16 +127,18 @@ def _check_extents(tensors: list[GgufTensor], size: int, cursor: _Cursor) -> Non
     previous: GgufTensor | None = None
     for tensor in sorted(tensors, key=lambda t: t.offset):
         if tensor.name in names:
-            raise cursor.damaged(f"tensor {tensor.name!r} is there twice")
+            raise cursor.damaged(f"tensor {quoted(tensor.name)} is there twice")
         names.add(tensor.name)
         if tensor.offset + tensor.size > size:
             raise ModelFormatError(
-                f"{cursor.path}: tensor {tensor.name!r} needs bytes {tensor.offset} to "
+                f"{cursor.path}: tensor {quoted(tensor.name)} needs bytes {tensor.offset} to "
                 f"{tensor.offset + tensor.size}, the file ends at {size}; it was cut short, fetch "
                 "it again"
             )
         if previous is not None and previous.offset + previous.size > tensor.offset:
-            raise cursor.damaged(f"tensors {previous.name!r} and {tensor.name!r} overlap")
+            raise cursor.damaged(
+                f"tensors {quoted(previous.name)} and {quoted(tensor.name)} overlap"
+            )
         previous = tensor
 
 
@@ -193,27 +196,29 @@ class _Cursor:
 
     def value(self, kind: int, key: str) -> object:
         if kind == _STRING:
-            return self.text(f"value of {key!r}")
+            return self.text(f"value of {quoted(key)}")
         if kind == _ARRAY:
             return self._array(key)
         scalar = _SCALARS.get(kind)
         if scalar is None:
-            raise self.damaged(f"{key!r} has the unknown type {kind}")
-        value: object = scalar.unpack_from(self.data, self.take(scalar.size, f"value of {key!r}"))[
-            0
-        ]
+            raise self.damaged(f"{quoted(key)} has the unknown type {kind}")
+        value: object = scalar.unpack_from(
+            self.data, self.take(scalar.size, f"value of {quoted(key)}")
+        )[0]
         return value
 
     def _array(self, key: str) -> list[object]:
-        kind = self.u32(f"element type of {key!r}")
+        kind = self.u32(f"element type of {quoted(key)}")
         if kind == _STRING:
-            count = self.count(f"length of {key!r}", self._strings_left, 8)
+            count = self.count(f"length of {quoted(key)}", self._strings_left, 8)
             self._strings_left -= count
             return self._texts(count, key)
         scalar = _SCALARS.get(kind)
         if scalar is None:
-            raise self.damaged(f"{key!r} is an array of type {kind}, which is not a plain value")
-        count = self.count(f"length of {key!r}", self._numbers_left, scalar.size)
+            raise self.damaged(
+                f"{quoted(key)} is an array of type {kind}, which is not a plain value"
+            )
+        count = self.count(f"length of {quoted(key)}", self._numbers_left, scalar.size)
         self._numbers_left -= count
         begin = self.take(count * scalar.size, key)
         code = scalar.format.lstrip("<")
@@ -227,7 +232,7 @@ class _Cursor:
             window = bytes(self.data[self.position : self.position + _WINDOW])
             used = self._texts_of(window, count - len(texts), texts, key)
             if not used:  # longer than a window, or cut off by the end of the head
-                texts.append(self.text(f"string {len(texts)} of {key!r}"))
+                texts.append(self.text(f"string {len(texts)} of {quoted(key)}"))
             self.position += used
         return texts
 
@@ -248,31 +253,32 @@ class _Cursor:
                 position = stop
         except UnicodeDecodeError as error:
             raise self.damaged(
-                f"string {len(texts)} of {key!r} is not UTF-8: {error.reason}"
+                f"string {len(texts)} of {quoted(key)} is not UTF-8: {error.reason}"
             ) from None
         return position
 
     def tensor(self) -> GgufTensor:
         """One tensor's entry, its offset still from the start of the data."""
         name = self.text("tensor name", _MAX_NAME)
-        dimensions = self.u32(f"dimensions of {name!r}")
+        shown = quoted(name)
+        dimensions = self.u32(f"dimensions of {shown}")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise self.damaged(f"tensor {name!r} has {dimensions} dimensions")
-        shape = tuple(self.u64(f"shape of {name!r}") for _ in range(dimensions))
+            raise self.damaged(f"tensor {shown} has {dimensions} dimensions")
+        shape = tuple(self.u64(f"shape of {shown}") for _ in range(dimensions))
         if 0 in shape or math.prod(shape) > _MAX_VALUES:
-            raise self.damaged(f"tensor {name!r} has the impossible shape {list(shape)}")
-        number = self.u32(f"type of {name!r}")
-        offset = self.u64(f"offset of {name!r}")
+            raise self.damaged(f"tensor {shown} has the impossible shape {list(shape)}")
+        number = self.u32(f"type of {shown}")
+        offset = self.u64(f"offset of {shown}")
         kind = _TYPE_NAMES.get(number)
         if kind is None:
             raise UnsupportedModelError(
-                f"{self.path}: tensor {name!r} is of type {_type_name(number)}, which is not "
+                f"{self.path}: tensor {shown} is of type {_type_name(number)}, which is not "
                 f"supported; supported: {', '.join(SUPPORTED_TYPES)}"
             )
         layout = BLOCK_TYPES[kind]
         if shape[0] % layout.values:
             raise self.damaged(
-                f"tensor {name!r} has rows of {shape[0]}, which {kind} cannot cut into blocks "
+                f"tensor {shown} has rows of {shape[0]}, which {kind} cannot cut into blocks "
                 f"of {layout.values}"
             )
         nbytes = math.prod(shape) // layout.values * layout.size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import re
 from pathlib import Path
@@ -11,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.errors import ModelFormatError, UnsupportedModelError
+from ostinato.models.arguments import quoted
 from ostinato.models.checkpoint import Checkpoint, GgufTokenizerSource, RawTensor, check_tensors
 from ostinato.models.config import LlamaConfig
 from ostinato.models.dequantise import dequantise_rows
+from ostinato.models.files import map_file, unmap
 from ostinato.models.gguf_header import GgufHeader, GgufTensor, read_header
 
 __all__ = ["GgufCheckpoint", "open_gguf"]
@@ -94,29 +95,13 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         raise
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """The whole file, mapped for reading.  Raises ModelFormatError if it is empty, OSError."""
-    with path.open("rb") as file:
-        try:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:
-            raise ModelFormatError(f"{path}: the file is empty") from None
-
-
-def unmap(mapped: mmap.mmap | None) -> None:
-    """Close the map; if another thread is reading from it right now, leave it to that reader."""
-    if mapped is not None:
-        with contextlib.suppress(BufferError):  # the map goes when the last view goes
-            mapped.close()
-
-
 def _canonical(name: str, path: Path) -> str:
     if name in _WHOLE:
         return _WHOLE[name]
     match = _LAYER_NAME.fullmatch(name)
     if match is None or match[2] not in _IN_LAYER:
         raise UnsupportedModelError(
-            f"{path}: tensor {name!r} has no place in a Llama decoder; this variant of the "
+            f"{path}: tensor {quoted(name)} has no place in a Llama decoder; this variant of the "
             "architecture is not supported (biases, experts and adapters are not)"
         )
     return f"layers.{match[1]}.{_IN_LAYER[match[2]]}"

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ostinato import Buffer, Device, DeviceArray, PowersOfTwo
 from ostinato.errors import InputError
+from ostinato.models.arguments import whole
 from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
 from ostinato.models.program import (
     OPTIONS,
@@ -47,9 +48,7 @@ class PlanSizes:
 
     def __post_init__(self) -> None:
         for name in ("rows", "slots", "context", "ring"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} is {value!r}, must be a whole number of 1 or more")
+            object.__setattr__(self, name, whole(getattr(self, name), name, 1))
         if self.slots > self.rows:
             raise InputError(f"{self.slots} slots cannot step together in {self.rows} rows")
 

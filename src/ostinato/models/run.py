@@ -22,6 +22,7 @@ from typing import Generic, Self, TypeVar
 
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
+from ostinato.models.arguments import whole
 from ostinato.models.sequences import Sequence
 from ostinato.models.stepper import Stepper
 from ostinato.replay import Action, HeldReplay
@@ -50,25 +51,20 @@ class RunOptions:
 
     def checked(self, ring: int) -> RunOptions:
         """With all numbers given.  Raises InputError if they make no sense or overrun the ring."""
-        if self.count is not None and not _whole(self.count, 1):
-            raise InputError(f"count is {self.count!r}, must be 1 or more, or None")
-        if not (_whole(self.tokens_per_launch, 1) and self.tokens_per_launch <= ring):
+        count = None if self.count is None else whole(self.count, "count", 1)
+        tokens = whole(self.tokens_per_launch, "tokens_per_launch")
+        if not 1 <= tokens <= ring:
             raise InputError(
-                f"tokens_per_launch is {self.tokens_per_launch!r}, must be 1 to {ring}, which is "
-                "what the ring holds"
+                f"tokens_per_launch is {tokens}, must be 1 to {ring}, which is what the ring holds"
             )
-        most = ring // self.tokens_per_launch - 1
-        ahead = min(_AHEAD, most) if self.ahead is None else self.ahead
-        if not (_whole(ahead, 0) and ahead <= most):
+        most = ring // tokens - 1
+        ahead = min(_AHEAD, most) if self.ahead is None else whole(self.ahead, "ahead")
+        if not 0 <= ahead <= most:
             raise InputError(
-                f"ahead is {ahead!r}, must be 0 to {most}: the ring holds {ring} tokens, and "
-                f"{self.tokens_per_launch} come with each launch"
+                f"ahead is {ahead}, must be 0 to {most}: the ring holds {ring} tokens, and "
+                f"{tokens} come with each launch"
             )
-        return RunOptions(self.count, self.tokens_per_launch, ahead)
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+        return RunOptions(count, tokens, ahead)
 
 
 @dataclass(frozen=True, slots=True)

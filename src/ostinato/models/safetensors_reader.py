@@ -7,29 +7,27 @@ https://huggingface.co/docs/safetensors/index#format
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeGuard, cast
+from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
+from ostinato.models.arguments import quoted
 from ostinato.models.checkpoint import Checkpoint, JsonTokenizerSource, RawTensor, check_tensors
 from ostinato.models.config import LlamaConfig
 from ostinato.models.dequantise import dequantise_rows
-from ostinato.models.gguf_reader import map_file, unmap
+from ostinato.models.files import MAX_JSON, map_file, parse_object, read_json, unmap
 
-__all__ = ["SUPPORTED_DTYPES", "SafetensorsCheckpoint", "open_folder", "read_json"]
+__all__ = ["SUPPORTED_DTYPES", "SafetensorsCheckpoint", "open_folder"]
 
 SUPPORTED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
-# An entry takes 120 bytes, a model of 126 layers has 1,136; 4 MiB of JSON parse in good time.
-_MAX_JSON = 4 << 20
 _MAX_VALUES = 1 << 40
 _INDEX = "model.safetensors.index.json"
 
@@ -109,28 +107,10 @@ def open_folder(path: Path) -> SafetensorsCheckpoint:
         raise
 
 
-def read_json(path: Path, limit: int = _MAX_JSON) -> dict[str, object]:
-    """A JSON object from a file of at most `limit` bytes.  Raises ModelFormatError, OSError."""
-    with path.open("rb") as file:
-        return _parse_object(file.read(limit + 1), limit, str(path))
-
-
-def _parse_object(text: bytes, limit: int, where: str) -> dict[str, object]:
-    if len(text) > limit:
-        raise ModelFormatError(f"{where}: the JSON is longer than {limit} bytes")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{where}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{where}: the JSON is a {type(value).__name__}, must be an object")
-    return cast(dict[str, object], value)
-
-
 def _shards(path: Path) -> list[Path]:
     """The safetensors files of a folder: those that its index names, or the only one."""
     index = path / _INDEX
-    if not index.is_file():
+    if not index.exists():
         files = sorted(path.glob("*.safetensors"))
         single = path / "model.safetensors"
         if single in files:
@@ -148,7 +128,7 @@ def _shards(path: Path) -> list[Path]:
     for name in weight_map.values():
         # A shard is a plain file of this folder: "../" would read what nobody asked for.
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", name):
-            raise ModelFormatError(f"{index}: {str(name)[:80]!r} is not the name of a shard")
+            raise ModelFormatError(f"{index}: {quoted(name)} is not the name of a shard")
         names.add(name)
     for name in sorted(names):
         if not (path / name).is_file():
@@ -166,9 +146,9 @@ def _read_shard(
             f"{path}: the head should be {size} bytes long, the file has {data.nbytes}; it is no "
             "safetensors file, or was cut short"
         )
-    if size > _MAX_JSON:
-        raise ModelFormatError(f"{path}: the head is {size} bytes long, more than {_MAX_JSON}")
-    head = _parse_object(bytes(data[8 : 8 + size]), _MAX_JSON, f"{path} (head)")
+    if size > MAX_JSON:
+        raise ModelFormatError(f"{path}: the head is {size} bytes long, more than {MAX_JSON}")
+    head = parse_object(bytes(data[8 : 8 + size]), f"{path} (head)")
     head.pop("__metadata__", None)
     start = 8 + size
     entries = sorted(
@@ -179,12 +159,16 @@ def _read_shard(
     for entry in entries:
         if entry.offset != end:
             kind = "overlaps the one before" if entry.offset < end else "leaves a hole before it"
-            raise ModelFormatError(f"{path}: tensor {entry.name!r} {kind}")
+            raise ModelFormatError(f"{path}: tensor {quoted(entry.name)} {kind}")
         end += entry.size
     if end > data.nbytes:
         raise ModelFormatError(
             f"{path}: tensors need {end} bytes, the file ends at {data.nbytes}; it was cut short, "
             "fetch it again"
+        )
+    if end < data.nbytes:
+        raise ModelFormatError(
+            f"{path}: {data.nbytes - end} bytes follow the last tensor, which ends at {end}"
         )
     for entry in entries:
         canonical = _canonical(entry.name, path)
@@ -192,11 +176,11 @@ def _read_shard(
             continue
         if entry.type not in SUPPORTED_DTYPES:
             raise UnsupportedModelError(
-                f"{path}: tensor {entry.name!r} is of type {entry.type}, which is not supported; "
-                f"supported: {', '.join(SUPPORTED_DTYPES)}"
+                f"{path}: tensor {quoted(entry.name)} is of type {entry.type}, which is not "
+                f"supported; supported: {', '.join(SUPPORTED_DTYPES)}"
             )
         if canonical in tensors:
-            raise ModelFormatError(f"{path}: tensor {entry.name!r} is in another shard too")
+            raise ModelFormatError(f"{path}: tensor {quoted(entry.name)} is in another shard too")
         tensors[canonical] = entry
 
 
@@ -209,7 +193,7 @@ _SIZES = {
 
 def _entry(name: str, value: object, start: int, path: Path) -> RawTensor:
     """One tensor of the head, every number checked."""
-    place = f"{path}: tensor {name[:100]!r}"
+    place = f"{path}: tensor {quoted(name)}"
     if not isinstance(value, dict):
         raise ModelFormatError(f"{place}: its entry is no object")
     kind, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
@@ -217,13 +201,13 @@ def _entry(name: str, value: object, start: int, path: Path) -> RawTensor:
         raise ModelFormatError(f"{place}: it has no dtype")
     if kind not in _SIZES:
         raise UnsupportedModelError(
-            f"{place} is of type {kind[:20]}, which is not supported; supported: "
+            f"{place} is of type {quoted(kind)}, which is not supported; supported: "
             f"{', '.join(SUPPORTED_DTYPES)}"
         )
     if not _are_sizes(shape) or len(shape) > 8 or math.prod(shape) > _MAX_VALUES:
-        raise ModelFormatError(f"{place} has the impossible shape {str(shape)[:80]}")
+        raise ModelFormatError(f"{place} has the impossible shape {quoted(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise ModelFormatError(f"{place} has the impossible data_offsets {str(offsets)[:80]}")
+        raise ModelFormatError(f"{place} has the impossible data_offsets {quoted(offsets)}")
     size = math.prod(shape) * _SIZES[kind]
     begin, end = offsets
     if end - begin != size:
@@ -248,7 +232,7 @@ def _canonical(name: str, path: Path) -> str | None:
     match = _LAYER_NAME.fullmatch(name)
     if match is None or match[2] not in _IN_LAYER:
         raise UnsupportedModelError(
-            f"{path}: tensor {name[:100]!r} has no place in a Llama decoder; this variant of the "
+            f"{path}: tensor {quoted(name)} has no place in a Llama decoder; this variant of the "
             "architecture is not supported (biases, experts and adapters are not)"
         )
     return f"layers.{match[1]}.{_IN_LAYER[match[2]]}"

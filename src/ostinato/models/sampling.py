@@ -8,13 +8,13 @@ float32 in [0, 1).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.errors import InputError
+from ostinato.models.arguments import number, whole
 
 __all__ = ["GREEDY", "SamplingOptions", "greedy", "philox4x32", "sample", "uniform"]
 
@@ -39,14 +39,17 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature is {self.temperature}, must be 0 (greedy) or more")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}, must be an integer, 0 (off) or more")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}, must be above 0 and at most 1 (off)")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
-            raise InputError(f"seed is {self.seed}, must be an integer from 0 to 2^64 - 1")
+        temperature = number(self.temperature, "temperature")
+        if temperature < 0:
+            raise InputError(f"temperature is {temperature}, must be 0 (greedy) or more")
+        top_p = number(self.top_p, "top_p")
+        if not 0 < top_p <= 1:
+            raise InputError(f"top_p is {top_p}, must be above 0 and at most 1 (off)")
+        # Plain numbers from here on: arithmetic with NumPy's would wrap around.
+        object.__setattr__(self, "temperature", temperature)
+        object.__setattr__(self, "top_k", whole(self.top_k, "top_k", 0))
+        object.__setattr__(self, "top_p", top_p)
+        object.__setattr__(self, "seed", whole(self.seed, "seed", 0, (1 << 64) - 1))
 
     @property
     def is_greedy(self) -> bool:
@@ -61,8 +64,8 @@ def philox4x32(
     counter: tuple[int, int, int, int], key: tuple[int, int]
 ) -> tuple[int, int, int, int]:
     """Philox4x32-10: four 32-bit words from four words of counter and two of key."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    c0, c1, c2, c3 = (whole(word, "counter", 0, _MASK) for word in counter)
+    k0, k1 = (whole(word, "key", 0, _MASK) for word in key)
     for _ in range(_ROUNDS):
         p0 = _MULTIPLIERS[0] * c0
         p1 = _MULTIPLIERS[1] * c2
@@ -76,7 +79,9 @@ def uniform(seed: int, position: int) -> np.float32:
     """The float32 in [0, 1) that belongs to a seed and a position: (first word >> 8) * 2^-24.
 
     `seed` is taken modulo 2^64 (low word first in the key), `position` modulo 2^32.
+    Raises InputError if one is no whole number.
     """
+    seed, position = whole(seed, "seed"), whole(position, "position")
     key = (seed & _MASK, (seed >> 32) & _MASK)
     word = philox4x32((position & _MASK, 0, 0, 0), key)[0]
     return np.float32((word >> 8) * 2.0**-24)  # 24 bits: exact in float32
@@ -119,16 +124,17 @@ def sample(
         return best
     # Underflow is meant (to probability 0); a temperature near 0 overflows to -inf, which is right.
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-        scaled = (logits - largest) / np.float32(temperature)
+        scaled = (logits - largest) / np.float32(options.temperature)
         # A temperature that is 0 in float32 makes 0 / 0 of the largest.
         scaled[logits == largest] = 0.0
-        order = _largest_first(scaled, top_k)
+        order = _largest_first(scaled, options.top_k)
         weights = np.exp(scaled[order], dtype=np.float32)
     running = np.cumsum(weights / np.sum(weights, dtype=np.float32), dtype=np.float64)
     kept = order.size
-    if top_p < 1.0:
-        kept = min(kept, int(np.searchsorted(running, top_p * running[-1], side="left")) + 1)
-    drawn = float(uniform(seed, position)) * running[kept - 1]
+    if options.top_p < 1.0:
+        enough = options.top_p * running[-1]
+        kept = min(kept, int(np.searchsorted(running, enough, side="left")) + 1)
+    drawn = float(uniform(options.seed, position)) * running[kept - 1]
     index = int(np.searchsorted(running[:kept], drawn, side="right"))
     return int(order[min(index, kept - 1)])
 

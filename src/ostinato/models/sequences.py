@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.errors import InputError
+from ostinato.models.arguments import quoted, token_ids, whole
 from ostinato.models.program import ACTIVE, FROM_STATE, ROW, SAMPLE
 
 __all__ = ["Sequence", "Slots", "decode_rows", "prompt_rows"]
@@ -50,6 +50,7 @@ class Sequence:
 
     def truncate(self, count: int) -> None:
         """Keeps the first `count` tokens; the last of them is decoded next.  Raises InputError."""
+        count = whole(count, "count")
         if not 0 <= count <= len(self.tokens):
             raise InputError(
                 f"slot {self.slot} has {len(self.tokens)} tokens; {count} cannot be kept"
@@ -75,15 +76,20 @@ class Slots:
 
     def __getitem__(self, slot: int) -> Sequence:
         """Raises InputError if there is no such slot."""
+        slot = whole(slot, "slot")
         if not 0 <= slot < len(self._sequences):
             raise InputError(f"slot {slot} of {len(self._sequences)}: there is no such slot")
         return self._sequences[slot]
 
-    def ready(self, slots: Items[int]) -> list[Sequence]:
+    def ready(self, slots: Iterable[int]) -> list[Sequence]:
         """The sequences of slots that can step together.  Raises InputError."""
-        sequences = [self[slot] for slot in slots]
-        if not sequences or len(set(slots)) != len(sequences):
-            raise InputError(f"slots {list(slots)}: one or more are needed, each once")
+        try:
+            sequences = [self[slot] for slot in slots]
+        except TypeError:
+            raise InputError(f"slots is {quoted(slots)}, must be a sequence of slots") from None
+        named = [sequence.slot for sequence in sequences]
+        if not named or len(set(named)) != len(named):
+            raise InputError(f"slots {quoted(named)}: one or more are needed, each once")
         for sequence in sequences:
             if sequence.stopped:
                 raise InputError(f"slot {sequence.slot} has stopped; reset or truncate it")
@@ -94,15 +100,9 @@ class Slots:
 
     def prompt(self, tokens: Iterable[int], sequence: Sequence) -> list[int]:
         """Tokens that fit behind what the cache holds of a sequence.  Raises InputError."""
-        try:
-            found = [operator.index(token) for token in tokens]  # NumPy's whole numbers too
-        except TypeError as error:
-            raise InputError(f"tokens must be whole numbers: {error}") from None
+        found = token_ids(tokens, self._vocabulary, "tokens")
         if not found:
             raise InputError("no tokens: a prompt has one at least")
-        wrong = [token for token in found if not 0 <= token < self._vocabulary]
-        if wrong:
-            raise InputError(f"token {wrong[0]} is outside the vocabulary of {self._vocabulary}")
         room = self._context - sequence.length
         if len(found) > room:
             raise InputError(

@@ -1,6 +1,8 @@
 """Text to token ids and back, for every source that a checkpoint has.
 
-Encoding is done by the `tokenizers` package.  Decoding is done here, on bytes: a token is a run of
+Encoding is done by the `tokenizers` package: here for a tokenizer out of GGUF lists, in a process
+of its own (`child`) for a `tokenizer.json`, which is a program that a stranger wrote: its patterns
+and normalizers can take any time and memory.  Decoding is done here, on bytes: a token is a run of
 bytes and not of characters, so a stream must hold back the first half of a character until the
 other half comes.  One path serves both: `decode` is the stream, pushed and finished.
 """
@@ -10,21 +12,25 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-import tokenizers
-
-from ostinato.errors import InputError, ModelError, ModelFormatError, UnsupportedModelError
+from ostinato.errors import InputError, ModelError, ModelFormatError
+from ostinato.models.arguments import quoted, whole
 from ostinato.models.checkpoint import GgufTokenizerSource, TokenizerSource
+from ostinato.models.child import Child
+from ostinato.models.files import read_file, read_json
+from ostinato.models.tokenizer_parts import MAX_IDS, TokenizerParts
 
-__all__ = ["IncrementalDecoder", "Tokenizer", "TokenizerParts", "guarded", "load_tokenizer"]
+__all__ = ["IncrementalDecoder", "Tokenizer", "load_tokenizer", "read_chat_template"]
 
-T = TypeVar("T")
-
-_MAX_TOKENIZER_JSON = 128 << 20
+# The largest tokenizer.json in use has 33 MB; it takes 0.9 s and 350 MB to build.
+_MAX_TOKENIZER_JSON = 64 << 20
+_SECONDS = 60.0
+_MEMORY = 2 << 30
+# Bytes of text, more than a million tokens.  Each can take 150 bytes and 1 us.
+_MAX_TEXT = 8 << 20
+_MAX_TEMPLATE = 1 << 20
 # What models call the end of an answer, besides the one id that their file names.
 _END_TOKENS = frozenset(
     {
@@ -53,63 +59,44 @@ def _byte_level_table() -> dict[str, int]:
 _BYTE_LEVEL = _byte_level_table()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerParts:
-    """What a source gives: the encoder, and what decoding and generation need to know.
-
-    `byte_level`: tokens are spelled in GPT-2's byte alphabet; otherwise in SentencePiece's, with
-    U+2581 for a space and `<0xE2>` for a byte.  `strip_space`: one space before all text is the
-    tokenizer's own and goes.  `literal_ids`: tokens to be taken as they are written.
-    `special_ids`: control tokens, left out of text.  `prefix`, `suffix`: ids that `add_special`
-    puts around a text; None if the encoder does that by itself.
-    """
-
-    encoder: tokenizers.Tokenizer
-    byte_level: bool
-    strip_space: bool
-    literal_ids: frozenset[int]
-    special_ids: frozenset[int]
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    chat_template: str | None
-    prefix: tuple[int, ...] | None = None
-    suffix: tuple[int, ...] = ()
-
-
 class Tokenizer:
     """Text to ids and ids to text.  Made by `load_tokenizer`; safe to use from many threads.
 
     `vocabulary`: how many ids there are, special ones included.  `bos_id`: begin of sequence, or
     None.  `eos_ids`: every id that ends an answer, the file's own first.  `special_ids`: control
-    tokens.  `chat_template`: jinja source (see `models.chat`), or None.
+    tokens.  `chat_template`: jinja source (see `models.chat`), or None.  `where`: its file.
     """
 
-    def __init__(self, parts: TokenizerParts) -> None:
+    def __init__(self, parts: TokenizerParts, chat_template: str | None = None) -> None:
         self._parts = parts
-        self._encoder = parts.encoder
         self._pieces: dict[int, bytes] = {}
-        self.vocabulary: int = parts.encoder.get_vocab_size(with_added_tokens=True)
+        self.where = parts.where
+        self.vocabulary = len(parts.texts)
         self.bos_id = parts.bos_id
         self.special_ids = parts.special_ids
-        self.chat_template = parts.chat_template
-        named = (parts.encoder.token_to_id(text) for text in sorted(_END_TOKENS))
-        more = (token for token in named if token is not None and token in parts.special_ids)
+        self.chat_template = chat_template
+        named = {text: i for i in parts.special_ids if (text := parts.texts[i]) in _END_TOKENS}
+        more = (named[text] for text in sorted(named))
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*parts.eos_ids, *more)))
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`.  `add_special`: with begin/end of sequence where the model wants it.
 
         Special tokens written out in `text` (as a chat template does) become their ids; so does
-        what a user typed, as everywhere.  Raises InputError if `text` is no valid Unicode.
+        what a user typed, as everywhere.  Raises InputError if `text` is no valid Unicode or has
+        more than 8 MiB in UTF-8, ModelError if the model's tokenizer fails on it.
         """
+        if not isinstance(text, str):
+            raise InputError(f"{quoted(text)} cannot be encoded: it must be text")
         try:
-            encoding = self._encoder.encode(text, add_special_tokens=add_special)
-        except (TypeError, UnicodeError) as error:
-            raise InputError(f"the text cannot be encoded: {error}") from None
-        ids: list[int] = encoding.ids
-        if add_special and self._parts.prefix is not None:
-            return [*self._parts.prefix, *ids, *self._parts.suffix]
-        return ids
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"the text cannot be encoded: character {error.start} is a lone surrogate"
+            ) from None
+        if size > _MAX_TEXT:
+            raise InputError(f"{size} bytes of text cannot be encoded; {_MAX_TEXT} at most")
+        return self._parts.encode(text, add_special)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
@@ -124,19 +111,23 @@ class Tokenizer:
         return IncrementalDecoder(self, skip_special=skip_special)
 
     def token_text(self, token: int) -> str | None:
-        """The token as the vocabulary spells it (`"Ġsky"`), or None if there is no such id."""
-        if not 0 <= token < 1 << 32:
-            return None
-        text: str | None = self._encoder.id_to_token(token)
-        return text
+        """The token as the vocabulary spells it (`"Ġsky"`), or None if there is no such id.
+
+        Raises InputError if `token` is no whole number.
+        """
+        token = whole(token, "token")
+        return self._parts.texts[token] if 0 <= token < self.vocabulary else None
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of text that the token stands for.  Raises InputError for an unknown id."""
+        token = whole(token, "token")
         piece = self._pieces.get(token)
         if piece is None:
             text = self.token_text(token)
             if text is None:
-                raise InputError(f"token id {token} is not in the vocabulary ({self.vocabulary})")
+                raise InputError(
+                    f"token id {quoted(token)} is not in the vocabulary ({self.vocabulary})"
+                )
             piece = self._pieces[token] = self._spell(token, text)
         return piece
 
@@ -194,111 +185,110 @@ class IncrementalDecoder:
 def load_tokenizer(source: TokenizerSource, *, vocabulary: int | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint (`checkpoint.tokenizer`).
 
-    `vocabulary`: rows of the embedding; a tokenizer with larger ids is refused.  Raises
-    ModelFormatError if it is damaged, UnsupportedModelError for a kind that cannot be done right,
-    ModelError if there is none.
+    `vocabulary`: rows of the embedding; a tokenizer with larger ids is refused, before it is built.
+    Raises ModelFormatError if it is damaged, UnsupportedModelError for a kind that cannot be done
+    right, ModelError if there is none or if it takes too much time or memory.
+    """
+    rows = MAX_IDS if vocabulary is None else whole(vocabulary, "vocabulary", 1)
+    try:
+        if isinstance(source, GgufTokenizerSource):
+            from ostinato.models.tokenizer_gguf import parts_from_gguf
+
+            parts = parts_from_gguf(source, rows)
+        else:
+            parts = _parts_from_folder(source.path, rows)
+        template = read_chat_template(source)
+    except OSError as error:
+        raise ModelError(f"{source.path}: cannot be read: {error}") from error
+    return Tokenizer(parts, template)
+
+
+def read_chat_template(source: TokenizerSource) -> str | None:
+    """The chat template's source, or None if the model brings none.
+
+    Raises ModelFormatError if it is damaged, OSError.
     """
     if isinstance(source, GgufTokenizerSource):
-        from ostinato.models.tokenizer_gguf import parts_from_gguf
-
-        tokenizer = Tokenizer(parts_from_gguf(source))
-    else:
-        tokenizer = Tokenizer(_parts_from_folder(source.path))
-    largest = max(tokenizer.eos_ids, default=0)
-    if vocabulary is not None and max(tokenizer.vocabulary - 1, largest) >= vocabulary:
-        raise ModelFormatError(
-            f"{source.path}: the tokenizer has ids up to {max(tokenizer.vocabulary - 1, largest)}, "
-            f"the embedding only {vocabulary} rows"
-        )
-    return tokenizer
-
-
-def guarded(make: Callable[[], T], where: str) -> T:
-    """Call into `tokenizers`, whose errors are bare Exceptions and, from Rust, PanicExceptions."""
-    try:
-        return make()
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # a pyo3 PanicException is no Exception
-        raise ModelFormatError(f"{where}: the tokenizer is damaged: {error}") from None
+        template = source.metadata.get("tokenizer.chat_template")
+        return template if isinstance(template, str) else None
+    file = source.path / "chat_template.jinja"
+    if file.exists():
+        try:
+            return read_file(file, _MAX_TEMPLATE).decode()
+        except UnicodeDecodeError as error:
+            raise ModelFormatError(f"{file}: not UTF-8: {error.reason}") from None
+    file = source.path / "tokenizer_config.json"
+    template = _json_of(file).get("chat_template")
+    if isinstance(template, list):  # several named ones: [{"name": "default", "template": "…"}]
+        for entry in template:
+            if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+                raise ModelFormatError(f"{file}: chat_template {quoted(entry)} has no name")
+        template = next((t.get("template") for t in template if t["name"] == "default"), None)
+    return template if isinstance(template, str) else None
 
 
-def _parts_from_folder(path: Path) -> TokenizerParts:
-    from ostinato.models.safetensors_reader import read_json
-
+def _parts_from_folder(path: Path, rows: int) -> TokenizerParts:
     file = path / "tokenizer.json"
-    try:
-        size = file.stat().st_size
-    except OSError:
+    if not file.exists():
         raise ModelError(
             f"{path}: no tokenizer.json; other kinds (tokenizer.model, vocab.json) are not read"
-        ) from None
-    if size > _MAX_TOKENIZER_JSON:
-        raise ModelFormatError(f"{file}: {size} bytes, more than {_MAX_TOKENIZER_JSON}")
-    encoder = guarded(lambda: tokenizers.Tokenizer.from_file(str(file)), str(file))
-    encoder.no_truncation()  # what was set for training would cut prompts silently
-    encoder.no_padding()
-    byte_level, strip_space = _decoder_kind(encoder, file)
-    added = encoder.get_added_tokens_decoder()
-    config_file = path / "tokenizer_config.json"
-    config = read_json(config_file) if config_file.is_file() else {}
-    model_file = path / "config.json"
-    model = read_json(model_file) if model_file.is_file() else {}
-    generation_file = path / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.is_file() else {}
-    eos: list[object] = [_token_id(encoder, config.get("eos_token"))]
-    for value in (model.get("eos_token_id"), generation.get("eos_token_id")):
-        eos += value if isinstance(value, list) else [value]
-    bos = _token_id(encoder, config.get("bos_token"))
+        )
+    opening = json.dumps({"rows": rows}).encode() + b"\n" + read_file(file, _MAX_TOKENIZER_JSON)
+    where = f"{file}: the tokenizer"
+    child = Child(
+        f"{__package__}.tokenizer_child", seconds=_SECONDS, memory=_MEMORY, opening=opening
+    )
+    found = json.loads(child.ask(None, where))
+    texts: list[str | None] = found["texts"]
+    added: list[list[int]] = found["added"]
+    config = _json_of(path / "tokenizer_config.json")
+    model = _json_of(path / "config.json")
+    ids = {text: token for token, text in enumerate(texts) if text is not None}
+    eos: list[object] = [_token_id(ids, config, "eos_token", path)]
+    for value in (model, _json_of(path / "generation_config.json")):
+        given = value.get("eos_token_id")
+        eos += given if isinstance(given, list) else [given]
+    bos = _token_id(ids, config, "bos_token", path)
+
+    def encode(text: str, add_special: bool) -> list[int]:
+        request = json.dumps([text, add_special]).encode()
+        made: list[int] = json.loads(child.ask(request, where))
+        return made
+
     return TokenizerParts(
-        encoder=encoder,
-        byte_level=byte_level,
-        strip_space=strip_space,
-        literal_ids=frozenset(added),
-        special_ids=frozenset(token for token, entry in added.items() if entry.special),
-        bos_id=bos if bos is not None else _known_id(encoder, model.get("bos_token_id")),
-        eos_ids=tuple(t for entry in eos if (t := _known_id(encoder, entry)) is not None),
-        chat_template=_template(path, config),
+        where=str(file),
+        encode=encode,
+        texts=texts,
+        byte_level=found["byte_level"],
+        strip_space=found["strip_space"],
+        literal_ids=frozenset(token for token, _ in added),
+        special_ids=frozenset(token for token, special in added if special),
+        bos_id=bos if bos is not None else _known_id(texts, model.get("bos_token_id")),
+        eos_ids=tuple(t for entry in eos if (t := _known_id(texts, entry)) is not None),
     )
 
 
-def _decoder_kind(encoder: tokenizers.Tokenizer, file: Path) -> tuple[bool, bool]:
-    """Whether tokens are spelled in the byte alphabet, and whether a first space goes."""
-    # The pickled state of a decoder is its JSON; there is no other way to ask.
-    state = json.loads(encoder.decoder.__getstate__()) if encoder.decoder else {}
-    steps = state.get("decoders", [state]) if state.get("type") == "Sequence" else [state]
-    kinds = {step.get("type") for step in steps}
-    if "ByteLevel" in kinds:
-        return True, False
-    if "Metaspace" in kinds:
-        return False, any(step.get("prepend_scheme", "always") != "never" for step in steps)
-    if "ByteFallback" in kinds:
-        return False, "Strip" in kinds
-    raise UnsupportedModelError(
-        f"{file}: its decoder {sorted(map(str, kinds))} is not supported; supported: ByteLevel, "
-        "Metaspace, ByteFallback"
-    )
+def _json_of(file: Path) -> Mapping[str, object]:
+    return read_json(file) if file.exists() else {}
 
 
-def _token_id(encoder: tokenizers.Tokenizer, token: object) -> int | None:
+def _token_id(
+    ids: Mapping[str, int], config: Mapping[str, object], name: str, path: Path
+) -> int | None:
     """The id of a token that tokenizer_config.json gives as text or as an object with `content`."""
+    token = config.get(name)
     text = token.get("content") if isinstance(token, Mapping) else token
-    return encoder.token_to_id(text) if isinstance(text, str) else None
+    if not isinstance(text, str):
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        file = path / "tokenizer_config.json"
+        raise ModelFormatError(f"{file}: {name} {quoted(text)} is no Unicode text") from None
+    return ids.get(text)
 
 
-def _known_id(encoder: tokenizers.Tokenizer, token: object) -> int | None:
-    if type(token) is not int or not 0 <= token < 1 << 32 or encoder.id_to_token(token) is None:
+def _known_id(texts: Sequence[str | None], token: object) -> int | None:
+    if type(token) is not int or not 0 <= token < len(texts) or texts[token] is None:
         return None
     return token
-
-
-def _template(path: Path, config: Mapping[str, object]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        with file.open("rb") as stream:
-            return stream.read(1 << 20).decode("utf-8", "replace")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named ones: [{"name": "default", "template": "…"}]
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, Mapping)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None

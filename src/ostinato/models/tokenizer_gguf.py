@@ -6,16 +6,21 @@ is written down only in llama.cpp (`src/llama-vocab.cpp`), from where the regexe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
+from ostinato.models.arguments import quoted
 from ostinato.models.checkpoint import GgufTokenizerSource
-from ostinato.models.tokenizer import TokenizerParts, guarded
+from ostinato.models.tokenizer_parts import TokenizerParts, guarded
 
 __all__ = ["SUPPORTED_PRE_TOKENIZERS", "parts_from_gguf"]
+
+T = TypeVar("T", int, float)
 
 _GPT2 = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # openai/gpt-2
@@ -44,35 +49,59 @@ SUPPORTED_PRE_TOKENIZERS = (*_REGEXES, *_ALIASES)
 
 # Token types of GGUF (`llama_token_type`).
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-# All tokens together, in characters, well above any vocabulary in use.  Merges out of scores take
-# time with the square of a token's length, which the second bound is for.
+# Well above any vocabulary in use: of Gemma's 262,000 tokens, 2 million characters together, 6,400
+# are special, and 580,000 merges follow from the scores.  Together they keep building under 10 s
+# and 1 GiB.
 _MAX_CHARACTERS = 8 << 20
+_MAX_MERGES = 1 << 20
+_MAX_ADDED = 1 << 16
+# Merges out of scores take time with the square of a token's length.
 _MAX_PIECE = 256
 
 
-def parts_from_gguf(source: GgufTokenizerSource) -> TokenizerParts:
-    """The tokenizer in `source.metadata`.
+def parts_from_gguf(source: GgufTokenizerSource, rows: int) -> TokenizerParts:
+    """The tokenizer in `source.metadata`, for an embedding of so many rows.
 
     Raises ModelError if there is none, ModelFormatError if it is damaged, UnsupportedModelError for
     a model or pre-tokenizer that is not known here (a wrong guess gives wrong ids, silently).
     """
-    return _Builder(source).parts()
+    return _Builder(source, rows).parts()
 
 
 class _Builder:
-    def __init__(self, source: GgufTokenizerSource) -> None:
+    """Checks all counts against each other before it builds anything."""
+
+    def __init__(self, source: GgufTokenizerSource, rows: int) -> None:
         self.where = str(source.path)
         self.metadata = source.metadata
-        self.tokens = self._texts("tokenizer.ggml.tokens")
-        if sum(map(len, self.tokens)) > _MAX_CHARACTERS:
-            raise ModelFormatError(f"{self.where}: the tokens are longer than {_MAX_CHARACTERS}")
-        self.vocabulary = {token: index for index, token in enumerate(self.tokens)}
-        kinds = self.metadata.get("tokenizer.ggml.token_type", [1] * len(self.tokens))
-        if not isinstance(kinds, list) or len(kinds) != len(self.tokens):
+        texts = self._texts("tokenizer.ggml.tokens")
+        if len(texts) > rows:
             raise ModelFormatError(
-                f"{self.where}: tokenizer.ggml.token_type is not one number a token"
+                f"{self.where}: the tokenizer has ids up to {len(texts) - 1}, the embedding only "
+                f"{rows} rows"
             )
-        self.kinds = kinds
+        if sum(map(len, texts)) > _MAX_CHARACTERS:
+            raise ModelFormatError(f"{self.where}: the tokens are longer than {_MAX_CHARACTERS}")
+        # llama.cpp gives tokens without text these names, and ends where two are the same.
+        self.tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(texts)]
+        self.vocabulary = {token: index for index, token in enumerate(self.tokens)}
+        if len(self.vocabulary) < len(self.tokens):
+            again = next(i for i, t in enumerate(self.tokens) if self.vocabulary[t] != i)
+            raise ModelFormatError(
+                f"{self.where}: token {again} is there twice: {quoted(self.tokens[again])}"
+            )
+        self.kinds = self._numbers("token_type", int, [1] * len(self.tokens))
+        kinds: dict[int, list[int]] = {_UNKNOWN: [], _CONTROL: [], _USER_DEFINED: []}
+        for index, kind in enumerate(self.kinds):
+            if kind in kinds:
+                kinds[kind].append(index)
+        self.control = sorted(kinds[_CONTROL] + kinds[_UNKNOWN])
+        self.user = kinds[_USER_DEFINED]
+        added = len(self.control) + len(self.user)
+        if added > _MAX_ADDED:
+            raise ModelFormatError(
+                f"{self.where}: {added} control and user-defined tokens, more than {_MAX_ADDED}"
+            )
 
     def parts(self) -> TokenizerParts:
         kind = self.metadata.get("tokenizer.ggml.model")
@@ -82,29 +111,31 @@ class _Builder:
             encoder, add_bos, strip = self._sentencepiece()
         else:
             raise UnsupportedModelError(
-                f"{self.where}: tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, "
-                "llama"
+                f"{self.where}: tokenizer.ggml.model {quoted(kind)} is not supported; supported: "
+                "gpt2, llama"
             )
-        control = [i for i, kind in enumerate(self.kinds) if kind in (_CONTROL, _UNKNOWN)]
-        user = [i for i, kind in enumerate(self.kinds) if kind == _USER_DEFINED]
-        self._add(encoder, [i for i in control if self.tokens[i]], special=True)
-        self._add(encoder, [i for i in user if self.tokens[i]], special=False)
+        self._add(encoder, self.control, special=True)
+        self._add(encoder, self.user, special=False)
         bos = self._id("bos")
         eos = [self._id(name) for name in ("eos", "eot", "eom")]
-        template = self.metadata.get("tokenizer.chat_template")
         prefix = (bos,) if bos is not None and self._flag("add_bos_token", add_bos) else ()
         suffix = (eos[0],) if eos[0] is not None and self._flag("add_eos_token", False) else ()
+        what = f"{self.where}: the tokenizer failed on the text"
+
+        def encode(text: str, add_special: bool) -> list[int]:
+            encoding = guarded(lambda: encoder.encode(text, add_special_tokens=False), what)
+            return [*prefix, *encoding.ids, *suffix] if add_special else encoding.ids
+
         return TokenizerParts(
-            encoder=encoder,
+            where=self.where,
+            encode=encode,
+            texts=self.tokens,
             byte_level=kind == "gpt2",
             strip_space=strip,
-            literal_ids=frozenset((*control, *user)),
-            special_ids=frozenset(control),
+            literal_ids=frozenset((*self.control, *self.user)),
+            special_ids=frozenset(self.control),
             bos_id=bos,
             eos_ids=tuple(token for token in eos if token is not None),
-            chat_template=template if isinstance(template, str) else None,
-            prefix=prefix,
-            suffix=suffix,
         )
 
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, bool, bool]:
@@ -113,18 +144,21 @@ class _Builder:
         regexes = _REGEXES.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
         if regexes is None:
             raise UnsupportedModelError(
-                f"{self.where}: pre-tokenizer {name!r} is not supported; supported: "
+                f"{self.where}: pre-tokenizer {quoted(name)} is not supported; supported: "
                 f"{', '.join(SUPPORTED_PRE_TOKENIZERS)}"
             )
         merges = []
-        for merge in self._texts("tokenizer.ggml.merges"):
+        listed = self._texts("tokenizer.ggml.merges")
+        if len(listed) > _MAX_MERGES:
+            raise self._too_many_merges()
+        for merge in listed:
             left, _, right = merge.partition(" ")
             if not left or not right:
-                raise ModelFormatError(f"{self.where}: merge {merge[:40]!r} is not two tokens")
+                raise ModelFormatError(f"{self.where}: merge {quoted(merge)} is not two tokens")
             merges.append((left, right))
         llama3 = regexes is _REGEXES["llama-bpe"]
         make = _bpe(self.vocabulary, merges, ignore_merges=llama3)
-        encoder = tokenizers.Tokenizer(guarded(make, self.where))
+        encoder = tokenizers.Tokenizer(self._built(make))
         splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in regexes]
         encoder.pre_tokenizer = pre_tokenizers.Sequence(
             [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -134,13 +168,9 @@ class _Builder:
 
     def _sentencepiece(self) -> tuple[tokenizers.Tokenizer, bool, bool]:
         """Llama 2's: merges follow from the scores, the best-scored piece is merged first."""
-        scores = self.metadata.get("tokenizer.ggml.scores")
-        if (
-            not isinstance(scores, list)
-            or len(scores) != len(self.tokens)
-            or not all(isinstance(score, float) for score in scores)
-        ):
-            raise ModelFormatError(f"{self.where}: tokenizer.ggml.scores is not one number a token")
+        scores = self._numbers("scores", float, None)
+        if any(map(math.isnan, scores)):
+            raise ModelFormatError(f"{self.where}: tokenizer.ggml.scores holds NaN")
         prefix_space = self._flag("add_space_prefix", True)
         unknown = self._id("unknown")
         make = _bpe(
@@ -150,7 +180,7 @@ class _Builder:
             fuse_unk=True,
             byte_fallback=True,
         )
-        encoder = tokenizers.Tokenizer(guarded(make, self.where))
+        encoder = tokenizers.Tokenizer(self._built(make))
         steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "\u2581")]
         if prefix_space:
             steps.insert(0, normalizers.Prepend("\u2581"))
@@ -158,8 +188,9 @@ class _Builder:
         return encoder, True, prefix_space
 
     def _merges(self, scores: list[float]) -> list[tuple[str, str]]:
-        known, found = self.vocabulary, []
-        for index, token in enumerate(self.tokens):
+        known, tokens = self.vocabulary, self.tokens
+        found: list[tuple[float, int, int]] = []
+        for index, token in enumerate(tokens):
             if len(token) > _MAX_PIECE:
                 raise ModelFormatError(
                     f"{self.where}: token {index} is {len(token)} long, more than {_MAX_PIECE}"
@@ -167,18 +198,26 @@ class _Builder:
             if self.kinds[index] != 1:  # bytes and specials are never made by merging
                 continue
             for cut in range(1, len(token)):
-                left, right = token[:cut], token[cut:]
-                if left in known and right in known:
-                    found.append((-scores[index], known[left], known[right], left, right))
+                left = known.get(token[:cut])
+                if left is not None and (right := known.get(token[cut:])) is not None:
+                    found.append((-scores[index], left, right))
+            if len(found) > _MAX_MERGES:
+                raise self._too_many_merges()
         found.sort()
-        return [(left, right) for _, _, _, left, right in found]
+        return [(tokens[left], tokens[right]) for _, left, right in found]
+
+    def _too_many_merges(self) -> ModelFormatError:
+        return ModelFormatError(f"{self.where}: more than {_MAX_MERGES} merges")
+
+    def _built(self, make: Callable[[], models.BPE]) -> models.BPE:
+        return guarded(make, f"{self.where}: the tokenizer is damaged")
 
     def _add(self, encoder: tokenizers.Tokenizer, ids: list[int], *, special: bool) -> None:
         added = [AddedToken(self.tokens[i], special=special, normalized=False) for i in ids]
         add: Callable[[list[AddedToken]], int] = (
             encoder.add_special_tokens if special else encoder.add_tokens
         )
-        guarded(lambda: add(added), self.where)
+        guarded(lambda: add(added), f"{self.where}: the tokenizer is damaged")
 
     def _texts(self, key: str) -> list[str]:
         value = self.metadata.get(key)
@@ -188,13 +227,24 @@ class _Builder:
             raise ModelFormatError(f"{self.where}: {key} is not a list of strings")
         return value
 
+    def _numbers(self, name: str, kind: type[T], default: list[T] | None) -> list[T]:
+        """A list with one number of a type for each token."""
+        value = self.metadata.get(f"tokenizer.ggml.{name}", default)
+        if (
+            not isinstance(value, list)
+            or len(value) != len(self.tokens)
+            or not all(type(number) is kind for number in value)
+        ):
+            raise ModelFormatError(f"{self.where}: tokenizer.ggml.{name} is not one number a token")
+        return value
+
     def _id(self, name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
         value = self.metadata.get(key)
         if value is None:
             return None
         if type(value) is not int or not 0 <= value < len(self.tokens):
-            raise ModelFormatError(f"{self.where}: {key} {value!r} is outside the vocabulary")
+            raise ModelFormatError(f"{self.where}: {key} {quoted(value)} is outside the vocabulary")
         return value
 
     def _flag(self, name: str, default: bool) -> bool:

@@ -1,0 +1,283 @@
+"""A process of its own for what strangers programmed: chat templates and tokenizers.
+
+Such a program may run for ever, take all memory or abort its process.  Here it can: the process has
+hard limits, and its parent kills it at a deadline.  It is started from nothing (no fork of the
+parent's threads or GPU context), has one socket to its parent, and can open no file and no other
+socket, nor start a process unless it is root's.  It ends when that socket does, so it does not
+outlive its parent.
+
+A message is its length in 8 bytes and so many bytes.  A request is for `answer` of the module that
+`Child` names; what comes back is one byte, an index into `_KINDS`, and text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from ostinato.errors import (
+    InputError,
+    ModelError,
+    ModelFormatError,
+    NotAvailableError,
+    OstinatoError,
+    UnsupportedModelError,
+)
+from ostinato.models.arguments import shown
+
+__all__ = ["Child", "serve"]
+
+# How an answer ended: well, or with one of these errors.
+_KINDS: tuple[type[OstinatoError], ...] = (
+    OstinatoError,
+    InputError,
+    ModelError,
+    ModelFormatError,
+    UnsupportedModelError,
+)
+_LENGTH = struct.Struct("<Q")
+_QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)  # a program may have switched SIGPIPE on
+_START_SECONDS = 60.0
+_NO_MEMORY = 97  # an exit status
+_CODE = (
+    "import json, sys; path, *rest = json.loads(sys.argv[1]); sys.path[:] = path; "
+    f"from {__name__} import serve; serve(*rest)"
+)
+# What a Python may need to find its libraries, and the time zone.
+_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
+
+
+class Child:
+    """`answer` of a module, in a process with limits.  Safe to use from many threads, in turns.
+
+    `seconds`: for one request.  `memory`: bytes of address space, where the platform has such a
+    limit (Linux).  `opening`: a request that every new process gets first.  The process starts with
+    the first request and is kept; after it had to be ended, the next request starts another.
+    """
+
+    def __init__(
+        self, module: str, *, seconds: float, memory: int, opening: bytes | None = None
+    ) -> None:
+        self._module, self._opening = module, opening
+        self._seconds, self._memory = seconds, memory
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._opened: str | None = None
+
+    def start(self) -> None:
+        """Starts the process unless it runs, and does not wait until it can answer.  If it cannot
+        be started, the first request says so."""
+        with self._turn(), contextlib.suppress(NotAvailableError):
+            self._start()
+
+    def ask(self, request: bytes | None, what: str, *, longest: int = 1 << 28) -> str:
+        """The answer to a request, or the one to `opening` if None.
+
+        Raises the error that `answer` raised; ModelError if it took too long, too much memory or
+        more than `longest` bytes for its answer, or if its process ended; NotAvailableError if it
+        can have none.  `what` begins these messages.  An interruption ends the process.
+        """
+        with self._turn():
+            try:
+                self._start()
+                if self._opened is None:
+                    self._opened = self._open(what)
+                if request is None:
+                    return self._opened
+                kind, text = self._exchange(request, self._seconds, longest)
+            except OstinatoError:
+                self._end()
+                raise
+            except TimeoutError:
+                self._end()
+                reason = f"it takes longer than {self._seconds:g} s"
+                raise ModelError(f"{what} was stopped: {reason}") from None
+            except (OSError, EOFError, ValueError) as error:
+                reason = self._last_words(error)
+                self._end()
+                raise ModelError(f"{what} was stopped: {reason}") from None
+            except BaseException:
+                self._end()
+                raise
+        if kind:
+            raise _KINDS[kind](f"{what} {shown(text)}")
+        return text
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        with self._turn():
+            self._end()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._pid != os.getpid():  # a fork: process and lock are those of its parent
+            self._pid, self._lock = os.getpid(), threading.Lock()
+            self._end()
+        with self._lock:
+            yield
+
+    # --- the process, for who has the turn
+    def _start(self) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # somebody else ended it
+        if self._process is not None:
+            return
+        if importlib.util.find_spec("resource") is None:
+            raise NotAvailableError(f"{sys.platform} has no limits for processes")
+        if getattr(sys, "frozen", False) or not sys.executable:
+            raise NotAvailableError("this program has no Python that could be started beside it")
+        package = Path(__file__).parents[__name__.count(".")]
+        path = [*(one for one in sys.path if isinstance(one, str) and one), str(package)]
+        argument = json.dumps([path, self._module, self._memory, self._seconds])
+        ours = None
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = subprocess.Popen(
+                    # -I -S: nothing of the environment, of the current folder or of site-packages
+                    # runs before the limits are set.
+                    [sys.executable, "-I", "-S", "-X", "utf8", "-c", _CODE, argument],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+                    start_new_session=True,  # Ctrl-C is for the parent
+                )
+        except OSError as error:
+            if ours is not None:
+                ours.close()
+            raise NotAvailableError(f"{sys.executable} cannot be started: {error}") from None
+        self._socket, self._opened = ours, None
+        self._finish = weakref.finalize(self, _finish, process, ours, self._pid)
+        self._process = process
+
+    def _open(self, what: str) -> str:
+        """Waits until the process can answer; the answer to `opening`."""
+        try:
+            _receive(self._socket, 1, time.monotonic() + _START_SECONDS)
+        except (OSError, EOFError) as error:
+            raise NotAvailableError(
+                f"{what} needs a process of its own, which does not start: "
+                f"{self._last_words(error)}"
+            ) from None
+        if self._opening is None:
+            return ""
+        kind, text = self._exchange(self._opening, self._seconds, 1 << 28)
+        if kind:
+            raise _KINDS[kind](f"{what} {shown(text)}")
+        return text
+
+    def _exchange(self, request: bytes, seconds: float, longest: int) -> tuple[int, str]:
+        deadline = time.monotonic() + seconds
+        _send(self._socket, request, deadline)
+        answer = _receive(self._socket, longest, deadline)
+        if not answer or answer[0] >= len(_KINDS):
+            raise ValueError("its answer makes no sense")
+        return answer[0], str(memoryview(answer)[1:], "utf-8", "replace")
+
+    def _last_words(self, error: Exception) -> str:
+        """Why there is no answer."""
+        assert self._process is not None
+        try:
+            # Its socket ends before it does.
+            status = self._process.wait(0.0 if isinstance(error, ValueError) else 1.0)
+        except subprocess.TimeoutExpired:
+            return str(error)
+        if status == _NO_MEMORY:
+            return f"it needs more than {self._memory >> 20} MiB of memory"
+        assert self._process.stderr is not None
+        said = self._process.stderr.read().decode("utf-8", "replace").split()
+        cause = signal.Signals(-status).name if status < 0 else f"status {status}"
+        words = shown(" ".join(said)[-300:])
+        return f"its process ended with {cause}: {words or '(no message)'}"
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process = self._opened = None
+            self._finish()
+
+
+def _finish(process: subprocess.Popen[bytes], sock: socket.socket, pid: int) -> None:
+    sock.close()
+    if os.getpid() == pid:
+        process.kill()
+        process.wait()
+    else:  # in a fork, the process is not its child
+        process.returncode = 0
+    assert process.stderr is not None
+    process.stderr.close()
+
+
+# --- the child's side
+def serve(module: str, memory: int, seconds: float) -> None:
+    """The child's life: limits, then answers until the parent closes the socket."""
+    import resource
+
+    def limit(name: str, soft: int, hard: int | None = None) -> None:
+        """As far as this platform has it, and not above what is set already."""
+        number = getattr(resource, name, None)
+        with contextlib.suppress(OSError, ValueError):
+            if number is not None:
+                resource.setrlimit(number, (soft, soft if hard is None else hard))
+
+    parent = socket.socket(fileno=0)
+    answer = importlib.import_module(module).answer
+    os.set_blocking(2, False)  # nobody reads it before the end
+    for name in ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_FSIZE", "RLIMIT_CORE"):
+        limit(name, 0)
+    limit("RLIMIT_AS", memory)
+    _send(parent, b"+")
+    try:
+        while True:
+            request = bytes(_receive(parent, 1 << 40))
+            # Should the parent die, this ends the request; otherwise its deadline is earlier.
+            limit("RLIMIT_CPU", int(time.process_time() + seconds) + 2, resource.RLIM_INFINITY)
+            try:
+                kind, text = 0, answer(request)
+            except OstinatoError as error:
+                kind, text = _KINDS.index(type(error)), shown(str(error))
+            _send(parent, bytes([kind]) + text.encode("utf-8", "replace"))
+    except MemoryError:
+        os._exit(_NO_MEMORY)
+    except (EOFError, ConnectionError):
+        return  # the parent has ended
+
+
+def _send(to: socket.socket, content: bytes, deadline: float | None = None) -> None:
+    to.settimeout(_left(deadline))
+    to.sendall(_LENGTH.pack(len(content)) + content, _QUIETLY)
+
+
+def _receive(source: socket.socket, longest: int, deadline: float | None = None) -> bytearray:
+    (length,) = _LENGTH.unpack(_take(source, _LENGTH.size, deadline))
+    if length > longest:
+        raise ValueError(f"its answer has {length} bytes, more than {longest}")
+    return _take(source, length, deadline)
+
+
+def _take(source: socket.socket, size: int, deadline: float | None) -> bytearray:
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        source.settimeout(_left(deadline))
+        if not (count := source.recv_into(rest)):
+            raise EOFError("it ended")
+        rest = rest[count:]
+    return data
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 1e-3)

@@ -1,0 +1,78 @@
+"""Reading files that come from strangers: only regular ones, never more than was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from ostinato.errors import ModelFormatError
+
+__all__ = ["MAX_JSON", "map_file", "open_file", "parse_object", "read_file", "read_json", "unmap"]
+
+MAX_JSON = 4 << 20
+"""Bytes of JSON that are parsed: a model of 126 layers has 1,136 tensors, of 120 bytes each."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a regular file for reading.
+
+    Raises ModelFormatError for anything else (a pipe would wait for somebody who writes), OSError.
+    """
+    # Looked at before, since opening alone makes some devices act, and after, since it may have
+    # been another file then.  Without O_NONBLOCK, opening a pipe waits.
+    if stat.S_ISREG(path.stat().st_mode):
+        file = open(path, "rb", opener=_open)  # noqa: SIM115 - it is given to the caller
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
+    raise ModelFormatError(f"{path}: it is no regular file")
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """All of a file.  Raises ModelFormatError if it has more than `limit` bytes, OSError."""
+    with open_file(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ModelFormatError(f"{path}: it has more than {limit} bytes")
+    return content
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object of at most MAX_JSON bytes.  Raises ModelFormatError, OSError."""
+    return parse_object(read_file(path, MAX_JSON), str(path))
+
+
+def parse_object(text: bytes, where: str) -> dict[str, object]:
+    """A JSON object.  Raises ModelFormatError, which begins with `where`."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{where}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{where}: the JSON is a {type(value).__name__}, must be an object")
+    return cast(dict[str, object], value)
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """The whole file, mapped for reading.  Raises ModelFormatError if it is empty, OSError."""
+    with open_file(path) as file:
+        try:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:
+            raise ModelFormatError(f"{path}: the file is empty") from None
+
+
+def unmap(mapped: mmap.mmap | None) -> None:
+    """Close the map; if another thread is reading from it right now, leave it to that reader."""
+    if mapped is not None:
+        with contextlib.suppress(BufferError):  # the map goes when the last view goes
+            mapped.close()

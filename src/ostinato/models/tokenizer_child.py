@@ -1,0 +1,81 @@
+"""Where a tokenizer.json is built and run: the child's side of `tokenizer`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import tokenizers
+
+from ostinato.errors import ModelFormatError, UnsupportedModelError
+from ostinato.models.tokenizer_parts import guarded
+
+__all__ = ["answer"]
+
+_encoders: list[tokenizers.Tokenizer] = []
+
+
+def answer(request: bytes) -> str:
+    """First the file: a line of JSON with the `rows` of the embedding, then the tokenizer.json;
+    answered by what `_opened` gives.  Then texts: [text, whether with special tokens]; answered by
+    a list of ids.
+
+    Raises ModelFormatError if the file is damaged or the tokenizer fails, UnsupportedModelError for
+    a decoder that is not known.
+    """
+    if not _encoders:
+        head, _, content = request.partition(b"\n")
+        return _opened(content, json.loads(head)["rows"])
+    text, special = json.loads(request)
+    encoding = guarded(
+        lambda: _encoders[0].encode(text, add_special_tokens=special), "failed on the text"
+    )
+    return json.dumps(encoding.ids)
+
+
+def _opened(content: bytes, rows: int) -> str:
+    """Every token's text by its id, added tokens with whether they are special, and how tokens are
+    spelled."""
+    encoder = guarded(lambda: tokenizers.Tokenizer.from_buffer(content), "is damaged")
+    added = encoder.get_added_tokens_decoder()
+    largest = encoder.get_vocab_size(with_added_tokens=True) - 1
+    texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
+    if None in texts:  # so not every id up to the number of tokens is one
+        ids = encoder.get_vocab(with_added_tokens=False).values()
+        if len(set(ids)) < len(ids):
+            raise ModelFormatError("has two tokens with the same id")
+        largest = max((*ids, *added))
+        texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
+    if largest >= rows:
+        raise ModelFormatError(f"has ids up to {largest}, the embedding only {rows} rows")
+    encoder.no_truncation()  # what was set for training would cut prompts silently
+    encoder.no_padding()
+    byte_level, strip_space = _decoder_kind(encoder)
+    _encoders.append(encoder)
+    return json.dumps(
+        {
+            "texts": texts,
+            "added": [(token, entry.special) for token, entry in added.items()],
+            "byte_level": byte_level,
+            "strip_space": strip_space,
+        },
+        ensure_ascii=False,
+    )
+
+
+def _decoder_kind(encoder: tokenizers.Tokenizer) -> tuple[bool, bool]:
+    """Whether tokens are spelled in the byte alphabet, and whether a first space goes."""
+    # The pickled state of a decoder is its JSON; there is no other way to ask.
+    state: dict[str, Any] = json.loads(encoder.decoder.__getstate__()) if encoder.decoder else {}
+    steps = state.get("decoders", [state]) if state.get("type") == "Sequence" else [state]
+    kinds = {step.get("type") for step in steps}
+    if "ByteLevel" in kinds:
+        return True, False
+    if "Metaspace" in kinds:
+        return False, any(step.get("prepend_scheme", "always") != "never" for step in steps)
+    if "ByteFallback" in kinds:
+        return False, "Strip" in kinds
+    raise UnsupportedModelError(
+        f"has the decoder {sorted(map(str, kinds))}, which is not supported; supported: ByteLevel, "
+        "Metaspace, ByteFallback"
+    )
