@@ -26,10 +26,11 @@ KERNELS = Path(kernels_cuda.__file__).parent / "kernels"
 
 # Unique symbols would make one library's statics another's.
 _FLAGS = (
-    *("-x", "c++", "-", "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-DEMULATED"),
+    *("-std=c++17", "-O1", "-fPIC", "-DEMULATED"),
     *("-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"),
-    *("-Wl,-Bsymbolic", "-Wno-unknown-pragmas", "-Wno-unused-function"),
+    *("-Wno-unknown-pragmas", "-Wno-unused-function"),
 )
+_RUNTIME = (HERE / "emulate.h").read_text()
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,7 +44,10 @@ class Emulator:
         self._flags = flags
         self._libraries: dict[str, ctypes.CDLL] = {}
         self._folder = Path(tempfile.gettempdir()) / f"ostinato-emulator-{os.getuid()}"
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        status = self._folder.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise PermissionError(f"{self._folder} is not only this user's: code is loaded from it")
 
     def array(self, values: np.ndarray) -> np.ndarray:
         """A copy in memory that ends at a page without access."""
@@ -95,8 +99,7 @@ class Emulator:
     def _library(self, launch: CudaLaunch) -> ctypes.CDLL:
         defines = [f"-D{name}={value}" for name, value in launch.options.defines]
         texts = [launch.source.cuda or "", *launch.source.headers.values()]
-        texts += [(HERE / "emulate.h").read_text(), *defines, *self._flags, launch.kernel]
-        key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
+        key = _key(*texts, _RUNTIME, *_FLAGS, *defines, *self._flags, launch.kernel)
         known = self._libraries.get(key)
         if known is not None:
             return known
@@ -109,10 +112,39 @@ class Emulator:
                 f"    emulated::launch_kernel({launch.kernel}, arguments, grid, block, shared, "
                 "together);\n}\n"
             )
-            temporary = target.with_suffix(f".{os.getpid()}.tmp")
-            command = ["g++", *_FLAGS, f"-I{HERE}", f"-I{KERNELS}", *defines, *self._flags]
-            subprocess.run([*command, "-o", str(temporary)], input=code, text=True, check=True)
-            temporary.replace(target)
+            runtime = self._runtime()
+            _build(
+                target,
+                *("-shared", "-Wl,-Bsymbolic", f"-I{runtime.parent}", f"-I{KERNELS}"),
+                *("-include", runtime.name, *defines, *self._flags, "-x", "c++", "-"),
+                text=code,
+            )
         library = ctypes.CDLL(str(target))
         self._libraries[key] = library
         return library
+
+    def _runtime(self) -> Path:
+        """emulate.h with its precompiled form beside it: reading it takes longer than a kernel."""
+        header = self._folder / _key(_RUNTIME, *_FLAGS, *self._flags) / "emulate.h"
+        compiled = header.with_suffix(".h.gch")
+        if not compiled.exists():
+            header.parent.mkdir(exist_ok=True)
+            temporary = header.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(_RUNTIME)
+            temporary.replace(header)
+            # -w: a header that is compiled for itself has a `#pragma once` for nothing.
+            _build(compiled, *self._flags, "-w", "-x", "c++-header", str(header))
+        return header
+
+
+def _key(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
+
+
+def _build(target: Path, *arguments: str, text: str = "") -> None:
+    """In one step, as others may build the same."""
+    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    subprocess.run(
+        ["g++", *_FLAGS, "-o", str(temporary), *arguments], input=text, text=True, check=True
+    )
+    temporary.replace(target)

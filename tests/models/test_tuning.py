@@ -166,7 +166,7 @@ def test_there_is_something_to_try(name: str, rows: int) -> None:
         assert len(candidates(CONFIGS[name], rows, stage)) >= 8, stage
 
 
-@pytest.mark.parametrize("name", ["135M", "8B", "odd"])
+@pytest.mark.parametrize("name", ["135M", pytest.param("8B", marks=pytest.mark.slow), "odd"])
 def test_candidates_compile_and_fit_the_registers(name: str) -> None:
     """The likeliest of each kind with and without turns; all of them would take minutes."""
     config = CONFIGS[name]
