@@ -148,7 +148,8 @@ def _running(
         yield process, words
     finally:
         _end(process)
-        words.join(_GRACE_SECONDS)  # the pipe has an end now, unless someone left the group
+        # Nobody writes any more when the pipe has its end; who left the group is not waited for.
+        words.join(_GRACE_SECONDS)
 
 
 class _Words(threading.Thread):
@@ -171,19 +172,12 @@ class _Words(threading.Thread):
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and what it started, and waits until none of them writes any more."""
-    if not hasattr(os, "killpg"):
+    """Ends a process and what it started."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is none any more
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
         process.kill()
-        process.wait()
-        return
-    deadline = time.monotonic() + _GRACE_SECONDS
-    # Gone is an orphan only when its new parent took note: not waited for without end.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        while time.monotonic() < deadline:
-            os.killpg(process.pid, 0)
-            time.sleep(0.01)
     process.wait()
 
 
