@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+import ostinato as ost
 from ostinato.models import kernels_cuda
 from ostinato.models.kernels_cuda import CudaLaunch
+from ostinato.modules import CompileOptions
 
 HERE = Path(__file__).parent
 KERNELS = Path(kernels_cuda.__file__).parent / "kernels"
@@ -32,6 +34,13 @@ _FLAGS = (
 )
 _RUNTIME = (HERE / "emulate.h").read_text()
 
+_ENTRY = """
+extern "C" void emulate_KERNEL_NAME(void** arguments, const int* grid, const int* block, int shared,
+                                    int together) {
+    emulated::launch_kernel(KERNEL_NAME, arguments, grid, block, shared, together);
+}
+"""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -42,7 +51,8 @@ class Emulator:
 
     def __init__(self, flags: tuple[str, ...] = ()) -> None:
         self._flags = flags
-        self._libraries: dict[str, ctypes.CDLL] = {}
+        self._libraries: dict[tuple[ost.Source, CompileOptions, str], ctypes.CDLL] = {}
+        self._expected: dict[tuple[ost.Source, CompileOptions], set[str]] = {}
         self._folder = Path(tempfile.gettempdir()) / f"ostinato-emulator-{os.getuid()}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         status = self._folder.stat()
@@ -68,6 +78,12 @@ class Emulator:
 
     def write(self, array: np.ndarray, values: np.ndarray) -> None:
         array[...] = values
+
+    def expect(self, source: ost.Source, options: CompileOptions, kernel: str) -> None:
+        """Says what will be launched: a source's kernels with the same options are built at once,
+        when the first is."""
+        if (source, options, kernel) not in self._libraries:
+            self._expected.setdefault((source, options), set()).add(kernel)
 
     def launch(self, launch: CudaLaunch, values: Mapping[str, Any]) -> None:
         """`values`: by parameter name, arrays of this emulator or numbers."""
@@ -97,30 +113,27 @@ class Emulator:
         pass
 
     def _library(self, launch: CudaLaunch) -> ctypes.CDLL:
-        defines = [f"-D{name}={value}" for name, value in launch.options.defines]
-        texts = [launch.source.cuda or "", *launch.source.headers.values()]
-        key = _key(*texts, _RUNTIME, *_FLAGS, *defines, *self._flags, launch.kernel)
-        known = self._libraries.get(key)
+        unit = (launch.source, launch.options)
+        known = self._libraries.get((*unit, launch.kernel))
         if known is not None:
             return known
+        kernels = sorted({launch.kernel, *self._expected.pop(unit, ())})
+        defines = [f"-D{name}={value}" for name, value in launch.options.defines]
+        texts = [launch.source.cuda or "", *launch.source.headers.values()]
+        key = _key(*texts, _RUNTIME, *_FLAGS, *defines, *self._flags, *kernels)
         target = self._folder / f"{key}.so"
         if not target.exists():
-            code = (
-                f'#include "{KERNELS / launch.source.name}"\n'
-                f'extern "C" void emulate_{launch.kernel}(void** arguments, const int* grid, '
-                "const int* block, int shared, int together) {\n"
-                f"    emulated::launch_kernel({launch.kernel}, arguments, grid, block, shared, "
-                "together);\n}\n"
-            )
             runtime = self._runtime()
             _build(
                 target,
                 *("-shared", "-Wl,-Bsymbolic", f"-I{runtime.parent}", f"-I{KERNELS}"),
                 *("-include", runtime.name, *defines, *self._flags, "-x", "c++", "-"),
-                text=code,
+                text=f'#include "{KERNELS / launch.source.name}"\n'
+                + "".join(_ENTRY.replace("KERNEL_NAME", kernel) for kernel in kernels),
             )
         library = ctypes.CDLL(str(target))
-        self._libraries[key] = library
+        for kernel in kernels:
+            self._libraries[(*unit, kernel)] = library
         return library
 
     def _runtime(self) -> Path:

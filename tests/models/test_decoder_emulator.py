@@ -72,6 +72,7 @@ class EmulatedBackend:
 
     def kernel(self, launch: kc.CudaLaunch) -> Any:
         names = [name for name, _ in launch.arguments]
+        self.emulator.expect(launch.source, launch.options, launch.kernel)
 
         def run(how: HostLaunch, *values: Any) -> None:
             given = dict(zip(names, values, strict=True))
