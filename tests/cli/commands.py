@@ -58,6 +58,13 @@ def start(*arguments: str | bytes, **environ: str) -> subprocess.Popen[bytes]:
     )
 
 
+def process(*arguments: str, **environ: str) -> Answer:
+    """The command as a process of its own, from beginning to end."""
+    started = start(*arguments, **environ)
+    out, err = started.communicate()
+    return Answer(started.returncode, out.decode(), err.decode())
+
+
 def shell(script: str, **environ: str) -> Answer:
     """A line of shell, in which $O is the command."""
     command = " ".join(COMMAND)

@@ -17,7 +17,7 @@ from ostinato.models import tuning_bench, tuning_sweep
 from ostinato.models.config import LlamaConfig
 from ostinato.models.tuning_store import TuningKey, TuningStore
 from ostinato.models.tuning_sweep import SweepResult
-from tests.cli.commands import Answer, here, refused
+from tests.cli.commands import Answer, here, process, refused
 
 command: Any = import_module("ostinato.cli.tune")
 
@@ -35,7 +35,7 @@ CONFIG = LlamaConfig(
 
 def tune(folder: Path, *arguments: str, device: str = "host") -> Answer:
     environ = {"OSTINATO_DEVICE": device, "OSTINATO_CACHE_DIR": str(folder), "COLUMNS": "160"}
-    return here("tune", *arguments, **environ)
+    return (here if device == "host" else process)("tune", *arguments, **environ)
 
 
 def save(folder: Path, gpu: str = "Test GPU") -> Path:
