@@ -24,7 +24,7 @@ import typer
 
 from ostinato.cli.endings import ending
 from ostinato.errors import DownloadError, InputError, ModelError, SettingsError
-from tests.cli.commands import COMMAND, ROOT, Answer, environment, here, refused, shell, start
+from tests.cli.commands import ROOT, Answer, environment, here, refused, shell, start
 from tests.models.model_files import CONFIG, write_gguf
 
 LONG = "x" * 300
@@ -171,6 +171,8 @@ def test_a_cache_folder_that_may_not_be_looked_into() -> None:
         (("cache", "clear", "--folder", __file__), "--folder"),
         (("cache", "list", "--folder", LONG), "--folder"),
         (("cache",), "Usage"),
+        (("tune", "--list", "--clear"), "not both"),
+        (("inspect", "--json", "--dot"), "not both"),
         (("model", "pull"), "NAME"),
         (("nonsense",), "nonsense"),
         ((), "Usage"),
@@ -251,18 +253,26 @@ def test_an_output_of_few_letters(environ: dict[str, str], tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------ the signals
 
 
+# The first terminal that a session's first process opens is the one whose keys it gets.
+ON_ITS_TERMINAL = """
+import os
+os.close(os.open(os.ttyname(0), os.O_RDWR))
+from ostinato.__main__ import main
+main()
+"""
+
+
 def test_control_c_ends_with_the_summary(smollm2_path: Path) -> None:
     """On a terminal, by its key."""
     options = ("--json", "--model", str(smollm2_path), "--max-tokens", "2000")
     mine, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "generate", "Count to a thousand.", *options],
+        [sys.executable, "-c", ON_ITS_TERMINAL, "generate", "Count to a thousand.", *options],
         env=environment(),
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # it becomes the terminal
     )
     os.close(theirs)
     said = b""

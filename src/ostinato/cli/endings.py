@@ -151,16 +151,17 @@ def own_process() -> Iterator[None]:
     # For reading alone: whoever writes is told.
     sys.stdout = _stream(sys.stdout, _Output, os.O_RDONLY)
     sys.stderr = _stream(sys.stderr, _Errors, os.O_WRONLY)
-    taken = [n for n in _FATAL if signal.getsignal(n) is not signal.SIG_IGN]  # `nohup` stays
+    handlers = {**dict.fromkeys(_FATAL, _raise_once), signal.SIGINT: signal.default_int_handler}
+    # Who is to ignore one, as under `nohup`, goes on ignoring it.
+    taken = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
     for number in taken:
-        signal.signal(number, _raise_once)
+        signal.signal(number, handlers[number])
     try:
         yield
     finally:
         # From here on there is nothing to close: another signal just ends the process.
-        for number in (*taken, signal.SIGINT):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _raise_once(number: int, frame: FrameType | None) -> None:

@@ -47,6 +47,8 @@ def inspect(
     from ostinato.models.checkpoint import open_checkpoint
     from ostinato.models.decoder import Decoder
 
+    if as_json and dot:
+        raise typer.BadParameter("--json or --dot, not both", param_hint="--dot")
     if svg is not None:
         ready_file(svg, "--svg")
     with (

@@ -73,6 +73,8 @@ def tune(
     from ostinato.device import open_device
     from ostinato.models.tuning_store import TuningStore
 
+    if show_list and clear:
+        raise typer.BadParameter("--list or --clear, not both", param_hint="--clear")
     store = TuningStore()
     require_readable(store.folder)
     if show_list:
