@@ -24,7 +24,7 @@ from tests.sources import preload
 # No test depends on speed, so there are no deadlines and no check of how fast data is made.  The
 # examples are the same in each run: who changes a line is not stopped by what another line does on
 # a new example, and a failure is there again when it is looked into.  `make test-all` draws new
-# ones (--hypothesis-profile=random).
+# ones, and more (--hypothesis-profile=random).
 hypothesis.settings.register_profile(
     "same",
     derandomize=True,
@@ -35,6 +35,7 @@ hypothesis.settings.register_profile(
     "random",
     hypothesis.settings.get_profile("same"),
     derandomize=False,
+    max_examples=250,
     print_blob=True,
 )
 hypothesis.settings.load_profile("same")

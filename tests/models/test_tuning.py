@@ -94,7 +94,7 @@ STAGES = (*shapes.PRODUCTS.values(), "attention")
 # ------------------------------------------------------------------------------------- candidates
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=settings().max_examples // 6)  # an example is a hundred candidates
 @given(
     config=configs(),
     rows=st.sampled_from([1, 2, 7, 8, 33, 64]),
