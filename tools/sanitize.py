@@ -119,7 +119,7 @@ LEFT_OUT = {
 _SMALL = " and ".join(
     f"not {name}"
     for name in (
-        *("8b", "real_widths", "same_bits_each_time", "transformers"),
+        *("64_greedy", "8b", "real_widths", "same_bits_each_time", "transformers"),
         *("every_way_of_running", "same_bits_for_a_batch", "a_loop_gives"),
     )
 )
