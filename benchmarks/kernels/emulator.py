@@ -57,7 +57,9 @@ class Emulator:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         status = self._folder.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise PermissionError(f"{self._folder} is not only this user's: code is loaded from it")
+            raise PermissionError(
+                f"{self._folder} can be written by others, and code is loaded from it: delete it"
+            )
 
     def array(self, values: np.ndarray) -> np.ndarray:
         """A copy in memory that ends at a page without access."""
