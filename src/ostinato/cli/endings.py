@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,6 +40,9 @@ _FATAL = {
     for name, words in (("SIGTERM", "terminated"), ("SIGHUP", "hung up"))
     if (number := getattr(signal, name, None)) is not None
 }
+
+
+_AT_ONCE_SECONDS = 2.0
 
 
 class _Signalled(BaseException):
@@ -130,9 +135,9 @@ def _words(error: OstinatoError) -> str:
 
 
 def _os_words(error: OSError) -> str:
-    if error.filename is None or error.strerror is None:
+    if error.filename is None or error.filename2 is not None:
         return str(error) or type(error).__name__
-    return f"{os.fsdecode(str(error.filename))}: {error.strerror}"
+    return f"{error.filename}: {error.strerror}"
 
 
 # -------------------------------------------------------------------------- of a process of its own
@@ -142,8 +147,8 @@ def _os_words(error: OSError) -> str:
 def own_process() -> Iterator[None]:
     """For the block that is the whole process: signals and standard streams are under control.
 
-    SIGTERM and SIGHUP raise in the main thread like Ctrl-C, once, so that they end the command by
-    the same way.  Output that a stream's encoding lacks is written with escapes.  A standard stream
+    SIGTERM and SIGHUP raise in the main thread like Ctrl-C, so that they end the command by the
+    same way.  Output that a stream's encoding lacks is written with escapes.  A standard stream
     that was closed is there: writing to the output fails, with its name; the error stream takes
     everything, and what it cannot show is lost.
     """
@@ -151,7 +156,7 @@ def own_process() -> Iterator[None]:
     # For reading alone: whoever writes is told.
     sys.stdout = _stream(sys.stdout, _Output, os.O_RDONLY)
     sys.stderr = _stream(sys.stderr, _Errors, os.O_WRONLY)
-    handlers = {**dict.fromkeys(_FATAL, _raise_once), signal.SIGINT: signal.default_int_handler}
+    handlers = {**dict.fromkeys(_FATAL, _raiser()), signal.SIGINT: signal.default_int_handler}
     # Who is to ignore one, as under `nohup`, goes on ignoring it.
     taken = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
     for number in taken:
@@ -164,15 +169,18 @@ def own_process() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _raise_once(number: int, frame: FrameType | None) -> None:
-    for each in _FATAL:  # `timeout` sends two, and one who waits may send more
-        if signal.getsignal(each) is _raise_once:
-            signal.signal(each, _do_nothing)
-    raise _Signalled(number)
+def _raiser() -> Callable[[int, FrameType | None], None]:
+    """A handler for all of them.  What follows at once says the same (`timeout` sends two), and
+    would break off the closing; later ones are meant anew."""
+    last = -math.inf
 
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if last - before > _AT_ONCE_SECONDS:
+            raise _Signalled(number)
 
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    pass
+    return handler
 
 
 def _nowhere(flags: int) -> int:
