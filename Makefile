@@ -11,7 +11,9 @@ PROMPT ?= Why is the sky blue?
 # What an installation is made from; everything else is used where it lies.
 BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c)
 
-.PHONY: demo test check format native gpu sanitize bench docs clean setup
+TESTS  := $(BIN)/python -m pytest -n 2
+
+.PHONY: demo test test-all check format native gpu sanitize bench docs clean setup
 
 $(VENV)/.runtime: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,8 +30,11 @@ setup: $(VENV)/.dev
 demo: $(VENV)/.runtime          ## a real model answers a prompt, through captured graphs
 	$(BIN)/ostinato generate "$(PROMPT)" --max-tokens 64
 
-test: $(VENV)/.dev              ## all tests that need no GPU, with coverage
-	$(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered $(ARGS)
+test: $(VENV)/.dev              ## the tests that need no GPU, with coverage: minutes on two cores
+	$(TESTS) -m "not slow" --cov --cov-report=term:skip-covered $(ARGS)
+
+test-all: $(VENV)/.dev          ## the slow ones too, and new random examples
+	$(TESTS) --hypothesis-profile=random --cov --cov-report=term:skip-covered $(ARGS)
 
 check: $(VENV)/.dev             ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -48,17 +53,19 @@ native: $(VENV)/.dev            ## the compiled replay call, beside its source; 
 docs: $(VENV)/.dev              ## docs/cli.md from the --help texts, and the pictures
 	$(BIN)/python tools/make_docs.py
 
-GPU_TESTS = PYTHONPATH=src $(GPU_PYTHON) -m pytest --require-gpu -p no:cacheprovider -p no:benchmark
+# A tree that is not installed, before what the caller has on the path.
+HERE := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}
+GPU_TESTS = $(HERE) $(GPU_PYTHON) -m pytest --require-gpu -p no:cacheprovider -p no:benchmark
 
 gpu:                            ## the GPU and contract tests; a missing GPU is a failure
 	$(GPU_TESTS) -m "gpu and not alone" -n $(GPU_JOBS) $(ARGS)
 	$(GPU_TESTS) -m "gpu and alone" $(ARGS)
 
 sanitize:                       ## compute-sanitizer over the GPU tests, in parts side by side
-	PYTHONPATH=src $(GPU_PYTHON) -m tools.sanitize $(ARGS)
+	$(HERE) $(GPU_PYTHON) -m tools.sanitize $(ARGS)
 
 bench:                          ## benchmarks on this machine; results under benchmarks/results
-	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks $(ARGS)
+	$(HERE) $(GPU_PYTHON) -m benchmarks $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/ostinato/driver/*.so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -12,12 +13,32 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from ostinato.device import Device, open_device
 from ostinato.driver import launcher as driver_launcher
 from ostinato.errors import NotAvailableError
 from tests.sources import preload
+
+# No test depends on speed, so there are no deadlines and no check of how fast data is made.  The
+# examples are the same in each run: who changes a line is not stopped by what another line does on
+# a new example, and a failure is there again when it is looked into.  `make test-all` draws new
+# ones, and more (--hypothesis-profile=random).
+hypothesis.settings.register_profile(
+    "same",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "random",
+    hypothesis.settings.get_profile("same"),
+    derandomize=False,
+    max_examples=250,
+    print_blob=True,
+)
+hypothesis.settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +66,12 @@ def _share(text: str) -> tuple[int, int]:
     if not 1 <= share[0] <= share[1]:
         raise ValueError(f"{text} is no share: it is K/N with K from 1 to N")
     return share
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now, thousands of tests, stays: a collection need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen

@@ -22,7 +22,7 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"OSTINATO_DEVICE": "host"} | environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
 

@@ -180,7 +180,7 @@ def test_another_thread_runs_while_the_driver_is_called(thing: Thing) -> None:
     gate, until = ctypes.create_string_buffer(64), (ctypes.c_long * 2)()
     assert library.sem_init(gate, 0, 0) == 0
     library.clock_gettime(0, until)
-    until[0] += 10  # seconds
+    until[0] += 100  # seconds
     hot, ready = Named(), threading.Event()
     addresses = ctypes.addressof(gate), ctypes.addressof(until)
     thing._heat(hot, prepare(library["sem_timedwait"], *addresses))

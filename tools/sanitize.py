@@ -114,12 +114,12 @@ LEFT_OUT = {
     "tests/cli/test_tune.py": "a search for so many seconds; what it launches others launch",
 }
 """Files of GPU tests that no part runs, and why."""
-# Of the decoder's tests: not those whose size is the point (a whole model, real widths, a thousand
+# Of the decoder's tests: not those whose size is the point (a whole model, real widths, hundreds of
 # steps), nor those that run another library or loops.  Their kernels are those of the others.
 _SMALL = " and ".join(
     f"not {name}"
     for name in (
-        *("64_greedy", "8b", "real_widths", "thousand", "transformers"),
+        *("64_greedy", "8b", "real_widths", "same_bits_each_time", "transformers"),
         *("every_way_of_running", "same_bits_for_a_batch", "a_loop_gives"),
     )
 )

@@ -6,6 +6,7 @@
 // threads reach.  x86-64 only.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -49,8 +50,11 @@ struct Fiber {
     dim3 thread{}, index{};
     int number = 0;
     bool done = false;
-    long waited = 0;
     int cluster_generation = 0;
+    int exchanges = 0;  // so far: two that follow each other use different halves of `slots`
+    const Barrier* closed = nullptr;  // where it waits, since this generation and so many exits
+    int generation = 0;
+    long exits = 0;
 };
 
 struct Block {
@@ -61,8 +65,8 @@ struct Block {
     Barrier cluster;  // of the first block: of all threads of its cluster
     std::vector<Barrier> warp_barriers;
     std::vector<int> warp_live;
-    std::vector<uint64_t> slots;   // one a thread, for exchanges
-    std::vector<uint32_t> operands;  // six a thread, for multiply_tile
+    std::vector<uint64_t> slots;     // two a thread, for exchanges in turns
+    std::vector<uint32_t> operands;  // twelve a thread, for multiply_tile in turns
     int live = 0;
 };
 
@@ -71,6 +75,7 @@ inline void* scheduler_stack = nullptr;
 inline const std::function<void()>* body = nullptr;
 inline dim3 grid_size{}, block_size{};
 inline long progress = 0;
+inline long exits = 0;
 
 extern "C" void emulated_switch(void** save, void* to);
 asm(R"(
@@ -111,6 +116,7 @@ inline void fiber_main() {
     self->block->live--;
     self->block->warp_live[self->number / 32]--;
     progress++;
+    exits++;
     yield();
     abort();
 }
@@ -124,8 +130,16 @@ template <class F> void wait_past(Barrier& barrier, int generation, const F& liv
             progress++;
             return;
         }
+        current->closed = &barrier;
+        current->generation = generation;
+        current->exits = exits;
         yield();
     }
+}
+// Whether a fiber has nothing to do yet: who arrives last opens the barrier, but for exits, after
+// which each one that waits has to count again.
+inline bool must_wait(const Fiber& fiber) {
+    return fiber.closed && fiber.closed->generation == fiber.generation && fiber.exits == exits;
 }
 inline void arrive(Barrier& barrier, const int& live) {
     const int generation = barrier.generation;
@@ -151,15 +165,19 @@ inline void sync_warp() {
 
 inline unsigned char* block_shared() { return current->block->shared_start; }
 
-template <class T> T from_lane(T value, int lane) {
+// The values of a warp's threads: there until the thread's exchange after the next.
+template <class T> const uint64_t* exchanged(T value) {
     static_assert(sizeof(T) <= 8);
     Block& block = *current->block;
     const int number = current->number;
-    std::memcpy(&block.slots[number], &value, sizeof(T));
+    uint64_t* const slots = &block.slots[current->exchanges++ % 2 * (block.slots.size() / 2)];
+    std::memcpy(&slots[number], &value, sizeof(T));
     sync_warp();
+    return slots + number / 32 * 32;
+}
+template <class T> T from_lane(T value, int lane) {
     T other;
-    std::memcpy(&other, &block.slots[number / 32 * 32 + lane], sizeof(T));
-    sync_warp();
+    std::memcpy(&other, exchanged(value) + lane, sizeof(T));
     return other;
 }
 
@@ -183,8 +201,8 @@ inline void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, i
             one.cluster = {};
             one.warp_barriers.assign((threads + 31) / 32, {});
             one.warp_live.assign((threads + 31) / 32, 0);
-            one.slots.assign(threads, 0);
-            one.operands.assign(threads * 6, 0);
+            one.slots.assign(threads * 2, 0);
+            one.operands.assign(threads * 12, 0);
             one.live = threads;
             const int index = start + b;
             for (int t = 0; t < threads; t++) {
@@ -193,6 +211,8 @@ inline void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, i
                 fiber.block = &one;
                 fiber.number = t;
                 fiber.done = false;
+                fiber.closed = nullptr;
+                fiber.exchanges = 0;
                 fiber.thread = {t % block.x, t / block.x % block.y, t / (block.x * block.y)};
                 fiber.index = {index % grid.x, index / grid.x % grid.y, index / (grid.x * grid.y)};
                 one.warp_live[t / 32]++;
@@ -208,11 +228,19 @@ inline void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, i
         long idle = 0;
         while (left) {
             const long before = progress;
-            for (Fiber& fiber : fibers) {
-                if (fiber.done) continue;
-                current = &fiber;
-                emulated_switch(&scheduler_stack, fiber.stack_pointer);
-                if (fiber.done) left--;
+            // A warp as far as it comes, while its stacks are in the cache, then the next.
+            for (size_t warp = 0; warp < fibers.size(); warp += 32) {
+                const size_t end = std::min(warp + 32, fibers.size());
+                for (long so_far = -1; so_far != progress;) {
+                    so_far = progress;
+                    for (size_t f = warp; f < end; f++) {
+                        if (fibers[f].done || must_wait(fibers[f])) continue;
+                        current = &fibers[f];
+                        current->closed = nullptr;
+                        emulated_switch(&scheduler_stack, current->stack_pointer);
+                        left -= fibers[f].done;
+                    }
+                }
             }
             idle = progress == before ? idle + 1 : 0;
             if (idle > 1000 && left) {
@@ -265,9 +293,9 @@ template <class T> T __shfl_up_sync(unsigned, T value, int distance) {
     return emulated::from_lane(value, lane >= distance ? lane - distance : lane);
 }
 inline unsigned __ballot_sync(unsigned, bool value) {
+    const uint64_t* const values = emulated::exchanged<uint64_t>(value);
     unsigned all = 0;
-    for (int lane = 0; lane < 32; lane++)
-        all |= static_cast<unsigned>(emulated::from_lane<int>(value, lane)) << lane;
+    for (int lane = 0; lane < 32; lane++) all |= static_cast<unsigned>(values[lane]) << lane;
     return all;
 }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
@@ -334,7 +362,9 @@ inline void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, 
     emulated::Block& block = *emulated::current->block;
     const int number = emulated::current->number, lane = number % 32, start = number - lane;
     const unsigned own[6] = {a0, a1, a2, a3, b0, b1};
-    std::memcpy(&block.operands[number * 6], own, sizeof own);
+    const uint32_t* const operands =
+        &block.operands[emulated::current->exchanges++ % 2 * (block.operands.size() / 2)];
+    std::memcpy(const_cast<uint32_t*>(operands) + number * 6, own, sizeof own);
     emulated::sync_warp();
     const int g = lane / 4, t = lane % 4;
     auto half = [](unsigned w, int i) { return __uint_as_float(i ? w & 0xffff0000u : w << 16); };
@@ -344,13 +374,12 @@ inline void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, 
             float sum = c[upper * 2 + i];
             for (int k = 0; k < 16; k++) {
                 const int quarter = k % 8 / 2, late = k / 8;
-                const unsigned a = block.operands[(start + g * 4 + quarter) * 6 + upper + 2 * late];
-                const unsigned b = block.operands[(start + n * 4 + quarter) * 6 + 4 + late];
+                const unsigned a = operands[(start + g * 4 + quarter) * 6 + upper + 2 * late];
+                const unsigned b = operands[(start + n * 4 + quarter) * 6 + 4 + late];
                 sum += half(a, k % 2) * half(b, k % 2);
             }
             c[upper * 2 + i] = sum;
         }
-    emulated::sync_warp();
 }
 
 inline void store_for_host(int2* p, int2 v) {

@@ -18,18 +18,28 @@ from typing import Any
 
 import numpy as np
 
+import ostinato as ost
 from ostinato.models import kernels_cuda
 from ostinato.models.kernels_cuda import CudaLaunch
+from ostinato.modules import CompileOptions
 
 HERE = Path(__file__).parent
 KERNELS = Path(kernels_cuda.__file__).parent / "kernels"
 
 # Unique symbols would make one library's statics another's.
 _FLAGS = (
-    *("-x", "c++", "-", "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-DEMULATED"),
+    *("-std=c++17", "-O1", "-fPIC", "-DEMULATED"),
     *("-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"),
-    *("-Wl,-Bsymbolic", "-Wno-unknown-pragmas", "-Wno-unused-function"),
+    *("-Wno-unknown-pragmas", "-Wno-unused-function"),
 )
+_RUNTIME = (HERE / "emulate.h").read_text()
+
+_ENTRY = """
+extern "C" void emulate_KERNEL_NAME(void** arguments, const int* grid, const int* block, int shared,
+                                    int together) {
+    emulated::launch_kernel(KERNEL_NAME, arguments, grid, block, shared, together);
+}
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -41,9 +51,15 @@ class Emulator:
 
     def __init__(self, flags: tuple[str, ...] = ()) -> None:
         self._flags = flags
-        self._libraries: dict[str, ctypes.CDLL] = {}
+        self._libraries: dict[tuple[ost.Source, CompileOptions, str], ctypes.CDLL] = {}
+        self._expected: dict[tuple[ost.Source, CompileOptions], set[str]] = {}
         self._folder = Path(tempfile.gettempdir()) / f"ostinato-emulator-{os.getuid()}"
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        status = self._folder.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise PermissionError(
+                f"{self._folder} can be written by others, and code is loaded from it: delete it"
+            )
 
     def array(self, values: np.ndarray) -> np.ndarray:
         """A copy in memory that ends at a page without access."""
@@ -64,6 +80,12 @@ class Emulator:
 
     def write(self, array: np.ndarray, values: np.ndarray) -> None:
         array[...] = values
+
+    def expect(self, source: ost.Source, options: CompileOptions, kernel: str) -> None:
+        """Says what will be launched: a source's kernels with the same options are built at once,
+        when the first is."""
+        if (source, options, kernel) not in self._libraries:
+            self._expected.setdefault((source, options), set()).add(kernel)
 
     def launch(self, launch: CudaLaunch, values: Mapping[str, Any]) -> None:
         """`values`: by parameter name, arrays of this emulator or numbers."""
@@ -93,26 +115,51 @@ class Emulator:
         pass
 
     def _library(self, launch: CudaLaunch) -> ctypes.CDLL:
-        defines = [f"-D{name}={value}" for name, value in launch.options.defines]
-        texts = [launch.source.cuda or "", *launch.source.headers.values()]
-        texts += [(HERE / "emulate.h").read_text(), *defines, *self._flags, launch.kernel]
-        key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
-        known = self._libraries.get(key)
+        unit = (launch.source, launch.options)
+        known = self._libraries.get((*unit, launch.kernel))
         if known is not None:
             return known
+        kernels = sorted({launch.kernel, *self._expected.pop(unit, ())})
+        defines = [f"-D{name}={value}" for name, value in launch.options.defines]
+        texts = [launch.source.cuda or "", *launch.source.headers.values()]
+        key = _key(*texts, _RUNTIME, *_FLAGS, *defines, *self._flags, *kernels)
         target = self._folder / f"{key}.so"
         if not target.exists():
-            code = (
-                f'#include "{KERNELS / launch.source.name}"\n'
-                f'extern "C" void emulate_{launch.kernel}(void** arguments, const int* grid, '
-                "const int* block, int shared, int together) {\n"
-                f"    emulated::launch_kernel({launch.kernel}, arguments, grid, block, shared, "
-                "together);\n}\n"
+            runtime = self._runtime()
+            _build(
+                target,
+                *("-shared", "-Wl,-Bsymbolic", f"-I{runtime.parent}", f"-I{KERNELS}"),
+                *("-include", runtime.name, *defines, *self._flags, "-x", "c++", "-"),
+                text=f'#include "{KERNELS / launch.source.name}"\n'
+                + "".join(_ENTRY.replace("KERNEL_NAME", kernel) for kernel in kernels),
             )
-            temporary = target.with_suffix(f".{os.getpid()}.tmp")
-            command = ["g++", *_FLAGS, f"-I{HERE}", f"-I{KERNELS}", *defines, *self._flags]
-            subprocess.run([*command, "-o", str(temporary)], input=code, text=True, check=True)
-            temporary.replace(target)
         library = ctypes.CDLL(str(target))
-        self._libraries[key] = library
+        for kernel in kernels:
+            self._libraries[(*unit, kernel)] = library
         return library
+
+    def _runtime(self) -> Path:
+        """emulate.h with its precompiled form beside it: reading it takes longer than a kernel."""
+        header = self._folder / _key(_RUNTIME, *_FLAGS, *self._flags) / "emulate.h"
+        compiled = header.with_suffix(".h.gch")
+        if not compiled.exists():
+            header.parent.mkdir(exist_ok=True)
+            temporary = header.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(_RUNTIME)
+            temporary.replace(header)
+            # -w: a header that is compiled for itself has a `#pragma once` for nothing.
+            _build(compiled, *self._flags, "-w", "-x", "c++-header", str(header))
+        return header
+
+
+def _key(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
+
+
+def _build(target: Path, *arguments: str, text: str = "") -> None:
+    """In one step, as others may build the same."""
+    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    subprocess.run(
+        ["g++", *_FLAGS, "-o", str(temporary), *arguments], input=text, text=True, check=True
+    )
+    temporary.replace(target)

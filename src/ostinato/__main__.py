@@ -1,6 +1,18 @@
-"""`python -m ostinato` is the `ostinato` command."""
+"""`ostinato`, and `python -m ostinato`: the command."""
 
-from ostinato.cli import main
+import signal
+
+
+def main() -> None:
+    """The entry point."""
+    # Imports take a moment, in which there is nothing to close and nobody to catch an exception:
+    # Ctrl-C just ends the process.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from ostinato.cli.main import main as command
+
+    command()
+
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,7 @@ from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHa
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.stream import Event, Stream
-from ostinato.errors import InputError, NoCudaError
+from ostinato.errors import InputError, NoCudaError, SettingsError
 from ostinato.memory import Buffer, CapturePool, adopt_array, allocate, fill
 from ostinato.modules import ModuleCache
 
@@ -156,15 +156,20 @@ def open_device(name: str | None = None) -> Device:
 
     Without a name: OSTINATO_DEVICE, else "cuda:0" where there is one, else "host".
     Raises NoCudaError if a CUDA device is asked for by name and there is none, InputError for a
-    name that is none.
+    name that is none, SettingsError for an OSTINATO_DEVICE that is none.
     """
-    wanted = name or settings.device_name()
-    if wanted is None:
+    if name:
+        return Device(_driver(name))
+    configured = settings.device_name()
+    if configured is None:
         try:
             return Device(_driver("cuda:0"))
         except NoCudaError:
-            wanted = "host"
-    return Device(_driver(wanted))
+            return Device(_driver("host"))
+    try:
+        return Device(_driver(configured))
+    except InputError as error:
+        raise SettingsError(f"{settings.DEVICE.name}: {error}") from None
 
 
 def _driver(name: str) -> Driver:

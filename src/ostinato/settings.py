@@ -56,17 +56,23 @@ def _text_or_none(text: str | None) -> str | None:
     return text or None
 
 
+def _folder_or_none(text: str | None) -> Path | None:
+    try:
+        return Path(text).expanduser() if text else None
+    except RuntimeError:
+        raise ValueError("there is no home folder of that name") from None
+
+
 def _sample_every(text: str | None) -> int:
     if text is None:
         return 64
-    value = int(text)
-    if value < 1:
-        raise ValueError("must be 1 or more")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("must be a whole number, 1 or more")
+    return int(text)
 
 
 DEVICE = Variable("OSTINATO_DEVICE", 'the device to open: "host", "cuda:0", …', _text_or_none)
-CACHE_DIR = Variable("OSTINATO_CACHE_DIR", "folder for models and kernels", _text_or_none)
+CACHE_DIR = Variable("OSTINATO_CACHE_DIR", "folder for models and kernels", _folder_or_none)
 PROFILE = Variable("OSTINATO_PROFILE", "present: replays are profiled", _present)
 PROFILE_EVERY = Variable(
     "OSTINATO_PROFILE_EVERY", "one replay in so many is printed (64)", _sample_every
@@ -161,10 +167,16 @@ def device_name() -> str | None:
 
 
 def cache_dir() -> Path:
-    """The folder for models and compiled kernels; it may not exist yet."""
+    """The folder for models and compiled kernels; it may not exist yet.  Raises SettingsError."""
     named = CACHE_DIR.read()
     if named is not None:
-        return Path(named).expanduser()
+        return named
     import platformdirs
 
-    return platformdirs.user_cache_path("ostinato")
+    try:
+        path = platformdirs.user_cache_path("ostinato")
+    except RuntimeError:
+        path = Path()
+    if not path.is_absolute():  # what older ones of platformdirs give: "~/.cache/ostinato"
+        raise SettingsError(f"this user has no home folder; set {CACHE_DIR.name}")
+    return path

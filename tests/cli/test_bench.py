@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Sequence
@@ -27,29 +24,20 @@ from ostinato.bench.plot import decode_svg
 from ostinato.bench.prompts import prompt_tokens
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.replays import Replays
+from ostinato.bench.report import Result
 from ostinato.bench.shapes import SHAPES, traffic
 from ostinato.bench.ways import DecoderWay, Way
-from ostinato.cli.bench import bench
+from ostinato.cli.bench import _finish, bench
 from ostinato.device import Device
 from ostinato.models import Decoder, decode_program
 from ostinato.models.config import tensor_shapes
 from ostinato.modules import CompileOptions
 from ostinato.modules.compiler import compile_plan, plan_compilation
+from tests.cli.commands import here, refused
 
 TINY = SHAPES["tiny"]
 KEYS = {"schema", "benchmark", "ceiling", "summary", "machine", "settings", "rows", "skipped"}
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def ostinato(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ostinato", *arguments],
-        env=os.environ | {"OSTINATO_DEVICE": "host", "OSTINATO_COMMIT": "abc123"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
 
 
 def result_of(text: str) -> dict[str, Any]:
@@ -69,9 +57,11 @@ def test_all_our_ways_are_compared(tmp_path: Path) -> None:
     picture = tmp_path / "pictures" / "bench.svg"
     options = ("--batch", "1,3", "--context", "9,0", "--tokens", "8", "--tokens-per-launch", "1,4")
     files = ("--out", str(tmp_path), "--plot", str(picture))
-    answer = ostinato("bench", "--shape", "tiny", "--rounds", "1", *options, *files)
-    assert answer.returncode == 0, answer.stderr
-    result = result_of(answer.stdout)
+    answer = here(
+        "bench", "--shape", "tiny", "--rounds", "1", *options, *files, OSTINATO_COMMIT="abc123"
+    )
+    assert answer.status == 0, answer.err
+    result = result_of(answer.out)
     (path,) = tmp_path.glob("*.json")
     assert path.name.startswith("decode-tiny-batches-contexts-host")
     assert json.loads(path.read_text(encoding="utf-8")) == result
@@ -86,7 +76,7 @@ def test_all_our_ways_are_compared(tmp_path: Path) -> None:
             assert row["launches_per_token"] == pytest.approx(launches[way])
         assert row["tokens_per_second"] == pytest.approx(batch * 1e6 / row["token_us"], rel=1e-2)
         assert row["of_floor"] == pytest.approx(row["floor_us"] / row["token_us"], rel=1e-2)
-        assert way in answer.stdout
+        assert way in answer.out
     assert not any(row["quarantined"] for row in rows.values())
     assert rows["eager", 3, 9]["floor_us"] > rows["eager", 1, 9]["floor_us"]
     assert rows["eager", 1, 9]["floor_us"] > rows["eager", 1, 0]["floor_us"]
@@ -100,9 +90,9 @@ def test_all_our_ways_are_compared(tmp_path: Path) -> None:
 def test_prompts_are_measured_beside_decoding(tmp_path: Path) -> None:
     options = ("--prompt", "70,5,256", "--batch", "2", "--context", "3", "--out", str(tmp_path))
     options += ("--library-rows", "0")  # nothing changes on the host
-    answer = ostinato("bench", "--shape", "tiny", "--quick", "--rounds", "1", *options)
-    assert answer.returncode == 0, answer.stderr
-    result = result_of(answer.stdout)
+    answer = here("bench", "--shape", "tiny", "--quick", "--rounds", "1", *options)
+    assert answer.status == 0, answer.err
+    result = result_of(answer.out)
     (path,) = tmp_path.glob("*.json")
     assert path.name.startswith("decode-tiny-batch-2-3-prompt-own-products-host")
     assert Counter(row["kind"] for row in result["rows"]) == {"decode": 4, "prompt": 9}
@@ -114,7 +104,7 @@ def test_prompts_are_measured_beside_decoding(tmp_path: Path) -> None:
     assert result["settings"]["library_rows"] is None
     bandwidth = result["ceiling"]["bandwidth_gb_per_s"] * 1e9
     for (way, prompt), row in rows.items():
-        assert way in answer.stdout and row["ours"] and row["rounds"] == 1
+        assert way in answer.out and row["ours"] and row["rounds"] == 1
         rate = row["tokens_per_second"] * row["first_token_us"] / 1e6
         assert rate == pytest.approx(prompt, rel=1e-2)
         assert row["of_floor"] == pytest.approx(row["floor_us"] / row["first_token_us"], rel=1e-2)
@@ -125,7 +115,7 @@ def test_prompts_are_measured_beside_decoding(tmp_path: Path) -> None:
     for prompt in (70, 5, 256):
         most = max(r["tokens_per_second"] for (_, n), r in rows.items() if n == prompt)
         assert best[str(prompt)] == pytest.approx(most, rel=1e-2)
-    assert "prompts of tiny" in answer.stdout
+    assert "prompts of tiny" in answer.out
 
 
 def test_a_prompt_starts_in_an_empty_cache_and_leaves_none(host_device: Device) -> None:
@@ -149,11 +139,11 @@ def test_a_prompt_starts_in_an_empty_cache_and_leaves_none(host_device: Device) 
 def test_a_profile_accounts_for_every_launch_and_byte(tmp_path: Path) -> None:
     picture, position = tmp_path / "profile.svg", 9
     options = ("--batch", "2", "--context", str(position), "--out", str(tmp_path))
-    answer = ostinato(
+    answer = here(
         "bench", "--profile", "--shape", "tiny", "--quick", *options, "--plot", str(picture)
     )
-    assert answer.returncode == 0, answer.stderr
-    result = result_of(answer.stdout)
+    assert answer.status == 0, answer.err
+    result = result_of(answer.out)
     (path,) = tmp_path.glob("*.json")
     assert path.name.startswith("profile-tiny-batch-2-9-host")
     assert json.loads(path.read_text()) == result
@@ -168,7 +158,7 @@ def test_a_profile_accounts_for_every_launch_and_byte(tmp_path: Path) -> None:
     total = sum(row["nbytes"] * row["launches"] for row in result["rows"])
     assert total == bytes_of.step(2, position + 1) + gathered + 2 * bytes_of.position
     words = words_of(picture)
-    assert all(name in words and name in answer.stdout for name in program)
+    assert all(name in words and name in answer.out for name in program)
 
 
 @pytest.mark.parametrize("source", [floor.SOURCE, replays.EMPTY], ids=lambda s: s.name)
@@ -240,16 +230,33 @@ def test_the_floor_of_a_prompt_counts_every_piece() -> None:
         (("--prompt", "0"), "0 tokens"),
         (("--prompt", "64,64"), "twice"),
         (("--prompt", "some"), "some"),
+        (("--seconds", "nan"), "--seconds"),
+        (("--seconds", "inf"), "--seconds"),
+        (("--shape", ""), "no shape"),
+        (("--peers", ""), "no peer"),
+        (("--batch", ""), "--batch"),
+        (("--out", "~nosuchuser/x"), "--out"),
         (("--out", __file__), "--out"),
         (("--plot", str(Path(__file__).parent)), "--plot"),
         (("--plot", str(Path(__file__) / "bench.svg")), "--plot"),
     ],
 )
 def test_what_cannot_be_is_refused(options: tuple[str, ...], word: str) -> None:
-    answer = ostinato("bench", "--shape", "tiny", *options)
-    assert answer.returncode in (1, 2)
-    assert word in answer.stderr
-    assert "Traceback" not in answer.stderr and answer.stdout == ""
+    refused(here("bench", "--shape", "tiny", *options), word)
+
+
+def test_a_result_that_cannot_be_written_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = Result("decode", {}, {"best": 1}, {"device": "host"}, {}, [], {})
+    assert json.loads(result.write(tmp_path).read_text(encoding="utf-8")) == result.as_dict()
+    path = tmp_path / "decode-host.json"
+    path.unlink()
+    path.mkdir()  # in the way
+    with pytest.raises(IsADirectoryError):
+        _finish(result, tmp_path)
+    assert result_of(capsys.readouterr().out)["summary"] == {"best": 1}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_ways_that_disagree_are_an_error(

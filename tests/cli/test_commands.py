@@ -1,142 +1,165 @@
-"""The command as a user meets it: output, exit status, errors without a traceback."""
+"""The commands as a user meets them: what they print and write."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ostinato.driver import launcher
+from tests.cli.commands import here, refused
+from tests.models.model_files import CONFIG, write_gguf
 
 
-def ostinato(*arguments: str, timeout: float = 120, **environ: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "ostinato", *arguments],
-        env=os.environ | {"OSTINATO_DEVICE": "host", "COLUMNS": "100"} | environ,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights, with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return write_gguf(path, config=replace(CONFIG, context_length=512))
 
 
 def test_version_and_help() -> None:
-    assert ostinato("--version").stdout.startswith("ostinato ")
-    for command in ("generate", "inspect", "doctor", "model", "cache"):
-        result = ostinato(command, "--help")
-        assert result.returncode == 0
-        assert "Usage" in result.stdout
+    assert here("--version").out.startswith("ostinato ")
+    for command in ("generate", "inspect", "bench", "doctor", "tune", "model", "cache"):
+        answer = here(command, "--help")
+        assert answer.status == 0 and answer.out.startswith(f"Usage: ostinato {command}")
+        assert answer.out.isascii()  # shown as it is in any locale
 
 
 def test_doctor_says_what_there_is(tmp_path: Path) -> None:
-    found = json.loads(ostinato("doctor", "--json", OSTINATO_CACHE_DIR=str(tmp_path)).stdout)
+    found = json.loads(here("doctor", "--json", OSTINATO_CACHE_DIR=str(tmp_path)).out)
     assert found["host"]["kernels in"] == "host"
     assert found["ostinato"]["replay call"] == launcher.description()
-    assert found["caches"]["folder"] == str(tmp_path)
+    assert found["caches"] == {"folder": str(tmp_path), "models": "none yet", "kernels": "none yet"}
     assert isinstance(found["cuda"], dict) or "not available" in found["cuda"]
     assert "OSTINATO_DEVICE" in found["settings"]
-    assert "cuda" in ostinato("doctor").stdout
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "one").write_bytes(bytes(200_000))
+    assert "1 files, 0.2 MB" in here("doctor", OSTINATO_CACHE_DIR=str(tmp_path)).out
 
 
-def test_an_error_is_words_and_status_one(tmp_path: Path) -> None:
-    result = ostinato("generate", "hello", "--model", str(tmp_path / "nothing.gguf"))
-    assert result.returncode == 1
-    assert result.stderr.startswith("error: ")
-    assert "nothing.gguf" in result.stderr
-    assert "Traceback" not in result.stderr
-    result = ostinato("generate", "hello", "--device", "tpu")
-    assert result.returncode == 1
-    assert "tpu" in result.stderr
+def test_doctor_says_what_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    wrong = {"OSTINATO_CACHE_DIR": str(file), "OSTINATO_PROFILE_EVERY": "soon"}
+    answer = here("doctor", "--json", **wrong)
+    assert answer.status == 0
+    found = json.loads(answer.out)
+    assert "Not a directory" in found["caches"]["models"]
+    assert found["settings"]["OSTINATO_PROFILE_EVERY"].startswith("not valid: ")
+    answer = here("doctor", OSTINATO_CACHE_DIR="~nosuchuser/x")
+    assert answer.status == 0 and "no home folder of that name" in answer.out
 
 
 def test_model_list(tmp_path: Path) -> None:
-    (row,) = json.loads(
-        ostinato("model", "list", "--json", OSTINATO_CACHE_DIR=str(tmp_path)).stdout
-    )
+    (row,) = json.loads(here("model", "list", "--json", OSTINATO_CACHE_DIR=str(tmp_path)).out)
     assert row["name"] == "smollm2-135m"
     assert row["present"] is False
-    assert "not fetched" in ostinato("model", "list", OSTINATO_CACHE_DIR=str(tmp_path)).stdout
+    assert "not fetched" in here("model", "list", OSTINATO_CACHE_DIR=str(tmp_path)).out
+    answer = here("model", "remove", "smollm2-135m", OSTINATO_CACHE_DIR=str(tmp_path))
+    assert answer.status == 0 and "was not there" in answer.out
 
 
 def generated(*arguments: str) -> dict:
-    result = ostinato("generate", "--json", *arguments)
-    assert result.returncode == 0, result.stderr
-    text, _, last = result.stdout.rstrip("\n").rpartition("\n")
+    answer = here("generate", "--json", *arguments)
+    assert answer.status == 0, answer.err
+    text, _, last = answer.out.rstrip("\n").rpartition("\n")
     summary = json.loads(last)
     assert summary["text"] == text.rstrip("\n") or summary["text"] in text
     return summary
 
 
 def test_generate_replays_graphs_and_eager_says_the_same(smollm2_path: Path) -> None:
-    options = ("What is 2 + 2?", "--model", str(smollm2_path), "--max-tokens", "12")
+    options = ("What is 2 + 2?", "--model", str(smollm2_path), "--max-tokens", "10")
     graphs, eager = generated(*options), generated(*options, "--eager")
-    recorded = generated(*options, "--build", "record")
-    assert graphs["token_ids"] == eager["token_ids"] == recorded["token_ids"]
+    assert graphs["token_ids"] == eager["token_ids"]
     assert graphs["graphs_captured"] >= 1
-    assert graphs["launches_replayed"] >= 9
+    assert graphs["launches_replayed"] >= 7
     assert eager["launches_replayed"] == eager["graphs_captured"] == 0
     assert eager["eager_reasons"]
     assert eager["launches_eager"] > 10 * graphs["launches_replayed"]
     assert {"text", "tokens_per_second", "device"} <= graphs.keys()
 
 
-def test_sampling_repeats_with_its_seed(smollm2_path: Path) -> None:
-    options = ("Tell me a story", "--model", str(smollm2_path), "--max-tokens", "10")
+def test_every_way_to_generate_says_the_same(tiny: Path) -> None:
+    options = ("ab", "--model", str(tiny), "--max-tokens", "20", "--temperature", "1")
+    plain = generated(*options)
+    for way in (["--eager"], ["--build", "record"], ["--tokens-per-launch", "4"]):
+        assert generated(*options, *way)["token_ids"] == plain["token_ids"]
+    assert generated(*options, "--raw")["prompt_tokens"] < plain["prompt_tokens"]
+
+
+def test_sampling_repeats_with_its_seed(tiny: Path) -> None:
+    options = ("Tell me a story", "--model", str(tiny), "--max-tokens", "10")
     sampled = ("--temperature", "1.0", "--top-k", "50", "--top-p", "0.95", "--seed")
     first, again = generated(*options, *sampled, "7"), generated(*options, *sampled, "7")
     other = generated(*options, *sampled, "8")
     assert first["token_ids"] == again["token_ids"] != other["token_ids"]
 
 
-def test_control_c_ends_with_the_summary(smollm2_path: Path) -> None:
-    options = ("--json", "--model", str(smollm2_path), "--max-tokens", "2000")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ostinato", "generate", "Count to a thousand.", *options],
-        env=os.environ | {"OSTINATO_DEVICE": "host"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.read(5)  # the first tokens are out
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    summary = json.loads(out.rstrip("\n").rpartition("\n")[2])
-    assert summary["finish_reason"] == "interrupted"
-    assert 0 < len(summary["token_ids"]) < 2000
-
-
 def test_inspect_shows_the_decode_step(smollm2_path: Path, tmp_path: Path) -> None:
-    graph = json.loads(ostinato("inspect", "--json", "--model", str(smollm2_path)).stdout)
+    picture = tmp_path / "new" / "decode.svg"
+    # The picture besides: what other programs read stays as it is.
+    answer = here("inspect", "--json", "--svg", str(picture), "--model", str(smollm2_path))
+    graph = json.loads(answer.out)
     names = [node["name"] for node in graph["nodes"]]
     assert names.count("attention") == 30
     assert names[-1] == "advance"
-    picture = tmp_path / "decode.svg"
-    result = ostinato("inspect", "decode", "--svg", str(picture), "--model", str(smollm2_path))
-    assert result.returncode == 0, result.stderr
     assert picture.read_text().startswith("<svg")
-    assert "attention" in ostinato("inspect", "prefill", "--model", str(smollm2_path)).stdout
+    assert [path.name for path in picture.parent.iterdir()] == ["decode.svg"]
 
 
-def test_a_picture_that_cannot_be_written_is_refused(smollm2_path: Path, tmp_path: Path) -> None:
-    for path in (tmp_path, Path(__file__) / "decode.svg"):
-        result = ostinato("inspect", "--svg", str(path), "--model", str(smollm2_path))
-        assert result.returncode == 2 and "--svg" in result.stderr
-        assert "Traceback" not in result.stderr and result.stdout == ""
+def test_inspect_in_other_forms(tiny: Path, tmp_path: Path) -> None:
+    assert "attention" in here("inspect", "prefill", "--model", str(tiny)).out
+    assert here("inspect", "--dot", "--model", str(tiny)).out.startswith("digraph")
+    picture = tmp_path / "decode.svg"
+    link = tmp_path / "link.svg"
+    link.symlink_to(picture)
+    answer = here("inspect", "--svg", str(link), "--model", str(tiny))
+    assert "nodes drawn to" in answer.out
+    assert link.is_symlink() and picture.read_text().startswith("<svg")
 
 
-@pytest.mark.parametrize("option", ["--max-tokens=0", "--temperature=-1", "--top-p=2"])
-def test_bad_options_do_nothing(option: str, smollm2_path: Path) -> None:
-    result = ostinato("generate", "hello", option, "--model", str(smollm2_path))
-    assert result.returncode in (1, 2)
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+def test_a_picture_that_cannot_be_written_is_refused(tiny: Path, tmp_path: Path) -> None:
+    for path in (tmp_path, Path(__file__) / "decode.svg", tmp_path / ("x" * 300) / "y"):
+        refused(here("inspect", "--svg", str(path), "--model", str(tiny)), "--svg")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-tokens", "0"),
+        ("--temperature", "-1"),
+        ("--temperature", "nan"),
+        ("--temperature", "inf"),
+        ("--top-p", "2"),
+        ("--top-p", "nan"),
+        ("--seed", str(1 << 64)),
+        ("--max-context", str(1 << 64)),
+        ("--max-context", "3"),
+        ("--tokens-per-launch", "257"),
+        ("--device", "tpu"),
+        ("--build", "by hand"),
+        ("--nonsense",),
+        ("--system", "caf\udce9"),
+    ],
+)
+def test_bad_options_do_nothing(options: tuple[str, ...], tiny: Path) -> None:
+    word = options[0].rpartition("-")[2]
+    refused(here("generate", "hello", *options, "--model", str(tiny)), word)
+
+
+def test_a_prompt_that_is_no_text_is_refused(tiny: Path) -> None:
+    refused(here("generate", "caf\udce9", "--model", str(tiny)), "no text")
+    refused(here("generate", "", "--raw", "--model", str(tiny)), "empty")
+
+
+def test_a_device_that_is_none_is_refused_before_a_model_is_fetched(tmp_path: Path) -> None:
+    for command in (("generate", "hello"), ("inspect",), ("bench", "--model", "smollm2-135m")):
+        answer = here(*command, "--device", "tpu", OSTINATO_CACHE_DIR=str(tmp_path / "cache"))
+        refused(answer, "tpu")
+    answer = here("inspect", OSTINATO_DEVICE="tpu", OSTINATO_CACHE_DIR=str(tmp_path / "cache"))
+    refused(answer, "OSTINATO_DEVICE")
+    assert list(tmp_path.iterdir()) == []

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +17,7 @@ from ostinato.models import tuning_bench, tuning_sweep
 from ostinato.models.config import LlamaConfig
 from ostinato.models.tuning_store import TuningKey, TuningStore
 from ostinato.models.tuning_sweep import SweepResult
+from tests.cli.commands import Answer, here, process, refused
 
 command: Any = import_module("ostinato.cli.tune")
 
@@ -35,18 +33,9 @@ CONFIG = LlamaConfig(
 )
 
 
-def tune(
-    folder: Path, *arguments: str, device: str = "host", timeout: float = 60
-) -> subprocess.CompletedProcess[str]:
+def tune(folder: Path, *arguments: str, device: str = "host") -> Answer:
     environ = {"OSTINATO_DEVICE": device, "OSTINATO_CACHE_DIR": str(folder), "COLUMNS": "160"}
-    return subprocess.run(
-        [sys.executable, "-m", "ostinato", "tune", *arguments],
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return (here if device == "host" else process)("tune", *arguments, **environ)
 
 
 def save(folder: Path, gpu: str = "Test GPU") -> Path:
@@ -59,10 +48,10 @@ def save(folder: Path, gpu: str = "Test GPU") -> Path:
 @pytest.mark.parametrize("arguments", [(), ("--shape", "1B", "--rows", "8"), ("--json",)])
 def test_the_host_has_nothing_to_tune(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     result = tune(tmp_path, *arguments)
-    assert result.returncode == 1
-    assert "nothing to tune on host" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+    assert result.status == 1
+    assert "nothing to tune on host" in result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
     assert not (tmp_path / "tunings").exists()
 
 
@@ -75,27 +64,27 @@ def test_the_host_has_nothing_to_tune(tmp_path: Path, arguments: tuple[str, ...]
         (("--context", "20,-3"), "positions such as"),
         (("--rows", "65"), "--rows"),
         (("--seconds", "0"), "--seconds"),
+        (("--seconds", "nan"), "--seconds"),
+        (("--shape", ""), "no shape ''"),
     ],
 )
 def test_bad_options_are_said(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     result = tune(tmp_path, *arguments)
-    assert result.returncode in (1, 2)
-    assert said in result.stderr
-    assert "Traceback" not in result.stderr
+    refused(result, said)
 
 
 def test_listing_says_what_is_stored_and_what_is_not_used(tmp_path: Path) -> None:
-    assert json.loads(tune(tmp_path, "--list", "--json").stdout)["stored"] == []
+    assert json.loads(tune(tmp_path, "--list", "--json").out)["stored"] == []
     save(tmp_path)
     damaged = save(tmp_path, "Other GPU [red]")
     damaged.write_text("{}")
-    listed = json.loads(tune(tmp_path, "--list", "--json").stdout)
+    listed = json.loads(tune(tmp_path, "--list", "--json").out)
     assert listed["folder"] == str(tmp_path / "tunings")
     by_gpu = {row["gpu"]: row for row in listed["stored"]}
     assert by_gpu["Test GPU"]["after_us"] == {"20": 99.6}
     assert by_gpu["Test GPU"]["problem"] is None
     assert by_gpu[None]["problem"]
-    shown = tune(tmp_path, "--list").stdout
+    shown = tune(tmp_path, "--list").out
     assert "Test GPU" in shown and shapes.shape_key(CONFIG) in shown
     assert "not used" in shown
     assert f"2 stored in {tmp_path}" in shown
@@ -103,17 +92,25 @@ def test_listing_says_what_is_stored_and_what_is_not_used(tmp_path: Path) -> Non
 
 def test_listing_says_what_is_in_use(tmp_path: Path) -> None:
     shown = tune(tmp_path, "--list", "--shape", "1B")
-    assert shown.returncode == 0, shown.stderr
-    assert "in use for the 1B shape, 1 rows, on" in shown.stdout
-    listed = json.loads(tune(tmp_path, "--list", "--shape", "1B", "--json").stdout)
+    assert shown.status == 0, shown.err
+    assert "in use for the 1B shape, 1 rows, on" in shown.out
+    listed = json.loads(tune(tmp_path, "--list", "--shape", "1B", "--json").out)
     assert listed["in_use"]["shape"] == "2048-8192-32-8-64-128256"
     assert listed["in_use"]["origin"].startswith("none")
 
 
+def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    for option in ("--list", "--clear"):
+        result = tune(file, option)
+        assert result.status == 1 and "Not a directory" in result.err and not result.out
+
+
 def test_clearing(tmp_path: Path) -> None:
     save(tmp_path)
-    assert json.loads(tune(tmp_path, "--clear", "--json").stdout)["removed"] == 1
-    assert "0 tunings removed" in tune(tmp_path, "--clear").stdout
+    assert json.loads(tune(tmp_path, "--clear", "--json").out)["removed"] == 1
+    assert "0 tunings removed" in tune(tmp_path, "--clear").out
 
 
 class _Meter:
@@ -167,14 +164,14 @@ def test_a_search_begins_with_what_is_stored(
 @pytest.mark.alone  # it has so many seconds, and needs some of them to itself
 def test_a_tuning_is_found_stored_and_used(cuda_device: Device, tmp_path: Path) -> None:
     options = ("--shape", "tiny", "--context", "5,100", "--seconds", "8")
-    result = tune(tmp_path, *options, "--json", device="cuda:0", timeout=110)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    result = tune(tmp_path, *options, "--json", device="cuda:0")
+    assert result.status == 0, result.err
+    found = json.loads(result.out)
     assert found["trials"] > 0
     assert not found["refused"]
     assert set(found["before_us"]) == set(found["after_us"]) == {"5", "100"}
     options_now = ("--list", "--shape", "tiny", "--json")
-    seen = json.loads(tune(tmp_path, *options_now, device="cuda:0").stdout)
+    seen = json.loads(tune(tmp_path, *options_now, device="cuda:0").out)
     listed = seen["stored"]
     assert seen["in_use"]["origin"] == ("stored" if found["stored"] else "default")
     if found["stored"] is not None:  # the default may be as good
@@ -183,6 +180,6 @@ def test_a_tuning_is_found_stored_and_used(cuda_device: Device, tmp_path: Path) 
         assert row["gpu"] == cuda_device.properties.name
     else:
         assert listed == []
-    shown = tune(tmp_path, *options, "--dry-run", device="cuda:0", timeout=110)
-    assert shown.returncode == 0, shown.stderr
-    assert "tokens/s" in shown.stdout
+    shown = tune(tmp_path, *options, "--dry-run", device="cuda:0")
+    assert shown.status == 0, shown.err
+    assert "tokens/s" in shown.out

@@ -35,6 +35,7 @@ class EmulatedModules:
         signature = source.signatures[name]
         names = [parameter.name for parameter in signature.parameters]
         made = options or CompileOptions()
+        self._emulator.expect(source, made, name)
 
         def run(how: HostLaunch, *values: Any) -> None:
             given = dict(zip(names, values, strict=True))

@@ -97,7 +97,6 @@ def test_logits_agree_with_float32_at_every_kind_of_position(machine: Device, sh
     check_walk(machine, SHAPES[shape])
 
 
-@pytest.mark.timeout(400)
 @on_both("shape", host=[], cuda=WIDE)
 def test_logits_agree_with_float32_at_real_widths(machine: Device, shape: str) -> None:
     check_walk(machine, WIDE[shape])
@@ -176,11 +175,11 @@ DEEP = {
 }
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.parametrize("repeats", [200, pytest.param(1000, marks=pytest.mark.slow)])
 @on_both("rows", host=[1, 8], cuda=[1, 8])
-def test_a_step_gives_the_same_bits_a_thousand_times(machine: Device, rows: int) -> None:
+def test_a_step_gives_the_same_bits_each_time(machine: Device, rows: int, repeats: int) -> None:
     """Logits, tokens, and what goes into the cache."""
-    config, repeats = DEEP[kind(machine)], 1000
+    config = DEEP[kind(machine)]
     start = config.context_length * 2 // 3
     with open_decoder(machine, config, slots=rows) as decoder:
         for slot in range(rows):
@@ -211,7 +210,6 @@ def decode_again(decoder: Decoder, prompt: Sequence[int], count: int) -> list[tu
     return found
 
 
-@pytest.mark.timeout(400)
 @on_both("layers", host=[], cuda=[32])
 def test_the_whole_of_an_8b_model_decodes_and_its_graphs_are_exact(
     machine: Device, layers: int

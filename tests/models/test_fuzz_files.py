@@ -42,7 +42,7 @@ fuzzing = settings(
 
 
 @contextlib.contextmanager
-def bounded(seconds: float = 20.0) -> Iterator[None]:
+def bounded(seconds: float = 60.0) -> Iterator[None]:
     """Fails if the block runs away: so long, which no sound file comes near on any machine, or more
     than 1 GiB of addresses (Linux)."""
     limits = contextlib.nullcontext()
@@ -242,10 +242,8 @@ def test_sparse_file_of_a_terabyte(scratch: Path) -> None:
             file.truncate(1 << 40)
         except OSError:
             pytest.skip("the disk has no such files")
-    started = time.monotonic()
-    with pytest.raises(ModelError):
+    with bounded(), pytest.raises(ModelError):  # it does not read its way through
         use(scratch)
-    assert time.monotonic() - started < 20, "it read its way through"
     scratch.unlink()
 
 

@@ -280,5 +280,6 @@ def test_smollm2_against_gguf_package(smollm2_path: Path) -> None:
         assert len(checkpoint.tensor_names()) == 272
         for name in ("embed", "layers.29.w_down", "layers.0.wv", "final_norm"):
             tensor = by_name[gguf_name(name)]
-            expected = dequantize(tensor.data, tensor.tensor_type)
-            assert np.array_equal(checkpoint.tensor(name), expected)
+            few = slice(0, None, 100 if name == "embed" else 1)  # of 49,152 rows
+            expected = dequantize(tensor.data[few], tensor.tensor_type)
+            assert np.array_equal(checkpoint.tensor(name)[few], expected)

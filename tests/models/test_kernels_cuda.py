@@ -7,7 +7,7 @@ Without a GPU they are compiled with NVRTC, and run on the CPU by the emulator o
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -55,8 +55,20 @@ def distinct(launches: tuple[kc.CudaLaunch, ...]) -> list[kc.CudaLaunch]:
 # ------------------------------------------------------------------------------------------ compile
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("shape", SHAPES)
+def on_architectures(shapes: Iterable[str]) -> Any:
+    """Each shape on each architecture: all but one of a shape's are slow."""
+    architectures = ["sm_90", "sm_100", "sm_80"]
+    return pytest.mark.parametrize(
+        ("shape", "arch"),
+        [
+            pytest.param(shape, arch, marks=() if i % 3 == k else pytest.mark.slow)
+            for i, shape in enumerate(shapes)
+            for k, arch in enumerate(architectures)
+        ],
+    )
+
+
+@on_architectures(SHAPES)
 def test_every_kernel_compiles_without_warnings_or_local_memory(shape: str, arch: str) -> None:
     config = SHAPES[shape]
     program = (*decode_program(config), loop_call())

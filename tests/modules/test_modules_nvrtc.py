@@ -125,7 +125,7 @@ def run_fresh(code: str, *arguments: str, **variables: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=300,
     )
     assert answer.returncode == 0, answer.stderr
     return answer.stdout.strip()

@@ -10,6 +10,7 @@ line of the table), `skipped` (what could not be measured here, and why).  The f
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,11 +56,17 @@ class Result:
         }
 
     def write(self, folder: Path) -> Path:
-        """The file it was written to; the folder is made.  Raises OSError."""
+        """The file it was written to, whole or not at all; the folder is made.  Raises OSError."""
         slug = re.sub(r"[^a-z0-9]+", "-", str(self.machine["device"]).lower()).strip("-")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.benchmark}-{slug}.json"
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            temporary.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         return path
 
     def line(self) -> str:

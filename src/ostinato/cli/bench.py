@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ostinato.cli.outputs import ready_file, ready_folder
+from ostinato.cli.arguments import expanded, finite, ready_file, ready_folder, write_file
+from ostinato.cli.endings import FAILED
 from ostinato.cli.progress import fetched
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 DEFAULT_SHAPE = "135M"
-FAILED = 1
 
 
 def bench(
@@ -80,7 +80,9 @@ def bench(
     seconds: Annotated[
         float | None,
         typer.Option(
-            min=1, help="Rounds are left out when the time runs short: 120, or 45 on the CPU."
+            min=1,
+            callback=finite,
+            help="Rounds are left out when the time runs short: 120, or 45 on the CPU.",
         ),
     ] = None,
     quick: Annotated[
@@ -94,11 +96,14 @@ def bench(
             "graph.",
         ),
     ] = False,
-    device: Annotated[str | None, typer.Option(help='"host", "cuda:0", …')] = None,
+    device: Annotated[str | None, typer.Option(help='"host", "cuda:0", ...')] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A folder for the result file; without one, none.")
+        Path | None,
+        typer.Option(callback=expanded, help="A folder for the result file; without one, none."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (SVG) to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=expanded, help="Write a picture (SVG) to this file.")
+    ] = None,
 ) -> None:
     """Measure decoding: launch by launch, captured, recorded, many tokens a launch, and the peers.
 
@@ -117,8 +122,8 @@ def bench(
         ready_folder(out, "--out")
     if plot is not None:
         ready_file(plot, "--plot")
-    subject, opened = _subject(shape, model)
-    with open_device(device) as used:
+    with open_device(device) as used:  # a wrong name is found before a model is fetched
+        subject, opened = _subject(shape, model)
         slow = used.capabilities.host_memory_is_device_memory
         named = {"all": tuple(PEERS), "none": ()}.get(peers)
         count = tokens or (8 if quick else 32 if slow else 100)
@@ -194,7 +199,7 @@ def _subject(shape: str | None, model: str | None) -> tuple[str, Callable[[], Ch
     if model is not None:
         path = fetched(model)
         return Path(model).stem, lambda: open_checkpoint(path)
-    name = shape or DEFAULT_SHAPE
+    name = DEFAULT_SHAPE if shape is None else shape
     config = shape_named(name)
     return name, lambda: random_checkpoint(config, f"random-{name}")
 
@@ -209,17 +214,19 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def _draw(picture: str, path: Path) -> None:
-    path.write_text(picture, encoding="utf-8")
-    typer.echo(f"drawn to {path}")
+    write_file(path, picture)
+    print(f"drawn to {path}")
 
 
 def _finish(result: object, out: Path | None) -> None:
     from ostinato.bench.report import Result
 
     assert isinstance(result, Result)
-    if out is not None:
-        typer.echo(f"results: {result.write(out)}")
-    typer.echo(result.line())
+    try:
+        if out is not None:
+            print(f"results: {result.write(out)}")
+    finally:  # what took minutes is not lost for a full disk
+        print(result.line())
 
 
 @contextmanager

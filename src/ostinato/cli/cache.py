@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from ostinato.cli.arguments import expanded, finite, require_readable
+from ostinato.errors import NotAvailableError
 from ostinato.modules import DiskStore, StoredKernel
 
 __all__ = ["app"]
@@ -19,7 +21,8 @@ app = typer.Typer(
 )
 
 Folder = Annotated[
-    Path | None, typer.Option("--folder", help="Another folder than that of the settings.")
+    Path | None,
+    typer.Option("--folder", callback=expanded, help="Another folder than that of the settings."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -27,11 +30,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @app.command("list")
 def list_kernels(folder: Folder = None, as_json: AsJson = False) -> None:
     """List the kernels on disk, most recently used first, and say which files are damaged."""
-    store = DiskStore(folder)
+    store = _store(folder)
     entries = store.entries()
     total = sum(entry.nbytes for entry in entries)
     if as_json:
-        typer.echo(
+        print(
             json.dumps(
                 {
                     "folder": str(store.folder),
@@ -44,7 +47,7 @@ def list_kernels(folder: Folder = None, as_json: AsJson = False) -> None:
         return
     if entries:
         _print_table(entries)
-    typer.echo(
+    print(
         f"{len(entries)} files, {total / 1024:.1f} KiB of at most "
         f"{store.max_bytes / 2**20:.0f} MiB, in {store.folder}"
     )
@@ -52,28 +55,46 @@ def list_kernels(folder: Folder = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def prune(
-    max_mib: Annotated[float, typer.Option("--max-mib", min=0, help="Keep at most so many MiB.")],
+    max_mib: Annotated[
+        float,
+        typer.Option("--max-mib", min=0, callback=finite, help="Keep at most so many MiB."),
+    ],
     folder: Folder = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove least recently used kernels until the rest fits."""
-    store = DiskStore(folder)
-    _say(store, store.prune(int(max_mib * 2**20)), as_json)
+    _remove(_store(folder), int(max_mib * 2**20), as_json)
 
 
 @app.command()
 def clear(folder: Folder = None, as_json: AsJson = False) -> None:
     """Remove all kernels from disk; they are compiled again when they are needed."""
+    _remove(_store(folder), -1, as_json)
+
+
+def _store(folder: Path | None) -> DiskStore:
     store = DiskStore(folder)
-    _say(store, store.clear(), as_json)
+    try:
+        require_readable(store.folder)
+    except OSError as error:
+        if folder is None:
+            raise
+        raise typer.BadParameter(f"{folder}: {error.strerror}", param_hint="--folder") from None
+    return store
 
 
-def _say(store: DiskStore, removed: int, as_json: bool) -> None:
-    left = len(store.entries(check=False))
+def _remove(store: DiskStore, most: int, as_json: bool) -> None:
+    removed = store.prune(most)
+    left = store.entries(check=False)
     if as_json:
-        typer.echo(json.dumps({"folder": str(store.folder), "removed": removed, "left": left}))
+        print(json.dumps({"folder": str(store.folder), "removed": removed, "left": len(left)}))
     else:
-        typer.echo(f"{removed} files removed, {left} left in {store.folder}")
+        print(f"{removed} files removed, {len(left)} left in {store.folder}")
+    if left and sum(entry.nbytes for entry in left) > most:
+        raise NotAvailableError(
+            f"not all could be removed from {store.folder}: another process removes or writes "
+            "files there, or this user may not; try again, or delete the folder"
+        )
 
 
 def _row(entry: StoredKernel) -> dict[str, object]:

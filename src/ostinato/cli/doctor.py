@@ -15,7 +15,7 @@ from ostinato import __version__, settings
 from ostinato.device import open_device
 from ostinato.driver import launcher
 from ostinato.driver.cuda_blas import load_cublaslt
-from ostinato.errors import OstinatoError
+from ostinato.errors import OstinatoError, SettingsError
 
 __all__ = ["doctor", "findings"]
 
@@ -42,15 +42,15 @@ def doctor(
     """Say what this machine can do: devices, versions, caches, settings, and what is missing."""
     found = findings()
     if as_json:
-        typer.echo(json.dumps(found))
+        print(json.dumps(found))
         return
     for section, rows in found.items():
-        typer.echo(f"{section}")
+        print(f"{section}")
         if isinstance(rows, dict):
             for name, value in rows.items():
-                typer.echo(f"  {name:<18} {value}")
+                print(f"  {name:<18} {value}")
         else:
-            typer.echo(f"  {rows}")
+            print(f"  {rows}")
 
 
 def findings() -> dict[str, Any]:
@@ -67,9 +67,7 @@ def findings() -> dict[str, Any]:
         "host": _device("host"),
         "packages": {name: _version(name) for name in _PACKAGES},
         "caches": _caches(),
-        "settings": {
-            v.name: os.environ.get(v.name, "not set") + f"  ({v.doc})" for v in settings.ALL
-        },
+        "settings": {variable.name: _setting(variable) for variable in settings.ALL},
     }
 
 
@@ -113,8 +111,20 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _caches() -> dict[str, str]:
-    root = settings.cache_dir()
+def _setting(variable: settings.Variable[object]) -> str:
+    text = os.environ.get(variable.name, "not set")
+    try:
+        variable.read()
+    except SettingsError as error:
+        text = f"not valid: {error}"
+    return f"{text}  ({variable.doc})"
+
+
+def _caches() -> dict[str, str] | str:
+    try:
+        root = settings.cache_dir()
+    except SettingsError as error:
+        return f"not available: {error}"
     return {
         "folder": str(root),
         "models": _size(root / "models"),
@@ -123,8 +133,17 @@ def _caches() -> dict[str, str]:
 
 
 def _size(folder: Path) -> str:
+    def fail(error: OSError) -> None:
+        raise error
+
+    count = size = 0
     try:
-        files = [p for p in folder.rglob("*") if p.is_file()]
-        return f"{len(files)} files, {sum(p.stat().st_size for p in files) / 1e6:.1f} MB"
+        for where, _, names in os.walk(folder, onerror=fail):
+            count += len(names)
+            size += sum(Path(where, name).lstat().st_size for name in names)
+    except FileNotFoundError:
+        if not count:
+            return "none yet"
     except OSError as error:
         return f"cannot be read: {error}"
+    return f"{count} files, {size / 1e6:.1f} MB"

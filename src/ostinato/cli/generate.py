@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
+from ostinato.cli.arguments import text
+from ostinato.cli.endings import INTERRUPTED
 from ostinato.cli.progress import fetched
 
 __all__ = ["generate"]
-
-INTERRUPTED = 130
 
 
 class Build(StrEnum):
@@ -24,7 +24,7 @@ class Build(StrEnum):
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    prompt: Annotated[str, typer.Argument(callback=text, help="What to say to the model.")],
     model: Annotated[
         str,
         typer.Option(
@@ -49,10 +49,12 @@ def generate(
             "By itself: chat if there is a template.",
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message, for chats.")] = None,
+    system: Annotated[
+        str | None, typer.Option(callback=text, help="A system message, for chats.")
+    ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help='"host", "cuda:0", …; by itself the GPU where there is one.'),
+        typer.Option(help='"host", "cuda:0", ...; by itself the GPU where there is one.'),
     ] = None,
     max_context: Annotated[
         int | None, typer.Option(min=1, help="Positions in the KV cache.")
@@ -79,12 +81,11 @@ def generate(
     from ostinato.models.sampling import SamplingOptions
 
     sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    path = fetched(model)
     interrupted = False
     with (
-        open_device(device) as opened,
+        open_device(device) as opened,  # a wrong name is found before a model is fetched
         TextGenerator(
-            opened, path, max_context=max_context, graphs=not eager, build=build.value
+            opened, fetched(model), max_context=max_context, graphs=not eager, build=build.value
         ) as generator,
     ):
         answer = generator.generate(
@@ -103,6 +104,6 @@ def generate(
             interrupted = True
         summary = answer.summary()
     sys.stdout.write("\n")
-    typer.echo(json.dumps(summary.as_dict()) if as_json else f"\n{summary}")
+    print(json.dumps(summary.as_dict()) if as_json else f"\n{summary}")
     if interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -9,10 +9,13 @@ from typing import Annotated
 
 import typer
 
-from ostinato.cli.outputs import ready_file
+from ostinato.cli.arguments import expanded, ready_file, write_file
 from ostinato.cli.progress import fetched
 
 __all__ = ["inspect"]
+
+
+_CONTEXT = 512
 
 
 class What(StrEnum):
@@ -30,28 +33,39 @@ def inspect(
     rows: Annotated[
         int, typer.Option(min=1, max=64, help="Rows of the step: 1 for single-token decode.")
     ] = 1,
-    device: Annotated[str | None, typer.Option(help='"host", "cuda:0", …')] = None,
+    device: Annotated[str | None, typer.Option(help='"host", "cuda:0", ...')] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="The whole graph as one JSON object.")
     ] = False,
     dot: Annotated[bool, typer.Option("--dot", help="In Graphviz' language.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(callback=expanded, help="Write a picture to this file.")
+    ] = None,
 ) -> None:
     """Capture a step of the model and show its graph: nodes, arguments, edges."""
     from ostinato.device import open_device
+    from ostinato.models.checkpoint import open_checkpoint
     from ostinato.models.decoder import Decoder
 
+    if as_json and dot:
+        raise typer.BadParameter("--json or --dot, not both", param_hint="--dot")
     if svg is not None:
         ready_file(svg, "--svg")
-    path = fetched(model)
-    with open_device(device) as opened, Decoder(opened, path, max_context=512) as decoder:
+    with (
+        open_device(device) as opened,  # a wrong name is found before a model is fetched
+        open_checkpoint(fetched(model)) as checkpoint,
+        Decoder(
+            opened, checkpoint, max_context=min(_CONTEXT, checkpoint.config.context_length)
+        ) as decoder,
+    ):
         graph = decoder.graph(rows, sampled=what is What.decode)
         if svg is not None:
-            svg.write_text(graph.to_svg(), encoding="utf-8")
-            typer.echo(f"{len(graph)} nodes drawn to {svg}")
+            write_file(svg, graph.to_svg())
+            if not (as_json or dot):  # these are for other programs to read
+                print(f"{len(graph)} nodes drawn to {svg}")
         if as_json:
-            typer.echo(json.dumps(graph.to_json()))
+            print(json.dumps(graph.to_json()))
         elif dot:
-            typer.echo(graph.to_dot())
+            print(graph.to_dot())
         elif svg is None:
-            typer.echo(str(graph))
+            print(str(graph))

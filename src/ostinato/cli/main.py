@@ -1,8 +1,9 @@
-"""The commands together, and what happens to an error of ours: its words, and exit status 1."""
+"""The commands together."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,13 +12,13 @@ from ostinato import __version__
 from ostinato.cli.bench import bench
 from ostinato.cli.cache import app as cache_app
 from ostinato.cli.doctor import doctor
+from ostinato.cli.endings import ending, own_process
 from ostinato.cli.generate import generate
 from ostinato.cli.inspect import inspect
 from ostinato.cli.model import app as model_app
 from ostinato.cli.tune import tune
-from ostinato.errors import OstinatoError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "run"]
 
 app = typer.Typer(
     name="ostinato",
@@ -26,6 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Capture GPU work into CUDA graphs once, and play it again: here with a real model.",
+    epilog="Exit status: 0 done; 1 failed; 2 for a bad option, argument or setting; 128 + n if "
+    "signal n ended it.",
 )
 app.command("generate")(generate)
 app.command("inspect")(inspect)
@@ -38,7 +41,7 @@ app.add_typer(cache_app, name="cache")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"ostinato {__version__}")
+        print(f"ostinato {__version__}")
         raise typer.Exit
 
 
@@ -52,15 +55,20 @@ def _root(
     pass
 
 
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command, given without the program's name; returns the exit status."""
+
+    def command() -> None:
+        # Not by calling `app`, which has endings of its own for what ours are about.
+        parsed = typer.main.get_command(app)
+        with parsed.make_context("ostinato", list(arguments)) as context:
+            parsed.invoke(context)
+
+    return ending(command)
+
+
 def main() -> None:
-    """The entry point: errors of this library are printed without a traceback."""
-    try:
-        app()
-    except OstinatoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        for note in getattr(error, "__notes__", ()):
-            print(f"  {note}", file=sys.stderr)
-        sys.exit(1)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output left: not our error
-        sys.exit(141)
+    """The entry point."""
+    with own_process():
+        status = run(sys.argv[1:])
+    sys.exit(status)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ostinato import settings
+from ostinato.cli.arguments import require_readable
 from ostinato.cli.progress import byte_progress
 from ostinato.models import store
 
@@ -21,11 +23,11 @@ Name = Annotated[str, typer.Argument(help="A known name, such as smollm2-135m.")
 def pull(name: Name) -> None:
     """Fetch a known model into the cache folder, and check its digest."""
     if store.is_present(name):
-        typer.echo(f"{name} is there: {store.model_path(name)}")
+        print(f"{name} is there: {store.model_path(name)}")
         return
     with byte_progress(f"fetching {name}") as progress:
         path = store.pull(name, progress=progress)
-    typer.echo(str(path))
+    print(str(path))
 
 
 @app.command("list")
@@ -33,6 +35,7 @@ def list_models(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
     """List the known models, and which of them are there."""
+    require_readable(settings.cache_dir() / "models")
     models = store.list_models()
     if as_json:
         rows = [
@@ -45,14 +48,14 @@ def list_models(
             }
             for m in models
         ]
-        typer.echo(json.dumps(rows))
+        print(json.dumps(rows))
         return
     for m in models:
         state = str(m.path) if m.present else "not fetched (ostinato model pull)"
-        typer.echo(f"{m.model.name}  {m.model.size / 1e6:.0f} MB  {m.model.description}  {state}")
+        print(f"{m.model.name}  {m.model.size / 1e6:.0f} MB  {m.model.description}  {state}")
 
 
 @app.command()
 def remove(name: Name) -> None:
     """Remove a fetched model from the cache folder."""
-    typer.echo(f"{name} removed" if store.remove(name) else f"{name} was not there")
+    print(f"{name} removed" if store.remove(name) else f"{name} was not there")

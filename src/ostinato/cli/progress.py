@@ -17,8 +17,11 @@ def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TransferSpeedColumn(), console=console, transient=True) as bar:
+    name, columns = TextColumn("{task.description}"), (BarColumn(), DownloadColumn())
+    still = not console.is_terminal  # nothing there but an empty line at the end
+    with Progress(
+        name, *columns, TransferSpeedColumn(), console=console, transient=True, disable=still
+    ) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

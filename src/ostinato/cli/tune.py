@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ostinato.cli.arguments import finite, require_readable
+from ostinato.errors import NotAvailableError
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -42,9 +45,12 @@ def tune(
         typer.Option(help="Positions at which a step is timed; the first decides most shapes."),
     ] = "20,500",
     seconds: Annotated[
-        float, typer.Option(min=1, help="About how long to search, without loading weights.")
+        float,
+        typer.Option(
+            min=1, callback=finite, help="About how long to search, without loading weights."
+        ),
     ] = 60.0,
-    device: Annotated[str | None, typer.Option(help='"cuda:0", …')] = None,
+    device: Annotated[str | None, typer.Option(help='"cuda:0", ...')] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Search and show, but store nothing.")
     ] = False,
@@ -65,10 +71,12 @@ def tune(
     host device has nothing to tune.
     """
     from ostinato.device import open_device
-    from ostinato.errors import NotAvailableError
     from ostinato.models.tuning_store import TuningStore
 
+    if show_list and clear:
+        raise typer.BadParameter("--list or --clear, not both", param_hint="--clear")
     store = TuningStore()
+    require_readable(store.folder)
     if show_list:
         in_use = None if model is None and shape is None else _in_use(model, shape, rows, device)
         _list(store, as_json, in_use)
@@ -101,7 +109,9 @@ def _contexts(text: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or min(found) < 0:
-        raise typer.BadParameter(f"{text!r}: positions such as 20,500 are needed")
+        raise typer.BadParameter(
+            f"{text!r}: positions such as 20,500 are needed", param_hint="--context"
+        )
     return found
 
 
@@ -113,8 +123,9 @@ def _source(model: str | None, shape: str | None) -> tuple[str, Callable[[], Che
         from ostinato.bench.random_weights import random_checkpoint
         from ostinato.bench.shapes import shape_named
 
-        config = shape_named(shape or "135M")
-        return f"the {shape or '135M'} shape", lambda: random_checkpoint(config)
+        name = "135M" if shape is None else shape
+        config = shape_named(name)
+        return f"the {name} shape", lambda: random_checkpoint(config)
     from ostinato.cli.progress import fetched
     from ostinato.models import open_checkpoint
 
@@ -202,7 +213,7 @@ def _show(
             "complete": result.complete,
             "stored": None if path is None else str(path),
         }
-        typer.echo(json.dumps(summary))
+        print(json.dumps(summary))
         return
     from rich.console import Console
 
@@ -210,15 +221,15 @@ def _show(
     console.print(_times_table(result, settings.rows))
     console.print(_shapes_table(start, result.tuning))
     for line in result.refused:
-        typer.echo(f"faster, but not taken: {line}")
+        print(f"faster, but not taken: {line}")
     said = "" if result.complete else "; not all of them within the time"
-    typer.echo(f"{len(result.trials)} candidates were timed{said}")
+    print(f"{len(result.trials)} candidates were timed{said}")
     if path is not None:
-        typer.echo(f"stored in {path}; decoders of these sizes use it from now on")
+        print(f"stored in {path}; decoders of these sizes use it from now on")
     elif result.improved:
-        typer.echo("not stored (--dry-run)")
+        print("not stored (--dry-run)")
     else:
-        typer.echo("nothing is faster than the shapes in use: nothing is stored")
+        print("nothing is faster than the shapes in use: nothing is stored")
 
 
 def _times_table(result: SweepResult, rows: int) -> Table:
@@ -265,7 +276,9 @@ def _progress(title: str, seconds: float) -> Iterator[Callable[[Progress], None]
     from rich.progress import Progress as Bars
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    still = not console.is_terminal  # nothing there but an empty line at the end
+    with Bars(*columns, console=console, transient=True, disable=still) as bars:
         task = bars.add_task(title, total=seconds)
 
         def tell(now: Progress) -> None:
@@ -310,7 +323,7 @@ def _list(store: TuningStore, as_json: bool, in_use: dict[str, Any] | None) -> N
         stored = [_row(entry) for entry in entries]
         built_in = [{"gpu": g, "shape": s, "rows": r} for g, s, r in TUNED]
         data = {"folder": str(store.folder), "stored": stored, "built_in": built_in}
-        typer.echo(json.dumps(data | ({"in_use": in_use} if in_use else {})))
+        print(json.dumps(data | ({"in_use": in_use} if in_use else {})))
         return
     from rich.console import Console
     from rich.table import Table
@@ -335,10 +348,10 @@ def _list(store: TuningStore, as_json: bool, in_use: dict[str, Any] | None) -> N
         table.add_row(gpu, shape, str(rows), "built-in", said)
     if table.rows:
         Console().print(table)
-    typer.echo(f"{len(entries)} stored in {store.folder}; everything else is by the default rule")
-    typer.echo("shape: hidden-inner-heads-kv_heads-head_size-vocabulary")
+    print(f"{len(entries)} stored in {store.folder}; everything else is by the default rule")
+    print("shape: hidden-inner-heads-kv_heads-head_size-vocabulary")
     if in_use:
-        typer.echo("in use for {for}, {rows} rows, on {gpu}: {origin}".format(**in_use))
+        print("in use for {for}, {rows} rows, on {gpu}: {origin}".format(**in_use))
 
 
 def _row(entry: StoredTuning) -> dict[str, Any]:
@@ -358,6 +371,8 @@ def _row(entry: StoredTuning) -> dict[str, Any]:
 def _clear(store: TuningStore, as_json: bool) -> None:
     removed = store.clear()
     if as_json:
-        typer.echo(json.dumps({"folder": str(store.folder), "removed": removed}))
+        print(json.dumps({"folder": str(store.folder), "removed": removed}))
     else:
-        typer.echo(f"{removed} tunings removed from {store.folder}")
+        print(f"{removed} tunings removed from {store.folder}")
+    if left := len(store.entries()):
+        raise NotAvailableError(f"{left} tunings in {store.folder} cannot be removed by this user")

@@ -85,12 +85,18 @@ def model_path(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> 
 
 
 def is_present(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> bool:
-    """Whether the model's file is there in its full size.  Raises InputError for another name."""
+    """Whether the model's file is there in its full size.
+
+    Raises InputError for another name, ModelError where this user may not look.
+    """
     model = _known(name, known)
+    path = model_path(name, known=known)
     try:
-        return model_path(name, known=known).stat().st_size == model.size
-    except OSError:
+        return path.stat().st_size == model.size
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be looked at: {error.strerror}") from error
 
 
 def list_models(*, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> tuple[ModelStatus, ...]:
@@ -114,7 +120,7 @@ def resolve(
     not on this machine yet is fetched first if `download`.  Raises ModelError if it names nothing,
     or is not here and may not be fetched; DownloadError; NotAvailableError without the `hub` extra.
     """
-    if model.strip() and (path := Path(os.path.expanduser(model))).exists():  # noqa: PTH111
+    if (path := _existing(model)) is not None:
         return path
     if model in known:
         if is_present(model, known=known):
@@ -163,7 +169,7 @@ def pull(
             f"{name}: another process has been fetching it for {timeout:.0f} s; if there is none, "
             f"delete {folder.parent / f'{model.name}.lock'}"
         ) from None
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the latter where files cannot be locked
         raise _disk_error(model, folder, error) from error
     return path
 
@@ -184,6 +190,20 @@ def remove(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> bool
         raise ModelError(f"{folder}: cannot be deleted: {error}") from error
 
 
+def _existing(model: str) -> Path | None:
+    """The file or folder of this name, if there is one.  Raises ModelError if that is not seen."""
+    path = Path(os.path.expanduser(model))  # noqa: PTH111 - Path's raises for ~nobody
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return None
+        raise ModelError(f"{model!r} cannot be looked at: {error.strerror}") from error
+    return path if model.strip() else None
+
+
 def _known(name: str, known: Mapping[str, KnownModel]) -> KnownModel:
     try:
         return known[name]
@@ -195,8 +215,8 @@ def _folder(model: KnownModel) -> Path:
     return settings.cache_dir() / "models" / model.name
 
 
-def _disk_error(model: KnownModel, folder: Path, error: OSError) -> DownloadError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+def _disk_error(model: KnownModel, folder: Path, error: Exception) -> DownloadError:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"the disk is full ({error})"
         advice = "make room, or set OSTINATO_CACHE_DIR to a folder on another disk"
     else:

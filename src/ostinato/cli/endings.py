@@ -1,0 +1,224 @@
+"""How a command ends, whatever happened: with a line of words and an exit status, decided here.
+
+0        done
+1        it failed
+2        it cannot be asked for: a bad option, argument or setting; nothing was done
+128 + n  ended by signal n: interrupted (130), terminated (143), hung up (129); 141 if the
+         reader of the output went away (`| head`), of which nothing is said
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TextIO
+
+import typer
+
+from ostinato.errors import InputError, OstinatoError, SettingsError
+
+__all__ = ["FAILED", "INTERRUPTED", "MISUSED", "ending", "own_process"]
+
+FAILED = 1
+MISUSED = 2
+INTERRUPTED = 128 + signal.SIGINT
+
+_READER_LEFT = 128 + 13  # SIGPIPE, which not every system has
+_STDOUT = "standard output"
+# What makes a process end, besides Ctrl-C: a supervisor, and the terminal when it is closed.
+_FATAL = {
+    number: words
+    for name, words in (("SIGTERM", "terminated"), ("SIGHUP", "hung up"))
+    if (number := getattr(signal, name, None)) is not None
+}
+
+
+_AT_ONCE_SECONDS = 2.0
+
+
+class _Signalled(BaseException):
+    """A signal came; raised in the main thread, so that everything open is closed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    status: int
+    words: str = ""
+
+
+def ending(command: Callable[[], object]) -> int:
+    """Calls `command`; says on the error stream what went wrong, and returns the exit status."""
+    found = _Ending(0)
+    for step in (command, _flush):
+        try:
+            step()
+        except BaseException as error:
+            if found.status == 0:  # of two failures the first is the reason
+                found = _ending_of(error)
+    if found.words:
+        with contextlib.suppress(OSError, ValueError):  # nobody is there to be told
+            print(found.words, file=sys.stderr, flush=True)
+    return found.status
+
+
+def _flush() -> None:
+    """What is still buffered belongs to the command.  Where it cannot be written it is dropped:
+    the interpreter would try once more at its end, and end with a status of its own."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        raise
+
+
+def _ending_of(error: BaseException) -> _Ending:
+    """The one table of what may go wrong."""
+    if isinstance(error, _UsageError):
+        return _Ending(MISUSED, _usage(error))
+    match error:
+        case typer.Exit():
+            return _Ending(error.exit_code)
+        case SystemExit():
+            return _Ending(error.code if isinstance(error.code, int) else FAILED)
+        case KeyboardInterrupt():
+            return _Ending(INTERRUPTED, _on_a_line("interrupted"))
+        case _Signalled():
+            return _Ending(128 + error.number, _on_a_line(_FATAL[error.number]))
+        case BrokenPipeError() if error.filename == _STDOUT:
+            return _Ending(_READER_LEFT)
+        case InputError() | SettingsError():
+            return _Ending(MISUSED, _words(error))
+        case OstinatoError():
+            return _Ending(FAILED, _words(error))
+        case OSError():
+            return _Ending(FAILED, f"error: {_os_words(error)}")
+        case MemoryError():
+            return _Ending(FAILED, f"error: there is not enough memory: {error or 'no details'}")
+    text = "".join(traceback.format_exception(error))
+    return _Ending(FAILED, f"{text}error: this is a defect of ostinato; please report these lines")
+
+
+# typer has a copy of click of its own from some version on, so not by its name.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+
+
+def _usage(error: Any) -> str:
+    text = io.StringIO()
+    error.show(text)
+    return text.getvalue().rstrip("\n")
+
+
+def _on_a_line(words: str) -> str:
+    """On a terminal, under the ^C or the text that was interrupted."""
+    return f"\n{words}" if sys.stderr.isatty() else words
+
+
+def _words(error: OstinatoError) -> str:
+    return "\n  ".join([f"error: {error}", *getattr(error, "__notes__", ())])
+
+
+def _os_words(error: OSError) -> str:
+    if error.filename is None or error.filename2 is not None:
+        return str(error) or type(error).__name__
+    return f"{error.filename}: {error.strerror}"
+
+
+# -------------------------------------------------------------------------- of a process of its own
+
+
+@contextlib.contextmanager
+def own_process() -> Iterator[None]:
+    """For the block that is the whole process: signals and standard streams are under control.
+
+    SIGTERM and SIGHUP raise in the main thread like Ctrl-C, so that they end the command by the
+    same way.  Output that a stream's encoding lacks is written with escapes.  A standard stream
+    that was closed is there: writing to the output fails, with its name; the error stream takes
+    everything, and what it cannot show is lost.
+    """
+    sys.stdin = sys.stdin or open(_nowhere(os.O_RDONLY), closefd=False)  # noqa: SIM115
+    # For reading alone: whoever writes is told.
+    sys.stdout = _stream(sys.stdout, _Output, os.O_RDONLY)
+    sys.stderr = _stream(sys.stderr, _Errors, os.O_WRONLY)
+    handlers = {**dict.fromkeys(_FATAL, _raiser()), signal.SIGINT: signal.default_int_handler}
+    # Who is to ignore one, as under `nohup`, goes on ignoring it.
+    taken = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in taken:
+        signal.signal(number, handlers[number])
+    try:
+        yield
+    finally:
+        # From here on there is nothing to close: another signal just ends the process.
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _raiser() -> Callable[[int, FrameType | None], None]:
+    """A handler for all of them.  What follows at once says the same (`timeout` sends two), and
+    would break off the closing; later ones are meant anew."""
+    last = -math.inf
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if last - before > _AT_ONCE_SECONDS:
+            raise _Signalled(number)
+
+    return handler
+
+
+def _nowhere(flags: int) -> int:
+    """The null device, at the lowest free number: a closed standard stream's, which the next file
+    that is opened would get."""
+    descriptor = os.open(os.devnull, flags)
+    os.set_inheritable(descriptor, True)
+    return descriptor
+
+
+class _Output(io.FileIO):
+    """Says of an error that it was this stream's."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, _STDOUT) from None
+
+
+class _Errors(io.FileIO):
+    """Words about the work never end the work."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _stream(given: TextIO | None, kind: type[io.FileIO], flags: int) -> TextIO:
+    """The same stream with our hand on its errors."""
+    descriptor = _nowhere(flags) if given is None else given.fileno()
+    raw = kind(descriptor, "wb", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding="utf-8" if given is None else given.encoding,
+        errors="backslashreplace",
+        line_buffering=kind is _Errors or raw.isatty(),
+        write_through=os.environ.get("PYTHONUNBUFFERED", "") != "",
+    )

@@ -1,0 +1,82 @@
+"""Running the command: in this process, which is quick, and as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from ostinato.cli.main import run
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = (sys.executable, "-m", "ostinato")
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    out: str
+    err: str
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return os.environ | {"OSTINATO_DEVICE": "host", "COLUMNS": "100"} | changes
+
+
+def here(*arguments: str, **environ: str) -> Answer:
+    """The command in this process, as far as its exit status."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment(**environ)),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        status = run(arguments)
+    return Answer(status, out.getvalue(), err.getvalue())
+
+
+def refused(answer: Answer, words: str) -> None:
+    """It is a bad option: nothing was done."""
+    assert answer.status == 2, answer
+    assert words in answer.err and "Traceback" not in answer.err
+    assert answer.out == ""
+
+
+def start(*arguments: str | bytes, **environ: str) -> subprocess.Popen[bytes]:
+    """The command as a process of its own; both streams are pipes."""
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        env=environment(**environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def process(*arguments: str, **environ: str) -> Answer:
+    """The command as a process of its own, from beginning to end."""
+    started = start(*arguments, **environ)
+    out, err = started.communicate()
+    return Answer(started.returncode, out.decode(), err.decode())
+
+
+def shell(script: str, **environ: str) -> Answer:
+    """A line of shell, in which $O is the command."""
+    command = " ".join(COMMAND)
+    answer = subprocess.run(
+        ["bash", "-c", script],
+        env=environment(O=command, **environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    return Answer(
+        answer.returncode,
+        answer.stdout.decode("utf-8", "backslashreplace"),
+        answer.stderr.decode("utf-8", "backslashreplace"),
+    )
