@@ -17,6 +17,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import MemcpyNodeParams, MemsetNodeParams
 from ostinato.errors import (
+    CaptureBrokenError,
     CaptureError,
     ClosedError,
     InputError,
@@ -1119,6 +1120,52 @@ def test_closed_memory_is_seen_through_what_stands_for_it(
     owner.close()
     with pytest.raises(ClosedError):
         run.launch(stream)
+
+
+@pytest.mark.parametrize("way", ["child", "clone", "recorded"])
+def test_closed_memory_is_seen_in_copies_of_graphs(
+    device: Device, stream: ost.Stream, way: str
+) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+    inner = ost.capture_function(stream, lambda: ost.launch(stream, add, config(N), x, x, out, N))
+    if way == "child":
+        outer = ost.Graph.create(device)
+        outer.add_child(inner)
+    elif way == "clone":
+        outer = inner.clone()
+    else:
+        run = inner.instantiate()
+        with ost.record(stream) as recorded:
+            run.launch(stream)
+        run.close()
+        outer = recorded.build()
+    inner.close()  # a copy goes on without what it was made from
+    copy = outer.instantiate()
+    copy.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+    x.close()
+    with pytest.raises(ClosedError):
+        copy.launch(stream)
+    with pytest.raises(ClosedError):
+        outer.instantiate()
+
+
+def test_a_graph_recorded_and_closed_is_no_child(device: Device, stream: ost.Stream) -> None:
+    x = ones(device)
+    add = kernel(device, "add")
+    inner = ost.capture_function(stream, lambda: ost.launch(stream, add, config(N), x, x, x, N))
+    run = inner.instantiate()
+    with ost.record(stream) as recorded:
+        run.launch(stream)
+    inner.close()
+    with pytest.raises(ClosedError, match="child"):
+        recorded.build()
+    with ost.record(stream) as recorded:
+        run.launch(stream)
+    with pytest.raises(CaptureBrokenError, match="definition is closed"):
+        recorded.build()
+    assert (x.to_numpy(stream) == 4).all()
 
 
 def test_memory_behind_a_plain_address_lives_with_the_graph(

@@ -260,14 +260,18 @@ class GraphExec(Launcher, Closeable):
                 "its definition to a graph with Graph.add_child (the capture goes on)"
             )
         # A graph of this launch would hold the definition.
+        if self.graph.closed:
+            stream.enter("a graph whose definition is closed", Entry.ONCE)
+            self._launch_checked(stream)
+            return
         other = self._toggled or self._shadow.changed or self._shadow.grown
         stream.enter(
             "a graph that was changed since it was made" if other else "graph",
             Entry.ONCE if other else Entry.WORK,
         )
-        self._launch_checked(stream)
         child = ChildGraphNodeParams(self.graph.handle)
-        stream.announce(Operation(child, "graph", keep=(self,)))
+        self._launch_checked(stream)
+        stream.announce(Operation(child, "graph", keep=(self.graph, *self.graph.kept)))
 
     def _launch_checked(self, stream: Stream) -> None:
         self.context.driver.exec_launch(self.handle, stream.handle)

@@ -124,14 +124,19 @@ class Graph(Closeable):
         """Whether it is ours to destroy; an adopted graph, and a conditional body, is not."""
         return self._finalizer is not None
 
+    @property
+    def kept(self) -> tuple[object, ...]:
+        """What a copy of it must keep alive."""
+        return (*self.keep, self.owner)
+
     def require_launchable(self) -> None:
         """Raises GraphError if this library must not launch it; ClosedError if memory that a node
         was given is closed by now."""
         if self.only_to_read:
             raise GraphError(f"the graph can be read, but not launched here: {self.only_to_read}")
-        if any(getattr(owner, "closed", False) is True for owner in self.keep):
+        if _any_closed(self.keep):
             for node in self.nodes:
-                if any(getattr(owner, "closed", False) is True for owner in node.keep):
+                if _any_closed(node.keep):
                     raise ClosedError(
                         f"node {node.index} ({node.name}) points at memory that was closed; make "
                         "the graph again with other buffers"
@@ -214,24 +219,28 @@ class Graph(Closeable):
     ) -> Node:
         """Adds a node that runs after the given ones.
 
-        `keep` is kept alive with the graph.  Raises GraphError with the driver's reason.
+        `keep` is kept alive with the graph.  Raises GraphError with the driver's reason,
+        ClosedError for a child graph that is closed.
         """
         driver = self.context.driver
         dependencies = [n.handle if isinstance(n, Node) else n for n in after]
         if operation is not None and operation.once:
             raise GraphError(f"{operation.name} cannot be a node: {operation.once}")
-        # Before the driver knows the node: an interruption must not leave it without its memory.
         kept = (*keep, *(() if operation is None else operation.keep))
+        child = None
+        if isinstance(params, ChildGraphNodeParams):
+            child = next((graph for graph in kept if isinstance(graph, Graph)), None)
+            if child is not None and child.closed:
+                raise ClosedError("the graph that is to be a child node was closed before")
+        # Before the driver knows the node: an interruption must not leave it without its memory.
         self.keep.extend(kept)
         try:
             handle = driver.graph_add_node(self.handle, dependencies, params, edge_data)
         except DriverError as error:
             raise GraphError(f"adding a {type(params).__name__} failed: {error}") from error
         self.labels[handle] = NodeLabel(operation, line or caller_line())
-        if isinstance(params, ChildGraphNodeParams):
-            child = next((g for k in kept if isinstance(g := getattr(k, "graph", k), Graph)), None)
-            if child is not None:
-                self._label_copies(child.labels, child.handle, handle)
+        if child is not None:
+            self._label_copies(child.labels, child.handle, handle)
         # As a rule the last, but the driver's order is its own.
         return self._read_node(driver.graph_nodes(self.handle).index(handle), handle)
 
@@ -300,9 +309,9 @@ class Graph(Closeable):
         return self.add(EmptyNodeParams(), after)
 
     def add_child(self, graph: Graph, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds a copy of another graph as one node."""
+        """Adds a copy of another graph as one node; the other may be closed or changed after it."""
         graph.require_launchable()
-        return self.add(ChildGraphNodeParams(graph.handle), after, keep=(graph,))
+        return self.add(ChildGraphNodeParams(graph.handle), after, keep=(graph, *graph.kept))
 
     def add_event_record(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
         return self.add(EventRecordNodeParams(event.handle), after, keep=(event,))
@@ -365,7 +374,7 @@ class Graph(Closeable):
     def clone(self) -> Graph:
         """A copy that can be changed on its own."""
         driver = self.context.driver
-        clone = Graph(self.context, driver.graph_clone(self.handle), keep=(*self.keep, self.owner))
+        clone = Graph(self.context, driver.graph_clone(self.handle), keep=self.kept)
         clone.only_to_read = self.only_to_read
         for node, label in self.labels.items():
             clone.labels[driver.node_in_clone(node, clone.handle)] = label
@@ -443,6 +452,13 @@ class Conditional:
         self.bodies: tuple[Graph, ...] = tuple(
             _Body(graph, body) for body in node.conditional.bodies
         )
+
+
+def _any_closed(owners: Iterable[object]) -> bool:
+    """Whether memory, or an event, among the owners is closed.  A child's definition may be."""
+    return any(
+        getattr(owner, "closed", False) is True and not isinstance(owner, Graph) for owner in owners
+    )
 
 
 class _Body(Graph):
