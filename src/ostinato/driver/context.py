@@ -222,8 +222,8 @@ class Context:
         self._abandoned.append(end)
 
     def end_abandoned(self) -> None:
-        """Ends the captures that were dropped while they were under way."""
-        while self._abandoned:
+        """Ends the captures that were dropped while they were under way, each tried once."""
+        for _ in range(len(self._abandoned)):
             with suppress(IndexError):  # another thread took the last
                 self._abandoned.popleft()()
 

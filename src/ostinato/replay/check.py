@@ -26,6 +26,7 @@ import numpy as np
 from ostinato.driver.api import AllocNodeParams, KernelNodeParams, MemoryRange
 from ostinato.driver.context import Context
 from ostinato.driver.stream import Operation, Stream
+from ostinato.errors import ContextPoisonedError, DriverError, StateLostError
 from ostinato.graph import GraphExec
 from ostinato.graph.races import unordered
 from ostinato.memory import Buffer
@@ -102,7 +103,7 @@ def check_replay(
 
     `eager` runs it as it was captured and gives its operations.  `own` is memory of the machinery
     around the step; `limit` is the most bytes of undeclared memory that are compared.  Raises what
-    either run raises; everything is then as before.
+    either run raises; everything is then as before.  Raises StateLostError if it cannot be.
     """
     memory, skipped = _undeclared(slots, executable, stream.context, own, limit)
     check = _Check(slots, sizes, stream, memory)
@@ -289,6 +290,28 @@ class _Check:
         return _Snapshot(slots, tuple(memory.to_numpy(stream) for memory in self._memory))
 
     def restore(self, before: _Snapshot) -> None:
+        """Puts everything back, also if it is interrupted.
+
+        Raises StateLostError if the driver refuses it twice.
+        """
+        try:
+            self._write_back(before)
+        except ContextPoisonedError:
+            raise
+        except BaseException as error:
+            try:
+                self._write_back(before)
+            except DriverError as refused:
+                names = ", ".join(repr(slot.name) for slot in self.slots)
+                raise StateLostError(
+                    f"a check could not put back what it had changed ({refused}), so the content "
+                    f"of the slots {names} is not valid: write them again, then call "
+                    "step.release(); until then the step does not run"
+                ) from refused
+            if not isinstance(error, DriverError):
+                raise
+
+    def _write_back(self, before: _Snapshot) -> None:
         for slot in self.slots:
             slot.buffer.copy_from(before.slots[slot.name], self._stream)
         if self._memory:

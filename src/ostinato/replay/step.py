@@ -34,6 +34,7 @@ from ostinato.errors import (
     CaptureBrokenError,
     ContextPoisonedError,
     InputError,
+    StateLostError,
     VerificationError,
 )
 from ostinato.graph import (
@@ -224,6 +225,8 @@ class GraphedStep(Closeable):
         self._sizes = DeviceSizes(stream.context)
         self._check_limit = parse_bytes(check_limit)
         self._last_check: CheckReport | None = None
+        self._lost: str | None = None
+        """Why the content of the slots is not valid."""
         self._calls: OrderedDict[tuple[tuple[str, object], ...], _Call] = OrderedDict()
         self._buckets = cache.buckets
         self._states: OrderedDict[StepKey, _KeyState] = OrderedDict()
@@ -301,13 +304,19 @@ class GraphedStep(Closeable):
         return state
 
     # --- calling
+    def _require_state(self) -> None:
+        if self._lost is not None:
+            raise StateLostError(self._lost)
+
     def __call__(self, **sizes: int) -> Decision:
         """Runs the step once for these sizes; what was done and why.  Does not wait.
 
         Raises InputError for a size that is no whole number of 0 or more, or over a slot's rows;
-        what `run` raises eagerly, VerificationError if strict, ContextPoisonedError.
+        what `run` raises eagerly, VerificationError if strict, StateLostError if a check could not
+        put back what it changed, ContextPoisonedError.
         """
         with self._lock, self.stream.turn.lock:
+            self._require_state()
             call = self._call(sizes)
             state = self._state(call.key)
             self._counts.called(sum(call.sizes.values()), sum(call.buckets.values()))
@@ -346,9 +355,10 @@ class GraphedStep(Closeable):
         Makes the graph first if it is due and nothing has to run for it.  A Decision, and nothing
         is held, where a call would do more than replay (run eagerly, record, check): call then.
         The decision holds for as long as the graph is held: what is switched off meanwhile is not
-        asked for again.  Raises ContextPoisonedError, and InputError as a call does.
+        asked for again.  Raises ContextPoisonedError, InputError and StateLostError as a call does.
         """
         with self._lock, self.stream.turn.lock:
+            self._require_state()
             call = self._call(sizes)
             state = self._state(call.key)
             with self.cache.hold(call.key) as executable:
@@ -535,7 +545,11 @@ class GraphedStep(Closeable):
             self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))
             raise
         state.runs += 1
-        finding = look() if look is not None else None
+        try:
+            finding = look() if look is not None else None
+        except StateLostError as lost:
+            self._lost = str(lost)
+            raise
         if finding is not None:
             return self._mismatched(call, state, str(finding))
 
@@ -551,8 +565,10 @@ class GraphedStep(Closeable):
         return Decision(Action.EAGER, reason, why)
 
     def release(self, **sizes: int) -> None:
-        """Lets a quarantined key be tried again (after what broke it was mended)."""
+        """Lets a quarantined key be tried again (after what broke it was mended), and the step run
+        again after a StateLostError (after its slots were written again)."""
         with self._lock:
+            self._lost = None
             state = self._states.get(self.key(**sizes))
             if state is not None:
                 state.quarantine, state.refusals = None, 0
@@ -579,6 +595,9 @@ class GraphedStep(Closeable):
             )
         except NotLaunched as refused:
             return self._refused(call, state, str(refused))
+        except StateLostError as lost:
+            self._lost = str(lost)
+            raise
         self._last_check = report
         self._counts.verified += 1
         state.note_check(executable, call.padded)
