@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Protocol
 from ostinato.driver.api import Driver, EventHandle, MemoryRange
 from ostinato.driver.callbacks import in_host_function
 from ostinato.driver.forking import FORKED, switch_off_in_children
-from ostinato.errors import ClosedError, ContextPoisonedError, DriverError, InputError
+from ostinato.errors import (
+    ClosedError,
+    ContextPoisonedError,
+    DriverError,
+    InputError,
+    StreamCaptureError,
+)
 
 if TYPE_CHECKING:
     from ostinato.driver.stream import Event, Operation, Stream
@@ -391,21 +397,30 @@ class Context:
         return not item.streams
 
     def _destroy_mark(self, mark: EventHandle) -> None:
-        self._destroying_safely(lambda: self.driver.event_destroy(mark))
+        self._try_to_destroy(lambda: self.driver.event_destroy(mark))
 
     def _destroy(self, item: _Retired) -> None:
-        if not item.gone:
-            item.gone = True
-            self._destroying_safely(item.destroy)
+        if item.gone:
+            return
+        item.gone = True
+        if not self._try_to_destroy(item.destroy):
+            item.gone = False
+            with self._lock:
+                self._waiting.append(item)
 
     @staticmethod
-    def _destroying_safely(destroy: Callable[[], None]) -> None:
+    def _try_to_destroy(destroy: Callable[[], None]) -> bool:
+        """False if it must be tried again: a capture, of another library perhaps, forbids it."""
         try:
             destroy()
         except ContextPoisonedError:
             pass  # the driver took everything down with it
+        except StreamCaptureError as error:
+            _log.warning("destroying a closed object is put off: %s", str(error))
+            return False
         except DriverError as error:
             _log.warning("destroying a closed object failed: %s", str(error))
+        return True
 
     def synchronize(self) -> None:
         """Waits for all work of the context, then destroys what was closed or dropped before.

@@ -39,6 +39,7 @@ from ostinato.errors import (
     DriverError,
     GraphError,
     InputError,
+    StreamCaptureError,
     UpdateRefusedError,
 )
 from ostinato.graph.changes import VERDICTS, argument_bytes, refused
@@ -75,7 +76,11 @@ class _Release:
     def _destroy(self) -> None:
         if not self._done:
             self._done = True
-            self._context.driver.exec_destroy(self.handle)
+            try:
+                self._context.driver.exec_destroy(self.handle)
+            except StreamCaptureError:  # refused for now; asked again later
+                self._done = False
+                raise
         if self.shadow is not None:
             self.shadow.clear()
 
