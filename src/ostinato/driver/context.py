@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ostinato.driver.api import Driver, EventHandle, MemoryRange
 from ostinato.driver.callbacks import in_host_function
-from ostinato.driver.forking import FORKED, switch_off_in_children
+from ostinato.driver.forking import FORKED, new_lock, switch_off_in_children
 from ostinato.errors import (
     ClosedError,
     ContextPoisonedError,
@@ -123,7 +123,7 @@ class Turn:
     __slots__ = ("__weakref__", "lock")
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = new_lock()
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +164,7 @@ class Context:
         self._hot: weakref.WeakSet[Hot] = weakref.WeakSet()
         self._incoming: deque[_Retired] = deque()
         self._waiting: list[_Retired] = []
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._idle = threading.Condition(self._lock)
         # Set while a thread goes through what waits: garbage collection may come in between, and a
         # finaliser may close things, which must not go through it as well.
@@ -179,8 +179,6 @@ class Context:
 
     def after_fork(self) -> None:
         """In a forked child: nothing here reaches the driver any more."""
-        self._lock = threading.RLock()
-        self._idle = threading.Condition(self._lock)
         self._forked = self._closed = True
         self.cool()
 

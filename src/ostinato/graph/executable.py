@@ -8,7 +8,6 @@ nobody knows what the executable holds, and it refuses every later launch.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +28,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry
+from ostinato.driver.forking import new_lock
 from ostinato.driver.launcher import Launcher
 from ostinato.driver.signature import Signature
 from ostinato.driver.stream import Operation, Stream
@@ -108,7 +108,7 @@ class GraphExec(Launcher, Closeable):
         self._handle = release.handle
         self._closed = False
         self._unusable = ""
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._prepared: dict[Stream, Callable[[], int]] = {}
         self._shadow = Shadow(graph)
         self._toggled = False

@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -33,6 +32,7 @@ from weakref import WeakValueDictionary
 from ostinato.driver.api import Image
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
+from ostinato.driver.forking import new_lock
 from ostinato.driver.host_kernel import HostKernel
 from ostinato.driver.location import caller_location
 from ostinato.driver.signature import Signature
@@ -98,7 +98,7 @@ class _Maker:
     __slots__ = ("__weakref__", "lock")
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = new_lock()
 
 
 class ModuleCache(Closeable):
@@ -129,7 +129,7 @@ class ModuleCache(Closeable):
         self._store = MemoryStore(max_modules, max_bytes)
         self._fast = self._store.fast
         # Reentrant: the garbage collector may run anyone's finaliser inside, also one that asks us.
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._makers: WeakValueDictionary[bytes, _Maker] = WeakValueDictionary()
         self._failed: OrderedDict[bytes, Failure] = OrderedDict()
         # Numbers every memory hit: the time of last use, and the count of hits, in one call that

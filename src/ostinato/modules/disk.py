@@ -35,7 +35,6 @@ import re
 import secrets
 import stat
 import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -43,6 +42,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ostinato import settings
+from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError
 from ostinato.modules.compiler import Compiled
 from ostinato.modules.inputs import Inputs
@@ -108,7 +108,7 @@ class DiskStore:
     ) -> None:
         self._folder = None if folder is None else Path(folder)
         self.max_bytes = max_bytes
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._ready = False
         self._off: str | None = None
         self._counts: Counter[str] = Counter()

@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ostinato.driver.forking import new_lock
 from ostinato.errors import CompileError, NoCudaError
 from ostinato.modules.nvrtc_file import CompilerFile, expected_file, path_of_symbol
 
@@ -349,7 +349,7 @@ class Toolchain:
         self._locate = locate
         self._find = find
         # Reentrant: the garbage collector may run a finaliser that asks us.
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._expected: CompilerFile | None = None
         self._library: Nvrtc | None = None
 

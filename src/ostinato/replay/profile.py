@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.graph import GraphExec
@@ -75,7 +75,7 @@ class ReplayProfile:
         self._sinks = sinks
         self._began = time.perf_counter_ns()
         self._count = 0
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._nvtx = _nvtx()
 
     @property

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,6 +28,7 @@ from ostinato import settings as _settings
 from ostinato.cache import GraphCache, parse_bytes
 from ostinato.driver.api import CaptureMode, CaptureStatus
 from ostinato.driver.closeable import Closeable
+from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
     CaptureBrokenError,
@@ -234,7 +234,7 @@ class GraphedStep(Closeable):
         """Keys under which this step put graphs into the cache."""
         self._counts = Counts()
         self._held: list[HeldCounts] = []
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._finalizer = weakref.finalize(
             self, stream.context.retire, partial(_evict, cache, self._keys)
         )
