@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -1331,6 +1331,32 @@ def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:
         step(rows=9)
     assert step(rows=8).reason.name == "OVER_SLOT", "the bucket of 10 would reach over the end"
     assert (x.to_numpy(step.stream) == 2).all()
+
+
+def test_a_bucket_that_is_too_small_for_its_size_is_refused(device: Device) -> None:
+    """A scheme of the caller's own, wrong at its border: the last row would never be computed."""
+
+    class Own:
+        limit = 16
+
+        def bucket(self, size: int) -> int:
+            return 4 if size <= 5 else 16
+
+        def __iter__(self) -> Iterator[int]:
+            return iter((4, 16))
+
+    x, work = device.zeros(16, np.float32), []
+    step = ost.GraphedStep(
+        lambda stream, rows: work.append(rows),
+        stream=device.create_stream(),
+        cache=ost.GraphCache(device, buckets=Own()),
+        slots=[ost.Slot("x", x, ost.Role.STATE, size="rows")],
+    )
+    step(rows=4)
+    for call in (step, step.prepare, step.hold, step.key):
+        with pytest.raises(InputError, match=r"rows=5: the buckets of the cache \(Own\) give 4"):
+            call(rows=5)
+    assert work == [4]
 
 
 def test_other_buckets_are_other_graphs(device: Device) -> None:

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from ostinato import settings as _settings
-from ostinato.cache import GraphCache, parse_bytes
+from ostinato.cache import Buckets, GraphCache, parse_bytes
 from ostinato.driver.api import CaptureMode, CaptureStatus
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.stream import Operation, Stream
@@ -281,7 +281,7 @@ class GraphedStep(Closeable):
             if size > schemes.limit:
                 over_buckets = over_buckets or f"{name}={size} is over the limit {schemes.limit}"
             else:
-                buckets[name] = schemes.bucket(size)
+                buckets[name] = _bucket(schemes, name, size)
         over_slot = next(
             (
                 f"{slot.size}={buckets[slot.size]}, slot {slot.name!r} has {len(slot.buffer)} rows"
@@ -636,6 +636,18 @@ def _check_slots(slots: Sequence[Slot]) -> None:
                     f"slots {other.name!r} and {slot.name!r} overlap in memory; declare the whole "
                     "buffer once, with the role of what the step does with it"
                 )
+
+
+def _bucket(schemes: Buckets, name: str, size: int) -> int:
+    """The bucket of a size.  Raises InputError if it is too small for it: the scheme may be the
+    caller's own, and rows over the bucket would be left out."""
+    bucket = schemes.bucket(size)
+    if bucket < size:
+        raise InputError(
+            f"{name}={size}: the buckets of the cache ({type(schemes).__name__}) give {bucket}; "
+            "a bucket must be as large as its sizes"
+        )
+    return bucket
 
 
 def _require_all(eager: Sequence[Submission] | None, captured: Sequence[Submission]) -> None:
