@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.driver.api import AllocNodeParams, KernelNodeParams, MemoryRange
+from ostinato.driver.api import AllocNodeParams, MemoryRange
 from ostinato.driver.context import Context
 from ostinato.driver.stream import Operation, Stream
 from ostinato.graph import GraphExec
 from ostinato.graph.races import unordered
 from ostinato.memory import Buffer
+from ostinato.replay.drift import first_drift
 from ostinato.replay.slots import Role, Slot, Values
 
 __all__ = ["Cause", "CheckReport", "Finding", "check_replay", "watch_promises"]
@@ -41,16 +42,24 @@ _OUTPUT_POISONS = (0xA5, 0x5A)
 class Cause(enum.StrEnum):
     """Why a check failed, as far as more eager runs can tell."""
 
-    UNREPEATABLE = "two eager runs from the same state differ: the step keeps state of its own"
+    HOST_STATE = (
+        "two eager runs from the same state submit different work: the step keeps state of its own "
+        "on the host, which captures and checks advance too; keep it on the device"
+    )
+    UNREPEATABLE = (
+        "two eager runs of the same work from the same state differ: the step keeps state of its "
+        "own, or adds up in no fixed order"
+    )
     PADDING = "the step lets padding rows reach the answer"
     PADDING_WRITTEN = "the step changes padding rows of a state; they are not its to write"
     INPUT_WRITTEN = "the step changes an input; declare the slot STATE"
     UNWRITTEN = "an output is not written in all rows in use; declare the slot STATE"
+    OUTPUT_READ = "an answer depends on what an output held before; declare the slot STATE"
     UNDECLARED = (
         "memory that no slot declares differs; declare it STATE, or SCRATCH if nothing reads it"
     )
     UNORDERED = "nothing orders two operations of the graph that use the same memory"
-    FROZEN = "the graph holds something that changed since its capture"
+    FROZEN = "the graph lacks work of the step, or holds something that changed since its capture"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +175,8 @@ class _Check:
         eager: Callable[[], Sequence[Operation]],
         replay: Callable[[], object],
     ) -> Finding | None:
-        operations: list[Operation] = []
-
-        def run_eagerly() -> None:
-            operations[:] = eager()
-
         start_a = self._start(before, 0, 0)
-        run_eagerly()
+        operations = eager()
         a = self.read()
         start_b = self._start(before, 1, 1, now=a)
         replay()
@@ -182,9 +186,9 @@ class _Check:
             found = self._difference(a, b)
             if found is not None:
                 where, what, cause = found
-                cause = cause or self._cause(before, a, b, run_eagerly)
-                if cause is Cause.FROZEN:
-                    what += _drift(executable, operations)
+                if cause is None:
+                    cause, drift = self._cause(executable, before, a, b, operations, eager)
+                    what += "" if drift is None else f"; {drift}"
                 finding = Finding(where, what, cause)
         if finding is None:
             race = unordered(executable.graph, operations)
@@ -195,17 +199,33 @@ class _Check:
         return finding
 
     def _cause(
-        self, before: _Snapshot, a: _Snapshot, b: _Snapshot, eager: Callable[[], None]
-    ) -> Cause:
-        """Why A and B differ: runs eagerly again, with A's poisons, then with B's in padding."""
-        self._start(before, 0, 0, now=b)
-        eager()
-        again = self.read()
-        if self._difference(a, again) is not None:
-            return Cause.UNREPEATABLE
-        self._start(before, 1, 0, now=again)
-        eager()
-        return Cause.FROZEN if self._difference(a, self.read()) is None else Cause.PADDING
+        self,
+        executable: GraphExec,
+        before: _Snapshot,
+        a: _Snapshot,
+        b: _Snapshot,
+        operations: Sequence[Operation],
+        eager: Callable[[], Sequence[Operation]],
+    ) -> tuple[Cause, str | None]:
+        """Why A and B differ, and which launch does, if it is known: runs eagerly again, with all
+        of A's poisons, then with one of B's."""
+        now, again = b, operations
+
+        def differs(padding: int, outputs: int) -> bool:
+            nonlocal now, again
+            self._start(before, padding, outputs, now=now)
+            again = eager()
+            now = self.read()
+            return self._difference(a, now) is not None
+
+        if differs(0, 0):
+            drift = first_drift(operations, again, ("in one run", "in the next"))
+            return (Cause.UNREPEATABLE if drift is None else Cause.HOST_STATE), drift
+        if differs(1, 0):
+            return Cause.PADDING, None
+        if differs(0, 1):
+            return Cause.OUTPUT_READ, None
+        return Cause.FROZEN, first_drift(executable.nodes, operations, ("in the graph", "now"))
 
     def _start(
         self, before: _Snapshot, padding: int, outputs: int, now: _Snapshot | None = None
@@ -404,28 +424,3 @@ def _changed_pieces(was: Values, is_: Values) -> list[tuple[int, int]]:
         else:
             pieces.append((start, stop))
     return pieces
-
-
-def _drift(executable: GraphExec, operations: Sequence[Operation]) -> str:
-    """The first kernel argument that an eager run now gives otherwise than the graph, in words."""
-    kernels = [n for n in executable.nodes if isinstance(n.params, KernelNodeParams)]
-    launched = [o for o in operations if isinstance(o.params, KernelNodeParams)]
-    if len(kernels) != len(launched):
-        return ""
-    for node, operation in zip(kernels, launched, strict=True):
-        now = operation.params
-        assert isinstance(now, KernelNodeParams)
-        held, given = node.kernel.arguments, now.arguments
-        if node.kernel.function != now.function or held.layout != given.layout:
-            return f"; node {node.index} is {node.name} in the graph and {operation.name} now"
-        for index in range(len(given.layout)):
-            if held.raw(index) != given.raw(index):
-                name = ""
-                if operation.signature is not None:
-                    name = f" ({operation.signature.parameters[index].name})"
-                was, is_ = (int.from_bytes(a.raw(index), "little") for a in (held, given))
-                return (
-                    f"; argument {index}{name} of node {node.index} ({node.name}) is {was:#x} in "
-                    f"the graph and {is_:#x} now"
-                )
-    return ""
