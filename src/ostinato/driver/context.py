@@ -61,9 +61,12 @@ class Tap(Protocol):
     needs_access: bool
     """Whether operations must say what they read and write."""
 
-    def entering(self, stream: Stream, what: str, entry: Entry) -> None:
+    def entering(
+        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+    ) -> None:
         """Called before the call named `what` on a stream reaches the driver; refuses it by
-        raising."""
+        raising.  `operation` is what would be submitted, where it is known by then: always, but for
+        graphs, if the tap needs access."""
         ...
 
     def submitted(self, stream: Stream, operation: Operation) -> None:

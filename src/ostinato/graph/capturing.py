@@ -176,7 +176,9 @@ class _Session:
             context.collect()
 
     # --- Tap
-    def entering(self, stream: Stream, what: str, entry: Entry) -> None:
+    def entering(
+        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+    ) -> None:
         """Refuses other threads' calls on a captured stream, and work that would escape."""
         if threading.get_ident() != self._thread:
             if self.mode is not CaptureMode.RELAXED and self._holds(stream):

@@ -47,12 +47,12 @@ from ostinato.graph import (
     submissions,
 )
 from ostinato.memory import CapturePool
-from ostinato.replay.check import CheckReport, check_replay, watch_promises
+from ostinato.replay.check import Cause, CheckReport, Finding, check_replay, watch_promises
 from ostinato.replay.held import HeldCounts, HeldReplay
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide
 from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
-from ostinato.replay.sizes import DeviceSizes, StepKey, checked_sizes
-from ostinato.replay.slots import Slot
+from ostinato.replay.sizes import DeviceSizes, StepKey, bucket_of, checked_sizes
+from ostinato.replay.slots import Slot, check_slots
 from ostinato.replay.statistics import Counts, StepStatistics
 from ostinato.settings import ReplaySettings
 from ostinato.state import DeviceScalar
@@ -141,8 +141,10 @@ class GraphedStep(Closeable):
     before its first replay is believed (and again when it is first used with padding), a number n
     also every n-th replay, "off" never.  A check that fails quarantines the key, puts back what it
     changed and runs the call eagerly, or raises VerificationError if `strict`: nothing is changed
-    then.  Memory that the graph writes and no slot declares is checked up to `check_limit`.
-    `replay.check` says what a check finds, and what it cannot.
+    then.  It raises in any case, and so does every later call, if the step keeps state on the host:
+    captures and checks call `run` too, so no answer is known to be right until the caller has put
+    that state right and says so (`release`).  Memory that the graph writes and no slot declares is
+    checked up to `check_limit`.  `replay.check` says what a check finds, and what it cannot.
 
     `preconditions` are asked before each replay or build; the names of those that fail are the
     reason of the eager run.  `warmups` eager runs precede a capture; with one at least, a capture
@@ -195,7 +197,7 @@ class GraphedStep(Closeable):
         if stream.context is not cache.context:
             raise InputError("the step's stream is of another device than its cache")
         _check_verify(verify, slots)
-        _check_slots(slots)
+        check_slots(slots)
         self.run = run
         self.stream = stream
         self.cache = cache
@@ -230,6 +232,8 @@ class GraphedStep(Closeable):
         self._calls: OrderedDict[tuple[tuple[str, object], ...], _Call] = OrderedDict()
         self._buckets = cache.buckets
         self._states: OrderedDict[StepKey, _KeyState] = OrderedDict()
+        self._broken: tuple[Reason, str] | None = None
+        """Why no key is served, and the words of the error."""
         self._keys: set[Hashable] = set()
         """Keys under which this step put graphs into the cache."""
         self._counts = Counts()
@@ -284,7 +288,7 @@ class GraphedStep(Closeable):
             if size > schemes.limit:
                 over_buckets = over_buckets or f"{name}={size} is over the limit {schemes.limit}"
             else:
-                buckets[name] = schemes.bucket(size)
+                buckets[name] = bucket_of(schemes, name, size)
         over_slot = next(
             (
                 f"{slot.size}={buckets[slot.size]}, slot {slot.name!r} has {len(slot.buffer)} rows"
@@ -312,8 +316,8 @@ class GraphedStep(Closeable):
         """Runs the step once for these sizes; what was done and why.  Does not wait.
 
         Raises InputError for a size that is no whole number of 0 or more, or over a slot's rows;
-        what `run` raises eagerly, VerificationError if strict, StateLostError if a check could not
-        put back what it changed, ContextPoisonedError.
+        what `run` raises eagerly, VerificationError as the class says, StateLostError if a check
+        could not put back what it changed, ContextPoisonedError.
         """
         with self._lock, self.stream.turn.lock:
             self._require_state()
@@ -328,6 +332,8 @@ class GraphedStep(Closeable):
                     return self._replay(call, state, executable, decision)
             if decision.action is Action.BUILD:
                 return self._build(call, state, decision)
+            if decision.action is Action.REFUSE:
+                raise VerificationError(f"{call.key}: {decision.detail}")
             return self._run_eager(call, state, decision)
 
     def prepare(self, **sizes: int) -> Decision:
@@ -364,7 +370,7 @@ class GraphedStep(Closeable):
             with self.cache.hold(call.key) as executable:
                 has_graph = self._usable(call, executable) is not None
             decision = decide(self._situation(call, state, has_graph))
-            if decision.action is Action.EAGER or isinstance(self.verify, int):
+            if decision.action in (Action.EAGER, Action.REFUSE) or isinstance(self.verify, int):
                 return decision
             if decision.action is Action.BUILD:
                 if self.build == "record" or self.verify != "off":
@@ -416,7 +422,7 @@ class GraphedStep(Closeable):
             profiling=self.profiling,
             inside_capture=context.captures_under_way > 0
             and self.stream.capture_info.status is not CaptureStatus.NONE,
-            quarantine=state.quarantine,
+            quarantine=self._broken or state.quarantine,
             unmet=tuple(name for name, met in self.preconditions.items() if not met())
             if self.preconditions
             else (),
@@ -551,7 +557,7 @@ class GraphedStep(Closeable):
             self._lost = str(lost)
             raise
         if finding is not None:
-            return self._mismatched(call, state, str(finding))
+            return self._mismatched(call, state, finding)
 
         def make() -> GraphExec:
             return recording.build().instantiate(upload=self.stream)
@@ -561,14 +567,15 @@ class GraphedStep(Closeable):
     def _quarantine(self, key: StepKey, state: _KeyState, reason: Reason, why: str) -> Decision:
         state.quarantine = (reason, why)
         self.cache.evict(key)
-        _log.warning("%s is run eagerly from now on: %s: %s", key, reason.value, why)
+        served = "not run" if reason is Reason.HOST_STATE else "run eagerly"
+        _log.warning("%s is %s from now on: %s: %s", key, served, reason.value, why)
         return Decision(Action.EAGER, reason, why)
 
     def release(self, **sizes: int) -> None:
         """Lets a quarantined key be tried again (after what broke it was mended), and the step run
         again after a StateLostError (after its slots were written again)."""
         with self._lock:
-            self._lost = None
+            self._lost = self._broken = None
             state = self._states.get(self.key(**sizes))
             if state is not None:
                 state.quarantine, state.refusals = None, 0
@@ -603,10 +610,17 @@ class GraphedStep(Closeable):
         state.note_check(executable, call.padded)
         if report.finding is None:
             return decision
-        return self._mismatched(call, state, str(report.finding))
+        return self._mismatched(call, state, report.finding)
 
-    def _mismatched(self, call: _Call, state: _KeyState, why: str) -> Decision:
-        """Everything is as before the call, which now runs eagerly, or not at all if strict."""
+    def _mismatched(self, call: _Call, state: _KeyState, finding: Finding) -> Decision:
+        """All memory is as before the call, which now runs eagerly; not at all if strict, or if
+        what `run` would do is not known."""
+        why = str(finding)
+        if finding.cause is Cause.HOST_STATE:
+            why += ". Put that state right and release() the step's sizes, or switch its graphs off"
+            self._quarantine(call.key, state, Reason.HOST_STATE, why)
+            self._broken = state.quarantine
+            raise VerificationError(f"{call.key}: {why}")
         decision = self._quarantine(call.key, state, Reason.MISMATCH, why)
         if self.strict:
             raise VerificationError(f"{call.key}: {why}")
@@ -641,20 +655,6 @@ def _check_verify(verify: object, slots: Sequence[Slot]) -> None:
         )
     if not slots:
         raise InputError("verify needs the slots that the step reads and writes")
-
-
-def _check_slots(slots: Sequence[Slot]) -> None:
-    """Raises InputError for slots that share a name or memory."""
-    for index, slot in enumerate(slots):
-        for other in slots[:index]:
-            if slot.name == other.name:
-                raise InputError(f"two slots are called {slot.name!r}")
-            a, b = slot.buffer.range, other.buffer.range
-            if a.address < b.end and b.address < a.end:
-                raise InputError(
-                    f"slots {other.name!r} and {slot.name!r} overlap in memory; declare the whole "
-                    "buffer once, with the role of what the step does with it"
-                )
 
 
 def _require_all(eager: Sequence[Submission] | None, captured: Sequence[Submission]) -> None:
