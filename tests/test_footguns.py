@@ -21,6 +21,7 @@ from ostinato.errors import (
     CaptureError,
     ClosedError,
     InputError,
+    OutOfMemoryError,
     UpdateRefusedError,
     VerificationError,
 )
@@ -1374,6 +1375,34 @@ def test_what_is_no_size_is_an_error_and_not_over_a_bucket(device: Device, size:
     for call in (step, step.prepare, step.hold, step.key):
         with pytest.raises(InputError, match="n="):
             call(n=size)
+
+
+@pytest.mark.parametrize("verify", [0, -1, True, False, 2.5, "always", None])
+def test_what_asks_for_no_checks_or_some_is_said(device: Device, verify: object) -> None:
+    x = device.zeros(1, np.int32)
+    slots = [ost.Slot("x", x, ost.Role.STATE)]
+    with pytest.raises(InputError, match="verify="):
+        count_step(device, x, ost.GraphCache(device), 1, slots=slots, verify=verify)
+
+
+@pytest.mark.parametrize(("size", "value"), [(0, 1), (3, 1), (8, 1), (True, 1), ("4", 1), (1, 1.5)])
+def test_a_fill_of_no_elements_is_refused(
+    device: Device, stream: ost.Stream, size: object, value: object
+) -> None:
+    x = ones(device)
+    run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
+    with pytest.raises(InputError):
+        run.set_memset(0, x, value, size)
+    run.launch(stream)
+    assert (x.to_numpy(stream) == 5).all()
+
+
+def test_memory_that_no_address_can_reach_is_an_error(device: Device) -> None:
+    """1 << 80 bytes are 0 in 64 bits."""
+    pool = ost.CapturePool(device)
+    for empty in (device.empty, device.zeros, device.pinned, pool.empty):
+        with pytest.raises((OutOfMemoryError, InputError)):
+            empty((1 << 40, 1 << 40))
 
 
 def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:

@@ -50,7 +50,7 @@ def reserve(
     try:
         # One alignment more than needed, so that two allocations are never adjacent.
         raw = np.empty(nbytes + 2 * ALIGNMENT, dtype=np.uint8)
-    except MemoryError as error:
+    except (MemoryError, ValueError) as error:  # NumPy: ValueError from 2**63 bytes on
         raise driver_error(
             Status.OUT_OF_MEMORY, call, f"this process cannot have {nbytes} bytes more"
         ) from error

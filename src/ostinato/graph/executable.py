@@ -425,13 +425,21 @@ class GraphExec(Launcher, Closeable):
         Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer,
         and for a value that it cannot hold; UpdateRefusedError for a fill of rows with a pitch.
         """
-        if element_size not in (1, 2, 4) or dst.nbytes % element_size or not dst.nbytes:
+        whole = isinstance(element_size, int) and not isinstance(element_size, bool)
+        if (
+            not whole
+            or element_size not in (1, 2, 4)
+            or dst.nbytes % element_size
+            or not dst.nbytes
+        ):
             raise InputError(
-                f"element_size={element_size}: 1, 2 or 4 is needed, and a divisor of the "
+                f"element_size={element_size!r}: 1, 2 or 4 is needed, and a divisor of the "
                 f"{dst.nbytes} bytes to fill"
             )
-        if not 0 <= value < 1 << 8 * element_size:
-            raise InputError(f"value {value} does not fit into {element_size} bytes without a sign")
+        if not isinstance(value, int) or not 0 <= value < 1 << 8 * element_size:
+            raise InputError(
+                f"value {value!r} does not fit into {element_size} bytes without a sign"
+            )
         with self._lock:
             found = self._shadow.node(node)
             old = replace(found, params=self._shadow.params(found)).memset
