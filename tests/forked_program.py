@@ -1,4 +1,5 @@
-"""Forks while the device is idle, busy on other threads, or captures; see test_fork."""
+"""Forks while the device is idle, busy on other threads, captures, or is being changed; see
+test_fork."""
 
 from __future__ import annotations
 
@@ -109,6 +110,10 @@ def main(name: str, way: str) -> None:
         with ost.capture(parent.stream):
             parent.work()
             fork(parent)
+    elif way == "cooling":
+        stop = cooling(parent)
+        fork(parent)
+        stop.set()
     else:
         stop = threading.Event()
         threads = [
@@ -125,6 +130,32 @@ def main(name: str, way: str) -> None:
     assert (parent.out.to_numpy(parent.stream) == 2).all()
     parent.close_all()
     print("the parent goes on")
+
+
+class Slow:
+    """A shortcut that takes its time to be dropped."""
+
+    def __init__(self) -> None:
+        self.reached, self.goes_on = threading.Event(), threading.Event()
+        self.process = os.getpid()
+
+    def cool(self) -> None:
+        if os.getpid() == self.process:
+            self.reached.set()
+            self.goes_on.wait(CHILD_SECONDS)
+
+
+def cooling(parent: Parent) -> threading.Event:
+    """A thread drops shortcuts of launches, and stops in the middle until the event is set."""
+    slow, context = Slow(), parent.device.context
+    others = [Slow() for _ in range(7)]  # most likely one is reached before the launches' own
+    for one in (slow, *others):
+        one.reached, one.goes_on = slow.reached, slow.goes_on
+        assert context.keep_hot(one)
+    thread = threading.Thread(target=lambda: (context.cool(), others.clear()), daemon=True)
+    thread.start()
+    assert slow.reached.wait(CHILD_SECONDS)
+    return slow.goes_on
 
 
 def busy(parent: Parent, stop: threading.Event) -> None:

@@ -120,7 +120,7 @@ def run_fresh(code: str, *arguments: str, **variables: str) -> str:
     answer = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **variables},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables},
         capture_output=True,
         text=True,
         check=False,

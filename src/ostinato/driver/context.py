@@ -281,9 +281,10 @@ class Context:
     def cool(self) -> None:
         """Drops every shortcut: something taps, or a stream was closed."""
         with self._lock:
-            hot, self._hot = list(self._hot), weakref.WeakSet()
-            for one in hot:
+            for one in list(self._hot):
                 one.cool()
+            # Only now: a child that is forked in between finds the others here.
+            self._hot = weakref.WeakSet()
 
     # --- destruction
     @property

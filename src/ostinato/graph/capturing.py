@@ -31,6 +31,7 @@ from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
+    ClosedError,
     ContextPoisonedError,
     DriverError,
     NotCapturingError,
@@ -149,6 +150,8 @@ class _Session:
                 return True
             except ContextPoisonedError as error:
                 self.failure = error
+                return True
+            except ClosedError:  # nothing is left to end; in a forked child there never was
                 return True
             except DriverError as error:
                 self.failure = self.failure or error

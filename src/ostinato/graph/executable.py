@@ -249,6 +249,8 @@ class GraphExec(Launcher, Closeable):
         if not self.context.taps:
             stays = False
             try:
+                # Noted before it is hot: a child that is forked in between finds it and cools it.
+                self.context.keep_hot(self)
                 self._heat(stream, call)
                 # Asked afterwards: whatever taps or closes meanwhile cools it or is seen here.
                 open_ = not (self._closed or self._unusable or self._given_back or stream.closed)
