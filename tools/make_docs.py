@@ -1,4 +1,5 @@
-"""Writes the generated docs: docs/cli.md from the --help texts, docs/graph.svg from a capture.
+"""Writes the generated docs: docs/cli.md from the --help texts, docs/errors.md from
+ostinato.errors, docs/graph.svg from a capture.
 
 python tools/make_docs.py           writes them
 python tools/make_docs.py --check   says which are not as they would be written; exit status 1
@@ -6,9 +7,11 @@ python tools/make_docs.py --check   says which are not as they would be written;
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 os.environ.update(COLUMNS="88", TERM="dumb", NO_COLOR="1")
@@ -19,7 +22,7 @@ import numpy as np
 import typer
 
 import ostinato as ost
-from ostinato import settings
+from ostinato import errors, settings
 from ostinato.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,7 +89,33 @@ def graph_picture() -> str:
     return picture.replace(f"{ROOT}/", "")
 
 
-PAGES = {"docs/cli.md": cli_page, "docs/graph.svg": graph_picture}
+def errors_page() -> str:
+    """The tree of exceptions, and every driver status in words."""
+    tree = inspect.getdoc(errors).split("\n\n")[1]  # type: ignore[union-attr]
+    rows = "".join(
+        f"| {int(status)} | {status.name} | {words.meaning} | {words.advice} |\n"
+        for status, words in ((status, errors.explain(status)) for status in errors.Status)
+        if status is not errors.Status.SUCCESS
+    )
+    lines = [
+        "# Errors\n",
+        "Generated from `ostinato.errors` by `make docs`; do not edit by hand.\n",
+        "Everything that the library raises on purpose is an `ost.errors.OstinatoError`. An error",
+        "says what failed, which node, key or file, the driver's status where there is one, and",
+        "what to do.\n",
+        f"```\n{textwrap.dedent(tree)}\n```\n",
+        "A `DriverError` carries the status of the driver's call (`CUresult` in cuda.h), whichever",
+        "driver it is:\n",
+        "| status | name | it means | what to do |\n|---|---|---|---|",
+    ]
+    return "\n".join(lines) + "\n" + rows
+
+
+PAGES = {
+    "docs/cli.md": cli_page,
+    "docs/errors.md": errors_page,
+    "docs/graph.svg": graph_picture,
+}
 
 
 def main() -> int:

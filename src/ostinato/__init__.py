@@ -19,6 +19,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ostinato import errors as errors
+    from ostinato import testing as testing
     from ostinato.cache import CacheStatistics as CacheStatistics
     from ostinato.cache import ExplicitBuckets as ExplicitBuckets
     from ostinato.cache import GraphCache as GraphCache
@@ -107,10 +109,14 @@ _HOMES = {
     "record": "graph",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves the loader, dir() and this
+_MODULES = ("errors", "testing")
+
+__all__ = sorted((*_HOMES, *_MODULES))  # noqa: PLE0605 - one table serves the loader, dir(), this
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"ostinato.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ostinato' has no attribute {name!r}")
@@ -120,4 +126,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

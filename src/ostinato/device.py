@@ -87,22 +87,31 @@ class Device(Closeable):
         return Event(self.context, timing=timing)
 
     # --- memory
-    def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> Buffer:
-        """Device memory; its content is undefined.  Raises OutOfMemoryError."""
-        return allocate(self.context, shape, dtype)
+    def empty(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8, *, name: str = ""
+    ) -> Buffer:
+        """Device memory; its content is undefined.  Raises OutOfMemoryError.
 
-    def array(self, values: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> Buffer:
+        `name`: what tables and pictures of graphs call it, here and below.
+        """
+        return allocate(self.context, shape, dtype, name=name)
+
+    def array(
+        self, values: npt.ArrayLike, dtype: npt.DTypeLike | None = None, *, name: str = ""
+    ) -> Buffer:
         """Device memory with these values; they are there when this returns."""
         array = np.asarray(values, dtype=dtype)
-        buffer = allocate(self.context, array.shape, array.dtype)
+        buffer = allocate(self.context, array.shape, array.dtype, name=name)
         stream = self._copy_stream()
         buffer.copy_from(array, stream)
         stream.synchronize()
         return buffer
 
-    def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> Buffer:
+    def zeros(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8, *, name: str = ""
+    ) -> Buffer:
         """Device memory filled with zero bytes when this returns."""
-        buffer = allocate(self.context, shape, dtype)
+        buffer = allocate(self.context, shape, dtype, name=name)
         if buffer.nbytes:
             stream = self._copy_stream()
             fill(stream, buffer.view(dtype=np.uint8), 0)
@@ -151,14 +160,14 @@ class Device(Closeable):
         self._finalizer.detach()
 
 
-def open_device(name: str | None = None) -> Device:
-    """Opens a device: "host", "cuda", "cuda:0", …
+def open_device(name: str | int | None = None) -> Device:
+    """Opens a device: "host" (or "cpu"), "cuda", "cuda:0", …; a number is that of a GPU.
 
     Without a name: OSTINATO_DEVICE, else "cuda:0" where there is one, else "host".
     Raises NoCudaError if a CUDA device is asked for by name and there is none, InputError for a
     name that is none, SettingsError for an OSTINATO_DEVICE that is none.
     """
-    if name:
+    if name is not None and name != "":
         return Device(_driver(name))
     configured = settings.device_name()
     if configured is None:
@@ -172,16 +181,22 @@ def open_device(name: str | None = None) -> Device:
         raise SettingsError(f"{settings.DEVICE.name}: {error}") from None
 
 
-def _driver(name: str) -> Driver:
-    kind, _, number = name.partition(":")
-    if kind == "host" and not number:
+def _driver(name: str | int) -> Driver:
+    wanted = f"cuda:{name}" if isinstance(name, int) and not isinstance(name, bool) else name
+    kind, _, number = wanted.partition(":") if isinstance(wanted, str) else ("", "", "")
+    if kind in ("host", "cpu") and wanted == kind:
         from ostinato.driver.host import HostDriver
 
         return HostDriver()
-    if kind == "cuda" and (not number or number.isdecimal()):
+    if kind == "cuda" and (wanted == kind or (number.isascii() and number.isdecimal())):
         from ostinato.driver.cuda import CudaDriver
 
         return CudaDriver(int(number or 0))
-    raise InputError(
-        f'there is no device {name!r}; there are "host", "cuda", "cuda:0", "cuda:1", …'
-    )
+    raise InputError(f"there is no device {name!r}; there are {', '.join(_names())}")
+
+
+def _names() -> list[str]:
+    """What can be opened here."""
+    from ostinato.driver.cuda import gpu_count
+
+    return ['"host" (or "cpu")', *(f'"cuda:{i}"' for i in range(gpu_count()))]

@@ -148,10 +148,18 @@ typedef struct {
 } Launcher;
 
 static PyObject *
-launcher_launch(PyObject *op, PyObject *stream)
+launcher_launch(PyObject *op, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
     Launcher *self = (Launcher *)op;
+    PyObject *stream;
     int status;
+    Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
+    if (count + named != 1 ||
+        (named && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "stream") != 0)) {
+        PyErr_SetString(PyExc_TypeError, "launch() takes one argument, the stream");
+        return NULL;
+    }
+    stream = args[0];
     if (stream != self->stream)
         return PyObject_CallMethod(op, "_launch_slowly", "O", stream);
     if (self->call.function != NULL) {
@@ -235,14 +243,15 @@ launcher_dealloc(PyObject *self)
 }
 
 PyDoc_STRVAR(launch_doc, /* word for word that of PythonLauncher.launch */
-"launch($self, stream, /)\n--\n\n"
+"launch($self, stream)\n--\n\n"
 "Runs the graph once, in stream order; returns without waiting.  Lets go of the GIL.\n"
 "\n"
 "The first launch on a stream prepares the call; later ones only make it.  Raises\n"
 "CaptureError on a stream that captures (the capture goes on), DriverError, ClosedError.");
 
 static PyMethodDef launcher_methods[] = {
-    {"launch", launcher_launch, METH_O, launch_doc},
+    {"launch", (PyCFunction)(void (*)(void))launcher_launch, METH_FASTCALL | METH_KEYWORDS,
+     launch_doc},
     {"_heat", (PyCFunction)(void (*)(void))launcher_heat,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS, "_heat($self, stream, prepared, /)\n--\n\n"},
     {"cool", launcher_cool, METH_NOARGS, "cool($self, /)\n--\n\n"},

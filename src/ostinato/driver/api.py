@@ -21,9 +21,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NewType, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias
 
 from ostinato.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = [
     "AllocNodeParams",
@@ -646,6 +649,16 @@ class Driver(Protocol):
 
     def memory_range(self, address: int) -> MemoryRange | None:
         """The live allocation (of anyone in this context) that holds `address`, or None."""
+        ...
+
+    def memory_view(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
+    ) -> Any:
+        """Device memory as an object with DLPack's two methods, in C order, without a copy.
+
+        It keeps `owner` alive.  Not ordered with any stream.  What it exports raises BufferError
+        for a dtype that DLPack does not have.
+        """
         ...
 
     def memcpy(self, dst: int, src: int, nbytes: int, stream: StreamHandle) -> None:

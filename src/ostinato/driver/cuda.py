@@ -20,7 +20,7 @@ from ostinato.driver.cuda_module import IMAGE_KINDS
 from ostinato.driver.cuda_stream import StreamCalls
 from ostinato.errors import NoCudaError, OstinatoError, explain
 
-__all__ = ["CudaDriver"]
+__all__ = ["CudaDriver", "gpu_count"]
 
 _CONDITIONAL_SINCE = 12040
 """Driver version with IF and WHILE nodes; ELSE and SWITCH came with 12.8 and are refused before."""
@@ -161,6 +161,17 @@ def _start(ordinal: int) -> tuple[Libcuda, ctypes.c_int | None]:
     lib["cuDeviceGet"](byref(device), ordinal)
     status = lib["cuDevicePrimaryCtxRetain"](byref(context), device)
     return lib, None if status else device
+
+
+def gpu_count() -> int:
+    """How many GPUs the driver sees; 0 without a driver."""
+    count = ctypes.c_int()
+    try:
+        lib = Libcuda()
+        seen = not lib["cuInit"](0) and not lib["cuDeviceGetCount"](byref(count))
+    except NoCudaError:
+        return 0
+    return count.value if seen else 0
 
 
 def _check_device(lib: Libcuda, ordinal: int) -> None:

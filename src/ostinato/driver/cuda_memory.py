@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from ctypes import byref
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +68,21 @@ class MemoryCalls(CudaCalls):
         if nbytes == 0:  # no view of nothing can be cast
             return memoryview(bytearray())
         return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+    def memory_view(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
+    ) -> Any:
+        from cuda.core import Buffer
+        from cuda.core.utils import StridedMemoryView
+
+        nbytes = math.prod(shape) * dtype.itemsize
+
+        def view() -> Any:
+            memory = Buffer.from_handle(address, nbytes, owner=owner)
+            return StridedMemoryView.from_buffer(memory, shape, dtype=dtype)
+
+        self.memory_range(address)  # raises on a poisoned or closed context
+        return self._in_context(view)
 
     def memory_range(self, address: int) -> MemoryRange | None:
         # The plural call answers zeros for an address that is nobody's, where the singular one and

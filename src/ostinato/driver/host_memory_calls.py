@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +12,7 @@ from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams,
 from ostinato.driver.host_core import HostCore
 from ostinato.driver.host_memory import reserve
 from ostinato.driver.host_stream import Stream
+from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import Status, driver_error
 
 __all__ = ["MemoryCalls"]
@@ -83,6 +87,14 @@ class MemoryCalls(HostCore):
     def memory_range(self, address: int) -> MemoryRange | None:
         self._enter("memory_range")
         return self._memory.range(address)
+
+    def memory_view(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
+    ) -> Any:
+        self._enter("memory_view")
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._memory.check(address, nbytes, "memory_view", "address")
+        return as_numpy(address, shape, dtype, (owner, self._memory.find(address)))
 
     def memcpy(self, dst: int, src: int, nbytes: int, stream: StreamHandle) -> None:
         call = "memcpy"

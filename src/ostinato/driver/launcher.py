@@ -52,7 +52,7 @@ class PythonLauncher:
     # One pair, read at once: two threads that launch on two streams must not take each other's.
     _hot = _COLD
 
-    def launch(self, stream: Stream, /) -> None:
+    def launch(self, stream: Stream) -> None:
         """Runs the graph once, in stream order; returns without waiting.  Lets go of the GIL.
 
         The first launch on a stream prepares the call; later ones only make it.  Raises

@@ -25,6 +25,7 @@ from ostinato.driver.api import (
     HostNodeParams,
     KernelNodeParams,
 )
+from ostinato.graph.demangle import demangled
 from ostinato.graph.node import Argument, Node
 from ostinato.graph.outline import (
     Link,
@@ -79,7 +80,9 @@ class NodeDifference:
 
     def __str__(self) -> str:
         places = sorted({p for p in (self.before, self.after) if p is not None}, key=self._first)
-        lines = [f"{self.sign} node {' → '.join(places)}: {_title(self.kind, self.name)}"]
+        lines = [
+            f"{self.sign} node {' → '.join(places)}: {_title(self.kind, demangled(self.name))}"
+        ]
         if self.details:
             lines[0] += f" ({self.details})"
         wide = max((len(f.field) for f in self.fields), default=0)
@@ -184,7 +187,7 @@ class GraphDiff:
 
 def diff(a: Graph, b: Graph) -> GraphDiff:
     """What must change in graph `a` to make it graph `b`; empty for a graph and its clone."""
-    before, after = outline(a), outline(b)
+    before, after = outline(a, readable=False), outline(b, readable=False)
     pairs = _Pairs(before, after)
     conditions = _Conditions(pairs)
     return GraphDiff(

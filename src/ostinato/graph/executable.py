@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
@@ -90,6 +91,9 @@ class UpdateReport:
     """What a whole-graph update did: how many nodes have the new graph's parameters now."""
 
     nodes: int
+
+    def __str__(self) -> str:
+        return f"{self.nodes} node{'s' * (self.nodes != 1)} updated"
 
 
 class GraphExec(Launcher, Closeable):
@@ -245,6 +249,11 @@ class GraphExec(Launcher, Closeable):
         A recording notes it.  Into a capture it is refused: the driver would refuse it as well
         (status 900, measured on driver 580), but break the capture.
         """
+        if not isinstance(stream, Stream):
+            raise InputError(
+                f"launch(stream): a Stream is needed, not {type(stream).__name__} "
+                "(device.create_stream, or device.adopt_stream for another library's)"
+            )
         call = self._prepare(stream)
         if not self.context.taps:
             stays = False
@@ -505,7 +514,7 @@ class GraphExec(Launcher, Closeable):
             return self.context.driver.exec_enabled(self.handle, handle)
 
     def rebind(
-        self, targets: Mapping[Target, Target] | Iterable[tuple[Target, Target]]
+        self, targets: Mapping[Any, Target] | Iterable[tuple[Target, Target]]
     ) -> RebindReport:
         """Makes every pointer into one buffer point to the same place in another.
 

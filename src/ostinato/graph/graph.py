@@ -419,6 +419,14 @@ class Graph(Closeable):
 
         return to_svg(self)
 
+    def _repr_html_(self) -> str:
+        from ostinato.graph.render import to_html
+
+        return to_html(self)
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
     def diff(self, other: Graph) -> GraphDiff:
         """What differs between this graph and another; empty for equal ones."""
         from ostinato.graph.diff import diff

@@ -10,6 +10,7 @@ import numpy as np
 from ostinato.driver.api import KernelNodeParams, LaunchConfig, MemoryRange
 from ostinato.driver.signature import Access, Signature, address_of, array_interface
 from ostinato.driver.stream import Operation, Stream
+from ostinato.errors import InputError
 from ostinato.memory.ranges import range_of
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def prepare(kernel: Kernel, config: LaunchConfig, *args: object) -> Operation:
     Arguments: buffers and other device arrays for pointers, numbers for scalars, bytes for structs.
     Raises InputError that names the parameter that does not fit.
     """
+    _require_types("prepare", kernel, config)
     params = KernelNodeParams(kernel.function, config, kernel.arguments(*args))
     reads, writes = _touched(kernel.context, kernel.signature, args)
     keep = (kernel, *_owners(kernel, args))
@@ -36,10 +38,16 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
 
     Arguments as for `prepare`.  Raises InputError, DriverError.
     """
-    context = stream.context
-    taps = context.taps
-    call = kernel.call
-    if call is not None and config.plain and not (taps or stream.closed or context.closed):
+    try:
+        context = stream.context
+        taps = context.taps
+        call = kernel.call
+        plain = config.plain
+        closed = stream.closed
+    except AttributeError:
+        _require_types("launch", kernel, config, stream)
+        raise
+    if call is not None and plain and not (taps or closed or context.closed):
         if call(stream.handle, config.grid, config.block, config.shared, args) == 0:
             stream.submitted += 1
             return
@@ -52,6 +60,23 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
         params, keep = KernelNodeParams(kernel.function, config, packed), _owners(kernel, args)
         made = Operation(params, kernel.name, keep=(kernel, *keep), signature=kernel.signature)
         stream.announce(made)
+
+
+def _require_types(what: str, kernel: object, config: object, stream: object = None) -> None:
+    """Raises InputError for arguments that are not what their places ask for."""
+    from ostinato.modules import Kernel
+
+    order = (
+        "kernel, config, *arguments" if what == "prepare" else "stream, kernel, config, *arguments"
+    )
+    wanted = [("kernel", kernel, Kernel), ("config", config, LaunchConfig)]
+    if what == "launch":
+        wanted.insert(0, ("stream", stream, Stream))
+    for name, value, kind in wanted:
+        if not isinstance(value, kind):
+            raise InputError(
+                f"{what}({order}): {name} must be a {kind.__name__}, not {type(value).__name__}"
+            )
 
 
 def _owners(kernel: Kernel, args: Sequence[object]) -> tuple[object, ...]:

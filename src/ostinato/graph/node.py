@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -81,9 +81,15 @@ class Argument:
     pointers: tuple[Pointer, ...] = ()
 
     def __str__(self) -> str:
+        return self.text({})
+
+    def text(self, places: Mapping[int, str]) -> str:
+        """In words; an address that is in `places` by the name that it has there."""
         label = f"{self.name}=" if self.name else ""
         if self.pointers and self.size == _WORD:
             pointer = self.pointers[0]
+            if pointer.address in places:
+                return f"{label}[{places[pointer.address]}]"
             if pointer.allocation is None:
                 return f"{label}{pointer.address:#x}"
             inside = f"+{pointer.into}" if pointer.into else ""
@@ -132,6 +138,8 @@ class Node:
     """What must live while the node can run."""
     children: tuple[tuple[Node, ...], ...] = ()
     """The nodes of its child graph, or of each conditional body."""
+    places: Mapping[int, str] = field(default_factory=dict, compare=False, repr=False)
+    """Words for addresses that it holds, where they lie in buffers with names; for showing."""
 
     def _as(self, kind: type[P]) -> P:
         if not isinstance(self.params, kind):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -36,9 +36,11 @@ from ostinato.driver.api import (
     NodeKind,
     OpaqueNodeParams,
 )
+from ostinato.graph.demangle import demangled
 from ostinato.graph.node import Argument, Node
 
 if TYPE_CHECKING:
+    from ostinato.driver.context import Context
     from ostinato.graph.graph import Graph
 
 __all__ = [
@@ -115,9 +117,48 @@ class Outline:
         return f"{_count(len(nodes), 'node')}{kinds_text}, {_count(edges, 'edge')}"
 
 
-def outline(graph: Graph) -> Outline:
-    """Reads a graph with all that is inside of it."""
-    return _outline(graph.context.driver, graph.handle, graph.nodes, "")
+def outline(graph: Graph, *, readable: bool = True) -> Outline:
+    """Reads a graph with all that is inside of it.
+
+    `readable`: for people; kernels have their names as they were written, so that two of one name
+    are not told apart, and addresses those of buffers.
+    """
+    nodes = graph.nodes
+    if readable:
+        places: dict[int, str] = {}
+        nodes = _shown(nodes, places)
+        _name_places(graph.context, nodes, places)
+    return _outline(graph.context.driver, graph.handle, nodes, "")
+
+
+def _shown(nodes: tuple[Node, ...], places: dict[int, str]) -> tuple[Node, ...]:
+    """The nodes with names that can be read, for kernels, and for addresses."""
+    return tuple(
+        replace(
+            node,
+            name=demangled(node.name) if node.kind is NodeKind.KERNEL else node.name,
+            children=tuple(_shown(body, places) for body in node.children),
+            places=places,
+        )
+        for node in nodes
+    )
+
+
+def _name_places(context: Context, nodes: tuple[Node, ...], places: dict[int, str]) -> None:
+    """Puts words for each address that lies in a buffer with a name into `places`."""
+    for node in nodes:
+        found = [(p.address, p.allocation) for a in node.arguments for p in a.pointers]
+        if isinstance(node.params, MemcpyNodeParams | MemsetNodeParams):
+            ends = (node.params.dst, getattr(node.params, "src", 0))
+            found += [(end, context.driver.memory_range(end)) for end in ends if end]
+        for address, allocation in found:
+            owner = None if allocation is None else context.owners.get(allocation.address)
+            name = getattr(owner, "name", "")
+            if name and allocation is not None:
+                into = address - allocation.address
+                places[address] = f"{name}+{into}" if into else name
+        for body in node.children:
+            _name_places(context, body, places)
 
 
 def _outline(driver: Driver, handle: GraphHandle, nodes: tuple[Node, ...], title: str) -> Outline:
@@ -207,9 +248,11 @@ def memop_text(op: MemOp) -> str:
     return f"wait {op.address:#x} {op.kind.name.lower().removeprefix('wait_')} {op.value}"
 
 
-def arguments_text(arguments: Sequence[Argument], width: int | None = None) -> str:
+def arguments_text(
+    arguments: Sequence[Argument], width: int | None = None, places: Mapping[int, str] | None = None
+) -> str:
     """ "x=[0x7f00], n=4": as many as fit into `width` characters, then how many are left out."""
-    texts = [str(a) for a in arguments]
+    texts = [a.text(places or {}) for a in arguments]
     if width is None or len(", ".join(texts)) <= width:
         return ", ".join(texts)
     shown = list(itertools.takewhile(lambda end: end <= width - 12, _ends(texts)))
@@ -228,11 +271,13 @@ def details(node: Node, width: int | None = None) -> str:
     params = node.params
     match params:
         case KernelNodeParams():
-            return arguments_text(node.arguments, width)
+            return arguments_text(node.arguments, width, node.places)
         case MemcpyNodeParams():
-            return f"{params.dst:#x} ← {params.src:#x}, {_extent(params)}"
+            ends = (node.places.get(end, f"{end:#x}") for end in (params.dst, params.src))
+            return f"{' ← '.join(ends)}, {_extent(params)}"
         case MemsetNodeParams():
-            return f"{params.dst:#x} ← {params.value}, {_extent(params)}"
+            to = node.places.get(params.dst, f"{params.dst:#x}")
+            return f"{to} ← {params.value}, {_extent(params)}"
         case EventRecordNodeParams() | EventWaitNodeParams():
             return f"event {params.event:#x}"
         case AllocNodeParams():

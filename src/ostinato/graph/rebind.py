@@ -90,6 +90,18 @@ class RebindReport:
         """How many nodes were changed."""
         return len({word.node_index for word in self.words})
 
+    def __str__(self) -> str:
+        def count(number: int, what: str) -> str:
+            return f"{number} {what}{'s' * (number != 1)}"
+
+        lines = [f"{count(len(self.words), 'pointer')} of {count(self.nodes, 'node')} rebound"]
+        if self.left:
+            lines[0] += f", {count(len(self.left), 'word')} left as they were:"
+        for left in self.left:
+            place = f"node {left.node_index} ({left.node_name}), {left.place}"
+            lines.append(f"  {place}: {left.value:#x}: {left.why}")
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True, slots=True)
 class Rebinding:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import html
 import io
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -36,10 +38,13 @@ from ostinato.graph.outline import (
 if TYPE_CHECKING:
     from ostinato.graph.graph import Graph
 
-__all__ = ["SCHEMA", "plain", "rich_table", "to_dot", "to_json", "to_table"]
+__all__ = ["SCHEMA", "plain", "rich_table", "to_dot", "to_html", "to_json", "to_table"]
 
 SCHEMA = "ostinato.graph/1"
 TABLE_WIDTH = 120
+_LEAST_WIDTH = 72
+MOST_DRAWN = 100
+"""Nodes: a notebook shows larger graphs as tables alone."""
 _ARGUMENTS_WIDTH = 96
 _NAME_WIDTH = 28
 
@@ -62,16 +67,27 @@ def rich_table(graph: Graph) -> Table:
 
 
 def to_table(graph: Graph) -> str:
-    """The graph as plain text at most 120 columns wide: one row a node, in the driver's order.
+    """The graph as plain text, as wide as the terminal (COLUMNS), 120 columns where there is none:
+    one row a node, in the driver's order.
 
     Long argument lists and names are shortened; `to_json` has all of them.
     """
+    width = max(shutil.get_terminal_size((TABLE_WIDTH, 0)).columns, _LEAST_WIDTH)
     console = Console(
-        file=io.StringIO(), width=TABLE_WIDTH, color_system=None, force_jupyter=False, _environ={}
+        file=io.StringIO(), width=width, color_system=None, force_jupyter=False, _environ={}
     )
     with console.capture() as capture:
         console.print(_table(outline(graph)))
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def to_html(graph: Graph) -> str:
+    """For notebooks: the picture, if it is small enough to be looked at, and the table."""
+    from ostinato.graph.svg import to_svg
+
+    top = outline(graph)
+    picture = to_svg(graph) if sum(1 for _ in top.walk()) <= MOST_DRAWN else ""
+    return f"<div>{picture}<pre>{html.escape(to_table(graph))}</pre></div>"
 
 
 def _table(top: Outline) -> Table:
@@ -142,7 +158,7 @@ def to_json(graph: Graph) -> dict[str, object]:
     (title, nodes and edges of its child graph or bodies) and `location`.  Addresses and handles
     are numbers, and numbers that JSON has no words for are "nan", "inf" and "-inf".
     """
-    top = outline(graph)
+    top = outline(graph, readable=False)
     return {"schema": SCHEMA, "device": graph.context.driver.name, **_body_json(top)}
 
 

@@ -316,7 +316,7 @@ def _tooltip(node: Node) -> str:
         lines.append(f"grid {shape_text(config.grid)}, block {shape_text(config.block)}")
         if config.shared:
             lines.append(f"{config.shared} bytes of dynamic shared memory")
-        lines += [f"  {argument}" for argument in node.arguments]
+        lines += [f"  {argument.text(node.places)}" for argument in node.arguments]
     else:
         lines.append(details(node))
     lines.append(node.location or "")

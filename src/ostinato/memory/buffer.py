@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry, Watcher
+from ostinato.driver.process_memory import as_numpy
 from ostinato.driver.signature import exact_bytes
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
@@ -53,8 +54,11 @@ class Buffer(Closeable):
         *,
         pinned: bool = False,
         base: object = None,
+        name: str = "",
     ) -> None:
         self.context = context
+        self.name = name
+        """For people: tables and pictures of graphs show it in place of addresses."""
         self.shape = shape
         self.dtype = dtype
         self.pinned = pinned
@@ -81,7 +85,8 @@ class Buffer(Closeable):
         place = "pinned" if self.pinned else self.context.driver.name
         state = " closed" if self.closed else ""
         at = f"{self._range.address:#x}"
-        return f"<Buffer {self.dtype.name}{list(self.shape)} at {at} on {place}{state}>"
+        name = f"{self.name!r} " if self.name else ""
+        return f"<Buffer {name}{self.dtype.name}{list(self.shape)} at {at} on {place}{state}>"
 
     @property
     def size(self) -> int:
@@ -150,6 +155,12 @@ class Buffer(Closeable):
     def __len__(self) -> int:
         return self.shape[0] if self.shape else 0
 
+    def __iter__(self) -> Iterator[Buffer]:
+        """The rows of the first axis, as views."""
+        if not self.shape:
+            raise InputError("a buffer without dimensions has no rows")
+        return (self[row] for row in range(len(self)))
+
     @property
     def array(self) -> npt.NDArray[Any]:
         """A NumPy array over this memory, without a copy, writable.
@@ -164,9 +175,42 @@ class Buffer(Closeable):
                 f"device memory of {self.context.driver.name} cannot be read in place; "
                 "use to_numpy(stream)"
             )
-        if not self.nbytes:
-            return np.empty(self.shape, self.dtype)
-        return np.asarray(_Memory(self))
+        return as_numpy(self.address, self.shape, self.dtype, self)
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        """`numpy.asarray(buffer)`: `array`, after all work of the device.
+
+        Raises NotAvailableError where the process cannot read the memory in place.
+        """
+        array = self.array
+        self.context.synchronize()
+        return np.array(array, dtype, copy=copy)
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        """DLPack's capsule over the memory, without a copy, which keeps the buffer alive.
+
+        It waits for all work of the device first, since a buffer does not know the streams that
+        wrote it; `stream=-1` does not wait.  The consumer must be done before the buffer is closed.
+        Raises BufferError for a dtype that DLPack does not have.
+        """
+        exported = self._exported()
+        if stream != -1:
+            self.context.synchronize()
+        return exported.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """(1, 0) for memory that the process can read, (2, n) for that of cuda:n."""
+        kind, number = self._exported().__dlpack_device__()
+        return int(kind), int(number)
+
+    def _exported(self) -> Any:
+        """An object of NumPy's, or of the driver's, with DLPack's methods."""
+        driver = self.context.driver
+        if self.pinned or driver.capabilities.host_memory_is_device_memory:
+            return self.array
+        return driver.memory_view(self.address, self.shape, self.dtype, self)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -262,6 +306,7 @@ def allocate(
     dtype: npt.DTypeLike = np.uint8,
     *,
     pinned: bool = False,
+    name: str = "",
 ) -> Buffer:
     """A new buffer.  Raises OutOfMemoryError, InputError, or DriverError (900) in a capture."""
     context.require_open()
@@ -276,7 +321,7 @@ def allocate(
     try:
         with context.reporting():
             address = driver.mem_alloc_pinned(nbytes) if pinned else driver.mem_alloc(nbytes)
-        buffer = Buffer(context, address, dims, kind, pinned=pinned)
+        buffer = Buffer(context, address, dims, kind, pinned=pinned, name=name)
         context.owners[address] = buffer
         buffer._finalizer = weakref.finalize(buffer, context.retire, lambda: free(address))
         buffer._finalizer.atexit = False
@@ -317,17 +362,3 @@ def fill(stream: Stream, dst: Buffer, value: float) -> None:
             dst.address, int.from_bytes(pattern, "little"), size, dst.nbytes // size
         )
         stream.submit(Operation(params, "memset", (), (dst.range,), (dst,)))
-
-
-class _Memory:
-    """Process memory for NumPy, keeping its owner alive."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self.owner = buffer
-        self.__array_interface__ = {
-            "shape": buffer.shape,
-            "typestr": buffer.dtype.str,
-            "descr": buffer.dtype.descr,
-            "data": (buffer.address, False),
-            "version": 3,
-        }

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from ostinato import settings as _settings
 from ostinato.cache import GraphCache, parse_bytes
@@ -71,16 +71,11 @@ _REFUSALS = 3
 """So many replays of one key in a row may be refused before the key is quarantined."""
 
 
-class Work(Protocol):
-    """What a step runs: submits work of the given sizes to the stream."""
-
-    def __call__(self, stream: Stream, **sizes: int) -> object: ...
-
-
-class Builder(Protocol):
-    """Makes the executable of the given (bucketed) sizes, uploaded on the stream or not."""
-
-    def __call__(self, stream: Stream, **sizes: int) -> GraphExec: ...
+# Of (stream, **sizes): a type checker would take no function that names its sizes.
+Work: TypeAlias = Callable[..., object]
+"""What a step runs: submits work of the given sizes to the stream."""
+Builder: TypeAlias = Callable[..., GraphExec]
+"""Makes the executable of the given (bucketed) sizes, uploaded on the stream or not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,274 @@
+"""What a user tries first: NumPy's and notebooks' manners, and words where something is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import InputError, NoCudaError, NotAvailableError
+from ostinato.graph.demangle import demangled
+from tests.sources import config, kernel
+
+ROOT = Path(__file__).resolve().parent.parent
+VALUES = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.fixture
+def stream(device: Device) -> ost.Stream:
+    return device.create_stream()
+
+
+# ---------------------------------------------------------------------------------------- arrays
+
+
+def test_numpy_reads_memory_of_the_host_after_all_work(host_device: Device) -> None:
+    x = host_device.array(VALUES)
+    ost.fill(host_device.create_stream(), x[0], 7)
+    assert np.asarray(x).tolist() == [[7, 7, 7], [3, 4, 5]]
+    assert np.shares_memory(np.asarray(x), x.array)
+    assert not np.shares_memory(np.array(x), x.array)
+    assert np.asarray(x, np.int64).dtype == np.int64
+    assert (np.asarray(x) + x).tolist() == [[14, 14, 14], [6, 8, 10]]
+
+
+def test_rows_are_iterated(device: Device, stream: ost.Stream) -> None:
+    x = device.array(VALUES)
+    assert [row.to_numpy(stream).tolist() for row in x] == VALUES.tolist()
+    with pytest.raises(InputError):
+        iter(device.array(1.0))
+
+
+def test_dlpack_without_a_copy(device: Device, stream: ost.Stream) -> None:
+    x = device.array(VALUES)
+    ost.fill(stream, x[1], 9)
+    if device.capabilities.host_memory_is_device_memory:
+        there = np.from_dlpack(x)
+        assert x.__dlpack_device__() == (1, 0)
+        there[0, 0] = 5
+    else:
+        torch = pytest.importorskip("torch")
+        there = torch.from_dlpack(x)
+        assert x.__dlpack_device__() == (2, 0)
+        assert (there.data_ptr(), tuple(there.shape)) == (x.address, x.shape)
+        there[0, 0] = 5
+        torch.cuda.synchronize()
+    assert x.to_numpy(stream).tolist() == [[5, 1, 2], [9, 9, 9]]
+
+
+def test_dlpack_keeps_the_memory(device: Device) -> None:
+    if device.capabilities.host_memory_is_device_memory:
+        there = np.from_dlpack(device.array(VALUES))
+    else:
+        there = pytest.importorskip("torch").from_dlpack(device.array(VALUES))
+    others = [device.array(np.full((2, 3), 8, np.float32)) for _ in range(8)]
+    assert there.tolist() == VALUES.tolist()
+    assert len(others) == 8
+
+
+def test_pinned_memory_is_the_hosts(device: Device) -> None:
+    pinned = device.pinned(4, np.int32)
+    pinned.array[:] = 3
+    assert np.from_dlpack(pinned).tolist() == np.asarray(pinned).tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.gpu
+def test_numpy_cannot_read_memory_of_a_gpu(cuda_device: Device) -> None:
+    with pytest.raises(NotAvailableError, match="to_numpy"):
+        np.asarray(cuda_device.zeros(4))
+    cupy = pytest.importorskip("cupy")
+    x = cuda_device.array(VALUES)
+    assert cupy.from_dlpack(x).data.ptr == x.address
+
+
+# ------------------------------------------------------------------------------------- devices
+
+
+def test_cpu_is_the_host() -> None:
+    with ost.open_device("cpu") as device:
+        assert device.name == "host"
+
+
+def test_a_number_is_a_gpu() -> None:
+    try:
+        with ost.open_device(0) as device:
+            assert device.name == "cuda:0"
+    except NoCudaError:
+        with pytest.raises(NoCudaError):
+            ost.open_device("cuda:0")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:", "host:0", "cpu:1", True, 2.5, -1])
+def test_what_is_no_device_names_those_that_are(name: object) -> None:
+    with pytest.raises(InputError, match=f'{re.escape(repr(name))}.*"host"'):
+        ost.open_device(name)
+
+
+def test_all_that_is_made_on_a_device_takes_it(device: Device, stream: ost.Stream) -> None:
+    pool, graph = ost.CapturePool(device), ost.Graph.create(device)
+    cache, scalar = ost.GraphCache(device), ost.DeviceScalar(device, np.int32)
+    scalar.set(3, stream)
+    assert scalar.read(stream) == 3
+    assert {one.context for one in (pool, graph, cache)} == {device.context}
+    for make in (ost.CapturePool, ost.Graph.create, ost.GraphCache):
+        with pytest.raises(InputError, match=r"[Dd]evice"):
+            make("host")
+
+
+# ------------------------------------------------------------------------------------ launches
+
+
+def test_arguments_in_a_wrong_order_are_named(device: Device, stream: ost.Stream) -> None:
+    scale, x = kernel(device, "scale"), device.zeros(4, np.float32)
+    for arguments, wrong in (
+        ((scale, stream, config(4), x, 4), "stream must be a Stream, not Kernel"),
+        ((stream, config(4), scale, x, 4), "kernel must be a Kernel, not LaunchConfig"),
+        ((stream, scale, x, 4), "config must be a LaunchConfig, not Buffer"),
+    ):
+        with pytest.raises(InputError, match=wrong):
+            ost.launch(*arguments)
+    with pytest.raises(InputError, match="kernel must be a Kernel, not Stream"):
+        ost.prepare(stream, scale, config(4), x, 4)
+
+
+@pytest.mark.usefixtures("launcher")
+def test_a_launch_takes_its_stream_by_name(device: Device, stream: ost.Stream) -> None:
+    x = device.zeros(4, np.float32)
+    run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
+    for _ in range(3):
+        run.launch(stream=stream)
+    assert (x.to_numpy(stream) == 5).all()
+    with pytest.raises(InputError, match="a Stream is needed, not int"):
+        run.launch(5)
+    for wrong in (run.launch, lambda: run.launch(stream, stream), lambda: run.launch(on=stream)):
+        with pytest.raises(TypeError):
+            wrong()
+
+
+# --------------------------------------------------------------------------------------- words
+
+
+def test_buffers_have_their_names_in_tables(device: Device, stream: ost.Stream) -> None:
+    x = device.array(VALUES, name="x")
+    y, plain = device.zeros((2, 3), np.float32, name="y <of it>"), device.empty((2, 3), np.float32)
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel(device, "scale"), config(3), x[1], 3)
+        ost.copy(stream, y, x)
+        ost.copy(stream, plain, x)
+    text = str(capture.graph)
+    assert "[x+12]" in text
+    assert "y <of it> ← x" in text
+    assert f"{plain.address:#x} ← x" in text
+    assert "'x'" in repr(x)
+    for picture in (capture.graph.to_svg(), capture.graph._repr_html_()):
+        assert "y &lt;of it&gt; ← x" in picture
+    assert capture.graph._repr_svg_() == capture.graph.to_svg()
+
+
+def test_a_table_is_as_wide_as_the_terminal(
+    device: Device, stream: ost.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = device.zeros(4, np.float32)
+    with ost.capture(stream) as capture:
+        for _ in range(2):
+            ost.launch(stream, kernel(device, "axpy"), config(3), x, x, x, 3)
+    for columns in (80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert max(map(len, str(capture.graph).splitlines())) <= columns
+    wide = str(capture.graph)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(str(capture.graph).splitlines()) > len(wide.splitlines()), "arguments are folded"
+
+
+def test_reports_are_sentences(device: Device, stream: ost.Stream) -> None:
+    x, y = device.zeros(4, np.float32), device.zeros(4, np.float32)
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel(device, "scale"), config(4), x, 4)
+        ost.launch(stream, kernel(device, "scale"), config(4), x, 4)
+    run = capture.graph.instantiate()
+    assert str(run.rebind({x: y})) == "2 pointers of 2 nodes rebound"
+    assert str(run.update(capture.graph)) == "2 nodes updated"
+
+
+@pytest.mark.parametrize(
+    ("name", "readable"),
+    [
+        ("scale", "scale"),
+        ("_Z5scaleIfEvPT_j", "scale<float>"),
+        ("_Z3fooPfj", "foo"),
+        ("_ZN12_GLOBAL__N_13barEi", "(anonymous namespace)::bar"),
+        ("_Znonsense", "_Znonsense"),
+        ("_Z", "_Z"),
+    ],
+)
+def test_kernels_have_the_names_that_they_were_given(name: str, readable: str) -> None:
+    assert demangled(name) in (readable, name)
+    if demangled("_Z3fooPfj") == "foo":  # there is a C++ runtime library
+        assert demangled(name) == readable
+
+
+def test_two_kernels_of_one_readable_name_are_two(host_device: Device) -> None:
+    """A diff tells foo(float*) from foo(int*)."""
+    names = ("_Z3fooPf", "_Z3fooPi")
+    kernels = [ost.host_kernel("x: *f32", name=name)(lambda launch, x: None) for name in names]
+    source, stream = ost.Source(host=kernels), host_device.create_stream()
+    loaded = [host_device.modules.get_or_compile(source, name) for name in names]
+    x = host_device.zeros(4, np.float32)
+    graphs = [
+        ost.capture_function(stream, lambda one=one: ost.launch(stream, one, config(1), x))
+        for one in loaded
+    ]
+    assert graphs[0].diff(graphs[1])
+    assert [graph.nodes[0].name for graph in graphs] == list(names)
+
+
+# --------------------------------------------------------------------------------- a fresh start
+
+
+def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(p for p in sys.path if p and Path(p) != ROOT)  # as if installed
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "OSTINATO_DEVICE": "host", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+def test_errors_and_testing_are_there(tmp_path: Path) -> None:
+    program = """if True:
+        import ostinato as ost
+        assert ost.errors.InputError is not None and ost.testing.HeldStream is not None
+        assert {"errors", "testing"} <= set(ost.__all__)
+    """
+    done = run_python("-c", program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["capture", "step"])
+def test_examples_are_programmes(tmp_path: Path, name: str) -> None:
+    done = run_python(str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_a_users_mypy_takes_the_readme_and_the_examples(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", readme, flags=re.S)
+    (tmp_path / "readme.py").write_text("\n".join(blocks), encoding="utf-8")
+    for example in (ROOT / "examples").glob("*.py"):
+        (tmp_path / example.name).write_text(example.read_text("utf-8"), encoding="utf-8")
+    files = sorted(path.name for path in tmp_path.glob("*.py"))
+    done = run_python("-m", "mypy", "--config-file=", *files, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
