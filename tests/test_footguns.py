@@ -839,7 +839,7 @@ def test_rows_of_a_state_that_padding_writes_are_found(
     allowed = checked_step(device, work, slots, build=build, verify=verify, strict=True)
     for _ in range(3):
         allowed(rows=3)
-    assert acc.to_numpy(step.stream).tolist()[:3] == [8, 8, 8]
+    assert acc.to_numpy(allowed.stream).tolist()[:3] == [8, 8, 8]
 
 
 @pytest.mark.parametrize("made", ["prepared", "recorded", "held"])

@@ -625,7 +625,7 @@ _FAULTS = (
         "ostinato.driver.context:Context.add_tap",
         "self.cool()",
         "pass",
-        (EXECUTABLE + "test_who_listens_since_the_first_launch_hears_the_second",),
+        (EXECUTABLE + "test_a_launch_while_recording_becomes_a_child",),
     ),
     Fault(
         "update-is-not-watched",
