@@ -50,8 +50,9 @@ native: $(VENV)/.dev            ## the compiled replay call, beside its source; 
 	$(BIN)/python setup.py --quiet build_ext --inplace --force
 	$(BIN)/python -c "from ostinato.driver import launcher as l; print(l.description()); exit(not l.compiled())"
 
-docs: $(VENV)/.dev              ## docs/cli.md from the --help texts, and the pictures
+docs: $(VENV)/.dev              ## docs/cli.md from the --help texts, tables, and the pictures
 	$(BIN)/python tools/make_docs.py
+	$(BIN)/python -m tests.planted.table
 
 # A tree that is not installed, before what the caller has on the path.
 HERE := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -223,18 +224,57 @@ def test_the_graph_keeps_its_arguments_alive(device: Device, stream: ost.Stream)
     assert (out.to_numpy(stream) == 4).all()
 
 
-def test_garbage_collected_in_a_capture_does_not_break_it(
+def test_another_thread_destroys_nothing_in_a_global_capture(
     device: Device, stream: ost.Stream, x: ost.Buffer
 ) -> None:
-    doomed = [
-        ost.capture_function(stream, lambda: ost.fill(stream, x, 0)).instantiate() for _ in range(3)
-    ]
-    spare = device.zeros(64)
+    """Not even the backlog that it would destroy beside a capture in another mode."""
+    doomed = [device.zeros(64) for _ in range(100)]
+
+    def closing() -> None:
+        while doomed:
+            doomed.pop().close()
+
+    with ost.capture(stream, mode=ost.CaptureMode.GLOBAL) as capture:
+        ost.fill(stream, x, 1)
+        thread = threading.Thread(target=closing)
+        thread.start()
+        thread.join()
+        assert device.context.retired >= 100
+    capture.graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 1).all()
+    device.synchronize()
+    assert device.context.retired == 0
+
+
+def test_what_is_captured_into_a_graph_comes_after_it(
+    device: Device, stream: ost.Stream, x: ost.Buffer
+) -> None:
+    y = device.zeros(len(x), x.dtype)
+    graph = ost.capture_function(stream, lambda: ost.fill(stream, y, 1))
+    with ost.capture(stream, into=graph):
+        ost.copy(stream, x, y)
+    first, second = graph.nodes
+    assert [(edge.source, edge.target) for edge in graph.edges] == [(first.handle, second.handle)]
+    graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 1).all()
+
+
+@pytest.mark.parametrize("many", [3, 100])
+def test_garbage_collected_in_a_capture_does_not_break_it(
+    device: Device, stream: ost.Stream, x: ost.Buffer, many: int
+) -> None:
+    """Also more of it than is left waiting beside another thread's capture."""
+    made = [ost.capture_function(stream, lambda: ost.fill(stream, x, 0)) for _ in range(many)]
+    doomed = [graph.instantiate() for graph in made]
+    spare, other = device.zeros(64), device.zeros(64)
     with ost.capture(stream) as capture:
         ost.fill(stream, x, 1)
         doomed.clear()
+        made.clear()
         del spare
         gc.collect()
+        other.close()  # and what can be destroyed now is
+        assert device.context.retired >= many
         ost.fill(stream, x, 2)
     capture.graph.instantiate().launch(stream)
     assert (x.to_numpy(stream) == 2).all()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import EmptyNodeParams, MemoryRange
+from ostinato.driver.api import EdgeType, EmptyNodeParams, MemoryRange
 from ostinato.errors import CaptureError, GraphError
 from ostinato.graph.recording import dependencies
 from tests.sources import config, kernel
@@ -85,6 +88,68 @@ def test_recording_inside_a_capture_is_refused(device: Device) -> None:
         ost.fill(stream, x, 0)
         with pytest.raises(CaptureError, match="runs nothing"), ost.record(stream):
             pass
+
+
+def test_only_the_launch_before_on_the_stream_lets_a_launch_begin_early(device: Device) -> None:
+    """Programmatic launch is a matter of one stream: all else is waited for to its end."""
+    stream, side = device.create_stream(), device.create_stream()
+    x, y, z = (device.zeros(N, np.float32) for _ in range(3))
+    add, early = kernel(device, "add"), replace(config(N), programmatic=True)
+    with ost.record(stream) as recording:
+        ost.launch(stream, add, config(N), x, x, y, N)
+        side.wait(stream.record())
+        ost.launch(side, add, config(N), x, x, z, N)
+        ost.launch(side, add, early, y, z, z, N)
+        stream.wait(side.record())
+    graph = recording.build()
+    first, second, third = (node.handle for node in graph.nodes)
+    kinds = {(e.source, e.target): e.data.type for e in graph.edges}
+    assert kinds == {(first, third): EdgeType.DEFAULT, (second, third): EdgeType.PROGRAMMATIC}
+
+
+def test_a_launch_with_a_struct_is_ordered_against_everything(host_device: Device) -> None:
+    """The struct holds a pointer, which no signature shows."""
+    stream = host_device.create_stream()
+    x, out = host_device.zeros(N, np.float32), host_device.zeros(N, np.float32)
+
+    @ost.host_kernel("where: bytes[16], out: *f32")
+    def count(launch, where, out):
+        out[0] += len(where)
+
+    struct = np.array([x.address, N], np.uint64).tobytes()
+    with ost.record(stream) as recording:
+        ost.fill(stream, x, 3)
+        ost.launch(
+            stream, host_device.modules.get_or_compile(count, "count"), config(1), struct, out
+        )
+        ost.fill(stream, x, 5)
+    graph = recording.build()
+    first, second, third = (node.handle for node in graph.nodes)
+    assert {(e.source, e.target) for e in graph.edges} == {(first, second), (second, third)}
+
+
+def test_a_launch_at_a_plain_address_is_ordered_with_all_of_its_allocation(device: Device) -> None:
+    stream = device.create_stream()
+    x, out = device.array(np.ones(N, np.float32)), device.zeros(N, np.float32)
+    with ost.record(stream) as recording:
+        ost.launch(stream, kernel(device, "add"), config(N), x.address, x.address, out, N)
+        ost.fill(stream, x[N // 2 :], 5)
+    assert len(recording.build().edges) == 1
+
+
+def test_another_threads_work_is_not_recorded(device: Device) -> None:
+    stream = device.create_stream()
+    x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    with ost.record(stream) as recording:
+        ost.launch(stream, increment, config(1), x, 1)
+        other = threading.Thread(
+            target=ost.launch, args=(stream, increment, config(1), y, 1), daemon=True
+        )
+        other.start()
+        other.join()
+    recording.build().instantiate().launch(stream)
+    assert [v.to_numpy(stream)[0] for v in (x, y)] == [2, 1]
 
 
 def test_other_streams_are_not_recorded(device: Device) -> None:

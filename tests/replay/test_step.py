@@ -12,7 +12,14 @@ import pytest
 import ostinato as ost
 from ostinato.cache import GraphCache, PowersOfTwo
 from ostinato.device import Device
-from ostinato.errors import ClosedError, InputError, VerificationError
+from ostinato.errors import (
+    CaptureError,
+    ClosedError,
+    DriverError,
+    InputError,
+    StateLostError,
+    VerificationError,
+)
 from ostinato.replay import Action, Decision, HeldReplay, Reason, ReplayProfile
 from ostinato.settings import ReplaySettings
 from ostinato.testing import FaultyDriver
@@ -87,6 +94,26 @@ def test_device_state_is_seen_by_replays(device: Device) -> None:
     rows.factor.set(10, rows.stream)
     rows.step(rows=2)
     np.testing.assert_array_equal(rows.totals()[:2], 11 * x[:2])
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_replay_reads_the_real_size_of_its_own_call(device: Device, held: bool) -> None:
+    """3 and 4 share a graph, so the size is the only thing that tells their calls apart."""
+    rows = Rows(device, warmups=0)
+    expected = np.zeros((ROWS, WIDTH), np.float32)
+    x = rows.x.to_numpy(rows.stream)
+    rows.step(rows=3)
+    expected[:3] += x[:3]
+    both = {n: rows.step.hold(rows=n) if held else None for n in (3, 4)}
+    for n in (4, 3, 3, 4):
+        replay = both[n]
+        if replay is None:
+            assert rows.step(rows=n).action is Action.REPLAY
+        else:
+            assert isinstance(replay, HeldReplay)
+            replay.launch()
+        expected[:n] += x[:n]
+        np.testing.assert_array_equal(rows.totals(), expected)
 
 
 def test_record_builds_from_the_first_real_run(device: Device) -> None:
@@ -185,6 +212,22 @@ def test_inside_a_capture_the_work_joins_it(device: Device) -> None:
         assert rows.step(rows=8).reason is Reason.INSIDE_CAPTURE
     outer.graph.instantiate().launch(rows.stream)
     np.testing.assert_array_equal(rows.totals(), 2 * rows.x.to_numpy(rows.stream))
+
+
+def test_a_size_that_the_device_does_not_have_joins_no_capture(device: Device) -> None:
+    """The graph of that capture would read whatever size is on the device at its launch."""
+    rows = Rows(device, warmups=0)
+    x = rows.x.to_numpy(rows.stream)
+    rows.step(rows=8)
+    with ost.capture(rows.stream) as outer:
+        with pytest.raises(CaptureError, match="rows is 8 on the device and 3 is wanted"):
+            rows.step(rows=3)
+        rows.step(rows=8)
+    assert len(outer.graph) == 1
+    rows.step(rows=3)
+    expected = x.copy()
+    expected[:3] *= 2
+    np.testing.assert_array_equal(rows.totals(), expected)
 
 
 class Frozen(Rows):
@@ -314,9 +357,60 @@ def test_verify_passes_advances_state_once_and_samples_again(device: Device) -> 
     for call in range(1, 8):
         rows.step(rows=3)
         np.testing.assert_array_equal(rows.totals()[:3], call * x[:3])
+        assert (rows.totals()[3:] == 0).all(), "no poison stays in the padding of a state"
         np.testing.assert_array_equal(rows.x.to_numpy(rows.stream), x)
     assert rows.step.statistics().verified == 4  # when it was made, then replays 2, 4 and 6
     assert rows.step.statistics().quarantined == {}
+
+
+def test_state_that_a_check_cannot_put_back_is_said(host_device: Device) -> None:
+    faults = FaultyDriver(host_device.driver)
+    rows = Rows(preload(Device(faults)), verify=1, warmups=0)
+    x = rows.x.to_numpy(rows.stream)
+    rows.step(rows=8)
+
+    def interrupted(stream: ost.Stream, **sizes: int) -> None:
+        Rows.run(rows, stream, **sizes)
+        faults.fail("memcpy_from_host", times=2)  # the undo, and the undo tried again
+        raise ZeroDivisionError
+
+    rows.step.run = interrupted
+    with pytest.raises((StateLostError, ZeroDivisionError)) as raised:
+        rows.step(rows=8)
+    assert "slots 'x', 'total' is not valid" in str(raised.value)
+    rows.step.run = rows.run
+    for call in (rows.step, rows.step.hold):
+        with pytest.raises(StateLostError):
+            call(rows=8)
+    rows.x.copy_from(x, rows.stream)
+    rows.total.copy_from(x, rows.stream)
+    rows.step.release(rows=8)
+    rows.step(rows=8)
+    np.testing.assert_array_equal(rows.totals(), 2 * x)
+
+
+def test_a_size_whose_write_failed_half_way_is_written_again(host_device: Device) -> None:
+    """The copy was submitted, and what marks its end was refused."""
+    faults = FaultyDriver(host_device.driver)
+    rows = Rows(preload(Device(faults)), warmups=0)
+    x = rows.x.to_numpy(rows.stream)
+    rows.step(rows=3)
+    faults.fail("event_record")
+    with pytest.raises(DriverError):
+        rows.step(rows=4)
+    rows.step(rows=3)
+    np.testing.assert_array_equal(rows.totals()[:4], [2 * x[0], 2 * x[1], 2 * x[2], 0 * x[3]])
+
+
+def test_a_refused_replay_is_run_eagerly(host_device: Device) -> None:
+    faults = FaultyDriver(host_device.driver)
+    rows = Rows(preload(Device(faults)), warmups=0)
+    x = rows.x.to_numpy(rows.stream)
+    rows.step(rows=8)
+    fault = faults.fail("exec_launch", status=1)
+    assert rows.step(rows=8).reason is Reason.REFUSED
+    assert fault.fired == 1
+    np.testing.assert_array_equal(rows.totals(), 2 * x)
 
 
 def test_profile_as_events(device: Device, tmp_path: object) -> None:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import CaptureError, InputError
+from ostinato.errors import CaptureError, DriverError, InputError
 from ostinato.state import StagingRing
 from ostinato.state.scalar import as_exact
-from ostinato.testing import HeldStream
+from ostinato.testing import FaultyDriver, HeldStream
 from tests.sources import config, kernel
 
 STEP = np.dtype([("token", "<i4"), ("position", "<i4"), ("length", "<i4")])
@@ -49,6 +49,42 @@ def test_a_replay_in_flight_sees_the_value_of_its_time(device: Device) -> None:
             factor.set(value, stream)
             run.launch(stream)
     assert (y.to_numpy(stream) == 1111).all()
+
+
+def test_a_full_ring_overwrites_nothing_that_is_in_flight(device: Device) -> None:
+    """Each replay adds its own value, although there are more than the ring has entries."""
+    stream = device.create_stream()
+    factor = ost.DeviceScalar(device.context, np.float32, initial=0, stream=stream, depth=2)
+    x, y = device.array(np.ones(10, np.float32)), device.zeros(10, np.float32)
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel(device, "axpy"), config(10), x, factor, y, 10)
+    run = capture.graph.instantiate(upload=stream)
+    stream.synchronize()
+    with HeldStream(stream) as held:
+        for number in range(6):
+            if number == 2:  # from here on the writes wait
+                held.release_after(0.2)
+            factor.set(10.0**number, stream)
+            run.launch(stream)
+    assert (y.to_numpy(stream) == 111_111).all()
+
+
+def test_an_entry_whose_end_was_not_marked_is_waited_for(host_device: Device) -> None:
+    """The copy was submitted, and the event behind it was refused."""
+    faults = FaultyDriver(host_device.driver)
+    device = Device(faults)
+    stream = device.create_stream()
+    ring = StagingRing(device.context, 8, depth=1)
+    x, y = device.zeros(8), device.zeros(8)
+    with HeldStream(stream) as held:
+        faults.fail("event_record")
+        with pytest.raises(DriverError):
+            ring.write(x, b"11111111", stream)
+        ost.copy(stream, y, x)
+        held.release_after(0.2)
+        ring.write(x, b"22222222", stream)
+    assert y.to_numpy(stream).tobytes() == b"11111111"
+    assert x.to_numpy(stream).tobytes() == b"22222222"
 
 
 def test_token_position_and_length_in_one_copy(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""Keyed graphs: which sizes share one, how many bytes they may take, and when they leave."""
+"""Graphs by key: which sizes share one, how many bytes they may take, and when they leave."""
 
 from ostinato.cache.buckets import (
     Buckets,

@@ -1,4 +1,4 @@
-"""Buckets: which capacity class a size belongs to.  Pure; no driver, no I/O.
+"""Buckets: the capacity class of a size.  Pure; no driver, no I/O.
 
 A graph freezes its sizes, so a graph for every size would be captured for ever.  A step pads its
 size up to a bucket instead, and keys its graph by the bucket: `PowersOfTwo(64)` needs 7 graphs for
@@ -7,7 +7,7 @@ batches of 0 to 64.  Never key by an exact length that grows with every step.
 The rules of every scheme, held by property tests:
 
 * total: every size from 0 to `limit` has a bucket; anything else raises InputError, which says what
-  to do.  There is no list to fall off;
+  to do;
 * `size <= bucket(size) <= limit`, and `bucket(size) >= 1`;
 * monotone: a larger size never has a smaller bucket;
 * idempotent: a bucket is its own bucket, so a padded size is not padded again.
@@ -27,7 +27,7 @@ from ostinato.errors import InputError
 __all__ = ["LARGEST", "Buckets", "ExplicitBuckets", "Multiples", "PowersOfTwo", "capacity_class"]
 
 LARGEST = 2**32 - 1
-"""The largest size that any scheme takes: what a kernel's 32-bit count can say."""
+"""The largest size that any scheme takes: the largest 32-bit count of a kernel."""
 
 
 class Buckets(Protocol):

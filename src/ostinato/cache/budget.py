@@ -1,16 +1,16 @@
-"""What a graph costs in device memory: a budget in words, a measurement, an estimate.
+"""The device memory that a graph takes: a budget as text, a measurement, an estimate.
 
 Measured on an H100 80GB (driver 580.159, CUDA 13.0) with 64 executables each of 1, 16, 280 and
 2,000 chained kernel nodes of one argument, instantiated and uploaded:
 
-* 2,224 to 2,261 bytes a kernel node, and that nearly to the byte for 280 and for 2,000 nodes;
-* the driver takes memory in blocks of 2 MiB, so free memory shows 0 for most graphs and some 2 MiB
-  for one in a while;
-* what destroyed executables leave is kept by the driver for later graphs: free memory does not
-  rise again, and the next graph of the size shows 0.
+* a kernel node takes 2,224 to 2,261 bytes, nearly the same for 280 and for 2,000 nodes;
+* the driver takes memory in blocks of 2 MiB, so free memory does not change for most graphs, and
+  falls by about 2 MiB for one now and then;
+* the driver keeps the memory of destroyed executables for later graphs: free memory does not rise
+  again, and the next graph of that size takes none.
 
-So free memory before and after says nothing of a small graph, and is believed only where it fell by
-more than those blocks can explain: then the graph brought its own memory (a pool, a module).
+So the change of free memory is no measure of a small graph.  It is used only if it is larger than
+those blocks can explain: then the graph brought its own memory (a pool, a module).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = [
 ]
 
 NODE_BYTES = 2304
-"""Estimate for one node of an executable: what was measured, rounded up to 256."""
+"""Estimate for one node of an executable: the measured size, rounded up to 256."""
 
 BLOCK_BYTES = 2 << 20
-"""How finely the driver takes memory for executables."""
+"""The driver takes memory for executables in blocks of so many bytes."""
 
 _UNITS = {
     "": 1,
@@ -125,13 +125,13 @@ class MemoryMeter:
         try:
             return self._context.driver.memory_info()[0]
         except DriverError:
-            return None  # whoever uses the memory will hear of it; a size is not worth an error
+            return None  # a later call that uses the driver raises; a size need not
 
 
 def footprint(
     executable: GraphExec, *, given: int | None = None, taken: int | None = None
 ) -> Footprint:
-    """What to charge: what was given, or measured if that is believable, or an estimate by nodes.
+    """The bytes to charge: as given, or measured if that is plausible, or estimated by nodes.
 
     `taken` is what a `MemoryMeter` saw around the making of the executable.  Memory of alloc nodes
     is the driver's pool and not counted.  Raises InputError for a negative `given`.

@@ -1,8 +1,8 @@
-"""Single flight: of all who ask for one key, one makes it and the others wait.
+"""Single flight: of all threads that ask for one key, one makes it and the others wait.
 
-A flight begins when a thread boards a key that nobody makes, and lands once, well or with an error.
-Threads that wait for each other's flights in a ring would wait for ever: the one who would close
-the ring is refused instead.
+A flight begins when a thread boards a key that no other thread makes, and lands once, with or
+without an error.  Threads that wait for each other's flights in a ring would wait for ever: the
+call that would close the ring raises instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Flight", "Flights"]
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One making under way.  Once `landed`: made, or failed with `error`, or given up."""
+    """The making of one key.  Once `landed`: made, or failed with `error`, or given up."""
 
     key: Hashable
     owner: int
@@ -38,8 +38,8 @@ class Flights:
         self._waiting: dict[int, Flight] = {}  # which flight a thread waits for
 
     def board(self, flight: Flight) -> Flight | None:
-        """Begins a flight of this thread and gives None; or gives another thread's of the same key,
-        which is to be waited for.
+        """Begins a flight of this thread and returns None; or returns the flight of another thread
+        for the same key, for which the caller must `wait`.
 
         Call under the lock.  Raises CaptureError if that would be for ever.
         """

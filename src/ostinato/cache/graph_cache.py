@@ -1,11 +1,11 @@
 """`GraphCache`: executables by key, captured once, evicted safely.
 
-A replay leases its entry: the executable is closed by whoever comes last, the eviction or the last
-lease (`cache.table`).  Closing in turn waits for the graph's own last launch on the device
-(`driver.context.Context.retire`), and never for the whole device.
+A replay leases its entry: an evicted executable is closed when its last lease ends (`cache.table`).
+It is destroyed after the graph's own last launch on the device (`driver.context.Context.retire`);
+nothing waits for the whole device.
 
-One lock guards the table; nothing slow happens under it.  Captures, launches, closing and reading
-nodes happen outside, so a long capture delays nobody who wants another key.
+One lock guards the table, and nothing slow is done while it is held.  Captures, launches, closing
+and reading of nodes are outside of it, so a long capture does not delay calls for other keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["GraphCache"]
 
 
 class _Hold:
-    """What `GraphCache.hold` gives: a lease for the length of a `with` block."""
+    """A lease for the length of a `with` block (`GraphCache.hold`)."""
 
     __slots__ = ("_cache", "_entry", "_key")
 
@@ -132,7 +132,7 @@ class GraphCache(Closeable):
 
     # --- running
     def replay(self, key: Hashable, stream: Stream) -> bool:
-        """Launches the graph under a key once, in stream order; whether there was one.
+        """Launches the graph under a key once, in stream order; returns whether there was one.
 
         If there is none, nothing runs.  Raises ClosedError, and what `GraphExec.launch` raises.
         """
@@ -175,9 +175,9 @@ class GraphCache(Closeable):
     def install(self, key: Hashable, executable: GraphExec, *, nbytes: int | None = None) -> None:
         """Puts an executable under a key; the cache owns it from here on.
 
-        One that was there before is replaced, and closed once no replay uses it.  `nbytes` is what
-        to charge; None for an estimate.  Raises InputError for an executable of another device, or
-        one that is in the cache under another key; ClosedError.
+        One that was there before is replaced, and closed once no replay uses it.  `nbytes` are the
+        bytes to charge; None for an estimate.  Raises InputError for an executable of another
+        device, or one that is in the cache under another key; ClosedError.
         """
         self._put(key, executable, footprint(self._checked(executable), given=nbytes), None)
 
@@ -186,12 +186,12 @@ class GraphCache(Closeable):
     ) -> GraphExec:
         """The executable under a key; made by `make()`, uploaded or not, if there is none.
 
-        However many threads ask at once, one calls `make`, with no lock held, and the others wait
-        for it.  What it raises is raised in all of them, and the next to ask tries again.  `nbytes`
-        is what to charge; None measures around `make`, so warm up before, not in it.
+        If several threads ask at once, one calls `make`, with no lock held, and the others wait for
+        it.  An exception of `make` is raised in all of them, and the next call tries again.
+        `nbytes` are the bytes to charge; None measures around `make`, so warm up before it.
 
         Like `get`, this does not keep the executable from being evicted: launch it with `replay`.
-        Not guaranteed: that an eviction during a capture reaches the graph that comes out of it.
+        Not guaranteed: that an eviction during a capture also evicts the graph of that capture.
         Raises CaptureError, instead of waiting for ever, if `make` asks for the key that its own
         thread is capturing, directly or through other threads; InputError, ClosedError.
         """
@@ -239,7 +239,7 @@ class GraphCache(Closeable):
             charge = footprint(executable, given=nbytes, taken=taken)
             try:
                 self._put(flight.key, executable, charge, 1e3 * seconds)
-            except ClosedError:  # the cache, meanwhile: nothing else has the executable
+            except ClosedError:  # the cache was closed meanwhile: nothing else has the executable
                 executable.close()
                 raise
             landed = True
@@ -285,7 +285,7 @@ class GraphCache(Closeable):
 
     # --- taking out
     def evict(self, key: Hashable) -> bool:
-        """Takes one graph out; whether there was one.
+        """Takes one graph out; returns whether there was one.
 
         It is closed once no replay of this cache uses it, and destroyed once its own last launch
         is done; this call does not wait for either.
@@ -293,20 +293,20 @@ class GraphCache(Closeable):
         return self._evict([key]) == 1
 
     def evict_all(self) -> int:
-        """Takes every graph out, as `evict` does; how many."""
+        """Takes every graph out, as `evict` does; returns how many."""
         return self._evict(self.keys())
 
     def touching(self, target: Target) -> list[Hashable]:
         """The keys of the graphs that point into a buffer, as their next launches will use them.
 
         `target` is a Buffer (also a view, or a closed one), a device array, or a MemoryRange.
-        `graph.manifest` says what counts as pointing.  A graph whose definition was closed before
-        it came into the cache counts as pointing everywhere.  Raises InputError.
+        `graph.manifest` defines what counts as pointing.  A graph whose definition was closed
+        before it came into the cache counts as pointing everywhere.  Raises InputError.
         """
         return [key for key, _ in self._touching(target)]
 
     def evict_touching(self, target: Target) -> list[Hashable]:
-        """Takes out every graph that points into a buffer; their keys.
+        """Takes out every graph that points into a buffer; returns their keys.
 
         Afterwards no new replay of this cache uses the buffer; those under way finish in stream
         order, as with `evict`.
@@ -342,7 +342,7 @@ class GraphCache(Closeable):
 
     @staticmethod
     def _close(entries: list[Entry]) -> None:
-        # Outside the lock: closing makes the context destroy what waits, which runs others' code.
+        # Outside of the lock: closing destroys retired objects, and that runs code of others.
         for entry in entries:
             entry.executable.close()
 
@@ -379,7 +379,7 @@ class GraphCache(Closeable):
         return self._closed
 
     def close(self) -> None:
-        """Takes every graph out and takes no more.  Idempotent; does not wait."""
+        """Takes every graph out, and refuses new ones.  Idempotent; does not wait."""
         with self._lock:
             self._closed = True
             out = self._table.remove(list(self._table.entries), "closed")

@@ -1,4 +1,4 @@
-"""What a `GraphCache` counts, as frozen records."""
+"""The counts of a `GraphCache`, as frozen records."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ class CacheStatistics:
 
     graphs: int
     nbytes: int
-    """What the graphs in the cache are charged with, together."""
+    """The sum of the bytes that the graphs in the cache are charged with."""
     budget: int | None
     max_graphs: int | None
     leaving: int
-    """Graphs that have left, but that a replay or `hold` is using at this moment."""
+    """Graphs that were taken out, but that a replay or `hold` is using at this moment."""
     hits: int
-    """Questions for a key that was there: replay, get, hold, get_or_capture."""
+    """Calls for a key that was there: replay, get, hold, get_or_capture."""
     misses: int
-    """Questions of replay, get and hold for a key that was not there."""
+    """Calls of replay, get and hold for a key that was not there."""
     captures: int
     capture_failures: int
     joined: int
-    """Questions of get_or_capture that waited for another thread's capture of the key."""
+    """Calls of get_or_capture that waited for another thread's capture of the key."""
     capture_ms: float
-    """Time spent in captures, failed ones too; of several threads added up."""
+    """Time spent in captures, also in failed ones; the sum over all threads."""
     installed: int
     """By `install`."""
     replaced: int

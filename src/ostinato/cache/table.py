@@ -1,13 +1,13 @@
-"""The table behind `GraphCache`: entries in order of use, their bytes, and who leaves when.
+"""The table behind `GraphCache`: entries in order of use, their bytes, and when they leave.
 
-Bookkeeping only: it launches and closes nothing, and is not thread-safe; the cache calls it under
-its lock.  What an entry goes through:
+It launches and closes nothing, and is not thread-safe; the cache calls it under its lock.  States
+of an entry:
 
     put() -> KEPT -> removed, replaced or trimmed -> CLOSED by the cache
                      └─ LEAVING as long as a lease is out ─┘
 
-Calls that take entries out return those that nobody leases; for the others it is the last
-`release` that answers True.  Either way, whoever is told closes the executable.
+Calls that take entries out return those without a lease.  For the others the last `release` returns
+True.  In both cases the caller must close the executable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Entry:
 
 
 class Table:
-    """Entries by key.  `budget` in bytes and `max_graphs` are kept to by leaving out the oldest."""
+    """Entries by key.  Over `budget` (bytes) or `max_graphs`, the least recently used leave."""
 
     def __init__(self, budget: int | None, max_graphs: int | None) -> None:
         self.budget = budget
@@ -50,17 +50,17 @@ class Table:
         self.entries: OrderedDict[Hashable, Entry] = OrderedDict()
         """The last is the most recently used."""
         self.leaving: weakref.WeakSet[Entry] = weakref.WeakSet()
-        """Weakly: a lease that was lost in an interruption must not keep a graph for ever."""
+        """Weak: a lease that an interruption lost must not keep a graph for ever."""
         self.over_budget = 0
         self._left: Counter[Reason] = Counter()
 
     @property
     def nbytes(self) -> int:
-        """What the entries are charged with, together."""
+        """The sum of the bytes that the entries are charged with."""
         return sum(entry.footprint.nbytes for entry in self.entries.values())
 
     def use(self, key: Hashable) -> Entry | None:
-        """The entry under a key, made the most recently used and its hits counted."""
+        """The entry under a key.  Counts a hit, and makes it the most recently used."""
         entry = self.entries.get(key)
         if entry is not None:
             self.entries.move_to_end(key)
@@ -106,7 +106,7 @@ class Table:
             )
 
     def remove(self, keys: Iterable[Hashable], reason: Reason) -> list[Entry]:
-        """Takes out what is there of these keys."""
+        """Takes out the entries that are under these keys; returns those without a lease."""
         out = []
         for key in keys:
             entry = self.entries.pop(key, None)

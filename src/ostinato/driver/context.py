@@ -1,16 +1,16 @@
-"""One opened device below its user's face: the driver, what waits to be destroyed, what listens.
+"""`Context`: the driver of one opened device, the objects to be destroyed, and the taps.
 
-Every owner object (stream, buffer, module, graph) holds its `Context`.  The context keeps the rule
-that destroying anything waits until no capture is under way and no replay uses it:
+Every owner object (stream, buffer, module, graph) holds its `Context`.  The context destroys an
+object only while no capture is under way and no replay uses the object:
 
     owner.close() or its finaliser
-        └─ retire(destroy, streams)     noted; nothing happens to the driver yet
-             └─ collect()               outside of captures: marks the streams with events,
-                                        destroys what lies behind reached marks
+        └─ retire(destroy, streams)     noted; the driver is not called
+             └─ collect()               outside of captures: marks the streams with events, and
+                                        destroys objects whose marks are reached
 
 Finalisers run on any thread, between any two lines, also inside a capture.  So they only append to
-a deque; the driver is called in `collect`, which owners call where the driver may be called.
-Inside a host function it may not be, and `collect` does nothing there.
+a deque.  `collect` calls the driver; owners call it where the driver may be called.  Inside a host
+function the driver may not be called, and `collect` does nothing.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = ["Context", "Entry", "HasContext", "Hot", "Tap", "Turn", "Watcher", "c
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 64
-"""More than so many retired things are not left waiting for a pause between captures."""
+"""If more objects than this are retired, `collect` does not wait for a pause between captures."""
 
 
 class Entry(enum.Enum):
-    """What a call on a stream is to a graph that is being made of the stream's work."""
+    """The kind of a call on a stream, for a graph that is being made of the stream's work."""
 
     WORK = "an operation that a graph can hold"
     ONCE = "work, or a wait, that a graph cannot do again"
@@ -56,21 +56,23 @@ class Entry(enum.Enum):
 
 
 class Tap(Protocol):
-    """What is told of the work submitted to streams: a capture, a recording, a count."""
+    """Gets the work that is submitted to streams: a capture, a recording, a count."""
 
     needs_access: bool
-    """Whether operations must say what they read and write."""
+    """Whether operations must have the memory that they read and write."""
 
     def entering(
         self, stream: Stream, what: str, entry: Entry, operation: Operation | None
     ) -> None:
-        """Called before the call named `what` on a stream reaches the driver; refuses it by
-        raising.  `operation` is what would be submitted, where it is known by then: always, but for
-        graphs, if the tap needs access."""
+        """Called before the call named `what` on a stream reaches the driver; raises to refuse it.
+
+        `operation` is the operation to be submitted, if it is known: if the tap needs access, it is
+        known for all work but launches of graphs.
+        """
         ...
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
-        """Called after the driver took the operation."""
+        """Called after the driver accepted the operation."""
         ...
 
     def recorded(self, stream: Stream, event: Event) -> None:
@@ -87,15 +89,15 @@ class Tap(Protocol):
 
 
 class Hot(Protocol):
-    """Something with a shortcut that holds only while nothing taps and no stream is closed."""
+    """Something with a shortcut that is valid only without taps and until a stream is closed."""
 
     def cool(self) -> None:
-        """Drops the shortcut; it may be taken again after a fresh look."""
+        """Drops the shortcut; `Context.keep_hot` allows it again."""
         ...
 
 
 class Watcher(Protocol):
-    """Something that points at memory which it does not own, such as an executable graph."""
+    """Something that points at memory that it does not own, such as an executable graph."""
 
     def memory_closed(self, memory: MemoryRange) -> None:
         """Called when memory that it watches is given back.  May be called on any thread."""
@@ -118,9 +120,9 @@ def context_of(value: Context | HasContext) -> Context:
 
 
 class Turn:
-    """Whose turn it is on one stream: steps of several threads hold `lock` for a call each.
+    """The lock of one stream, which a step holds for a call, so that threads take turns.
 
-    One for each stream handle of a context, however many `Stream` objects stand for it.
+    A context has one for each stream handle, also if several `Stream` objects have that handle.
     """
 
     __slots__ = ("__weakref__", "lock")
@@ -134,7 +136,7 @@ class _Retired:
     """Something closed that is not destroyed yet.
 
     States: streams not yet marked -> waiting for `marks` -> destroyed.
-    `past`: the whole device was waited for since, so its streams and marks need not be asked.
+    `past`: the whole device was waited for since, so its streams need no marks.
     `gone`: `destroy` was called, which must not happen twice.
     """
 
@@ -163,14 +165,14 @@ class Context:
         self.owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
         """The live owners of allocations made here, by address."""
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-        """What is told of all memory that is given back, not of its own alone."""
+        """Watchers of all memory that is given back, and not of single owners."""
         self._hot: weakref.WeakSet[Hot] = weakref.WeakSet()
         self._incoming: deque[_Retired] = deque()
         self._waiting: list[_Retired] = []
         self._lock = new_lock()
         self._idle = threading.Condition(self._lock)
-        # Set while a thread goes through what waits: garbage collection may come in between, and a
-        # finaliser may close things, which must not go through it as well.
+        # Set while a thread goes through the waiting objects: garbage collection may run meanwhile,
+        # and a finaliser may close objects; that call of `collect` must not go through them too.
         self._looking: object = None
         self._destroying: set[object] = set()
         self._captures: dict[object, _UnderWay] = {}
@@ -181,12 +183,12 @@ class Context:
         switch_off_in_children(self)
 
     def after_fork(self) -> None:
-        """In a forked child: nothing here reaches the driver any more."""
+        """In a forked child: no call reaches the driver from here on."""
         self._forked = self._closed = True
         self.cool()
 
     def turn(self, handle: int) -> Turn:
-        """The turn of the stream with this handle; the same as long as a `Stream` holds it."""
+        """The turn of the stream with this handle; one object as long as a `Stream` holds it."""
         with self._lock:
             turn = self._turns.get(handle)
             if turn is None:
@@ -205,10 +207,10 @@ class Context:
         return len(self._captures)
 
     def capture_begun(self, token: object, *, exclusive: bool = False) -> None:
-        """This thread destroys nothing from here on; with `exclusive`, no thread does.
+        """From here on this thread destroys nothing; with `exclusive`, no thread does.
 
-        `exclusive` is for captures in global mode, which any thread's calls can break; it waits for
-        what another thread is destroying just now.  `token` is what `capture_ended` takes.
+        `exclusive` is for captures in global mode, which calls of any thread can break.  It waits
+        until no other thread is destroying anything.  `capture_ended` needs the same `token`.
         """
         with self._idle:
             self._captures[token] = _UnderWay(threading.get_ident(), exclusive)
@@ -216,13 +218,13 @@ class Context:
                 self._idle.wait()
 
     def capture_ended(self, token: object) -> None:
-        """Undoes `capture_begun`; what waited is destroyed as far as it can be.  Idempotent."""
+        """Undoes `capture_begun`, and destroys the waiting objects that can be.  Idempotent."""
         with self._lock:
             self._captures.pop(token, None)
         self.collect()
 
     def abandon(self, end: Callable[[], None]) -> None:
-        """Notes that `end` must be called to end a capture that nothing holds any more.
+        """Notes that `end` must be called, to end a capture that was dropped.
 
         Safe in finalisers: touches nothing but a deque.
         """
@@ -235,13 +237,13 @@ class Context:
                 self._abandoned.popleft()()
 
     def report(self, error: DriverError) -> None:
-        """Tells the taps that the driver refused a call that is no stream's."""
+        """Calls `failed` of the taps: the driver refused a call that is not on a stream."""
         for tap in self.taps:
             tap.failed(None, error)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """For calls that are no stream's: the taps are told if the driver refuses one."""
+        """For calls that are not on a stream: calls `failed` of the taps if one is refused."""
         try:
             yield
         except DriverError as error:
@@ -250,7 +252,7 @@ class Context:
 
     # --- taps
     def add_tap(self, tap: Tap) -> None:
-        """From here on the tap is told of all stream work of this context."""
+        """From here on the tap gets all stream work of this context."""
         with self._lock:
             self.taps = (*self.taps, tap)
         self.cool()
@@ -262,7 +264,7 @@ class Context:
 
     @contextmanager
     def tapped(self, tap: Tap) -> Iterator[None]:
-        """The tap is told of all stream work in a `with` block."""
+        """The tap gets all stream work of a `with` block."""
         try:
             self.add_tap(tap)
             yield
@@ -272,14 +274,14 @@ class Context:
             raise
 
     def keep_hot(self, hot: Hot) -> bool:
-        """Whether a shortcut may be taken now; if so it is cooled when that changes."""
+        """Whether a shortcut may be taken now.  If so, its `cool` is called when that changes."""
         with self._lock:
             if not self.taps:
                 self._hot.add(hot)
             return not self.taps
 
     def cool(self) -> None:
-        """Drops every shortcut: something taps, or a stream was closed."""
+        """Drops every shortcut, because a tap was added or a stream was closed."""
         with self._lock:
             for one in list(self._hot):
                 one.cool()
@@ -301,20 +303,20 @@ class Context:
     ) -> None:
         """Notes that `destroy` is to run once all work now on `streams` is done.
 
-        `quiet`: and while no capture is under way on any thread, since it waits for the device.
+        `quiet`: and only while no thread captures, since `destroy` waits for the device.
         Safe in finalisers: touches nothing but a deque.  Streams are marked at the next `collect`,
         so work submitted in between is waited for as well.
         """
         self._incoming.append(_Retired(destroy, tuple(streams), quiet))
 
     def collect(self) -> int:
-        """Destroys what can be destroyed now; how many still wait.  Raises nothing of its own.
+        """Destroys what can be destroyed now, and returns how many objects still wait.
 
-        Does nothing while a capture is under way, nor inside a host function.  Only with a long
-        backlog (threads that capture in turns never leave a pause) it goes on beside another
-        thread's capture, unless that is in global mode: the others are not disturbed by it.
-        Destroying happens outside of the lock: it may take long (freed memory waits for the device)
-        and retire more.
+        Does nothing while a capture is under way, nor inside a host function.  With more than
+        `_BACKLOG` retired objects (threads that capture in turns may never leave a pause) it does
+        not wait for captures of other threads, except for those in global mode, which it would
+        break.  Objects are destroyed outside of the lock: that may take long (freeing memory waits
+        for the device) and may retire more.  Errors of the driver are logged, not raised.
         """
         if self._abandoned and not self._closed:
             self.end_abandoned()
@@ -323,7 +325,7 @@ class Context:
         if in_host_function():
             return self.retired
         ready: deque[_Retired] = deque()
-        mine = object()  # so that the `finally` undoes no other thread's doing, wherever it comes
+        mine = object()  # so that the `finally` resets nothing that another thread has set
         try:
             with self._lock:
                 if self._closed or self._looking is not None or self._must_wait():
@@ -342,16 +344,16 @@ class Context:
             with self._idle:
                 self._destroying.discard(mine)
                 self._idle.notify_all()
-        # Whatever a destroyed thing kept alive was retired by its going.
+        # Destroying an object retires what it alone kept alive.
         return self.collect() if self._incoming else self.retired
 
     def _take_in(self) -> None:
-        """What finalisers noted is among what waits from here on."""
+        """Moves what finalisers noted to the waiting objects."""
         while self._incoming:
             self._waiting.append(self._incoming.popleft())
 
     def _sorted_out(self, ready: deque[_Retired]) -> list[_Retired]:
-        """What still waits; the rest goes into `ready`."""
+        """Returns the objects that must still wait; the others go into `ready`."""
         waiting: list[_Retired] = []
         reached: list[_Retired] = []
         for item in self._waiting:
@@ -369,7 +371,7 @@ class Context:
         return self.retired <= _BACKLOG
 
     def _reached(self, item: _Retired) -> bool:
-        """Moves one retired thing on by as many states as it can.  True once its marks are past."""
+        """Moves an object on by as many states as possible.  True once its marks are reached."""
         if item.quiet and self._captures:
             return False
         try:
@@ -386,10 +388,10 @@ class Context:
         return True
 
     def _marks_reached(self, item: _Retired) -> bool:
-        """Marks the streams that are not marked yet; whether all marks are reached."""
+        """Marks the streams that are not marked yet; returns whether all marks are reached."""
         for stream in item.streams:
             mark = stream.mark()
-            if mark is not None:  # else the stream captures just now
+            if mark is not None:  # None: the stream is being captured
                 item.marks.append(mark)
                 item.streams = tuple(s for s in item.streams if s is not stream)
         while item.marks:
@@ -412,7 +414,7 @@ class Context:
 
     @staticmethod
     def _try_to_destroy(destroy: Callable[[], None]) -> bool:
-        """False if it must be tried again: a capture, of another library perhaps, forbids it."""
+        """False if it must be tried again: a capture forbids it, maybe one of another library."""
         try:
             destroy()
         except ContextPoisonedError:
@@ -427,7 +429,7 @@ class Context:
     def synchronize(self) -> None:
         """Waits for all work of the context, then destroys what was closed or dropped before.
 
-        What another thread is destroying just now may be gone a moment later.
+        Objects that another thread is destroying meanwhile may still be there when this returns.
         """
         self.require_open()
         with self.reporting():
@@ -435,8 +437,8 @@ class Context:
         self.collect()
 
     def _wait_for_all(self) -> None:
-        """Waits for the device.  What was retired before is not asked by marks then: one that is
-        made only now is not reached at once, also where nothing runs."""
+        """Waits for the device, and notes that objects retired before need no marks: a mark that is
+        made now is not reached at once, even if nothing runs."""
         with self._lock:
             if self._looking is None:
                 self._take_in()

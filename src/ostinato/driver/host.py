@@ -6,7 +6,7 @@ CUDA's status.  Where to read on:
 
     host_kernel          kernels: Python functions over NumPy views
     host_memory          addresses, allocations, decoded arguments
-    host_stream          queues, threads, marks that events remember
+    host_stream          queues, threads, marks for events
     host_steps           what each kind of work does when it runs
     host_graph           definitions: nodes, edges, clones
     host_capture         the rules of stream capture
@@ -15,16 +15,16 @@ CUDA's status.  Where to read on:
 
 Statuses and the calls that a capture forbids were measured on an H100 (driver 580.159).
 
-What is unlike a GPU, on purpose:
+Differences from a GPU, on purpose:
 
 * The nodes of one launch run one after another, in an order that the edges allow
-  (`HostDriver(shuffle=seed)` draws it).  A node that waits for what a parallel branch of the same
-  launch writes waits for ever.
+  (`HostDriver(shuffle=seed)` draws it).  So a node that waits for a write of a parallel branch of
+  the same launch waits for ever.
 * Streams have no priority, and a kernel never overlaps the one before it: programmatic edges are
-  kept and shown, and mean plain order.
+  kept and shown, and order nodes like other edges.
 * A kernel's access is checked by allocation, not by thread; freed addresses may be used again.
 * Loading a module breaks a capture that is not relaxed.  CUDA loads lazily, and the first launch
-  may do so; here the rule is simple, so that tests find it.
+  may do so; here the rule is simple, so that tests find the mistake.
 * A cycle is refused when its last edge is added, not only by instantiation.
 * Kernels and host functions that call the driver get NOT_PERMITTED (800); CUDA leaves it undefined.
 """
@@ -47,7 +47,7 @@ __all__ = ["DEFAULT_MEMORY", "HostDriver"]
 
 DEFAULT_MEMORY = 8 << 30
 
-# A thread that a host function holds for ever must not hold `close`.
+# `close` waits so long for a thread: a host function may never return.
 _PATIENCE = 2.0
 
 
@@ -57,8 +57,8 @@ class HostDriver(ExecCalls, MemoryCalls, ModuleCalls):
     Nodes that no path of edges orders run in the order of their creation, which hides a missing
     edge.  With `shuffle`, a seed, they run in an order drawn anew for each executable.
 
-    Threads start with the first work on a stream and end with `close`, or when nothing holds the
-    driver any more; they never keep the interpreter from ending.
+    Threads start with the first work on a stream and end with `close`, or when the driver is
+    dropped; they do not keep the interpreter from ending.
     """
 
     def __init__(
@@ -128,5 +128,5 @@ class HostDriver(ExecCalls, MemoryCalls, ModuleCalls):
 
 
 def _is_a_driver(driver: HostDriver) -> Driver:
-    """mypy proves here that every call is there, with the seam's types."""
+    """For mypy, which proves here that every call is there, with the protocol's types."""
     return driver

@@ -1,11 +1,11 @@
-"""The rules of stream capture on the host driver: what a capture is, forbids, and how it breaks.
+"""The rules of stream capture on the host driver: states, forbidden calls, what breaks a capture.
 
 States of a stream: it captures nothing; it captures (`Stream.capture` is set: it began the capture,
 or an event pulled it in); its capture is broken (`Capture.broken` is set: everything but the end
 of the capture is refused with 901).  Ending the capture, well or not, frees all its streams.
 
-A capture begins when its origin joins it and ends when `ended` is set: one assignment each, from
-which all else follows, so that an interruption leaves it begun or not, ended or not.
+A capture begins when its origin joins it and ends when `ended` is set.  Each is one assignment, so
+that an interruption leaves the capture either begun or not, and either ended or not.
 """
 
 from __future__ import annotations

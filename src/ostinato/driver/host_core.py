@@ -1,4 +1,4 @@
-"""What every part of the host driver stands on: its tables, its lock, and the checks at each call.
+"""The base of all parts of the host driver: its tables, its lock, and the checks at each call.
 
 The lock guards the tables and every definition.  It is never held while user code runs: streams
 run their work on threads of their own, which never take it.
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def known(found: T | None, call: str, what: str, handle: int) -> T:
-    """What a handle stands for.  Raises INVALID_HANDLE if nothing was found under it."""
+    """The object that was found under a handle.  Raises INVALID_HANDLE if there was none."""
     if found is None:
         raise driver_error(Status.INVALID_HANDLE, call, f"{what} {handle:#x}")
     return found
@@ -64,10 +64,10 @@ class HostCore(ABC):
         switch_off_in_children(self)
 
     def after_fork(self) -> None:
-        """In a forked child: every later call raises INVALID_CONTEXT and says why."""
+        """In a forked child: every later call raises INVALID_CONTEXT with the reason."""
         self._context.after_fork()
 
-    # --- at the door
+    # --- checks at each call
 
     def _enter(self, call: str) -> None:
         """Refuses every call on a driver that is closed or poisoned, or from its own threads."""
@@ -96,14 +96,14 @@ class HostCore(ABC):
             yield
 
     def _thread_mode(self) -> CaptureMode:
-        """How strictly the calling thread is judged; CUDA begins with the strictest."""
+        """The capture mode of the calling thread; at first the strictest, as in CUDA."""
         mode: CaptureMode = getattr(self._thread, "mode", CaptureMode.GLOBAL)
         return mode
 
     def _forbid(self, call: str) -> None:
         """Refuses a call that captures under way forbid to this thread, and breaks those captures.
 
-        CUDA calls them potentially unsafe: they may wait for, or change, what a capture relies on.
+        CUDA calls them potentially unsafe: they may wait for, or change, what a capture needs.
         """
         if not self._begun:
             return

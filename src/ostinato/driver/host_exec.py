@@ -40,7 +40,7 @@ EnabledKinds = frozenset({NodeKind.KERNEL, NodeKind.MEMCPY, NodeKind.MEMSET})
 
 @dataclass(slots=True, eq=False)
 class LaunchState:
-    """What one launch brings for its event nodes."""
+    """What one launch needs for its event nodes."""
 
     records: Mapping[int, Latch] = field(default_factory=dict)
     waits: Mapping[int, Mark] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Executable:
     """Events that its nodes record, and wait for."""
     allocations: list[Allocation] = field(default_factory=list)
     leaves: list[Allocation] = field(default_factory=list)
-    """What it allocates, and of that what it does not free itself."""
+    """What it allocates, and the part of that which it does not free itself."""
     frees: list[Allocation] = field(default_factory=list)
     """What it frees that another graph allocated."""
     destroyed: bool = False
@@ -79,11 +79,11 @@ class Executable:
 
     @property
     def plain(self) -> bool:
-        """Whether a launch needs nothing but its steps."""
+        """Whether a launch has nothing to do but its steps."""
         return not (self.records or self.waits or self.allocations or self.frees)
 
     def survey(self, reserved: Mapping[int, Allocation]) -> None:
-        """Notes the events and memory that launches must care for."""
+        """Notes the events and memory that each launch must handle."""
         kinds = [node.params for node in self.snapshot.walk()]
         self.records = [int(p.event) for p in kinds if isinstance(p, EventRecordNodeParams)]
         self.waits = [int(p.event) for p in kinds if isinstance(p, EventWaitNodeParams)]
@@ -218,7 +218,7 @@ def check_instantiable(
     *,
     instances: bool,
 ) -> None:
-    """Raises what cuGraphInstantiate refuses, with the node to blame.
+    """Raises what cuGraphInstantiate refuses, with the node that is at fault.
 
     `instances`: whether the graph has an executable already.
     """

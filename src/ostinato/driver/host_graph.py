@@ -83,7 +83,7 @@ def copy_dimensions(params: MemcpyNodeParams | MemsetNodeParams) -> int:
 
 @dataclass(slots=True, eq=False)
 class Condition:
-    """What a conditional handle stands for; the value itself belongs to each executable."""
+    """A conditional handle's definition; each executable has a value of its own for it."""
 
     handle: ConditionalHandle
     default: int
@@ -115,7 +115,7 @@ class Node:
 
     @property
     def condition(self) -> Condition:
-        """Of a conditional node: what its handle stands for."""
+        """Of a conditional node: the definition of its handle."""
         assert isinstance(self.params, ConditionalNodeParams)
         graph = self.graph
         while self.params.handle not in graph.conditions:
@@ -126,7 +126,7 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class GraphDefinition:
-    """A graph.  `owner` is the node that a child graph or a body lives in."""
+    """A graph.  `owner` is the node that holds a child graph or a body."""
 
     handle: GraphHandle
     nodes: dict[NodeHandle, Node] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class GraphDefinition:
         return graph
 
     def walk(self) -> Iterable[Node]:
-        """Every node, those of children and bodies right after the node they live in."""
+        """Every node; those of children and bodies come right after the node that holds them."""
         for node in self.nodes.values():
             yield node
             for inner in node.inner:
@@ -174,9 +174,9 @@ class GraphDefinition:
         return node
 
     def clone(self, owner: Node | None = None, *, inner: bool = False) -> GraphDefinition:
-        """A deep copy.  Conditional handles keep their numbers: kernels carry them.
+        """A deep copy.  Conditional handles keep their numbers: they are in kernel arguments.
 
-        `inner` says that the copy is a part of the copy of a larger graph.
+        `inner`: the copy is a part of the copy of a larger graph.
         """
         copy = GraphDefinition(GraphHandle(new_handle()), owner=owner, body=self.body and inner)
         conditions = self.conditions if inner else self.root.conditions
@@ -206,8 +206,8 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
 
 
 def execution_order(graph: GraphDefinition, shuffle: Random | None = None) -> list[Node]:
-    """A topological order.  Where the edges leave the choice: creation order, or one drawn with
-    `shuffle`."""
+    """A topological order.  Nodes that no edges order come in the order of their creation, or in
+    one drawn with `shuffle`."""
     nodes = list(graph.nodes.values())
     if shuffle is not None:
         shuffle.shuffle(nodes)
@@ -233,7 +233,7 @@ def execution_order(graph: GraphDefinition, shuffle: Random | None = None) -> li
 
 
 def refuse_opaque(params: NodeParams, call: str) -> None:
-    """Nodes that the seam only shows cannot be made."""
+    """Refuses nodes that the protocol can show but not make."""
     if isinstance(params, OpaqueNodeParams):
         raise driver_error(Status.NOT_SUPPORTED, call, f"an opaque node ({params.why})")
     if isinstance(params, MemcpyNodeParams) and params.opaque:

@@ -56,7 +56,7 @@ class GraphCalls(HostCore):
             self._release_memory(definition)
 
     def _release_memory(self, graph: GraphDefinition) -> None:
-        """A definition or an executable gives up its hold on the addresses of its alloc nodes."""
+        """Ends the hold of a definition or an executable on the addresses of its alloc nodes."""
         for node in graph.walk():
             if isinstance(node.params, AllocNodeParams):
                 allocation = self._memory.reserved.get(node.params.address)

@@ -14,8 +14,8 @@ A kernel is called once a launch, not once a thread: it does the work of the who
 * a number is a Python number, ``cond`` too (it is what `HostLaunch.set_conditional` takes);
 * ``bytes[N]`` is `bytes`.
 
-What it raises poisons the driver as a fault on a GPU would: IndexError as an illegal address (700),
-anything else as a failed launch (719).
+An exception of a kernel poisons the driver as a fault on a GPU would: IndexError as an illegal
+address (700), any other as a failed launch (719).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HostLaunch:
 
 @dataclass(frozen=True, slots=True)
 class PointerParameter:
-    """Which argument is a pointer, and what a view of it is like."""
+    """A pointer argument: its place, and the view that a kernel gets for it."""
 
     index: int
     name: str

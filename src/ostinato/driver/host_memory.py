@@ -1,6 +1,6 @@
-"""Memory of the host driver: real addresses of this process, and who owns which.
+"""Memory of the host driver: allocations at real addresses of this process.
 
-Fresh memory is filled with `POISON` bytes, so that a read of what nobody wrote shows.
+Fresh memory is filled with `POISON` bytes, so that a read of memory never written shows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DECODED_LIMIT = 8192
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """One piece of memory.  `data` are its bytes; a graph's allocation is live only at times."""
+    """One piece of memory, with its bytes.  A graph's allocation is not always live."""
 
     address: int
     nbytes: int
@@ -38,7 +38,7 @@ class Allocation:
     pinned: bool = False
     graph_owned: bool = False
     outstanding: bool = False
-    """Of a graph's allocation: a launch that was submitted allocates it, and none frees it yet."""
+    """Of a graph's allocation: whether a submitted launch allocates it and none frees it yet."""
     holders: int = 0
     """Of a graph's allocation: the definitions and executables that name it."""
 
@@ -74,7 +74,7 @@ class MemoryTable:
         self._used: int | None = 0
         """Bytes of device memory in it; None if it has to be added up again."""
         self._generation = 0
-        # Graph allocations by address, live or not: addresses that only stream order can judge.
+        # Graph allocations by address.  Whether one is live depends on the order of the streams.
         self.reserved: dict[int, Allocation] = {}
         # (id of a loaded function, argument bytes) to the values it is called with.  The views
         # hold their memory, so it is emptied whenever anything is freed.
@@ -139,7 +139,7 @@ class MemoryTable:
         return None if allocation is None else MemoryRange(allocation.address, allocation.nbytes)
 
     def drop_reserved(self, allocation: Allocation) -> None:
-        """Gives a graph's address space back once nothing can name it any more."""
+        """Gives a graph's address space back once no definition and no executable uses it."""
         if allocation.holders <= 0 and not allocation.outstanding:
             self.reserved.pop(allocation.address, None)
 
@@ -155,7 +155,7 @@ class MemoryTable:
         return allocation is not None and allocation.pinned
 
     def check(self, address: int, nbytes: int, call: str, what: str) -> None:
-        """Raises INVALID_VALUE for bytes that nobody owns, where the call itself can tell."""
+        """Raises INVALID_VALUE for bytes outside of allocations, if that is known at the call."""
         allocation = self.find(address)
         if allocation is None:
             allocation = self.reserved_at(address)

@@ -1,4 +1,4 @@
-"""The modules and kernels of the host driver, and what parameters of nodes must satisfy."""
+"""The modules and kernels of the host driver, and the checks of node parameters."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class ModuleCalls(HostCore):
     # --- parameters
 
     def _check_params(self, call: str, params: NodeParams) -> None:
-        """Raises what CUDA would say of parameters that cannot be right anywhere."""
+        """Raises CUDA's error for parameters that are wrong in every stream and graph."""
         match params:
             case KernelNodeParams():
                 self._check_kernel(call, params)
@@ -270,7 +270,7 @@ class ModuleCalls(HostCore):
             )
 
     def _step(self, call: str, params: NodeParams, conditions: Conditions | None = None) -> Step:
-        """Work that needs nothing of the graph it may be in."""
+        """The step of work that does not depend on the graph it may be in."""
         context = self._context
         match params:
             case KernelNodeParams():

@@ -75,7 +75,7 @@ class LoadedFunction:
     allowed_shared: int
     module: int
     accepted_layout: object = None
-    """The layout that the last launch gave and that was found right: seldom checked twice."""
+    """The layout of the last launch, which was found right, so that it is not checked again."""
 
     def unload(self) -> None:
         name = self.kernel.name
@@ -89,7 +89,7 @@ class LoadedFunction:
 
 
 class Conditions:
-    """The values of an executable's conditional handles, reset where it says so at each launch."""
+    """The values of an executable's conditional handles; some are reset at each launch."""
 
     __slots__ = ("defaults", "values")
 
@@ -205,7 +205,7 @@ def host_step(function: Callable[[], object]) -> Step:
         try:
             function()
         except BaseException:
-            # Nobody can catch it: the caller has long gone on.  CUDA has no way to say it either.
+            # The caller has gone on and cannot catch it.  CUDA does not report it either.
             logger.exception("a host function raised; the stream goes on")
 
     return step

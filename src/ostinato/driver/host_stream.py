@@ -1,7 +1,7 @@
 """Streams of the host driver: ordered queues, each drained by a thread of its own.
 
-Nothing here knows the driver: the threads hold only their queue and the `HostContext`, so that a
-driver which nobody holds any more can be collected while its threads still wait for work.
+Nothing here holds the driver: the threads hold only their queue and the `HostContext`, so that a
+driver that was dropped can be collected while its threads still wait for work.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Failure:
 
 
 def _failure(error: BaseException) -> Failure:
-    """What a failure of running work means; which kernel it was is found in the traceback."""
+    """The status for a failure of running work; the traceback shows which kernel it was."""
     status = int(Status.ILLEGAL_ADDRESS if isinstance(error, IndexError) else Status.LAUNCH_FAILED)
     detail = f"{type(error).__name__}: {error}"
     if isinstance(error, DriverError):
@@ -67,7 +67,7 @@ def _failure(error: BaseException) -> Failure:
 
 
 class HostContext:
-    """What running work needs: the memory, the queues, and whether all is lost."""
+    """What running work needs: the memory, the queues, the failure that poisoned the context."""
 
     def __init__(self, total_memory: int) -> None:
         self.memory = MemoryTable(total_memory)
@@ -79,17 +79,17 @@ class HostContext:
         self.workers: set[int] = set()
 
     def fail(self, error: BaseException) -> None:
-        """Poisons the context; the first failure stays."""
+        """Poisons the context; the first failure is kept."""
         if self.failure is None and not self.closed:
             self.failure = _failure(error)
 
     @property
     def stopped(self) -> bool:
-        """Whether work that waits for something should give up."""
+        """Whether work that waits should stop waiting."""
         return self.closed or self.failure is not None
 
     def after_fork(self) -> None:
-        """In a forked child: the threads are not there."""
+        """In a forked child, where the threads do not exist."""
         self.closed, self.why_closed = True, FORKED
         self.queues.clear()
 
@@ -105,11 +105,11 @@ class WorkQueue:
 
     An interruption (KeyboardInterrupt) may come between any two lines of the submitting thread, so
     no two lines depend on each other: a task and its number enter the queue in one step, and leave
-    it only once `completed` says that the task is done; a second wake-up, and a second worker, find
-    nothing to do.
+    it only after `completed` has reached the number; a second wake-up and a second worker do no
+    harm.
 
-    A waiter first puts itself on the list and then looks at `completed`; the worker first counts
-    and then looks at the list.  So one of the two always sees the other.
+    A waiter first puts itself on the list and then reads `completed`; the worker first raises
+    `completed` and then reads the list.  So no waiter is missed.
     """
 
     def __init__(self, context: HostContext, name: str) -> None:
@@ -156,7 +156,7 @@ class WorkQueue:
             self._thread = thread
 
     def wait(self, number: int) -> None:
-        """Waits until task `number` and all before it are done, or dropped, or never came in."""
+        """Waits until task `number` and all before it are done or were dropped (see `reached`)."""
         if self.reached(number):
             return
         latch = threading.Lock()
@@ -168,10 +168,9 @@ class WorkQueue:
         latch.acquire()
 
     def reached(self, number: int) -> bool:
-        """Whether nothing of task `number` is still to come.
+        """Whether task `number` is done, was dropped, or was never submitted.
 
-        A number that was never submitted is reached: it was meant for a task whose submission was
-        interrupted.
+        A number that was never submitted belongs to a task whose submission was interrupted.
         """
         if self.completed >= number or number > self.submitted:
             return True
@@ -233,7 +232,7 @@ class WorkQueue:
                     task()
                 except BaseException as error:
                     context.fail(error)
-            del task  # what it holds must not live until the next task comes
+            del task  # it must not be kept alive until the next task
             self._finish(number)
         context.workers.discard(me)
         context.queues.discard(self)
@@ -249,7 +248,7 @@ class WorkQueue:
 
 
 class Mark:
-    """A place in a queue, as an event remembers it."""
+    """A place in a queue; an event holds one."""
 
     __slots__ = ("number", "queue", "time")
 
@@ -281,7 +280,7 @@ class Latch(Mark):
         return self._reached.is_set() or super().done()
 
     def wait(self) -> None:
-        # The launch may be dropped, and then nobody reaches the latch: look at its end as well.
+        # The launch may be dropped, and then the latch is never set: look at its end as well.
         while not self._reached.wait(0.02):
             if super().done():
                 return
@@ -293,7 +292,7 @@ class Latch(Mark):
 
 @dataclass(frozen=True, slots=True)
 class CapturedMark:
-    """A place in a capture: what work after it would depend on."""
+    """A place in a capture: the nodes that work after it would depend on."""
 
     capture: Capture
     dependencies: tuple[Node, ...]
@@ -315,9 +314,9 @@ class Stream:
     handle: int
     queue: WorkQueue
     joined: Capture | None = None
-    """The capture that it began or was pulled into last, also if that has ended."""
+    """The last capture that it began or was pulled into, also if that has ended."""
     dependencies: tuple[Node, ...] = ()
-    """While it captures: what its next node depends on."""
+    """While it captures: the nodes that its next node depends on."""
     destroyed: bool = False
 
     @property

@@ -26,7 +26,7 @@ class StreamCalls(CaptureCalls):
         call = "synchronize"
         self._enter(call)
         with self._lock:
-            # Whatever the captures' modes: it would have to wait for all of their streams.
+            # In all capture modes: it would have to wait for all of their streams.
             for capture in self._captures:
                 capture.broken = True
             if self._captures:

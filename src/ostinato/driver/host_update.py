@@ -1,4 +1,4 @@
-"""What of an executable may change on the host driver: CUDA's rules for updates."""
+"""CUDA's rules for updates, on the host driver: what may change in an executable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUCCESS = UpdateOutcome(UpdateVerdict.SUCCESS)
 
 
 def may_become(old: NodeParams, new: NodeParams, is_pinned: Callable[[int], bool]) -> str:
-    """Why one node's parameters cannot become others of the same kind; empty if they can."""
+    """Why a node's parameters cannot be replaced by others of the same kind; empty if they can."""
     if isinstance(old, MemcpyNodeParams) and isinstance(new, MemcpyNodeParams):
         if copy_dimensions(old) != copy_dimensions(new):
             return f"a {copy_dimensions(old)}-D copy cannot become {copy_dimensions(new)}-D"

@@ -1,18 +1,17 @@
-"""Capture: stream work becomes a graph, nothing runs, and it always ends.
+"""Capture: stream work becomes a graph, and nothing runs.  A capture ends on every path.
 
 States of a `Capture`:
 
     NEW -> begin() -> ACTIVE -> end()   -> ENDED   (graph)
                              -> abort() -> ABORTED (no graph; the first error is kept)
 
-`capture(stream)` and `capture_function` drive them so that every path leaves ACTIVE; a `Capture`
-that is dropped while it is under way is ended by the context.  Thread-local mode is the default: in
-global mode, what any other thread of the process does (an allocation, a query, a library's first
-call) breaks the capture.
+With `capture(stream)` and `capture_function` every path leaves ACTIVE.  A `Capture` that is dropped
+while it is ACTIVE is ended by the context.  Thread-local mode is the default: in global mode, calls
+of any other thread of the process (an allocation, a query, a library's first call) break the
+capture.
 
-A stream that is captured belongs to the thread that captures it: calls of other threads on it are
-refused before they reach the driver, so they neither join the capture nor break it.  In relaxed
-mode they are let through.
+While a thread captures a stream, calls of other threads on that stream are refused before they
+reach the driver, so they neither join the capture nor break it.  In relaxed mode they are allowed.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ class _State(enum.Enum):
 
 
 class _Session:
-    """One capture in the driver, and what is told of the work in it (a tap).
+    """One capture in the driver, and the tap that follows the work in it.
 
-    Holds no `Capture`, so that one which is dropped can be ended by the context.  `leave` may be
-    called at any time and as often as wanted: an interruption (KeyboardInterrupt) may come between
-    any two lines, and what is left to do is done by the next call.
+    It does not hold its `Capture`, so that a `Capture` which is dropped can be finalised, and the
+    context ends it.  `leave` may be called at any time and repeatedly: an interruption
+    (KeyboardInterrupt) may come between any two lines, and the next call does what is left to do.
     """
 
     needs_access = False
@@ -79,25 +78,25 @@ class _Session:
         self.contained = contained
         self.trace = LineTrace(stream) if trace else None
         self.handle = GraphHandle(0)
-        """The graph that the driver gave at the end, until an owner takes it."""
+        """The graph that the driver returned at the end, until a `Graph` owns it."""
         self.failure: DriverError | None = None
-        """What the driver said at the end."""
+        """The driver's error at the end of the capture."""
         self.labels: dict[NodeHandle, NodeLabel] = {}
         self.keep: list[object] = []
         self.submissions: list[Submission] = []
         self.refusal: CaptureBrokenError | None = None
-        """The error for work that this library itself kept out of the capture."""
+        """The error for work that this library refused, and that the graph would lack."""
         self.broken_at: str | None = None
         self.broken_by: DriverError | None = None
         self.forked_at: str | None = None
-        """The last line that worked on a stream forked from the captured one."""
+        """The last line that used a stream forked from the captured one."""
         self._id = 0
         self._thread = 0
         self._in_driver = False
 
     # --- begin and end
     def begin(self) -> None:
-        """Begins the capture.  Whatever it raises, `leave` must follow."""
+        """Begins the capture.  The caller must call `leave`, also if this raises."""
         stream, context = self.stream, self.stream.context
         context.require_open()
         context.collect()
@@ -128,7 +127,7 @@ class _Session:
             driver.stream_begin_capture_to_graph(stream, self.into.handle, leaves, self.mode)
 
     def leave(self) -> None:
-        """Ends the driver's capture, whatever state it is in; sets `handle` or `failure`."""
+        """Ends the driver's capture in any state; sets `handle` or `failure`."""
         context = self.stream.context
         try:
             if self.trace is not None:
@@ -141,8 +140,8 @@ class _Session:
                 context.capture_ended(self)
 
     def _ended_in_driver(self) -> bool:
-        """Ends it in the driver.  False if it still is under way there: the driver refused the call
-        as such, or the calling thread."""
+        """Ends the capture in the driver.  False if the driver refused that, so that the capture is
+        still under way."""
         driver, stream = self.stream.context.driver, self.stream.handle
         for _ in range(2):
             try:
@@ -159,7 +158,7 @@ class _Session:
                 info = driver.stream_capture_info(stream)
             except DriverError:
                 return False
-            # A broken capture no longer says which one it is.
+            # The driver gives no number for a broken capture.
             broken = info.status is CaptureStatus.INVALIDATED
             mine = broken or not self._id or info.capture_id == self._id
             if info.status is CaptureStatus.NONE or not mine:
@@ -167,7 +166,7 @@ class _Session:
         return False
 
     def drop(self) -> None:
-        """Ends the capture and drops its graph.  Raises nothing of its own."""
+        """Ends the capture and drops its graph.  Does not raise."""
         self.leave()
         if self._in_driver:
             self.stream.context.abandon(self.drop)  # tried again
@@ -182,7 +181,7 @@ class _Session:
     def entering(
         self, stream: Stream, what: str, entry: Entry, operation: Operation | None
     ) -> None:
-        """Refuses other threads' calls on a captured stream, and work that would escape."""
+        """Refuses other threads' calls on a captured stream, and work that the graph would lack."""
         if threading.get_ident() != self._thread:
             if self.mode is not CaptureMode.RELAXED and self._holds(stream):
                 raise CaptureError(
@@ -208,16 +207,16 @@ class _Session:
         if stream.handle == self.stream.handle:
             return True
         info = stream.capture_info
-        # A broken capture no longer says which one it is.
+        # The driver gives no number for a broken capture.
         return info.status is CaptureStatus.INVALIDATED or (
             info.status is CaptureStatus.ACTIVE and info.capture_id == self._id
         )
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
-        """Notes which node an operation became, and the line, if it went into this capture."""
+        """Notes the node and the line of an operation, if it went into this capture."""
         try:
             info = stream.capture_info
-        except DriverError as error:  # what the node needs would not be kept alive
+        except DriverError as error:  # the graph would not keep what the node points at
             self.refusal = self.refusal or CaptureBrokenError(
                 f"the capture was broken at {caller_location()}: after {operation.name} the driver "
                 f"refused to say what is captured ({error})",
@@ -237,7 +236,7 @@ class _Session:
         self.submissions.append(Submission(operation.name, line))
 
     def recorded(self, stream: Stream, event: Event) -> None:
-        """Nothing to note: the driver keeps what an event stands for."""
+        """Nothing to note: the driver knows which nodes an event is behind."""
 
     def waited(self, stream: Stream, event: Event) -> None:
         """Notes the line that pulled another stream into this capture."""
@@ -260,11 +259,11 @@ class _Session:
 
     # --- errors
     def _where(self) -> str | None:
-        """The line that broke the capture: of a refused call of ours, else what the trace found."""
+        """The line that broke the capture: of a refused call, else the one that the trace found."""
         return self.broken_at or (self.trace.broken_at if self.trace else None)
 
     def broken(self, error: DriverError) -> Exception:
-        """The error to raise where the driver ended the capture with one."""
+        """The error to raise if the driver returned one at the end of the capture."""
         if isinstance(error, ContextPoisonedError | OutOfMemoryError):
             return error
         where = self._where()
@@ -286,7 +285,7 @@ class _Session:
         )
 
     def explanation(self, error: BaseException) -> Exception | None:
-        """A better error to raise in place of one that left the capture's block, or None."""
+        """The error to raise in place of one that left the capture's block; None to keep that."""
         if isinstance(error, StreamCaptureError) or (
             isinstance(error, DriverError) and error is self.broken_by
         ):
@@ -304,9 +303,9 @@ class Capture:
 
     `into` captures into an existing graph, such as a conditional body.  `pool`, if given, must be
     open.  `contained` refuses work that this thread submits to a stream outside of the capture: the
-    graph would lack it, and it would run at once.  `trace` looks after every line of Python for the
-    first one that breaks the capture, also inside libraries that do not go through this one; it is
-    slow, and for finding faults.
+    graph would lack it, and it would run at once.  `trace` checks the capture after every line of
+    Python and finds the first line that breaks it, also inside other libraries; it is slow, and for
+    finding faults.
     """
 
     def __init__(
@@ -353,7 +352,7 @@ class Capture:
         return self
 
     def end(self) -> Graph:
-        """Ends the capture; the graph.  The stream works again, also if this raises.
+        """Ends the capture and returns the graph.  The stream works again, also if this raises.
 
         Raises NotCapturingError if it is not under way, CaptureBrokenError with the line if
         something broke it, CaptureError if nothing was captured or the driver gave no graph.
@@ -380,7 +379,7 @@ class Capture:
         return self._graph
 
     def _take_graph(self, session: _Session) -> Graph:
-        """The graph that the driver gave, with an owner."""
+        """Makes the `Graph` that owns what the driver returned."""
         context, into = self.stream.context, session.into
         handle, session.handle = session.handle, GraphHandle(0)
         if into is not None:
@@ -398,9 +397,9 @@ class Capture:
         return graph
 
     def abort(self) -> DriverError | None:
-        """Ends the capture without a graph; what the driver said, if it complained.
+        """Ends the capture without a graph; returns the driver's error if there was one.
 
-        Never raises; does nothing if the capture is not under way.
+        Does not raise; does nothing if the capture is not under way.
         """
         if self._state is not _State.ACTIVE:
             return None
@@ -413,13 +412,13 @@ class Capture:
         self._detach()
 
     def _detach(self) -> None:
-        """There is nothing left to end if this is dropped."""
+        """The capture has ended, so nothing is to be done if this is dropped."""
         if self._finalizer is not None:
             self._finalizer.detach()
 
     def explanation(self, error: BaseException) -> Exception | None:
-        """The error to raise in place of one that left the block and that a broken capture caused;
-        None if it was no such one."""
+        """The error to raise in place of one that left the block, if a broken capture caused that;
+        else None."""
         return self._session.explanation(error)
 
     # --- result
@@ -437,12 +436,12 @@ class Capture:
 
     @property
     def submissions(self) -> tuple[Submission, ...]:
-        """What this library put into the capture so far, in order."""
+        """The operations that this library put into the capture so far, in order."""
         return tuple(self._session.submissions)
 
 
 def _leaves(graph: Graph) -> list[NodeHandle]:
-    """The nodes that nothing depends on: what is captured next comes after them."""
+    """The nodes that no other depends on: what is captured next depends on them."""
     sources = {edge.source for edge in graph.edges}
     return [n for n in graph.context.driver.graph_nodes(graph.handle) if n not in sources]
 

@@ -1,4 +1,4 @@
-"""Two operations of a graph that use the same memory, and that no path of edges orders."""
+"""Finds two operations of a graph that use the same memory and that no path of edges orders."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["unordered"]
 
 
 def unordered(graph: Graph, operations: Sequence[Operation]) -> tuple[Operation, Operation] | None:
-    """The first such pair, or None.
+    """The first two operations that conflict and that no path orders, or None.
 
     `operations` are those that the graph was captured from, in the order of their submission, with
-    what they read and write.  None too where they cannot be told to be the graph's, or what one
-    touches is not known.
+    the memory that they read and write.  Also None if their names are not those of the graph's
+    nodes.  Operations whose memory is not known are left out.
     """
     nodes = [handle for handle, label in graph.labels.items() if label.operation is not None]
     names = [label.operation.name for label in graph.labels.values() if label.operation is not None]
@@ -42,7 +42,7 @@ def _is_chain(nodes: Sequence[NodeHandle], after: dict[NodeHandle, NodeHandle]) 
 
 
 def _reached(graph: Graph, nodes: Sequence[NodeHandle]) -> dict[NodeHandle, int]:
-    """For each node of the graph the places (as bits) of those of `nodes` that come before it."""
+    """For each node of the graph, the indices (as bits) of those of `nodes` that come before it."""
     place = {node: index for index, node in enumerate(nodes)}
     sources: dict[NodeHandle, list[NodeHandle]] = {
         node: [] for node in graph.context.driver.graph_nodes(graph.handle)
@@ -61,7 +61,7 @@ def _visit(
     place: dict[NodeHandle, int],
     reached: dict[NodeHandle, int],
 ) -> None:
-    """Fills `reached` for a node, and before it for all that it depends on."""
+    """Fills `reached` for a node, after it did so for all nodes that it depends on."""
     stack = [node]
     while stack:
         top = stack[-1]

@@ -1,13 +1,13 @@
-"""Record: launches run eagerly and are noted, and a graph is built from the notes by hand.
+"""Record: launches run eagerly and are noted, and a graph is built from the notes.
 
-For work that stream capture cannot take, or when its answer is wanted at once: the recorded run is
-a real run.  Edges come from what each operation reads and writes, so operations that touch
-different memory may run side by side.
+For work that stream capture refuses, or if the answer is needed at once: the recorded run is a real
+run.  Edges follow from the memory that each operation reads and writes, so operations on different
+memory may run side by side.
 
-What a graph cannot do again breaks a recording, as it breaks a capture, but the run goes on: bytes
-of the host copied to the device, waiting for the device, a stream that was not forked from the
-recorded one, an event from outside.  Not seen: what another library launches on the stream, unless
-it gets the stream while it is recorded.
+Work that a graph cannot repeat breaks a recording, as it breaks a capture, but the run goes on:
+bytes of the host copied to the device, waiting for the device, a stream that was not forked from
+the recorded one, an event from outside.  Not seen: launches of another library on the stream,
+unless the library gets the stream during the recording.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Recording:
         self._broken: _Break | None = None
 
     def _found(self) -> _Break | None:
-        """What speaks against a graph of this."""
+        """What broke the recording, or would break it now; None if a graph can be built."""
         if self._broken is None and self._events:
             location = next(iter(self._events.values()))
             return _Break("an event was recorded that nothing inside waits for", location)
@@ -99,7 +99,7 @@ class Recording:
     def entering(
         self, stream: Stream, what: str, entry: Entry, operation: Operation | None
     ) -> None:
-        """Notes what a graph would lack.  Refuses nothing: the run is a real one."""
+        """Notes what a graph would lack.  Refuses nothing, because the run is a real one."""
         if threading.get_ident() != self._thread or entry is Entry.ORDER:
             return
         if entry is Entry.GIVE:
@@ -134,7 +134,7 @@ class Recording:
             self._break("the stream was made to wait for an event from outside of the recording")
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
-        """What the driver refused is missing, whatever the caller makes of the error."""
+        """A refused call breaks the recording, also if the caller catches the error."""
         if stream is None or self._is_mine(stream):
             self._break(f"the driver refused a call ({error.call}, status {int(error.status)})")
 

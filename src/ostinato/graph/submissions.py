@@ -1,6 +1,6 @@
-"""What a thread submits through this library: to find work that a capture lacks.
+"""The operations that a thread submits through this library, to find those that a capture lacks.
 
-Work of other libraries, and of other threads, is not seen here.
+Work of other libraries and of other threads is not included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Submission", "first_missing", "operations", "submissions"]
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One operation that the driver took: its name, and the line that submitted it."""
+    """One operation that the driver accepted: its name, and the line that submitted it."""
 
     name: str
     line: tuple[str, int] | None
@@ -46,10 +46,10 @@ class _Noted:
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
         if threading.get_ident() != self._thread or operation.once:
-            return  # what no graph can hold: a capture refuses it with words of its own
+            return  # no graph can hold it: a capture refuses it with an error of its own
         if self.needs_access:
             self.operations.append(operation)
-        else:  # no more than names: they must keep nothing alive
+        else:  # names only, which keep nothing alive
             self.submissions.append(Submission(operation.name, caller_line()))
 
     def recorded(self, stream: Stream, event: Event) -> None:
@@ -59,19 +59,19 @@ class _Noted:
         """Events are no operations."""
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
-        """What was refused was not submitted."""
+        """A refused operation was not submitted."""
 
 
 @contextmanager
 def submissions(context: Context) -> Iterator[Sequence[Submission]]:
-    """For a `with` block: what this thread submits in it to the context's streams, in order."""
+    """For a `with` block: what this thread submits to the context's streams in it, in order."""
     with _noted(context, needs_access=False) as tap:
         yield tap.submissions
 
 
 @contextmanager
 def operations(context: Context) -> Iterator[Sequence[Operation]]:
-    """As `submissions`, but the operations themselves, with what they read and write."""
+    """Like `submissions`, but the operations themselves, with the memory they read and write."""
     with _noted(context, needs_access=True) as tap:
         yield tap.operations
 
@@ -84,8 +84,8 @@ def _noted(context: Context, *, needs_access: bool) -> Iterator[_Noted]:
 
 
 def first_missing(wanted: Iterable[Submission], found: Iterable[Submission]) -> Submission | None:
-    """The first of the wanted operations that was submitted more often than it was found, by its
-    name; None if there is none."""
+    """The first of the wanted operations whose name is wanted more often than it was found; None if
+    there is none."""
     left = Counter(one.name for one in found)
     for one in wanted:
         left[one.name] -= 1

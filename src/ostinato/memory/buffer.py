@@ -1,9 +1,9 @@
 """Device and pinned memory as owners.
 
 A `Buffer` is an allocation, or a view into one, with a shape and a dtype.  Its address never
-changes.  It is freed when it is closed, or dropped while nothing keeps it; graphs keep the buffers
-that their nodes point at.  What was closed cannot be used any more: launches refuse it, and so do
-graphs that point at it.
+changes.  It is freed when it is closed, or when nothing refers to it any more; graphs keep the
+buffers that their nodes point at.  A closed buffer cannot be used: launches with it raise, and so
+do launches of graphs that point at it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Buffer(Closeable):
         self.dtype = dtype
         self.pinned = pinned
         self.base = base
-        """What owns the memory, if this is a view; kept alive by it."""
+        """The object that owns the memory, if this is a view, which keeps it alive."""
         self._range = MemoryRange(address, math.prod(shape) * dtype.itemsize)
         self._closed = False
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
@@ -71,7 +71,7 @@ class Buffer(Closeable):
         self._place(address)
 
     def _place(self, address: int) -> None:
-        """Makes `address` a plain attribute, which launches read fastest, as long as it is open."""
+        """Makes `address` a plain attribute until `close`: launches read that fastest."""
         self.address = address
 
     if not TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Buffer(Closeable):
 
     @property
     def range(self) -> MemoryRange:
-        """The addresses that the elements occupy; also of a closed buffer, whose they were."""
+        """The addresses of the elements; of a closed buffer, those that it had."""
         return self._range
 
     @property
@@ -262,7 +262,7 @@ class Buffer(Closeable):
 
     # --- lifetime
     def close(self) -> None:
-        """Frees the memory once nothing under way can use it; does not wait.  Idempotent.
+        """Frees the memory once no work under way can use it; does not wait.  Idempotent.
 
         Later launches with it raise ClosedError, and so do graphs that still point at it: close or
         evict them first, or rebind them.
@@ -284,7 +284,7 @@ class _View(Buffer):
     base: Buffer
 
     def _place(self, address: int) -> None:
-        """A view cannot know when the buffer under it is closed, so `address` looks."""
+        """Sets nothing: `address` is a property, which checks the buffer under the view."""
 
     @property
     def address(self) -> int:  # type: ignore[override]
@@ -297,7 +297,7 @@ class _View(Buffer):
         return self._closed or self.base.closed
 
     def watch(self, watcher: Watcher) -> None:
-        self.base.watch(watcher)  # closing a view gives nothing back
+        self.base.watch(watcher)  # closing a view frees nothing
 
 
 def allocate(

@@ -45,8 +45,8 @@ def adopt_array(context: Context, array: object) -> Buffer:
     """A buffer over a C-contiguous device array of another library, which is kept alive.
 
     Through `__cuda_array_interface__`, else `__dlpack__`.  Not ordered with the library's streams:
-    work that fills the array must be done, or waited for, before ours reads it.  bfloat16 comes as
-    its uint16 bits.  Raises InputError for host arrays, strided arrays and unknown types.
+    the caller must wait for work that fills the array before work of ours reads it.  bfloat16 comes
+    as its uint16 bits.  Raises InputError for host arrays, strided arrays and unknown types.
     """
     if isinstance(array, Buffer):
         return array
@@ -76,10 +76,10 @@ def _dense(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 def _from_dlpack(context: Context, array: Any) -> Buffer:
     # The capsule owns a reference to the array's memory until it is consumed or collected; it is
-    # kept, never consumed, so its own destructor lets go with the buffer.
+    # kept and never consumed, so its own destructor runs when the buffer is gone.
     device_type = int(array.__dlpack_device__()[0])
     if device_type not in _CUDA_DEVICES:
-        raise InputError(f"{type(array).__name__} lives on DLPack device {device_type}, not CUDA")
+        raise InputError(f"{type(array).__name__} is on DLPack device {device_type}, not CUDA")
     capsule = array.__dlpack__(stream=-1)
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)

@@ -1,7 +1,8 @@
 """Pools that captures allocate from: addresses that stay, growth that is reported.
 
-A pool takes large slabs from the driver and gives out pieces by moving a mark; nothing given out
-is ever moved or given out twice, so an address is good for the life of every graph that holds it.
+A pool takes large slabs from the driver and gives out pieces one after another.  A piece is never
+moved and never given out twice, so its address stays valid for every graph that holds it, until the
+pool is closed.
 
 States: OPEN (allocates; captures may use it) -> SEALED (refuses both) -> OPEN again -> closed.
 """
@@ -43,7 +44,7 @@ class PoolState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A slab that was taken while a capture was under way: how large, and which line asked."""
+    """A slab that was taken during a capture: its size, and the line that needed it."""
 
     nbytes: int
     location: str
@@ -62,11 +63,11 @@ class PoolStatistics:
 
 
 class CapturePool(Closeable):
-    """Memory for what captured graphs point at.
+    """Memory for captured graphs to point at.
 
-    `reserve` bytes are taken at once, so that captures need not grow it; `slab` is the least that
-    it grows by.  Pieces are given back only with the whole pool: `close()`, after the graphs.
-    Thread-safe.
+    `reserve` bytes are taken at once, so that captures need not grow the pool; `slab` is the
+    smallest growth in bytes.  Pieces are given back only with the whole pool: `close()`, after the
+    graphs.  Thread-safe.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class CapturePool(Closeable):
         return self._state
 
     def require_open(self, what: str) -> None:
-        """Raises PoolSealedError or ClosedError, saying what was wanted."""
+        """Raises PoolSealedError or ClosedError, with `what` in the text."""
         self.context.require_open()
         if self._state is PoolState.SEALED:
             raise PoolSealedError(
@@ -107,7 +108,7 @@ class CapturePool(Closeable):
             raise ClosedError(f"{what}: the pool {self.name!r} is closed")
 
     def seal(self) -> None:
-        """Refuses allocations and captures from here on.  What was given out stays."""
+        """Refuses allocations and captures from here on.  Buffers given out stay valid."""
         with self._lock:
             self.require_open("seal()")
             self._state = PoolState.SEALED
@@ -128,9 +129,9 @@ class CapturePool(Closeable):
     ) -> Buffer:
         """A buffer from the pool, aligned to 256 bytes; its content is undefined.
 
-        `owner` labels the bytes in the statistics.  During a capture it is taken from what is
-        reserved; if that is not enough the pool grows all the same, says so in the log, and keeps
-        the line that caused it.  Raises PoolSealedError, ClosedError, OutOfMemoryError.
+        `owner` labels the bytes in the statistics.  If the reserved memory is not enough during a
+        capture, the pool grows, logs a warning, and keeps the line that needed the memory.  Raises
+        PoolSealedError, ClosedError, OutOfMemoryError.
         """
         dims, kind = as_shape(shape), np.dtype(dtype)
         nbytes = math.prod(dims) * kind.itemsize
@@ -185,7 +186,7 @@ class CapturePool(Closeable):
             )
 
     def close(self) -> None:
-        """Gives the memory back once nothing under way can use it.  Idempotent.
+        """Gives the memory back once no work under way can use it.  Idempotent.
 
         Graphs that still point into it must be closed before.
         """

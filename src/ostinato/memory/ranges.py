@@ -1,4 +1,4 @@
-"""The memory range that a buffer, or another library's device array, stands for."""
+"""The memory range of a buffer, or of another library's device array."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Target: TypeAlias = object
 def range_of(target: Target, which: str = "target") -> MemoryRange:
     """The memory of a buffer, of a device array of any library, or of a MemoryRange.
 
-    Raises InputError, with `which` in it, for anything else; a bare address too: it has no size.
+    Raises InputError, with `which` in the text, for anything else, such as an address alone, which
+    has no size.
     """
     if isinstance(target, MemoryRange):
         return target
@@ -28,13 +29,13 @@ def range_of(target: Target, which: str = "target") -> MemoryRange:
     if interface is not None:
         return _interface_range(interface)
     raise InputError(
-        f"the {which} ({type(target).__name__}) says no memory range; give a Buffer, a device "
+        f"the {which} ({type(target).__name__}) has no memory range; give a Buffer, a device "
         "array, or MemoryRange(address, nbytes)"
     )
 
 
 def _interface_range(interface: dict[str, object]) -> MemoryRange:
-    """From the first to behind the last byte of an array, also of a strided one."""
+    """From the first byte of an array to behind its last, also with strides."""
     shape, data, typestr = interface["shape"], interface["data"], interface["typestr"]
     assert isinstance(shape, tuple) and isinstance(data, tuple) and isinstance(typestr, str)
     size = int(typestr[2:])

@@ -3,15 +3,15 @@
     before ──┬─ run eagerly, poison 0 ──▶ A
              └─ replay,      poison 1 ──▶ B
 
-Padding holds another poison in each run, and so does all of each OUTPUT.  So A and B differ where
-an answer depends on padding, where the graph holds something frozen, and where one of them writes
-nothing.  Memory that either run writes and no slot declares is saved, put back and compared like
-STATE, up to a number of bytes (`replay.undeclared`).  After a check that passes, everything is as
-after one replay; after one that does not, and after an exception, as before.
+Padding is filled with another poison for each run, and so is each whole OUTPUT.  So A and B differ
+if an answer depends on padding, if the graph holds something frozen, or if one run does not write
+an output.  Memory that either run writes and that no slot declares is saved, restored and compared
+like a STATE, up to a limit in bytes (`replay.undeclared`).  After a check that passes, all memory
+is as one replay leaves it.  After one that fails or raises, all memory is as before the check.
 
-Not found: what neither run does (a plan that was made once, outside of the step), pointers in
-device memory, and what other streams do meanwhile; no other stream may write what the graph points
-at.
+Not found: work that neither run does (a plan that was made once, outside of the step), pointers in
+device memory, and work of other streams at the same time.  While a check runs, no other stream may
+write memory that the graph points at.  docs/correctness.md has the whole list.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OUTPUT_POISONS = (0xA5, 0x5A)
 
 
 class Cause(enum.StrEnum):
-    """Why a check failed, as far as more eager runs can tell."""
+    """Why a check failed, as far as more eager runs can show."""
 
     HOST_STATE = (
         "two eager runs from the same state submit different work: the step keeps state of its own "
@@ -62,7 +62,7 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found first: where, what, and why."""
+    """The first difference that a check found: where, what, and why."""
 
     where: str
     """ "slot 'x' at [0, 3]", "4 bytes at 0x7f…", or two operations."""
@@ -78,17 +78,17 @@ class CheckReport:
     """One check of one graph.  Bytes; `finding` is None if it passed."""
 
     declared: int
-    """Of slots that were compared."""
+    """Bytes of slots that were compared."""
     undeclared: int
-    """Of memory that either run may write and no slot declares, and that was compared."""
+    """Bytes that no slot declares, that either run may write, and that were compared."""
     skipped: int
-    """Of such memory that was not compared: it is over the limit."""
+    """Bytes of such memory that were not compared, because they are over the limit."""
     finding: Finding | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What all checked memory holds at one moment."""
+    """The content of all checked memory at one moment."""
 
     slots: Mapping[str, Values]
     undeclared: tuple[Values, ...]
@@ -107,9 +107,10 @@ def check_replay(
 ) -> CheckReport:
     """Runs a step both ways from the same state, and compares.
 
-    `eager` runs it as it was captured and gives its operations.  `own` is memory of the machinery
-    around the step; `limit` is the most bytes of undeclared memory that are compared.  Raises what
-    either run raises; everything is then as before.  Raises StateLostError if it cannot be.
+    `eager` runs the step at the sizes of the graph and returns its operations.  `own` is memory of
+    the `GraphedStep` itself, which is not compared.  `limit` is the largest number of bytes of
+    undeclared memory that are compared.  Raises what either run raises, after all memory was put
+    back; StateLostError if the driver refuses to put it back.
     """
     memory = Undeclared(stream, [*(slot.buffer.range for slot in slots), *own], limit)
     memory.save_written(executable)
@@ -133,8 +134,11 @@ def check_replay(
 def watch_promises(
     slots: Sequence[Slot], sizes: Mapping[str, int], stream: Stream
 ) -> Callable[[], Finding | None]:
-    """For a run that is not repeated: what it gives says, after the run, whether padding and inputs
-    came out as they were, and if they did not, puts all slots back."""
+    """For a run that is not repeated: call this before the run, and what it returns after it.
+
+    The returned function gives the first input or padding row that the run changed, after it has
+    put all slots back; None if there is none.
+    """
     check = _Check(slots, sizes, stream, Undeclared(stream, (), 0))
     before = check.read()
 
@@ -148,7 +152,7 @@ def watch_promises(
 
 
 class _Check:
-    """One check: the slots that count, how many rows of them are in use, and undeclared memory."""
+    """One check: the slots to compare, how many of their rows are in use, and undeclared memory."""
 
     def __init__(
         self,
@@ -181,7 +185,7 @@ class _Check:
         replay()
         b = self.read()
         finding = (
-            # First: of what nothing orders, either run may have any outcome.
+            # First: if nothing orders two operations, either run may have any result.
             _race(executable, operations)
             or self.broken_promise(start_a, a)
             or self.broken_promise(start_b, b)
@@ -212,8 +216,11 @@ class _Check:
         operations: Sequence[Operation],
         eager: Callable[[], Sequence[Operation]],
     ) -> tuple[Cause, str | None]:
-        """Why A and B differ, and what differs between two eager runs, if that is it: runs eagerly
-        again, with all of A's poisons, then with one of B's."""
+        """Why A and B differ; and where the launches of two eager runs differ, if they do.
+
+        Runs the step eagerly again: first with both poisons of A, then with one poison of B at a
+        time.
+        """
         again = operations
 
         def differs(padding: int, outputs: int) -> bool:
@@ -230,10 +237,10 @@ class _Check:
         return (Cause.OUTPUT_READ if differs(0, 1) else Cause.FROZEN), None
 
     def _start(self, before: _Snapshot, padding: int, outputs: int) -> _Snapshot:
-        """Puts everything back, poisons it, and gives what a run starts from.
+        """Puts all memory back, poisons it, and returns what a run starts from.
 
-        Padding of a STATE is poisoned in one of the two runs only: a poison swallows small changes,
-        and what the step writes there must show.
+        Padding of a STATE is poisoned in one of the two runs only: a small change of a large poison
+        is rounded away, and a write to these rows must be seen.
         """
         self._memory.restore()
         start: dict[str, Values] = {}
@@ -252,7 +259,7 @@ class _Check:
         return _Snapshot(start, before.undeclared)
 
     def _tidy(self, before: _Snapshot) -> None:
-        """After a replay whose answer stays: puts back inputs and padding."""
+        """After a check that passes: puts back inputs and padding, and keeps the answer."""
         for slot in self.slots:
             rows = self._rows[slot.name]
             if slot.role is Role.INPUT:
@@ -263,7 +270,7 @@ class _Check:
 
     # --- comparing
     def broken_promise(self, start: _Snapshot, end: _Snapshot) -> Finding | None:
-        """What one run wrote that was not its to write."""
+        """The first input or padding row of a STATE that one run changed."""
         for slot in self.slots:
             was, is_ = start.slots[slot.name], end.slots[slot.name]
             rows = self._rows[slot.name]
@@ -279,7 +286,7 @@ class _Check:
         return None
 
     def _difference(self, a: _Snapshot, b: _Snapshot) -> tuple[str, str, Cause | None] | None:
-        """Where, what and, if that is already known, why the answers of two runs differ."""
+        """Where, in what and, if that shows already, why the answers of two runs differ."""
         for slot in self.slots:
             if slot.role is Role.INPUT:
                 continue
@@ -302,7 +309,7 @@ class _Check:
         return _Snapshot(slots, self._memory.read())
 
     def restore(self, before: _Snapshot) -> None:
-        """Puts everything back, also if it is interrupted.
+        """Puts all memory back, also if it is interrupted.
 
         Raises StateLostError if the driver refuses it twice.
         """
@@ -346,7 +353,7 @@ def _output_poison(slot: Slot, which: int) -> Values:
 
 
 def _is_poison(slot: Slot, one: Any, other: Any) -> bool:
-    """Whether two elements of an output are what they were poisoned with."""
+    """Whether both elements of an output still hold their poison."""
     poisons = [_output_poison(slot, which).reshape(-1)[:1].tobytes() for which in (0, 1)]
     return [np.asarray(one).tobytes(), np.asarray(other).tobytes()] == poisons
 

@@ -1,4 +1,4 @@
-"""Drift: the first launch in which two runs of a step, or its graph and a run, are not the same."""
+"""Drift: the first launch that differs between two runs of a step, or between graph and run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["first_drift"]
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A kernel, copy or fill: what can be compared of a node, or of an operation."""
+    """A kernel, copy or fill: the part of a node, or of an operation, that is compared."""
 
     name: str
     params: KernelNodeParams | MemcpyNodeParams | MemsetNodeParams
@@ -31,8 +31,8 @@ def first_drift(
 ) -> str | None:
     """Where the launches of two runs first differ, in words; None if they are the same.
 
-    Both in the order of submission.  `words` say when either was ("in the graph", "now").  None
-    too where a graph holds others, whose launches no run submits one by one.
+    Both are in the order of submission.  `words` name the two runs ("in the graph", "now").  Also
+    None if the graph holds child graphs: no run submits their launches one by one.
     """
     if any(isinstance(one, Node) and one.children for one in before):
         return None
@@ -60,7 +60,7 @@ def _launches(items: Sequence[Node | Operation]) -> list[_Launch]:
 def _difference(
     index: int, one: _Launch | None, other: _Launch | None
 ) -> tuple[str, str, str] | None:
-    """What differs, and what it is in either."""
+    """What differs, and its value in each of the two."""
     if one is None or other is None or one.name != other.name:
         return (
             f"operation {index}",
@@ -75,7 +75,7 @@ def _difference(
         if a.config.grid != b.config.grid:
             return f"the grid {where}", str(a.config.grid), str(b.config.grid)
         return _argument(where, a, b, other.signature or one.signature)
-    # Not the extents: a driver may say the same copy in other words.
+    # Not the extents: a driver may describe the same copy in another way.
     for name in ("dst", "src", "value"):
         was, is_ = getattr(a, name, None), getattr(b, name, None)
         if was != is_:
@@ -94,4 +94,4 @@ def _argument(
 
 
 def _nowhere(address: int) -> None:
-    """Addresses are told as they are: what lay there may be gone."""
+    """Shows addresses as numbers: the memory may have been freed since."""

@@ -1,4 +1,4 @@
-"""`HeldReplay`: a step's graph, decided on and leased once, launched many times."""
+"""`HeldReplay`: a graph of a step that is looked up and leased once, and launched many times."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["HeldCounts", "HeldReplay"]
 
 @dataclass(slots=True, eq=False)
 class HeldCounts:
-    """What a held graph was launched for; `used` and `padded` are the real and bucketed sizes of
-    each launch, added up."""
+    """How often a held graph was launched.  `used` and `padded` are the sums of the real and of the
+    bucketed sizes of one launch."""
 
     used: int
     padded: int
@@ -25,11 +25,12 @@ class HeldCounts:
 
 
 class HeldReplay(Closeable):
-    """Many replays of one key of a step (`GraphedStep.hold`), for one thread.  `close()` or `with`
-    lets go.
+    """Many replays of one key of a step (`GraphedStep.hold`), for one thread.
 
-    Each launch counts as a call of the step.  An eviction meanwhile takes the key out of the cache
-    at once, and the executable is closed when this is.
+    `close()`, or the end of a `with` block, gives the graph back.
+
+    Each launch counts as a call of the step.  An eviction takes the key out of the cache at once;
+    the executable is closed when this object is closed.
     """
 
     __slots__ = ("__weakref__", "_counts", "_finalizer", "_lease", "_replay")
@@ -40,7 +41,7 @@ class HeldReplay(Closeable):
         self._replay = replay
         self._lease = lease
         self._counts = counts
-        # The silent last resort: the lease ends at the context's next pause between captures.
+        # For one that was dropped and not closed: the lease ends outside of captures.
         self._finalizer = weakref.finalize(self, context.retire, lease.close)
         self._finalizer.atexit = False
 
@@ -52,13 +53,13 @@ class HeldReplay(Closeable):
     def launch(self) -> None:
         """One replay, in stream order.  Does not wait.
 
-        Raises what `GraphExec.launch` raises, and ClosedError once it was let go.
+        Raises what `GraphExec.launch` raises, and ClosedError after `close()`.
         """
         self._replay()
         self._counts.launches += 1
 
     def close(self) -> None:
-        """Lets go of the graph; launches under way go on.  Idempotent."""
+        """Gives the graph back to the cache; launches under way are finished.  Idempotent."""
         self._finalizer.detach()
         self._replay = _let_go
         self._lease.close()

@@ -1,8 +1,7 @@
 """What a graphed step does next: a pure function from its situation to a decision with a reason.
 
-Touches no driver and does no I/O.  Graphs cost speed when they fail, never answers: every doubt
-ends in an eager run whose reason is counted and can be read; or in an error, where an eager run is
-in doubt as well.
+Calls no driver and does no I/O.  A graph that fails costs speed, and no answer: the call runs
+eagerly, and its reason is counted.  If the eager run may be wrong too, the call raises.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ class Action(enum.Enum):
     EAGER = "eager"
     """Runs launch by launch."""
     BUILD = "build"
-    """Makes the graph of this key (by capture, then replays it; or by recording a real run)."""
+    """Makes the graph of this key: captures and then replays it, or records a real run."""
     REPLAY = "replay"
     REFUSE = "refuse"
-    """Raises: of no run it is known that it would be right."""
+    """Raises: neither a replay nor an eager run is known to be right."""
 
 
 class Reason(enum.StrEnum):
@@ -52,7 +51,7 @@ class Situation:
     profiling: bool = False
     inside_capture: bool = False
     quarantine: tuple[Reason, str] | None = None
-    """Why this key is served eagerly for good, or not at all, and the words of the error."""
+    """Why this key is run eagerly from now on, or not at all; and the text of the error."""
     unmet: tuple[str, ...] = ()
     """Names of the preconditions that are not met."""
     over_buckets: str | None = None
@@ -62,12 +61,12 @@ class Situation:
     """Eager runs of this key so far."""
     warmups: int = 1
     records: bool = False
-    """Built by recording: the recorded run is itself the first real run."""
+    """Whether the graph is built by recording, so that the recorded run is the first real run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, why, and details in words."""
+    """What to do, why, and details as text."""
 
     action: Action
     reason: Reason

@@ -1,4 +1,4 @@
-"""What a replay costs the host: upload, launch, synchronise, in microseconds, as events."""
+"""The time that a replay takes on the host: upload, launch, synchronise, in microseconds."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 class ReplayEvent:
     """One replay.  Microseconds of host time; `start` since the profile began.
 
-    `synchronize` is zero where the replay was not waited for: then nothing here says how long the
-    device worked.
+    `synchronize` is zero if the replay was not waited for; then no field includes the time that the
+    device took.
     """
 
     number: int
@@ -57,7 +57,7 @@ class ReplayProfile:
     """Collects replay events: the latest `keep`, one in `print_every` printed, all to `sinks`.
 
     `printer` takes the printed lines; without one they go to the log, at level INFO.  A sink is
-    called with each event on the replaying thread; what it raises is the caller's.
+    called with each event on the replaying thread; what it raises goes to the caller.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ReplayProfile:
     def run(
         self, key: Hashable, run: GraphExec, stream: Stream, settings: ResolvedReplaySettings
     ) -> None:
-        """Replays once and notes what it cost.  Raises what `run_replay` raises."""
+        """Replays once and stores an event.  Raises what `run_replay` raises."""
         name = str(key)
         annotate = self._nvtx.annotate(f"replay {name}") if self._nvtx is not None else None
         if annotate is not None:
@@ -195,9 +195,9 @@ def run_replay(
     settings: ResolvedReplaySettings,
     profile: ReplayProfile | None,
 ) -> None:
-    """One replay with what the settings ask for around it.
+    """One replay, with an upload before it and a synchronise after it if the settings ask for them.
 
-    Raises NotLaunched if nothing ran; what `Stream.synchronize` raises, and ContextPoisonedError.
+    Raises NotLaunched if nothing ran, what `Stream.synchronize` raises, and ContextPoisonedError.
     """
     if profile is not None and settings.profile:
         profile.run(key, run, stream, settings)

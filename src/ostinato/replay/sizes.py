@@ -24,7 +24,7 @@ class StepKey:
     """
 
     step: str = field(compare=False)
-    """Only for reading."""
+    """The step's name, for people; not a part of the key."""
     identity: int | str
     sizes: tuple[tuple[str, int], ...]
 
@@ -50,8 +50,11 @@ def checked_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
 
 
 def bucket_of(schemes: Buckets, name: str, size: int) -> int:
-    """The bucket of a size.  Raises InputError if it is too small for it: the scheme may be the
-    caller's own, and rows over the bucket would be left out."""
+    """The bucket of a size.
+
+    Raises InputError if the bucket is smaller than the size: the caller may have written the
+    scheme, and rows over the bucket would not be computed.
+    """
     bucket = schemes.bucket(size)
     if bucket < size:
         raise InputError(
@@ -62,10 +65,11 @@ def bucket_of(schemes: Buckets, name: str, size: int) -> int:
 
 
 class DeviceSizes:
-    """The real sizes of the call that runs or was launched last, in device memory.
+    """The real sizes of the current or last call, in device memory.
 
-    Allocated when a size is first seen, so that no capture has to.  Written before a call runs if
-    it changed: all of them until a first run is over, and from then on those that were asked for.
+    Memory for a size is allocated at the first call that has the size, since a capture cannot
+    allocate.  A size that changed is written before the call: every size until the first run is
+    over, and after that only those for which `scalar` was called.
     """
 
     def __init__(self, context: Context) -> None:
@@ -73,15 +77,15 @@ class DeviceSizes:
         self._scalars: dict[str, DeviceScalar] = {}
         self._asked: set[str] = set()
         self._known = False
-        """Whether a run is over, so that it is known which sizes are asked for."""
+        """Whether a run is over, so that `_asked` is complete."""
         self._there: dict[str, int] = {}
-        """What was written last."""
+        """The values on the device; without those whose last write failed."""
         self._now: Mapping[str, int] = {}
         """The sizes of the call under way."""
 
     @property
     def asked(self) -> bool:
-        """Whether any size was asked for, so that calls must write it."""
+        """Whether `scalar` was called for any size, so that each call must write it."""
         return bool(self._asked)
 
     @property
@@ -90,9 +94,10 @@ class DeviceSizes:
         return [scalar.range for scalar in self._scalars.values()]
 
     def scalar(self, name: str, stream: Stream) -> DeviceScalar:
-        """The device's uint32 for a size; from here on each call writes it, this one too.
+        """The uint32 on the device that holds a size.  This call and all later ones write it.
 
-        Raises InputError for a name that the call under way does not have.
+        Raises InputError if the current call has no size of that name, CaptureError if its memory
+        must be allocated and a capture is under way.
         """
         if self._now and name not in self._now:
             raise InputError(f"{name!r} is no size of this step; there are: {', '.join(self._now)}")
@@ -114,22 +119,22 @@ class DeviceSizes:
             self._scalars[name] = DeviceScalar(self._context, "uint32")
 
     def begin(self, sizes: Mapping[str, int], stream: Stream) -> None:
-        """Before a run, outside of captures: makes room for sizes, and writes them."""
+        """Before a run, outside of captures: allocates memory for sizes, and writes them."""
         for name in sizes:
             self._allocate(name)
         self.set(sizes, stream)
 
     def set(self, sizes: Mapping[str, int], stream: Stream) -> None:
-        """Writes what changed, in stream order."""
+        """Writes the sizes that changed, in stream order."""
         self._now = sizes
         for name in self._asked if self._known else tuple(self._scalars):
             if name in sizes and self._there.get(name) != sizes[name]:
                 self._write(name, sizes[name], stream)
 
     def begin_in_capture(self, sizes: Mapping[str, int]) -> None:
-        """Before a run that joins a capture under way, which can neither allocate nor write.
+        """Before a run inside a capture, where memory can neither be allocated nor written.
 
-        Raises CaptureError if a size that was asked for is another one on the device.
+        Raises CaptureError if a size that the step reads has another value on the device.
         """
         self._now = sizes
         for name in self._asked:
@@ -141,11 +146,11 @@ class DeviceSizes:
                 )
 
     def end(self) -> None:
-        """After a run: it has asked for what it asks for."""
+        """After a run: it has called `scalar` for each size that it reads."""
         self._known = True
 
     def _write(self, name: str, value: int, stream: Stream) -> None:
-        self._there.pop(name, None)  # until it is written: an interruption must not hide that
+        self._there.pop(name, None)  # until it is written: it may be interrupted half way
         self._scalars[name].set(value, stream)
         self._there[name] = value
 

@@ -1,14 +1,14 @@
-"""Slots: the static buffers that a step reads and writes, and what a step owes to their padding.
+"""Slots: the static buffers that a step reads and writes, and the contract for their padding.
 
-A step with buckets is given more rows than are in use.  What it owes, by role, for the rows behind
-the real size (the padding):
+The graph of a bucket covers more rows than are in use.  The rows behind the real size are padding.
+The contract, by role:
 
-    INPUT     they hold anything; nothing that is used may depend on them
-    OUTPUT    they may be written with anything
-    STATE     they must come out as they were, unless the slot says `scratch_padding`
-    SCRATCH   anything
+    INPUT     padding holds any value; no row in use may depend on it
+    OUTPUT    padding may be written with any value
+    STATE     the step must leave padding unchanged, unless the slot has `scratch_padding`
+    SCRATCH   no rule
 
-A step keeps that easily if its kernels read the real size on the device: `step.size("rows")`.
+A kernel keeps the contract if it reads the real size on the device: `step.size("rows")`.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class Role(enum.Enum):
     OUTPUT = "output"
     """The step writes all rows in use, and reads none of it before."""
     STATE = "state"
-    """The step reads and changes it; a check sets it back between its runs."""
+    """The step reads and changes it; a check puts it back between its runs."""
     SCRATCH = "scratch"
-    """What it holds before and after the step does not matter; not compared."""
+    """Its content before and after the step does not matter; a check does not compare it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A static buffer of a step.
 
-    `size` names the size argument that says how many rows of the first axis are in use; the rest
-    up to the bucket is padding.  `poison` are two values to fill padding with while a step is
-    checked: they must be legal to read (a token id must exist) and differ.  None gives NaN and a
-    large number for floats, and for whole numbers, flags and structs values of rows in use, in
-    another order.  `scratch_padding`: padding rows of a STATE may come out changed.
+    `size` is the name of the size argument that gives the number of rows in use, along the first
+    axis; the rows behind it are padding.  `poison` are two different values with which a check
+    fills padding; a kernel must be able to read them (a token id must exist).  Without it, a check
+    uses NaN and a large number for floats; for whole numbers, flags and structs it uses values of
+    rows in use, in another order.  `scratch_padding`: the step may change padding rows of a STATE.
 
-    Not found by any check: what lies behind the end of a row that is in use (a shorter block table
-    in a wider row); write all of such a row, or have the step read how long it is.
+    No check finds a read of old values behind the end of a row in use (a short block table in a
+    wide row): write the whole row, or let the step read its length.
 
-    Raises InputError for a buffer that is none, rows of a buffer without rows, and poisons that do
-    not differ or do not fit.
+    Raises InputError if `buffer` is no Buffer, for a `size` of a buffer without rows, and for
+    poisons that do not differ or do not fit.
     """
 
     name: str
@@ -113,8 +113,8 @@ class Slot:
         """A copy of the slot's values with poison number `which` (0 or 1) in the rows from `rows`
         on.
 
-        `turn` alternates between slots, so that rows of several whole-number inputs never are
-        together what a row in use was.
+        `turn` is the slot's place: neighbours get the two values in opposite order, so that padding
+        of two whole-number inputs does not repeat one row in use.
         """
         padded = values.copy()
         used, padding = values[:rows], padded[rows:]

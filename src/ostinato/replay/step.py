@@ -8,8 +8,8 @@ with `build="record"`: the first call is recorded (a real run) and the graph bui
 that cannot be captured, or whose replay is found wrong, is quarantined with its reason and served
 eagerly from then on.
 
-An eager run gets the real sizes; a graph is made for the bucketed ones, and what the step owes to
-the padding in between is said in `replay.slots`.
+An eager run gets the real sizes.  A graph is made for the bucketed sizes; the rows in between are
+padding, and `replay.slots` has the contract for them.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _REMEMBERED = 4096
-"""Sizes and keys that a step remembers something of; what was not used for longest is forgotten."""
+"""How many sizes and keys a step keeps records of; the least recently used are dropped."""
 _REFUSALS = 3
-"""So many replays of one key in a row may be refused before the key is quarantined."""
+"""A key is quarantined after so many refused replays in a row."""
 
 
 # Of (stream, **sizes): a type checker would take no function that names its sizes.
@@ -80,7 +80,7 @@ Builder: TypeAlias = Callable[..., GraphExec]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The sizes of one call, as they were given and in buckets, and the key of its graph."""
+    """The real and the bucketed sizes of one call, and the key of its graph."""
 
     key: StepKey
     sizes: dict[str, int]
@@ -95,7 +95,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _KeyState:
-    """What is known of one key besides its graph."""
+    """The records of one key, besides its graph."""
 
     runs: int = 0
     replays: int = 0
@@ -123,41 +123,40 @@ class GraphedStep(Closeable):
     """A step that replays a graph where it can.
 
     `run(stream, **sizes)` must submit all its work to the stream (and streams forked from it), at
-    fixed addresses.  Whatever changes from call to call must live in device memory: host numbers
-    are frozen by the capture.  Eagerly it gets the real sizes; for a graph it gets the bucketed
-    ones, and rows behind the real size are padding: `replay.slots` says what a step owes them, and
-    `step.size("rows")` is the real size on the device, for kernels to read.
+    fixed addresses.  Whatever changes from call to call must be in device memory: host numbers are
+    frozen by the capture.  An eager run gets the real sizes, a graph is made for the bucketed ones.
+    Rows behind the real size are padding; `replay.slots` has the contract for them.  Kernels can
+    read the real size on the device: `step.size("rows")`.
 
-    Graphs belong to the step: another one has its own, even under the same name and in the same
-    cache.  Steps that are given the same `share` use each other's; the caller answers for it that
+    Graphs belong to the step: another step has its own, even with the same name in the same cache.
+    Steps that are given the same `share` use each other's graphs; the caller must make sure that
     they do the same work on the same memory.
 
-    `slots` are the buffers that the step touches; `verify` needs them: "first" checks each graph
-    before its first replay is believed (and again when it is first used with padding), a number n
-    also every n-th replay, "off" never.  A check that fails quarantines the key, puts back what it
-    changed and runs the call eagerly, or raises VerificationError if `strict`: nothing is changed
-    then.  It raises in any case, and so does every later call, if the step keeps state on the host:
-    captures and checks call `run` too, so no answer is known to be right until the caller has put
-    that state right and says so (`release`).  Memory that the graph writes and no slot declares is
-    checked up to `check_limit`.  `replay.check` says what a check finds, and what it cannot.
+    `slots` are the buffers that the step reads and writes; `verify` needs them.  "first" checks
+    each graph at its first replay, and again at its first replay with padding; a number n also
+    checks every n-th replay; "off" never checks.  A check that fails quarantines the key, puts back
+    what it changed and runs the call eagerly, or raises VerificationError if `strict`.  If the step
+    keeps state on the host, this and all later calls raise VerificationError: captures and checks
+    call `run` too, so no run is known to be right until the caller has corrected that state and
+    calls `release`.  Memory that the step writes and that no slot declares is checked up to
+    `check_limit`.  `replay.check` describes what a check finds.
 
-    `preconditions` are asked before each replay or build; the names of those that fail are the
-    reason of the eager run.  `warmups` eager runs precede a capture; with one at least, a capture
-    that lacks an operation which the last of them submitted is refused.  `preload` is called once,
-    before the first capture and outside of it, to load what the step launches
-    (`lambda: device.modules.preload(kernels)`); what it raises quarantines the key.
+    `preconditions` are called before each replay or build.  If one returns False, the call runs
+    eagerly, and its reason has the names of those that did.  `warmups` eager runs come before a
+    capture; a capture that lacks an operation of the last warm-up is refused.  `preload` is called
+    once, before the first capture and outside of it, to load what the step launches
+    (`lambda: device.modules.preload(kernels)`).  `builder(stream, **sizes)`, if given, makes the
+    executable in place of a capture of `run`, for graphs that a capture cannot make, such as a
+    loop.  Its graph must do the same as `run`, which is still called for eager runs.  An exception
+    of either quarantines the key.
 
-    `builder(stream, **sizes)`, if given, makes the executable in place of a capture of `run`, for
-    graphs that no stream shows, such as a loop; what it raises quarantines the key.  It must do
-    what `run` does, which is still what runs eagerly.
-
-    `enabled` None: unless OSTINATO_NO_GRAPHS is "1".  `settings` win over the environment; giving a
-    `profile` switches profiling on.
+    `enabled` None: graphs are on unless OSTINATO_NO_GRAPHS is "1".  `settings` take precedence over
+    the environment; giving a `profile` switches profiling on.
 
     Calls of one step are serialised, and so are calls of several steps on one stream.  Not
-    guaranteed: that a `run` which keeps state outside of device memory gives the same answers by
-    replay, nor that work which another library submits to other streams is in the graph; `verify`
-    is there to find out.
+    guaranteed, and for `verify` to find: that a `run` which keeps state outside of device memory
+    gives the same answers by replay, and that a graph has the work which another library submits
+    to other streams.
     """
 
     def __init__(
@@ -202,7 +201,7 @@ class GraphedStep(Closeable):
         self.warmups = warmups
         self.enabled = _settings.graphs_enabled(enabled)
         self.profiling = False
-        """Set while a profiler times single operations: steps run eagerly then."""
+        """Set it while a profiler times single operations: calls run eagerly then."""
         self.verify = verify
         self.strict = strict
         self.preconditions = dict(preconditions or {})
@@ -223,12 +222,12 @@ class GraphedStep(Closeable):
         self._check_limit = parse_bytes(check_limit)
         self._last_check: CheckReport | None = None
         self._lost: str | None = None
-        """Why the content of the slots is not valid."""
+        """Why the content of the slots is not valid; None if it is."""
         self._calls: OrderedDict[tuple[tuple[str, object], ...], _Call] = OrderedDict()
         self._buckets = cache.buckets
         self._states: OrderedDict[StepKey, _KeyState] = OrderedDict()
         self._broken: tuple[Reason, str] | None = None
-        """Why no key is served, and the words of the error."""
+        """Why every call raises, and the text of the error; None if calls are served."""
         self._keys: set[Hashable] = set()
         """Keys under which this step put graphs into the cache."""
         self._counts = Counts()
@@ -246,8 +245,9 @@ class GraphedStep(Closeable):
     def size(self, name: str) -> DeviceScalar:
         """The real size of that name on the device, as one uint32 for kernels to read.
 
-        It is written before each call runs or replays, in stream order.  Ask for it in `run`, or
-        before the first call.
+        It is written before each call, in stream order.  Call this in `run`, or before the first
+        call.  Raises InputError for a name that is no size, CaptureError if memory for it must be
+        allocated in a capture.
         """
         with self._lock:
             return self._sizes.scalar(name, self.stream)
@@ -308,11 +308,11 @@ class GraphedStep(Closeable):
             raise StateLostError(self._lost)
 
     def __call__(self, **sizes: int) -> Decision:
-        """Runs the step once for these sizes; what was done and why.  Does not wait.
+        """Runs the step once for these sizes; returns what was done and why.  Does not wait.
 
         Raises InputError for a size that is no whole number of 0 or more, or over a slot's rows;
-        what `run` raises eagerly, VerificationError as the class says, StateLostError if a check
-        could not put back what it changed, ContextPoisonedError.
+        what `run` raises in an eager run; VerificationError (see the class); StateLostError if a
+        check could not put back what it changed; ContextPoisonedError.
         """
         with self._lock, self.stream.turn.lock:
             self._require_state()
@@ -332,10 +332,11 @@ class GraphedStep(Closeable):
             return self._run_eager(call, state, decision)
 
     def prepare(self, **sizes: int) -> Decision:
-        """Makes the graph of these sizes now, without running anything; capture only.
+        """Makes the graph of these sizes now, by capture; nothing runs.
 
-        What a first run initialises must be initialised before (modules preloaded, libraries
-        warmed up).  A failure quarantines the key, as in a call.  Raises InputError as a call does.
+        Whatever a first run initialises must be initialised before (modules preloaded, libraries
+        warmed up).  A failure quarantines the key, as in a call.  Raises InputError as a call does,
+        and for a step with `build="record"`.
         """
         with self._lock, self.stream.turn.lock:
             call = self._call(sizes)
@@ -351,12 +352,12 @@ class GraphedStep(Closeable):
             return decision
 
     def hold(self, **sizes: int) -> HeldReplay | Decision:
-        """The graph of these sizes for many replays in a row, each of which costs a launch alone.
+        """The graph of these sizes, for many replays in a row that each cost only a launch.
 
-        Makes the graph first if it is due and nothing has to run for it.  A Decision, and nothing
-        is held, where a call would do more than replay (run eagerly, record, check): call then.
-        The decision holds for as long as the graph is held: what is switched off meanwhile is not
-        asked for again.  Raises ContextPoisonedError, InputError and StateLostError as a call does.
+        Makes the graph first if the next call would capture it.  Returns a Decision, and holds
+        nothing, if a call would do more than replay (run eagerly, record, check): call the step
+        then.  `enabled`, `preconditions` and the other conditions are not looked at again while the
+        graph is held.  Raises ContextPoisonedError, InputError and StateLostError as a call does.
         """
         with self._lock, self.stream.turn.lock:
             self._require_state()
@@ -403,8 +404,8 @@ class GraphedStep(Closeable):
             self._counts.replays(counts)
 
     def _usable(self, call: _Call, executable: GraphExec | None) -> GraphExec | None:
-        """The executable, unless memory that it points at was closed, or a change of it failed half
-        way: then it is taken out of the cache, and made again when it is due."""
+        """The executable; None, and it is taken out of the cache, if memory that it points at was
+        closed, or a change of it failed half way."""
         if executable is None or not executable.suspect or executable.usable:
             return executable
         self.cache.evict(call.key)
@@ -473,7 +474,7 @@ class GraphedStep(Closeable):
         self._counts.launches_replayed += 1
 
     def _refused(self, call: _Call, state: _KeyState, why: str) -> Decision:
-        """The graph goes, and the call runs eagerly."""
+        """Drops the graph, and runs the call eagerly."""
         state.refusals += 1
         if state.refusals >= _REFUSALS:
             decision = self._quarantine(call.key, state, Reason.REFUSED, why)
@@ -488,7 +489,7 @@ class GraphedStep(Closeable):
             return self._build_by_record(call, state, decision)
         failure = self._make_graph(call, state)
         if failure is not None:
-            # The capture ran nothing, so the step is still to be run, once.
+            # The capture ran nothing, so the call must still run the step once.
             return self._run_eager(call, state, failure)
         with self.cache.hold(call.key) as executable:
             if executable is None:  # evicted at once, by another thread
@@ -496,12 +497,12 @@ class GraphedStep(Closeable):
             return self._replay(call, state, executable, decision)
 
     def _make_graph(self, call: _Call, state: _KeyState) -> Decision | None:
-        """Captures the step and installs its graph; the decision if that failed."""
+        """Captures the step and installs its graph; returns a Decision if that failed."""
         self._sizes.begin(call.sizes, self.stream)
 
         def make() -> GraphExec:
             if self._preload is not None:
-                # Kept: what nothing holds may be unloaded again.
+                # Kept: kernels that nothing holds may be unloaded again.
                 self._preloaded, self._preload = self._preload(), None
             if self._builder is not None:
                 return self._builder(self.stream, **call.buckets)
@@ -516,7 +517,7 @@ class GraphedStep(Closeable):
     def _install(
         self, call: _Call, state: _KeyState, make: Callable[[], GraphExec]
     ) -> Decision | None:
-        """Puts what `make` gives into the cache; or quarantines the key and says why."""
+        """Puts the executable of `make` into the cache; quarantines the key if `make` raises."""
         try:
             self._keys.add(call.key)
             self.cache.get_or_capture(call.key, make)
@@ -528,8 +529,8 @@ class GraphedStep(Closeable):
         return None
 
     def _build_by_record(self, call: _Call, state: _KeyState, decision: Decision) -> Decision:
-        """A real run at the bucketed sizes, noted.  Its answer counts, also if no graph comes of
-        it."""
+        """Records a real run at the bucketed sizes and builds the graph; the answer of the run is
+        kept, also if the graph cannot be built."""
         self._sizes.begin(call.sizes, self.stream)
         look = None
         if self.verify != "off":
@@ -567,8 +568,11 @@ class GraphedStep(Closeable):
         return Decision(Action.EAGER, reason, why)
 
     def release(self, **sizes: int) -> None:
-        """Lets a quarantined key be tried again (after what broke it was mended), and the step run
-        again after a StateLostError (after its slots were written again)."""
+        """Ends the quarantine of a key, and allows calls again after an error of the step's state.
+
+        Call it after the cause was corrected: for a quarantine, what broke the graph; for a
+        VerificationError, the state on the host; for a StateLostError, the content of the slots.
+        """
         with self._lock:
             self._lost = self._broken = None
             state = self._states.get(self.key(**sizes))
@@ -608,8 +612,10 @@ class GraphedStep(Closeable):
         return self._mismatched(call, state, report.finding)
 
     def _mismatched(self, call: _Call, state: _KeyState, finding: Finding) -> Decision:
-        """All memory is as before the call, which now runs eagerly; not at all if strict, or if
-        what `run` would do is not known."""
+        """After a failed check, with all memory as before the call: runs the call eagerly.
+
+        Raises VerificationError if strict, or if the step keeps state on the host.
+        """
         why = str(finding)
         if finding.cause is Cause.HOST_STATE:
             why += ". Put that state right and release() the step's sizes, or switch its graphs off"
@@ -640,7 +646,7 @@ class GraphedStep(Closeable):
 
 
 def _check_verify(verify: object, slots: Sequence[Slot]) -> None:
-    """Raises InputError for a `verify` that means nothing, or that has no slots to look at."""
+    """Raises InputError for an unknown value of `verify`, and for a check without slots."""
     if verify == "off":
         return
     number = isinstance(verify, int) and not isinstance(verify, bool) and verify >= 1
@@ -664,7 +670,7 @@ def _require_all(eager: Sequence[Submission] | None, captured: Sequence[Submissi
 
 
 def _evict(cache: GraphCache, keys: set[Hashable]) -> None:
-    """For a step that is gone: nothing else asks for its graphs."""
+    """Takes the graphs of a step that was closed or dropped out of the cache."""
     for key in tuple(keys):
         cache.evict(key)
     keys.clear()
@@ -678,7 +684,7 @@ def _print(line: str) -> None:
 
 
 def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
-    """Puts something into a table, and forgets what is oldest there if it is full."""
+    """Puts an entry into a table, and drops the oldest one if the table is full."""
     table[key] = value
     if len(table) > _REMEMBERED:
         table.popitem(last=False)

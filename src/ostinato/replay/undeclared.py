@@ -1,10 +1,10 @@
-"""Memory that a checked step writes and no slot declares: saved, put back, compared.
+"""Memory that a checked step writes and that no slot declares: saved, put back, compared.
 
-What a graph writes is known before it runs, from its manifest.  What an eager run writes is known
-only as it submits its work, and may be elsewhere: a buffer that was replaced since the capture, or
-one that only a branch of now touches.  So each operation's memory is saved just before it is
-submitted.  Not seen: what an operation without a signature, a host function, a graph or another
-library writes.
+A graph's manifest shows what the graph writes before it runs.  What an eager run writes is known
+only when it submits its work, and may be other memory: a buffer that was replaced since the
+capture, or one that is used only in a branch.  So the memory of each operation is saved just before
+the operation is submitted.  Not seen: writes of operations without a signature, of host functions,
+of graphs that the step launches, and of other libraries.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ostinato.replay.slots import Values
 __all__ = ["Undeclared"]
 
 _GRAIN = 256
-"""Memory is put back in pieces of so many bytes, and only where it changed."""
+"""Memory is put back in pieces of so many bytes, and only pieces that changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A piece of memory, what it held before, and what keeps it alive."""
+    """A piece of memory, its content before the check, and the objects that keep it alive."""
 
     memory: Buffer
     before: Values
@@ -41,7 +41,7 @@ class _Saved:
 
     @property
     def lost(self) -> bool:
-        """Whether it was closed since, so that it may be another's now."""
+        """Whether it was closed since, so that another buffer may be there now."""
         holders = [owner for owner in self.keep if _holds(owner, self.memory.range)]
         return bool(holders) and all(getattr(o, "closed", False) is True for o in holders)
 
@@ -49,7 +49,8 @@ class _Saved:
 class Undeclared:
     """All such memory of one check.
 
-    `known` is memory that others look after; `limit` is the most bytes that are saved.
+    `known` is memory that is not saved here: slots, and the step's own.  `limit` is the largest
+    number of bytes that are saved.
     """
 
     def __init__(self, stream: Stream, known: Sequence[MemoryRange], limit: int) -> None:
@@ -67,7 +68,7 @@ class Undeclared:
 
     # --- saving
     def save_written(self, executable: GraphExec) -> None:
-        """Saves what a graph may write, small pieces first."""
+        """Saves the memory that a graph may write, small pieces first."""
         context = self._stream.context
         pieces = _without(_written(executable), self._known)
         for piece in sorted(pieces, key=lambda memory: memory.nbytes):
@@ -76,12 +77,12 @@ class Undeclared:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """For a `with` block: what this thread's operations write is saved before they run."""
+        """For a `with` block: saves what this thread's operations write, before they run."""
         with self._stream.context.tapped(_Saver(self)):
             yield
 
     def save(self, operation: Operation, stream: Stream) -> None:
-        """Saves what an operation writes, before it is submitted to the stream."""
+        """Saves the memory that an operation writes, before it is submitted to the stream."""
         for piece in _without(operation.writes or (), self._known):
             owner = stream.context.owner_of(piece.address)
             keep = operation.keep if owner is None else (*operation.keep, owner)
@@ -97,15 +98,17 @@ class Undeclared:
 
     # --- comparing and putting back
     def read(self) -> tuple[Values, ...]:
-        """What all of it holds now; of what is lost, what it held before."""
+        """The content of all saved memory now; of memory that is lost, the saved content."""
         return tuple(
             saved.before if saved.lost else saved.memory.to_numpy(self._stream)
             for saved in self._saved
         )
 
     def difference(self, one: Sequence[Values], other: Sequence[Values]) -> tuple[str, str] | None:
-        """Where, and what, two readings differ first.  What was saved after a reading held then
-        what it held before."""
+        """Where and in what two readings differ first, or None.
+
+        A piece that was saved after a reading is not in that reading; its saved content is used.
+        """
         for index, saved in enumerate(self._saved):
             a, b = (r[index] if index < len(r) else saved.before for r in (one, other))
             different = np.flatnonzero(a != b)
@@ -116,7 +119,7 @@ class Undeclared:
         return None
 
     def restore(self) -> None:
-        """Writes what changed, and nothing else: the rest may be another owner's."""
+        """Writes back the pieces that changed, and no others: they may have other owners."""
         for saved in self._saved:
             if not saved.lost:
                 now = saved.memory.to_numpy(self._stream)
@@ -125,7 +128,7 @@ class Undeclared:
 
 
 class _Saver:
-    """The tap that sees operations before they are submitted."""
+    """The tap that gets each operation before it is submitted."""
 
     needs_access = True
 
@@ -140,7 +143,7 @@ class _Saver:
             self._undeclared.save(operation, stream)
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
-        """Seen before."""
+        """Saved in `entering`."""
 
     def recorded(self, stream: Stream, event: Event) -> None:
         """Events write nothing."""
@@ -149,18 +152,18 @@ class _Saver:
         """Events write nothing."""
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
-        """What was refused has written nothing."""
+        """A refused call has written nothing."""
 
 
 def _holds(owner: object, memory: MemoryRange) -> bool:
     try:
         return range_of(owner).holds(memory.address)
-    except InputError:  # a kernel, or what else an operation keeps
+    except InputError:  # a kernel, or another object without memory
         return False
 
 
 def _written(executable: GraphExec) -> list[MemoryRange]:
-    """Live memory behind the pointers that nodes may write through, in order, overlaps merged."""
+    """Allocated memory that nodes may write, by address, overlaps merged."""
     driver = executable.context.driver
     made = [p for p in (n.params for n in executable.nodes) if isinstance(p, AllocNodeParams)]
     found: list[MemoryRange] = []
@@ -182,7 +185,7 @@ def _written(executable: GraphExec) -> list[MemoryRange]:
 
 
 def _without(ranges: Sequence[MemoryRange], taken: Sequence[MemoryRange]) -> list[MemoryRange]:
-    """What is left of ranges outside of others."""
+    """The parts of some ranges that are outside of others."""
     left: list[MemoryRange] = []
     for memory in ranges:
         start = memory.address
@@ -198,7 +201,7 @@ def _without(ranges: Sequence[MemoryRange], taken: Sequence[MemoryRange]) -> lis
 
 
 def _changed_pieces(was: Values, is_: Values) -> list[tuple[int, int]]:
-    """Where two arrays of bytes differ, in pieces of `_GRAIN`, neighbours joined."""
+    """Where two arrays of bytes differ: pieces of `_GRAIN` bytes, neighbours joined."""
     different = np.flatnonzero(was != is_)
     pieces: list[tuple[int, int]] = []
     for grain in np.unique(different // _GRAIN):

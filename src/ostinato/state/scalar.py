@@ -25,7 +25,7 @@ class DeviceArray(Closeable):
     """A small array of values or structs at one device address, set as a whole in one copy.
 
     `dtype` may be any NumPy number or struct dtype; the whole is at most 64 KiB.  Writes go
-    through pinned memory in stream order, so no replay in flight sees part of one.
+    through pinned memory in stream order, so no replay reads a half-written value.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DeviceArray(Closeable):
         return self.buffer.to_numpy(stream)
 
     def field(self, name: str) -> Buffer:
-        """Where a field of a single struct lies, as a buffer for kernels.
+        """A field of a single struct, as a buffer for kernels.
 
         Raises InputError for an unknown field or more than one element.
         """

@@ -1,8 +1,8 @@
 """A ring of pinned memory that host values pass through on their way to the device.
 
-Each entry is used again only once the copy out of it is done, so a replay or a copy that is still
-in flight never sees half-written bytes, and the caller does not wait for the device as long as
-fewer than `depth` writes are under way.
+An entry is used again only once the copy out of it is done, so a copy in flight never reads
+half-written bytes.  The caller does not wait for the device as long as fewer than `depth` writes
+are under way.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class StagingRing:
         self._entries = [self._memory.view(i * stride, nbytes) for i in range(depth)]
         self._views: list[npt.NDArray[np.uint8]] = [entry.array for entry in self._entries]
         self._done: list[Event | None] = [None] * depth
-        """By entry: reached when the copy out of it is done."""
+        """By entry: the event behind the last copy out of it."""
         self._unmarked: list[Stream | None] = [None] * depth
-        """By entry: the stream of a copy that no event stands behind, since something failed."""
+        """By entry: the stream of a copy without an event behind it, because that failed."""
         self._next = 0
         self._waits = 0
         self._lock = new_lock()
@@ -51,8 +51,7 @@ class StagingRing:
         """Copies `data` to the beginning of `dst` in stream order, as one copy.
 
         Returns at once unless all entries are in flight.  Raises InputError if it does not fit,
-        CaptureError during a capture: a replay would copy this entry's bytes for ever, whatever
-        they have become.
+        CaptureError during a capture: each replay would copy whatever the entry holds by then.
         """
         size = len(data)
         if size > min(self.nbytes, dst.nbytes):
