@@ -26,6 +26,12 @@ def stream(device: Device) -> ost.Stream:
     return device.create_stream()
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables do not depend on the terminal that the tests run in."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 # ---------------------------------------------------------------------------------------- arrays
 
 

@@ -34,6 +34,12 @@ def named(text: str) -> HostNodeParams:
     return HostNodeParams(function)
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables do not depend on the terminal that the tests run in."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 def everything(device: Device) -> ost.Graph:
     """A graph with most kinds of nodes, a child graph and bodies within bodies."""
     x, y = device.zeros(N, np.float32), device.zeros(N, np.float32)
