@@ -31,6 +31,7 @@ from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
+    ClosedError,
     ContextPoisonedError,
     DriverError,
     NotCapturingError,
@@ -93,6 +94,8 @@ class _Session:
         self._id = 0
         self._thread = 0
         self._in_driver = False
+        self._before: frozenset[NodeHandle] | None = None
+        """The nodes that `into` had when the capture began."""
 
     # --- begin and end
     def begin(self) -> None:
@@ -124,6 +127,7 @@ class _Session:
             driver.stream_begin_capture(stream, self.mode)
         else:
             leaves = _leaves(self.into)
+            self._before = frozenset(driver.graph_nodes(self.into.handle))
             driver.stream_begin_capture_to_graph(stream, self.into.handle, leaves, self.mode)
 
     def leave(self) -> None:
@@ -143,14 +147,33 @@ class _Session:
             context.capture_ended(self)
 
     def drop(self) -> None:
-        """Ends the capture and drops its graph.  Raises nothing of its own."""
+        """Ends the capture and drops its graph, or takes its nodes out of the one that it went
+        into.  Raises nothing of its own."""
         self.leave()
+        if self.into is not None and self._before is not None:
+            self._take_back(self.into, self._before)
         handle, self.handle = self.handle, GraphHandle(0)
         if handle and self.into is None:
             context = self.stream.context
             driver = context.driver
             context.retire(lambda: driver.graph_destroy(handle))
             context.collect()
+
+    def _take_back(self, into: Graph, before: frozenset[NodeHandle]) -> None:
+        """Leaves a graph as it was before a capture that went into it broke."""
+        driver = into.context.driver
+        try:
+            for node in reversed(driver.graph_nodes(into.handle)):
+                if node not in before:
+                    driver.graph_remove_node(node)
+        except (ClosedError, ContextPoisonedError):
+            pass  # nobody can launch it any more
+        except DriverError as error:
+            into.keep.extend(self.keep)
+            into.only_to_read = (
+                "a capture into it broke, and its half of the work cannot be taken out again "
+                f"({error}); make the graph again"
+            )
 
     # --- Tap
     def entering(self, stream: Stream, what: str, entry: Entry) -> None:
@@ -261,7 +284,8 @@ class _Session:
 class Capture:
     """One capture on one stream (and on the streams that are forked from it).
 
-    `into` captures into an existing graph, such as a conditional body.  `pool`, if given, must be
+    `into` captures into an existing graph, such as a conditional body; if the capture breaks, the
+    graph is as it was before.  `pool`, if given, must be
     open.  `contained` refuses work that this thread submits to a stream outside of the capture: the
     graph would lack it, and it would run at once.  `trace` looks after every line of Python for the
     first one that breaks the capture, also inside libraries that do not go through this one; it is

@@ -32,6 +32,7 @@ from ostinato.driver.closeable import Closeable
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
     CaptureBrokenError,
+    ClosedError,
     ContextPoisonedError,
     InputError,
     VerificationError,
@@ -229,6 +230,7 @@ class GraphedStep(Closeable):
         self._states: OrderedDict[StepKey, _KeyState] = OrderedDict()
         self._keys: set[Hashable] = set()
         """Keys under which this step put graphs into the cache."""
+        self._closed = False
         self._counts = Counts()
         self._held: list[HeldCounts] = []
         self._lock = threading.RLock()
@@ -245,9 +247,10 @@ class GraphedStep(Closeable):
         """The real size of that name on the device, as one uint32 for kernels to read.
 
         It is written before each call runs or replays, in stream order.  Ask for it in `run`, or
-        before the first call.
+        before the first call.  Raises ClosedError.
         """
         with self._lock:
+            self._require_open()
             return self._sizes.scalar(name, self.stream)
 
     def key(self, **sizes: int) -> StepKey:
@@ -258,7 +261,9 @@ class GraphedStep(Closeable):
         return call.key
 
     def _call(self, sizes: Mapping[str, int]) -> _Call:
-        """The sizes in buckets.  Raises InputError for one that is no size, or over a slot."""
+        """The sizes in buckets.  Raises InputError for one that is no size, or over a slot, and
+        ClosedError."""
+        self._require_open()
         if self._buckets is not self.cache.buckets:
             self._buckets = self.cache.buckets
             self._calls.clear()
@@ -293,6 +298,10 @@ class GraphedStep(Closeable):
         key = StepKey(self.name, self._identity, tuple(sorted(buckets.items())))
         return _Call(key, sizes, buckets, over_buckets, over_slot)
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the step {self.name!r} is closed; make another")
+
     def _state(self, key: StepKey) -> _KeyState:
         state = self._states.get(key)
         if state is None:
@@ -305,7 +314,7 @@ class GraphedStep(Closeable):
         """Runs the step once for these sizes; what was done and why.  Does not wait.
 
         Raises InputError for a size that is no whole number of 0 or more, or over a slot's rows;
-        what `run` raises eagerly, VerificationError if strict, ContextPoisonedError.
+        what `run` raises eagerly, VerificationError if strict, ContextPoisonedError, ClosedError.
         """
         with self._lock, self.stream.turn.lock:
             call = self._call(sizes)
@@ -604,8 +613,12 @@ class GraphedStep(Closeable):
             return counts.statistics(quarantined, self._last_check)
 
     def close(self) -> None:
-        """Takes the step's graphs out of the cache, and gives its memory back.  Idempotent."""
+        """Takes the step's graphs out of the cache, and gives its memory back.  Idempotent.
+
+        Later calls raise ClosedError.
+        """
         with self._lock:
+            self._closed = True
             self._finalizer.detach()
             _evict(self.cache, self._keys)
             self._sizes.close()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ostinato.driver.api import CaptureStatus, MemcpyNodeParams
 from ostinato.driver.context import Context
 from ostinato.driver.stream import Event, Operation, Stream
-from ostinato.errors import CaptureError, InputError
+from ostinato.errors import CaptureError, ClosedError, InputError
 from ostinato.memory import Buffer, allocate
 
 __all__ = ["StagingRing"]
@@ -39,6 +39,9 @@ class StagingRing:
         """By entry: reached when the copy out of it is done."""
         self._unmarked: list[Stream | None] = [None] * depth
         """By entry: the stream of a copy that no event stands behind, since something failed."""
+        self._streams: set[Stream] = set()
+        """All that copies went to."""
+        self._closed = False
         self._next = 0
         self._waits = 0
         self._lock = threading.Lock()
@@ -52,8 +55,8 @@ class StagingRing:
         """Copies `data` to the beginning of `dst` in stream order, as one copy.
 
         Returns at once unless all entries are in flight.  Raises InputError if it does not fit,
-        CaptureError during a capture: a replay would copy this entry's bytes for ever, whatever
-        they have become.
+        ClosedError, and CaptureError during a capture: a replay would copy this entry's bytes for
+        ever, whatever they have become.
         """
         size = len(data)
         if size > min(self.nbytes, dst.nbytes):
@@ -63,6 +66,10 @@ class StagingRing:
                 "a staged write cannot be captured: write before the capture or between replays"
             )
         with self._lock:
+            if self._closed:
+                raise ClosedError("the staging ring is closed, and so is what it writes to")
+            if stream not in self._streams:
+                self._streams = {s for s in self._streams if not s.closed} | {stream}
             index = self._next
             self._next = (index + 1) % self.depth
             done = self._done[index]
@@ -89,10 +96,14 @@ class StagingRing:
         self._unmarked[index] = None
 
     def close(self) -> None:
-        """Gives the pinned memory back once the copies out of it are done.  Idempotent."""
+        """Gives the pinned memory back once the copies out of it are done; does not wait.
+        Idempotent."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        self._memory.context.retire(self._memory.close, self._streams)
         for event in self._done:
             if event is not None:
-                event.synchronize()
                 event.close()
-        self._done = [None] * self.depth
-        self._memory.close()
+        self._memory.context.collect()
