@@ -58,6 +58,11 @@ class CacheRules(GraphRules, StepRules):
                 assert executable.run.closed is not held, f"{key} left; held: {held}"
         for hold in self.holds:
             assert not hold.executable.run.closed, "an executable was closed while it was held"
+        for cache, limits in zip(self.caches, self.limits, strict=True):
+            budget, most = limits
+            assert most is None or len(cache) <= most, f"{len(cache)} graphs, not {most}"
+            if budget is not None and len(cache) > 1:
+                assert cache.statistics().nbytes <= budget, f"over the budget of {budget} bytes"
 
     def alive(self) -> list[Executable]:
         return [*super().alive(), *(hold.executable for hold in self.holds)]
@@ -184,20 +189,10 @@ class CacheRules(GraphRules, StepRules):
         gone = cache.evict_touching(self.part(ref))
         assert {key for key in gone if key in mine} == wanted
 
-    @rule(1, where=BYTE, budget=sampled(None, 1, 20_000, 100_000), most=sampled(None, 1, 4, 9))
-    def change_limits(self, where: int, budget: int | None, most: int | None) -> None:
-        cache = self.cache(where)
-        before = cache.keys()
-        cache.set_limits(budget=budget, max_graphs=most)
-        statistics = cache.statistics()
-        assert most is None or len(cache) <= most
-        assert budget is None or statistics.nbytes <= budget or len(cache) == 1
-        assert cache.keys() == before[len(before) - len(cache) :], "the oldest leave"
-
     @rule(0.3, where=BYTE)
     def use_a_closed_cache(self, where: int) -> None:
         cache = self.cache(where)
-        self.close_cache(where, None, None)
+        self.close_cache(where, (None, None))
         assert cache.closed and len(cache) == 0 and cache.keys() == []
         self.see_who_left()
         stream = self.open_lanes[0].stream

@@ -13,7 +13,7 @@ import ostinato as ost
 from ostinato.cache import Buckets, Multiples
 from ostinato.errors import CaptureError, ClosedError, InputError, OstinatoError
 from ostinato.replay import Action, HeldReplay, Reason
-from tests.property.engine import BYTE, booleans, integers, rule, sampled
+from tests.property.engine import BYTE, booleans, integers, rule, sampled, tuples
 from tests.property.kernels import config, kernel
 from tests.property.oracle import SIZE, Box
 from tests.property.world import Lane, World
@@ -25,6 +25,8 @@ REFUSALS = 3
 """Refused replays in a row after which a key is quarantined: documented."""
 
 Sizes = Mapping[str, int]
+Limits = tuple[int | None, int | None]
+"""Of a cache: bytes, and graphs."""
 
 
 class _Interrupted(Exception):
@@ -353,10 +355,10 @@ class StepRules(World):
         self.caches: list[ost.GraphCache] = []
         self.steps: list[Modelled] = []
         self.held: list[Held] = []
-        for budget in (None, 40_000):
-            self.caches.append(
-                ost.GraphCache(self.device, buckets=ost.PowersOfTwo(ROWS), budget=budget)
-            )
+        self.limits: list[Limits] = []
+        for limits in ((None, None), (40_000, None)):
+            self.caches.append(self.new_cache(limits))
+            self.limits.append(limits)
 
     def close_everything(self) -> None:
         for held in [h.held for h in self.held[::2]]:
@@ -371,7 +373,7 @@ class StepRules(World):
         for cache in self.caches:
             self.assert_nobody_left_graphs(cache)
             cache.close()
-        self.caches = []
+        self.caches, self.limits = [], []
         super().close_everything()
 
     def assert_nobody_left_graphs(self, cache: ost.GraphCache) -> None:
@@ -795,11 +797,18 @@ class StepRules(World):
                 left = [key for key in cache.keys() if getattr(key, "identity", 0) == mine]
                 assert not left, (box, left)
 
-    @rule(0.3, which=BYTE, budget=sampled(None, 1, 20_000, 100_000), most=sampled(None, 1, 4))
-    def close_cache(self, which: int, budget: int | None, most: int | None) -> None:
+    @rule(
+        0.3,
+        which=BYTE,
+        limits=tuples(sampled(None, 1, 20_000, 100_000), sampled(None, 1, 4)),
+    )
+    def close_cache(self, which: int, limits: Limits) -> None:
         """Its graphs go, its steps are refused, and another one takes its place."""
         at = which % len(self.caches)
         self.caches[at].close()
-        self.caches[at] = ost.GraphCache(
-            self.device, buckets=ost.PowersOfTwo(ROWS), budget=budget, max_graphs=most
-        )
+        self.caches[at], self.limits[at] = self.new_cache(limits), limits
+
+    def new_cache(self, limits: Limits) -> ost.GraphCache:
+        budget, most = limits
+        buckets = ost.PowersOfTwo(ROWS)
+        return ost.GraphCache(self.device, buckets=buckets, budget=budget, max_graphs=most)

@@ -6,18 +6,35 @@ from collections.abc import Mapping
 
 from ostinato.driver.api import ExecHandle
 from ostinato.driver.host import HostDriver
+from ostinato.driver.host_memory import POISON, Allocation, MemoryTable
 
 __all__ = ["WatchedDriver"]
 
 
+class _Quarantine(MemoryTable):
+    """Never gives a freed address out again."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        self.freed: list[Allocation] = []
+
+    def remove(self, allocation: Allocation) -> bool:
+        removed = super().remove(allocation)
+        if removed:
+            allocation.data.fill(POISON)
+            self.freed.append(allocation)
+        return removed
+
+
 class WatchedDriver(HostDriver):
-    """Never gives a freed address out again, so a launch that still uses it poisons the context.
+    """A launch that still uses freed memory poisons the context, since nobody else can get it.
 
     `early`: executables that were destroyed under their own launch, which this driver forgives.
     """
 
     def __init__(self) -> None:
-        super().__init__(quarantine=1 << 30)
+        super().__init__()
+        self._memory = self._context.memory = _Quarantine(self._memory.total)
         self.early: list[str] = []
 
     def exec_destroy(self, executable: ExecHandle) -> None:

@@ -79,12 +79,15 @@ class GraphCache(Closeable):
         budget: int | str | None = None,
         max_graphs: int | None = None,
     ) -> None:
-        self.context = context_of(device)
+        context = context_of(device)
+        if max_graphs is not None and max_graphs < 1:
+            raise InputError(f"max_graphs={max_graphs}: 1 or more, or None for no limit")
+        self.context = context
         self.buckets: Buckets = PowersOfTwo() if buckets is None else buckets
         # Reentrant, because the garbage collector may run a user's finaliser, which may use the
         # cache, between any two lines here.
         self._lock = threading.RLock()
-        self._table = Table(_checked_limits(budget, max_graphs), max_graphs)
+        self._table = Table(None if budget is None else parse_bytes(budget), max_graphs)
         self._flights = Flights(self._lock)
         self._closed = False
         self._hits = self._misses = self._installed = 0
@@ -342,15 +345,6 @@ class GraphCache(Closeable):
         for entry in entries:
             entry.executable.close()
 
-    def set_limits(self, *, budget: int | str | None, max_graphs: int | None) -> None:
-        """Sets both limits anew, None for no limit; over them, the least recently used leave at
-        once, but never the one that was used last.  Raises InputError, ClosedError."""
-        nbytes = _checked_limits(budget, max_graphs)
-        with self._lock:
-            self._require_open()
-            out = self._table.limit(nbytes, max_graphs)
-        self._close(out)
-
     # --- numbers and lifetime
     def statistics(self) -> CacheStatistics:
         """Counts, bytes, and a line for each key, taken at one moment."""
@@ -389,10 +383,3 @@ class GraphCache(Closeable):
             self._closed = True
             out = self._table.remove(list(self._table.entries), "closed")
         self._close(out)
-
-
-def _checked_limits(budget: int | str | None, max_graphs: int | None) -> int | None:
-    """The budget in bytes.  Raises InputError for limits that are none."""
-    if max_graphs is not None and max_graphs < 1:
-        raise InputError(f"max_graphs={max_graphs}: 1 or more, or None for no limit")
-    return None if budget is None else parse_bytes(budget)

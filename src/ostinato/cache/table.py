@@ -92,11 +92,6 @@ class Table:
             self.entries[key] = entry
         return out + self._trim()
 
-    def limit(self, budget: int | None, max_graphs: int | None) -> list[Entry]:
-        """Sets the limits anew, and trims."""
-        self.budget, self.max_graphs = budget, max_graphs
-        return self._trim()
-
     def _require_free(self, key: Hashable, executable: GraphExec) -> None:
         for other, entry in self.entries.items():
             if entry.executable is executable and other != key:

@@ -21,8 +21,7 @@ What is unlike a GPU, on purpose:
   the same launch writes waits for ever.
 * Streams have no priority, and a kernel never overlaps the one before it: programmatic edges are
   kept and shown, and mean plain order.
-* A kernel's access is checked by allocation, not by thread; freed addresses may be used again,
-  unless a driver is made with a `quarantine`.
+* A kernel's access is checked by allocation, not by thread; freed addresses may be used again.
 * Loading a module breaks a capture that is not relaxed.  CUDA loads lazily, and the first launch
   may do so; here the rule is simple, so that tests find it.
 * A cycle is refused when its last edge is added, not only by instantiation.
@@ -53,20 +52,12 @@ _PATIENCE = 2.0
 class HostDriver(ExecCalls, MemoryCalls, ModuleCalls):
     """A device in this process.  `total_memory` is how many bytes its allocations may have.
 
-    `quarantine`: so many bytes of freed memory are filled with a pattern and set aside before their
-    addresses can be given out again.  Work that still uses them then poisons the driver
-    (ILLEGAL_ADDRESS), where it might have found another buffer's data: for tests.  They do not
-    count as used.
-
     Threads start with the first work on a stream and end with `close`, or when nothing holds the
     driver any more; they never keep the interpreter from ending.
     """
 
-    def __init__(
-        self, name: str = "host", *, total_memory: int = DEFAULT_MEMORY, quarantine: int = 0
-    ) -> None:
+    def __init__(self, name: str = "host", *, total_memory: int = DEFAULT_MEMORY) -> None:
         super().__init__(total_memory)
-        self._memory.quarantine = quarantine
         self._name = name
         self._finalizer = weakref.finalize(self, self._context.shut_down)
 

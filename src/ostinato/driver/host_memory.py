@@ -1,8 +1,6 @@
 """Memory of the host driver: real addresses of this process, and who owns which.
 
-Fresh memory is filled with `POISON` bytes, so that a read of what nobody wrote shows.  Freed memory
-may be set aside in the same way, so that its addresses belong to nobody for a while and what still
-uses them fails.
+Fresh memory is filled with `POISON` bytes, so that a read of what nobody wrote shows.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import bisect
 import operator
 import threading
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +68,6 @@ class MemoryTable:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.quarantine = 0
-        """So many bytes of freed memory are set aside; the oldest leave first."""
-        self._set_aside: deque[Allocation] = deque()
-        self._aside = 0  # bytes
         self.lock = threading.RLock()  # a collection inside may free memory on this thread
         # By address.  One list, changed in one step each time: an interruption finds it whole.
         self._live: list[Allocation] = []
@@ -123,23 +116,10 @@ class MemoryTable:
             self.decoded.clear()
             self._used = None
             del self._live[at]
-            if not allocation.graph_owned:  # its graph allocates it again at the next launch
-                self._keep_aside(allocation)
             return True
-
-    def _keep_aside(self, allocation: Allocation) -> None:
-        if not self.quarantine:
-            return
-        allocation.data.fill(POISON)
-        self._set_aside.append(allocation)
-        self._aside += allocation.nbytes
-        while self._aside > self.quarantine:
-            self._aside -= self._set_aside.popleft().nbytes
 
     def clear(self) -> None:
         with self.lock:
-            self._set_aside.clear()
-            self._aside = 0
             self.reserved.clear()
             self.decoded.clear()
             self._used = None
@@ -160,11 +140,8 @@ class MemoryTable:
 
     def drop_reserved(self, allocation: Allocation) -> None:
         """Gives a graph's address space back once nothing can name it any more."""
-        if allocation.holders > 0 or allocation.outstanding:
-            return
-        with self.lock:
-            if self.reserved.pop(allocation.address, None) is not None:
-                self._keep_aside(allocation)
+        if allocation.holders <= 0 and not allocation.outstanding:
+            self.reserved.pop(allocation.address, None)
 
     def reserved_at(self, address: int) -> Allocation | None:
         """The graph's allocation, live or not, that holds the address."""
