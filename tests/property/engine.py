@@ -26,9 +26,11 @@ __all__ = [
     "Step",
     "World",
     "booleans",
+    "find",
     "integers",
-    "live",
     "lists",
+    "live",
+    "replay",
     "rule",
     "sampled",
     "tuples",
@@ -43,7 +45,7 @@ PATIENCE = 60.0
 """Seconds that the reduction of a failing life may take."""
 
 
-def BYTE(rng: random.Random) -> int:  # noqa: N802 - it stands where a strategy would
+def BYTE(rng: random.Random) -> int:
     return rng.randrange(256)
 
 
@@ -131,15 +133,19 @@ def rules_of(kind: type) -> dict[str, _Marked]:
     return {name: marked for name, marked in found.items() if isinstance(marked, _Marked)}
 
 
-def live(kind: type[World], seed: int, steps: int) -> int:
-    """One life of so many steps; how many were done.
+def find(kind: type[World], seed: int, steps: int) -> Failure | None:
+    """How a life of so many steps fails, or None."""
+    return _run(kind, _drawn(kind, random.Random(seed), steps), [])
+
+
+def live(kind: type[World], seed: int, steps: int) -> None:
+    """One life of so many steps.
 
     Raises AssertionError with the reduced life if one fails, from the error itself.
     """
-    done: list[Step] = []
-    failure = _run(kind, _drawn(kind, random.Random(seed), steps), done)
+    failure = find(kind, seed, steps)
     if failure is None:
-        return len(done)
+        return
     reduced = reduce(kind, failure)
     text = "\n".join(f"    {step}" for step in reduced.steps)
     raise AssertionError(
@@ -149,9 +155,7 @@ def live(kind: type[World], seed: int, steps: int) -> int:
     ) from reduced.error
 
 
-def _drawn(
-    kind: type[World], rng: random.Random, steps: int
-) -> Callable[[World], Iterator[Step]]:
+def _drawn(kind: type[World], rng: random.Random, steps: int) -> Callable[[World], Iterator[Step]]:
     rules = rules_of(kind)
 
     def draw(world: World) -> Iterator[Step]:
@@ -216,8 +220,16 @@ def reduce(kind: type[World], failure: Failure) -> Failure:
     return failure
 
 
-def replay(kind: type[World], steps: Sequence[Step]) -> None:
-    """Runs given steps to the end.  Raises what fails."""
+def replay(kind: type[World], programme: str) -> None:
+    """Runs the steps of a failure as they were printed.  Raises what fails."""
+    steps: list[Step] = []
+
+    class Noted:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda **arguments: steps.append(Step(name, arguments))
+
+    for line in filter(None, map(str.strip, programme.splitlines())):
+        eval(line, {"world": Noted()})
     failure = _run(kind, _given(kind, steps), [])
     if failure is not None:
         raise failure.error

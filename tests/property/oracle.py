@@ -226,9 +226,7 @@ def even(op: Op) -> Op:
     for ref in refs.values():
         at = ref.box, ref.start
         longest[at] = max(ref.stop, longest.get(at, 0))
-    return replace(
-        op, **{k: replace(r, stop=longest[r.box, r.start]) for k, r in refs.items()}
-    )
+    return replace(op, **{k: replace(r, stop=longest[r.box, r.start]) for k, r in refs.items()})
 
 
 def inner(op: Op) -> tuple[tuple[Op, ...], ...]:
@@ -268,9 +266,7 @@ def rewritten(ops: tuple[Op, ...], by) -> tuple[Op, ...]:  # type: ignore[no-unt
         if isinstance(op, Child):
             op = replace(op, ops=rewritten(op.ops, by))
         elif isinstance(op, Branch):
-            op = replace(
-                op, then=rewritten(op.then, by), otherwise=rewritten(op.otherwise, by)
-            )
+            op = replace(op, then=rewritten(op.then, by), otherwise=rewritten(op.otherwise, by))
         elif isinstance(op, Loop):
             op = replace(op, body=rewritten(op.body, by))
         out.append(op)

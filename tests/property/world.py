@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver import launcher
 from ostinato.errors import ClosedError, ContextPoisonedError, OstinatoError
 from ostinato.testing import FaultyDriver, HeldStream
-from tests.property.engine import BYTE, integers, lists, rule, sampled, tuples
+from tests.property.engine import BYTE, lists, rule, sampled, tuples
 from tests.property.kernels import SOURCE, config, kernel
 from tests.property.oracle import (
     BLOCK,
@@ -364,7 +365,12 @@ class World:
             op.apply()
             self.look(on, boxes, f"eagerly, {op}")
 
-    @rule(1, when=lambda self: len(self.open_boxes) > 3, which=BYTE, how=sampled("close", "drop", "pool"))
+    @rule(
+        1,
+        when=lambda self: len(self.open_boxes) > 3,
+        which=BYTE,
+        how=sampled("close", "drop", "pool"),
+    )
     def lose_memory(self, which: int, how: str) -> None:
         """A box is closed under whatever points at it, or nobody holds it any more but graphs."""
         box = self.box(which)
