@@ -39,8 +39,8 @@ class StagingRing:
         """By entry: reached when the copy out of it is done."""
         self._unmarked: list[Stream | None] = [None] * depth
         """By entry: the stream of a copy that no event stands behind, since something failed."""
-        self._streams: set[Stream] = set()
-        """All that copies went to."""
+        self._streams: list[Stream | None] = [None] * depth
+        """By entry: where the last copy out of it went."""
         self._closed = False
         self._next = 0
         self._waits = 0
@@ -68,8 +68,6 @@ class StagingRing:
         with self._lock:
             if self._closed:
                 raise ClosedError("the staging ring is closed, and so is what it writes to")
-            if stream not in self._streams:
-                self._streams = {s for s in self._streams if not s.closed} | {stream}
             index = self._next
             self._next = (index + 1) % self.depth
             done = self._done[index]
@@ -83,7 +81,7 @@ class StagingRing:
             operation = Operation(
                 params, "staged write", (entry.range,), (dst.range,), (dst, self), once=_ONCE
             )
-            self._unmarked[index] = stream
+            self._unmarked[index] = self._streams[index] = stream
             stream.submit(operation)
             self._done[index] = stream.record(done)
             self._unmarked[index] = None
@@ -102,7 +100,9 @@ class StagingRing:
             closed, self._closed = self._closed, True
         if closed:
             return
-        self._memory.context.retire(self._memory.close, self._streams)
+        streams = {stream for stream in self._streams if stream is not None}
+        self._memory.context.retire(self._memory.close, streams)
+        self._streams = [None] * self.depth
         for event in self._done:
             if event is not None:
                 event.close()
