@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import ostinato as ost
 from ostinato.errors import ClosedError, DriverError, InputError
+from ostinato.replay import StepKey
 from tests.property.engine import BYTE, booleans, rule, sampled
 from tests.property.graphs import Executable, GraphRules
 from tests.property.oracle import Op, leaves, refs_of
 from tests.property.steps import StepRules
 from tests.property.world import OPS
-
-__all__ = ["CacheRules"]
 
 Spec = tuple[int, int, int, int]
 KEYS = ("a", ("b", 8), 3, None)
@@ -186,8 +185,17 @@ class CacheRules(GraphRules, StepRules):
                 return
             if any(r.overlaps(ref) for r in refs):
                 wanted.add(key)
-        gone = cache.evict_touching(self.part(ref))
+        buffer = self.part(ref)
+        touching = cache.touching(buffer)
+        gone = cache.evict_touching(buffer)
+        assert gone == touching and cache.touching(buffer) == []
         assert {key for key in gone if key in mine} == wanted
+        for modelled in self.steps:
+            # Graphs may be there of the weights before these.
+            if modelled.step.cache is cache and ref.box is modelled.work.x:
+                a_key = modelled.step.key(**dict.fromkeys(modelled.work.names, 1))
+                left = filter(lambda key: isinstance(key, StepKey), cache.keys())
+                assert all(key.identity != a_key.identity for key in left), ref
 
     @rule(0.3, where=BYTE)
     def use_a_closed_cache(self, where: int) -> None:

@@ -20,22 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-__all__ = [
-    "BYTE",
-    "Failure",
-    "Step",
-    "World",
-    "booleans",
-    "find",
-    "integers",
-    "lists",
-    "live",
-    "replay",
-    "rule",
-    "sampled",
-    "tuples",
-]
-
 Draw = Callable[[random.Random], Any]
 Rule = TypeVar("Rule", bound=Callable[..., None])
 

@@ -33,14 +33,13 @@ from tests.property.oracle import (
     Sum,
     apply,
     changed,
+    inner,
     leaves,
     refs_of,
     rewritten,
     whole,
 )
 from tests.property.world import OPS, SPEC, Lane, World
-
-__all__ = ["Definition", "Executable", "GraphRules", "boxes_of"]
 
 Spec = tuple[int, int, int, int]
 
@@ -118,19 +117,11 @@ def _place(ops: tuple[Op, ...], wanted: Op) -> tuple[int, ...]:
         before = 1 if isinstance(op, Branch | Loop) else 0  # a kernel decides
         if op is wanted:
             return (at,)
-        for which, body in enumerate(_bodies(op)):
+        for which, body in enumerate(inner(op)):
             if any(o is wanted for o in leaves(body)):
                 return (at + before, which, *_place(body, wanted))
         at += 1 + before
     raise AssertionError("it is nowhere")
-
-
-def _bodies(op: Op) -> tuple[tuple[Op, ...], ...]:
-    if isinstance(op, Child):
-        return (op.ops,)
-    if isinstance(op, Branch):
-        return op.then, op.otherwise
-    return (op.body,) if isinstance(op, Loop) else ()
 
 
 class GraphRules(World):
@@ -578,7 +569,7 @@ class GraphRules(World):
 
         self.changes(executable, change, lambda: self.swapped(executable, old, new))
 
-    @rule(when=lambda self: self.executables, which=BYTE, op=BYTE, blocks=integers(1, 4))
+    @rule(2, when=lambda self: self.executables, which=BYTE, op=BYTE, blocks=sampled(1, 1, 2, 4))
     def set_config(self, which: int, op: int, blocks: int) -> None:
         executable = self.executable(which)
         old = self.simple(executable, Affine, op)

@@ -6,8 +6,6 @@ import ostinato as ost
 from ostinato.device import Device
 from tests.property.oracle import BLOCK
 
-__all__ = ["SOURCE", "config", "kernel"]
-
 
 def covered(launch, n):
     """How many of n elements the grid reaches."""
@@ -61,12 +59,6 @@ def accumulate(launch, x, acc, rows, width):
     acc[:n] += x[:n]
 
 
-@ost.host_kernel("x: *const i32, w: *const i32, acc: *i32, rows: *const u32, width: u32")
-def weigh_in(launch, x, w, acc, rows, width):
-    n = covered(launch, int(rows[0]) * width)
-    acc[:n] += x[:n] * w[0]
-
-
 @ost.host_kernel("x: *const i32, w: *const i32, out: *i32, rows: *const u32, width: u32")
 def reduce(launch, x, w, out, rows, width):
     out[:1] += x[: int(rows[0]) * width].sum(dtype=x.dtype, keepdims=True) * w[:1]
@@ -96,7 +88,6 @@ SOURCE = ost.Source(
         weigh,
         weigh_all,
         accumulate,
-        weigh_in,
         reduce,
         weigh_corner,
         crash,

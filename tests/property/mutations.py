@@ -22,8 +22,6 @@ from ostinato.graph.shadow import Shadow
 from ostinato.replay import check, sizes
 from ostinato.state import staging
 
-__all__ = ["MUTATIONS"]
-
 Method = Callable[..., Any]
 MUTATIONS: dict[str, Callable[[], AbstractContextManager[object]]] = {}
 

@@ -15,30 +15,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "BLOCK",
-    "SIZE",
-    "Affine",
-    "Box",
-    "Branch",
-    "Child",
-    "Copy",
-    "Fill",
-    "Loop",
-    "Mark",
-    "Op",
-    "Ref",
-    "Sum",
-    "Token",
-    "apply",
-    "changed",
-    "even",
-    "leaves",
-    "refs_of",
-    "rewritten",
-    "whole",
-]
-
 SIZE = 32
 """Elements of a whole box."""
 BLOCK = 8

@@ -19,8 +19,6 @@ from tests.property.kernels import config, kernel
 from tests.property.oracle import SIZE, Box
 from tests.property.world import Lane, World
 
-__all__ = ["ROWS", "WIDTH", "StepRules"]
-
 ROWS, WIDTH = 8, 4
 REFUSALS = 3
 """Refused replays in a row after which a key is quarantined: documented."""
@@ -132,25 +130,6 @@ class Padded(Pure):
         self.own[0].forget(sizes["rows"] * WIDTH, reached["rows"] * WIDTH)
 
 
-class State(Work):
-    """acc += x * w, in the rows in use."""
-
-    def slots(self) -> list[ost.Slot]:
-        return [
-            self.slot("x", self.x, ost.Role.INPUT),
-            self.slot("acc", self.own[0], ost.Role.STATE),
-        ]
-
-    def submit(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
-        n, real = sizes["rows"] * WIDTH, step.size("rows")
-        self.launch(stream, "weigh_in", n, self.x, self.w, self.own[0], real, WIDTH)
-
-    def apply(self, w: Box, sizes: Sizes, reached: Sizes) -> None:
-        acc = self.own[0]
-        n = sizes["rows"] * WIDTH
-        acc.write(0, acc.values[:n] + self.weighted(w, sizes["rows"]))
-
-
 class Scratch(Work):
     """tmp = x * w, all rows; acc += tmp, the rows in use; and a sum of what is in use."""
 
@@ -255,16 +234,6 @@ class Looped(Work):
             box.forget(0, SIZE)
 
 
-class Frozen(Pure):
-    """Its number changes from call to call: a graph holds an old one, and each check finds it."""
-
-    verifies = (1,)
-    builds = ("capture",)
-
-    def run(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
-        super().run(stream, step, **sizes)
-
-
 class Escaping(Work):
     """It waits in the middle, and its second half goes to a stream that no event ties to the first:
     no graph can hold that."""
@@ -289,7 +258,7 @@ class Escaping(Work):
             box.write(0, self.weighted(w, sizes["rows"]) + np.int32(self.c))
 
 
-KINDS = (Pure, Padded, State, Scratch, Forked, Corner, Looped, Frozen, Escaping)
+KINDS = (Pure, Padded, Scratch, Forked, Corner, Looped, Escaping)
 
 
 @dataclass(eq=False)
@@ -443,7 +412,7 @@ class StepRules(World):
                 build=work.builds[more % len(work.builds)],
                 warmups=options // 5 % 3,
                 verify=verify,
-                strict=bool(more // 4 % 2) and not isinstance(work, Frozen),
+                strict=bool(more // 4 % 2),
                 preconditions={"it is ready": lambda: ready["it is ready"]},
                 builder=build if isinstance(work, Looped) else None,
                 mode=list(ost.CaptureMode)[more // 8 % 3],
@@ -486,8 +455,6 @@ class StepRules(World):
         """One call: right, or refused as it must be."""
         step, work = modelled.step, modelled.work
         refusals = modelled.refusals_of(sizes)
-        if isinstance(work, Frozen):
-            work.c += 1
         if refusals:
             self.refuses(lambda: step(**sizes), refusals)
             return
@@ -500,7 +467,7 @@ class StepRules(World):
             return
         if isinstance(work, Escaping):
             self.device.synchronize()  # nothing orders its halves
-        assert decision.reason is not Reason.MISMATCH or isinstance(work, Frozen), decision
+        assert decision.reason is not Reason.MISMATCH, decision
         self.note(modelled, sizes, decision)
         work.apply(work.w, sizes, modelled.reached(sizes))
         self.look(modelled.lane, modelled.boxes, f"{type(work).__name__}{dict(sizes)}, {decision}")
@@ -525,7 +492,7 @@ class StepRules(World):
         modelled = self.modelled(which)
         sizes = self.sizes(modelled, size)
         work = modelled.work
-        if modelled.refusals_of(sizes) or isinstance(work, Escaping | Frozen):
+        if modelled.refusals_of(sizes) or isinstance(work, Escaping):
             return
         self.order(modelled.lane, modelled.boxes)
         held = modelled.step.hold(**sizes)
@@ -577,7 +544,7 @@ class StepRules(World):
         """The work joins the capture, and its graph does what a call does."""
         modelled = self.modelled(which)
         sizes, work, lane = self.sizes(modelled, size), modelled.work, modelled.lane
-        if modelled.refusals_of(sizes) or work.fail or isinstance(work, Escaping | Frozen):
+        if modelled.refusals_of(sizes) or work.fail or isinstance(work, Escaping):
             return
         if isinstance(work, Looped):
             return  # a size on the host: `times` launches
@@ -658,11 +625,7 @@ class StepRules(World):
         self.caches[which % len(self.caches)].buckets = schemes[scheme % len(schemes)]
 
     @rule(
-        2,
-        when=lambda self: self.steps,
-        which=BYTE,
-        size=BYTE,
-        where=sampled("first", "captured"),
+        2, when=lambda self: self.steps, which=BYTE, size=BYTE, where=sampled("first", "captured")
     )
     def fail_in_the_function(self, which: int, size: int, where: str) -> None:
         modelled = self.modelled(which)
@@ -707,8 +670,6 @@ class StepRules(World):
             return
         if isinstance(work, Looped) and call == "launch_kernel":
             return  # where its eager loop broke off cannot be told
-        if isinstance(work, Frozen):
-            work.c += 1
         self.order(modelled.lane, modelled.boxes)
         self.device.synchronize()
         before = [box.values.copy() for box in modelled.boxes]
@@ -721,7 +682,7 @@ class StepRules(World):
             self.adopt_after(modelled, before, error, sizes)
             return
         self.faults.clear()
-        assert decision.reason is not Reason.MISMATCH or isinstance(work, Frozen), decision
+        assert decision.reason is not Reason.MISMATCH, decision
         self.note(modelled, sizes, decision)
         work.apply(work.w, sizes, modelled.reached(sizes))
         self.look(modelled.lane, modelled.boxes, f"{call} failed, {type(work).__name__}{sizes}")
@@ -776,29 +737,7 @@ class StepRules(World):
             key = keys[what % len(keys)]
             assert cache.evict(key) and key not in cache and not cache.evict(key)
 
-    @rule(1, which=BYTE, at=BYTE)
-    def invalidate(self, which: int, at: int) -> None:
-        """No graph that points into a box is left."""
-        cache = self.caches[which % len(self.caches)]
-        box = self.box(at)
-        buffer = self.memories[box].buffer
-        assert buffer is not None
-        touching = cache.touching(buffer)
-        assert cache.evict_touching(buffer) == touching
-        assert cache.touching(buffer) == []
-        for modelled in self.steps:
-            # Graphs may be there of the weights before these.
-            if modelled.step.cache is cache and box in (modelled.work.x, *modelled.work.own):
-                mine = modelled.step.key(**dict.fromkeys(modelled.work.names, 1)).identity
-                there = cache.keys()
-                left = [key for key in there if getattr(key, "identity", 0) == mine]
-                assert not left, (box, left)
-
-    @rule(
-        0.3,
-        which=BYTE,
-        limits=tuples(sampled(None, 1, 20_000, 100_000), sampled(None, 1, 4)),
-    )
+    @rule(0.3, which=BYTE, limits=tuples(sampled(None, 1, 20_000, 100_000), sampled(None, 1, 4)))
     def close_cache(self, which: int, limits: Limits) -> None:
         """Its graphs go, its steps are refused, and another one takes its place."""
         at = which % len(self.caches)

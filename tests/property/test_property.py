@@ -34,9 +34,9 @@ def test_ten_thousand_steps_agree_with_the_oracle(kind: type[ThreadRules]) -> No
 
 
 def test_a_failure_is_printed_as_the_few_steps_that_make_it() -> None:
-    with MUTATIONS["an_event_is_not_waited_for"]():
+    with MUTATIONS["half_a_capture_stays_in_the_graph"]():
         with pytest.raises(AssertionError) as caught:
-            live(ThreadRules, 0, 300)
+            live(ThreadRules, 0, 2_000)
         _, found, *programme = str(caught.value).splitlines()
         steps = re.match(r"(\d+) steps do it", found)
         assert steps and int(steps[1]) == len(programme) < 8, caught.value

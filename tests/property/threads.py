@@ -16,10 +16,8 @@ from tests.property.caches import KEYS, CacheRules
 from tests.property.engine import BYTE, lists, rule, sampled, tuples
 from tests.property.graphs import Executable, boxes_of
 from tests.property.oracle import Box, Op, apply, whole
-from tests.property.steps import Escaping, Frozen
+from tests.property.steps import Escaping
 from tests.property.world import Lane
-
-__all__ = ["ThreadRules"]
 
 
 @dataclass(eq=False)
@@ -217,7 +215,7 @@ class ThreadRules(CacheRules):
         work, step = modelled.work, modelled.step
         if (
             modelled.refusals_of(sizes)
-            or isinstance(work, Escaping | Frozen)
+            or isinstance(work, Escaping)
             or step.mode is ost.CaptureMode.GLOBAL  # any thread's work may break its captures
         ):
             return None

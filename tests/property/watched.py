@@ -8,8 +8,6 @@ from ostinato.driver.api import ExecHandle
 from ostinato.driver.host import HostDriver
 from ostinato.driver.host_memory import POISON, Allocation, MemoryTable
 
-__all__ = ["WatchedDriver"]
-
 
 class _Quarantine(MemoryTable):
     """Never gives a freed address out again."""

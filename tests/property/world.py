@@ -42,8 +42,6 @@ from tests.property.oracle import (
 )
 from tests.property.watched import WatchedDriver
 
-__all__ = ["OPS", "SPEC", "Lane", "Memory", "World"]
-
 SPEC = tuples(BYTE, BYTE, BYTE, BYTE)
 """What `World.op` makes an operation of."""
 OPS = lists(SPEC, 1, 4)
