@@ -15,6 +15,12 @@ Two figures each, both on graphs of the same kernels (a chain of tiny ones, rand
 Ours is measured twice: with the compiled hot path (`driver/_launch.c`), where it was built, and
 with the one in Python over a ctypes call, on an executable of its own of the same graph.
 
+What the checks that are always on cost is the difference of two rows each: `GraphExec.launch` and
+the prepared driver call under it, which asks nothing; a call of a `GraphedStep` and the same call
+with its checks taken out (`_Unchecked`: is the state of the slots valid, was memory closed that the
+graph points at).  A step's other work (sizes to a key, the cache, the decision, the counts) is in
+both; a `HeldReplay` does it once.
+
 All Python callables are called without arguments, those that take some as a `functools.partial`: no
 frame of ours in between.  Python's clock costs some 40 ns a reading, which is in the Python
 figures; C reads its own.  All take turns, so that a clock that changes meets everyone.  Each one's
@@ -38,7 +44,9 @@ from functools import partial
 import ostinato as ost
 from benchmarks import common
 from benchmarks.common import Chain, Measured, measured
+from ostinato.cache import GraphCache, Multiples
 from ostinato.driver import launcher
+from ostinato.replay import HeldReplay
 
 CALLS = {1: 2000, 32: 2000, 280: 600, 1000: 200}
 """Graph length to calls a turn: the longer ones take the GPU longer."""
@@ -138,6 +146,16 @@ def python_contender(
     return Contender(name, bursts, back_to_back, (launch, keep))
 
 
+class _Unchecked(ost.GraphedStep):
+    """A step without the checks that each of its replays makes."""
+
+    def _require_state(self) -> None:
+        """Not asked."""
+
+    def _usable(self, call: object, executable: ost.GraphExec | None) -> ost.GraphExec | None:
+        return executable
+
+
 class CLoop:
     """The C loop, compiled once."""
 
@@ -194,6 +212,7 @@ def contenders(
         skipped["C, cuda.bindings, cuda.core, PyTorch, CuPy"] = f"{device.name} is no GPU"
     if launcher.compiled():
         found += _ours("compiled", run, stream, nullcontext)
+        found += _steps(chain, stream)
     else:
         skipped["ostinato compiled"] = launcher.description()
     found += _ours("ctypes", plain, stream, launcher.without_extension)
@@ -219,6 +238,36 @@ def _ours(
     return [
         python_contender(f"ostinato {path}, prepared call", prepared, wait, run, around),
         python_contender(f"ostinato {path}, GraphExec.launch", launch, wait, run, around),
+    ]
+
+
+def _steps(chain: Chain, stream: ost.Stream) -> list[Contender]:
+    """Calls of a step that replays the same work."""
+
+    def run(stream: ost.Stream, *, n: int) -> None:
+        chain.submit(stream)
+
+    def contender(name: str, made: ost.GraphedStep) -> Contender:
+        made(n=chain.length)  # warms up
+        replayed = made(n=chain.length)
+        assert replayed.action.value == "build"
+        call = partial(made, n=chain.length)
+        return python_contender(f"ostinato compiled, {name}", call, stream.synchronize, made)
+
+    steps = []
+    for kind in (ost.GraphedStep, _Unchecked):
+        cache = GraphCache(chain.device, buckets=Multiples(1, chain.length))
+        steps.append(kind(run, stream=stream, cache=cache))
+    found = [
+        contender("GraphedStep", steps[0]),
+        contender("GraphedStep without its checks", steps[1]),
+    ]
+    held = steps[0].hold(n=chain.length)
+    assert isinstance(held, HeldReplay)
+    wait = stream.synchronize
+    return [
+        python_contender("ostinato compiled, HeldReplay.launch", held.launch, wait, held),
+        *found,
     ]
 
 
@@ -319,6 +368,17 @@ def measure(
     return rows
 
 
+def _difference(rows: list[dict[str, object]], one: str, other: str) -> dict[str, float]:
+    """Medians of one less those of another, by number of kernels."""
+    median = {(r["kernels"], r["launched by"]): r["median_us"] for r in rows}
+    found = {}
+    for (length, name), us in median.items():
+        less = median.get((length, other))
+        if name == one and isinstance(us, float) and isinstance(less, float):
+            found[str(length)] = round(us - less, 3)
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = common.options(__doc__).parse_args(argv)
     lengths = (1, 8) if options.quick else tuple(CALLS)
@@ -356,6 +416,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if r["launched by"] == f"ostinato {path}, GraphExec.launch"
                 }
                 for path in ("compiled", "ctypes")
+            }
+            | {
+                "microseconds of the checks of a launch": _difference(
+                    rows, "ostinato compiled, GraphExec.launch", "ostinato compiled, prepared call"
+                ),
+                "microseconds of the checks of a step": _difference(
+                    rows,
+                    "ostinato compiled, GraphedStep",
+                    "ostinato compiled, GraphedStep without its checks",
+                ),
             },
         )
     return 0

@@ -1,22 +1,44 @@
-"""A step that runs eagerly, then as a captured graph, with sizes in buckets and a check."""
+"""A step that runs eagerly, then as a captured graph, with sizes in buckets and a check.
+
+Three rows run in the graph of four.  The fourth is padding, and a state must keep it: the kernel
+reads the real number of rows on the device (`step.size`).
+"""
 
 import numpy as np
 
 import ostinato as ost
-from examples.capture import SOURCE
+
+
+@ost.host_kernel("x: *const f32, total: *f32, rows: *const u32, width: u32")
+def add_rows(launch, x, total, rows, width):
+    used = int(rows[0]) * width
+    total[:used] += x[:used]
+
+
+SOURCE = ost.Source(
+    cuda=r"""
+    extern "C" __global__ void add_rows(const float* x, float* total, const unsigned* rows,
+                                        unsigned width) {
+        unsigned i = blockIdx.x * width + threadIdx.x;
+        if (blockIdx.x < *rows && threadIdx.x < width) total[i] += x[i];
+    }
+    """,
+    host=[add_rows],
+)
 
 
 def main() -> None:
     rows, width = 8, 256
     with ost.open_device() as device:
         stream = device.create_stream()
-        add = device.modules.get_or_compile(SOURCE, "add")
+        kernel = device.modules.get_or_compile(SOURCE, "add_rows")
         x = device.array(np.ones((rows, width), np.float32))
         total = device.zeros((rows, width), np.float32)
         graphs = ost.GraphCache(device, buckets=ost.PowersOfTwo(rows), budget="64 MiB")
 
         def accumulate(stream: ost.Stream, batch: int) -> None:
-            ost.launch(stream, add, ost.LaunchConfig(batch, width), x, total, batch * width)
+            config = ost.LaunchConfig(batch, width)
+            ost.launch(stream, kernel, config, x, total, step.size("batch"), width)
 
         step = ost.GraphedStep(
             accumulate,
@@ -30,7 +52,7 @@ def main() -> None:
         )
         for batch in (3, 3, 4, 3, 7, 7):
             print(f"batch {batch}: {step(batch=batch)}")
-        print("row 0:", total.to_numpy(stream)[0, 0])
+        print("rows:", total.to_numpy(stream)[:, 0])
         print(step.statistics())
         print(graphs.statistics())
 

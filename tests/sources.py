@@ -36,6 +36,17 @@ extern "C" __global__ void axpy_rows(const float* x, const float* factor, float*
 extern "C" __global__ void increment(int* counter, int by) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *counter += by;
 }
+extern "C" __global__ void total(const float* x, unsigned n, const unsigned* most, float* out) {
+    if (blockIdx.x || threadIdx.x) return;
+    float sum = 0;
+    for (unsigned i = 0; i < min(n, *most); ++i) sum += x[i];
+    *out = sum;
+}
+extern "C" __global__ void scatter(const float* x, const int* at, float* out, unsigned n,
+                                   const unsigned* most) {
+    if (blockIdx.x || threadIdx.x) return;
+    for (unsigned i = 0; i < min(n, *most); ++i) out[at[i]] = x[i];
+}
 extern "C" __global__ void number(unsigned long long value, unsigned long long* out) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *out = value;
 }
@@ -85,6 +96,17 @@ def increment(launch, counter, by):
     counter[0] += by
 
 
+@ost.host_kernel("x: *const f32, n: u32, most: *const u32, out: *out f32")
+def total(launch, x, n, most, out):
+    out[0] = x[: min(n, most[0])].sum()
+
+
+@ost.host_kernel("x: *const f32, at: *const i32, out: *f32, n: u32, most: *const u32")
+def scatter(launch, x, at, out, n, most):
+    for i in range(min(n, most[0])):
+        out[at[i]] = x[i]
+
+
 @ost.host_kernel("value: u64, out: *out u64")
 def number(launch, value, out):
     out[0] = value
@@ -92,7 +114,7 @@ def number(launch, value, out):
 
 SOURCE = ost.Source(
     cuda=CUDA,
-    host=[fill, scale, halve, add, axpy, axpy_rows, increment, number],
+    host=[fill, scale, halve, add, axpy, axpy_rows, increment, total, scatter, number],
     name="tests",
 )
 BLOCK = 128

@@ -39,6 +39,7 @@ def test_the_code_in_the_readme_runs(
     out = capsys.readouterr().out
     assert "scale" in out
     assert "launches_replayed=2" in out
+    assert "quarantined={}" in out
     names["device"].close()  # type: ignore[attr-defined]
 
 

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from ostinato.errors import (
     CaptureError,
     ClosedError,
     InputError,
+    OutOfMemoryError,
     UpdateRefusedError,
     VerificationError,
 )
@@ -905,6 +906,69 @@ def test_undeclared_memory_that_differs_is_found(device: Device) -> None:
         step()
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_state_that_was_moved_since_the_capture_advances_once(device: Device, strict: bool) -> None:
+    """No slot and no graph has the new buffer: only the eager runs of the check write it."""
+    x, factor = ones(device), device.array(np.ones(1, np.float32))
+    state = [device.zeros(N, np.float32)]
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "axpy"), config(N), x, factor, state[0], N)
+
+    step = checked_step(device, work, [ost.Slot("state", state[0], ost.Role.STATE)], strict=strict)
+    step()
+    state[0] = device.array(state[0].to_numpy(step.stream))
+    if strict:
+        with pytest.raises(VerificationError, match=r"argument 2 of operation 0 \(axpy\) is y=0x"):
+            step()
+        assert (state[0].to_numpy(step.stream) == 1).all(), "an error has changed nothing"
+    for calls in (2, 3, 4):
+        step()
+        assert (state[0].to_numpy(step.stream) == calls).all()
+
+
+def test_a_branch_that_touches_no_slot_is_found(device: Device) -> None:
+    """What only the step does now, and not its graph, counts too (TensorRT-LLM PR 15216)."""
+    x, factor = ones(device), device.array(np.ones(1, np.float32))
+    y, counts, counting = device.zeros(N, np.float32), device.zeros(1, np.int32), []
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "axpy"), config(N), x, factor, y, N)
+        if counting:
+            ost.launch(stream, kernel(device, "increment"), config(1), counts, 1)
+
+    step = checked_step(device, work, [ost.Slot("y", y, ost.Role.STATE)], verify=2)
+    step()
+    counting.append(True)
+    decision = step()
+    assert "operation 1 is nothing in the graph and increment now" in decision.detail
+    for calls in (2, 3, 4):
+        assert (y.to_numpy(step.stream) == calls).all()
+        assert counts.to_numpy(step.stream)[0] == calls - 1
+        step()
+
+
+def test_a_check_does_not_write_to_what_the_step_closes_in_it(device: Device) -> None:
+    """Another buffer may lie there by then."""
+    x, out, others = ones(device), device.zeros(N, np.float32), []
+
+    def work(stream: ost.Stream) -> None:
+        if not stream.is_capturing:
+            scratch = device.array(np.zeros(N, np.float32))
+            ost.launch(stream, kernel(device, "add"), config(N), x, x, scratch, N)
+            scratch.close()
+            stream.synchronize()
+            others.extend(device.array(np.full(N, 9, np.float32)) for _ in range(4))
+        ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
+
+    slots = [ost.Slot("x", x, ost.Role.INPUT), ost.Slot("out", out, ost.Role.OUTPUT)]
+    step = checked_step(device, work, slots)
+    for _ in range(3):
+        assert step().action.value in ("build", "replay")
+        assert (out.to_numpy(step.stream) == 2).all()
+    assert all((other.to_numpy(step.stream) == 9).all() for other in others)
+
+
 def test_a_check_that_raises_leaves_everything_as_it_was(device: Device) -> None:
     x = device.array(np.arange(8, dtype=np.float32))
     acc, fail = device.zeros(8, np.float32), [False]
@@ -1313,6 +1377,34 @@ def test_what_is_no_size_is_an_error_and_not_over_a_bucket(device: Device, size:
             call(n=size)
 
 
+@pytest.mark.parametrize("verify", [0, -1, True, False, 2.5, "always", None])
+def test_what_asks_for_no_checks_or_some_is_said(device: Device, verify: object) -> None:
+    x = device.zeros(1, np.int32)
+    slots = [ost.Slot("x", x, ost.Role.STATE)]
+    with pytest.raises(InputError, match="verify="):
+        count_step(device, x, ost.GraphCache(device), 1, slots=slots, verify=verify)
+
+
+@pytest.mark.parametrize(("size", "value"), [(0, 1), (3, 1), (8, 1), (True, 1), ("4", 1), (1, 1.5)])
+def test_a_fill_of_no_elements_is_refused(
+    device: Device, stream: ost.Stream, size: object, value: object
+) -> None:
+    x = ones(device)
+    run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
+    with pytest.raises(InputError):
+        run.set_memset(0, x, value, size)
+    run.launch(stream)
+    assert (x.to_numpy(stream) == 5).all()
+
+
+def test_memory_that_no_address_can_reach_is_an_error(device: Device) -> None:
+    """1 << 80 bytes are 0 in 64 bits."""
+    pool = ost.CapturePool(device)
+    for empty in (device.empty, device.zeros, device.pinned, pool.empty):
+        with pytest.raises((OutOfMemoryError, InputError)):
+            empty((1 << 40, 1 << 40))
+
+
 def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:
     x = device.array(np.ones((8, 4), np.float32))
 
@@ -1331,6 +1423,32 @@ def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:
         step(rows=9)
     assert step(rows=8).reason.name == "OVER_SLOT", "the bucket of 10 would reach over the end"
     assert (x.to_numpy(step.stream) == 2).all()
+
+
+def test_a_bucket_that_is_too_small_for_its_size_is_refused(device: Device) -> None:
+    """A scheme of the caller's own, wrong at its border: the last row would never be computed."""
+
+    class Own:
+        limit = 16
+
+        def bucket(self, size: int) -> int:
+            return 4 if size <= 5 else 16
+
+        def __iter__(self) -> Iterator[int]:
+            return iter((4, 16))
+
+    x, work = device.zeros(16, np.float32), []
+    step = ost.GraphedStep(
+        lambda stream, rows: work.append(rows),
+        stream=device.create_stream(),
+        cache=ost.GraphCache(device, buckets=Own()),
+        slots=[ost.Slot("x", x, ost.Role.STATE, size="rows")],
+    )
+    step(rows=4)
+    for call in (step, step.prepare, step.hold, step.key):
+        with pytest.raises(InputError, match=r"rows=5: the buckets of the cache \(Own\) give 4"):
+            call(rows=5)
+    assert work == [4]
 
 
 def test_other_buckets_are_other_graphs(device: Device) -> None:

@@ -534,6 +534,49 @@ def test_broken_captures_leave_no_graph_behind(rig: Rig) -> None:
         driver.graph_nodes(graph)
 
 
+# --- order
+
+
+def orders(seed: int | None, *, disabled: int | None = None) -> list[list[int]]:
+    """What 30 executables of one graph note: 0 -> 2 -> 4 and 1 -> 3 -> 5."""
+    driver = HostDriver(shuffle=seed)
+    rig = Rig(driver)
+    notes, cursor, graph = rig.zeros(6, np.uint32), rig.zeros(1, np.uint32), driver.graph_create()
+    nodes: list[NodeHandle] = []
+    for number in range(6):
+        after = nodes[number - 2 : number - 1] if number > 1 else []
+        nodes.append(rig.add(graph, after, "note", notes, cursor, number))
+    seen = []
+    for _ in range(30):
+        driver.memset(cursor, 0, 4, 1, rig.stream)
+        run = driver.graph_instantiate(graph)
+        if disabled is not None:
+            driver.exec_set_enabled(run, nodes[disabled], False)
+        driver.exec_launch(run, rig.stream)
+        (count,) = rig.values(cursor, 1, np.uint32)
+        seen.append(rig.values(notes, count, np.uint32))
+        driver.exec_destroy(run)
+    driver.close()
+    return seen
+
+
+def test_nodes_that_nothing_orders_run_as_made_or_shuffled() -> None:
+    assert orders(None) == [[0, 1, 2, 3, 4, 5]] * 30
+    shuffled = orders(7)
+    assert shuffled == orders(7), "a failure can be repeated"
+    assert len({tuple(order) for order in shuffled}) > 5
+    for order in shuffled:
+        assert [n for n in order if n % 2 == 0] == [0, 2, 4], "edges hold"
+        assert [n for n in order if n % 2] == [1, 3, 5]
+
+
+def test_a_node_that_is_switched_off_still_orders_its_neighbours() -> None:
+    """ROCm/rocm-systems#11359."""
+    shuffled = orders(7, disabled=2)
+    assert len({tuple(order) for order in shuffled}) > 3
+    assert all([n for n in order if n % 2 == 0] == [0, 4] for order in shuffled)
+
+
 # --- waiting
 
 

@@ -143,3 +143,18 @@ def test_a_finaliser_that_closes_something_while_others_are_looked_at(
     assert not card.executables
     assert device.context.retired == 0
     assert caplog.records == [], "something was destroyed twice"
+
+
+def test_what_another_capture_forbids_to_destroy_is_destroyed_later(
+    device: Device, faults: FaultyDriver
+) -> None:
+    before = device.memory_info()[0]
+    x = device.zeros(1000)
+    fault = faults.fail("mem_free", status=900, times=2)
+    x.close()
+    device.synchronize()
+    assert fault.fired and device.context.retired == 1
+    device.synchronize()
+    device.synchronize()
+    assert device.memory_info()[0] == before
+    assert device.context.retired == 0

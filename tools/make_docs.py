@@ -19,6 +19,7 @@ import numpy as np
 import typer
 
 import ostinato as ost
+from ostinato import settings
 from ostinato.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +41,10 @@ def cli_page() -> str:
             add(sub, f"{path} {name}", min(depth + 1, 4))
 
     add(root, "ostinato", 2)
+    parts.append(
+        "\n## Environment\n\nThe library reads these too.\n\n| variable | meaning |\n|---|---|\n"
+    )
+    parts += [f"| `{variable.name}` | {variable.doc} |\n" for variable in settings.ALL]
     return "".join(parts)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from ostinato import settings
 from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHandle
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
+from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError, SettingsError
 from ostinato.memory import Buffer, CapturePool, adopt_array, allocate, fill
@@ -33,7 +33,7 @@ class Device(Closeable):
         self.modules = ModuleCache(self.context)
         """Kernels compiled once and loaded once on this device."""
         self._copies: Stream | None = None
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         # The silent last resort: gives a dropped device's threads and memory back.
         self._finalizer = weakref.finalize(self, driver.close)
         self._finalizer.atexit = False

@@ -19,6 +19,7 @@
     │   ├── NodeKindError           asked a node for what another kind of node has
     │   └── UpdateRefusedError      the executable stays as it was; names node and reason
     ├── VerificationError           a replay gave another answer than the eager run
+    ├── StateLostError              a check could not put back what it had changed
     ├── CompileError                the compiler refused the source; carries its log
     └── ModelError                  a model cannot be found, read or run
         ├── ModelFormatError        a file is damaged, or not what it says it is
@@ -55,6 +56,7 @@ __all__ = [
     "OutOfMemoryError",
     "PoolSealedError",
     "SettingsError",
+    "StateLostError",
     "Status",
     "StatusMeaning",
     "StreamCaptureError",
@@ -398,6 +400,10 @@ class UpdateRefusedError(GraphError):
 
 class VerificationError(OstinatoError):
     """A replay gave another answer than the eager run; says key, slot and where they differ."""
+
+
+class StateLostError(OstinatoError):
+    """A check could not put back what it had changed; says which slots must be written again."""
 
 
 class CompileError(OstinatoError):

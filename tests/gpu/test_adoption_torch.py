@@ -48,7 +48,7 @@ def area(name: str, tensor: torch.Tensor) -> Area:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 class Step:

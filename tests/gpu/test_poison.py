@@ -8,13 +8,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from ostinato.device import Device
-
-ROOT = Path(__file__).resolve().parents[2]
 
 HEAD = """
 import sys
@@ -121,7 +118,7 @@ refused("synchronize", stream.synchronize)
 def run_script(body: str, device: Device) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", HEAD + body + '\nprint("done")\n', device.name],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         check=False,

@@ -249,8 +249,6 @@ def test_injected_faults_leave_nothing_behind(host_device: Device, call: str) ->
     faults.fail(call, status=Status.STREAM_CAPTURE_INVALIDATED)
     with pytest.raises(CaptureError), ost.capture(stream):
         ost.fill(stream, x, 0)
-    if call == "stream_end_capture":
-        host_device.driver.stream_end_capture(stream.handle)  # the fault kept it from ending
     assert_usable(device, stream, x)
 
 

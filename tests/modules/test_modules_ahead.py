@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,10 +66,28 @@ def test_what_does_not_compile_stops_nothing(pool: CompilerPool, tmp_path: Path)
 def test_workers_that_die_are_no_error(pool: CompilerPool, tmp_path: Path) -> None:
     assert pool.compile([variant(1), variant(2)]) == 2
     for worker in pool._workers:
-        worker.kill()
-        worker.wait()
-    assert pool.compile([variant(3), variant(4)]) == 2
-    assert not stored(pool, tmp_path, variant(3))
+        worker.process.kill()
+        worker.process.wait()
+    more = [variant(3), variant(4)]
+    assert pool.compile(more) == 2
+    assert all(stored(pool, tmp_path, one) for one in more)  # others took their place
+
+
+def test_an_interrupt_ends_the_workers_and_the_next_call_starts_others(
+    pool: CompilerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.compile([variant(n) for n in range(20)])
+    assert not pool._workers
+    more = [variant(n) for n in range(20, 24)]
+    assert pool.compile(more) == 4
+    assert all(stored(pool, tmp_path, one) for one in more)
+    assert all(entry.problem is None for entry in DiskStore(tmp_path / "kernels").entries())
 
 
 def test_other_options_are_left_alone(pool: CompilerPool, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ostinato.modules import compiler as compiler_module
 from ostinato.modules.compiler import (
     check_ptx,
     compile_plan,
+    is_current,
     plan_compilation,
     target_arch,
 )
@@ -35,7 +36,6 @@ def key(source: Source | str = TEXT, capability=H100, expressions=(), **options:
 
 
 def test_the_key_covers_everything_that_matters(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "a.h").write_text("1")
     keys = {
         "plain": key(),
         "text": key(TEXT + " "),
@@ -52,11 +52,11 @@ def test_the_key_covers_everything_that_matters(tmp_path: Path, monkeypatch) -> 
         "lines": key(line_info=True),
         "extra": key(extra=["--restrict"]),
         "folder": key(include=[tmp_path]),
-        "folder used": key('#include "a.h"\n' + TEXT, include=[tmp_path]),
+        "relative folder": key(include=["a"]),
         "expression": key(expressions=["k<1>"]),
     }
-    (tmp_path / "a.h").write_text("2")
-    keys["file changed"] = key('#include "a.h"\n' + TEXT, include=[tmp_path])
+    monkeypatch.chdir(tmp_path)
+    keys["current folder"] = key(include=["a"])
     monkeypatch.setenv("NVRTC_APPEND_FLAGS", "--restrict")
     keys["environment"] = key()
     assert len(set(keys.values())) == len(keys)
@@ -70,13 +70,6 @@ def test_the_compilers_version_is_in_the_key(monkeypatch) -> None:
     before = key()
     monkeypatch.setattr(compiler_module, "compiler_identity", lambda: "nvrtc 99.9")
     assert key() != before
-
-
-def test_a_header_known_only_to_a_macro_is_never_stored() -> None:
-    text = "#define NAME <a.h>\n#include NAME\n" + TEXT
-    plan = plan_compilation(Source(text, headers={"a.h": ""}), CompileOptions(), H100)
-    assert not plan.storable and not plan.fixed
-    assert compile_plan(plan).kind == "cubin"
 
 
 # ---------------------------------------------------------------------------------------- compiling
@@ -117,11 +110,14 @@ def test_headers_in_folders_find_those_beside_them(tmp_path: Path) -> None:
         (tmp_path / folder / "outer.h").write_text('#include "inner.h"\n')
         (tmp_path / folder / "inner.h").write_text(f"#define IS_{value} 1\n")
     text = '#include "one/outer.h"\n#include "two/outer.h"\nstatic_assert(IS_1 + IS_2 == 2);\n'
-    plan = plan_compilation(Source(text + TEXT), CompileOptions(include=[tmp_path]), H100)
-    assert kernel_names(compile_plan(plan).data) == ("k",)
-    assert len(plan.dependencies.files) == 4
+    answer = compiled(text + TEXT, include=[tmp_path])
+    assert kernel_names(answer.data) == ("k",)
+    assert [Path(file.path).relative_to(tmp_path).as_posix() for file in answer.inputs.files] == [
+        *("one/inner.h", "one/outer.h", "two/inner.h", "two/outer.h")
+    ]
+    assert answer.inputs.unchanged() and is_current(answer.inputs) and not answer.inputs.fixed
     (tmp_path / "two" / "inner.h").write_text("#define IS_2 3\n")
-    assert not plan.dependencies.unchanged()
+    assert not answer.inputs.unchanged() and not is_current(answer.inputs)
 
 
 @pytest.mark.parametrize(

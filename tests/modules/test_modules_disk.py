@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from ostinato.errors import Status, driver_error
 from ostinato.modules import DiskStore
 from ostinato.modules import disk as disk_module
 from ostinato.modules.compiler import Compiled
-from ostinato.modules.private_file import UntrustedError
+from ostinato.modules.safe_file import UntrustedError
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
 from tests.modules.disk_worker import source
 
@@ -179,7 +180,7 @@ def test_a_link_is_not_followed(store: DiskStore, caplog, tmp_path: Path) -> Non
     path = saved(store)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    refused(store, caplog, "cannot be read")
+    refused(store, caplog, "not a regular file")
     assert (tmp_path / "elsewhere").exists()
 
 
@@ -191,14 +192,23 @@ def test_a_fifo_blocks_nobody(store: DiskStore, caplog) -> None:
     refused(store, caplog, "not a regular file")
 
 
-def test_a_folder_in_the_files_place(store: DiskStore, caplog) -> None:
+def test_an_empty_folder_in_the_files_place(store: DiskStore, caplog) -> None:
     path = saved(store)
     path.unlink()
     path.mkdir()
-    with caplog.at_level(logging.WARNING):
-        assert store.load(KEY) is None
-        assert not store.save(KEY, CODE)
-    assert "not kept on disk" in caplog.text
+    refused(store, caplog, "not a regular file")
+
+
+def test_a_filled_folder_in_the_files_place_costs_that_key_alone(store: DiskStore, caplog) -> None:
+    path = saved(store)
+    path.unlink()
+    path.mkdir()
+    (path / "mine").write_text("kept")
+    assert store.load(KEY) is None and not store.save(KEY, CODE)
+    assert "a folder has its name; remove it" in caplog.text
+    assert store.save(OTHER, CODE) and store.load(OTHER) == CODE
+    store.clear()
+    assert (path / "mine").exists()
 
 
 # -------------------------------------------------------------------------------------- unwritable
@@ -211,7 +221,7 @@ def test_a_full_disk_costs_speed_alone(tmp_path: Path, monkeypatch, caplog) -> N
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(disk_module.os, "fdopen", full)
+    monkeypatch.setattr(disk_module, "_open_private", full)
     for number in range(3):
         assert len(cache.get_or_compile(kernel_text(number), "k").info.parameters) == number + 1
     warned = [r for r in caplog.records if "not kept on disk" in r.message]
@@ -220,22 +230,13 @@ def test_a_full_disk_costs_speed_alone(tmp_path: Path, monkeypatch, caplog) -> N
 
 
 def test_a_write_that_fails_half_way_leaves_nothing(store: DiskStore, monkeypatch) -> None:
-    class Torn:
-        def __init__(self, descriptor: int, mode: str) -> None:
-            self.descriptor = descriptor
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            os.close(self.descriptor)
-
+    class Torn(io.FileIO):
         def write(self, data: bytes) -> int:
-            os.write(self.descriptor, data[:10])
+            super().write(data[:10])
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk_module.os, "fdopen", Torn)
+        patch.setattr(disk_module, "open", Torn, raising=False)
         assert not store.save(KEY, CODE)
     assert list(store.folder.iterdir()) == []
 
@@ -349,14 +350,6 @@ def test_left_over_temporaries_go(store: DiskStore) -> None:
     assert not old.exists() and young.exists()
 
 
-def test_pruning_gives_way_to_another_process(store: DiskStore) -> None:
-    from filelock import FileLock
-
-    fill(store, 3)
-    with FileLock(str(store.folder / ".lock")):
-        assert store.clear() == 0
-
-
 @nvrtc
 def test_entries_describe_what_is_there(tmp_path: Path) -> None:
     make_cache(tmp_path)[0].get_or_compile(source(1), "k")
@@ -365,7 +358,7 @@ def test_entries_describe_what_is_there(tmp_path: Path) -> None:
     entries = {e.problem: e for e in DiskStore(tmp_path).entries()}
     sound = entries.pop(None)
     assert (sound.name, sound.arch, sound.entries) == ("worker 1", "sm_90", ("k",))
-    assert sorted(entries) == ["it is torn (4 bytes)", "its name is not a key"]
+    assert sorted(entries) == ["it is torn (4 bytes)", "its name, 'nonsense.kernel', is not a key"]
     assert len(DiskStore(tmp_path).entries(check=False)) == 3
 
 
@@ -376,7 +369,7 @@ def start_worker(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.modules.disk_worker", str(folder)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

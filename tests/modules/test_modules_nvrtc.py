@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.errors import NoCudaError
+from ostinato.errors import CompileError, NoCudaError
 from ostinato.modules import CompileOptions, DiskStore, Source, nvrtc_file
 from ostinato.modules import compiler as compiler_module
 from ostinato.modules import nvrtc as nvrtc_module
-from ostinato.modules import toolkit as toolkit_module
 from ostinato.modules.compiler import compile_plan, compiler_identity, confirmed, plan_compilation
-from ostinato.modules.nvrtc import INVALID_OPTION, Answer, Toolchain
+from ostinato.modules.nvrtc import Opened, Reference, Toolchain
 from ostinato.modules.nvrtc_file import CompilerFile, expected_file
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
 
@@ -121,7 +120,7 @@ def run_fresh(code: str, *arguments: str, **variables: str) -> str:
     answer = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **variables},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -198,16 +197,6 @@ def test_a_plan_for_another_compiler_is_made_again(use, other: Path) -> None:
     assert again.key != plan.key and again.compiler != plan.compiler
     assert confirmed(again) is again
     assert compile_plan(plan) == compile_plan(again)
-
-
-@nvrtc
-def test_headers_are_those_of_the_compiler_that_is_used(use, other, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "cache"))
-    source = Source("#include <cuda_fp16.h>\n" + TEXT)
-    toolchain = use(Toolchain(locate, lambda: CompilerFile.of(str(other))))
-    plan = plan_compilation(source, CompileOptions(), (9, 0))
-    assert plan.compiler == toolchain.library().file.identity  # looking for them loaded it
-    assert confirmed(plan) is plan and compile_plan(plan).kind == "cubin"
 
 
 @nvrtc
@@ -334,76 +323,79 @@ def test_without_pathfinder_the_expected_file_is_loaded(monkeypatch) -> None:
     assert Toolchain(locate).library().version >= (12, 0)
 
 
-# ----------------------------------------------------------------------------- headers of its own
+# ------------------------------------------------------------------------- what the compiler opened
 
 
-class NoHeaders:
-    """A compiler that has no headers of its own, and counts how often it is asked."""
-
-    def __init__(self, status: int) -> None:
-        self.file = CompilerFile("/old/libnvrtc.so.12", 1, 1)
-        self.status = status
-        self.asked = 0
-
-    def compile(self, *_: object) -> Answer:
-        self.asked += 1
-        return Answer(self.status, "unrecognized option")
+def listed(*lines: str) -> bytes:
+    return "\n".join(("__nv_nvrtc_builtin_header.h", *lines, "__nv_name_map", "")).encode()
 
 
-class Loaded(Toolchain):
-    """A toolchain that has loaded that."""
+def test_a_listing_says_who_includes_what() -> None:
+    listing = listed(
+        "/a.h", " /b.h", " /c.h", "  /b.h", "m.h", " /proc/ostinato-memory/0", "  /d.h"
+    )
+    found = nvrtc_module._opened(listing, {"m.h": ""}, whole=True)
+    assert found == (
+        Opened("/a.h", None),
+        Opened("/b.h", "/a.h"),
+        Opened("/c.h", "/a.h"),
+        Opened("/b.h", "/c.h"),
+        Opened("/d.h", None),
+    )
 
-    def __init__(self, library: object) -> None:
-        super().__init__(never)
-        self._library = library
+
+def test_what_is_no_listing_is_none() -> None:
+    assert nvrtc_module._opened(b"", {}, whole=False) is None
+    assert nvrtc_module._opened(b"error: 1\n", {}, whole=False) is None
+    assert nvrtc_module._opened(listed(), {}, whole=True) == ()
 
 
-@pytest.fixture
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(toolkit_module.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
-    return tmp_path / "cache"
-
-
-@nvrtc
-def test_headers_are_unpacked_once(cache_folder: Path) -> None:
-    loaded = compiler_module.toolchain.library()
-    folder = toolkit_module.unpacked_headers(compiler_module.toolchain)
-    if folder is None:
-        pytest.skip("this NVRTC brings no headers of its own")
-    assert folder.startswith(str(cache_folder)) and Path(folder, "cuda_fp16.h").exists()
-    again = Toolchain(never, lambda: loaded.file)
-    assert toolkit_module.unpacked_headers(again) == folder
+def test_a_listing_that_a_full_disk_cut_is_none() -> None:
+    listing = listed("/a.h", " /b.h")
+    for size in range(len(listing)):
+        assert nvrtc_module._opened(listing[:size], {}, whole=True) is None
+    assert nvrtc_module._opened(listing, {}, whole=True) is not None
 
 
 @nvrtc
-def test_headers_go_elsewhere_if_the_cache_folder_cannot_be_written(cache_folder: Path) -> None:
-    cache_folder.write_text("in the way")
-    folder = toolkit_module.unpacked_headers(compiler_module.toolchain)
-    assert folder is None or folder.startswith(str(cache_folder.with_name("temporary")))
-
-
-def test_that_there_are_none_is_remembered(cache_folder: Path) -> None:
-    library = NoHeaders(INVALID_OPTION)
-    assert toolkit_module.unpacked_headers(Loaded(library)) is None
-    assert toolkit_module.unpacked_headers(Loaded(library)) is None
-    assert library.asked == 1
-    unloaded = Toolchain(never, lambda: library.file)
-    assert toolkit_module.unpacked_headers(unloaded) is None
-
-
-def test_a_passing_failure_is_not_remembered(cache_folder: Path) -> None:
-    library = NoHeaders(1)
-    for asked in (2, 4):  # each time in both folders
-        assert toolkit_module.unpacked_headers(Loaded(library)) is None
-        assert library.asked == asked
+def test_a_cut_list_of_references_is_none(monkeypatch) -> None:
+    text = "".join(f'#if __has_include("{n}.h")\n#endif\n' for n in range(5))
+    library = compiler_module.toolchain.library()
+    flags = ("--gpu-architecture=sm_90",)
+    found = library.references(text, "a.cu", {}, flags)
+    assert found == tuple(Reference("a.cu", 2 * n + 1, 5) for n in range(5))
+    with monkeypatch.context() as patch:
+        real = Path.read_bytes
+        patch.setattr(Path, "read_bytes", lambda path: real(path)[:-60])
+        assert library.references(text, "a.cu", {}, flags) is None
+    for wrong in ("#error\n", "/*", "// \\", "#line 3\n"):
+        assert library.references(text + wrong, "a.cu", {}, flags) is None
 
 
 @nvrtc
-def test_a_compiler_without_headers_uses_an_installed_toolkits(use, monkeypatch) -> None:
-    use(Toolchain(locate))
-    monkeypatch.setattr(compiler_module, "unpacked_headers", lambda toolchain: None)
-    compiler_module._toolkit_headers_of.cache_clear()
-    found = compiler_module._toolkit_headers()
-    compiler_module._toolkit_headers_of.cache_clear()
-    assert found is None or Path(found).is_dir()
+def test_a_compiler_that_lists_nothing_still_compiles(monkeypatch, caplog) -> None:
+    # As one would do that does not know the flags any more.
+    monkeypatch.setattr(nvrtc_module, "_to_front_end", lambda *options: ("--no-such-flag",))
+    cache, loader = make_cache()
+    for loads in (1, 2):  # nobody can tell whether a header has changed meanwhile
+        assert cache.get_or_compile(TEXT, "k").name == "k"
+        assert loader.loads == loads
+    assert caplog.text.count("does not tell which headers it reads") == 1
+
+
+@nvrtc
+def test_without_a_folder_for_the_listing_it_still_compiles(monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    answer = compile_plan(plan_compilation(Source(TEXT), CompileOptions(), (9, 0)))
+    assert answer.kind == "cubin" and answer.inputs.unknown
+
+
+@nvrtc
+def test_flags_that_are_wrong_are_still_said() -> None:
+    with pytest.raises(CompileError, match="no-such-flag"):
+        compile_plan(
+            plan_compilation(Source(TEXT), CompileOptions(extra=["--no-such-flag"]), (9, 0))
+        )

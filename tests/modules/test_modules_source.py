@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from ostinato.driver.host_kernel import host_kernel
 from ostinato.errors import InputError
 from ostinato.modules import CompileOptions, Source
-from ostinato.modules.headers import find_dependencies
 from ostinato.modules.keys import digest_of
 from ostinato.modules.options import (
     as_options,
@@ -139,11 +138,23 @@ def test_plain_flags_are_options() -> None:
 
 
 def test_folders_and_files_in_flags_are_found() -> None:
-    flags = ("-I/a", "--include-path=/b", "-I", "/c", "--restrict", "--pre-include=d.h")
-    assert include_dirs(flags) == ("/a", "/b", "/c")
+    flags = ("-I/a", "--include-path=/b", "-I", "/c", "--restrict", "--pre-include=d.h", "-I /e")
+    assert include_dirs(flags) == ("/a", "/b", "/c", "/e")
+    assert include_dirs(["-I=/f", "-I=", "--include-path=", "-I/g"]) == ("/f", "", "", "/g")
     assert pre_includes(flags) == ("d.h",)
-    assert not reads_files(flags)
-    assert reads_files((*flags, "--use-pch=x"))
+    assert not reads_files((*flags, "--ptxas-options=-v", "-Xptxas", "-O1"))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--use-pch=x", "--create_pch", "-pch", "--pch-dir=/x", "-Xcudafe", "@file"),
+        "--use-bundled-headers=/x",
+        *("--options-file=x", "-optf", "--ptxas-options=--options-file=x", "-Xptxas=@x"),
+    ],
+)
+def test_flags_that_make_the_compiler_read_files_are_known(flag: str) -> None:
+    assert reads_files(("--restrict", flag))
 
 
 # --------------------------------------------------------------------------------------------- keys
@@ -153,80 +164,3 @@ def test_folders_and_files_in_flags_are_found() -> None:
 def test_different_parts_give_different_keys(one: list[object], two: list[object]) -> None:
     same = one == two and [type(p) for p in one] == [type(p) for p in two]
     assert (digest_of(one) == digest_of(two)) == same
-
-
-# ------------------------------------------------------------------------------------------ headers
-
-
-def write(folder: Path, **files: str) -> None:
-    folder.mkdir(exist_ok=True)
-    for name, text in files.items():
-        (folder / f"{name}.h").write_text(text)
-
-
-def test_includes_are_followed(tmp_path: Path) -> None:
-    write(tmp_path / "inc", a='#include "b.h"\n', b="#include <none.h>\n", other="")
-    found = find_dependencies('#include "a.h"\n', {}, [str(tmp_path / "inc")])
-    assert [Path(f.path).name for f in found.files] == ["a.h", "b.h"]
-    assert found.missing == ("none.h",)
-    assert found.exact
-
-
-def test_every_folder_that_could_answer_counts(tmp_path: Path) -> None:
-    write(tmp_path / "one")
-    write(tmp_path / "two", a="2")
-    folders = [str(tmp_path / "one"), str(tmp_path / "two")]
-    before = find_dependencies("#include <a.h>\n", {}, folders)
-    assert before.unchanged()
-    write(tmp_path / "one", a="1")
-    assert not before.unchanged()
-    assert len(find_dependencies("#include <a.h>\n", {}, folders).files) == 2
-
-
-def test_a_changed_header_is_noticed(tmp_path: Path) -> None:
-    write(tmp_path, a="1")
-    before = find_dependencies("#include <a.h>\n", {}, [str(tmp_path)])
-    write(tmp_path, a="22")
-    assert not before.unchanged()
-    after = find_dependencies("#include <a.h>\n", {}, [str(tmp_path)])
-    assert before.files[0].digest != after.files[0].digest
-
-
-def test_a_header_in_memory_is_not_missing(tmp_path: Path) -> None:
-    write(tmp_path, b="1")
-    found = find_dependencies('#include "a.h"\n', {"a.h": "#include <b.h>\n"}, [str(tmp_path)])
-    assert [Path(f.path).name for f in found.files] == ["b.h"]
-    assert found.missing == ()
-
-
-def test_includes_that_include_each_other_end(tmp_path: Path) -> None:
-    write(tmp_path, a='#include "b.h"', b='#include "a.h"')
-    assert len(find_dependencies('#include "a.h"', {}, [str(tmp_path)]).files) == 2
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '#include "a.h"',
-        "  #  include <a.h>",
-        '#inc\\\nlude "a.h"',
-        '/* x */ #include "a.h"',
-        '#/* x */include "a.h"',
-        '#include /* x */ "a.h"',
-        '%:include "a.h"',
-        'const char* s = "/*";\n#include "a.h"\nconst char* t = "*/";',
-        "// /*\n#include <a.h>\n// */",
-        "#if 0\n#include <a.h>\n#endif",
-        "#if __has_include(<a.h>)\n#endif",
-    ],
-)
-def test_no_spelling_of_an_include_is_missed(text: str, tmp_path: Path) -> None:
-    write(tmp_path, a="1")
-    found = find_dependencies(text + "\n", {}, [str(tmp_path)])
-    assert len(found.files) == 1, text
-    assert found.exact
-
-
-@pytest.mark.parametrize("text", ["#include NAME", "#include_next <a.h>", '#embed "data"'])
-def test_what_cannot_be_followed_is_said(text: str, tmp_path: Path) -> None:
-    assert not find_dependencies(text + "\n", {}, [str(tmp_path)]).exact

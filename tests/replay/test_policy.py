@@ -15,7 +15,7 @@ situations = st.builds(
     enabled=st.booleans(),
     profiling=st.booleans(),
     inside_capture=st.booleans(),
-    quarantine=st.none() | st.just((Reason.BUILD_FAILED, "why")),
+    quarantine=st.sampled_from([None, (Reason.BUILD_FAILED, "why"), (Reason.HOST_STATE, "why")]),
     unmet=st.sampled_from([(), ("workspace",)]),
     over_buckets=st.none() | st.just("70 is over 64"),
     has_graph=st.booleans(),
@@ -44,7 +44,8 @@ def test_a_graph_is_used_only_when_nothing_speaks_against_it(s: Situation) -> No
         assert not s.has_graph
         assert s.records or s.runs >= s.warmups
     if not free:
-        assert decision.action is Action.EAGER
+        refused = decision.reason is Reason.HOST_STATE
+        assert decision.action is (Action.REFUSE if refused else Action.EAGER)
         assert decision.reason not in (Reason.REPLAYED, Reason.FIRST_USE, Reason.WARMING_UP)
 
 
@@ -68,6 +69,16 @@ def test_it_is_pure(s: Situation) -> None:
             Situation(quarantine=(Reason.MISMATCH, "slot x")),
             Action.EAGER,
             Reason.MISMATCH,
+        ),
+        (
+            Situation(quarantine=(Reason.HOST_STATE, "argument 0")),
+            Action.REFUSE,
+            Reason.HOST_STATE,
+        ),
+        (
+            Situation(quarantine=(Reason.HOST_STATE, "argument 0"), enabled=False),
+            Action.EAGER,
+            Reason.GRAPHS_OFF,
         ),
     ],
 )

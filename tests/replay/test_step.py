@@ -222,9 +222,71 @@ class Counting(Frozen):
         super().run(stream, rows)
 
 
-def test_verify_tells_state_of_its_own_from_the_rest(device: Device) -> None:
-    decision = Counting(device, verify="first", warmups=0).step(rows=8)
-    assert "state of its own" in decision.detail
+def test_a_step_with_state_on_the_host_is_refused(device: Device) -> None:
+    """Not run eagerly: its captures and checks have advanced that state, so nobody knows by how
+    much the next answer would be off."""
+    counting = Counting(device, verify="first", warmups=0)
+    with pytest.raises(VerificationError, match=r"value=3 in one run and value=4 in the next"):
+        counting.step(rows=8)
+    assert (counting.totals() == 0).all(), "no memory is changed"
+    for call in (counting.step, lambda rows: counting.step(rows=4)):
+        with pytest.raises(VerificationError, match="on the host"):
+            call(rows=8)
+    assert counting.step.hold(rows=8).reason is Reason.HOST_STATE
+    counting.step.enabled = False
+    counting.step(rows=8)
+    assert counting.totals()[0, 0] == counting.value
+    counting.step.enabled, counting.step.verify = True, "off"
+    counting.step.release(rows=8)
+    assert counting.step(rows=8).action is Action.BUILD
+
+
+def test_the_same_work_with_other_answers_is_run_eagerly(device: Device) -> None:
+    """Sums in no fixed order, say: the step is as right as it ever was."""
+    drawn, noise = [], device.pinned(WIDTH, np.float32)
+    out = device.zeros(WIDTH, np.float32)
+
+    def draw() -> None:
+        drawn.append(True)
+        noise.array[:] = len(drawn)
+
+    def work(stream: ost.Stream) -> None:
+        stream.call(draw)
+        ost.copy(stream, out, noise)
+
+    step = ost.GraphedStep(
+        work,
+        stream=device.create_stream(),
+        cache=GraphCache(device),
+        slots=[ost.Slot("out", out, ost.Role.OUTPUT)],
+        verify="first",
+        warmups=0,
+    )
+    for _ in range(2):
+        decision = step()
+        assert (decision.action, decision.reason) == (Action.EAGER, Reason.MISMATCH)
+        assert "two eager runs of the same work" in decision.detail
+        assert (out.to_numpy(step.stream) == len(drawn)).all()
+
+
+def test_an_output_that_is_read_before_it_is_written_is_told_from_a_frozen_number(
+    device: Device,
+) -> None:
+    x, out = device.array(np.ones(WIDTH, np.float32)), device.zeros(WIDTH, np.float32)
+    one = device.array(np.ones(1, np.float32))
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "axpy"), config(WIDTH), x, one, out, WIDTH)
+
+    step = ost.GraphedStep(
+        work,
+        stream=device.create_stream(),
+        cache=GraphCache(device),
+        slots=[ost.Slot("x", x, ost.Role.INPUT), ost.Slot("out", out, ost.Role.OUTPUT)],
+        warmups=0,
+        verify="first",
+    )
+    assert "what an output held before" in step().detail
 
 
 class Leaky(Rows):

@@ -23,6 +23,7 @@ from ostinato.cache.statistics import CacheStatistics
 from ostinato.cache.table import Entry, Table
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
 from ostinato.errors import ClosedError, InputError
 from ostinato.graph.executable import GraphExec
@@ -86,7 +87,7 @@ class GraphCache(Closeable):
         self.buckets: Buckets = PowersOfTwo() if buckets is None else buckets
         # Reentrant, because the garbage collector may run a user's finaliser, which may use the
         # cache, between any two lines here.
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._table = Table(None if budget is None else parse_bytes(budget), max_graphs)
         self._flights = Flights(self._lock)
         self._closed = False

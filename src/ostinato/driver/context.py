@@ -27,8 +27,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from ostinato.driver.api import Driver, EventHandle, MemoryRange
 from ostinato.driver.callbacks import in_host_function
-from ostinato.driver.forking import FORKED, switch_off_in_children
-from ostinato.errors import ClosedError, ContextPoisonedError, DriverError, InputError
+from ostinato.driver.forking import FORKED, new_lock, switch_off_in_children
+from ostinato.errors import (
+    ClosedError,
+    ContextPoisonedError,
+    DriverError,
+    InputError,
+    StreamCaptureError,
+)
 
 if TYPE_CHECKING:
     from ostinato.driver.stream import Event, Operation, Stream
@@ -55,9 +61,12 @@ class Tap(Protocol):
     needs_access: bool
     """Whether operations must say what they read and write."""
 
-    def entering(self, stream: Stream, what: str, entry: Entry) -> None:
+    def entering(
+        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+    ) -> None:
         """Called before the call named `what` on a stream reaches the driver; refuses it by
-        raising."""
+        raising.  `operation` is what would be submitted, where it is known by then: always, but for
+        graphs, if the tap needs access."""
         ...
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
@@ -117,7 +126,7 @@ class Turn:
     __slots__ = ("__weakref__", "lock")
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = new_lock()
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +167,7 @@ class Context:
         self._hot: weakref.WeakSet[Hot] = weakref.WeakSet()
         self._incoming: deque[_Retired] = deque()
         self._waiting: list[_Retired] = []
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._idle = threading.Condition(self._lock)
         # Set while a thread goes through what waits: garbage collection may come in between, and a
         # finaliser may close things, which must not go through it as well.
@@ -173,8 +182,6 @@ class Context:
 
     def after_fork(self) -> None:
         """In a forked child: nothing here reaches the driver any more."""
-        self._lock = threading.RLock()
-        self._idle = threading.Condition(self._lock)
         self._forked = self._closed = True
         self.cool()
 
@@ -222,8 +229,8 @@ class Context:
         self._abandoned.append(end)
 
     def end_abandoned(self) -> None:
-        """Ends the captures that were dropped while they were under way."""
-        while self._abandoned:
+        """Ends the captures that were dropped while they were under way, each tried once."""
+        for _ in range(len(self._abandoned)):
             with suppress(IndexError):  # another thread took the last
                 self._abandoned.popleft()()
 
@@ -274,9 +281,10 @@ class Context:
     def cool(self) -> None:
         """Drops every shortcut: something taps, or a stream was closed."""
         with self._lock:
-            hot, self._hot = list(self._hot), weakref.WeakSet()
-            for one in hot:
+            for one in list(self._hot):
                 one.cool()
+            # Only now: a child that is forked in between finds the others here.
+            self._hot = weakref.WeakSet()
 
     # --- destruction
     @property
@@ -391,21 +399,30 @@ class Context:
         return not item.streams
 
     def _destroy_mark(self, mark: EventHandle) -> None:
-        self._destroying_safely(lambda: self.driver.event_destroy(mark))
+        self._try_to_destroy(lambda: self.driver.event_destroy(mark))
 
     def _destroy(self, item: _Retired) -> None:
-        if not item.gone:
-            item.gone = True
-            self._destroying_safely(item.destroy)
+        if item.gone:
+            return
+        item.gone = True
+        if not self._try_to_destroy(item.destroy):
+            item.gone = False
+            with self._lock:
+                self._waiting.append(item)
 
     @staticmethod
-    def _destroying_safely(destroy: Callable[[], None]) -> None:
+    def _try_to_destroy(destroy: Callable[[], None]) -> bool:
+        """False if it must be tried again: a capture, of another library perhaps, forbids it."""
         try:
             destroy()
         except ContextPoisonedError:
             pass  # the driver took everything down with it
+        except StreamCaptureError as error:
+            _log.warning("destroying a closed object is put off: %s", str(error))
+            return False
         except DriverError as error:
             _log.warning("destroying a closed object failed: %s", str(error))
+        return True
 
     def synchronize(self) -> None:
         """Waits for all work of the context, then destroys what was closed or dropped before.

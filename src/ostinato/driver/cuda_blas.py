@@ -17,13 +17,13 @@ version on GPUs of one kind, and here it may use only reductions in a fixed orde
 from __future__ import annotations
 
 import ctypes
-import threading
 import weakref
 from contextlib import AbstractContextManager
 from ctypes import byref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError, NotAvailableError
 
 __all__ = [
@@ -134,7 +134,7 @@ def explain_blas_status(status: int) -> str:
 
 
 _loaded: list[Cublaslt] = []  # the one of this process, once it is there
-_loading = threading.Lock()
+_loading = new_lock()
 
 
 def load_cublaslt() -> Cublaslt:
@@ -190,7 +190,7 @@ class Cublaslt:
         # 120804 before 13, 130000 and up since; both read the same way but for their digits.
         self.version = (number // 10000, number // 100 % 100, number % 100)
         self._handles: dict[int, BlasHandle] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __str__(self) -> str:
         return f"cuBLASLt {'.'.join(map(str, self.version))}, {self.path}"

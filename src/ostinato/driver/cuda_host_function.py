@@ -17,11 +17,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
-import threading
 from collections.abc import Callable
 
 from ostinato.driver.callbacks import run_host_function
 from ostinato.driver.cuda_library import Libcuda
+from ostinato.driver.forking import new_lock
 
 __all__ = ["HostFunctions"]
 
@@ -69,7 +69,7 @@ class HostFunctions:
 
     def __init__(self, lib: Libcuda) -> None:
         self._lib = lib
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._with_graphs: dict[int, int] = {}
         """Number of a function to the address of its semaphore."""
         self._libc = _load_libc()

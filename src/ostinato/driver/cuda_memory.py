@@ -142,6 +142,8 @@ class MemoryCalls(CudaCalls):
 def _check_size(seam: str, size: int) -> None:
     if size < 0:  # ctypes would make it a huge one
         raise driver_error(Status.INVALID_VALUE, seam, f"a size of {size}")
+    if size >= 1 << 63:  # and a small one of this
+        raise driver_error(Status.OUT_OF_MEMORY, seam, f"{size} bytes are wanted")
 
 
 def _host_address(seam: str, view: memoryview) -> int:

@@ -1,9 +1,9 @@
 """What a forked child may not use: devices that its parent opened.
 
-A CUDA context does not survive a fork, and neither do the threads of the host driver; locks that
-another thread held stay locked for ever in the child.  So the child's copies of contexts and
-drivers are switched off before any of its code runs: every later call raises ClosedError instead of
-hanging, and nothing is destroyed twice.
+A CUDA context does not survive a fork, and neither do the threads of the host driver; a lock that
+another thread held would stay locked for ever in the child.  So, before any of the child's code
+runs, its copies of contexts and drivers are switched off and its locks are released: every later
+call raises ClosedError instead of hanging, and nothing is destroyed twice.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
-__all__ = ["FORKED", "Forkable", "switch_off_in_children"]
+__all__ = ["FORKED", "Forkable", "new_lock", "switch_off_in_children"]
 
 FORKED = (
     "this process was forked from the one that opened the device, and no device survives a fork; "
@@ -26,12 +26,23 @@ class Forkable(Protocol):
     """Something whose copy in a forked child must be switched off."""
 
     def after_fork(self) -> None:
-        """Called in the child, on its only thread.  Must take no lock and call no driver."""
+        """Called in the child, on its only thread.  Must call no driver."""
         ...
 
 
 _open: weakref.WeakSet[Forkable] = weakref.WeakSet()
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _hooked = threading.Event()
+
+
+def new_lock() -> Any:
+    """A threading.RLock that is free in a forked child, whoever held it in the parent.
+
+    What it guards may be torn there; everything that it guards belongs to a device, and is off.
+    """
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
 
 
 def switch_off_in_children(thing: Forkable) -> None:
@@ -43,6 +54,8 @@ def switch_off_in_children(thing: Forkable) -> None:
 
 
 def _after_fork() -> None:
+    for lock in list(_locks):
+        lock._at_fork_reinit()  # as the standard library does with its own
     for thing in list(_open):
         thing.after_fork()
     _open.clear()

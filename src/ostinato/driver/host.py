@@ -17,8 +17,9 @@ Statuses and the calls that a capture forbids were measured on an H100 (driver 5
 
 What is unlike a GPU, on purpose:
 
-* The nodes of one launch run one after another.  A node that waits for what a parallel branch of
-  the same launch writes waits for ever.
+* The nodes of one launch run one after another, in an order that the edges allow
+  (`HostDriver(shuffle=seed)` draws it).  A node that waits for what a parallel branch of the same
+  launch writes waits for ever.
 * Streams have no priority, and a kernel never overlaps the one before it: programmatic edges are
   kept and shown, and mean plain order.
 * A kernel's access is checked by allocation, not by thread; freed addresses may be used again.
@@ -33,6 +34,7 @@ from __future__ import annotations
 import os
 import platform
 import weakref
+from random import Random
 
 import numpy as np
 
@@ -52,12 +54,22 @@ _PATIENCE = 2.0
 class HostDriver(ExecCalls, MemoryCalls, ModuleCalls):
     """A device in this process.  `total_memory` is how many bytes its allocations may have.
 
+    Nodes that no path of edges orders run in the order of their creation, which hides a missing
+    edge.  With `shuffle`, a seed, they run in an order drawn anew for each executable.
+
     Threads start with the first work on a stream and end with `close`, or when nothing holds the
     driver any more; they never keep the interpreter from ending.
     """
 
-    def __init__(self, name: str = "host", *, total_memory: int = DEFAULT_MEMORY) -> None:
+    def __init__(
+        self,
+        name: str = "host",
+        *,
+        total_memory: int = DEFAULT_MEMORY,
+        shuffle: int | None = None,
+    ) -> None:
         super().__init__(total_memory)
+        self._shuffle = None if shuffle is None else Random(shuffle)
         self._name = name
         self._finalizer = weakref.finalize(self, self._context.shut_down)
 

@@ -22,7 +22,7 @@ from ostinato.driver.api import (
     NodeParams,
     StreamHandle,
 )
-from ostinato.driver.forking import switch_off_in_children
+from ostinato.driver.forking import new_lock, switch_off_in_children
 from ostinato.driver.host_graph import GraphDefinition, Node
 from ostinato.driver.host_steps import Conditions, LoadedFunction, Step
 from ostinato.driver.host_stream import Event, HostContext, Stream, WorkQueue
@@ -50,7 +50,7 @@ class HostCore(ABC):
     def __init__(self, total_memory: int) -> None:
         self._context = HostContext(total_memory)
         self._memory = self._context.memory
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         legacy = Stream(0, WorkQueue(self._context, "ostinato-host-legacy"))
         self._streams: dict[int, Stream] = {0: legacy}
         self._events: dict[int, Event] = {}
@@ -65,7 +65,6 @@ class HostCore(ABC):
 
     def after_fork(self) -> None:
         """In a forked child: every later call raises INVALID_CONTEXT and says why."""
-        self._lock = threading.RLock()
         self._context.after_fork()
 
     # --- at the door

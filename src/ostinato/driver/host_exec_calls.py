@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -61,6 +62,7 @@ class ExecCalls(GraphCalls, StreamCalls):
     def __init__(self, total_memory: int) -> None:
         super().__init__(total_memory)
         self._executables: dict[int, Executable] = {}
+        self._shuffle: Random | None = None
 
     def _executable(self, call: str, handle: ExecHandle) -> Executable:
         return known(self._executables.get(handle), call, "executable", handle)
@@ -98,14 +100,16 @@ class ExecCalls(GraphCalls, StreamCalls):
     # --- compiling
 
     def _compile_all(self, executable: Executable) -> None:
-        order = execution_order(executable.snapshot)
+        order = execution_order(executable.snapshot, self._shuffle)
         executable.positions = {node: i for i, node in enumerate(order)}
         executable.steps = [self._node_step(executable, node) for node in order]
         executable.survey(self._memory.reserved)
         executable.bind()
 
     def _compile(self, executable: Executable, graph: GraphDefinition) -> tuple[Step, ...]:
-        return tuple(self._node_step(executable, node) for node in execution_order(graph))
+        return tuple(
+            self._node_step(executable, node) for node in execution_order(graph, self._shuffle)
+        )
 
     def _node_step(self, executable: Executable, node: Node) -> Step:
         if node in executable.disabled:

@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
@@ -204,9 +205,12 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
     return seen
 
 
-def execution_order(graph: GraphDefinition) -> list[Node]:
-    """A topological order: creation order wherever the edges leave the choice."""
+def execution_order(graph: GraphDefinition, shuffle: Random | None = None) -> list[Node]:
+    """A topological order.  Where the edges leave the choice: creation order, or one drawn with
+    `shuffle`."""
     nodes = list(graph.nodes.values())
+    if shuffle is not None:
+        shuffle.shuffle(nodes)
     index = {node: i for i, node in enumerate(nodes)}
     if all(index[source] < i for i, node in enumerate(nodes) for source, _ in node.incoming):
         return nodes

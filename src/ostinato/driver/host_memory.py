@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import operator
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import MemoryRange
+from ostinato.driver.forking import new_lock
 from ostinato.driver.host_kernel import HostKernel, PointerParameter
 from ostinato.errors import Status, driver_error
 
@@ -50,7 +50,7 @@ def reserve(
     try:
         # One alignment more than needed, so that two allocations are never adjacent.
         raw = np.empty(nbytes + 2 * ALIGNMENT, dtype=np.uint8)
-    except MemoryError as error:
+    except (MemoryError, ValueError) as error:  # NumPy: ValueError from 2**63 bytes on
         raise driver_error(
             Status.OUT_OF_MEMORY, call, f"this process cannot have {nbytes} bytes more"
         ) from error
@@ -68,7 +68,7 @@ class MemoryTable:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.lock = threading.RLock()  # a collection inside may free memory on this thread
+        self.lock = new_lock()  # a collection inside may free memory on this thread
         # By address.  One list, changed in one step each time: an interruption finds it whole.
         self._live: list[Allocation] = []
         self._used: int | None = 0

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 from ostinato.driver.callbacks import mark_thread
-from ostinato.driver.forking import FORKED
+from ostinato.driver.forking import FORKED, new_lock
 from ostinato.driver.host_kernel import HostKernel
 from ostinato.driver.host_memory import MemoryTable
 from ostinato.errors import ContextPoisonedError, DriverError, Status
@@ -89,10 +89,9 @@ class HostContext:
         return self.closed or self.failure is not None
 
     def after_fork(self) -> None:
-        """In a forked child: the threads are not there, and a lock of theirs may be held."""
+        """In a forked child: the threads are not there."""
         self.closed, self.why_closed = True, FORKED
         self.queues.clear()
-        self.memory.lock = threading.RLock()
 
     def shut_down(self) -> None:
         """Ends every thread; work that has not begun is dropped."""
@@ -118,7 +117,7 @@ class WorkQueue:
         self.completed = 0
         self._context = context
         self._tasks: deque[tuple[int, Task]] = deque()
-        self._lock = threading.RLock()  # a collection inside may end this very queue
+        self._lock = new_lock()  # a collection inside may end this very queue
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._idle = False
         self._stopping = False

@@ -149,7 +149,9 @@ class Stream(Closeable):
             raise ClosedError("the stream is closed; create another")
         return self.handle
 
-    def enter(self, what: str, entry: Entry = Entry.WORK) -> StreamHandle:
+    def enter(
+        self, what: str, entry: Entry = Entry.WORK, operation: Operation | None = None
+    ) -> StreamHandle:
         """What every call on this stream begins with: the handle for the driver.
 
         `what` names the call.  Raises ClosedError, and CaptureError if the call would go into
@@ -160,7 +162,7 @@ class Stream(Closeable):
         if context.taps:
             context.end_abandoned()
             for tap in context.taps:
-                tap.entering(self, what, entry)
+                tap.entering(self, what, entry, operation)
         return handle
 
     # --- work
@@ -169,7 +171,8 @@ class Stream(Closeable):
 
         Raises DriverError, and what `enter` raises; taps are told of either.
         """
-        handle = self.enter(operation.name, Entry.ONCE if operation.once else Entry.WORK)
+        entry = Entry.ONCE if operation.once else Entry.WORK
+        handle = self.enter(operation.name, entry, operation)
         driver = self.context.driver
         params = operation.params
         try:

@@ -138,20 +138,47 @@ class _Session:
                 self.trace.stop()
             context.remove_tap(self)
             if self._in_driver:
-                try:
-                    self.handle = context.driver.stream_end_capture(self.stream.handle)
-                except DriverError as error:
-                    self.failure = error
-                self._in_driver = False
+                self._in_driver = not self._ended_in_driver()
         finally:
-            context.capture_ended(self)
+            if not self._in_driver:
+                context.capture_ended(self)
+
+    def _ended_in_driver(self) -> bool:
+        """Ends it in the driver.  False if it still is under way there: the driver refused the call
+        as such, or the calling thread."""
+        driver, stream = self.stream.context.driver, self.stream.handle
+        for _ in range(2):
+            try:
+                self.handle = driver.stream_end_capture(stream)
+                return True
+            except ContextPoisonedError as error:
+                self.failure = error
+                return True
+            except ClosedError:  # nothing is left to end; in a forked child there never was
+                return True
+            except DriverError as error:
+                self.failure = self.failure or error
+            try:
+                info = driver.stream_capture_info(stream)
+            except DriverError:
+                return False
+            # A broken capture no longer says which one it is.
+            broken = info.status is CaptureStatus.INVALIDATED
+            mine = broken or not self._id or info.capture_id == self._id
+            if info.status is CaptureStatus.NONE or not mine:
+                return True
+        return False
 
     def drop(self) -> None:
         """Ends the capture and drops its graph, or takes its nodes out of the one that it went
         into.  Raises nothing of its own."""
         self.leave()
-        if self.into is not None and self._before is not None:
-            self._take_back(self.into, self._before)
+        if self._in_driver:
+            self.stream.context.abandon(self.drop)  # tried again
+            return
+        before, self._before = self._before, None
+        if self.into is not None and before is not None:
+            self._take_back(self.into, before)
         handle, self.handle = self.handle, GraphHandle(0)
         if handle and self.into is None:
             context = self.stream.context
@@ -176,7 +203,9 @@ class _Session:
             )
 
     # --- Tap
-    def entering(self, stream: Stream, what: str, entry: Entry) -> None:
+    def entering(
+        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+    ) -> None:
         """Refuses other threads' calls on a captured stream, and work that would escape."""
         if threading.get_ident() != self._thread:
             if self.mode is not CaptureMode.RELAXED and self._holds(stream):
@@ -210,7 +239,15 @@ class _Session:
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
         """Notes which node an operation became, and the line, if it went into this capture."""
-        info = stream.capture_info
+        try:
+            info = stream.capture_info
+        except DriverError as error:  # what the node needs would not be kept alive
+            self.refusal = self.refusal or CaptureBrokenError(
+                f"the capture was broken at {caller_location()}: after {operation.name} the driver "
+                f"refused to say what is captured ({error})",
+                location=caller_location(),
+            )
+            raise
         if info.status is CaptureStatus.INVALIDATED and stream is self.stream:
             self._note_broken(None)
         if info.status is not CaptureStatus.ACTIVE or info.capture_id != self._id:
@@ -261,9 +298,14 @@ class _Session:
         meaning = explain(cause.status)
         place = f" at {where}" if where else ""
         hint = "" if where or self.trace else " capture(stream, trace=True) finds the line."
+        after = (
+            "The driver refused to end it as well, so the stream captures until a later call can."
+            if self._in_driver
+            else "The stream works again."
+        )
         return CaptureBrokenError(
             f"the capture was broken{place}: {cause.call} gave status {int(cause.status)}: "
-            f"{meaning.meaning}. {meaning.advice}{hint} The stream works again.",
+            f"{meaning.meaning}. {meaning.advice}{hint} {after}",
             location=where,
         )
 

@@ -8,7 +8,6 @@ nobody knows what the executable holds, and it refuses every later launch.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +28,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry
+from ostinato.driver.forking import new_lock
 from ostinato.driver.launcher import Launcher
 from ostinato.driver.signature import Signature
 from ostinato.driver.stream import Operation, Stream
@@ -39,6 +39,7 @@ from ostinato.errors import (
     DriverError,
     GraphError,
     InputError,
+    StreamCaptureError,
     UpdateRefusedError,
 )
 from ostinato.graph.changes import VERDICTS, argument_bytes, refused
@@ -75,7 +76,11 @@ class _Release:
     def _destroy(self) -> None:
         if not self._done:
             self._done = True
-            self._context.driver.exec_destroy(self.handle)
+            try:
+                self._context.driver.exec_destroy(self.handle)
+            except StreamCaptureError:  # refused for now; asked again later
+                self._done = False
+                raise
         if self.shadow is not None:
             self.shadow.clear()
 
@@ -103,7 +108,7 @@ class GraphExec(Launcher, Closeable):
         self._handle = release.handle
         self._closed = False
         self._unusable = ""
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._prepared: dict[Stream, Callable[[], int]] = {}
         self._shadow = Shadow(graph)
         self._toggled = False
@@ -244,6 +249,8 @@ class GraphExec(Launcher, Closeable):
         if not self.context.taps:
             stays = False
             try:
+                # Noted before it is hot: a child that is forked in between finds it and cools it.
+                self.context.keep_hot(self)
                 self._heat(stream, call)
                 # Asked afterwards: whatever taps or closes meanwhile cools it or is seen here.
                 open_ = not (self._closed or self._unusable or self._given_back or stream.closed)
@@ -420,13 +427,21 @@ class GraphExec(Launcher, Closeable):
         Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer,
         and for a value that it cannot hold; UpdateRefusedError for a fill of rows with a pitch.
         """
-        if element_size not in (1, 2, 4) or dst.nbytes % element_size or not dst.nbytes:
+        whole = isinstance(element_size, int) and not isinstance(element_size, bool)
+        if (
+            not whole
+            or element_size not in (1, 2, 4)
+            or dst.nbytes % element_size
+            or not dst.nbytes
+        ):
             raise InputError(
-                f"element_size={element_size}: 1, 2 or 4 is needed, and a divisor of the "
+                f"element_size={element_size!r}: 1, 2 or 4 is needed, and a divisor of the "
                 f"{dst.nbytes} bytes to fill"
             )
-        if not 0 <= value < 1 << 8 * element_size:
-            raise InputError(f"value {value} does not fit into {element_size} bytes without a sign")
+        if not isinstance(value, int) or not 0 <= value < 1 << 8 * element_size:
+            raise InputError(
+                f"value {value!r} does not fit into {element_size} bytes without a sign"
+            )
         with self._lock:
             found = self._shadow.node(node)
             old = replace(found, params=self._shadow.params(found)).memset

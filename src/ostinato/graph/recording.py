@@ -96,7 +96,9 @@ class Recording:
         return threading.get_ident() == self._thread and int(stream.handle) in self._members
 
     # --- Tap
-    def entering(self, stream: Stream, what: str, entry: Entry) -> None:
+    def entering(
+        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+    ) -> None:
         """Notes what a graph would lack.  Refuses nothing: the run is a real one."""
         if threading.get_ident() != self._thread or entry is Entry.ORDER:
             return

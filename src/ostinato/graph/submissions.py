@@ -39,7 +39,9 @@ class _Noted:
         self.submissions: list[Submission] = []
         self._thread = threading.get_ident()
 
-    def entering(self, stream: Stream, what: str, entry: Entry) -> None:
+    def entering(
+        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+    ) -> None:
         """Nothing is refused."""
 
     def submitted(self, stream: Stream, operation: Operation) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import logging
 import math
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from ostinato.driver.api import CaptureMode
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.driver.forking import new_lock
 from ostinato.driver.location import caller_location
 from ostinato.errors import ClosedError, InputError, PoolSealedError
 from ostinato.memory.buffer import Buffer, allocate, as_shape
@@ -83,7 +83,7 @@ class CapturePool(Closeable):
         self.name = name
         self._slab = slab
         self._state = PoolState.OPEN
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._slabs: list[Buffer] = []
         self._used = 0  # bytes used of the last slab
         self._allocated: Counter[str] = Counter()
@@ -97,6 +97,7 @@ class CapturePool(Closeable):
 
     def require_open(self, what: str) -> None:
         """Raises PoolSealedError or ClosedError, saying what was wanted."""
+        self.context.require_open()
         if self._state is PoolState.SEALED:
             raise PoolSealedError(
                 f"{what} needs memory from the sealed pool {self.name!r}: "

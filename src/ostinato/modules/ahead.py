@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,21 @@ from ostinato.modules.source import Source
 __all__ = ["CompilerPool"]
 
 Variant = tuple[Source, CompileOptions]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    sent: set[Source] = field(default_factory=set)
+    """Sources that it has."""
+
+    def end(self) -> None:
+        self.process.kill()  # it holds nothing: files are renamed into place when they are whole
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+        self.process.wait()
 
 
 class CompilerPool(Closeable):
@@ -50,9 +66,7 @@ class CompilerPool(Closeable):
         self.capability = capability
         self.processes = processes or min(16, os.cpu_count() or 1)
         self._store = DiskStore(folder)
-        self._workers: list[subprocess.Popen[bytes]] = []
-        self._sent: list[set[Source]] = []
-        """Sources that each worker has."""
+        self._workers: list[_Worker] = []
         self._closed = False
 
     def compile(self, variants: Sequence[Variant]) -> int:
@@ -60,7 +74,8 @@ class CompilerPool(Closeable):
 
         Only macros and the architecture are handed on; variants with other options are left alone.
         Never raises for what does not compile, nor for workers that cannot be started or die:
-        what is missing is compiled, and said, when it is asked for.
+        what is missing is compiled, and said, when it is asked for.  An interrupt
+        (KeyboardInterrupt) ends the workers; the next call starts others.
         """
         wanted: queue.SimpleQueue[Variant] = queue.SimpleQueue()
         count = 0
@@ -74,42 +89,47 @@ class CompilerPool(Closeable):
                 wanted.put((source, options))
                 count += 1
         if count > 1 and self.processes > 1 and not self._closed:  # else nothing is gained
-            self._start()
-            threads = [
-                threading.Thread(target=self._serve, args=(index, wanted), daemon=True)
-                for index in range(min(count, len(self._workers)))
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            try:
+                self._start()
+                threads = [
+                    threading.Thread(target=self._serve, args=(worker, wanted), daemon=True)
+                    for worker in self._workers[:count]
+                ]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            except BaseException:
+                self._end()  # with them their threads, which must not meet those of another call
+                raise
         return count
 
     def _start(self) -> None:
-        if self._workers:
-            return
+        """Starts the workers that are missing, also in place of those that died."""
+        for worker in list(self._workers):
+            if worker.process.poll() is not None:
+                self._workers.remove(worker)
+                worker.end()
         path = os.pathsep.join(entry for entry in sys.path if entry)
         # -P: they import what this process does, and no files of the folder it happens to be in.
         module = ["-m", "ostinato.modules.ahead"]
         command = [sys.executable, "-P", *module, str(self._store.folder)]
         with suppress(OSError):
-            for _ in range(self.processes):
-                self._workers.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.DEVNULL,
-                        env=os.environ | {"PYTHONPATH": path},
-                    )
+            while len(self._workers) < self.processes:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=os.environ | {"PYTHONPATH": path},
                 )
-                self._sent.append(set())
+                self._workers.append(_Worker(process))
 
-    def _serve(self, index: int, wanted: queue.SimpleQueue[Variant]) -> None:
+    def _serve(self, worker: _Worker, wanted: queue.SimpleQueue[Variant]) -> None:
         """Gives one worker variants until there are no more."""
-        worker, sent = self._workers[index], self._sent[index]
-        assert worker.stdin is not None and worker.stdout is not None
-        with suppress(queue.Empty, OSError):
+        stdin, stdout = worker.process.stdin, worker.process.stdout
+        assert stdin is not None and stdout is not None
+        with suppress(queue.Empty, OSError, ValueError):  # ValueError: the pipe is closed
             while True:
                 source, options = wanted.get_nowait()
                 job: dict[str, Any] = {
@@ -118,26 +138,23 @@ class CompilerPool(Closeable):
                     "defines": list(dict(options.defines).items()),
                     "arch": options.arch,
                 }
-                if source not in sent:
+                if source not in worker.sent:
                     job |= {"cuda": source.cuda, "headers": dict(source.headers)}
                     job["name"] = source.name
-                    sent.add(source)
-                worker.stdin.write(json.dumps(job).encode() + b"\n")
-                worker.stdin.flush()
-                if not worker.stdout.readline():
+                    worker.sent.add(source)
+                stdin.write(json.dumps(job).encode() + b"\n")
+                stdin.flush()
+                if not stdout.readline():
                     return  # it died
 
     def close(self) -> None:
         """Ends the workers.  Idempotent."""
         self._closed = True
-        for worker in self._workers:
-            worker.kill()  # it holds nothing: files are renamed into place when they are whole
-            for pipe in (worker.stdin, worker.stdout):
-                with suppress(OSError):
-                    assert pipe is not None
-                    pipe.close()
-            worker.wait()
-        self._workers.clear()
+        self._end()
+
+    def _end(self) -> None:
+        while self._workers:
+            self._workers.pop().end()
 
 
 def _work(folder: str) -> None:
@@ -152,7 +169,9 @@ def _work(folder: str) -> None:
         major, minor = job["capability"]
         with suppress(OstinatoError):
             plan = plan_compilation(sources[job["source"]], options, (major, minor))
-            store.save(plan.key, compile_plan(plan), name=plan.source.name, arch=plan.arch)
+            compiled = compile_plan(plan)
+            if compiled.inputs.unknown is None:
+                store.save(plan.key, compiled, name=plan.source.name, arch=plan.arch)
         print(flush=True)
 
 

@@ -1,17 +1,19 @@
 """Compiled once, loaded once: sources in, loaded kernels out.
 
     get_or_compile ──> fast: what the caller gave         (a dictionary, no lock)
-                  └──> key: digest of all that matters    (headers are read)
+                  └──> key: digest of source and options  (no file is read)
                         └──> memory: loaded modules       (one lock, held for look-ups only)
-                              └──> one flight a key:  disk ──> compiler ──> load
+                              └──> one maker a key:  disk ──> compiler ──> load
 
-Threads that ask for a key under way wait for its flight; other keys are not held up.  A cache
-belongs to one device, so a kernel of one device is never handed to another; files on disk are
-shared by devices of one architecture.
+Code that header files had a part in is looked up with them: memory and disk answer only while they
+are as they were (`inputs`).  Threads that ask for a key under way wait for who makes it; other keys
+are not held up.  A cache belongs to one device, so a kernel of one device is never handed to
+another; files on disk are shared by devices of one architecture.
 
-States of a key: unknown -> in flight -> loaded (-> let go -> unknown), or -> failed.  A failed
-compilation is remembered for the process and never written to disk; other failures (no memory, no
-compiler, a capture under way) are not remembered: the next caller tries again.
+States of a key: unknown -> being made -> loaded (-> let go -> unknown), or -> failed.  A failed
+compilation that no file had a part in is remembered for the process and never written to disk;
+other failures (no memory, no compiler, a capture under way) are not remembered: the next caller
+tries again.  An interrupt (KeyboardInterrupt) leaves a key unknown.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 from ostinato.driver.api import Image
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
+from ostinato.driver.forking import new_lock
 from ostinato.driver.host_kernel import HostKernel
 from ostinato.driver.location import caller_location
 from ostinato.driver.signature import Signature
@@ -40,18 +42,25 @@ from ostinato.errors import (
     CompileError,
     DriverError,
     InputError,
-    NotAvailableError,
     Status,
     StreamCaptureError,
 )
-from ostinato.modules.compiler import Compiled, Plan, compile_plan, confirmed
+from ostinato.modules.compiler import (
+    Compiled,
+    Failure,
+    Plan,
+    confirmed,
+    is_current,
+    try_plan,
+)
 from ostinato.modules.disk import DiskStore
+from ostinato.modules.inputs import Inputs
 from ostinato.modules.kernel import Kernel, LoadedModule
 from ostinato.modules.options import CompileOptions, as_options
 from ostinato.modules.question import Question, ask
 from ostinato.modules.source import Source, as_source
 from ostinato.modules.statistics import CacheStatistics
-from ostinato.modules.store import MemoryStore
+from ostinato.modules.store import MemoryStore, Stored
 
 __all__ = ["CacheStatistics", "ModuleCache", "PreloadItem"]
 
@@ -62,7 +71,6 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _MAX_FAILURES = 256
-_MAX_ATTEMPTS = 3
 
 # Statuses with which a driver says that the code, and not the machine, is wrong.
 _BAD_CODE = frozenset(
@@ -76,27 +84,21 @@ _BAD_CODE = frozenset(
 )
 
 
-class _AskAgainError(Exception):
-    """Something is not, or no longer, what the key was made of."""
+class _OtherCompilerError(Exception):
+    """The compiler is another than the one that the key was made for."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """A CompileError to raise again; the error itself would keep its first caller's frames."""
+class _Maker:
+    """Held by the thread that makes a module, and by those that wait for it.
 
-    message: str
-    log: str
+    A lock that `with` takes is let go of however the making ends; there is no state beside it that
+    an interrupt could leave wrong.  Reentrant: the garbage collector may run a finaliser that asks.
+    """
 
-    def error(self) -> CompileError:
-        return CompileError(self.message, log=self.log)
+    __slots__ = ("__weakref__", "lock")
 
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """One thread makes a module; the others wait."""
-
-    done: threading.Event = field(default_factory=threading.Event)
-    module: LoadedModule | None = None
+    def __init__(self) -> None:
+        self.lock = new_lock()
 
 
 class ModuleCache(Closeable):
@@ -127,9 +129,9 @@ class ModuleCache(Closeable):
         self._store = MemoryStore(max_modules, max_bytes)
         self._fast = self._store.fast
         # Reentrant: the garbage collector may run anyone's finaliser inside, also one that asks us.
-        self._lock = threading.RLock()
-        self._flights: dict[bytes, _Flight] = {}
-        self._failed: OrderedDict[bytes, _Failure] = OrderedDict()
+        self._lock = new_lock()
+        self._makers: WeakValueDictionary[bytes, _Maker] = WeakValueDictionary()
+        self._failed: OrderedDict[bytes, Failure] = OrderedDict()
         # Numbers every memory hit: the time of last use, and the count of hits, in one call that
         # needs no lock.
         self._clock = itertools.count(1)
@@ -151,7 +153,7 @@ class ModuleCache(Closeable):
 
         `source` is a Source, CUDA C++ text, or a host kernel.  `name` is the entry's symbol, its
         plain C++ name, or a C++ name expression ("scale<float>").  `signature` wins over the
-        source's own.  With include folders their headers are looked at again in each call.
+        source's own.  Headers on disk, apart from the toolkit's, are looked at again in each call.
 
         Raises CompileError with the compiler's log, InputError for a name that is not there (lists
         those that are), NotAvailableError for a source without this device's language, NoCudaError
@@ -189,9 +191,13 @@ class ModuleCache(Closeable):
             loaded = [self.get_or_compile(s, n, options=options) for s, n in wanted]
         else:
             with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-                loaded = list(
-                    pool.map(lambda w: self.get_or_compile(w[0], w[1], options=options), wanted)
-                )
+                try:
+                    loaded = list(
+                        pool.map(lambda w: self.get_or_compile(w[0], w[1], options=options), wanted)
+                    )
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun
+                    raise
         rest = iter(loaded)
         return tuple(
             ready[i] if i in ready else next(rest) for i in range(len(ready) + len(loaded))
@@ -239,88 +245,75 @@ class ModuleCache(Closeable):
         parsed = Signature.parse(signature) if isinstance(signature, str) else signature
         if parsed is None:
             parsed = known.signature(name)
-        for attempt in itertools.count(1):
+        asked = ask(self.context.driver, known, name, chosen)
+        try:
+            stored = self._stored(asked, name)
+        except _OtherCompilerError:
+            # It is loaded now, and tells what it is.
             asked = ask(self.context.driver, known, name, chosen)
-            try:
-                module = self._module(asked, name)
-            except _AskAgainError as error:
-                if attempt == _MAX_ATTEMPTS:
-                    raise NotAvailableError(f"{known.name}: {error}; try again later") from None
-                continue
-            break
+            stored = self._stored(asked, name)
+        module = stored.module
         with self._lock:
             kernel = self._store.kernel(asked.key, name, parsed)
-        if kernel is None:
+        if kernel is None or kernel.module is not module:
             kernel = self._loading(name, lambda: module.kernel(name, parsed))
             with self._lock:
                 kernel = self._store.add_kernel(asked.key, name, parsed, kernel)
         fast_key: Hashable = (source, name, options, signature)
-        if asked.fixed and _hashable(fast_key):
+        if stored.inputs.fixed and _hashable(fast_key):
             with self._lock:
                 if not self._closed:
                     self._store.add_fast(asked.key, fast_key, kernel, known.nbytes)
         return kernel
 
-    def _module(self, asked: Question, name: str) -> LoadedModule:
-        """The loaded module of a key, made by this thread or by the one that is at it."""
-        key = asked.key
-        while True:
-            with self._lock:
-                module = self._store.get(key)
-                if module is not None:
-                    module.last_use = next(self._clock)
-                    return module
-                failure = self._failed.get(key)
-                if failure is not None:
-                    self._failed.move_to_end(key)
-                    self._known_failures += 1
-                    raise failure.error()
-                flight = self._flights.get(key)
-                mine = flight is None
-                if flight is None:
-                    flight = self._flights[key] = _Flight()
+    def _stored(self, asked: Question, name: str) -> Stored:
+        """The module of a key, made by this thread or by the one that is at it."""
+        stored = self._in_memory(asked.key)
+        if stored is not None:
+            stored.module.last_use = next(self._clock)
+            return stored
+        with self._lock:
+            maker = self._makers.get(asked.key)
+            if maker is None:
+                maker = self._makers[asked.key] = _Maker()
+            else:
+                self._waits += 1
+        with maker.lock:
+            stored = self._in_memory(asked.key)  # made by another thread meanwhile
+            if stored is None:
+                with self._lock:
                     self._misses += 1
-                else:
-                    self._waits += 1
-            if mine:
-                return self._fly(asked, name, flight)
-            flight.done.wait()
-            if flight.module is not None:
-                return flight.module
-            # It failed.  A CompileError is found above; after anything else this thread tries.
-
-    def _fly(self, asked: Question, name: str, flight: _Flight) -> LoadedModule:
-        try:
-            module = self._loading(name, lambda: self._make(asked))
-        except CompileError as error:
-            with self._lock:
-                self._failures += 1
-                self._failed[asked.key] = _Failure(str(error), error.log)
-                while len(self._failed) > _MAX_FAILURES:
-                    self._failed.popitem(last=False)
-            raise
-        else:
-            flight.module = module
-            with self._lock:
-                if not self._closed:
-                    module.last_use = next(self._clock)
-                    self._not_hits += 1
-                    self._store.add(asked.key, module, module.nbytes + asked.source.nbytes)
-        finally:
-            with self._lock:
-                del self._flights[asked.key]
-            flight.done.set()
+                stored = self._loading(name, lambda: self._make(asked))
+                with self._lock:
+                    if not self._closed:
+                        stored.module.last_use = next(self._clock)
+                        self._not_hits += 1
+                        self._store.add(asked.key, stored)
         self.context.collect()  # what the store let go of
-        return module
+        return stored
 
-    def _make(self, asked: Question) -> LoadedModule:
+    def _in_memory(self, key: bytes) -> Stored | None:
+        """What is loaded, if its headers are as they were.  Raises a remembered CompileError."""
+        with self._lock:
+            stored = self._store.get(key)
+            failure = self._failed.get(key)
+            if failure is not None:
+                self._failed.move_to_end(key)
+                self._known_failures += 1
+                raise failure.error()
+        if stored is None or stored.inputs.fixed or is_current(stored.inputs):
+            return stored
+        return None
+
+    def _make(self, asked: Question) -> Stored:
         source, plan = asked.source, asked.plan
         if plan is None:
             image = Image("host", functions=dict(source.host))
-            return LoadedModule(self.context, image, name=source.name, keep=source)
+            module = LoadedModule(self.context, image, name=source.name, keep=source)
+            return Stored(module, Inputs(), module.nbytes + source.nbytes)
         disk = self.disk if plan.storable else None
         compiled = None if disk is None else disk.load(plan.key)
-        if compiled is not None and disk is not None:
+        if compiled is not None and disk is not None and is_current(compiled.inputs):
             try:
                 return self._load(source, compiled)
             except DriverError as error:
@@ -329,40 +322,51 @@ class ModuleCache(Closeable):
                 # Whole and ours, and yet not loadable: made for another machine's driver.
                 disk.reject(plan.key, f"the driver refuses it ({error})")
         if confirmed(plan) is not plan:
-            raise _AskAgainError("the compiler is another than its file promised")
+            raise _OtherCompilerError
         compiled = self._compile(plan)
-        if disk is not None:
+        why = compiled.inputs.unknown
+        if why is None and disk is not None:
             disk.save(plan.key, compiled, name=source.name, arch=plan.arch)
+        elif why is not None and self._store.get(plan.key) is None:
+            _log.warning("%s is compiled whenever it is asked for: %s", source.name, why)
         try:
             return self._load(source, compiled)
         except DriverError as error:
             if error.status not in _BAD_CODE:
                 raise
-            raise CompileError(
-                f"the driver refuses {source.name} ({compiled.kind}): {error}", log=error.detail
-            ) from error
+            message = f"the driver refuses {source.name} ({compiled.kind}): {error}"
+            lasting = compiled.inputs.fixed
+            raise self._failure(plan, Failure(message, error.detail, lasting)) from error
 
     def _compile(self, plan: Plan) -> Compiled:
         start = time.perf_counter()
-        try:
-            compiled = compile_plan(plan)
-        finally:
-            with self._lock:
-                if plan.source.kind == "cuda":
-                    self._compiles += 1
-                    self._compile_seconds += time.perf_counter() - start
-        if not plan.dependencies.unchanged():
-            raise _AskAgainError("its header files change while it is compiled")
-        return compiled
+        made = try_plan(plan)
+        with self._lock:
+            if plan.source.kind == "cuda":
+                self._compiles += 1
+                self._compile_seconds += time.perf_counter() - start
+        if isinstance(made, Failure):
+            raise self._failure(plan, made)
+        return made
 
-    def _load(self, source: Source, compiled: Compiled) -> LoadedModule:
-        return LoadedModule(
+    def _failure(self, plan: Plan, failure: Failure) -> CompileError:
+        with self._lock:
+            self._failures += 1
+            if failure.lasting:
+                self._failed[plan.key] = failure
+                while len(self._failed) > _MAX_FAILURES:
+                    self._failed.popitem(last=False)
+        return failure.error()
+
+    def _load(self, source: Source, compiled: Compiled) -> Stored:
+        module = LoadedModule(
             self.context,
             Image(compiled.kind, compiled.data),
             name=source.name,
             lowered=compiled.lowered,
             log=compiled.log,
         )
+        return Stored(module, compiled.inputs, module.nbytes + source.nbytes)
 
     def _loading(self, name: str, call: Callable[[], T]) -> T:
         """Makes a call that loads code; says "preload" if a capture is under way.

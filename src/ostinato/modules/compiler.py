@@ -6,8 +6,11 @@ memory, and whose program object wants a device for its default architecture.
 A compilation has two steps, so that the key is known before anything is compiled, and before the
 compiler is even loaded:
 
-    plan_compilation(source, options, …) -> Plan     reads headers, makes the key
-    compile_plan(plan) -> Compiled                   loads the compiler and runs it
+    plan_compilation(source, options, …) -> Plan                 makes the key; reads no file
+    try_plan(plan) -> Compiled, with its `inputs`, or Failure    loads the compiler and runs it
+
+The key covers all but the header files.  Which those are only the compiler can tell, so they are
+kept with the code (`inputs`), and `is_current` says whether they are as they were.
 
 A plan is made for the compiler that is expected (`nvrtc_file`); `confirmed` says, once there is
 something to compile, whether it was that one, and else plans again.
@@ -19,14 +22,14 @@ import functools
 import logging
 import os
 import re
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ostinato.errors import CompileError, InputError
-from ostinato.modules.header_index import HeaderIndex
-from ostinato.modules.headers import Dependencies, find_dependencies
+from ostinato.modules.inputs import Inputs, Observation, observe
 from ostinato.modules.keys import SCHEMA, digest_of
-from ostinato.modules.nvrtc import Toolchain
+from ostinato.modules.nvrtc import Answer, Nvrtc, Toolchain
 from ostinato.modules.options import (
     CompileOptions,
     flags_of,
@@ -35,24 +38,29 @@ from ostinato.modules.options import (
     reads_files,
 )
 from ostinato.modules.source import Source
-from ostinato.modules.toolkit import headers_folder, unpacked_headers
+from ostinato.modules.toolkit import Toolkit, bundled_headers
 
 __all__ = [
     "Compiled",
+    "Failure",
     "Plan",
     "check_ptx",
     "compile_plan",
     "compiler_identity",
     "confirmed",
+    "is_current",
     "is_expression",
     "plan_compilation",
     "target_arch",
+    "try_plan",
 ]
 
 _log = logging.getLogger(__name__)
 
 # The compiler reads these itself, so they belong to every key.
 _COMPILER_VARIABLES = ("NVRTC_PREPEND_FLAGS", "NVRTC_APPEND_FLAGS")
+
+_MAX_RUNS = 6
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_$][\w$]*\Z")
 _ERROR_LINE = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error", re.M)
@@ -79,16 +87,20 @@ class Plan:
     options: CompileOptions
     capability: tuple[int, int]
     flags: tuple[str, ...]
-    """All but the architecture."""
+    """All but the architecture and the toolkit's folders."""
+    words: tuple[str, ...]
+    """The flags, and what the environment adds to them."""
     expressions: tuple[str, ...]
-    dependencies: Dependencies
     compiler: str
     """The identity of the compiler that this was planned for."""
     key: bytes = field(repr=False)
-    storable: bool
-    """Whether the key covers all that the compiler reads, so that files may be kept."""
-    fixed: bool = True
-    """Whether the key stays the same for the process: no folder of the caller's is searched."""
+    unknown: str | None = None
+    """Why nobody can tell what the compiler reads, if it is so by its flags alone."""
+
+    @property
+    def storable(self) -> bool:
+        """Whether code may be kept on disk: compiled code need not be."""
+        return self.source.kind == "cuda" and self.unknown is None
 
     @property
     def arch(self) -> str:
@@ -101,13 +113,29 @@ class Compiled:
     """Code for `Image(kind, data)`.
 
     `log` is what the compiler said (warnings); `lowered` gives the entry name for each C++ name
-    expression that was asked for.
+    expression that was asked for; `inputs` are the header files it is made of.
     """
 
     kind: str
     data: bytes
     log: str = ""
     lowered: dict[str, str] = field(default_factory=dict)
+    inputs: Inputs = field(default_factory=Inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A CompileError to raise, also again: the error itself would keep its first caller's frames.
+
+    `lasting`: no file had a part in it, so the same question fails again.
+    """
+
+    message: str
+    log: str
+    lasting: bool
+
+    def error(self) -> CompileError:
+        return CompileError(self.message, log=self.log)
 
 
 def compiler_identity() -> str:
@@ -139,19 +167,17 @@ def target_arch(capability: tuple[int, int], options: CompileOptions) -> str:
 # -------------------------------------------------------------------------------- the toolkit's own
 
 
-def _toolkit_headers() -> str | None:
-    """The folder of cuda_fp16.h and its like, or None.
-
-    For a compiler without its own, cuda.pathfinder looks for an installed toolkit's.
-    """
-    return _toolkit_headers_of(toolchain.file().identity)
+def _toolkit(library: Nvrtc) -> Toolkit | None:
+    """The compiler's own headers, unpacked and whole, else those of an installed toolkit."""
+    own = bundled_headers(library, unpack=True)
+    if own is not None:
+        return own
+    root = _installed_toolkit(library.file.identity)
+    return None if root is None else Toolkit(root)
 
 
 @functools.cache
-def _toolkit_headers_of(compiler: str) -> str | None:
-    own = unpacked_headers(toolchain)
-    if own is not None:
-        return own
+def _installed_toolkit(_compiler: str) -> str | None:
     try:
         from cuda.pathfinder import find_nvidia_header_directory
 
@@ -164,13 +190,6 @@ def _toolkit_headers_of(compiler: str) -> str | None:
     return None
 
 
-@functools.cache
-def _index_of(root: str) -> HeaderIndex:
-    index = HeaderIndex(root, headers_folder())
-    index.recall()
-    return index
-
-
 # ----------------------------------------------------------------------------------------- planning
 
 
@@ -180,7 +199,7 @@ def plan_compilation(
     capability: tuple[int, int],
     expressions: Sequence[str] = (),
 ) -> Plan:
-    """What a compilation depends on.  Reads header files; compiles nothing.
+    """What a compilation depends on, apart from header files.  Reads and compiles nothing.
 
     `expressions` are names of C++ entries ("scale<float>") whose entry names are wanted.
     Raises InputError, NoCudaError, CompileError (bad PTX).
@@ -192,47 +211,43 @@ def plan_compilation(
             )
         if source.kind == "ptx":
             check_ptx(source.data, source.name)
-        nothing = Dependencies((), (), (), True)
         key = digest_of([SCHEMA, source.text_digest()])
-        return Plan(source, options, capability, (), (), nothing, "", key, storable=False)
-    assert source.cuda is not None
+        return Plan(source, options, capability, (), (), (), "", key)
     flags = flags_of(options)
     from_environment = [os.environ.get(name) for name in _COMPILER_VARIABLES]
-    words = (*flags, *(w for text in from_environment if text for w in text.split()))
-    folders, first = include_dirs(words), pre_includes(words)
-    wanted = find_dependencies(source.cuda, source.headers, folders, first=first)
-    if wanted.missing:
-        toolkit = _toolkit_headers()
-        if toolkit is not None:
-            # CUDA 13 keeps <cuda/std/…> and <nv/target> one folder down.
-            own = [toolkit, f"{toolkit}/cccl"]
-            index = _index_of(toolkit)
-            flags = (*flags, *(f"--include-path={folder}" for folder in own))
-            wanted = find_dependencies(
-                source.cuda, source.headers, (*folders, *own), first=first, trusted=toolkit
-            )
-            index.remember()
-    # Asked for now: looking for headers may have loaded it.
+    added = [word for text in from_environment if text for word in text.split()]
     compiler = compiler_identity()
     parts: list[str | bytes | int | None] = [SCHEMA, compiler, source.text_digest()]
     # The compiler and the device decide on the architecture together.
     parts += [options.arch] if options.arch else list(capability)
-    for group in (flags, tuple(sorted(expressions)), wanted.missing):
+    for group in (flags, tuple(sorted(expressions))):
         parts += [len(group), *group]
     parts += from_environment
-    for file in wanted.files:
-        parts += [file.path, file.digest]
+    paths = [*include_dirs(flags), *pre_includes(flags)]
+    if not all(map(os.path.isabs, paths)):
+        paths.append(os.getcwd())  # noqa: PTH109
+        parts.append(paths[-1])
+    unknown = None
+    if reads_files((*flags, *added)):
+        unknown = "its flags make the compiler read other files than headers"
+    elif (
+        include_dirs(added)
+        or pre_includes(added)
+        or any(mark in "".join(added) for mark in "\\\"'")
+    ):
+        unknown = f"{' or '.join(_COMPILER_VARIABLES)} names folders or headers, or has quotes"
+    elif any("\n" in path for path in paths):
+        unknown = "a folder's name has a line end in it"
     return Plan(
         source=source,
         options=options,
         capability=capability,
         flags=flags,
+        words=(*flags, *added),
         expressions=tuple(sorted(expressions)),
-        dependencies=wanted,
         compiler=compiler,
         key=digest_of(parts),
-        storable=wanted.exact and not reads_files(words),
-        fixed=wanted.exact and not folders and not reads_files(words),
+        unknown=unknown,
     )
 
 
@@ -279,24 +294,80 @@ def confirmed(plan: Plan) -> Plan:
 
 def compile_plan(plan: Plan) -> Compiled:
     """Compiles.  Safe from many threads at once.  Raises CompileError with the compiler's log."""
+    made = try_plan(plan)
+    if isinstance(made, Failure):
+        raise made.error()
+    return made
+
+
+def try_plan(plan: Plan) -> Compiled | Failure:
+    """Compiles, and finds out what the code was made of.  Safe from many threads at once.
+
+    The toolkit's headers are searched after all others.  They are looked for, and unpacked, only
+    if that can make a difference: if a header is missing, or if __has_include is asked.
+
+    A header that changed shortly before or meanwhile may not be the one that the compiler read.
+    Then it runs again, until two runs have read the same.
+    """
     source = plan.source
     if source.kind != "cuda":
         return Compiled(source.kind, source.data)
-    assert source.cuda is not None
     plan = confirmed(plan)
-    library, arch = toolchain.library(), plan.arch
-    ptx = arch.startswith("compute_")
-    flags = (f"--gpu-architecture={arch}", *plan.flags)
-    answer = library.compile(
-        source.cuda, source.name, source.headers, flags, plan.expressions, ptx=ptx
-    )
-    if not answer.status:
-        return Compiled("ptx" if ptx else "cubin", answer.data, answer.log, answer.lowered)
+    library = toolchain.library()
+    toolkit = bundled_headers(library)
+    before: Inputs | None = None
+    for _ in range(_MAX_RUNS):
+        answer, seen = _run(library, plan, toolkit)
+        lacks_header = bool(answer.status) and " open " in answer.log
+        if toolkit is not None and (seen.damaged or (lacks_header and toolkit.damaged())):
+            _log.warning("the headers in %s are damaged and unpacked again", toolkit.root)
+            toolkit = _toolkit(library)
+            continue
+        if toolkit is None and (lacks_header or seen.probed):
+            toolkit = _toolkit(library)
+            if toolkit is not None:
+                continue
+        if answer.status:
+            return _failure(library, plan, answer, lasting=seen.inputs.fixed and not lacks_header)
+        if seen.settled or (before is not None and seen.inputs.same_content(before)):
+            inputs = seen.inputs
+            break
+        before = seen.inputs
+    else:
+        if seen.damaged:
+            message = f"{plan.source.name}: the compiler's own headers change all the time"
+            return Failure(message, "", lasting=False)
+        inputs = replace(seen.inputs, unknown="its header files change all the time")
+    if toolkit is None and seen.probed:
+        inputs = replace(inputs, unknown="it asks __has_include, and there is no toolkit")
+    kind = "ptx" if plan.arch.startswith("compute_") else "cubin"
+    inputs = replace(inputs, unknown=plan.unknown or inputs.unknown)
+    return Compiled(kind, answer.data, answer.log, answer.lowered, inputs)
+
+
+def _run(library: Nvrtc, plan: Plan, toolkit: Toolkit | None) -> tuple[Answer, Observation]:
+    source, arch = plan.source, plan.arch
+    assert source.cuda is not None
+    program = (source.cuda, source.name, source.headers)
+    search = () if toolkit is None else toolkit.folders
+    flags = (f"--gpu-architecture={arch}", *plan.flags, *(f"--include-path={f}" for f in search))
+    begin = time.time_ns()
+    answer = library.compile(*program, flags, plan.expressions, ptx=arch.startswith("compute_"))
+    references = functools.partial(library.references, *program, flags)
+    return answer, observe(answer.opened, source, plan.words, toolkit, begin, references)
+
+
+def _failure(library: Nvrtc, plan: Plan, answer: Answer, *, lasting: bool) -> Failure:
     log = answer.log or library.status_text(answer.status)
-    raise CompileError(
-        f"{source.name} does not compile for {arch} ({library}):\n{log}{_excerpt(source, log)}",
-        log=log,
-    )
+    message = f"{plan.source.name} does not compile for {plan.arch} ({library}):\n{log}"
+    return Failure(message + _excerpt(plan.source, log), log, lasting)
+
+
+def is_current(inputs: Inputs) -> bool:
+    """Whether the code that was made of these would be made of the same again."""
+    if inputs.toolkit is not None and inputs.toolkit != _installed_toolkit(compiler_identity()):
+        return False
+    return inputs.unchanged()
 
 
 def _excerpt(source: Source, log: str) -> str:

@@ -3,11 +3,16 @@
 Section and attribute numbers as in NVIDIA's `cuobjdump -elf` output: a `.text.<kernel>` section for
 each kernel, a `.nv.info.<kernel>` section with its attributes and one `.nv.info` for the module.
 An attribute is a format byte, a number byte and a 16-bit value or length.
+
+A file that is no cubin, or a damaged one, is an InputError, or is read as far as it goes; the work
+and the memory are bounded by its size.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ostinato.driver.api import ParameterSlot
@@ -17,7 +22,10 @@ __all__ = ["KernelResources", "kernel_names", "kernel_resources"]
 
 _SIZED = 4  # the format whose 16-bit word is the length of what follows
 _MAX_THREADS, _PARAMETER, _FRAME_SIZE, _REGISTERS = 0x05, 0x17, 0x11, 0x2F
+_MARK_ENTRY = 0x19  # EIATTR_CBANK_PARAM_SIZE: entries have it, device functions do not
 _FUNCTION_SYMBOL = 2
+_NO_CONTENT = 8
+_ENTRY = struct.Struct("<IIQQQQIIQQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,53 +47,81 @@ class KernelResources:
 @dataclass(frozen=True, slots=True)
 class _Section:
     name: str
-    data: bytes
+    data: memoryview
     size: int
     link: int
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except (struct.error, IndexError, ValueError, OverflowError) as error:
+        raise InputError(f"this cubin is damaged: {error}") from None
+
+
+class _Names:
+    """A table of strings.  Names may share bytes, and so be more than the file in all."""
+
+    def __init__(self, table: memoryview) -> None:
+        self._table = table.tobytes()
+        self._left = 4 * len(self._table)
+
+    def at(self, offset: int) -> str:
+        end = self._table.index(b"\0", offset)
+        self._left -= end - offset
+        if self._left < 0:
+            raise ValueError("its names have no end")
+        return self._table[offset:end].decode("utf-8", "replace")
 
 
 def _sections(data: bytes) -> list[_Section]:
     if data[:5] != b"\x7fELF\x02":
         raise InputError("this is not a cubin (a 64-bit ELF file)")
-    try:
-        (table,) = struct.unpack_from("<Q", data, 0x28)
-        entry_size, count, names_index = struct.unpack_from("<HHH", data, 0x3A)
-        raw = [
-            struct.unpack_from("<IIQQQQIIQQ", data, table + entry_size * i) for i in range(count)
-        ]
-        names_at = raw[names_index][4]
-        found = []
-        for name_at, kind, _, _, offset, size, link, *_ in raw:
-            begin = names_at + name_at
-            name = data[begin : data.index(b"\0", begin)].decode("utf-8", "replace")
-            body = b"" if kind == 8 else data[offset : offset + size]  # NOBITS has no content
-            found.append(_Section(name, body, size, link))
-    except (struct.error, IndexError, ValueError) as error:
-        raise InputError(f"this cubin is damaged: {error}") from None
-    return found
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    entry_size, count, names_index = struct.unpack_from("<HHH", data, 0x3A)
+    if entry_size != _ENTRY.size:
+        raise ValueError(f"section headers of {entry_size} bytes")
+    raw = [_ENTRY.unpack_from(data, table + entry_size * i) for i in range(count)]
+    whole, left, bodies = memoryview(data), len(data), []
+    for _, kind, _, _, offset, size, *_ in raw:
+        nbytes = 0 if kind == _NO_CONTENT else size
+        left -= nbytes
+        if left < 0 or offset + nbytes > len(data):
+            raise ValueError("its sections are larger than the file")
+        bodies.append(whole[offset : offset + nbytes])
+    names = _Names(bodies[names_index])
+    return [
+        _Section(names.at(at), body, size, link)
+        for (at, _, _, _, _, size, link, *_), body in zip(raw, bodies, strict=True)
+    ]
 
 
 def kernel_names(data: bytes) -> tuple[str, ...]:
-    """The entry names in a cubin.  Raises InputError if it is none."""
+    """The entry names in a cubin.  Raises InputError if it is none, or damaged."""
+    with _reading():
+        return _kernel_names(_sections(data))
+
+
+def _kernel_names(sections: list[_Section]) -> tuple[str, ...]:
     return tuple(
         sorted(
-            s.name.removeprefix(".nv.info.")
-            for s in _sections(data)
-            if s.name.startswith(".nv.info.") and _attributes(s.data, _PARAMETER, _MARK_ENTRY)
+            {
+                s.name.removeprefix(".nv.info.")
+                for s in sections
+                if s.name.startswith(".nv.info.") and _attributes(s.data, _PARAMETER, _MARK_ENTRY)
+            }
         )
     )
 
 
-_MARK_ENTRY = 0x19  # EIATTR_CBANK_PARAM_SIZE: entries have it, device functions do not
-
-
-def _attributes(data: bytes, *numbers: int) -> list[bytes]:
+def _attributes(data: memoryview, *numbers: int) -> list[bytes]:
     found, at = [], 0
     while at + 4 <= len(data):
         kind, number, word = struct.unpack_from("<BBH", data, at)
         at += 4
         if kind == _SIZED:
-            body = data[at : at + word]
+            body = data[at : at + word].tobytes()
             at += word
         else:
             body = word.to_bytes(2, "little")
@@ -95,33 +131,41 @@ def _attributes(data: bytes, *numbers: int) -> list[bytes]:
 
 
 def kernel_resources(data: bytes) -> tuple[KernelResources, ...]:
-    """Registers, launch bounds, stack and parameters of each kernel, in name order."""
-    sections = _sections(data)
-    by_name = {s.name: s for s in sections}
-    symbols = _symbols(sections)
-    module = by_name[".nv.info"].data if ".nv.info" in by_name else b""
-    registers = _by_symbol(module, _REGISTERS, symbols)
-    frames = _by_symbol(module, _FRAME_SIZE, symbols)
-    found = []
-    for name in kernel_names(data):
-        info = by_name[f".nv.info.{name}"].data
-        bounds = _attributes(info, _MAX_THREADS)
-        threads = None
-        if bounds:
-            x, y, z = struct.unpack_from("<III", bounds[0])
-            threads = x * y * z
-        shared = by_name.get(f".nv.shared.{name}")
-        found.append(
-            KernelResources(
-                name=name,
-                registers=registers.get(name, 0),
-                max_threads=threads,
-                frame=frames.get(name, 0),
-                shared=0 if shared is None else shared.size,
-                parameters=_parameters(_attributes(info, _PARAMETER)),
-            )
+    """Registers, launch bounds, stack and parameters of each kernel, in name order.
+
+    Raises InputError if it is no cubin, or damaged.
+    """
+    with _reading():
+        sections = _sections(data)
+        by_name = {s.name: s for s in sections}
+        module = by_name[".nv.info"].data if ".nv.info" in by_name else memoryview(b"")
+        symbols = _symbols(sections, by_name.get(".symtab"))
+        registers = _by_symbol(module, _REGISTERS, symbols)
+        frames = _by_symbol(module, _FRAME_SIZE, symbols)
+        return tuple(
+            _resources(name, by_name, registers.get(name, 0), frames.get(name, 0))
+            for name in _kernel_names(sections)
         )
-    return tuple(found)
+
+
+def _resources(
+    name: str, sections: dict[str, _Section], registers: int, frame: int
+) -> KernelResources:
+    info = sections[f".nv.info.{name}"].data
+    bounds = _attributes(info, _MAX_THREADS)
+    threads = None
+    if bounds:
+        x, y, z = struct.unpack_from("<III", bounds[0])
+        threads = x * y * z
+    shared = sections.get(f".nv.shared.{name}")
+    return KernelResources(
+        name=name,
+        registers=registers,
+        max_threads=threads,
+        frame=frame,
+        shared=0 if shared is None else shared.size,
+        parameters=_parameters(_attributes(info, _PARAMETER)),
+    )
 
 
 def _parameters(raw: list[bytes]) -> tuple[ParameterSlot, ...]:
@@ -133,21 +177,19 @@ def _parameters(raw: list[bytes]) -> tuple[ParameterSlot, ...]:
     return tuple(slots[i] for i in sorted(slots))
 
 
-def _symbols(sections: list[_Section]) -> list[str]:
-    table = next((s for s in sections if s.name == ".symtab"), None)
+def _symbols(sections: list[_Section], table: _Section | None) -> list[str]:
+    """The names of functions by the number of their symbol; "" for other symbols."""
     if table is None:
         return []
-    names = sections[table.link].data
+    names = _Names(sections[table.link].data)
     found = []
     for at in range(0, len(table.data), 24):
         name_at, info = struct.unpack_from("<IB", table.data, at)
-        end = names.index(b"\0", name_at)
-        is_function = info & 0xF == _FUNCTION_SYMBOL
-        found.append(names[name_at:end].decode("utf-8", "replace") if is_function else "")
+        found.append(names.at(name_at) if info & 0xF == _FUNCTION_SYMBOL else "")
     return found
 
 
-def _by_symbol(data: bytes, number: int, symbols: list[str]) -> dict[str, int]:
+def _by_symbol(data: memoryview, number: int, symbols: list[str]) -> dict[str, int]:
     found = {}
     for body in _attributes(data, number):
         index, value = struct.unpack_from("<II", body)

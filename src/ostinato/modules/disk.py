@@ -1,6 +1,7 @@
 """Compiled kernels on disk, between processes: a folder of files that are never believed.
 
-One file a key, named by it:
+One file a key, named by it; `Compiled.inputs` says of which header files, and is the caller's to
+check:
 
     offset  bytes
          0      8   magic "OSTINATO"
@@ -9,17 +10,18 @@ One file a key, named by it:
         16      8   bytes of code that follow the JSON
         24     32   the key
         56     32   BLAKE2b, keyed with the key, of the 56 bytes above, the JSON and the code
-        88          JSON: code kind, entry names, the compiler's log;  then the code
+        88          JSON: code kind, entry names, the compiler's log, inputs;  then the code
 
 A file counts only if it is a regular file of this user that others cannot write, and if all of
 that fits together: torn, truncated, swapped, foreign and bit-flipped files are removed, and cost a
 recompile and a warning.  This guards against damage and other users; not against code that runs as
-this user, which could as well change the program itself.
+this user, which could as well change the program itself.  Whatever else lies in the folder (FIFOs,
+devices, links, folders, huge files) is not opened, followed or waited for.
 
 Writers make a file of their own and rename it into place, so that readers see whole files only and
-two writers of one key both succeed.  A lock is taken for pruning alone.  Files are not fsynced: a
-power cut may leave a torn file, which is noticed.  A full disk, a read-only or foreign folder turns
-the store off with one warning.
+two writers of one key both succeed.  No lock is taken: who removes a file that is gone has reached
+the same.  Files are not fsynced: a power cut may leave a torn file, which is noticed.  A full disk,
+a read-only or foreign folder turns the store off with one warning.
 """
 
 from __future__ import annotations
@@ -29,19 +31,23 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import stat
 import struct
-import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ostinato import settings
+from ostinato.driver.forking import new_lock
+from ostinato.errors import InputError
 from ostinato.modules.compiler import Compiled
+from ostinato.modules.inputs import Inputs
 from ostinato.modules.keys import DIGEST_BYTES, SCHEMA
-from ostinato.modules.private_file import UntrustedError, read_private
+from ostinato.modules.safe_file import UntrustedError, open_regular
 
 __all__ = ["DiskStatistics", "DiskStore", "StoredKernel"]
 
@@ -51,8 +57,11 @@ _MAGIC = b"OSTINATO"
 _HEADER = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s")
 _SUFFIX = ".kernel"
 _TEMPORARY = ".tmp-"
-_MAX_FILE = 1 << 30
+_MAX_FILE = 1 << 28
+_KEY_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z")
 _STALE_SECONDS = 3600.0
+
+_COUNTED = ("hits", "misses", "writes", "rejected", "pruned")
 
 DEFAULT_MAX_BYTES = 512 * 1024 * 1024
 
@@ -61,8 +70,8 @@ DEFAULT_MAX_BYTES = 512 * 1024 * 1024
 class StoredKernel:
     """One file of the store, as `ostinato cache list` shows it.
 
-    `problem` says why the file cannot be believed, None for a sound one.  Times are seconds since
-    1970.
+    `problem` says why the file cannot be believed, None for a sound one.  `key` is in hexadecimal,
+    "" for a file whose name is none.  `last_use` is in seconds since 1970, and not after now.
     """
 
     path: Path
@@ -99,10 +108,10 @@ class DiskStore:
     ) -> None:
         self._folder = None if folder is None else Path(folder)
         self.max_bytes = max_bytes
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._ready = False
         self._off: str | None = None
-        self._hits = self._misses = self._writes = self._rejected = self._pruned = 0
+        self._counts: Counter[str] = Counter()
 
     @property
     def folder(self) -> Path:
@@ -117,26 +126,29 @@ class DiskStore:
 
     def statistics(self) -> DiskStatistics:
         with self._lock:
-            return DiskStatistics(
-                self._hits, self._misses, self._writes, self._rejected, self._pruned, self._off
-            )
+            counts = {name: self._counts[name] for name in _COUNTED}
+            return DiskStatistics(**counts, off=self._off)
 
     # --- reading
     def load(self, key: bytes) -> Compiled | None:
-        """The code of a key, or None.  A file that cannot be believed is removed and warned of."""
+        """The code of a key, or None.  A file that cannot be believed is removed and warned of.
+
+        Its header files may have changed since: that is for `compiler.is_current` to say.
+        """
         if self._off is not None and not self._ready:
             return None
         path = self.path(key)
         try:
-            compiled, _ = _decode(read_private(path, _MAX_FILE, touch=True), key)
+            compiled, _ = _read(path, key, touch=True)
         except FileNotFoundError:
             self._count(misses=1)
             return None
         except UntrustedError as error:
             self.reject(key, str(error))
             return None
-        except OSError as error:
-            self.reject(key, f"it cannot be read ({error})")
+        except OSError as error:  # perhaps there are too many open files: the file may be sound
+            _log.warning("kernel file %s cannot be read: %s; compiling again", path, error)
+            self._count(rejected=1, misses=1)
             return None
         self._count(hits=1)
         return compiled
@@ -145,8 +157,7 @@ class DiskStore:
         """Removes a file and warns: it costs a recompile."""
         path = self.path(key)
         _log.warning("kernel file %s is not used: %s; compiling again", path, why)
-        with contextlib.suppress(OSError):
-            path.unlink()
+        _remove(path)
         self._count(rejected=1, misses=1)
 
     # --- writing
@@ -157,9 +168,13 @@ class DiskStore:
         data = _encode(key, compiled, name, arch)
         if len(data) > min(self.max_bytes, _MAX_FILE):
             return False
+        path = self.path(key)
         try:
             self._make_folder()
-            self._write(self.path(key), data)
+            self._write(path, data)
+        except IsADirectoryError:
+            _log.warning("kernel file %s is not written: a folder has its name; remove it", path)
+            return False
         except (OSError, UntrustedError) as error:
             self._switch_off(str(error))
             return False
@@ -182,8 +197,7 @@ class DiskStore:
     def _write(self, path: Path, data: bytes) -> None:
         temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
+            with open(temporary, "xb", opener=_open_private) as file:
                 file.write(data)
             temporary.replace(path)
         except BaseException:
@@ -198,23 +212,20 @@ class DiskStore:
             self._off = why
         _log.warning("kernels are not kept on disk from here on: %s", why)
 
-    def _count(
-        self, *, hits: int = 0, misses: int = 0, writes: int = 0, rejected: int = 0, pruned: int = 0
-    ) -> None:
+    def _count(self, **counts: int) -> None:
         with self._lock:
-            self._hits += hits
-            self._misses += misses
-            self._writes += writes
-            self._rejected += rejected
-            self._pruned += pruned
+            self._counts.update(counts)
 
     # --- housekeeping
     def entries(self, *, check: bool = True) -> tuple[StoredKernel, ...]:
         """What is stored, most recently used first.  `check` reads and authenticates each file."""
         found = []
+        now = time.time()
         for path, status in self._files():
-            key = path.name.removesuffix(_SUFFIX)
-            record = StoredKernel(path, key, status.st_size, status.st_mtime)
+            name = path.name.removesuffix(_SUFFIX)
+            key = name if _KEY_NAME.match(name) else ""
+            last_use = min(max(status.st_mtime, 0.0), now)
+            record = StoredKernel(path, key, status.st_size, last_use)
             found.append(_described(record) if check else record)
         return tuple(sorted(found, key=lambda r: -r.last_use))
 
@@ -228,7 +239,7 @@ class DiskStore:
                             # Left by a process that died while it wrote.
                             if time.time() - status.st_mtime > _STALE_SECONDS:
                                 Path(item.path).unlink()
-                        elif item.name.endswith(_SUFFIX) and not stat.S_ISDIR(status.st_mode):
+                        elif item.name.endswith(_SUFFIX):
                             yield Path(item.path), status
         except OSError:
             return
@@ -236,28 +247,17 @@ class DiskStore:
     def prune(self, max_bytes: int | None = None) -> int:
         """Removes least recently used files until the rest fits; how many were removed.
 
-        Does nothing while another process prunes.
+        What cannot be a kernel file goes first: it has the store's suffix and is of no use.
         """
         limit = self.max_bytes if max_bytes is None else max_bytes
         files = list(self._files())
-        if sum(status.st_size for _, status in files) <= limit:
-            return 0
-        from filelock import FileLock, Timeout
-
-        try:
-            with FileLock(str(self.folder / ".lock"), timeout=0, mode=0o600):
-                files = sorted(self._files(), key=lambda f: f[1].st_mtime)
-                total = sum(status.st_size for _, status in files)
-                removed = 0
-                for path, status in files:
-                    if total <= limit:
-                        break
-                    with contextlib.suppress(OSError):
-                        path.unlink()
-                        total -= status.st_size
-                        removed += 1
-        except (OSError, Timeout):
-            return 0
+        total = sum(status.st_size for _, status in files)
+        removed = 0
+        for path, status in sorted(files, key=_usefulness):
+            if total <= limit:
+                break
+            removed += _remove(path)
+            total -= status.st_size  # also what cannot be removed: others shall not go for it
         self._count(pruned=removed)
         return removed
 
@@ -266,12 +266,32 @@ class DiskStore:
         return self.prune(max_bytes=-1)
 
 
+def _usefulness(file: tuple[Path, os.stat_result]) -> tuple[bool, float]:
+    path, status = file
+    plausible = stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_FILE
+    return plausible and bool(_KEY_NAME.match(path.name.removesuffix(_SUFFIX))), status.st_mtime
+
+
+def _remove(path: Path) -> bool:
+    """Removes a file of any kind, a link but not what it points to, or a folder if it is empty."""
+    for remove in (path.unlink, path.rmdir):
+        with contextlib.suppress(OSError):
+            remove()
+            return True
+    return False
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
+
+
 def _encode(key: bytes, compiled: Compiled, name: str, arch: str) -> bytes:
     about = json.dumps(
         {
             "kind": compiled.kind,
             "log": compiled.log,
             "lowered": compiled.lowered,
+            "inputs": compiled.inputs.to_json(),
             "name": name,
             "arch": arch,
         }
@@ -287,11 +307,27 @@ def _authenticate(key: bytes, *parts: bytes) -> bytes:
     return state.digest()
 
 
-def _decode(data: bytes, key: bytes) -> tuple[Compiled, dict[str, object]]:
-    """Raises UntrustedError unless every byte is what was written under this key."""
+def _read(path: Path, key: bytes, *, touch: bool = False) -> tuple[Compiled, dict[str, object]]:
+    """A file's code, and what it says of itself.  `touch` notes the time of use on it.
+
+    Raises FileNotFoundError, OSError, UntrustedError unless every byte is what was written under
+    this key.  More than the header is read only if that fits the file.
+    """
+    with open_regular(path, private=True) as file:
+        header = file.read(_HEADER.size)
+        _check_header(header, os.fstat(file.fileno()).st_size, key)
+        found = _decode(header + file.read(), key)
+        if touch:
+            with contextlib.suppress(OSError):
+                os.utime(file.fileno() if os.utime in os.supports_fd else path)
+    return found
+
+
+def _check_header(data: bytes, nbytes: int, key: bytes) -> tuple[int, int]:
+    """The lengths of the JSON and of the code.  Raises UntrustedError."""
     start = _HEADER.size + DIGEST_BYTES
-    if len(data) < start:
-        raise UntrustedError(f"it is torn ({len(data)} bytes)")
+    if len(data) < _HEADER.size or nbytes < start:
+        raise UntrustedError(f"it is torn ({nbytes} bytes)")
     magic, schema, about_size, code_size, own_key = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise UntrustedError("it is not a kernel file")
@@ -299,33 +335,40 @@ def _decode(data: bytes, key: bytes) -> tuple[Compiled, dict[str, object]]:
         raise UntrustedError(f"it has schema {schema}; this version reads {SCHEMA}")
     if own_key != key:
         raise UntrustedError("it holds another key's kernel")
-    if len(data) != start + about_size + code_size:
-        raise UntrustedError(f"it is torn ({len(data)} of {start + about_size + code_size} bytes)")
+    if nbytes != start + about_size + code_size:
+        raise UntrustedError(f"it is torn ({nbytes} of {start + about_size + code_size} bytes)")
+    if nbytes > _MAX_FILE:
+        raise UntrustedError(f"it has {nbytes} bytes")
+    return about_size, code_size
+
+
+def _decode(data: bytes, key: bytes) -> tuple[Compiled, dict[str, object]]:
+    """Raises UntrustedError unless every byte is what was written under this key."""
+    about_size, _ = _check_header(data, len(data), key)
+    start = _HEADER.size + DIGEST_BYTES
     header, digest = data[: _HEADER.size], data[_HEADER.size : start]
     about, code = data[start : start + about_size], data[start + about_size :]
     if not secrets.compare_digest(digest, _authenticate(key, header, about, code)):
         raise UntrustedError("it is damaged (its digest does not fit)")
-    record = json.loads(about)
-    return Compiled(record["kind"], code, record["log"], record["lowered"]), record
+    try:
+        record = json.loads(about)
+        inputs = Inputs.from_json(record["inputs"])
+        lowered = {str(name): str(symbol) for name, symbol in record["lowered"].items()}
+        compiled = Compiled(str(record["kind"]), code, str(record["log"]), lowered, inputs)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UntrustedError(f"it is not what this version writes ({error!r})") from None
+    return compiled, record
 
 
 def _described(record: StoredKernel) -> StoredKernel:
     from ostinato.modules.cubin import kernel_names
 
-    name, arch = "", ""
-    entries: tuple[str, ...] = ()
-    problem: str | None = None
+    if not record.key:
+        return replace(record, problem=f"its name, {record.path.name!a}, is not a key")
     try:
-        key = bytes.fromhex(record.key)
-        if len(key) != DIGEST_BYTES:
-            raise ValueError
-        compiled, about = _decode(record.path.read_bytes(), key)
-        name, arch = str(about["name"]), str(about["arch"])
+        compiled, about = _read(record.path, bytes.fromhex(record.key))
         entries = kernel_names(compiled.data) if compiled.kind == "cubin" else ()
-    except ValueError:
-        problem = "its name is not a key"
-    except (UntrustedError, OSError) as error:
-        problem = str(error)
-    return StoredKernel(
-        record.path, record.key, record.nbytes, record.last_use, name, arch, entries, problem
-    )
+    except (UntrustedError, InputError, OSError) as error:
+        return replace(record, problem=str(error))
+    name, arch = str(about.get("name", "")), str(about.get("arch", ""))
+    return replace(record, name=name, arch=arch, entries=entries)

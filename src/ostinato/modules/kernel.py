@@ -9,7 +9,6 @@ retired: `Context.collect` unloads it outside of captures, after the device has 
 from __future__ import annotations
 
 import difflib
-import threading
 import weakref
 from collections.abc import Mapping
 
@@ -25,6 +24,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
+from ostinato.driver.forking import new_lock
 from ostinato.driver.launcher import packer
 from ostinato.driver.signature import Signature, address_of, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
@@ -75,7 +75,7 @@ class LoadedModule(Closeable):
         self.last_use = 0
         self._lowered = dict(lowered or {})
         self._keep = keep
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._functions: dict[str, FunctionHandle] = {}
         self._names: tuple[str, ...] | None = None
         self._handle = context.driver.module_load(image)

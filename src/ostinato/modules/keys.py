@@ -14,7 +14,7 @@ __all__ = ["DIGEST_BYTES", "SCHEMA", "content_digest", "digest_of"]
 DIGEST_BYTES = 32
 
 # Part of every key and of every file: raised whenever the meaning of either changes.
-SCHEMA = 1
+SCHEMA = 2
 
 
 def digest_of(parts: Iterable[str | bytes | int | None]) -> bytes:

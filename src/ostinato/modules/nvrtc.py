@@ -6,33 +6,44 @@ what keys are made of.  Finding and loading stays cuda.pathfinder's where it is 
 knows the quirks of wheels, conda and toolkits, and cuda.bindings gets the same library from it.
 
 NVRTC needs no driver and no GPU.  Calls let go of the GIL; any thread may call.
+
+Which files a compilation opened is asked of the compiler itself.  NVRTC hands `-Xcudafe` options on
+to its front end, EDG's, which can list what it includes (`--trace_includes`), write that to a file
+(`--error_output`), and write down every use of a name (`--xref`).  NVIDIA documents none of them;
+12.0 to 13.5 were seen to have them.  A compiler without them still compiles, with `opened` None.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ostinato.driver.forking import new_lock
 from ostinato.errors import CompileError, NoCudaError
 from ostinato.modules.nvrtc_file import CompilerFile, expected_file, path_of_symbol
 
-__all__ = ["INVALID_OPTION", "Answer", "Nvrtc", "Toolchain"]
+__all__ = ["Answer", "Nvrtc", "Opened", "Reference", "Toolchain"]
 
 _INSTALL = "install it with: pip install 'ostinato[cuda13]' (or 'ostinato[cuda12]')"
-
-INVALID_OPTION = 5  # nvrtcResult
 
 # Texts in memory lie in a folder that cannot exist.  Else NVRTC would look for their #includes in
 # the folder that the process happens to stand in; and its flag against that, --no-source-include,
 # also keeps headers on disk from finding those beside them (as mma.h has to).  Messages still show
 # a text's own name, which #line gives it.
 _NOWHERE = "/proc/ostinato-memory"
+
+# The first and the last text that the compiler lists as included; both are its own.
+_FIRST, _LAST = "__nv_nvrtc_builtin_header.h", "__nv_name_map"
+_REFERENCE = re.compile(
+    rb"^[^\t\n]*\t__has_include\tR\t(?P<file>.*)\t(?P<line>\d+)\t(?P<column>\d+)$", re.MULTILINE
+)
 
 _Program = ctypes.c_void_p
 _POINTER = ctypes.c_void_p
@@ -56,16 +67,38 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """A file that the compiler opened, by the name it used, and the file that includes it.
+
+    `includer` is None for what a text in memory or the command line includes.
+    """
+
+    path: str
+    includer: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Where a text asks __has_include: line and column (in bytes) count from 1."""
+
+    file: str
+    line: int
+    column: int
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What NVRTC says to one program.  `status` is nvrtcResult, 0 for success.
 
-    `lowered` gives the entry name for each C++ name expression.
+    `lowered` gives the entry name for each C++ name expression.  `opened` is every file on disk
+    that was read as a header, also up to an error; None if the compiler does not tell.
     """
 
     status: int
     log: str
     data: bytes = b""
     lowered: dict[str, str] = field(default_factory=dict)
+    opened: tuple[Opened, ...] | None = None
 
 
 class Nvrtc:
@@ -127,19 +160,70 @@ class Nvrtc:
         `headers` are found by their names before any file.  The text and they include from disk
         what `flags` name folders of, and nothing beside them.
         """
+        from tempfile import TemporaryDirectory  # not needed where nothing is compiled
+
+        program = (text, name, headers)
+        with suppress(OSError), TemporaryDirectory(prefix="ostinato-") as folder:
+            listing = Path(folder, "opened")
+            tracing = _to_front_end("--trace_includes", f"--error_output={listing}")
+            answer = self._compile(*program, (*flags, *tracing), expressions, ptx)
+            read = listing.read_bytes() if listing.exists() else b""
+            opened = _opened(read, headers, whole=not answer.status)
+            if opened is not None or not answer.status:
+                return replace(answer, opened=opened)
+        # No folder for the listing, or the flags are refused, perhaps for those of the listing.
+        return self._compile(*program, tuple(flags), expressions, ptx)
+
+    def references(
+        self, text: str, name: str, headers: Mapping[str, str], flags: Sequence[str]
+    ) -> tuple[Reference, ...] | None:
+        """Where the preprocessor asks __has_include; None if the compiler does not tell.
+
+        Macros count at the place where they are used.  Compiles nothing.
+        """
+        from tempfile import TemporaryDirectory
+
+        # ValueError: not even the last one.
+        with (
+            suppress(OSError, ValueError),
+            TemporaryDirectory(prefix="ostinato-") as folder,
+        ):
+            uses = Path(folder, "uses")
+            made = ("--dependencies", f"--output={folder}/made")  # nothing is wanted but no code
+            tracing = _to_front_end(*made, f"--xref={uses}")
+            # Asked last of all: where this is missing the list is not whole.
+            last = f'{text}\n#if __has_include("{_NOWHERE}/last")\n#endif\n'
+            self._compile(last, name, headers, (*flags, *tracing), (), False)
+            *found, end = (
+                Reference(os.fsdecode(m["file"]), int(m["line"]), int(m["column"]))
+                for m in _REFERENCE.finditer(uses.read_bytes())
+            )
+            if end.line == text.count("\n") + 2:
+                return tuple(found)
+        return None
+
+    def _compile(
+        self,
+        text: str,
+        name: str,
+        headers: Mapping[str, str],
+        flags: tuple[str, ...],
+        expressions: Sequence[str],
+        ptx: bool,
+    ) -> Answer:
         dll, program = self._dll, _Program()
         files = _files_in_memory(headers)
-        status = dll.nvrtcCreateProgram(
-            byref(program),
-            _named(text, name).encode("utf-8", "replace"),
-            f"{_NOWHERE}/source".encode(),
-            len(files),
-            _texts(files.values()),
-            _texts(files),
-        )
-        if status:
-            return Answer(status, "")
         try:
+            status = dll.nvrtcCreateProgram(
+                byref(program),
+                _encoded(_named(text, name)),
+                f"{_NOWHERE}/source".encode(),
+                len(files),
+                _texts(files.values()),
+                _texts(files),
+            )
+            if status:
+                return Answer(status, "")
             for expression in expressions:
                 status = dll.nvrtcAddNameExpression(program, expression.encode())
                 if status:
@@ -158,7 +242,8 @@ class Nvrtc:
                 lowered[expression] = symbol.value.decode()
             return Answer(0, log, self._fetch("PTX" if ptx else "CUBIN", program), lowered)
         finally:
-            dll.nvrtcDestroyProgram(byref(program))
+            if program:
+                dll.nvrtcDestroyProgram(byref(program))
 
     def _fetch(self, what: str, program: ctypes.c_void_p) -> bytes:
         size = ctypes.c_size_t()
@@ -183,9 +268,49 @@ def _files_in_memory(headers: Mapping[str, str]) -> dict[str, str]:
     return files
 
 
+def _to_front_end(*options: str) -> tuple[str, ...]:
+    return tuple(word for option in options for word in ("-Xcudafe", option))
+
+
+def _opened(
+    listing: bytes, headers: Mapping[str, str], *, whole: bool
+) -> tuple[Opened, ...] | None:
+    """A name a line, after as many spaces as there are headers around it.
+
+    None for what is no listing, or not `whole`.  Names with line ends in them are not told apart;
+    the plan sees to that.
+    """
+    first, *lines = os.fsdecode(listing).split("\n")
+    if first != _FIRST or (whole and lines[-2:] != [_LAST, ""]):
+        return None
+    found: dict[Opened, None] = {}
+    around: list[str | None] = []
+    for line in lines:
+        name = line.lstrip(" ")
+        if name in ("", _LAST):
+            continue
+        del around[len(line) - len(name) :]
+        # A text in memory is found by its name as it is spelled, before any file.  A file is listed
+        # under such a name at most if it is found from a relative folder: then it may be either.
+        in_memory = name.startswith(_NOWHERE) or (
+            name in headers and not ("/" in name and Path(name).exists())
+        )
+        if not in_memory:
+            found[Opened(name, around[-1] if around else None)] = None
+        around.append(None if in_memory else name)
+    return tuple(found)
+
+
 def _texts(values: Any) -> Any:
-    encoded = [value.encode("utf-8", "replace") for value in values]
+    encoded = [_encoded(value) for value in values]
     return (_TEXT * len(encoded))(*encoded)
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")  # file names may be any bytes
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace")
 
 
 def _file_or_none(path: str) -> CompilerFile | None:
@@ -224,7 +349,7 @@ class Toolchain:
         self._locate = locate
         self._find = find
         # Reentrant: the garbage collector may run a finaliser that asks us.
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._expected: CompilerFile | None = None
         self._library: Nvrtc | None = None
 

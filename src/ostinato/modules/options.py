@@ -19,10 +19,14 @@ __all__ = [
 
 _ARCH = re.compile(r"(sm|compute)_\d+[af]?\Z")
 _OWN_FIELD = re.compile(r"--?(gpu-architecture|arch)\b")
-_INCLUDE_DIR = re.compile(r"(?:-I|--include-path)=?(?P<path>.*)\Z", re.DOTALL)
+_INCLUDE_DIR = re.compile(r"(?:-I|--include-path)=?\s*(?P<path>.*)\Z", re.DOTALL)
 _PRE_INCLUDE = re.compile(r"(?:-include|--pre-include)=?(?P<path>.*)\Z", re.DOTALL)
-# Flags that make the compiler read files which cannot be followed from the source's #include lines.
-_READS_FILES = re.compile(r"--?(use-pch|pch|create-pch|pch-dir|options-file|optf)\b")
+# Flags that make the compiler, or the assembler after it, read files that it does not list as
+# headers, search folders that are not named, or that hand on what is not known here.
+_READS_FILES = re.compile(
+    r"--?(?:(?:use|create)[-_]pch|pch|use-bundled|options-file|optf|Xcudafe)|@|.*ptxas.*(?:file|@)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ def _values(flags: Sequence[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
         match = pattern.match(flag)
         if match is None:
             continue
-        if match["path"]:
+        if match["path"] or flag.endswith("="):
             found.append(match["path"])
         else:
             pending = True

@@ -22,11 +22,6 @@ class Question:
     key: bytes
     plan: Plan | None
 
-    @property
-    def fixed(self) -> bool:
-        """Whether the answer stays right for the process; else headers are looked at each time."""
-        return self.plan is None or self.plan.fixed
-
 
 def ask(driver: Driver, source: Source, name: str, options: CompileOptions) -> Question:
     """The question with its key.  Asks the driver what it speaks, and not which one it is.

@@ -15,16 +15,21 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from ostinato.driver.signature import Signature
+from ostinato.modules.inputs import Inputs
 from ostinato.modules.kernel import Kernel, LoadedModule
 
-__all__ = ["MemoryStore"]
+__all__ = ["MemoryStore", "Stored"]
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
-    """A module with the kernels made of it.  `nbytes` counts code and remembered source text."""
+class Stored:
+    """A module with the kernels made of it, and the files that its code was made of.
+
+    `nbytes` counts code and remembered source text.
+    """
 
     module: LoadedModule
+    inputs: Inputs
     nbytes: int
     kernels: dict[tuple[str, Signature | None], Kernel] = field(default_factory=dict)
     fast_keys: list[Hashable] = field(default_factory=list)
@@ -38,25 +43,30 @@ class MemoryStore:
         self.max_bytes = max_bytes
         self.fast: dict[Hashable, Kernel] = {}
         """From what a caller gives, straight to its kernel."""
-        self.nbytes = 0
         self.evictions = 0
-        self._entries: dict[bytes, _Entry] = {}
+        self._entries: dict[bytes, Stored] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: bytes) -> LoadedModule | None:
-        entry = self._entries.get(key)
-        return None if entry is None else entry.module
+    @property
+    def nbytes(self) -> int:
+        # Added up each time: a sum that is kept would be wrong for good after an interrupt.
+        return sum(entry.nbytes for entry in self._entries.values())
+
+    def get(self, key: bytes) -> Stored | None:
+        return self._entries.get(key)
 
     def kernel(self, key: bytes, name: str, signature: Signature | None) -> Kernel | None:
         entry = self._entries.get(key)
         return None if entry is None else entry.kernels.get((name, signature))
 
-    def add(self, key: bytes, module: LoadedModule, nbytes: int) -> None:
-        """Puts a module in, and lets go of others until the bounds hold."""
-        self._entries[key] = _Entry(module, nbytes)
-        self.nbytes += nbytes
+    def add(self, key: bytes, entry: Stored) -> None:
+        """Puts a module in, in an older one's place; lets go of others until the bounds hold."""
+        older = self._entries.get(key)
+        for fast_key in () if older is None else older.fast_keys:
+            self.fast.pop(fast_key, None)
+        self._entries[key] = entry
         self.shrink(keep=key)
 
     def add_kernel(
@@ -76,7 +86,6 @@ class MemoryStore:
         self.fast[fast_key] = kernel
         entry.fast_keys.append(fast_key)
         entry.nbytes += text_bytes
-        self.nbytes += text_bytes
 
     def shrink(self, keep: bytes | None = None) -> None:
         """Lets go of the least recently used modules that nobody uses, until the bounds hold."""
@@ -93,17 +102,16 @@ class MemoryStore:
 
     def _let_go(self, key: bytes) -> bool:
         """Drops an entry, or puts it back if its module turns out to be used elsewhere."""
-        entry = self._entries.pop(key)
+        entry = self._entries[key]
         fast = {k: weakref.ref(self.fast.pop(k)) for k in entry.fast_keys if k in self.fast}
         kernels = {k: weakref.ref(kernel) for k, kernel in entry.kernels.items()}
-        nbytes, watched = entry.nbytes, weakref.ref(entry.module)
+        inputs, nbytes, watched = entry.inputs, entry.nbytes, weakref.ref(entry.module)
         entry.kernels.clear()
-        del entry  # with it the last of our own references
+        del entry, self._entries[key]  # with it the last of our own references
         module = watched()
         if module is None:
-            self.nbytes -= nbytes
             return True
-        entry = self._entries[key] = _Entry(module, nbytes)
+        entry = self._entries[key] = Stored(module, inputs, nbytes)
         for name, reference in kernels.items():
             kernel = reference()
             if kernel is not None:
@@ -119,4 +127,3 @@ class MemoryStore:
         """Lets go of everything; what is used elsewhere stays loaded for as long."""
         self.fast.clear()
         self._entries.clear()
-        self.nbytes = 0

@@ -5,9 +5,9 @@
 
 Padding holds another poison in each run, and so does all of each OUTPUT.  So A and B differ where
 an answer depends on padding, where the graph holds something frozen, and where one of them writes
-nothing.  Memory that the graph writes and no slot declares is saved, put back and compared like
-STATE, up to a number of bytes.  After a check that passes, everything is as after one replay; after
-one that does not, and after an exception, as before.
+nothing.  Memory that either run writes and no slot declares is saved, put back and compared like
+STATE, up to a number of bytes (`replay.undeclared`).  After a check that passes, everything is as
+after one replay; after one that does not, and after an exception, as before.
 
 Not found: what neither run does (a plan that was made once, outside of the step), pointers in
 device memory, and what other streams do meanwhile; no other stream may write what the graph points
@@ -23,34 +23,41 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.driver.api import AllocNodeParams, KernelNodeParams, MemoryRange
-from ostinato.driver.context import Context
+from ostinato.driver.api import MemoryRange
 from ostinato.driver.stream import Operation, Stream
+from ostinato.errors import ContextPoisonedError, DriverError, StateLostError
 from ostinato.graph import GraphExec
 from ostinato.graph.races import unordered
-from ostinato.memory import Buffer
+from ostinato.replay.drift import first_drift
 from ostinato.replay.slots import Role, Slot, Values
+from ostinato.replay.undeclared import Undeclared
 
 __all__ = ["Cause", "CheckReport", "Finding", "check_replay", "watch_promises"]
 
-_GRAIN = 256
-"""Undeclared memory is put back in pieces of so many bytes, and only where it changed."""
 _OUTPUT_POISONS = (0xA5, 0x5A)
 
 
 class Cause(enum.StrEnum):
     """Why a check failed, as far as more eager runs can tell."""
 
-    UNREPEATABLE = "two eager runs from the same state differ: the step keeps state of its own"
+    HOST_STATE = (
+        "two eager runs from the same state submit different work: the step keeps state of its own "
+        "on the host, which captures and checks advance too; keep it on the device"
+    )
+    UNREPEATABLE = (
+        "two eager runs of the same work from the same state differ: the step keeps state of its "
+        "own, or adds up in no fixed order"
+    )
     PADDING = "the step lets padding rows reach the answer"
     PADDING_WRITTEN = "the step changes padding rows of a state; they are not its to write"
     INPUT_WRITTEN = "the step changes an input; declare the slot STATE"
     UNWRITTEN = "an output is not written in all rows in use; declare the slot STATE"
+    OUTPUT_READ = "an answer depends on what an output held before; declare the slot STATE"
     UNDECLARED = (
         "memory that no slot declares differs; declare it STATE, or SCRATCH if nothing reads it"
     )
     UNORDERED = "nothing orders two operations of the graph that use the same memory"
-    FROZEN = "the graph holds something that changed since its capture"
+    FROZEN = "the graph lacks work of the step, or holds something that changed since its capture"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class CheckReport:
     declared: int
     """Of slots that were compared."""
     undeclared: int
-    """Of memory that the graph may write and no slot declares, and that was compared."""
+    """Of memory that either run may write and no slot declares, and that was compared."""
     skipped: int
     """Of such memory that was not compared: it is over the limit."""
     finding: Finding | None
@@ -102,9 +109,10 @@ def check_replay(
 
     `eager` runs it as it was captured and gives its operations.  `own` is memory of the machinery
     around the step; `limit` is the most bytes of undeclared memory that are compared.  Raises what
-    either run raises; everything is then as before.
+    either run raises; everything is then as before.  Raises StateLostError if it cannot be.
     """
-    memory, skipped = _undeclared(slots, executable, stream.context, own, limit)
+    memory = Undeclared(stream, [*(slot.buffer.range for slot in slots), *own], limit)
+    memory.save_written(executable)
     check = _Check(slots, sizes, stream, memory)
     before = check.read()
     passed = False
@@ -116,8 +124,8 @@ def check_replay(
             check.restore(before)
     return CheckReport(
         declared=sum(slot.buffer.nbytes for slot in check.slots),
-        undeclared=sum(buffer.nbytes for buffer in memory),
-        skipped=skipped,
+        undeclared=memory.nbytes,
+        skipped=memory.skipped,
         finding=finding,
     )
 
@@ -127,7 +135,7 @@ def watch_promises(
 ) -> Callable[[], Finding | None]:
     """For a run that is not repeated: what it gives says, after the run, whether padding and inputs
     came out as they were, and if they did not, puts all slots back."""
-    check = _Check(slots, sizes, stream, ())
+    check = _Check(slots, sizes, stream, Undeclared(stream, (), 0))
     before = check.read()
 
     def look() -> Finding | None:
@@ -147,7 +155,7 @@ class _Check:
         slots: Sequence[Slot],
         sizes: Mapping[str, int],
         stream: Stream,
-        memory: Sequence[Buffer],
+        memory: Undeclared,
     ) -> None:
         self.slots = [slot for slot in slots if slot.role is not Role.SCRATCH]
         self._rows = {slot.name: slot.rows(sizes) for slot in self.slots}
@@ -166,58 +174,68 @@ class _Check:
         eager: Callable[[], Sequence[Operation]],
         replay: Callable[[], object],
     ) -> Finding | None:
-        operations: list[Operation] = []
-
-        def run_eagerly() -> None:
-            operations[:] = eager()
-
         start_a = self._start(before, 0, 0)
-        run_eagerly()
+        operations = self._run(eager)
         a = self.read()
-        start_b = self._start(before, 1, 1, now=a)
+        start_b = self._start(before, 1, 1)
         replay()
         b = self.read()
-        finding = self.broken_promise(start_a, a) or self.broken_promise(start_b, b)
+        finding = (
+            # First: of what nothing orders, either run may have any outcome.
+            _race(executable, operations)
+            or self.broken_promise(start_a, a)
+            or self.broken_promise(start_b, b)
+        )
         if finding is None:
             found = self._difference(a, b)
             if found is not None:
                 where, what, cause = found
-                cause = cause or self._cause(before, a, b, run_eagerly)
-                if cause is Cause.FROZEN:
-                    what += _drift(executable, operations)
+                drift = None
+                if cause is None:
+                    cause, drift = self._cause(before, a, operations, eager)
+                if cause in (Cause.FROZEN, Cause.UNDECLARED):
+                    drift = first_drift(executable.nodes, operations, ("in the graph", "now"))
+                what += "" if drift is None else f"; {drift}"
                 finding = Finding(where, what, cause)
-        if finding is None:
-            race = unordered(executable.graph, operations)
-            if race is not None:
-                finding = Finding(f"{race[0].name} and {race[1].name}", "no path", Cause.UNORDERED)
         if finding is None:
             self._tidy(before)
         return finding
 
-    def _cause(
-        self, before: _Snapshot, a: _Snapshot, b: _Snapshot, eager: Callable[[], None]
-    ) -> Cause:
-        """Why A and B differ: runs eagerly again, with A's poisons, then with B's in padding."""
-        self._start(before, 0, 0, now=b)
-        eager()
-        again = self.read()
-        if self._difference(a, again) is not None:
-            return Cause.UNREPEATABLE
-        self._start(before, 1, 0, now=again)
-        eager()
-        return Cause.FROZEN if self._difference(a, self.read()) is None else Cause.PADDING
+    def _run(self, eager: Callable[[], Sequence[Operation]]) -> Sequence[Operation]:
+        with self._memory.saving():
+            return eager()
 
-    def _start(
-        self, before: _Snapshot, padding: int, outputs: int, now: _Snapshot | None = None
-    ) -> _Snapshot:
+    def _cause(
+        self,
+        before: _Snapshot,
+        a: _Snapshot,
+        operations: Sequence[Operation],
+        eager: Callable[[], Sequence[Operation]],
+    ) -> tuple[Cause, str | None]:
+        """Why A and B differ, and what differs between two eager runs, if that is it: runs eagerly
+        again, with all of A's poisons, then with one of B's."""
+        again = operations
+
+        def differs(padding: int, outputs: int) -> bool:
+            nonlocal again
+            self._start(before, padding, outputs)
+            again = self._run(eager)
+            return self._difference(a, self.read()) is not None
+
+        if differs(0, 0):
+            drift = first_drift(operations, again, ("in one run", "in the next"))
+            return (Cause.UNREPEATABLE if drift is None else Cause.HOST_STATE), drift
+        if differs(1, 0):
+            return Cause.PADDING, None
+        return (Cause.OUTPUT_READ if differs(0, 1) else Cause.FROZEN), None
+
+    def _start(self, before: _Snapshot, padding: int, outputs: int) -> _Snapshot:
         """Puts everything back, poisons it, and gives what a run starts from.
 
         Padding of a STATE is poisoned in one of the two runs only: a poison swallows small changes,
-        and what the step writes there must show.  `now` is what memory holds, if anything ran since
-        `before`.
+        and what the step writes there must show.
         """
-        if now is not None:
-            self._restore_undeclared(before, now)
+        self._memory.restore()
         start: dict[str, Values] = {}
         for turn, slot in enumerate(self.slots):
             values, rows = before.slots[slot.name], self._rows[slot.name]
@@ -274,92 +292,49 @@ class _Check:
             if slot.role is Role.OUTPUT and _is_poison(slot, one[index], other[index]):
                 return where, "neither run writes it", Cause.UNWRITTEN
             return where, f"{one[index]} eagerly, {other[index]} by replay", None
-        for memory, one, other in zip(self._memory, a.undeclared, b.undeclared, strict=True):
-            index = _first_difference(one, other)
-            if index is not None:
-                where = f"{memory.nbytes} bytes at {memory.range.address:#x}"
-                what = f"byte {index[0]} is {one[index]} eagerly, {other[index]} by replay"
-                return where, what, Cause.UNDECLARED
-        return None
+        found = self._memory.difference(a.undeclared, b.undeclared)
+        return None if found is None else (*found, Cause.UNDECLARED)
 
     # --- memory
     def read(self) -> _Snapshot:
         stream = self._stream
         slots = {slot.name: slot.buffer.to_numpy(stream) for slot in self.slots}
-        return _Snapshot(slots, tuple(memory.to_numpy(stream) for memory in self._memory))
+        return _Snapshot(slots, self._memory.read())
 
     def restore(self, before: _Snapshot) -> None:
+        """Puts everything back, also if it is interrupted.
+
+        Raises StateLostError if the driver refuses it twice.
+        """
+        try:
+            self._write_back(before)
+        except ContextPoisonedError:
+            raise
+        except BaseException as error:
+            try:
+                self._write_back(before)
+            except DriverError as refused:
+                names = ", ".join(repr(slot.name) for slot in self.slots)
+                raise StateLostError(
+                    f"a check could not put back what it had changed ({refused}), so the content "
+                    f"of the slots {names} is not valid: write them again, then call "
+                    "step.release(); until then the step does not run"
+                ) from refused
+            if not isinstance(error, DriverError):
+                raise
+
+    def _write_back(self, before: _Snapshot) -> None:
         for slot in self.slots:
             slot.buffer.copy_from(before.slots[slot.name], self._stream)
-        if self._memory:
-            now = _Snapshot({}, tuple(m.to_numpy(self._stream) for m in self._memory))
-            self._restore_undeclared(before, now)
+        self._memory.restore()
         self._stream.synchronize()
 
-    def _restore_undeclared(self, before: _Snapshot, now: _Snapshot) -> None:
-        """Writes only what changed: the rest may be another owner's."""
-        pairs = zip(self._memory, before.undeclared, now.undeclared, strict=True)
-        for memory, was, is_ in pairs:
-            for start, stop in _changed_pieces(was, is_):
-                memory[start:stop].copy_from(was[start:stop], self._stream)
 
-
-def _undeclared(
-    slots: Sequence[Slot],
-    executable: GraphExec,
-    context: Context,
-    own: Sequence[MemoryRange],
-    limit: int,
-) -> tuple[list[Buffer], int]:
-    """Memory that the graph may write and no slot declares, and how many bytes are left out."""
-    declared = [slot.buffer.range for slot in slots]
-    ranges = _without(_written(executable, context), [*declared, *own])
-    chosen: list[Buffer] = []
-    total = skipped = 0
-    for memory in sorted(ranges, key=lambda memory: memory.nbytes):
-        if total + memory.nbytes > limit:
-            skipped += memory.nbytes
-            continue
-        total += memory.nbytes
-        chosen.append(Buffer(context, memory.address, (memory.nbytes,), np.dtype(np.uint8)))
-    return chosen, skipped
-
-
-def _written(executable: GraphExec, context: Context) -> list[MemoryRange]:
-    """Live memory behind the pointers that nodes may write through, in order and merged."""
-    made = [p for p in (n.params for n in executable.nodes) if isinstance(p, AllocNodeParams)]
-    found: list[MemoryRange] = []
-    for touch in executable.manifest():
-        address = touch.range.address
-        if not touch.written or any(p.address <= address < p.address + p.nbytes for p in made):
-            continue
-        live = context.driver.memory_range(address)
-        if live is not None:
-            found.append(MemoryRange(address, min(touch.range.end, live.end) - address))
-    merged: list[MemoryRange] = []
-    for memory in sorted(found, key=lambda m: m.address):
-        if merged and memory.address <= merged[-1].end:
-            end = max(merged[-1].end, memory.end)
-            merged[-1] = MemoryRange(merged[-1].address, end - merged[-1].address)
-        else:
-            merged.append(memory)
-    return merged
-
-
-def _without(ranges: Sequence[MemoryRange], taken: Sequence[MemoryRange]) -> list[MemoryRange]:
-    """What is left of ranges outside of others."""
-    left: list[MemoryRange] = []
-    for memory in ranges:
-        start = memory.address
-        for other in sorted(taken, key=lambda m: m.address):
-            if other.address >= memory.end or other.end <= start:
-                continue
-            if other.address > start:
-                left.append(MemoryRange(start, other.address - start))
-            start = max(start, other.end)
-        if start < memory.end:
-            left.append(MemoryRange(start, memory.end - start))
-    return left
+def _race(executable: GraphExec, operations: Sequence[Operation]) -> Finding | None:
+    race = unordered(executable.graph, operations)
+    if race is None:
+        return None
+    return Finding(f"{race[0].name} and {race[1].name}", "no path", Cause.UNORDERED)
 
 
 def _output_poison(slot: Slot, which: int) -> Values:
@@ -391,41 +366,3 @@ def _first_difference(one: Values, other: Values, start: int = 0) -> tuple[int, 
         return None
     index = [int(i) for i in np.unravel_index(int(np.flatnonzero(different)[0]), a.shape)]
     return (index[0] + start, *index[1:]) if index else ()
-
-
-def _changed_pieces(was: Values, is_: Values) -> list[tuple[int, int]]:
-    """Where two arrays of bytes differ, in pieces of `_GRAIN`, neighbours joined."""
-    different = np.flatnonzero(was != is_)
-    pieces: list[tuple[int, int]] = []
-    for grain in np.unique(different // _GRAIN):
-        start, stop = int(grain) * _GRAIN, min((int(grain) + 1) * _GRAIN, len(was))
-        if pieces and pieces[-1][1] == start:
-            pieces[-1] = (pieces[-1][0], stop)
-        else:
-            pieces.append((start, stop))
-    return pieces
-
-
-def _drift(executable: GraphExec, operations: Sequence[Operation]) -> str:
-    """The first kernel argument that an eager run now gives otherwise than the graph, in words."""
-    kernels = [n for n in executable.nodes if isinstance(n.params, KernelNodeParams)]
-    launched = [o for o in operations if isinstance(o.params, KernelNodeParams)]
-    if len(kernels) != len(launched):
-        return ""
-    for node, operation in zip(kernels, launched, strict=True):
-        now = operation.params
-        assert isinstance(now, KernelNodeParams)
-        held, given = node.kernel.arguments, now.arguments
-        if node.kernel.function != now.function or held.layout != given.layout:
-            return f"; node {node.index} is {node.name} in the graph and {operation.name} now"
-        for index in range(len(given.layout)):
-            if held.raw(index) != given.raw(index):
-                name = ""
-                if operation.signature is not None:
-                    name = f" ({operation.signature.parameters[index].name})"
-                was, is_ = (int.from_bytes(a.raw(index), "little") for a in (held, given))
-                return (
-                    f"; argument {index}{name} of node {node.index} ({node.name}) is {was:#x} in "
-                    f"the graph and {is_:#x} now"
-                )
-    return ""

@@ -1,7 +1,8 @@
 """What a graphed step does next: a pure function from its situation to a decision with a reason.
 
 Touches no driver and does no I/O.  Graphs cost speed when they fail, never answers: every doubt
-ends in an eager run whose reason is counted and can be read.
+ends in an eager run whose reason is counted and can be read; or in an error, where an eager run is
+in doubt as well.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class Action(enum.Enum):
     BUILD = "build"
     """Makes the graph of this key (by capture, then replays it; or by recording a real run)."""
     REPLAY = "replay"
+    REFUSE = "refuse"
+    """Raises: of no run it is known that it would be right."""
 
 
 class Reason(enum.StrEnum):
@@ -33,21 +36,23 @@ class Reason(enum.StrEnum):
     INSIDE_CAPTURE = "the stream is being captured, so the work joins that capture"
     BUILD_FAILED = "building the graph failed before"
     MISMATCH = "the replay gave another answer than the eager run"
+    HOST_STATE = "the step keeps state on the host, which a capture or a check has advanced"
     PRECONDITION = "a precondition is not met"
     OVER_BUCKETS = "the size is over the largest bucket"
     OVER_SLOT = "the bucket has more rows than a slot"
     REFUSED = "the replay was refused, and nothing of it ran"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Situation:
-    """All that the decision depends on."""
+    """All that the decision depends on.  Made for each call, and not frozen: a frozen one takes a
+    microsecond longer to make."""
 
     enabled: bool = True
     profiling: bool = False
     inside_capture: bool = False
     quarantine: tuple[Reason, str] | None = None
-    """Why this key is served eagerly for good, and the words of the error."""
+    """Why this key is served eagerly for good, or not at all, and the words of the error."""
     unmet: tuple[str, ...] = ()
     """Names of the preconditions that are not met."""
     over_buckets: str | None = None
@@ -73,6 +78,9 @@ class Decision:
         return f"{self.action.value}: {self.reason.value}{detail}"
 
 
+_REPLAY = Decision(Action.REPLAY, Reason.REPLAYED)
+
+
 def decide(situation: Situation) -> Decision:
     """The decision for a situation.  The first rule that holds wins, in this order."""
     s = situation
@@ -87,11 +95,12 @@ def decide(situation: Situation) -> Decision:
     if s.over_slot is not None:
         return Decision(Action.EAGER, Reason.OVER_SLOT, s.over_slot)
     if s.quarantine is not None:
-        return Decision(Action.EAGER, *s.quarantine)
+        refuse = s.quarantine[0] is Reason.HOST_STATE
+        return Decision(Action.REFUSE if refuse else Action.EAGER, *s.quarantine)
     if s.unmet:
         return Decision(Action.EAGER, Reason.PRECONDITION, ", ".join(s.unmet))
     if s.has_graph:
-        return Decision(Action.REPLAY, Reason.REPLAYED)
+        return _REPLAY
     if not s.records and s.runs < s.warmups:
         return Decision(Action.EAGER, Reason.WARMING_UP)
     return Decision(Action.BUILD, Reason.FIRST_USE)

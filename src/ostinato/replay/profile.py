@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.graph import GraphExec
@@ -75,7 +74,7 @@ class ReplayProfile:
         self._sinks = sinks
         self._began = time.perf_counter_ns()
         self._count = 0
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._nvtx = _nvtx()
 
     @property
@@ -99,7 +98,7 @@ class ReplayProfile:
             annotate.__enter__()
         try:
             begin = time.perf_counter_ns()
-            with _not_launched():
+            with _not_launched:
                 if settings.upload:
                     run.upload(stream)
                 uploaded = time.perf_counter_ns()
@@ -174,15 +173,19 @@ class NotLaunched(Exception):
     """A replay was refused before anything of it ran; `__cause__` says why."""
 
 
-@contextmanager
-def _not_launched() -> Iterator[None]:
-    """Turns what a launch raises into NotLaunched, except where the whole context is lost."""
-    try:
-        yield
-    except ContextPoisonedError:
-        raise
-    except OstinatoError as error:
-        raise NotLaunched(str(error)) from error
+class _NotLaunched:
+    """For a `with` block: turns what a launch raises into NotLaunched, except where the whole
+    context is lost.  A class, because a generator would cost a replay a microsecond."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
+        if isinstance(error, OstinatoError) and not isinstance(error, ContextPoisonedError):
+            raise NotLaunched(str(error)) from error
+
+
+_not_launched = _NotLaunched()
 
 
 def run_replay(
@@ -199,7 +202,7 @@ def run_replay(
     if profile is not None and settings.profile:
         profile.run(key, run, stream, settings)
         return
-    with _not_launched():
+    with _not_launched:
         if settings.upload:
             run.upload(stream)
         run.launch(stream)

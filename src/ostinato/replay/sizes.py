@@ -6,13 +6,14 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ostinato.cache import Buckets
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.context import Context
 from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureError, InputError
 from ostinato.state import DeviceScalar
 
-__all__ = ["DeviceSizes", "StepKey", "checked_sizes"]
+__all__ = ["DeviceSizes", "StepKey", "bucket_of", "checked_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,18 @@ def checked_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
             raise InputError(f"{name}={size!r}: a whole number of 0 or more is needed")
         checked[name] = whole
     return checked
+
+
+def bucket_of(schemes: Buckets, name: str, size: int) -> int:
+    """The bucket of a size.  Raises InputError if it is too small for it: the scheme may be the
+    caller's own, and rows over the bucket would be left out."""
+    bucket = schemes.bucket(size)
+    if bucket < size:
+        raise InputError(
+            f"{name}={size}: the buckets of the cache ({type(schemes).__name__}) give {bucket}; "
+            "a bucket must be as large as its sizes"
+        )
+    return bucket
 
 
 class DeviceSizes:

@@ -14,7 +14,7 @@ A step keeps that easily if its kernels read the real size on the device: `step.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ostinato.errors import InputError
 from ostinato.memory import Buffer
 
-__all__ = ["Role", "Slot", "Values"]
+__all__ = ["Role", "Slot", "Values", "check_slots"]
 
 Values = npt.NDArray[Any]
 
@@ -133,3 +133,17 @@ class Slot:
         elif len(used):  # structs: whole rows that are legal by themselves
             padding[...] = used[0] if (which + turn) % 2 == 0 else used[-1]
         return padded
+
+
+def check_slots(slots: Sequence[Slot]) -> None:
+    """Raises InputError for slots that share a name or memory."""
+    for index, slot in enumerate(slots):
+        for other in slots[:index]:
+            if slot.name == other.name:
+                raise InputError(f"two slots are called {slot.name!r}")
+            a, b = slot.buffer.range, other.buffer.range
+            if a.address < b.end and b.address < a.end:
+                raise InputError(
+                    f"slots {other.name!r} and {slot.name!r} overlap in memory; declare the whole "
+                    "buffer once, with the role of what the step does with it"
+                )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,12 +28,14 @@ from ostinato import settings as _settings
 from ostinato.cache import GraphCache, parse_bytes
 from ostinato.driver.api import CaptureMode, CaptureStatus
 from ostinato.driver.closeable import Closeable
+from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
     CaptureBrokenError,
     ClosedError,
     ContextPoisonedError,
     InputError,
+    StateLostError,
     VerificationError,
 )
 from ostinato.graph import (
@@ -47,12 +48,12 @@ from ostinato.graph import (
     submissions,
 )
 from ostinato.memory import CapturePool
-from ostinato.replay.check import CheckReport, check_replay, watch_promises
+from ostinato.replay.check import Cause, CheckReport, Finding, check_replay, watch_promises
 from ostinato.replay.held import HeldCounts, HeldReplay
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide
 from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
-from ostinato.replay.sizes import DeviceSizes, StepKey, checked_sizes
-from ostinato.replay.slots import Slot
+from ostinato.replay.sizes import DeviceSizes, StepKey, bucket_of, checked_sizes
+from ostinato.replay.slots import Slot, check_slots
 from ostinato.replay.statistics import Counts, StepStatistics
 from ostinato.settings import ReplaySettings
 from ostinato.state import DeviceScalar
@@ -141,8 +142,10 @@ class GraphedStep(Closeable):
     before its first replay is believed (and again when it is first used with padding), a number n
     also every n-th replay, "off" never.  A check that fails quarantines the key, puts back what it
     changed and runs the call eagerly, or raises VerificationError if `strict`: nothing is changed
-    then.  Memory that the graph writes and no slot declares is checked up to `check_limit`.
-    `replay.check` says what a check finds, and what it cannot.
+    then.  It raises in any case, and so does every later call, if the step keeps state on the host:
+    captures and checks call `run` too, so no answer is known to be right until the caller has put
+    that state right and says so (`release`).  Memory that the graph writes and no slot declares is
+    checked up to `check_limit`.  `replay.check` says what a check finds, and what it cannot.
 
     `preconditions` are asked before each replay or build; the names of those that fail are the
     reason of the eager run.  `warmups` eager runs precede a capture; with one at least, a capture
@@ -195,7 +198,7 @@ class GraphedStep(Closeable):
         if stream.context is not cache.context:
             raise InputError("the step's stream is of another device than its cache")
         _check_verify(verify, slots)
-        _check_slots(slots)
+        check_slots(slots)
         self.run = run
         self.stream = stream
         self.cache = cache
@@ -225,15 +228,18 @@ class GraphedStep(Closeable):
         self._sizes = DeviceSizes(stream.context)
         self._check_limit = parse_bytes(check_limit)
         self._last_check: CheckReport | None = None
+        self._lost: str | None = None
+        """Why the content of the slots is not valid."""
         self._calls: OrderedDict[tuple[tuple[str, object], ...], _Call] = OrderedDict()
         self._buckets = cache.buckets
         self._states: OrderedDict[StepKey, _KeyState] = OrderedDict()
+        self._broken: tuple[Reason, str] | None = None
+        """Why no key is served, and the words of the error."""
         self._keys: set[Hashable] = set()
         """Keys under which this step put graphs into the cache."""
-        self._closed = False
         self._counts = Counts()
         self._held: list[HeldCounts] = []
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._finalizer = weakref.finalize(
             self, stream.context.retire, partial(_evict, cache, self._keys)
         )
@@ -261,8 +267,7 @@ class GraphedStep(Closeable):
         return call.key
 
     def _call(self, sizes: Mapping[str, int]) -> _Call:
-        """The sizes in buckets.  Raises InputError for one that is no size, or over a slot, and
-        ClosedError."""
+        """The sizes in buckets.  Raises InputError for no size or one over a slot, ClosedError."""
         self._require_open()
         if self._buckets is not self.cache.buckets:
             self._buckets = self.cache.buckets
@@ -286,7 +291,7 @@ class GraphedStep(Closeable):
             if size > schemes.limit:
                 over_buckets = over_buckets or f"{name}={size} is over the limit {schemes.limit}"
             else:
-                buckets[name] = schemes.bucket(size)
+                buckets[name] = bucket_of(schemes, name, size)
         over_slot = next(
             (
                 f"{slot.size}={buckets[slot.size]}, slot {slot.name!r} has {len(slot.buffer)} rows"
@@ -299,7 +304,7 @@ class GraphedStep(Closeable):
         return _Call(key, sizes, buckets, over_buckets, over_slot)
 
     def _require_open(self) -> None:
-        if self._closed:
+        if not self._finalizer.alive:
             raise ClosedError(f"the step {self.name!r} is closed; make another")
 
     def _state(self, key: StepKey) -> _KeyState:
@@ -310,13 +315,19 @@ class GraphedStep(Closeable):
         return state
 
     # --- calling
+    def _require_state(self) -> None:
+        if self._lost is not None:
+            raise StateLostError(self._lost)
+
     def __call__(self, **sizes: int) -> Decision:
         """Runs the step once for these sizes; what was done and why.  Does not wait.
 
         Raises InputError for a size that is no whole number of 0 or more, or over a slot's rows;
-        what `run` raises eagerly, VerificationError if strict, ContextPoisonedError, ClosedError.
+        what `run` raises eagerly, VerificationError as the class says, StateLostError if a check
+        could not put back what it changed, ContextPoisonedError, ClosedError.
         """
         with self._lock, self.stream.turn.lock:
+            self._require_state()
             call = self._call(sizes)
             state = self._state(call.key)
             self._counts.called(sum(call.sizes.values()), sum(call.buckets.values()))
@@ -328,6 +339,8 @@ class GraphedStep(Closeable):
                     return self._replay(call, state, executable, decision)
             if decision.action is Action.BUILD:
                 return self._build(call, state, decision)
+            if decision.action is Action.REFUSE:
+                raise VerificationError(f"{call.key}: {decision.detail}")
             return self._run_eager(call, state, decision)
 
     def prepare(self, **sizes: int) -> Decision:
@@ -355,15 +368,16 @@ class GraphedStep(Closeable):
         Makes the graph first if it is due and nothing has to run for it.  A Decision, and nothing
         is held, where a call would do more than replay (run eagerly, record, check): call then.
         The decision holds for as long as the graph is held: what is switched off meanwhile is not
-        asked for again.  Raises ContextPoisonedError, and InputError as a call does.
+        asked for again.  Raises ContextPoisonedError, InputError and StateLostError as a call does.
         """
         with self._lock, self.stream.turn.lock:
+            self._require_state()
             call = self._call(sizes)
             state = self._state(call.key)
             with self.cache.hold(call.key) as executable:
                 has_graph = self._usable(call, executable) is not None
             decision = decide(self._situation(call, state, has_graph))
-            if decision.action is Action.EAGER or isinstance(self.verify, int):
+            if decision.action in (Action.EAGER, Action.REFUSE) or isinstance(self.verify, int):
                 return decision
             if decision.action is Action.BUILD:
                 if self.build == "record" or self.verify != "off":
@@ -415,7 +429,7 @@ class GraphedStep(Closeable):
             profiling=self.profiling,
             inside_capture=context.captures_under_way > 0
             and self.stream.capture_info.status is not CaptureStatus.NONE,
-            quarantine=state.quarantine,
+            quarantine=self._broken or state.quarantine,
             unmet=tuple(name for name, met in self.preconditions.items() if not met())
             if self.preconditions
             else (),
@@ -544,9 +558,13 @@ class GraphedStep(Closeable):
             self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))
             raise
         state.runs += 1
-        finding = look() if look is not None else None
+        try:
+            finding = look() if look is not None else None
+        except StateLostError as lost:
+            self._lost = str(lost)
+            raise
         if finding is not None:
-            return self._mismatched(call, state, str(finding))
+            return self._mismatched(call, state, finding)
 
         def make() -> GraphExec:
             return recording.build().instantiate(upload=self.stream)
@@ -556,12 +574,15 @@ class GraphedStep(Closeable):
     def _quarantine(self, key: StepKey, state: _KeyState, reason: Reason, why: str) -> Decision:
         state.quarantine = (reason, why)
         self.cache.evict(key)
-        _log.warning("%s is run eagerly from now on: %s: %s", key, reason.value, why)
+        served = "not run" if reason is Reason.HOST_STATE else "run eagerly"
+        _log.warning("%s is %s from now on: %s: %s", key, served, reason.value, why)
         return Decision(Action.EAGER, reason, why)
 
     def release(self, **sizes: int) -> None:
-        """Lets a quarantined key be tried again (after what broke it was mended)."""
+        """Lets a quarantined key be tried again (after what broke it was mended), and the step run
+        again after a StateLostError (after its slots were written again)."""
         with self._lock:
+            self._lost = self._broken = None
             state = self._states.get(self.key(**sizes))
             if state is not None:
                 state.quarantine, state.refusals = None, 0
@@ -588,15 +609,25 @@ class GraphedStep(Closeable):
             )
         except NotLaunched as refused:
             return self._refused(call, state, str(refused))
+        except StateLostError as lost:
+            self._lost = str(lost)
+            raise
         self._last_check = report
         self._counts.verified += 1
         state.note_check(executable, call.padded)
         if report.finding is None:
             return decision
-        return self._mismatched(call, state, str(report.finding))
+        return self._mismatched(call, state, report.finding)
 
-    def _mismatched(self, call: _Call, state: _KeyState, why: str) -> Decision:
-        """Everything is as before the call, which now runs eagerly, or not at all if strict."""
+    def _mismatched(self, call: _Call, state: _KeyState, finding: Finding) -> Decision:
+        """All memory is as before the call, which now runs eagerly; not at all if strict, or if
+        what `run` would do is not known."""
+        why = str(finding)
+        if finding.cause is Cause.HOST_STATE:
+            why += ". Put that state right and release() the step's sizes, or switch its graphs off"
+            self._quarantine(call.key, state, Reason.HOST_STATE, why)
+            self._broken = state.quarantine
+            raise VerificationError(f"{call.key}: {why}")
         decision = self._quarantine(call.key, state, Reason.MISMATCH, why)
         if self.strict:
             raise VerificationError(f"{call.key}: {why}")
@@ -618,7 +649,6 @@ class GraphedStep(Closeable):
         Later calls raise ClosedError.
         """
         with self._lock:
-            self._closed = True
             self._finalizer.detach()
             _evict(self.cache, self._keys)
             self._sizes.close()
@@ -635,20 +665,6 @@ def _check_verify(verify: object, slots: Sequence[Slot]) -> None:
         )
     if not slots:
         raise InputError("verify needs the slots that the step reads and writes")
-
-
-def _check_slots(slots: Sequence[Slot]) -> None:
-    """Raises InputError for slots that share a name or memory."""
-    for index, slot in enumerate(slots):
-        for other in slots[:index]:
-            if slot.name == other.name:
-                raise InputError(f"two slots are called {slot.name!r}")
-            a, b = slot.buffer.range, other.buffer.range
-            if a.address < b.end and b.address < a.end:
-                raise InputError(
-                    f"slots {other.name!r} and {slot.name!r} overlap in memory; declare the whole "
-                    "buffer once, with the role of what the step does with it"
-                )
 
 
 def _require_all(eager: Sequence[Submission] | None, captured: Sequence[Submission]) -> None:

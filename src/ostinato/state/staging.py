@@ -7,13 +7,12 @@ fewer than `depth` writes are under way.
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import CaptureStatus, MemcpyNodeParams
 from ostinato.driver.context import Context
+from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import CaptureError, ClosedError, InputError
 from ostinato.memory import Buffer, allocate
@@ -44,7 +43,7 @@ class StagingRing:
         self._closed = False
         self._next = 0
         self._waits = 0
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     @property
     def waits(self) -> int:

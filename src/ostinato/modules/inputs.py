@@ -1,0 +1,359 @@
+"""What a compilation read from disk, and whether all of that is still so.
+
+The compiler itself says which files it opened (`Answer.opened`) and where it was asked
+`__has_include` (`Nvrtc.references`).  From that follow the other places where a header would have
+been found, had there been one: a header that appears there makes the code outdated as well.
+
+    files     were read                               valid while their content is the same
+    there     were found by __has_include             valid while they are there
+    missing   were looked for before, or in vain      valid while they are not there; of a path
+                                                      whose folders are missing too, the highest,
+                                                      with a slash at its end
+
+Bundled headers of the compiler are no inputs: the compiler's identity stands for them, and they are
+compared with their digests whenever they are read (`toolkit`).
+
+What cannot be told is said by `unknown`; such code is used once and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from ostinato.modules.keys import content_digest
+from ostinato.modules.nvrtc import Opened, Reference
+from ostinato.modules.options import include_dirs, pre_includes
+from ostinato.modules.safe_file import UntrustedError, open_regular
+from ostinato.modules.source import Source
+from ostinato.modules.toolkit import Toolkit
+
+__all__ = ["InputFile", "Inputs", "Observation", "observe"]
+
+# A file that changes twice within its clock's grain looks unchanged; the coarsest is 2 s.
+_SETTLED_NS = 2_000_000_000
+
+_SPLICE = re.compile(rb"(?:\\|\?\?/)[ \t\f\v]*\r?\n")
+# The word, or an identifier that pasting (##) could complete to it.
+_MAY_ASK = re.compile(rb"has_include|(?<!\w)_(?:_(?:h(?:a(?:s(?:_\w{0,6})?)?)?)?)?(?!\w)")
+_NAMED = rb'\s*\(\s*(?:<(?P<angle>[^>\n]+)>|"(?P<quote>[^"\n]+)")\s*\)'
+_PROBE = re.compile(rb"__has_include" + _NAMED)
+# In headers of the toolkit a macro hands the name on as it is.
+_CALL = re.compile(rb"\w+" + _NAMED)
+_NO_PROBE = re.compile(rb"(?:\bdefined\s*\(?|\bifn?def|\belifn?def)\s*\Z")
+# After these, the compiler's line numbers and file names are the text's own idea.
+_RENUMBERED = re.compile(rb"(?:#|%:|\?\?=)(?:\s|/\*.*?\*/)*(?:line\b|\d)", re.DOTALL)
+
+Stamp = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A header as it was read.
+
+    `stamp` is size, modification time, change time and inode; None if it had changed so recently
+    that these cannot tell another change.
+    """
+
+    path: str
+    digest: bytes
+    stamp: Stamp | None
+
+    def unchanged(self) -> bool:
+        """Whether the content is the same.  Reads the file only if its stamp differs."""
+        try:
+            if self.stamp is not None and _stamp(os.stat(self.path)) == self.stamp:  # noqa: PTH116
+                return True
+            with open_regular(self.path, private=False) as file:
+                return content_digest(file.read()) == self.digest
+        except (OSError, UntrustedError):
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What code was made of, apart from what its key covers.
+
+    `toolkit` is the folder of an installed toolkit, if that had a part in it; which one is
+    installed is checked by `compiler.is_current`.  `unknown` says why this is not all.
+    """
+
+    files: tuple[InputFile, ...] = ()
+    there: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    toolkit: str | None = None
+    unknown: str | None = None
+
+    def unchanged(self) -> bool:
+        """Whether the same files are there with the same content, and no others have appeared."""
+        return (
+            self.unknown is None
+            and all(file.unchanged() for file in self.files)
+            and all(map(_is_there, self.there))
+            and not any(map(_is_there, self.missing))
+        )
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the code stays right for the process: at most an installed toolkit was read."""
+        paths = [*(file.path for file in self.files), *self.there, *self.missing]
+        root = self.toolkit
+        return self.unknown is None and all(root and path.startswith(f"{root}/") for path in paths)
+
+    def same_content(self, other: Inputs) -> bool:
+        """Whether these are the same apart from stamps."""
+        return _unstamped(self) == _unstamped(other)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "files": [[f.path, f.digest.hex(), f.stamp] for f in self.files],
+            "there": self.there,
+            "missing": self.missing,
+            "toolkit": self.toolkit,
+        }
+
+    @classmethod
+    def from_json(cls, about: Mapping[str, Any]) -> Inputs:
+        """Raises ValueError, TypeError or KeyError for what `to_json` did not make."""
+        files = []
+        for path, digest, stamp in about["files"]:
+            size, mtime, ctime, inode = map(int, stamp or (0, 0, 0, 0))
+            known = (size, mtime, ctime, inode) if stamp else None
+            files.append(InputFile(str(path), bytes.fromhex(digest), known))
+        there, missing = (tuple(map(str, about[name])) for name in ("there", "missing"))
+        toolkit = about["toolkit"]
+        return cls(tuple(files), there, missing, None if toolkit is None else str(toolkit))
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """`settled`: no input changed so recently that the compiler may have read something else.
+
+    `probed`: __has_include was asked, or may have been.  `damaged`: a bundled header is not what it
+    was unpacked as.
+    """
+
+    inputs: Inputs
+    settled: bool
+    probed: bool
+    damaged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """A header's name, and the folder of the file that asks for it, if that is on disk."""
+
+    name: str
+    beside: str | None
+
+
+def observe(
+    opened: Sequence[Opened] | None,
+    source: Source,
+    words: Sequence[str],
+    toolkit: Toolkit | None,
+    begin: int,
+    find_references: Callable[[], Sequence[Reference] | None],
+) -> Observation:
+    """The inputs of a compilation that began at `begin` (ns since 1970).
+
+    `words` is its command line without the folders of the toolkit, which are searched last.
+    """
+    command_line = _bytes("\n".join(words))
+    texts = {source.name: _bytes(source.cuda or "")}
+    texts |= {name: _bytes(text) for name, text in source.headers.items()}
+    ambiguous = len(texts) <= len(source.headers)
+    if opened is None:
+        silent = Inputs(unknown="the compiler does not tell which headers it reads")
+        return Observation(silent, True, _may_ask([command_line, *texts.values()]), False)
+    folders = include_dirs(words)
+    files: list[InputFile] = []
+    on_disk = dict.fromkeys(item.path for item in opened)
+    settled, damaged, unknown = True, False, None
+    for path in on_disk:
+        read = _read(path, begin)
+        bundled = toolkit is not None and toolkit.owns(path)
+        if toolkit is not None and bundled:
+            damaged = damaged or read is None or not toolkit.holds(path, read.file.digest)
+        elif read is None:
+            unknown = f"{path} cannot be read any more"
+        else:
+            files.append(read.file)
+            settled = settled and read.file.stamp is not None
+        # Bundled headers ask only for one another, unless there are other folders.
+        if read is not None and (folders or not bundled):
+            ambiguous = ambiguous or path in texts
+            texts[path] = read.data
+    references: Sequence[Reference] | None = ()
+    if _may_ask([command_line, *texts.values()]):
+        references = find_references()
+    names: set[_Name] | None = set()
+    if references or references is None:
+        names = None if ambiguous else _names(references, texts, on_disk, source.headers, toolkit)
+    if names is None:
+        unknown = "it asks __has_include in a way that cannot be followed"
+    search = [*folders, *(toolkit.folders if toolkit is not None else ())]
+    outside = ("",) if pre_includes(words) else ()
+    places = {*_earlier_places(opened, search, outside), *_asked_places(names or (), search)}
+    there: set[str] = set()
+    missing: set[str] = set()
+    for place in map(_absolute, places):
+        if toolkit is None or not toolkit.owns(place):
+            found = _is_there(place)
+            highest, folder = _highest_missing(place)
+            (there if found else missing).add(place if found else highest)
+            settled = settled and _settled(folder, begin)
+    root = None
+    if toolkit is not None and toolkit.digests is None:
+        inside = any(_inside(toolkit, file.path) for file in files)
+        root = toolkit.root if inside or references else None
+    inputs = Inputs(
+        files=tuple(sorted(files, key=lambda file: file.path)),
+        there=tuple(sorted(there)),
+        missing=tuple(sorted(missing)),
+        toolkit=root,
+        unknown=unknown,
+    )
+    return Observation(inputs, settled, references is None or bool(references), damaged)
+
+
+# ------------------------------------------------------------------------------ places for a header
+
+
+def _earlier_places(
+    opened: Iterable[Opened], search: Sequence[str], outside: Sequence[str]
+) -> Iterable[str]:
+    """Where the opened files were looked for before they were found.
+
+    The name that was searched is the path without one of the folders; where several fit, all count,
+    with angle brackets and with quotes.
+    """
+    for item in opened:
+        beside = outside if item.includer is None else (_parent(item.includer),)
+        for folders in (search, (*beside, *search)):
+            prefixes = [f if not f or f.endswith("/") else f"{f}/" for f in folders]
+            for found in prefixes:
+                name = item.path.removeprefix(found)
+                if (found and name == item.path) or _is_absolute(name):
+                    continue
+                yield from takewhile(item.path.__ne__, (prefix + name for prefix in prefixes))
+
+
+def _asked_places(names: Iterable[_Name], search: Sequence[str]) -> Iterable[str]:
+    """Where __has_include looks for these names."""
+    for asked in names:
+        if _is_absolute(asked.name):
+            yield asked.name
+        else:
+            folders = search if asked.beside is None else (asked.beside, *search)
+            yield from (f"{folder}/{asked.name}" for folder in folders)
+
+
+def _names(
+    references: Sequence[Reference] | None,
+    texts: Mapping[str, bytes],
+    on_disk: Mapping[str, None],
+    memory: Mapping[str, str],
+    toolkit: Toolkit | None,
+) -> set[_Name] | None:
+    """What is asked for; None if the texts do not say it plainly."""
+    own = (text for path, text in texts.items() if not _inside(toolkit, path))
+    if references is None or any(map(_RENUMBERED.search, own)):
+        return None
+    names: set[_Name] = set()
+    lines = {path: text.split(b"\n") for path, text in texts.items()}
+    for at in references:
+        trusted = _inside(toolkit, at.file)
+        if trusted and at.file not in texts:
+            continue
+        line = b"".join(lines.get(at.file, [])[at.line - 1 : at.line])
+        before, rest = line[: at.column - 1], line[at.column - 1 :]
+        # A macro counts at the place of its use: then the text there is another.
+        match = (_CALL if trusted else _PROBE).match(rest)
+        if match is not None:
+            name = os.fsdecode(match["angle"] or match["quote"])
+            if name not in memory:  # that is found before any file
+                names.add(_Name(name, _parent(at.file) if at.file in on_disk else None))
+        elif not (rest.startswith(b"__has_include") and _NO_PROBE.search(before)):
+            return None
+    return names
+
+
+def _inside(toolkit: Toolkit | None, path: str) -> bool:
+    return toolkit is not None and path.startswith(f"{toolkit.root}/")
+
+
+def _may_ask(texts: Iterable[bytes]) -> bool:
+    return any(_MAY_ASK.search(_SPLICE.sub(b"", text)) for text in texts)
+
+
+# ------------------------------------------------------------------------------------ files as such
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    file: InputFile
+    data: bytes
+
+
+def _read(path: str, begin: int) -> _Read | None:
+    """A file with a stamp if it is certain that it had this content since `begin`."""
+    try:
+        with open_regular(path, private=False) as file:
+            before = _stamp(os.fstat(file.fileno()))
+            data = file.read()
+            after = _stamp(os.fstat(file.fileno()))
+    except (OSError, UntrustedError):
+        return None
+    known = before if before == after and _settled(before, begin) else None
+    return _Read(InputFile(_absolute(path), content_digest(data), known), data)
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+def _settled(stamp: Stamp, begin: int) -> bool:
+    return max(stamp[1], stamp[2]) + _SETTLED_NS < begin
+
+
+def _highest_missing(path: str) -> tuple[str, Stamp]:
+    """The path itself or the highest folder of it that is missing; the stamp of the one above."""
+    folder = _parent(path)
+    while True:
+        try:
+            return path, _stamp(os.stat(folder))  # noqa: PTH116
+        except OSError:
+            path, folder = f"{folder}/", _parent(folder)
+
+
+def _is_there(path: str) -> bool:
+    """Whether the compiler could open a file, or whether there is a folder, if "/" ends it."""
+    if path.endswith("/"):
+        return os.path.isdir(path)  # noqa: PTH112
+    return os.path.isfile(path) and os.access(path, os.R_OK)  # noqa: PTH113
+
+
+def _absolute(path: str) -> str:
+    # Not normalised: ".." after a link is not what it looks like.
+    return path if _is_absolute(path) else f"{os.getcwd()}/{path}"  # noqa: PTH109
+
+
+def _is_absolute(path: str) -> bool:
+    return os.path.isabs(path)  # noqa: PTH117 - a Path costs ten times as much
+
+
+def _parent(path: str) -> str:
+    return os.path.dirname(path)  # noqa: PTH120
+
+
+def _unstamped(inputs: Inputs) -> Inputs:
+    return replace(inputs, files=tuple(replace(file, stamp=None) for file in inputs.files))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "replace")

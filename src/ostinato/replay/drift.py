@@ -1,0 +1,97 @@
+"""Drift: the first launch in which two runs of a step, or its graph and a run, are not the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from ostinato.driver.api import KernelNodeParams, MemcpyNodeParams, MemsetNodeParams
+from ostinato.driver.signature import Signature
+from ostinato.driver.stream import Operation
+from ostinato.graph import Node
+from ostinato.graph.node import decode_arguments
+
+__all__ = ["first_drift"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A kernel, copy or fill: what can be compared of a node, or of an operation."""
+
+    name: str
+    params: KernelNodeParams | MemcpyNodeParams | MemsetNodeParams
+    signature: Signature | None
+
+
+def first_drift(
+    before: Sequence[Node | Operation],
+    now: Sequence[Node | Operation],
+    words: tuple[str, str],
+) -> str | None:
+    """Where the launches of two runs first differ, in words; None if they are the same.
+
+    Both in the order of submission.  `words` say when either was ("in the graph", "now").  None
+    too where a graph holds others, whose launches no run submits one by one.
+    """
+    if any(isinstance(one, Node) and one.children for one in before):
+        return None
+    launches = zip_longest(_launches(before), _launches(now))
+    for index, (one, other) in enumerate(launches):
+        difference = _difference(index, one, other)
+        if difference is not None:
+            what, was, is_ = difference
+            return f"{what} is {was} {words[0]} and {is_} {words[1]}"
+    return None
+
+
+def _launches(items: Sequence[Node | Operation]) -> list[_Launch]:
+    found = []
+    for item in items:
+        if isinstance(item.params, KernelNodeParams):
+            found.append(_Launch(item.name, item.params, item.signature))
+        elif isinstance(item.params, MemcpyNodeParams):
+            found.append(_Launch("memcpy", item.params, None))
+        elif isinstance(item.params, MemsetNodeParams):
+            found.append(_Launch("memset", item.params, None))
+    return found
+
+
+def _difference(
+    index: int, one: _Launch | None, other: _Launch | None
+) -> tuple[str, str, str] | None:
+    """What differs, and what it is in either."""
+    if one is None or other is None or one.name != other.name:
+        return (
+            f"operation {index}",
+            "nothing" if one is None else one.name,
+            "nothing" if other is None else other.name,
+        )
+    where = f"of operation {index} ({one.name})"
+    a, b = one.params, other.params
+    if isinstance(a, KernelNodeParams) and isinstance(b, KernelNodeParams):
+        if a.function != b.function:
+            return f"the function {where}", f"{a.function:#x}", f"{b.function:#x}"
+        if a.config.grid != b.config.grid:
+            return f"the grid {where}", str(a.config.grid), str(b.config.grid)
+        return _argument(where, a, b, other.signature or one.signature)
+    # Not the extents: a driver may say the same copy in other words.
+    for name in ("dst", "src", "value"):
+        was, is_ = getattr(a, name, None), getattr(b, name, None)
+        if was != is_:
+            return f"{name} {where}", f"{was:#x}", f"{is_:#x}"
+    return None
+
+
+def _argument(
+    where: str, a: KernelNodeParams, b: KernelNodeParams, signature: Signature | None
+) -> tuple[str, str, str] | None:
+    held, given = (decode_arguments(params, signature, _nowhere) for params in (a, b))
+    for one, other in zip(held, given, strict=False):
+        if one.raw != other.raw:
+            return f"argument {one.index} {where}", str(one), str(other)
+    return None
+
+
+def _nowhere(address: int) -> None:
+    """Addresses are told as they are: what lay there may be gone."""

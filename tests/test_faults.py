@@ -1,0 +1,607 @@
+"""A fault at every driver call, one by one: the right answer or a typed error, and nothing torn.
+
+Each scenario is run once without faults, to count its driver calls, and then once for each of them
+with that call refused.  After a typed error the state must be what it was before; without an error
+the answer must be right.  Everything closed, the host driver's tables must hold what they hold
+after a run without faults; a refused destruction may leave the one thing that it was to destroy.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.driver.host import HostDriver
+from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError, Status
+from ostinato.replay import HeldReplay
+from ostinato.testing import FaultyDriver
+from tests.sources import config, kernel, preload
+
+N = 16
+
+DESTRUCTIONS = {
+    "mem_free": "memory",
+    "mem_free_pinned": "memory",
+    "event_destroy": "events",
+    "stream_destroy": "streams",
+    "graph_destroy": "graphs",
+    "exec_destroy": "executables",
+}
+"""Calls that leave what they are to destroy, if they are refused."""
+
+
+class World:
+    """A device whose calls can fail, and a graph on it: three times out = a + a."""
+
+    def __init__(self) -> None:
+        self.faults = FaultyDriver(HostDriver(total_memory=1 << 24))
+        self.device = preload(Device(self.faults))
+        self.stream = self.device.create_stream()
+        self.side = self.device.create_stream()
+        self.a, self.b = (self.device.array(np.full(N, v, np.float32)) for v in (3, 5))
+        self.outs = [self.device.zeros(N, np.float32) for _ in range(3)]
+        self.graph = self.captured(self.a)
+        self.other = self.captured(self.b)
+        self.run = self.graph.instantiate(upload=self.stream)
+        self.run.launch(self.stream)
+        self.stream.synchronize()
+
+    def captured(self, source: ost.Buffer) -> ost.Graph:
+        return ost.capture_function(self.stream, lambda: self.submit(source))
+
+    def submit(self, source: ost.Buffer) -> None:
+        for out in self.outs:
+            add = kernel(self.device, "add")
+            ost.launch(self.stream, add, config(N), source, source, out, N)
+
+    def clear(self) -> None:
+        for out in self.outs:
+            ost.fill(self.stream, out, 0)
+
+    def seen(self) -> list[float]:
+        """The last element of each output."""
+        return [float(out.to_numpy(self.stream)[-1]) for out in self.outs]
+
+    def answers(self, run: ost.GraphExec | None = None) -> list[float]:
+        """What a launch gives now."""
+        self.clear()
+        (run or self.run).launch(self.stream)
+        return self.seen()
+
+    def assert_sound(self) -> None:
+        """Nothing is under way, nothing listens, and the streams work."""
+        self.device.context.collect()
+        assert self.device.context.captures_under_way == 0
+        assert self.device.context.taps == ()
+        for stream in (self.stream, self.side):
+            assert not stream.is_capturing
+            done = threading.Event()
+            stream.call(done.set)
+            stream.synchronize()
+            assert done.is_set()
+
+
+def census(faults: FaultyDriver) -> dict[str, int]:
+    """What the driver holds."""
+    host: Any = faults.inner
+    return {
+        "memory": len(host._memory._live),
+        "streams": len(host._streams),
+        "events": len(host._events),
+        "graphs": len(host._graphs),
+        "nodes": len(host._nodes),
+        "executables": len(host._executables),
+    }
+
+
+Case = tuple[Callable[[], object], Callable[[OstinatoError | None], None]]
+Scenario = Callable[[World], Case]
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(make: Scenario) -> Scenario:
+    """`make` sets up and returns the work, and the check of what it led to: without an error it is
+    done, with one all is as it was."""
+    SCENARIOS[make.__name__] = make
+    return make
+
+
+SIX, TEN = [6.0, 6.0, 6.0], [10.0, 10.0, 10.0]
+
+
+def answers_or_unusable(world: World) -> list[float] | None:
+    """What a launch gives, None if the executable says that it must not be used any more."""
+    if world.run.usable:
+        return world.answers()
+    with pytest.raises(OstinatoError, match="instantiate its graph again"):
+        world.run.launch(world.stream)
+    return None
+
+
+def _change(change: Callable[[World], object], after: list[float]) -> Scenario:
+    def make(world: World) -> Case:
+        def check(error: OstinatoError | None) -> None:
+            seen = answers_or_unusable(world)
+            if error is None:
+                assert seen == after
+            else:
+                assert seen in (SIX, None)
+            if seen is not None:
+                change(world)
+                assert world.answers() == after
+
+        return lambda: change(world), check
+
+    return make
+
+
+CHANGES: dict[str, tuple[Callable[[World], object], list[float]]] = {
+    "rebind": (lambda w: w.run.rebind({w.a: w.b}), TEN),
+    "patch": (lambda w: w.run.patch(1, "a", w.b), [6, 8, 6]),
+    "set_params": (
+        lambda w: w.run.set_params(1, w.other.nodes[1].params, keep=(w.b,)),
+        [6, 10, 6],
+    ),
+    "update": (lambda w: w.run.update(w.other), TEN),
+    "set_enabled": (lambda w: w.run.set_enabled(1, False), [6, 0, 6]),
+}
+SCENARIOS |= {name: _change(change, after) for name, (change, after) in CHANGES.items()}
+
+
+@scenario
+def copy_node(world: World) -> Case:
+    source, target = world.a, world.device.zeros(N, np.float32)
+    run = ost.capture_function(
+        world.stream, lambda: ost.copy(world.stream, target, source)
+    ).instantiate()
+
+    def check(error: OstinatoError | None) -> None:
+        run.launch(world.stream)
+        assert target.to_numpy(world.stream)[-1] == (3 if error else 5)
+
+    return lambda: run.set_memcpy(0, target, world.b), check
+
+
+@scenario
+def fill_node(world: World) -> Case:
+    target = world.device.zeros(N, np.float32)
+    run = ost.capture_function(
+        world.stream, lambda: ost.fill(world.stream, target, 1)
+    ).instantiate()
+
+    def check(error: OstinatoError | None) -> None:
+        run.launch(world.stream)
+        assert target.to_numpy(world.stream)[-1] == (1 if error else 2)
+
+    return lambda: run.set_memset(0, target, 0x40000000, 4), check
+
+
+@scenario
+def capture(world: World) -> Case:
+    made: list[ost.Graph] = []
+
+    def check(error: OstinatoError | None) -> None:
+        assert bool(made) == (error is None)
+        for graph in made:
+            assert world.answers(graph.instantiate()) == TEN
+
+    return lambda: made.append(world.captured(world.b)), check
+
+
+@scenario
+def capture_with_a_side_stream(world: World) -> Case:
+    made: list[ost.Graph] = []
+    add = kernel(world.device, "add")
+
+    def work() -> None:
+        with ost.capture(world.stream) as under_way:
+            world.side.wait(world.stream.record())
+            ost.launch(world.side, add, config(N), world.b, world.b, world.outs[0], N)
+            world.stream.wait(world.side.record())
+            ost.launch(world.stream, add, config(N), world.b, world.b, world.outs[1], N)
+        made.append(under_way.graph)
+
+    def check(error: OstinatoError | None) -> None:
+        assert bool(made) == (error is None)
+        for graph in made:
+            assert world.answers(graph.instantiate()) == [10, 10, 0]
+
+    return work, check
+
+
+@scenario
+def capture_by_hand(world: World) -> Case:
+    made: list[ost.Graph] = []
+
+    def work() -> None:
+        under_way = ost.Capture(world.stream)
+        under_way.begin()
+        world.submit(world.b)
+        made.append(under_way.end())
+
+    def check(error: OstinatoError | None) -> None:
+        assert bool(made) == (error is None)
+        for graph in made:
+            assert world.answers(graph.instantiate()) == TEN
+
+    return work, check
+
+
+@scenario
+def capture_into(world: World) -> Case:
+    graph = ost.Graph.create(world.device)
+    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
+
+    def work() -> None:
+        with ost.capture(world.stream, into=branch.bodies[0]):
+            world.submit(world.b)
+
+    def check(error: OstinatoError | None) -> None:
+        if error is None:
+            assert world.answers(graph.instantiate()) == TEN
+
+    return work, check
+
+
+@scenario
+def record(world: World) -> Case:
+    made: list[ost.Graph] = []
+    world.clear()
+
+    def work() -> None:
+        with ost.record(world.stream) as recording:
+            world.submit(world.b)
+        made.append(recording.build())
+
+    def check(error: OstinatoError | None) -> None:
+        assert bool(made) == (error is None)
+        for graph in made:
+            assert world.answers(graph.instantiate()) == TEN
+
+    return work, check
+
+
+@scenario
+def build_by_hand(world: World) -> Case:
+    made: list[ost.GraphExec] = []
+
+    def work() -> None:
+        graph = ost.Graph.create(world.device)
+        graph.add_child(world.other)
+        graph = graph.clone()
+        graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
+        made.append(graph.instantiate(upload=world.stream))
+
+    def check(error: OstinatoError | None) -> None:
+        assert bool(made) == (error is None)
+        for run in made:
+            assert world.answers(run) == TEN
+
+    return work, check
+
+
+@scenario
+def instantiate(world: World) -> Case:
+    made: list[ost.GraphExec] = []
+
+    def check(error: OstinatoError | None) -> None:
+        assert bool(made) == (error is None)
+        for run in made:
+            assert world.answers(run) == TEN
+
+    return lambda: made.append(world.other.instantiate(upload=world.stream)), check
+
+
+@scenario
+def upload(world: World) -> Case:
+    run = world.other.instantiate()
+
+    def check(error: OstinatoError | None) -> None:
+        assert world.answers(run) == TEN
+
+    return lambda: run.upload(world.stream), check
+
+
+@scenario
+def launch(world: World) -> Case:
+    world.clear()
+
+    def work() -> None:
+        for _ in range(3):
+            world.run.launch(world.stream)
+        world.run.launch(world.side)
+        world.side.synchronize()
+
+    def check(error: OstinatoError | None) -> None:
+        assert world.seen() in ([SIX] if error is None else [SIX, [0, 0, 0]])
+        assert world.answers() == SIX
+
+    return work, check
+
+
+@scenario
+def close(world: World) -> Case:
+    run, buffer = world.other.instantiate(), world.device.zeros(N)
+
+    def work() -> None:
+        run.launch(world.stream)
+        run.close()
+        buffer.close()
+        world.device.create_stream().close()
+        world.device.synchronize()
+
+    def check(error: OstinatoError | None) -> None:
+        if error is None:
+            assert run.closed and buffer.closed
+        assert world.answers() == SIX
+
+    return work, check
+
+
+@scenario
+def cache(world: World) -> Case:
+    kept = ost.GraphCache(world.device, max_graphs=2)
+
+    def work() -> None:
+        for turn in range(2):
+            for key, graph in (("a", world.graph), ("b", world.other), ("c", world.graph)):
+                run = kept.get_or_capture((key, turn), graph.instantiate)
+                world.clear()
+                run.launch(world.stream)
+                assert world.seen() == (TEN if key == "b" else SIX)
+        kept.evict(("c", 1))
+        kept.evict_touching(world.b)
+        kept.evict_all()
+        world.device.synchronize()
+
+    def check(error: OstinatoError | None) -> None:
+        statistics = kept.statistics()
+        assert statistics.nbytes == sum(key.nbytes for key in statistics.keys)
+        assert statistics.graphs == len(statistics.keys) <= 2
+        kept.evict_all()
+        assert world.answers(kept.get_or_capture("b", world.other.instantiate)) == TEN
+        kept.close()
+
+    return work, check
+
+
+def _step(build: str, verify: Any, **options: Any) -> Scenario:
+    """total += x for the rows in use, six calls: warm-ups, builds, replays, padding, checks."""
+
+    def make(world: World) -> Case:
+        device, width = world.device, 4
+        x, total = (device.zeros((4, width), np.float32) for _ in range(2))
+        one = device.array(np.ones(1, np.float32))
+        model = np.zeros((4, width), np.float32)
+        possible = [model]  # before and after the call that failed
+
+        def body(stream: ost.Stream, rows: int) -> None:
+            axpy, real = kernel(device, "axpy_rows"), step.size("rows")
+            ost.launch(stream, axpy, config(rows * width), x, one, total, real, width)
+
+        step = ost.GraphedStep(
+            body,
+            stream=device.create_stream(),
+            cache=ost.GraphCache(device, buckets=ost.ExplicitBuckets([2, 4])),
+            slots=[
+                ost.Slot("x", x, ost.Role.INPUT, size="rows"),
+                ost.Slot("total", total, ost.Role.STATE, size="rows"),
+            ],
+            build=build,
+            verify=verify,
+            **options,
+        )
+
+        def call(rows: int) -> None:
+            data, after = np.full((4, width), rows, np.float32), model.copy()
+            after[:rows] += data[:rows]
+            possible[:] = [model.copy(), after]
+            x.copy_from(data, step.stream)
+            step(rows=rows)
+            model[:] = after
+
+        def work() -> None:
+            for rows in (1, 3, 2, 4, 3, 1):
+                call(rows)
+                step.stream.synchronize()
+
+        def check(error: OstinatoError | None) -> None:
+            now = total.to_numpy(step.stream)
+            if isinstance(error, StateLostError):
+                assert "slots 'x', 'total'" in str(error)
+                with pytest.raises(StateLostError):  # until the caller says that it is mended
+                    step(rows=1)
+                model[:] = possible[0]
+                total.copy_from(model, step.stream)
+                step.release(rows=1)
+            elif error is not None:
+                assert any((now == model).all() for model in possible), now
+                model[:] = now
+            np.testing.assert_array_equal(total.to_numpy(step.stream), model)
+            for rows in (3, 1, 2, 4):
+                call(rows)
+                np.testing.assert_array_equal(total.to_numpy(step.stream), model)
+            step.close()
+            step.cache.close()
+            step.stream.close()
+
+        return work, check
+
+    return make
+
+
+SCENARIOS["step"] = _step("capture", "off")
+SCENARIOS["step_recorded"] = _step("record", "off")
+SCENARIOS["step_verified"] = _step("capture", 1)
+SCENARIOS["step_strict"] = _step("capture", 2, strict=True)
+
+
+@scenario
+def step_held(world: World) -> Case:
+    counter = world.device.zeros(1, np.int32)
+    increment = kernel(world.device, "increment")
+    step = ost.GraphedStep(
+        lambda stream: ost.launch(stream, increment, config(1), counter, 1),
+        stream=world.stream,
+        cache=ost.GraphCache(world.device),
+    )
+    replays = [0]
+
+    def work() -> None:
+        for _ in range(2):
+            step()
+            replays[0] += 1
+        held = step.hold()
+        with held if isinstance(held, HeldReplay) else nullcontext():
+            for _ in range(3):
+                held.launch() if isinstance(held, HeldReplay) else step()
+                replays[0] += 1
+
+    def check(error: OstinatoError | None) -> None:
+        before = counter.to_numpy(world.stream)[0]
+        assert before == replays[0]
+        step()
+        assert counter.to_numpy(world.stream)[0] == before + 1
+        step.close()
+        step.cache.close()
+
+    return work, check
+
+
+@scenario
+def memory(world: World) -> Case:
+    def work() -> None:
+        device, stream = world.device, world.stream
+        x = device.array(np.arange(N, dtype=np.float32))
+        pool = device.pool(reserve=4096)
+        y = pool.empty(N, np.float32)
+        ost.copy(stream, y, x)
+        scalar = ost.DeviceScalar(device, np.float32, initial=2, stream=stream)
+        add = kernel(device, "axpy")
+        ost.launch(stream, add, config(N), x, scalar, y, N)
+        scalar.set(3, stream)
+        ost.launch(stream, add, config(N), x, scalar, y, N)
+        np.testing.assert_array_equal(y.to_numpy(stream), 6 * np.arange(N))
+        device.synchronize()
+        pool.close()
+        x.close()
+
+    return work, lambda error: None
+
+
+# ----------------------------------------------------------------------------------------- running
+
+KINDS = {
+    "refused": (Status.INVALID_VALUE, 1),
+    "memory": (Status.OUT_OF_MEMORY, 1),
+    "and the undo": (Status.INVALID_VALUE, 2),
+    "all from here": (Status.OUT_OF_MEMORY, 10**9),
+    "the context lost": (Status.LAUNCH_FAILED, 10**9),
+}
+
+
+def _without_frames(error: OstinatoError) -> OstinatoError:
+    """The error, holding nothing of where it was raised."""
+    one: BaseException | None = error
+    while one is not None and one.__traceback__ is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The calls that were refused, and what the driver holds once all is closed; None if it does
+    not answer any more."""
+
+    struck: list[str]
+    left: dict[str, int] | None
+
+
+def _run(name: str, at: int = 0, status: int = 1, times: int = 1) -> _Outcome:
+    """One run of a scenario whose `at`-th call and those after it, `times` in all, are refused."""
+    world = World()
+    work, check = SCENARIOS[name](world)
+    world.device.synchronize()
+    faults, device = world.faults, world.device
+    faults.clear()
+    fault = faults.fail_any(status, at=at, times=times) if at else None
+    error = None
+    try:
+        work()
+    except OstinatoError as caught:
+        error = _without_frames(caught)
+    if fault is None:
+        assert error is None, error
+    elif fault.fired == 0:
+        device.close()
+        return _Outcome([], None)
+    if status == Status.LAUNCH_FAILED and error is not None:
+        # Nothing works any more.  It says so, and nothing hangs.
+        with pytest.raises(ContextPoisonedError):
+            world.stream.synchronize()
+        for one in (world.run, world.a, world.stream, world.side, device):
+            one.close()
+        return _Outcome(["all"], None)
+    struck = faults.calls[at - 1 : at - 1 + times]
+    faults.clear()
+    world.assert_sound()
+    check(error)
+    world.assert_sound()
+    del work, check, error, world
+    for _ in range(3):  # what is destroyed lets other things go
+        gc.collect()
+        device.synchronize()
+    left = census(faults)
+    device.close()
+    return _Outcome(struck, left)
+
+
+LONG = {name for name in SCENARIOS if name.startswith(("step", "cache"))}
+CASES = [
+    pytest.param(name, kind, marks=pytest.mark.slow)
+    if name in LONG and kind not in ("refused", "all from here")
+    else (name, kind)
+    for name in SCENARIOS
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_fault_at_every_call(name: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "ostinato")  # what a refused destruction says, thousandfold
+    status, times = KINDS[kind]
+    clean = _run(name).left
+    for at in itertools.count(1):
+        outcome = _run(name, at, status, times)
+        if not outcome.struck:
+            break
+        if outcome.left is None:
+            continue
+        left = {what: n - clean[what] for what, n in outcome.left.items() if n != clean[what]}
+        refused = {DESTRUCTIONS[call] for call in outcome.struck if call in DESTRUCTIONS}
+        if "graphs" in refused:
+            refused.add("nodes")
+        assert all(more > 0 for more in left.values()), (at, outcome.struck[0], left)
+        assert left.keys() <= refused, (at, outcome.struck[0], left)
+    assert at > 1, "the scenario makes calls"
+
+
+@pytest.fixture(autouse=True)
+def _quick_collections() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
