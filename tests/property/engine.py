@@ -125,7 +125,8 @@ def find(kind: type[World], seed: int, steps: int) -> Failure | None:
 def live(kind: type[World], seed: int, steps: int) -> None:
     """One life of so many steps.
 
-    Raises AssertionError with the reduced life if one fails, from the error itself.
+    Raises AssertionError with the reduced life if it fails, from the error itself; `replay` takes
+    the lines.  What depends on the time at which threads come along may not be reduced far.
     """
     failure = find(kind, seed, steps)
     if failure is None:
@@ -134,7 +135,7 @@ def live(kind: type[World], seed: int, steps: int) -> None:
     text = "\n".join(f"    {step}" for step in reduced.steps)
     raise AssertionError(
         f"seed {seed}, step {len(failure.steps)}: {failure.error!r}\n"
-        f"{len(reduced.steps)} steps do it{', at the end' if reduced.at_end else ''} "
+        f"reduced to {len(reduced.steps)} steps{', at the end' if reduced.at_end else ''} "
         f"({reduced.error!r}):\n{text}"
     ) from reduced.error
 

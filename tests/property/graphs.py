@@ -502,9 +502,10 @@ class GraphRules(World):
         except OstinatoError as error:
             expected = refusal is not None and isinstance(error, refusal)
             assert expected or not executable.readable, error
-            return
-        assert refusal is None, f"{refusal.__name__} was expected"
-        executable.ops = after()
+        else:
+            assert refusal is None, f"{refusal.__name__} was expected"
+            executable.ops = after()
+        assert not (executable.unusable and executable.run.usable), "nobody knows what it would run"
 
     def simple(self, executable: Executable, kinds: type | tuple[type, ...], n: int) -> Op | None:
         """One of its operations of these kinds."""
@@ -608,12 +609,17 @@ class GraphRules(World):
     )
     def rebind(self, which: int, old: int, new: int, closed: bool, fault: int, twice: bool) -> None:
         """From one box, or a part of one, to another; the driver may refuse in the middle."""
+        half_done = [e for e in self.executables if e.unusable]
         executable, to = self.executable(which), self.ref(new)
+        if half_done and which % 2:
+            executable, twice = half_done[0], False
         mine = executable.boxes
         if not mine:
             return
-        gone = [box for box in mine if box.closed]
-        box = (gone if closed and gone else mine)[old % len(gone if closed and gone else mine)]
+        # A box that is used more than once comes up oftener: its change has a middle.
+        uses = [r.box for op in leaves(executable.ops) for r in refs_of(op).values()]
+        some = [box for box in uses if box.closed and closed] or uses
+        box = some[old % len(some)]
         memory = self.memories.get(box)
         if memory is None or memory.buffer is None:
             return
@@ -629,7 +635,8 @@ class GraphRules(World):
         )
         plain = not any(isinstance(op, Branch | Loop) for op in leaves(executable.ops))
         refusal: type[OstinatoError] | None = None if fits else InputError
-        if fault and fits and words >= fault and plain and executable.readable:
+        if fault and fits and words and plain and executable.readable:
+            fault = min(fault, words)
             self.faults.fail("exec_set_params", at=fault, times=1 + twice)
             refusal = UpdateRefusedError
             if twice and fault > 1:  # the undo is refused as well

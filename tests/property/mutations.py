@@ -227,5 +227,5 @@ def a_failed_check_puts_nothing_back(right: Method, self: Any, before: Any) -> N
 
 
 @mutation(check._Check, "_start")
-def a_check_runs_twice(right: Method, self: Any, *args: Any, now: Any = None) -> Any:
-    return self.read() if now is not None else right(self, *args)
+def a_check_runs_twice(right: Method, self: Any, before: Any, padding: int, outputs: int) -> Any:
+    return self.read() if padding else right(self, before, padding, outputs)

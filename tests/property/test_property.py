@@ -38,7 +38,7 @@ def test_a_failure_is_printed_as_the_few_steps_that_make_it() -> None:
         with pytest.raises(AssertionError) as caught:
             live(ThreadRules, 0, 2_000)
         _, found, *programme = str(caught.value).splitlines()
-        steps = re.match(r"(\d+) steps do it", found)
+        steps = re.match(r"reduced to (\d+) steps", found)
         assert steps and int(steps[1]) == len(programme) < 8, caught.value
         with pytest.raises(type(caught.value.__cause__)):
             replay(ThreadRules, "\n".join(programme))
