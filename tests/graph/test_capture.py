@@ -320,3 +320,60 @@ def test_nodes_know_their_line(device: Device, stream: ost.Stream, x: ost.Buffer
     with ost.capture(stream) as capture:
         ost.fill(stream, x, 4)  # this line
     assert "this line" in (capture.graph.node(0).location or "")
+
+
+@pytest.mark.parametrize("how", ["raised", "refused", "dropped"])
+def test_a_capture_into_a_graph_that_breaks_leaves_the_graph_as_it_was(
+    device: Device, stream: ost.Stream, x: ost.Buffer, how: str
+) -> None:
+    scale = kernel(device, "scale")
+    with ost.capture(stream) as capture:
+        ost.launch(stream, scale, config(1000), x, 1000)
+    graph = capture.graph
+    before = [node.handle for node in graph.nodes]
+    with contextlib.suppress(ZeroDivisionError, CaptureBrokenError):
+        again = ost.Capture(stream, into=graph).begin()
+        ost.launch(stream, scale, config(1000), x, 1000)
+        if how == "raised":
+            again.abort()
+        elif how == "refused":
+            with pytest.raises(ost.errors.DriverError):
+                stream.synchronize()
+            again.end()
+        del again
+        gc.collect()
+        device.context.end_abandoned()
+    assert [node.handle for node in graph.nodes] == before
+    graph.instantiate(upload=stream).launch(stream)
+    np.testing.assert_array_equal(x.to_numpy(stream), 2 * np.arange(1000))
+    assert_usable(device, stream, x)
+
+
+def test_a_graph_whose_half_capture_cannot_be_taken_back_cannot_be_launched(
+    host_device: Device,
+) -> None:
+    faults = FaultyDriver(host_device.driver)
+    device = preload(Device(faults))
+    stream, x = device.create_stream(), device.zeros(8)
+    with ost.capture(stream) as capture:
+        ost.fill(stream, x, 1)
+    faults.fail("graph_remove_node")
+    with pytest.raises(ZeroDivisionError), ost.capture(stream, into=capture.graph):
+        ost.fill(stream, x, 2)
+        raise ZeroDivisionError
+    with pytest.raises(ost.errors.GraphError, match="cannot be taken out"):
+        capture.graph.instantiate()
+
+
+def test_a_node_that_is_refused_keeps_nothing_alive(host_device: Device) -> None:
+    faults = FaultyDriver(host_device.driver)
+    device = Device(faults)
+    graph, x, y = ost.Graph.create(device), device.zeros(8), device.zeros(8)
+    graph.add_memset(x, 1, 1)
+    faults.fail("graph_add_node")
+    with pytest.raises(ost.errors.GraphError):
+        graph.add_memset(y, 1, 1)
+    y.close()
+    stream = device.create_stream()
+    graph.instantiate().launch(stream)  # y is no memory of its
+    assert (x.to_numpy(stream) == 1).all()

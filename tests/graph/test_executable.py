@@ -16,6 +16,7 @@ from ostinato.errors import (
     CaptureError,
     ClosedError,
     DriverError,
+    GraphError,
     InputError,
     NodeKindError,
     UpdateRefusedError,
@@ -211,6 +212,24 @@ def test_a_refusal_half_way_is_undone(host_device: Device) -> None:
     assert caught.value.node_index == 2
     assert "scale" in str(caught.value)
     np.testing.assert_array_equal(sums.result(), sums.expected)
+    assert (out.to_numpy(sums.stream) == 0).all()
+
+
+def test_a_change_that_is_undone_does_not_mend_a_half_done_one(host_device: Device) -> None:
+    faults = FaultyDriver(host_device.driver)
+    device = preload(Device(faults))
+    sums = Sum(device, device.create_stream())
+    out = device.zeros(N, np.float32)
+    faults.fail("exec_set_params", at=3, times=2)  # the change, and its undoing
+    with pytest.raises(GraphError, match="taking it back"):
+        sums.run.rebind({sums.out: out})
+    assert not sums.run.usable
+    faults.clear()
+    faults.fail("exec_set_params", at=3)
+    with pytest.raises(UpdateRefusedError):
+        sums.run.rebind({sums.out: out})
+    with pytest.raises(GraphError, match="taking it back"):
+        sums.run.launch(sums.stream)
     assert (out.to_numpy(sums.stream) == 0).all()
 
 

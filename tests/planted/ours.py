@@ -590,8 +590,8 @@ _FAULTS = (
         "half-an-undo-is-launched",
         "An executable whose change failed half way, and could not be taken back, is launched.",
         "ostinato.graph.executable:GraphExec._give_up",
-        "self._unusable = _HALF_DONE",
-        "pass",
+        "before, self._unusable = self._unusable, _HALF_DONE",
+        "before = self._unusable",
         (FOOTGUNS + "test_an_executable_whose_undo_is_refused_runs_no_more",),
     ),
     Fault(

@@ -668,3 +668,24 @@ def test_a_builder_that_fails_quarantines_its_key(device: Device) -> None:
     rows.step(rows=8)
     np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))
     assert "no plan" in str(rows.step.statistics().quarantined)
+
+
+def test_a_closed_step_refuses(device: Device) -> None:
+    rows = Rows(device)
+    rows.step(rows=3)
+    rows.step(rows=3)
+    before = rows.totals()
+    rows.step.close()
+    rows.step.close()
+    for call in (
+        lambda: rows.step(rows=3),
+        lambda: rows.step(rows=9),
+        lambda: rows.step.prepare(rows=3),
+        lambda: rows.step.hold(rows=3),
+        lambda: rows.step.key(rows=3),
+        lambda: rows.step.size("rows"),
+    ):
+        with pytest.raises(ClosedError, match="step"):
+            call()
+    np.testing.assert_array_equal(rows.totals(), before)
+    assert len(rows.cache) == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import CaptureError, DriverError, InputError
+from ostinato.errors import CaptureError, ClosedError, ContextPoisonedError, DriverError, InputError
 from ostinato.state import StagingRing
 from ostinato.state.scalar import as_exact
 from ostinato.testing import FaultyDriver, HeldStream
@@ -157,6 +157,35 @@ def test_the_ring_waits_only_when_it_is_full(device: Device) -> None:
     assert x.to_numpy(stream).tobytes() == b"33333333"
     with pytest.raises(InputError):
         ring.write(x, b"123456789", stream)
+
+
+def test_a_closed_ring_takes_nothing_and_keeps_what_is_under_way(device: Device) -> None:
+    stream = device.create_stream()
+    ring = StagingRing(device.context, 8, depth=2)
+    x = device.zeros(8)
+    with HeldStream(stream):
+        ring.write(x, b"11111111", stream)
+        ring.close()
+        ring.close()
+        assert not stream.done  # the first write is not waited for
+        with pytest.raises(ClosedError, match="ring"):
+            ring.write(x, b"22222222", stream)
+    assert x.to_numpy(stream).tobytes() == b"11111111"
+
+
+@ost.host_kernel("x: *i32")
+def crash(launch: object, x: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_state_can_be_closed_after_a_kernel_failed(host_device: Device) -> None:
+    crashing = host_device.modules.get_or_compile(ost.Source(host=[crash], name="crash"), "crash")
+    stream = host_device.create_stream()
+    value = ost.DeviceScalar(host_device.context, np.int32, initial=3, stream=stream)
+    ost.launch(stream, crashing, config(1), value)
+    with pytest.raises(ContextPoisonedError):
+        stream.synchronize()
+    value.close()
 
 
 @given(st.integers(-(2**40), 2**40))

@@ -93,6 +93,8 @@ class _Session:
         self._id = 0
         self._thread = 0
         self._in_driver = False
+        self._before: frozenset[NodeHandle] | None = None
+        """The nodes that `into` had when the capture began."""
 
     # --- begin and end
     def begin(self) -> None:
@@ -124,6 +126,7 @@ class _Session:
             driver.stream_begin_capture(stream, self.mode)
         else:
             leaves = _leaves(self.into)
+            self._before = frozenset(driver.graph_nodes(self.into.handle))
             driver.stream_begin_capture_to_graph(stream, self.into.handle, leaves, self.mode)
 
     def leave(self) -> None:
@@ -166,16 +169,37 @@ class _Session:
         return False
 
     def drop(self) -> None:
-        """Ends the capture and drops its graph.  Does not raise."""
+        """Ends the capture and drops its graph, or takes its nodes out of the graph that it went
+        into.  Does not raise."""
         self.leave()
         if self._in_driver:
             self.stream.context.abandon(self.drop)  # tried again
+            return
+        before, self._before = self._before, None
+        if self.into is not None and before is not None:
+            self._take_back(self.into, before)
         handle, self.handle = self.handle, GraphHandle(0)
         if handle and self.into is None:
             context = self.stream.context
             driver = context.driver
             context.retire(lambda: driver.graph_destroy(handle))
             context.collect()
+
+    def _take_back(self, into: Graph, before: frozenset[NodeHandle]) -> None:
+        """Leaves a graph as it was before a capture that went into it broke."""
+        driver = into.context.driver
+        try:
+            for node in reversed(driver.graph_nodes(into.handle)):
+                if node not in before:
+                    driver.graph_remove_node(node)
+        except (ClosedError, ContextPoisonedError):
+            pass  # nobody can launch it any more
+        except DriverError as error:
+            into.keep.extend(self.keep)
+            into.only_to_read = (
+                "a capture into it broke, and its half of the work cannot be taken out again "
+                f"({error}); make the graph again"
+            )
 
     # --- Tap
     def entering(
@@ -301,7 +325,8 @@ class _Session:
 class Capture:
     """One capture on one stream (and on the streams that are forked from it).
 
-    `into` captures into an existing graph, such as a conditional body.  `pool`, if given, must be
+    `into` captures into an existing graph, such as a conditional body; if the capture breaks, the
+    graph is as it was before.  `pool`, if given, must be
     open.  `contained` refuses work that this thread submits to a stream outside of the capture: the
     graph would lack it, and it would run at once.  `trace` checks the capture after every line of
     Python and finds the first line that breaks it, also inside other libraries; it is slow, and for

@@ -567,13 +567,13 @@ class GraphExec(Launcher, Closeable):
 
     def _finish_update(self, graph: Graph, now: Now) -> None:
         """After an interruption that may have come before or after the driver took the graph."""
-        self._give_up()
+        before = self._give_up()
         outcome = self.context.driver.exec_update(self.handle, graph.handle)
         if outcome.verdict is UpdateVerdict.SUCCESS:
             self._let_go(self._shadow.commit(now))
             self._unusable = ""
         elif outcome.verdict is not UpdateVerdict.ERROR:
-            self._unusable = ""  # it does not fit, so the driver never took it
+            self._unusable = before  # it does not fit, so the driver never took it
 
     def _apply(self, changes: list[Change]) -> None:
         """Makes changes in order; undoes those made if one is refused or interrupted."""
@@ -600,7 +600,7 @@ class GraphExec(Launcher, Closeable):
         if the driver refuses that."""
         if not nodes:
             return
-        self._give_up()
+        before = self._give_up()
         failed: DriverError | None = None
         for node in reversed(nodes):
             try:
@@ -611,12 +611,14 @@ class GraphExec(Launcher, Closeable):
                 failed = error
         if failed is not None:
             raise GraphError(_HALF_DONE) from failed
-        self._unusable = ""
+        self._unusable = before
 
-    def _give_up(self) -> None:
-        """No launch from here on, until a change is known to be whole."""
-        self._unusable = _HALF_DONE
+    def _give_up(self) -> str:
+        """No launch from here on, until a change is known to be whole; what spoke against launches
+        before."""
+        before, self._unusable = self._unusable, _HALF_DONE
         self.cool()
+        return before
 
     def _let_go(self, old: list[object]) -> None:
         """Keeps what is no longer pointed at until the launches under way are done."""

@@ -233,10 +233,12 @@ class Graph(Closeable):
             if child is not None and child.closed:
                 raise ClosedError("the graph that is to be a child node was closed before")
         # Before the driver knows the node: an interruption must not leave it without its memory.
+        before = len(self.keep)
         self.keep.extend(kept)
         try:
             handle = driver.graph_add_node(self.handle, dependencies, params, edge_data)
         except DriverError as error:
+            del self.keep[before:]  # there is no such node
             raise GraphError(f"adding a {type(params).__name__} failed: {error}") from error
         self.labels[handle] = NodeLabel(operation, line or caller_line())
         if child is not None:

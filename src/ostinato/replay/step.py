@@ -32,6 +32,7 @@ from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
     CaptureBrokenError,
+    ClosedError,
     ContextPoisonedError,
     InputError,
     StateLostError,
@@ -247,9 +248,10 @@ class GraphedStep(Closeable):
 
         It is written before each call, in stream order.  Call this in `run`, or before the first
         call.  Raises InputError for a name that is no size, CaptureError if memory for it must be
-        allocated in a capture.
+        allocated in a capture, ClosedError.
         """
         with self._lock:
+            self._require_open()
             return self._sizes.scalar(name, self.stream)
 
     def key(self, **sizes: int) -> StepKey:
@@ -260,7 +262,8 @@ class GraphedStep(Closeable):
         return call.key
 
     def _call(self, sizes: Mapping[str, int]) -> _Call:
-        """The sizes in buckets.  Raises InputError for one that is no size, or over a slot."""
+        """The sizes in buckets.  Raises InputError for no size or one over a slot, ClosedError."""
+        self._require_open()
         if self._buckets is not self.cache.buckets:
             self._buckets = self.cache.buckets
             self._calls.clear()
@@ -295,6 +298,10 @@ class GraphedStep(Closeable):
         key = StepKey(self.name, self._identity, tuple(sorted(buckets.items())))
         return _Call(key, sizes, buckets, over_buckets, over_slot)
 
+    def _require_open(self) -> None:
+        if not self._finalizer.alive:
+            raise ClosedError(f"the step {self.name!r} is closed; make another")
+
     def _state(self, key: StepKey) -> _KeyState:
         state = self._states.get(key)
         if state is None:
@@ -312,7 +319,7 @@ class GraphedStep(Closeable):
 
         Raises InputError for a size that is no whole number of 0 or more, or over a slot's rows;
         what `run` raises in an eager run; VerificationError (see the class); StateLostError if a
-        check could not put back what it changed; ContextPoisonedError.
+        check could not put back what it changed; ContextPoisonedError; ClosedError.
         """
         with self._lock, self.stream.turn.lock:
             self._require_state()
@@ -638,7 +645,10 @@ class GraphedStep(Closeable):
             return counts.statistics(quarantined, self._last_check)
 
     def close(self) -> None:
-        """Takes the step's graphs out of the cache, and gives its memory back.  Idempotent."""
+        """Takes the step's graphs out of the cache, and gives its memory back.  Idempotent.
+
+        Later calls raise ClosedError.
+        """
         with self._lock:
             self._finalizer.detach()
             _evict(self.cache, self._keys)

@@ -14,7 +14,7 @@ from ostinato.driver.api import CaptureStatus, MemcpyNodeParams
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Event, Operation, Stream
-from ostinato.errors import CaptureError, InputError
+from ostinato.errors import CaptureError, ClosedError, InputError
 from ostinato.memory import Buffer, allocate
 
 __all__ = ["StagingRing"]
@@ -38,6 +38,9 @@ class StagingRing:
         """By entry: the event behind the last copy out of it."""
         self._unmarked: list[Stream | None] = [None] * depth
         """By entry: the stream of a copy without an event behind it, because that failed."""
+        self._streams: list[Stream | None] = [None] * depth
+        """By entry: the stream of its last copy."""
+        self._closed = False
         self._next = 0
         self._waits = 0
         self._lock = new_lock()
@@ -51,7 +54,8 @@ class StagingRing:
         """Copies `data` to the beginning of `dst` in stream order, as one copy.
 
         Returns at once unless all entries are in flight.  Raises InputError if it does not fit,
-        CaptureError during a capture: each replay would copy whatever the entry holds by then.
+        ClosedError, and CaptureError during a capture: each replay would copy whatever the entry
+        holds by then.
         """
         size = len(data)
         if size > min(self.nbytes, dst.nbytes):
@@ -61,6 +65,8 @@ class StagingRing:
                 "a staged write cannot be captured: write before the capture or between replays"
             )
         with self._lock:
+            if self._closed:
+                raise ClosedError("the staging ring is closed, and so is what it writes to")
             index = self._next
             self._next = (index + 1) % self.depth
             done = self._done[index]
@@ -74,7 +80,7 @@ class StagingRing:
             operation = Operation(
                 params, "staged write", (entry.range,), (dst.range,), (dst, self), once=_ONCE
             )
-            self._unmarked[index] = stream
+            self._unmarked[index] = self._streams[index] = stream
             stream.submit(operation)
             self._done[index] = stream.record(done)
             self._unmarked[index] = None
@@ -87,10 +93,16 @@ class StagingRing:
         self._unmarked[index] = None
 
     def close(self) -> None:
-        """Gives the pinned memory back once the copies out of it are done.  Idempotent."""
+        """Gives the pinned memory back once the copies out of it are done; does not wait.
+        Idempotent."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        streams = {stream for stream in self._streams if stream is not None}
+        self._memory.context.retire(self._memory.close, streams)
+        self._streams = [None] * self.depth
         for event in self._done:
             if event is not None:
-                event.synchronize()
                 event.close()
-        self._done = [None] * self.depth
-        self._memory.close()
+        self._memory.context.collect()

@@ -1,0 +1,231 @@
+"""Mistakes that the library could have.  Each changes one method; the property test must see it.
+
+A mutation is a context manager: inside of it the library is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+from ostinato import Event, Graph, GraphCache, GraphedStep, Stream
+from ostinato.cache import buckets
+from ostinato.cache.flight import Flights
+from ostinato.cache.table import Table
+from ostinato.driver.context import Context
+from ostinato.graph import capturing, executable, rebind, recording
+from ostinato.graph.executable import GraphExec
+from ostinato.graph.shadow import Shadow
+from ostinato.replay import check, sizes
+from ostinato.state import staging
+
+Method = Callable[..., Any]
+MUTATIONS: dict[str, Callable[[], AbstractContextManager[object]]] = {}
+
+
+def mutation(owner: object, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function that takes the original method and its arguments in its place."""
+
+    def register(wrong: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def wrongly() -> Iterator[None]:
+            right = getattr(owner, name)
+
+            @functools.wraps(right)
+            def method(*args: Any, **kwargs: Any) -> Any:
+                return wrong(right, *args, **kwargs)
+
+            with mock.patch.object(owner, name, method):
+                yield
+
+        MUTATIONS[wrong.__name__] = wrongly
+        return wrong
+
+    return register
+
+
+# --- order
+@mutation(Stream, "wait")
+def an_event_is_not_waited_for(right: Method, self: Stream, event: Event) -> None:
+    if self.is_capturing or event.handle in self.context.driver._begun:
+        right(self, event)
+
+
+@mutation(recording, "conflict")
+def a_recording_orders_writers_only(right: Method, first: Any, second: Any) -> bool:
+    if None in (first.writes, second.writes):
+        return right(first, second)
+    return recording._overlap(first.writes, second.writes)
+
+
+@mutation(recording.Recording, "waited")
+def a_recording_knows_no_fork(right: Method, self: Any, *args: Any) -> None:
+    pass
+
+
+@mutation(Shadow, "commit")
+def what_an_executable_holds_is_not_noted(right: Method, self: Shadow, now: Any) -> list[object]:
+    return []
+
+
+# --- changes of executables
+@mutation(GraphExec, "_apply")
+def the_last_of_many_changes_is_left_out(
+    right: Method, self: GraphExec, changes: list[Any]
+) -> None:
+    right(self, changes[:-1] or changes)
+
+
+@mutation(GraphExec, "_undo")
+def a_refused_change_is_not_undone(right: Method, self: GraphExec, nodes: list[Any]) -> None:
+    pass
+
+
+@mutation(rebind._Plan, "_moved")
+def a_rebound_pointer_loses_its_offset(right: Method, self: Any, move: Any, *rest: Any) -> int:
+    right(self, move, *rest)
+    return int(move.new.address)
+
+
+@mutation(GraphExec, "set_enabled")
+def nothing_is_switched_off(right: Method, self: GraphExec, node: Any, enabled: bool) -> None:
+    right(self, node, True)
+
+
+@mutation(GraphExec, "set_config")
+def a_launch_shape_is_not_set(right: Method, self: GraphExec, node: Any, config: Any) -> None:
+    pass
+
+
+@mutation(GraphExec, "memory_closed")
+def closed_memory_is_not_noticed(right: Method, self: GraphExec, memory: Any) -> None:
+    pass
+
+
+@mutation(Shadow, "after_update")
+def an_update_is_not_noted(right: Method, self: Shadow, *args: Any) -> Any:
+    return self._now
+
+
+@mutation(GraphExec, "_give_up")
+def a_refused_change_mends_an_executable(right: Method, self: GraphExec) -> str:
+    right(self)
+    return ""
+
+
+# --- lifetimes
+@mutation(Context, "retire")
+def what_is_closed_is_destroyed_at_once(
+    right: Method, self: Context, destroy: Callable[[], None], streams: Any = (), **how: Any
+) -> None:
+    right(self, destroy, (), **how)
+
+
+@mutation(executable._Release, "retire")
+def an_executable_does_not_wait_for_its_launch(right: Method, self: Any, prepared: Any) -> None:
+    right(self, {})
+
+
+@mutation(Graph, "add")
+def a_node_keeps_nothing_alive(right: Method, self: Graph, *args: Any, **more: Any) -> Any:
+    before = len(self.keep)
+    node = right(self, *args, **more)
+    del self.keep[before:]
+    return node
+
+
+@mutation(capturing._Session, "_take_back")
+def half_a_capture_stays_in_the_graph(right: Method, self: Any, *rest: Any) -> None:
+    pass
+
+
+# --- caches
+@mutation(Table, "use")
+def a_cache_gives_the_graph_of_another_key(right: Method, self: Table, key: Any) -> Any:
+    found = right(self, key)
+    return found and next(reversed([e for k, e in self.entries.items() if k != key] or [found]))
+
+
+@mutation(Table, "release")
+def a_held_graph_is_closed_by_the_first_release(right: Method, self: Table, entry: Any) -> bool:
+    right(self, entry)
+    return bool(entry.leaving)
+
+
+@mutation(Table, "_trim")
+def a_cache_keeps_to_no_limit(right: Method, self: Table) -> list[Any]:
+    return []
+
+
+@mutation(GraphCache, "_touching")
+def an_invalidation_forgets_one(right: Method, self: GraphCache, target: Any) -> Any:
+    return right(self, target)[1:]
+
+
+@mutation(Flights, "board")
+def threads_make_the_same_graph_twice(right: Method, self: Flights, flight: Any) -> None:
+    right(self, flight)
+
+
+@mutation(buckets.PowersOfTwo, "bucket")
+def buckets_are_rounded_down(right: Method, self: Any, size: int) -> int:
+    rounded = int(right(self, size))
+    return rounded // 2 if rounded > size else rounded
+
+
+# --- steps
+@mutation(GraphedStep, "_require_open")
+def a_closed_step_is_served(right: Method, self: GraphedStep) -> None:
+    pass
+
+
+@mutation(sizes.DeviceSizes, "set")
+def a_size_is_written_too_late(right: Method, self: Any, wanted: Any, stream: Stream) -> None:
+    before, self._late = getattr(self, "_late", wanted), wanted
+    right(self, before, stream)
+
+
+@mutation(GraphedStep, "_build")
+def a_built_graph_is_not_run(right: Method, self: Any, call: Any, state: Any, decision: Any) -> Any:
+    if self.build == "capture" and self._make_graph(call, state) is None:
+        return decision
+    return right(self, call, state, decision)
+
+
+@mutation(GraphedStep, "_refused")
+def a_refused_replay_is_forgotten(right: Method, self: Any, call: Any, state: Any, why: str) -> Any:
+    run, self.run = self.run, lambda *args, **sizes: None
+    try:
+        return right(self, call, state, why)
+    finally:
+        self.run = run
+
+
+@mutation(check._Check, "_tidy")
+def a_check_leaves_poison(right: Method, self: Any, before: Any) -> None:
+    pass
+
+
+@mutation(staging.StagingRing, "__init__")
+def a_staging_ring_does_not_wait(right: Method, self: Any, *args: Any, **more: Any) -> None:
+    right(self, *args, **more)
+
+    class Forgetful(list[Any]):
+        def __setitem__(self, index: Any, value: Any) -> None:
+            pass
+
+    self._done = Forgetful(self._done)
+    self._unmarked = Forgetful(self._unmarked)
+
+
+@mutation(check._Check, "restore")
+def a_failed_check_puts_nothing_back(right: Method, self: Any, before: Any) -> None:
+    pass
+
+
+@mutation(check._Check, "_start")
+def a_check_runs_twice(right: Method, self: Any, before: Any, padding: int, outputs: int) -> Any:
+    return self.read() if padding else right(self, before, padding, outputs)

@@ -1,0 +1,56 @@
+"""The host driver with a warden: freed memory faults, and what is destroyed too early is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ostinato.driver.api import ExecHandle
+from ostinato.driver.host import HostDriver
+from ostinato.driver.host_memory import POISON, Allocation, MemoryTable
+
+
+class _Quarantine(MemoryTable):
+    """Never gives a freed address out again."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        self.freed: list[Allocation] = []
+
+    def remove(self, allocation: Allocation) -> bool:
+        removed = super().remove(allocation)
+        if removed:
+            allocation.data.fill(POISON)
+            self.freed.append(allocation)
+        return removed
+
+
+class WatchedDriver(HostDriver):
+    """A launch that still uses freed memory poisons the context, since nobody else can get it.
+
+    `early`: executables that were destroyed under their own launch, which this driver forgives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory = self._context.memory = _Quarantine(self._memory.total)
+        self.early: list[str] = []
+
+    def exec_destroy(self, executable: ExecHandle) -> None:
+        found = self._executables.get(executable)
+        if found is not None and found.last is not None and not found.last.done():
+            self.early.append("an executable was destroyed under its own launch")
+        super().exec_destroy(executable)
+
+    def census(self) -> Mapping[str, int]:
+        """How many of each kind of thing there are."""
+        return {
+            "streams": len(self._streams),
+            "events": len(self._events),
+            "modules": len(self._modules),
+            "graphs": len(self._graphs),
+            "nodes": len(self._nodes),
+            "executables": len(self._executables),
+            "allocations": len(self._memory._live),
+            "reserved": len(self._memory.reserved),
+            "captures": len(self._begun),
+        }
