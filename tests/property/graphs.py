@@ -346,6 +346,8 @@ class GraphRules(World):
         if where % 2 and self.definitions and how != "empty":
             into = self.definitions[where % len(self.definitions)].graph
             into = None if into.closed else into
+            if into is not None and how == "sync":
+                into = into.clone()  # it goes with the capture
         before = None if into is None else [node.handle for node in into.nodes]
 
         def attempt() -> None:
@@ -370,7 +372,11 @@ class GraphRules(World):
             self.refuses(attempt, InputError if how == "raise" else CaptureError)
         assert not on.stream.is_capturing
         assert self.faults.faults == []
-        assert into is None or [node.handle for node in into.nodes] == before
+        if into is not None and how == "sync":
+            self.refuses(lambda: into.nodes, GraphError)
+            into.close()
+        else:
+            assert into is None or [node.handle for node in into.nodes] == before
 
     @rule(specs=OPS, lane=BYTE, other=BYTE)
     def capture_while_things_go(self, specs: list[Spec], lane: int, other: int) -> None:

@@ -256,8 +256,11 @@ class CaptureCalls(HostCore):
         for member in capture.streams:
             member.dependencies = ()
         self._begun = [begun for begun in self._begun if begun.under_way]
-        if capture.owned and not keep:
+        # As driver 580 does (measured): with the capture goes a graph that it went into, too.
+        if not keep and capture.graph.owner is None:
             self._forget(capture.graph)
+            if not capture.owned:
+                self._release_memory(capture.graph)
 
     def _drop_stream(self, stream: Stream) -> None:
         """The stream is destroyed while it captures.

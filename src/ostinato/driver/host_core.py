@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from ostinato.driver.api import (
+    AllocNodeParams,
     CaptureMode,
     EdgeData,
     EventHandle,
@@ -169,6 +170,15 @@ class HostCore(ABC):
         self._nodes[node.handle] = node
         for inner in node.inner:
             self._register(inner)
+
+    def _release_memory(self, graph: GraphDefinition) -> None:
+        """Ends the hold of a definition or an executable on the addresses of its alloc nodes."""
+        for node in graph.walk():
+            if isinstance(node.params, AllocNodeParams):
+                allocation = self._memory.reserved.get(node.params.address)
+                if allocation is not None:
+                    allocation.holders -= 1
+                    self._memory.drop_reserved(allocation)
 
     def _forget(self, graph: GraphDefinition) -> None:
         self._graphs.pop(graph.handle, None)

@@ -55,15 +55,6 @@ class GraphCalls(HostCore):
             self._forget(definition)
             self._release_memory(definition)
 
-    def _release_memory(self, graph: GraphDefinition) -> None:
-        """Ends the hold of a definition or an executable on the addresses of its alloc nodes."""
-        for node in graph.walk():
-            if isinstance(node.params, AllocNodeParams):
-                allocation = self._memory.reserved.get(node.params.address)
-                if allocation is not None:
-                    allocation.holders -= 1
-                    self._memory.drop_reserved(allocation)
-
     def graph_clone(self, graph: GraphHandle) -> GraphHandle:
         call = "graph_clone"
         with self._entered(call):

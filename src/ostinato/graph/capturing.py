@@ -186,10 +186,23 @@ class _Session:
             context.collect()
 
     def _take_back(self, into: Graph, before: frozenset[NodeHandle]) -> None:
-        """Leaves a graph as it was before a capture that went into it broke."""
+        """Leaves a graph as it was before a capture that went into it broke.
+
+        Driver 580 destroys the graph instead if a refused call broke the capture (measured).
+        """
         driver = into.context.driver
         try:
-            for node in reversed(driver.graph_nodes(into.handle)):
+            nodes = driver.graph_nodes(into.handle)
+        except (ClosedError, ContextPoisonedError):
+            return  # nobody can launch it any more
+        except DriverError as error:
+            into.lose(
+                "a capture into this graph broke, and the driver destroyed the graph with it "
+                f"({error}); make the graph again"
+            )
+            return
+        try:
+            for node in reversed(nodes):
                 if node not in before:
                     driver.graph_remove_node(node)
         except (ClosedError, ContextPoisonedError):
@@ -325,8 +338,9 @@ class _Session:
 class Capture:
     """One capture on one stream (and on the streams that are forked from it).
 
-    `into` captures into an existing graph, such as a conditional body; if the capture breaks, the
-    graph is as it was before.  `pool`, if given, must be
+    `into` captures into an existing graph, such as a conditional body.  After an exception in the
+    block the graph is as it was before.  A call that the driver refuses may cost the graph: CUDA
+    destroys it with the capture, and later uses of it raise GraphError.  `pool`, if given, must be
     open.  `contained` refuses work that this thread submits to a stream outside of the capture: the
     graph would lack it, and it would run at once.  `trace` checks the capture after every line of
     Python and finds the first line that breaks it, also inside other libraries; it is slow, and for

@@ -76,6 +76,7 @@ class Graph(Closeable):
         self.labels: dict[NodeHandle, NodeLabel] = dict(labels or {})
         self.keep: list[object] = list(keep)
         self.only_to_read = ""
+        self._lost = ""
         """Why it must not be launched by this library; empty if it may."""
         self._closed = False
         self._finalizer: weakref.finalize[..., Graph] | None = None
@@ -114,10 +115,18 @@ class Graph(Closeable):
 
     @property
     def handle(self) -> GraphHandle:
-        """The driver's handle.  Raises ClosedError after close()."""
+        """The driver's handle.  Raises ClosedError after close(), GraphError if it was lost."""
         if self._closed:
             raise ClosedError("the graph is closed")
+        if self._lost:
+            raise GraphError(self._lost)
         return self._handle
+
+    def lose(self, why: str) -> None:
+        """The driver has no such definition any more: later uses raise GraphError with `why`."""
+        self._lost = why
+        if self._finalizer is not None:
+            self._finalizer.detach()
 
     @property
     def owned(self) -> bool:
