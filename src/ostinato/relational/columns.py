@@ -99,12 +99,14 @@ class KeyColumns:
 def names_of(on: On) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The key columns' names on the left and on the right.  Raises InputError."""
     pairs: list[tuple[str, str]] = []
-    for item in [on] if isinstance(on, str) else list(on):
-        pair: tuple[object, ...] = (item, item) if isinstance(item, str) else tuple(item)
-        left, right = pair if len(pair) == 2 else (None, None)
-        if not (isinstance(left, str) and isinstance(right, str)):
-            raise InputError(f"on={on!r}: names of columns, or (left, right) pairs of names")
-        pairs.append((left, right))
+    for item in on if isinstance(on, list | tuple) else [on]:
+        match item:
+            case str(name):
+                pairs.append((name, name))
+            case (str(left), str(right)):
+                pairs.append((left, right))
+            case _:
+                raise InputError(f"on={on!r}: names of columns, or (left, right) pairs of names")
     if not 1 <= len(pairs) <= MAX_ARITY:
         raise InputError(f"on: {len(pairs)} key columns; 1 to {MAX_ARITY} are possible")
     return tuple(left for left, _ in pairs), tuple(right for _, right in pairs)

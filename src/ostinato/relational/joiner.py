@@ -47,7 +47,7 @@ from ostinato.relational.block import (
 )
 from ostinato.relational.chain import KERNELS, chain_of, source
 from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of
-from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, JoinKind
+from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, JoinKind, whole_number
 from ostinato.relational.workspace import Lease, OutputPool, Workspace, table_slots
 from ostinato.settings import graphs_enabled
 
@@ -330,7 +330,7 @@ class Joiner(Closeable):
             own = right = self._side(right, rights)
         side = self._side(left, lefts)
         check_same_types(side, own)
-        room = side.rows if capacity is None else _capacity(capacity)
+        room = side.rows if capacity is None else whole_number(capacity, "capacity", 0, LARGEST)
         pending = PendingJoin(self, side, right, room)
         self._count("joins")
         return pending
@@ -577,16 +577,6 @@ def _columns(left: KeyColumns | None, right: KeyColumns) -> tuple[tuple[int, int
     """The records of `block.COLUMN`."""
     lefts = (0,) * len(right.sizes) if left is None else left.addresses
     return tuple(zip(lefts, right.addresses, right.sizes, strict=True))
-
-
-def _capacity(value: SupportsIndex) -> int:
-    try:
-        rows = value.__index__()
-    except AttributeError:
-        raise InputError(f"capacity={value!r}: a whole number is needed") from None
-    if not 0 <= rows <= LARGEST:
-        raise InputError(f"capacity={rows}: 0 to {LARGEST} are possible")
-    return rows
 
 
 # ------------------------------------------------------------------------------ without a joiner

@@ -24,6 +24,7 @@ __all__ = [
     "JoinKind",
     "ScanTopology",
     "scan_topology",
+    "whole_number",
 ]
 
 LARGEST = 2**32 - 1
@@ -66,7 +67,7 @@ def scan_topology(rows: SupportsIndex) -> ScanTopology:
     and each level two kernels: one that scans it and one that adds it to the level below.
     Raises InputError unless 0 <= rows <= 2**32 - 1.
     """
-    left = _whole(rows, "rows", 0, LARGEST)
+    left = whole_number(rows, "rows", 0, LARGEST)
     if left == 0:
         return ScanTopology(0, ())
     scratch = []
@@ -140,7 +141,7 @@ class IndexKey:
 
 
 def _check_columns(arity: int, key_bytes: int) -> None:
-    _whole(arity, "arity", 1, MAX_ARITY)
+    whole_number(arity, "arity", 1, MAX_ARITY)
     if not 4 * arity <= key_bytes <= 8 * arity or key_bytes % 4:
         raise InputError(
             f"key_bytes={key_bytes}: {arity} columns of 4 or 8 bytes have {4 * arity} to "
@@ -148,7 +149,8 @@ def _check_columns(arity: int, key_bytes: int) -> None:
         )
 
 
-def _whole(value: SupportsIndex, what: str, least: int, most: int) -> int:
+def whole_number(value: SupportsIndex, what: str, least: int, most: int) -> int:
+    """`value` as an int.  Raises InputError, with `what` in it, if it is none or out of bounds."""
     try:
         number = value.__index__()
     except AttributeError:
