@@ -31,3 +31,9 @@ def joiner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def host_joiner() -> Iterator[Joiner]:
     with open_device("host") as device, Joiner(device) as made:
         yield made
+
+
+@pytest.fixture
+def cuda_joiner(request: pytest.FixtureRequest) -> Iterator[Joiner]:
+    with open_test_device("cuda", request.config) as device, Joiner(device) as made:
+        yield made

@@ -29,7 +29,7 @@ from tests.relational.tables import (
     shapes,
 )
 
-slow_fixture = HealthCheck.function_scoped_fixture  # one joiner for all examples is the point
+ONE_JOINER = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # for all examples
 
 
 def column(values: Any, kind: Any = np.int64) -> dict[str, np.ndarray]:
@@ -47,7 +47,7 @@ def test_a_small_join(joiner: Joiner) -> None:
     assert result.left_rows.dtype == result.right_rows.dtype == np.uint32
 
 
-@settings(max_examples=60, suppress_health_check=[slow_fixture])
+@settings(max_examples=60, suppress_health_check=ONE_JOINER)
 @given(shape=shapes())
 @example(shape=Shape(257, 256, (np.int64, np.int32), 2, 6.0, 3, True))
 def test_random_joins(joiner: Joiner, shape: Shape) -> None:
