@@ -310,8 +310,8 @@ def large(
             {
                 "rows": f"{rows:,} x {keys:,}",
                 "joined by": f"replay, {kind}",
-                "ms": round(ms, 3),
-                "gather_ms": round(floor, 3),
+                "us": round(1e3 * ms, 1),
+                "gather_us": round(1e3 * floor, 1),
                 "times_gather": round(ms / floor, 2),
                 "million_rows_per_s": round(rows / ms / 1e3),
                 "table_bytes": table_slots(keys) * 16,
@@ -349,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         columns = ["rows", "joined by", "joins_per_s", "us", "worst_us", "times_eager"]
         print(common.table(f"Small joins, {device.properties.name}", rows, columns))
         big = large(replayed, (20_000, 2_000) if quick else LARGE, turns, rng)
-        columns = ["rows", "joined by", "ms", "gather_ms", "times_gather", "million_rows_per_s"]
+        columns = ["rows", "joined by", "us", "gather_us", "times_gather", "million_rows_per_s"]
         print(common.table(f"A large join, {device.properties.name}", big, columns))
         by = {(r["rows"], r["joined by"]): r["times_eager"] for r in rows}
         summary = {
@@ -374,8 +374,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out,
             ceiling={
                 "what": "the large join: a kernel that reads as many random sectors of arrays of "
-                "the same sizes, milliseconds",
-                "ms": {r["joined by"]: r["gather_ms"] for r in big},
+                "the same sizes, microseconds",
+                "us": {r["joined by"]: r["gather_us"] for r in big},
             },
             settings={"turns": turns, "quick": quick, "mixed joins": joins},
             rows=[*rows, *big],

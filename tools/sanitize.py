@@ -104,8 +104,9 @@ _ADOPTION = (_GPU + "test_adoption_handles.py", _GPU + "test_lifetime.py")
 _WAYS = _GPU + "test_twelve_ways.py"
 # With a stream held back by a host function, memcheck holds back launches on others as well: who
 # waits for one of those waits until the hold gives up.  So tests that are about just that are left
-# out by name: `held_stream_holds_nobody`, `two_threads_on_two_streams` and `columns_live`.  It also looks into
-# the frames of whoever launches, which then keep their locals: `held_and_dropped` is about that.
+# out by name: `held_stream_holds_nobody`, `two_threads_on_two_streams` and `columns_live`.  It also
+# looks into the frames of whoever launches, which then keep their locals: `held_and_dropped` is
+# about that.
 LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
