@@ -36,7 +36,6 @@ import numpy.typing as npt
 import ostinato as ost
 from benchmarks import common
 from ostinato.relational import Joiner, JoinIndex, KeyColumns
-from ostinato.relational.workspace import table_slots
 
 TURNS = 5
 SIZES = (1_000, 10_000, 100_000)
@@ -282,7 +281,7 @@ def large(
     def gathered(count: int) -> None:
         grid = -(-count // 256)
         slots = index.table.view(dtype=np.uint32)
-        arguments = (slots, index.mask, other.buffers[0], index.grouped, keys, count, out)
+        arguments = (slots, other.slots - 1, other.buffers[0], index.grouped, keys, count, out)
         ost.launch(stream, kernel, ost.LaunchConfig(grid, 256), *arguments)
 
     def timed(work: Callable[[], object]) -> float:
@@ -314,7 +313,7 @@ def large(
                 "gather_us": round(1e3 * floor, 1),
                 "times_gather": round(ms / floor, 2),
                 "million_rows_per_s": round(rows / ms / 1e3),
-                "table_bytes": table_slots(keys) * 16,
+                "table_bytes": index.table.nbytes,
             }
         )
     return found

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import Buffer, Device, Stream
+from ostinato.cache import capacity_class
 from ostinato.errors import InputError
-from ostinato.relational.keys import LARGEST, MAX_ARITY
+from ostinato.relational.keys import LARGEST, MAX_ARITY, table_slots
 
 __all__ = ["KeyColumns", "On", "Table", "check_same_types", "names_of"]
 
@@ -31,7 +32,18 @@ class KeyColumns:
     the memory alive.  `names`, `dtypes` and `rows` say what is in it.
     """
 
-    __slots__ = ("addresses", "buffers", "device", "dtypes", "key_bytes", "names", "rows", "sizes")
+    __slots__ = (
+        "addresses",
+        "buffers",
+        "device",
+        "dtypes",
+        "key_bytes",
+        "names",
+        "probe",
+        "rows",
+        "sizes",
+        "slots",
+    )
 
     def __init__(self, device: Device, names: tuple[str, ...], buffers: tuple[Buffer, ...]) -> None:
         """Raises InputError that names the column: lengths that differ, 2**32 - 1 rows or more."""
@@ -53,6 +65,10 @@ class KeyColumns:
                 f"column {names[0]!r} has {self.rows} rows; a join takes fewer than {LARGEST}"
             )
         self.addresses = tuple(b.address for b in buffers)
+        self.probe = capacity_class(self.rows)
+        """The capacity class of the rows."""
+        self.slots = table_slots(self.rows)
+        """Slots of the hash table of the rows."""
 
     def __len__(self) -> int:
         return self.rows
@@ -87,7 +103,6 @@ class KeyColumns:
                     f"this joiner's {device.name}"
                 )
             table.require_names(tuple(names))
-            table.require_open()
             return table
         return cls(
             device,

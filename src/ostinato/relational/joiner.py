@@ -15,6 +15,7 @@ nothing.  If a launch fails or is interrupted, nobody knows what the device did:
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from ostinato import (
     launch,
     open_device,
 )
-from ostinato.cache import CacheStatistics, capacity_class
+from ostinato.cache import CacheStatistics
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.forking import new_lock
 from ostinato.errors import ClosedError, GraphError, InputError
@@ -48,7 +49,7 @@ from ostinato.relational.block import (
 from ostinato.relational.chain import KERNELS, chain_of, source
 from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of
 from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, JoinKind, whole_number
-from ostinato.relational.workspace import Lease, OutputPool, Workspace, table_slots
+from ostinato.relational.workspace import Lease, OutputPool, Workspace
 from ostinato.settings import graphs_enabled
 
 __all__ = [
@@ -87,7 +88,6 @@ class JoinIndex(Closeable):
     def __init__(self, joiner: Joiner, columns: KeyColumns, table: Buffer, grouped: Buffer) -> None:
         self.joiner = joiner
         self.columns = columns
-        self.mask = table_slots(columns.rows) - 1
         self.table = table
         """All slots of the table (`block.SLOT`), as bytes."""
         self.grouped = grouped
@@ -125,11 +125,20 @@ class JoinResult:
         """The key of the graph that wrote it."""
         self.retries = retries
         """How often the join was repeated because its result did not fit."""
-        self.left_rows: Buffer = lease.rows(0, total)
-        self.right_rows: Buffer = lease.rows(1, total)
+        self._lease, self._total = lease, total
+
+    @functools.cached_property
+    def left_rows(self) -> Buffer:
+        """Row numbers of the left side; uint32, on the device."""
+        return self._lease.rows(0, self._total)
+
+    @functools.cached_property
+    def right_rows(self) -> Buffer:
+        """Row numbers of the right side, in the same order."""
+        return self._lease.rows(1, self._total)
 
     def __len__(self) -> int:
-        return len(self.left_rows)
+        return self._total
 
     def __repr__(self) -> str:
         return f"<JoinResult {len(self)} rows on {self._joiner.device.name}>"
@@ -288,12 +297,13 @@ class Joiner(Closeable):
         rows = columns.rows
         with self._lock:
             self._ready()
-            table = self.device.empty(table_slots(rows) * SLOT.itemsize)
+            columns.require_open()
+            table = self.device.empty(columns.slots * SLOT.itemsize)
             grouped = self.device.empty(rows, np.uint32)
             fill(self.stream, table, 0)
             self._workspace.reserve_build(rows)
             index = JoinIndex(self, columns, table, grouped)
-            head = self._head(columns, (table.address, grouped.address), index.mask)
+            head = self._head(columns, (table.address, grouped.address))
             key = IndexKey(len(columns.names), columns.key_bytes)
             self._launch(key, head, _columns(None, columns), (index.columns, table, grouped))
             self._count("indexes")
@@ -376,29 +386,28 @@ class Joiner(Closeable):
             self._ready()
             workspace = self._workspace
             if isinstance(right, JoinIndex):
-                kind, columns, mask = JoinKind.INDEXED_INNER, right.columns, right.mask
-                # Of a closed index or column these raise ClosedError.
-                tables = right.table.address, right.grouped.address
-                columns.require_open()
+                kind, columns = JoinKind.INDEXED_INNER, right.columns
+                tables = right.table.address, right.grouped.address  # ClosedError if it is closed
             else:
-                kind, columns, mask = JoinKind.INNER, right, table_slots(right.rows) - 1
-                workspace.reserve_table(right.rows)
+                kind, columns = JoinKind.INNER, right
+                workspace.reserve_table(right.slots)
                 workspace.reserve_build(right.rows)
                 tables = workspace.slots, workspace.grouped
             left.require_open()
+            columns.require_open()
             key = self._key(kind, left, capacity)
             workspace.reserve_probe(key.probe, key.scan)
             lease = self._outputs.take(key.output)
-            head = self._head(columns, tables, mask, left, key, lease)
+            head = self._head(columns, tables, left, key, lease)
             turn = self._launch(key, head, _columns(left, columns), (left, right))
             return key, lease, turn
 
     def _key(self, kind: JoinKind, left: KeyColumns, capacity: int) -> JoinKey:
-        probe, output = capacity_class(left.rows), capacity_class(capacity)
-        known = (kind, left.sizes, probe, output)
+        # Capacities of one class share their bit length: cheaper to work out than the class.
+        known = (kind, left.sizes, left.probe, (max(capacity, 1) - 1).bit_length())
         key = self._keys.get(known)
         if key is None:
-            key = JoinKey.of(kind, len(left.sizes), left.key_bytes, probe, output)
+            key = JoinKey.of(kind, len(left.sizes), left.key_bytes, left.rows, capacity)
             self._keys[known] = key
         return key
 
@@ -406,7 +415,6 @@ class Joiner(Closeable):
         self,
         right: KeyColumns,
         tables: tuple[int, int],
-        mask: int,
         left: KeyColumns | None = None,
         key: JoinKey | None = None,
         lease: Lease | None = None,
@@ -428,7 +436,7 @@ class Joiner(Closeable):
             self._done_address + (number - 1) % RING_DEPTH * DONE.itemsize,
             0 if left is None else left.rows,
             right.rows,
-            mask,
+            right.slots - 1,
             capacity,
             len(right.sizes),
             key is not None and key.kind is JoinKind.INNER,

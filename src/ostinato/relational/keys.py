@@ -24,6 +24,7 @@ __all__ = [
     "JoinKind",
     "ScanTopology",
     "scan_topology",
+    "table_slots",
     "whole_number",
 ]
 
@@ -75,6 +76,11 @@ def scan_topology(rows: SupportsIndex) -> ScanTopology:
         left = -(-left // SCAN_BLOCK)
         scratch.append(left)
     return ScanTopology(1 + 2 * len(scratch), tuple(scratch))
+
+
+def table_slots(rows: int) -> int:
+    """Slots of the hash table of so many rows: a power of two, at least twice as many."""
+    return max(2, 1 << (2 * rows - 1).bit_length()) if rows else 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,10 @@ from ostinato.cache import capacity_class
 from ostinato.relational.block import SLOT
 from ostinato.relational.keys import ScanTopology
 
-__all__ = ["Lease", "OutputPool", "Workspace", "table_slots"]
+__all__ = ["Lease", "OutputPool", "Workspace"]
 
 _KEPT = 8
 """Result buffers of one class that are kept for later joins."""
-
-
-def table_slots(rows: int) -> int:
-    """Slots of the hash table of so many rows: a power of two, at least twice as many."""
-    return max(2, 1 << (2 * rows - 1).bit_length()) if rows else 2
 
 
 class Workspace:
@@ -54,9 +49,8 @@ class Workspace:
         every = (self.table, self._build, self._found, self._offsets, self._level_sums)
         return [buffer for buffer in every if buffer is not None]
 
-    def reserve_table(self, rows: int) -> None:
-        """Room for the hash table of so many right rows."""
-        slots = table_slots(rows)
+    def reserve_table(self, slots: int) -> None:
+        """Room for a hash table of so many slots."""
         if slots > self._slots:
             table = self._device.empty(slots * SLOT.itemsize)
             fill(self._stream, table, 0)
