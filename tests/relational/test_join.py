@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 
 import ostinato as ost
 from ostinato.device import Device, open_device
-from ostinato.errors import ClosedError, GraphError, InputError
+from ostinato.errors import CaptureError, ClosedError, GraphError, InputError
 from ostinato.relational import Joiner, JoinKind, build_index, hash_join, scan_topology
 from ostinato.relational import joiner as joiner_module
 from ostinato.relational.block import RING_DEPTH
@@ -334,6 +334,29 @@ def test_an_index_is_used_by_joins_under_way_when_it_is_closed(joiner: Joiner) -
     check(joiner, column([1, 2]), column([2]))
 
 
+def test_a_capture_disturbs_no_other_thread(
+    joiner: Joiner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new key is captured while another thread uploads, waits and reads."""
+    pending = joiner.submit(column(np.arange(50)), column([3]), "k")
+    launch, seen = joiner_module.launch, []
+
+    def work() -> None:
+        seen.append(pairs(pending.result()).tolist())
+        seen.append(joiner.columns(column([1]), "k").rows)
+
+    def launch_beside(*arguments: Any) -> None:
+        if not seen:
+            other = threading.Thread(target=work)
+            other.start()
+            other.join()
+        launch(*arguments)
+
+    monkeypatch.setattr(joiner_module, "launch", launch_beside)
+    joiner.cache.get_or_capture("new", lambda: joiner._captured(pending._key))
+    assert seen == [[[3, 0]], 1]
+
+
 def test_threads_share_a_joiner(joiner: Joiner) -> None:
     failures: list[BaseException] = []
 
@@ -421,6 +444,52 @@ def test_a_lost_join_is_an_error(joiner: Joiner, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(GraphError, match="submit it again"):
         pending.result()
     check(joiner, left, right)
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["replay", "eager"])
+def test_a_join_is_not_captured(device: Device, graphs: bool) -> None:
+    left, right = (device.array(np.arange(n)) for n in (400, 300))
+    with Joiner(device, graphs=graphs) as joiner:
+        one, other = (joiner.columns({"k": buffer}, "k") for buffer in (left, right))
+        small = joiner.columns(column([3, 4]), "k")
+        index = joiner.build_index(small)
+        assert len(joiner.join(small, small)) == 2
+        for work in (
+            lambda: joiner.join(one, other),  # the table would grow
+            lambda: joiner.join(small, small),
+            lambda: joiner.join(small, index),
+            lambda: joiner.build_index(other),
+        ):
+            with ost.capture(joiner.stream) as capture:
+                ost.copy(joiner.stream, left[:300], right)
+                with pytest.raises(CaptureError, match="captur"):
+                    work()
+            assert len(capture.graph) == 1
+        assert len(joiner.join(one, other)) == 300
+        assert len(joiner.join(one, index)) == 2
+        check(joiner, column([1, 2]), column([2]))
+
+
+def test_a_joiner_that_is_dropped(device: Device) -> None:
+    """With a join under way: its memory stays until the stream is done with it."""
+    left = device.array(np.arange(500))
+    for graphs in (True, False):
+        stream = device.create_stream()
+        joiner = Joiner(device, stream=stream, graphs=graphs)
+        assert len(joiner.join({"k": left}, {"k": left}, "k")) == 500
+        gc.collect()
+        device.synchronize()
+        with HeldStream(stream) as held:
+            pending = joiner.submit({"k": left}, {"k": left}, "k")
+            ring = weakref.ref(joiner._ring.pinned)
+            del joiner, pending
+            gc.collect()
+            assert ring() is not None
+            held.release()
+        device.synchronize()
+        gc.collect()
+        device.synchronize()
+        assert ring() is None
 
 
 def test_a_closed_joiner(device: Device) -> None:

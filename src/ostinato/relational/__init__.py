@@ -11,8 +11,6 @@ from ostinato.relational.columns import KeyColumns
 from ostinato.relational.joiner import (
     Joiner,
     JoinIndex,
-    JoinResult,
-    JoinStatistics,
     PendingJoin,
     build_index,
     hash_join,
@@ -24,6 +22,7 @@ from ostinato.relational.keys import (
     ScanTopology,
     scan_topology,
 )
+from ostinato.relational.results import JoinResult, JoinStatistics
 
 __all__ = [
     "IndexKey",

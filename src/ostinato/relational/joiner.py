@@ -1,24 +1,13 @@
 """`Joiner`: joins on one stream, each a replay of its key's graph.
 
-What a join under way depends on:
-
-    host                         ring of pinned memory            device, in stream order
-    pack the block ────────────▶ entry (turn % depth) ──────────▶ begin: block, state = turn + 1
-    launch the key's graph ─────────────────────────────────────▶ insert … materialize
-    PendingJoin.result() ◀────── DONE (turn % depth) ◀─────────── the last block of the last kernel
-
-No call but the launch reaches the driver.  An entry is used again only once its join is done.
-`begin` takes an entry only if it is of the next turn; so a graph that somebody else launches does
-nothing.  If a launch fails or is interrupted, nobody knows what the device did: the joiner is
-*uncertain* until it has waited for the stream and set the device's state and table again.
+The parameters of a join go through a ring of pinned memory (`ring`), so no call but the launch
+reaches the driver.  If a launch fails or is interrupted, nobody knows what the device did: the ring
+is *uncertain* until the joiner has waited for the stream, and has set the device's count of turns
+and the table again.
 """
 
 from __future__ import annotations
 
-import functools
-import time
-from collections import deque
-from dataclasses import dataclass
 from typing import SupportsIndex
 
 import numpy as np
@@ -34,48 +23,19 @@ from ostinato import (
     launch,
     open_device,
 )
-from ostinato.cache import CacheStatistics
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.forking import new_lock
-from ostinato.errors import ClosedError, GraphError, InputError
-from ostinato.relational.block import (
-    DONE,
-    MAX_BYTES,
-    RING_DEPTH,
-    RING_PITCH,
-    SLOT,
-    pack,
-)
+from ostinato.errors import ClosedError, InputError
+from ostinato.relational.block import SLOT
 from ostinato.relational.chain import KERNELS, chain_of, source
 from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of
 from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, JoinKind, whole_number
-from ostinato.relational.workspace import Lease, OutputPool, Workspace
+from ostinato.relational.results import JoinResult, JoinStatistics
+from ostinato.relational.ring import Ring, Turn
+from ostinato.relational.workspace import Lease, OutputPool, Workspace, require_no_capture
 from ostinato.settings import graphs_enabled
 
-__all__ = [
-    "JoinIndex",
-    "JoinResult",
-    "JoinStatistics",
-    "Joiner",
-    "PendingJoin",
-    "build_index",
-    "hash_join",
-]
-
-_SPINS = 100
-"""Looks at the ring before the stream is asked."""
-
-
-class _Turn:
-    """One launch of a chain.  `keep` lives until it is done."""
-
-    __slots__ = ("done", "keep", "lost", "number", "overflow", "total")
-
-    def __init__(self, number: int, keep: tuple[object, ...]) -> None:
-        self.number = number
-        self.keep = keep
-        self.done = self.lost = False
-        self.total = self.overflow = 0
+__all__ = ["JoinIndex", "Joiner", "PendingJoin", "build_index", "hash_join"]
 
 
 class JoinIndex(Closeable):
@@ -109,46 +69,6 @@ class JoinIndex(Closeable):
         self.grouped.close()
 
 
-class JoinResult:
-    """The result of a join: pairs of row numbers, in no particular order.
-
-    `left_rows` and `right_rows` are device buffers, uint32, of `len(result)` elements; they may be
-    kept after the result.  Their memory is used for later joins once nothing refers to it: work on
-    other streams that reads them must be done by then, or the joiner's stream must wait for it.
-    """
-
-    def __init__(
-        self, joiner: Joiner, key: JoinKey, lease: Lease, total: int, retries: int
-    ) -> None:
-        self._joiner = joiner
-        self.key = key
-        """The key of the graph that wrote it."""
-        self.retries = retries
-        """How often the join was repeated because its result did not fit."""
-        self._lease, self._total = lease, total
-
-    @functools.cached_property
-    def left_rows(self) -> Buffer:
-        """Row numbers of the left side; uint32, on the device."""
-        return self._lease.rows(0, self._total)
-
-    @functools.cached_property
-    def right_rows(self) -> Buffer:
-        """Row numbers of the right side, in the same order."""
-        return self._lease.rows(1, self._total)
-
-    def __len__(self) -> int:
-        return self._total
-
-    def __repr__(self) -> str:
-        return f"<JoinResult {len(self)} rows on {self._joiner.device.name}>"
-
-    def to_numpy(self) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of the left and the right row numbers.  Waits for the joiner's stream."""
-        stream = self._joiner.stream
-        return self.left_rows.to_numpy(stream), self.right_rows.to_numpy(stream)
-
-
 class PendingJoin:
     """A join that was submitted; nobody has to ask for its result."""
 
@@ -167,7 +87,7 @@ class PendingJoin:
     @property
     def done(self) -> bool:
         """Whether the device is done with it; does not wait."""
-        return self._joiner._looked(self._turn)
+        return self._joiner._ring.look(self._turn)
 
     def result(self) -> JoinResult:
         """The result.  Waits for the join, and repeats it with more room if it did not fit.
@@ -177,17 +97,19 @@ class PendingJoin:
         """
         while self._result is None:
             turn = self._turn
-            self._joiner._wait(turn)
+            self._joiner._ring.wait(turn)
             with self._joiner._lock:
                 if self._result is None and self._turn is turn:  # and no other thread came first
                     self._settle(turn)
         return self._result
 
-    def _settle(self, turn: _Turn) -> None:
+    def _settle(self, turn: Turn) -> None:
         joiner, sides = self._joiner, self._sides
         assert sides is not None
         if not turn.overflow:
-            self._result = JoinResult(joiner, self._key, self._lease, turn.total, self._retries)
+            self._result = JoinResult(
+                joiner.stream, self._key, self._lease, turn.total, self._retries
+            )
             self._sides = None
             return
         if turn.total > LARGEST:
@@ -198,35 +120,6 @@ class PendingJoin:
         self._key, self._lease, self._turn = joiner._start(*sides, turn.total)
         self._retries += 1
         joiner._count("retries")
-
-
-@dataclass(frozen=True, slots=True)
-class JoinStatistics:
-    """What a joiner did since it was made."""
-
-    joins: int
-    """Joins submitted, repetitions not counted."""
-    indexes: int
-    """Indexes built."""
-    retries: int
-    """Joins repeated because their result did not fit."""
-    replays: int
-    """Launches of a graph."""
-    eager: int
-    """Chains launched kernel by kernel instead."""
-    waits: int
-    """How often a join had to wait because all entries of the ring were in use."""
-    recoveries: int
-    """How often the device's state was set again after a failed launch."""
-    growths: int
-    """How often the workspace took memory."""
-    workspace_bytes: int
-    output_bytes: int
-    """Result buffers that wait for later joins."""
-    kernels_compiled: int
-    """By the device's module cache, for whoever asked."""
-    cache: CacheStatistics
-    """Of the graphs: `captures`, `hits`, and a line for each key."""
 
 
 class Joiner(Closeable):
@@ -258,18 +151,9 @@ class Joiner(Closeable):
         )
         self._workspace = Workspace(device, self.stream)
         self._outputs = OutputPool(device)
-        self._block = device.zeros(MAX_BYTES)
-        self._state = device.zeros(1, np.uint64)
-        ring = RING_DEPTH * RING_PITCH
-        self._pinned = device.pinned(ring + RING_DEPTH * DONE.itemsize)
-        self._pinned.array[:] = 0
-        self._entries = self._pinned.array.data[:ring]
-        self._said = self._pinned.array.data[ring:].cast("Q")
-        self._done_address = self._pinned.address + ring
-        self._turns = 0
-        """Launches so far, as the device must have counted them."""
-        self._under_way: deque[_Turn] = deque()
-        self._uncertain = False
+        self._ring = Ring(device, self.stream)
+        # Captured work goes elsewhere, so that a capture keeps no other thread from the stream.
+        self._captures = device.create_stream()
         self._closed = False
         self._lock = new_lock()
         self._keys: dict[tuple[object, ...], JoinKey] = {}
@@ -298,6 +182,7 @@ class Joiner(Closeable):
         with self._lock:
             self._ready()
             columns.require_open()
+            require_no_capture(self.stream)
             table = self.device.empty(columns.slots * SLOT.itemsize)
             grouped = self.device.empty(rows, np.uint32)
             fill(self.stream, table, 0)
@@ -362,6 +247,7 @@ class Joiner(Closeable):
         with self._lock:
             return JoinStatistics(
                 **self._counts,
+                waits=self._ring.waits,
                 growths=self._workspace.growths,
                 workspace_bytes=self._workspace.nbytes,
                 output_bytes=self._outputs.nbytes,
@@ -380,7 +266,7 @@ class Joiner(Closeable):
 
     def _start(
         self, left: KeyColumns, right: KeyColumns | JoinIndex, capacity: int
-    ) -> tuple[JoinKey, Lease, _Turn]:
+    ) -> tuple[JoinKey, Lease, Turn]:
         """Launches a join with room for `capacity` rows."""
         with self._lock:
             self._ready()
@@ -420,11 +306,11 @@ class Joiner(Closeable):
         lease: Lease | None = None,
     ) -> tuple[int, ...]:
         """The fields of `block.BLOCK` that the host writes."""
-        work, number = self._workspace, self._turns + 1
+        work, ring = self._workspace, self._ring
         out = 0 if lease is None else lease.buffer.address
         capacity = 0 if key is None else key.output
         return (
-            number,
+            ring.turns + 1,
             *tables,
             work.slot_of,
             work.rank,
@@ -433,7 +319,7 @@ class Joiner(Closeable):
             work.sums,
             out,
             out + 4 * capacity,
-            self._done_address + (number - 1) % RING_DEPTH * DONE.itemsize,
+            ring.next_done,
             0 if left is None else left.rows,
             right.rows,
             right.slots - 1,
@@ -448,93 +334,42 @@ class Joiner(Closeable):
         head: tuple[int, ...],
         columns: tuple[tuple[int, int, int], ...],
         keep: tuple[object, ...],
-    ) -> _Turn:
+    ) -> Turn:
         """Puts a block into the ring and launches the key's chain."""
-        turn = _Turn(self._turns + 1, keep)
-        under_way = self._under_way
-        while under_way and self._look(under_way[0]):
-            under_way.popleft()
-        if len(under_way) == RING_DEPTH:
-            self._count("waits")
-            self._wait(under_way[0])
-            under_way.popleft()
-        pack(self._entries, (turn.number - 1) % RING_DEPTH * RING_PITCH, head, columns)
-        self._uncertain = True
+        turn = self._ring.enter(head, columns, keep)
         if self._use_graphs:
             while not self.cache.replay(key, self.stream):
                 self.cache.get_or_capture(key, lambda: self._captured(key))
             self._count("replays")
         else:
-            self._submit(key, programmatic=False)
+            require_no_capture(self.stream)
+            self._launch_chain(key, self.stream, programmatic=False)
             self._count("eager")
-        self._turns = turn.number
-        under_way.append(turn)
-        self._uncertain = False
+        self._ring.launched(turn)
         return turn
 
     def _captured(self, key: JoinKey | IndexKey) -> GraphExec:
-        with capture(self.stream) as under_way:
-            self._submit(key, programmatic=self.device.capabilities.programmatic_launch)
+        programmatic = self.device.capabilities.programmatic_launch
+        with capture(self._captures) as under_way:
+            self._launch_chain(key, self._captures, programmatic=programmatic)
         return under_way.graph.instantiate(upload=self.stream)
 
-    def _submit(self, key: JoinKey | IndexKey, *, programmatic: bool) -> None:
+    def _launch_chain(self, key: JoinKey | IndexKey, stream: Stream, *, programmatic: bool) -> None:
+        ring = self._ring
         for one in chain_of(key, self.device.properties.multiprocessors):
-            first = (self._pinned, self._state) if one.kernel == "begin" else ()
+            first = (ring.pinned, ring.state) if one.kernel == "begin" else ()
             config = one.config(programmatic=programmatic)
-            kernel = self._kernels[one.kernel]
-            launch(self.stream, kernel, config, *first, self._block, *one.numbers)
-
-    # --- what the device says
-    def _look(self, turn: _Turn) -> bool:
-        """Whether a turn is done.  Call under the lock."""
-        if not turn.done:
-            at = (turn.number - 1) % RING_DEPTH * (DONE.itemsize // 8)
-            if self._closed or self._said[at] != turn.number:
-                return False
-            turn.total, turn.overflow = self._said[at + 1], self._said[at + 2]
-            turn.done, turn.keep = True, ()
-        return True
-
-    def _looked(self, turn: _Turn) -> bool:
-        with self._lock:
-            return self._look(turn)
-
-    def _wait(self, turn: _Turn) -> None:
-        """Waits until a turn is done.  Raises what the device failed with."""
-        looks = 0
-        while not self._looked(turn):
-            self._require_open()
-            looks += 1
-            if looks < _SPINS:
-                continue
-            idle = turn.lost or self.stream.done
-            if idle and not self._looked(turn):
-                with self._lock:
-                    self._uncertain = True
-                raise GraphError(
-                    "the join was launched and did not come to its end: a launch before it failed, "
-                    "or was interrupted; submit it again"
-                )
-            time.sleep(0 if looks < 10 * _SPINS else 50e-6)
+            launch(stream, self._kernels[one.kernel], config, *first, ring.block, *one.numbers)
 
     def _ready(self) -> None:
         """Raises ClosedError, or makes the device's state certain."""
         self._require_open()
-        if self._uncertain:
-            self._recover()
-
-    def _recover(self) -> None:
-        """Waits for the stream, and makes the device's state what this joiner thinks it is."""
-        self.stream.synchronize()
-        for turn in self._under_way:
-            turn.lost = not self._look(turn)
-            turn.keep = ()
-        self._under_way.clear()
-        self._state.copy_from(np.array([self._turns], np.uint64), self.stream)
-        self._workspace.clean()
-        self.stream.synchronize()
-        self._count("recoveries")
-        self._uncertain = False
+        if self._ring.uncertain:
+            require_no_capture(self.stream)
+            self._ring.recover()
+            self._workspace.clean()
+            self._count("recoveries")
+            self._ring.uncertain = False
 
     def _count(self, what: str) -> None:
         with self._lock:
@@ -562,23 +397,17 @@ class Joiner(Closeable):
                 if not self.stream.closed and not self.device.context.closed:
                     self.stream.synchronize()
             finally:
-                for turn in self._under_way:
-                    self._look(turn)
-                    turn.keep = ()
                 self._closed = True
-                self._under_way.clear()
+                self._ring.close()
                 self.cache.close()
                 self._outputs.clear()
                 self._workspace.close()
-                self._entries.release()
-                self._said.release()
-                for buffer in (self._block, self._state, self._pinned):
-                    buffer.close()
+                self._captures.close()
                 if self._own_stream:
                     self.stream.close()
 
 
-_COUNTED = ("joins", "indexes", "retries", "replays", "eager", "waits", "recoveries")
+_COUNTED = ("joins", "indexes", "retries", "replays", "eager", "recoveries")
 
 
 def _columns(left: KeyColumns | None, right: KeyColumns) -> tuple[tuple[int, int, int], ...]:

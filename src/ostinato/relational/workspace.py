@@ -12,13 +12,23 @@ import numpy as np
 
 from ostinato import Buffer, Device, Stream, fill
 from ostinato.cache import capacity_class
+from ostinato.errors import CaptureError
 from ostinato.relational.block import SLOT
 from ostinato.relational.keys import ScanTopology
 
-__all__ = ["Lease", "OutputPool", "Workspace"]
+__all__ = ["Lease", "OutputPool", "Workspace", "require_no_capture"]
 
 _KEPT = 8
 """Result buffers of one class that are kept for later joins."""
+
+
+def require_no_capture(stream: Stream) -> None:
+    """Raises CaptureError if the stream captures: what belongs to a join would go into the graph,
+    and not run."""
+    if stream.is_capturing:
+        raise CaptureError(
+            f"a join cannot be captured: {stream!r} is capturing (the capture goes on)"
+        )
 
 
 class Workspace:
@@ -52,6 +62,7 @@ class Workspace:
     def reserve_table(self, slots: int) -> None:
         """Room for a hash table of so many slots."""
         if slots > self._slots:
+            require_no_capture(self._stream)
             table = self._device.empty(slots * SLOT.itemsize)
             fill(self._stream, table, 0)
             old, self.table = self.table, table
