@@ -14,6 +14,7 @@ import ostinato as ost
 from ostinato.device import Device, open_device
 from ostinato.errors import ClosedError, InputError
 from ostinato.relational import Joiner, KeyColumns
+from ostinato.testing import HeldStream
 from tests.relational.tables import pairs
 
 ONE = {"k": np.array([1, 2])}
@@ -156,7 +157,7 @@ def test_too_many_rows(host_device: Device) -> None:
         host_device.context, host_device.empty(8).address, (rows,), np.dtype(np.int32)
     )
     with pytest.raises(InputError, match=f"column 'k' has {rows} rows; a join takes fewer"):
-        KeyColumns(host_device, ("k",), (buffer,))
+        KeyColumns(host_device, host_device.create_stream(), ("k",), (buffer,))
 
 
 def test_columns_of_another_device(joiner: Joiner) -> None:
@@ -203,8 +204,6 @@ class Foreign:
 
 @pytest.mark.parametrize("said", [True, False], ids=["stream said", "not said"])
 def test_work_that_fills_a_foreign_array_is_waited_for(device: Device, said: bool) -> None:
-    from ostinato.testing import HeldStream
-
     side = device.create_stream()
     with Joiner(device) as joiner:
         array, values = device.zeros(4, np.int64), device.array(np.array([9, 2, 9, 9]))
@@ -219,6 +218,21 @@ def test_work_that_fills_a_foreign_array_is_waited_for(device: Device, said: boo
             foreign = Foreign(array, side.handle if said else None)
             pending = joiner.submit({"k": foreign}, right, on="k")
             assert pairs(pending.result()).tolist() == [[1, 1]]
+
+
+def test_columns_of_another_joiner_are_waited_for(device: Device) -> None:
+    """They are copied to the device in the order of that joiner's stream."""
+    with Joiner(device) as one, Joiner(device) as other:
+        for joiner in (one, other):
+            joiner.join(ONE, ONE, on="k")
+        right = other.columns(ONE, "k")
+        gc.collect()
+        device.synchronize()
+        with HeldStream(one.stream) as held:
+            held.release_after(0.2)
+            columns = one.columns({"k": np.array([9, 2])}, "k")
+            pending = other.submit(columns, right)
+        assert pairs(pending.result()).tolist() == [[1, 1]]
 
 
 def test_an_array_on_the_processor_through_dlpack(joiner: Joiner) -> None:

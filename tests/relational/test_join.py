@@ -13,8 +13,15 @@ from hypothesis import HealthCheck, example, given, settings
 
 import ostinato as ost
 from ostinato.device import Device, open_device
-from ostinato.errors import CaptureError, ClosedError, GraphError, InputError
-from ostinato.relational import Joiner, JoinKind, build_index, hash_join, scan_topology
+from ostinato.driver.host import HostDriver
+from ostinato.errors import (
+    CaptureError,
+    ClosedError,
+    GraphError,
+    InputError,
+    OutOfMemoryError,
+)
+from ostinato.relational import Joiner, JoinKind, build_index, hash_join
 from ostinato.relational import joiner as joiner_module
 from ostinato.relational.block import RING_DEPTH
 from ostinato.testing import HeldStream
@@ -69,13 +76,16 @@ def test_at_far_borders(joiner: Joiner, side: str, rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [2**24, 2**24 + 1])
-def test_four_levels_of_the_scan(request: pytest.FixtureRequest, rows: int) -> None:
-    assert scan_topology(2 * rows).kernels == 7
-    joiner = request.getfixturevalue("host_joiner")
+@pytest.mark.parametrize("way", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("rows", "kernels"), [(2**24, 5), (2**24 + 1, 7)])
+def test_four_levels_of_the_scan(
+    request: pytest.FixtureRequest, way: str, rows: int, kernels: int
+) -> None:
+    joiner: Joiner = request.getfixturevalue(f"{way}_joiner")
     left = np.full(rows, -1, np.int32)
     left[[0, 256, 65_536, rows - 1]] = 5, 6, 5, 6
     result = joiner.join(column(left, np.int32), column([5, 6, 6], np.int32), on="k")
+    assert result.key.scan.kernels == kernels
     assert pairs(result).tolist() == [
         *([0, 0], [256, 1], [256, 2], [65_536, 0], [rows - 1, 1], [rows - 1, 2])
     ]
@@ -509,6 +519,35 @@ def test_a_closed_joiner(device: Device) -> None:
     assert device.to_numpy(result.left_rows).tolist() == [1]
     assert len(pending.result()) == 1  # it was done, and fitted
     index.close()
+
+
+def test_a_device_that_is_closed_before_its_joiner() -> None:
+    """The ring's memory is gone with it; nothing reads it any more."""
+    device = open_device("host")
+    joiner = Joiner(device)
+    done, left = joiner.submit(column([1, 2]), column([2]), "k"), column([1])
+    assert len(done.result()) == 1
+    pending = joiner.submit(left, left, "k")
+    device.close()
+    assert not pending.done and done.done
+    with pytest.raises(ClosedError):
+        pending.result()
+    with pytest.raises(ClosedError):
+        joiner.join(left, left, "k")
+    joiner.close()
+
+
+def test_memory_that_waits_for_later_joins_is_given_back_when_there_is_none() -> None:
+    with Device(HostDriver(total_memory=1 << 20)) as device, Joiner(device) as joiner:
+        left, right = (joiner.columns(column([1, 2]), "k") for _ in range(2))
+        kept = [joiner.join(left, right, capacity=1 << 14) for _ in range(4)]  # 128 KiB each
+        kept.clear()
+        assert joiner.statistics().output_bytes == 4 << 17
+        assert len(joiner.join(left, right, capacity=1 << 16)) == 2  # 512 KiB
+        assert joiner.statistics().output_bytes == 1 << 19
+        with pytest.raises(OutOfMemoryError):
+            joiner.join(left, right, capacity=1 << 20)
+        assert len(joiner.join(left, right)) == 2
 
 
 def test_a_closed_column_is_refused_and_the_next_join_is_right(joiner: Joiner) -> None:

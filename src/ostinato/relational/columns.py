@@ -12,6 +12,7 @@ from ostinato import Buffer, Device, Stream
 from ostinato.cache import capacity_class
 from ostinato.errors import InputError
 from ostinato.relational.keys import LARGEST, MAX_ARITY, table_slots
+from ostinato.relational.workspace import require_no_capture
 
 __all__ = ["KeyColumns", "On", "Table", "check_same_types", "names_of"]
 
@@ -43,9 +44,12 @@ class KeyColumns:
         "rows",
         "sizes",
         "slots",
+        "stream",
     )
 
-    def __init__(self, device: Device, names: tuple[str, ...], buffers: tuple[Buffer, ...]) -> None:
+    def __init__(
+        self, device: Device, stream: Stream, names: tuple[str, ...], buffers: tuple[Buffer, ...]
+    ) -> None:
         """Raises InputError that names the column: lengths that differ, 2**32 - 1 rows or more."""
         for name, buffer in zip(names, buffers, strict=True):
             if buffer.shape != buffers[0].shape:
@@ -54,6 +58,8 @@ class KeyColumns:
                     f"{len(buffers[0])}"
                 )
         self.device = device
+        self.stream = stream
+        """The stream on which they are copied to the device."""
         self.names = names
         self.buffers = buffers
         self.rows = len(buffers[0])
@@ -103,9 +109,12 @@ class KeyColumns:
                     f"this joiner's {device.name}"
                 )
             table.require_names(tuple(names))
+            if table.stream is not stream and not table.stream.closed:
+                stream.wait(table.stream.record())
             return table
         return cls(
             device,
+            stream,
             tuple(names),
             tuple(_buffer(device, stream, name, _column(table, name)) for name in names),
         )
@@ -218,6 +227,7 @@ def _uploaded(device: Device, stream: Stream, name: str, array: npt.NDArray[Any]
             )
         array = array.data
     _check(name, array.dtype, array.shape)
+    require_no_capture(stream)
     buffer = device.empty(array.shape, array.dtype)
     return buffer.copy_from(array, stream)
 

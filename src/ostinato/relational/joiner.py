@@ -8,6 +8,7 @@ and the table again.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import SupportsIndex
 
 import numpy as np
@@ -25,7 +26,7 @@ from ostinato import (
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.forking import new_lock
-from ostinato.errors import ClosedError, InputError
+from ostinato.errors import ClosedError, DriverError, InputError, OutOfMemoryError
 from ostinato.relational.block import SLOT
 from ostinato.relational.chain import KERNELS, chain_of, source
 from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of
@@ -270,23 +271,33 @@ class Joiner(Closeable):
         """Launches a join with room for `capacity` rows."""
         with self._lock:
             self._ready()
-            workspace = self._workspace
-            if isinstance(right, JoinIndex):
-                kind, columns = JoinKind.INDEXED_INNER, right.columns
-                tables = right.table.address, right.grouped.address  # ClosedError if it is closed
-            else:
-                kind, columns = JoinKind.INNER, right
-                workspace.reserve_table(right.slots)
-                workspace.reserve_build(right.rows)
-                tables = workspace.slots, workspace.grouped
+            index = right if isinstance(right, JoinIndex) else None
+            columns = right.columns if isinstance(right, JoinIndex) else right
             left.require_open()
             columns.require_open()
-            key = self._key(kind, left, capacity)
-            workspace.reserve_probe(key.probe, key.scan)
-            lease = self._outputs.take(key.output)
+            key = self._key(
+                JoinKind.INNER if index is None else JoinKind.INDEXED_INNER, left, capacity
+            )
+            try:
+                lease = self._reserve(key, columns)
+            except OutOfMemoryError:
+                self._outputs.clear()
+                lease = self._reserve(key, columns)
+            if index is None:
+                tables = self._workspace.slots, self._workspace.grouped
+            else:
+                tables = index.table.address, index.grouped.address  # ClosedError if it is closed
             head = self._head(columns, tables, left, key, lease)
             turn = self._launch(key, head, _columns(left, columns), (left, right))
             return key, lease, turn
+
+    def _reserve(self, key: JoinKey, right: KeyColumns) -> Lease:
+        """All memory that a join needs; that of its result is leased."""
+        if key.kind is JoinKind.INNER:
+            self._workspace.reserve_table(right.slots)
+            self._workspace.reserve_build(right.rows)
+        self._workspace.reserve_probe(key.probe, key.scan)
+        return self._outputs.take(key.output)
 
     def _key(self, kind: JoinKind, left: KeyColumns, capacity: int) -> JoinKey:
         # Capacities of one class share their bit length: cheaper to work out than the class.
@@ -393,18 +404,17 @@ class Joiner(Closeable):
         with self._lock:
             if self._closed:
                 return
-            try:
-                if not self.stream.closed and not self.device.context.closed:
+            if not self.stream.closed and not self.device.context.closed:
+                with suppress(DriverError):  # all memory waits for the device by itself
                     self.stream.synchronize()
-            finally:
-                self._closed = True
-                self._ring.close()
-                self.cache.close()
-                self._outputs.clear()
-                self._workspace.close()
-                self._captures.close()
-                if self._own_stream:
-                    self.stream.close()
+            self._closed = True
+            self._ring.close()
+            self.cache.close()
+            self._outputs.clear()
+            self._workspace.close()
+            self._captures.close()
+            if self._own_stream:
+                self.stream.close()
 
 
 _COUNTED = ("joins", "indexes", "retries", "replays", "eager", "recoveries")

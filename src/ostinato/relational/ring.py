@@ -14,6 +14,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 
@@ -51,6 +53,7 @@ class Ring:
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self._stream = stream
+        self._context = device.context
         self._entry_bytes = RING_DEPTH * RING_PITCH
         self.pinned = device.pinned(self._entry_bytes + RING_DEPTH * DONE.itemsize)
         """What `begin` reads and the last kernel writes."""
@@ -71,9 +74,9 @@ class Ring:
         self.uncertain = False
         """Whether the device may have counted otherwise, or been cut in the middle of a turn."""
         self._closed = False
-        # Of a ring that is dropped, the memory stays until the stream's work is done.
-        held: list[Buffer] = [self.pinned, self.state, self.block]
-        self._finalizer = weakref.finalize(self, device.context.retire, held.clear, (stream,))
+        # The memory stays until the stream's work is done, also that of a ring that is dropped.
+        close = partial(_close, (self.pinned, self.state, self.block))
+        self._finalizer = weakref.finalize(self, device.context.retire, close, (stream,))
         self._finalizer.atexit = False
 
     # --- launching
@@ -117,7 +120,7 @@ class Ring:
             return True
         with self._lock:  # the entry is not used again between these lines
             at = (turn.number - 1) % RING_DEPTH * (DONE.itemsize // 8)
-            if turn.done or self._closed or self._words[at] != turn.number:
+            if turn.done or self._context.closed or self._closed or self._words[at] != turn.number:
                 return turn.done
             turn.total, turn.overflow = self._words[at + 1], self._words[at + 2]
             turn.done, turn.keep = True, ()
@@ -158,14 +161,17 @@ class Ring:
 
     # --- lifetime
     def close(self) -> None:
-        """Gives the memory back.  The stream must have no work of it left.  Idempotent."""
+        """Gives the memory back once the stream's work is done.  Idempotent."""
         for turn in self._under_way:
             self.look(turn)
             turn.keep = ()
         self._under_way.clear()
         with self._lock:
             self._closed = True
-            self._entries.release()
-            self._words.release()
-        for buffer in (self.pinned, self.state, self.block):
-            buffer.close()
+        self._finalizer()
+        self._context.collect()
+
+
+def _close(buffers: Iterable[Buffer]) -> None:
+    for buffer in buffers:
+        buffer.close()
