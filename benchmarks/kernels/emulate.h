@@ -315,6 +315,7 @@ inline unsigned __match_any_sync(unsigned, unsigned long long value) {
         same |= static_cast<unsigned>(values[lane] == value) << lane;
     return same;
 }
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
 inline int __ffs(unsigned v) { return __builtin_ffs(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 

@@ -327,19 +327,23 @@ KERNEL __launch_bounds__(THREADS) add(Block* block, u32 level, u32 own, u32 abov
     values[at] = fresh(values + at) + fresh(sums + above + blockIdx.x);
 }
 
-// The last of `size` left rows from `first` on whose matches start at or before `output`; that of `first`
-// do.  All threads of the block call it.
-DEVICE u32 row_of(const u64* offsets, u64 output, u32 first, u32 size) {
-    while (size > 1) {
-        const u32 step = (size + THREADS - 1) / THREADS;
-        const u64 ahead = static_cast<u64>(threadIdx.x) * step;
-        const bool before = ahead < size && fresh(offsets + first + ahead) <= output;
-        const u32 skipped = (__syncthreads_count(before) - 1) * step;
-        first += skipped;
-        size = min(step, size - skipped);
+// A search by all threads of a block for the last left row whose matches start at or before `output`.
+// Rows before `first` are known to, rows from `first + size` on are known not to.
+struct Search {
+    u64 output;
+    u32 first, size;
+
+    DEVICE u32 step() const { return (size + THREADS - 1) / THREADS; }
+    DEVICE bool passed(const u64* offsets) const {  // by this thread's sample
+        const u64 ahead = static_cast<u64>(threadIdx.x) * step();
+        return ahead < size && fresh(offsets + first + ahead) <= output;
     }
-    return first;
-}
+    DEVICE void narrow(u32 samples_passed) {  // the first always does
+        const u32 skipped = (samples_passed - 1) * step();
+        size = min(step(), size - skipped);
+        first += skipped;
+    }
+};
 
 KERNEL __launch_bounds__(THREADS) materialize(Block* block, u32 tile_blocks) {
     __shared__ u64 near[SPAN];
@@ -366,31 +370,48 @@ KERNEL __launch_bounds__(THREADS) materialize(Block* block, u32 tile_blocks) {
     for (u64 start = static_cast<u64>(blockIdx.x) * TILE; start < total;
          start += static_cast<u64>(tile_blocks) * TILE) {
         const u64 end = min(start + TILE, total);
-        const u32 lowest = row_of(offsets, start, 0, rows);
-        const u32 highest = row_of(offsets, end - 1, lowest, rows - lowest);
-        const u32 span = highest - lowest + 1;
+        Search low{start, 0, rows}, high{end - 1, 0, rows};  // sizes shrink together
+        while (low.size > 1 || high.size > 1) {
+            const bool below = low.passed(offsets), above = high.passed(offsets);
+            low.narrow(__syncthreads_count(below));
+            high.narrow(__syncthreads_count(above));
+        }
+        const u64* const here = offsets + low.first;
+        const u32 span = high.first - low.first + 1;
         const bool close = span <= SPAN;
         if (close) {
-            for (u32 i = threadIdx.x; i < span; i += THREADS) near[i] = fresh(offsets + lowest + i);
+            for (u32 i = threadIdx.x; i < span; i += THREADS) near[i] = fresh(here + i);
             __syncthreads();
         }
-        for (u32 item = 0; item < ITEMS; item++) {
-            const u64 output = start + item * THREADS + threadIdx.x;
-            if (output >= end) break;
-            u32 below = 0, above = span;  // the row is in [below, above)
-            while (above - below > 1) {
-                const u32 middle = below + (above - below) / 2;
-                const u64 offset = close ? near[middle] : fresh(offsets + lowest + middle);
-                if (offset <= output) {
-                    below = middle;
-                } else {
-                    above = middle;
-                }
+        // All items of a thread together, so that their reads overlap.
+        u64 output[ITEMS];
+        u32 at[ITEMS];  // left rows, from low.first
+#pragma unroll
+        for (u32 i = 0; i < ITEMS; i++) {
+            output[i] = min(start + i * THREADS + threadIdx.x, end - 1);
+            at[i] = 0;
+        }
+        for (u32 ahead = span > 1 ? 1u << (31 - __clz(span - 1)) : 0; ahead; ahead /= 2) {
+#pragma unroll
+            for (u32 i = 0; i < ITEMS; i++) {
+                const u32 next = at[i] + ahead;
+                if (next < span && (close ? near[next] : fresh(here + next)) <= output[i])
+                    at[i] = next;
             }
-            const u64 offset = close ? near[below] : fresh(offsets + lowest + below);
-            const u32 row = lowest + below;
-            left_out[output] = row;
-            right_out[output] = fresh(grouped + fresh(found + row) + (output - offset));
+        }
+        u32 place[ITEMS];
+#pragma unroll
+        for (u32 i = 0; i < ITEMS; i++) {
+            const u64 offset = close ? near[at[i]] : fresh(here + at[i]);
+            place[i] = fresh(found + low.first + at[i]) + static_cast<u32>(output[i] - offset);
+        }
+#pragma unroll
+        for (u32 i = 0; i < ITEMS; i++) {
+            const u32 right = fresh(grouped + place[i]);
+            if (start + i * THREADS + threadIdx.x < end) {
+                left_out[output[i]] = low.first + at[i];
+                right_out[output[i]] = right;
+            }
         }
         __syncthreads();  // `near` is read
     }
