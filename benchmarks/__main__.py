@@ -14,6 +14,7 @@ from benchmarks import common
 NAMES = (
     "replay_cost",
     "launch_cost",
+    "join",
     "change_cost",
     "soak",
     "modules",

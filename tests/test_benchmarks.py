@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from benchmarks import change_cost, common, decode, launch_cost, load, replay_cost, soak, startup
+from benchmarks import (
+    change_cost,
+    common,
+    decode,
+    join,
+    launch_cost,
+    load,
+    replay_cost,
+    soak,
+    startup,
+)
 from ostinato.device import Device
 from ostinato.driver import launcher
 from ostinato.models.dequantise import BLOCK_TYPES
@@ -41,7 +51,7 @@ def last_line(text: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "benchmark", [replay_cost, launch_cost, change_cost, soak], ids=lambda b: b.__name__
+    "benchmark", [replay_cost, launch_cost, change_cost, soak, join], ids=lambda b: b.__name__
 )
 def test_each_prints_a_table_and_writes_its_results(
     benchmark: object,

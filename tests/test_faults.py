@@ -24,8 +24,10 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.host import HostDriver
 from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError, Status
+from ostinato.relational import Joiner
 from ostinato.replay import HeldReplay
 from ostinato.testing import FaultyDriver
+from tests.relational.tables import expected, pairs
 from tests.sources import config, kernel, preload
 
 N = 16
@@ -501,6 +503,48 @@ def memory(world: World) -> Case:
     return work, lambda error: None
 
 
+def _join(graphs: bool) -> Scenario:
+    """Joins with and without an index, an output that does not fit, several under way."""
+
+    def make(world: World) -> Case:
+        rng = np.random.default_rng(3)
+        left, right = ({"k": rng.integers(0, 90, n)} for n in (300, 100))
+        wanted = expected(left, right)
+        joiner = Joiner(world.device, graphs=graphs)
+
+        def all_right() -> None:
+            index = joiner.build_index(right, "k")
+            pending = [joiner.submit(left, side, "k", capacity=1 << 9) for side in (index, right)]
+            pending.append(joiner.submit(left, right, "k", capacity=4))
+            for one in pending:
+                np.testing.assert_array_equal(pairs(one.result()), wanted)
+            index.close()
+
+        def check(error: OstinatoError | None) -> None:
+            all_right()
+            assert joiner.statistics().recoveries <= 1
+            joiner.close()
+
+        return all_right, check
+
+    return make
+
+
+SCENARIOS["join"] = _join(graphs=True)
+SCENARIOS["join_eager"] = _join(graphs=False)
+
+
+@scenario
+def joiner(world: World) -> Case:
+    table = {"k": np.arange(5)}
+
+    def work() -> None:
+        with Joiner(world.device) as joiner:
+            assert len(joiner.join(table, table, "k")) == 5
+
+    return work, lambda error: work()
+
+
 # ----------------------------------------------------------------------------------------- running
 
 KINDS = {
@@ -570,10 +614,14 @@ def _run(name: str, at: int = 0, status: int = 1, times: int = 1) -> _Outcome:
 
 
 LONG = {name for name in SCENARIOS if name.startswith(("step", "cache"))}
+QUICK: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(LONG, ("refused", "all from here")),
+    **dict.fromkeys(("join", "join_eager", "joiner"), ("refused",)),
+}
 CASES = [
-    pytest.param(name, kind, marks=pytest.mark.slow)
-    if name in LONG and kind not in ("refused", "all from here")
-    else (name, kind)
+    (name, kind)
+    if kind in QUICK.get(name, KINDS)
+    else pytest.param(name, kind, marks=pytest.mark.slow)
     for name in SCENARIOS
     for kind in KINDS
 ]

@@ -97,6 +97,27 @@ def test_a_kernel_gets_views_numbers_and_bytes(driver: HostDriver) -> None:
     assert (none, n, f, b, c) == (None, 7, 1.5, b"abc", 99)
 
 
+def test_a_kernel_follows_addresses_that_it_reads_in_memory(driver: HostDriver) -> None:
+    @host_kernel("box: *const u64")
+    def follow(launch: HostLaunch, box: np.ndarray) -> None:
+        launch.memory(int(box[0]), 8).view(np.uint32)[:] = 5, 6
+
+    stream, box, target = driver.stream_create(), driver.mem_alloc(8), driver.mem_alloc(12)
+    for offset in (4, 8):  # the second reaches outside
+        source = np.array([target + offset], np.uint64)
+        driver.memcpy_from_host(box, source.view(np.uint8).data, stream)
+        launch(driver, stream, follow, box)
+        if offset == 4:
+            found = np.empty(12, np.uint8)
+            driver.memcpy_to_host(found.data, target, stream)
+            assert found.view(np.uint32).tolist()[1:] == [5, 6]
+    with pytest.raises(
+        ContextPoisonedError, match=r"8 bytes at .* are not all in one live"
+    ) as caught:
+        driver.stream_synchronize(stream)
+    assert caught.value.status == Status.ILLEGAL_ADDRESS
+
+
 def test_fresh_memory_is_poisoned(rig: Rig) -> None:
     address = rig.driver.mem_alloc(100)
     assert (rig.read(address, 100, np.uint8) == POISON).all()

@@ -91,6 +91,8 @@ _KERNELS = (
     "tests/models/test_kernels_library.py",
     "tests/models/test_dequantise_cuda.py",
 )
+_JOIN = "tests/relational/test_join.py"
+_JOINS = ("tests/relational/test_columns.py", "tests/relational/test_closure.py")
 _RUN, _CONDITIONAL = "tests/models/test_decoder_run.py", "tests/contract/test_driver_conditional.py"
 _DECODER = tuple(
     name
@@ -101,14 +103,16 @@ _GPU = "tests/gpu/"
 _ADOPTION = (_GPU + "test_adoption_handles.py", _GPU + "test_lifetime.py")
 _WAYS = _GPU + "test_twelve_ways.py"
 # With a stream held back by a host function, memcheck holds back launches on others as well: who
-# waits for one of those waits until the hold gives up.  So two tests that are about just that are
-# left out by name: `held_stream_holds_nobody` and `two_threads_on_two_streams`.  It also looks into
-# the frames of whoever launches, which then keep their locals: `held_and_dropped` is about that.
+# waits for one of those waits until the hold gives up.  So tests that are about just that are left
+# out by name: `held_stream_holds_nobody`, `two_threads_on_two_streams` and `columns_live`.  It also
+# looks into the frames of whoever launches, which then keep their locals: `held_and_dropped` is
+# about that.
 LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
     _CONDITIONAL: "memcheck breaks graphs with conditional nodes (docs/log.md)",
     _RUN: "its loops are conditional nodes",
+    "tests/relational/test_peers.py": "thousands of joins by the kernels that test_join.py runs",
     "tests/test_benchmarks.py": "times what other tests run",
     "tests/models/test_tuning.py": "runs candidates of the kernels that the decoder's tests run",
     "tests/cli/test_tune.py": "a search for so many seconds; what it launches others launch",
@@ -131,7 +135,8 @@ def _memcheck(shares: int, name: str, *tests: str, keyword: str = "") -> list[Pa
 
 
 def _kernels(tool: str, shares: int) -> list[Part]:
-    return _shares(Part(f"{tool} kernels", tool, _KERNELS, marks="gpu and sanitize"), shares)
+    tests = (*_KERNELS, _JOIN)
+    return _shares(Part(f"{tool} kernels", tool, tests, marks="gpu and sanitize"), shares)
 
 
 def _shares(part: Part, count: int) -> list[Part]:
@@ -168,6 +173,7 @@ PARTS: tuple[Part, ...] = (
     *_memcheck(1, "footguns", "tests/test_footguns.py", keyword="not two_threads_on_two_streams"),
     *_memcheck(1, "handles and lifetime", *_ADOPTION),
     *_memcheck(1, "modules", "tests/modules/test_modules_gpu.py"),
+    *_memcheck(2, "joins", _JOIN, *_JOINS, keyword="not columns_live"),
     *_memcheck(3, "kernels", *_KERNELS, keyword="not smollm2 and not same_bits"),
     *_kernels("initcheck", 4),
     *_kernels("synccheck", 2),

@@ -68,6 +68,7 @@ struct Block {
     std::vector<uint64_t> slots;     // two a thread, for exchanges in turns
     std::vector<uint32_t> operands;  // twelve a thread, for multiply_tile in turns
     int live = 0;
+    int counted = 0;  // by __syncthreads_count
 };
 
 inline Fiber* current = nullptr;
@@ -278,6 +279,15 @@ void launch_kernel(void (*kernel)(A...), void** arguments, const int* grid, cons
 inline void __syncthreads() {
     emulated::arrive(emulated::current->block->barrier, emulated::current->block->live);
 }
+inline int __syncthreads_count(bool value) {
+    int& counted = emulated::current->block->counted;
+    __syncthreads();  // the count before is read
+    counted = 0;
+    __syncthreads();
+    counted += value;
+    __syncthreads();
+    return counted;
+}
 inline void __syncwarp() { emulated::sync_warp(); }
 inline void __threadfence() {}
 inline void __threadfence_system() {}
@@ -298,11 +308,25 @@ inline unsigned __ballot_sync(unsigned, bool value) {
     for (int lane = 0; lane < 32; lane++) all |= static_cast<unsigned>(values[lane]) << lane;
     return all;
 }
+inline unsigned __match_any_sync(unsigned, unsigned long long value) {
+    const uint64_t* const values = emulated::exchanged<unsigned long long>(value);
+    unsigned same = 0;
+    for (int lane = 0; lane < 32; lane++)
+        same |= static_cast<unsigned>(values[lane] == value) << lane;
+    return same;
+}
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline int __ffs(unsigned v) { return __builtin_ffs(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 
 template <class T, class U> T atomicAdd(T* p, U v) {
     const T old = *p;
     *p = old + v;
+    return old;
+}
+template <class T> T atomicCAS(T* p, T expected, T v) {
+    const T old = *p;
+    if (old == expected) *p = v;
     return old;
 }
 template <class T, class U> T atomicMax(T* p, U v) {

@@ -19,12 +19,10 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.models import kernels_cuda
 from ostinato.models.kernels_cuda import CudaLaunch
 from ostinato.modules import CompileOptions
 
 HERE = Path(__file__).parent
-KERNELS = Path(kernels_cuda.__file__).parent / "kernels"
 
 # Unique symbols would make one library's statics another's.
 _FLAGS = (
@@ -125,14 +123,18 @@ class Emulator:
         key = _key(*texts, _RUNTIME, *_FLAGS, *defines, *self._flags, *kernels)
         target = self._folder / f"{key}.so"
         if not target.exists():
-            runtime = self._runtime()
-            _build(
-                target,
-                *("-shared", "-Wl,-Bsymbolic", f"-I{runtime.parent}", f"-I{KERNELS}"),
-                *("-include", runtime.name, *defines, *self._flags, "-x", "c++", "-"),
-                text=f'#include "{KERNELS / launch.source.name}"\n'
-                + "".join(_ENTRY.replace("KERNEL_NAME", kernel) for kernel in kernels),
-            )
+            runtime, source = self._runtime(), launch.source
+            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+                for name, text in source.headers.items():
+                    if name != runtime.name:
+                        Path(folder, name).write_text(text)
+                _build(
+                    target,
+                    *("-shared", "-Wl,-Bsymbolic", f"-I{runtime.parent}", f"-I{folder}"),
+                    *("-include", runtime.name, *defines, *self._flags, "-x", "c++", "-"),
+                    text=f'#line 1 "{source.name}"\n{source.cuda}\n'
+                    + "".join(_ENTRY.replace("KERNEL_NAME", kernel) for kernel in kernels),
+                )
         library = ctypes.CDLL(str(target))
         for kernel in kernels:
             self._libraries[(*unit, kernel)] = library

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ostinato.driver.api import Dim3, ParameterSlot
 from ostinato.driver.signature import Access, Signature
@@ -61,6 +62,10 @@ class HostLaunch:
     shared: int
     set_conditional: Callable[[int, int], None]
     """Sets the value (32 bits) of a conditional handle of the graph that runs this kernel."""
+    memory: Callable[[int, int], npt.NDArray[np.uint8]]
+    """(address, bytes) to a writable view of live memory, for kernels that read addresses from
+    memory instead of their arguments.  What is not all in one live allocation is an illegal
+    address (700)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,9 +115,13 @@ def kernel_step(
 ) -> Step:
     config = params.config
     setter = _no_conditions if conditions is None else conditions.set
-    launch = HostLaunch(config.grid, config.block, config.cluster, config.shared, setter)
-    key = (function.handle, params.arguments.data)
     memory, kernel = context.memory, function.kernel
+
+    def view(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        return memory.view(address, nbytes, kernel.name)
+
+    launch = HostLaunch(config.grid, config.block, config.cluster, config.shared, setter, view)
+    key = (function.handle, params.arguments.data)
     known = memory.decoded
 
     def step() -> None:

@@ -1,0 +1,388 @@
+"""Joins a second: by replay, by eager launches, by pyarrow on the CPU, by cuDF; and one large join.
+
+What bounds a small join: the kernels of its chain, which depend on each other (a kernel with two
+or three dependent reads takes the GPU some 2 µs), or the CPU that launches them.  A replay is one
+launch; eager launches are one a kernel.  What bounds a large join: reads of random sectors.  A left
+row reads a slot of the hash table, the right key of that slot and the matching row number; so the
+large join stands beside a kernel that reads as many random sectors of arrays of the same sizes,
+with no reads that depend on each other.
+
+Two figures each for small joins:
+
+  read      each join's count is read before the next begins
+  not read  joins are submitted one after the other, and the last is waited for
+
+Tables are random: equal numbers of rows on both sides, keys uniform over that many values, so a
+join gives about as many rows.  They lie on the device beforehand (for pyarrow, in Arrow tables).
+All ways take turns; each one's answers are compared with NumPy.
+
+    python -m benchmarks.join [--out DIR] [--device cuda:0|host] [--quick]
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import ostinato as ost
+from benchmarks import common
+from ostinato.relational import Joiner, JoinIndex, KeyColumns
+
+TURNS = 5
+SIZES = (1_000, 10_000, 100_000)
+JOINS = {1_000: 2000, 10_000: 1000, 100_000: 500}
+"""Joins of one size in a turn."""
+MIXED_JOINS, MIXED_TABLES = 10_000, 64
+LARGE = (10_000_000, 1_000_000)
+
+CUDA = r"""
+// Each thread reads one random sector of each of three arrays.
+extern "C" __global__ void gather(const uint4* slots, unsigned mask, const long long* keys,
+                                  const unsigned* grouped, unsigned rows, unsigned n,
+                                  unsigned* out) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    unsigned long long h = i * 0x9e3779b97f4a7c15ull;
+    h = (h ^ h >> 33) * 0xff51afd7ed558ccdull;
+    h ^= h >> 33;
+    const uint4 slot = slots[static_cast<unsigned>(h) & mask];
+    const long long key = keys[static_cast<unsigned>((h >> 32) * rows >> 32)];
+    h *= 0xc4ceb9fe1a85ec53ull;
+    const unsigned row = grouped[static_cast<unsigned>((h >> 32) * rows >> 32)];
+    out[i] = slot.x ^ slot.z ^ static_cast<unsigned>(key) ^ row;
+}
+"""
+
+
+@ost.host_kernel(
+    "slots: *const u32, mask: u32, keys: *const i64, grouped: *const u32, rows: u32, n: u32, "
+    "out: *out u32"
+)
+def gather(launch, slots, mask, keys, grouped, rows, n, out):
+    h = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    at = (h >> np.uint64(40)).astype(np.int64)
+    out[:n] = slots[4 * (at & mask)] ^ keys[at % rows].astype(np.uint32) ^ grouped[at % rows]
+
+
+SOURCE = ost.Source(cuda=CUDA, host=[gather], name="gather.cu")
+
+
+@dataclass(slots=True)
+class Tables:
+    """Two random tables of a size, and the number of rows of their join."""
+
+    rows: int
+    left: npt.NDArray[np.int64]
+    right: npt.NDArray[np.int64]
+    total: int = 0
+    made: dict[str, Any] = field(default_factory=dict)
+    """By contender: the tables as it takes them."""
+
+    @classmethod
+    def random(cls, rows: int, rng: np.random.Generator) -> Tables:
+        left, right = (rng.integers(0, rows, rows) for _ in range(2))
+        counts = np.bincount(right, minlength=rows)
+        return cls(rows, left, right, int(counts[left].sum()))
+
+    def check(self, what: str, left: npt.ArrayLike, right: npt.ArrayLike) -> None:
+        """Raises AssertionError unless these pairs of rows are the join."""
+        a, b = np.asarray(left, np.int64), np.asarray(right, np.int64)
+        pairs = np.unique(a * self.rows + b)
+        if len(pairs) != len(a) or len(a) != self.total or (self.left[a] != self.right[b]).any():
+            raise AssertionError(f"{what}: the join of {self.rows} rows is wrong")
+
+
+@dataclass(slots=True)
+class Contender:
+    """One way to join.  `run` joins tables one after the other and waits for the last."""
+
+    name: str
+    prepare: Callable[[Tables], object]
+    run: Callable[[Sequence[Tables]], object]
+    check: Callable[[Tables], object]
+    share: float = 1.0
+    """Of the joins of a turn: what is slow does fewer."""
+    seconds: list[float] = field(default_factory=list)
+    """Per join, by turn."""
+
+
+def ours(joiner: Joiner, way: str, *, read: bool, indexed: bool) -> Contender:
+    kind = "indexed" if indexed else "inner"
+    name = f"{way}, {kind}, {'read' if read else 'not read'}"
+
+    def sides(tables: Tables) -> tuple[KeyColumns, KeyColumns | JoinIndex]:
+        found: tuple[KeyColumns, KeyColumns | JoinIndex] = tables.made[f"{way} {kind}"]
+        return found
+
+    def prepare(tables: Tables) -> None:
+        if f"{way} {kind}" not in tables.made:
+            left, right = (joiner.columns({"k": v}, "k") for v in (tables.left, tables.right))
+            tables.made[f"{way} {kind}"] = left, joiner.build_index(right) if indexed else right
+
+    def run(chosen: Sequence[Tables]) -> None:
+        pending = None
+        for tables in chosen:
+            pending = joiner.submit(*sides(tables), capacity=2 * tables.rows)
+            if read:
+                pending.result()
+        if pending is not None:
+            pending.result()
+
+    def check(tables: Tables) -> None:
+        tables.check(name, *joiner.join(*sides(tables), capacity=2 * tables.rows).to_numpy())
+
+    return Contender(name, prepare, run, check)
+
+
+def pyarrow() -> Contender:
+    import pyarrow as pa
+
+    def prepare(tables: Tables) -> None:
+        rows = np.arange(tables.rows, dtype=np.uint32)
+        tables.made["pyarrow"] = (
+            pa.table({"k": tables.left, "l": rows}),
+            pa.table({"k": tables.right, "r": rows}),
+        )
+
+    def join(tables: Tables) -> Any:
+        left, right = tables.made["pyarrow"]
+        return left.join(right, keys="k", join_type="inner")
+
+    def check(tables: Tables) -> None:
+        found = join(tables)
+        tables.check("pyarrow", found["l"].to_numpy(), found["r"].to_numpy())
+
+    def run(chosen: Sequence[Tables]) -> None:
+        for tables in chosen:
+            join(tables)
+
+    return Contender("pyarrow, read", prepare, run, check, share=0.02)
+
+
+def cudf() -> Contender:
+    import cudf as library
+
+    def prepare(tables: Tables) -> None:
+        rows = np.arange(tables.rows, dtype=np.uint32)
+        tables.made["cudf"] = (
+            library.DataFrame({"k": tables.left, "l": rows}),
+            library.DataFrame({"k": tables.right, "r": rows}),
+        )
+
+    def join(tables: Tables) -> Any:
+        left, right = tables.made["cudf"]
+        return left.merge(right, on="k", how="inner")
+
+    def check(tables: Tables) -> None:
+        found = join(tables)
+        tables.check("cuDF", found["l"].to_numpy(), found["r"].to_numpy())
+
+    def run(chosen: Sequence[Tables]) -> None:
+        for tables in chosen:
+            len(join(tables))
+
+    return Contender("cuDF, read", prepare, run, check, share=0.1)
+
+
+def contenders(replayed: Joiner, eager: Joiner, skipped: dict[str, str]) -> list[Contender]:
+    found = [
+        ours(joiner, way, read=read, indexed=indexed)
+        for indexed in (False, True)
+        for read in (False, True)
+        for way, joiner in (("replay", replayed), ("eager", eager))
+    ]
+    for name, make in (("pyarrow", pyarrow), ("cuDF", cudf)):
+        made = common.optional(skipped, name, make)
+        if isinstance(made, Contender):
+            found.append(made)
+    return found
+
+
+def measure(
+    what: str,
+    pool: Sequence[Tables],
+    joins: int,
+    found: Sequence[Contender],
+    *,
+    turns: int,
+    rng: np.random.Generator,
+) -> list[dict[str, object]]:
+    """Rows of all contenders over the same random sequence of tables."""
+    for contender in found:
+        contender.seconds.clear()
+        for tables in pool:
+            contender.prepare(tables)
+            contender.check(tables)
+    for _ in range(turns):
+        chosen = [pool[i] for i in rng.integers(0, len(pool), joins)]
+        for contender in found:
+            part = chosen[: max(1, int(joins * contender.share))]
+            start = time.perf_counter()
+            contender.run(part)
+            contender.seconds.append((time.perf_counter() - start) / len(part))
+    rows: list[dict[str, object]] = []
+    eager = {c.name: statistics.median(c.seconds) for c in found}
+    for contender in found:
+        middle = statistics.median(contender.seconds)
+        name = contender.name
+        beside = eager[name.replace("replay", "eager")] if name.startswith("replay") else None
+        rows.append(
+            {
+                "rows": what,
+                "joined by": contender.name,
+                "joins_per_s": round(1 / middle),
+                "us": round(1e6 * middle, 2),
+                "worst_us": round(1e6 * max(contender.seconds), 2),
+                "times_eager": round(beside / middle, 2) if beside else None,
+            }
+        )
+    return rows
+
+
+def submission(joiner: Joiner, tables: Tables, *, count: int) -> float:
+    """Median microseconds that `submit` takes the CPU, a wait after every eight."""
+    left, right = tables.made["replay inner"]
+    times: list[int] = []
+    for i in range(count):
+        start = time.perf_counter_ns()
+        pending = joiner.submit(left, right, capacity=2 * tables.rows)
+        times.append(time.perf_counter_ns() - start)
+        if i % 8 == 7:
+            pending.result()
+    joiner.stream.synchronize()
+    return statistics.median(times) / 1e3
+
+
+def large(
+    joiner: Joiner, sizes: tuple[int, int], turns: int, rng: np.random.Generator
+) -> list[dict[str, object]]:
+    """One large join, with and without an index, beside the gathering of as many sectors."""
+    device, stream = joiner.device, joiner.stream
+    rows, keys = sizes
+    right = rng.permutation(keys)
+    left = rng.integers(0, keys, rows)
+    one, other = (joiner.columns({"k": values}, "k") for values in (left, right))
+    index = joiner.build_index(other)
+    kernel = device.modules.get_or_compile(SOURCE, "gather")
+    out = device.empty(2 * rows, np.uint32)
+    # A left row reads a slot, a key and a row number.  A right row claims a slot, counts in it,
+    # writes the slot's start, reads it and writes its number.
+    sectors = {"indexed": 3 * rows, "inner": 3 * rows + 5 * keys}
+
+    def gathered(count: int) -> None:
+        grid = -(-count // 256)
+        slots = index.table.view(dtype=np.uint32)
+        arguments = (slots, other.slots - 1, other.buffers[0], index.grouped, keys, count, out)
+        ost.launch(stream, kernel, ost.LaunchConfig(grid, 256), *arguments)
+
+    def timed(work: Callable[[], object]) -> float:
+        samples = []
+        for _ in range(turns + 1):
+            start, end = (device.create_event(timing=True) for _ in range(2))
+            stream.record(start)
+            keep = work()
+            stream.record(end)
+            end.synchronize()
+            samples.append(end.elapsed_since(start))
+            del keep
+        return statistics.median(samples[1:])
+
+    found = []
+    for kind, side in (("indexed", index), ("inner", other)):
+        result = joiner.join(one, side, capacity=rows)
+        a, b = result.to_numpy()
+        if len(a) != rows or (left[a] != right[b]).any() or len(np.unique(a)) != rows:
+            raise AssertionError(f"the large join ({kind}) is wrong")
+        del result
+        floor = timed(lambda kind=kind: gathered(sectors[kind] // 3))
+        ms = timed(lambda side=side: joiner.submit(one, side, capacity=rows))
+        found.append(
+            {
+                "rows": f"{rows:,} x {keys:,}",
+                "joined by": f"replay, {kind}",
+                "us": round(1e3 * ms, 1),
+                "gather_us": round(1e3 * floor, 1),
+                "times_gather": round(ms / floor, 2),
+                "million_rows_per_s": round(rows / ms / 1e3),
+                "table_bytes": index.table.nbytes,
+            }
+        )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = common.options(__doc__).parse_args(argv)
+    quick = options.quick
+    turns = 1 if quick else TURNS
+    skipped: dict[str, str] = {}
+    rng = np.random.default_rng(7)
+    with (
+        ost.open_device(options.device) as device,
+        Joiner(device) as replayed,
+        Joiner(device, graphs=False) as eager,
+    ):
+        found = contenders(replayed, eager, skipped)
+        rows: list[dict[str, object]] = []
+        for size in SIZES[:1] if quick else SIZES:
+            pool = [Tables.random(size, rng) for _ in range(4)]
+            joins = 16 if quick else JOINS[size]
+            rows += measure(f"{size:,}", pool, joins, found, turns=turns, rng=rng)
+            if size == SIZES[0]:
+                submit_us = submission(replayed, pool[0], count=16 if quick else 2000)
+        sizes = np.exp(rng.uniform(np.log(1_000), np.log(100_000), 4 if quick else MIXED_TABLES))
+        pool = [Tables.random(int(n), rng) for n in sizes]
+        before = replayed.statistics()
+        joins = 16 if quick else MIXED_JOINS
+        mixed = "1,000 to 100,000"
+        rows += measure(mixed, pool, joins, found, turns=1, rng=rng)
+        after = replayed.statistics()
+        columns = ["rows", "joined by", "joins_per_s", "us", "worst_us", "times_eager"]
+        print(common.table(f"Small joins, {device.properties.name}", rows, columns))
+        big = large(replayed, (20_000, 2_000) if quick else LARGE, turns, rng)
+        columns = ["rows", "joined by", "us", "gather_us", "times_gather", "million_rows_per_s"]
+        print(common.table(f"A large join, {device.properties.name}", big, columns))
+        by = {(r["rows"], r["joined by"]): r["times_eager"] for r in rows}
+        summary = {
+            "replay over eager, 1,000 rows": {
+                name.removeprefix("replay, "): times
+                for (size, name), times in by.items()
+                if size == "1,000" and str(name).startswith("replay")
+            },
+            "large join over gather": {r["joined by"]: r["times_gather"] for r in big},
+            "submit_us": round(submit_us, 2),
+            "mixed sizes": {
+                "joins": after.joins - before.joins,
+                "captures": after.cache.captures - before.cache.captures,
+                "kernels compiled": after.kernels_compiled - before.kernels_compiled,
+                "retries": after.retries - before.retries,
+            },
+        }
+        print(summary)
+        common.emit(
+            "join",
+            device,
+            options.out,
+            ceiling={
+                "what": "the large join: a kernel that reads as many random sectors of arrays of "
+                "the same sizes, microseconds",
+                "us": {r["joined by"]: r["gather_us"] for r in big},
+            },
+            settings={"turns": turns, "quick": quick, "mixed joins": joins},
+            rows=[*rows, *big],
+            skipped=skipped,
+            summary=summary,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

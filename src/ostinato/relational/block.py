@@ -1,0 +1,139 @@
+"""The parameter block of a join: what its kernels read instead of arguments.
+
+One record, written by the host into a ring of pinned memory, copied to the device by the graph's
+first kernel, and read by all others.  The dtypes here are the only definition: `cuda_header` makes
+the C structs of them, with their offsets asserted, and the NumPy kernels view memory as them.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from ostinato.relational.keys import MAX_ARITY
+
+__all__ = [
+    "BLOCK",
+    "COLUMN",
+    "DONE",
+    "MAX_BYTES",
+    "RING_DEPTH",
+    "RING_PITCH",
+    "SLOT",
+    "TILE",
+    "block_bytes",
+    "cuda_header",
+    "pack",
+]
+
+BLOCK = np.dtype(
+    [
+        ("sequence", "u8"),  # of the join, counted from 1; 0: there is nothing to do
+        ("slots", "u8"),  # address of the hash table (SLOT)
+        ("grouped", "u8"),  # address of the right side's row numbers, group by group (u32)
+        ("slot_of", "u8"),  # address: the table's slot of each right row (u32)
+        ("rank", "u8"),  # address: the place of each right row in its group (u32)
+        ("found", "u8"),  # address: where the matches of each left row start in `grouped` (u32)
+        ("offsets", "u8"),  # address: where the matches of each left row start in the output (u64)
+        ("sums", "u8"),  # address: block sums of the scan, level by level (u64)
+        ("left_out", "u8"),  # address: left row numbers of the result (u32)
+        ("right_out", "u8"),  # address: right row numbers of the result (u32)
+        ("done", "u8"),  # address: DONE of this join, in pinned memory
+        ("left_rows", "u4"),
+        ("right_rows", "u4"),
+        ("mask", "u4"),  # slots of the table, less one
+        ("capacity", "u4"),  # rows that the output has room for
+        ("arity", "u4"),
+        ("clear", "u4"),  # whether the last kernel empties the table
+        # From here on the device's own: zero in what the host writes.
+        ("total", "u8"),  # rows of the result
+        ("overflow", "u4"),  # 1: the result does not fit, and nothing was written
+        ("groups", "u4"),  # entries of `grouped` that are given to a group
+        ("ticket", "u4"),  # blocks of the last kernel that are done
+        ("reserved", "u4"),
+    ],
+    align=True,
+)
+"""The head of the block; `arity` records of COLUMN follow it."""
+
+COLUMN = np.dtype([("left", "u8"), ("right", "u8"), ("nbytes", "u4"), ("reserved", "u4")])
+"""One key column: addresses on both sides, and the bytes of a value (4 or 8)."""
+
+SLOT = np.dtype([("row", "u4"), ("tag", "u4"), ("count", "u4"), ("start", "u4")])
+"""A slot of the hash table, which is one group of right rows with equal keys.
+
+`row`: a row of the group, plus one; 0 says that the slot is empty.  So no key value has a special
+meaning, and an empty table is all zeros.  `tag`: 32 bits of the key's hash.
+"""
+
+DONE = np.dtype([("sequence", "u8"), ("total", "u8"), ("overflow", "u8"), ("reserved", "u8")])
+"""What a join says when it is done, `sequence` last."""
+
+MAX_BYTES = BLOCK.itemsize + MAX_ARITY * COLUMN.itemsize
+RING_PITCH = -(-MAX_BYTES // 256) * 256
+"""Bytes from one entry of the ring to the next."""
+RING_DEPTH = 32
+"""Joins that may be under way on one joiner."""
+TILE = 1024
+"""Output rows that one block writes at a time."""
+
+
+def offset_of(dtype: np.dtype[Any], field: str) -> int:
+    """Where a field of a record begins, in bytes."""
+    fields = dtype.fields
+    assert fields is not None
+    return int(fields[field][1])
+
+
+_HEAD = struct.Struct("<11Q6I")
+_COLUMN = struct.Struct("<QQII")
+_OWN = BLOCK.itemsize - _HEAD.size
+_ZEROS = bytes(_OWN)
+assert _HEAD.size == offset_of(BLOCK, "total") and _COLUMN.size == COLUMN.itemsize
+
+
+def block_bytes(arity: int) -> int:
+    """Bytes of the block of a join with so many key columns."""
+    return BLOCK.itemsize + arity * COLUMN.itemsize
+
+
+def pack(
+    into: memoryview, at: int, head: tuple[int, ...], columns: tuple[tuple[int, int, int], ...]
+) -> None:
+    """Writes a block: the fields of BLOCK up to `clear`, zeros for the device's own, and
+    (left address, right address, bytes of a value) for each column."""
+    _HEAD.pack_into(into, at, *head)
+    at += _HEAD.size
+    into[at : at + _OWN] = _ZEROS
+    at += _OWN
+    for left, right, nbytes in columns:
+        _COLUMN.pack_into(into, at, left, right, nbytes, 0)
+        at += _COLUMN.size
+
+
+_TYPES = {"u4": "u32", "u8": "u64"}
+
+
+def cuda_header() -> str:
+    """The records and numbers above in C, each offset asserted."""
+    records = (("Block", BLOCK), ("Column", COLUMN), ("Slot", SLOT), ("Done", DONE))
+    numbers = (("TILE", TILE), ("RING_PITCH", RING_PITCH), ("RING_DEPTH", RING_DEPTH))
+    return (
+        "#pragma once\n"
+        + "".join(f"constexpr u32 {name} = {value};\n" for name, value in numbers)
+        + "".join(_c_struct(name, dtype) for name, dtype in records)
+    )
+
+
+def _c_struct(name: str, dtype: np.dtype[Any]) -> str:
+    names = dtype.names or ()
+    lines = [f"struct alignas(8) {name} {{"]
+    lines += [f"    {_TYPES[dtype[field].str[1:]]} {field};" for field in names]
+    lines += ["};"]
+    for field in names:
+        at = offset_of(dtype, field)
+        lines.append(f'static_assert(__builtin_offsetof({name}, {field}) == {at}, "{field}");')
+    lines += [f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");', ""]
+    return "\n".join(lines)

@@ -1,0 +1,465 @@
+"""`Joiner`: joins on one stream, each a replay of its key's graph.
+
+The parameters of a join go through a ring of pinned memory (`ring`), so no call but the launch
+reaches the driver.  If a launch fails or is interrupted, nobody knows what the device did: the ring
+is *uncertain* until the joiner has waited for the stream, and has set the device's count of turns
+and the table again.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import SupportsIndex
+
+import numpy as np
+
+from ostinato import (
+    Buffer,
+    Device,
+    GraphCache,
+    GraphExec,
+    Stream,
+    capture,
+    fill,
+    launch,
+    open_device,
+)
+from ostinato.driver.closeable import Closeable
+from ostinato.driver.forking import new_lock
+from ostinato.errors import ClosedError, DriverError, InputError, OutOfMemoryError
+from ostinato.relational.block import SLOT
+from ostinato.relational.chain import KERNELS, chain_of, source
+from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of
+from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, JoinKind, whole_number
+from ostinato.relational.results import JoinResult, JoinStatistics
+from ostinato.relational.ring import Ring, Turn
+from ostinato.relational.workspace import Lease, OutputPool, Workspace, require_no_capture
+from ostinato.settings import graphs_enabled
+
+__all__ = ["JoinIndex", "Joiner", "PendingJoin", "build_index", "hash_join"]
+
+
+class JoinIndex(Closeable):
+    """A hash index of one table's key columns on the device, made by `build_index`.
+
+    It refers to the columns, which must not change as long as it is used.  `close()` or dropping it
+    gives its memory back once joins under way are done.
+    """
+
+    def __init__(self, joiner: Joiner, columns: KeyColumns, table: Buffer, grouped: Buffer) -> None:
+        self.joiner = joiner
+        self.columns = columns
+        self.table = table
+        """All slots of the table (`block.SLOT`), as bytes."""
+        self.grouped = grouped
+        """Row numbers, those with equal keys beside each other; uint32."""
+
+    def __repr__(self) -> str:
+        return f"<JoinIndex of {self.columns!r}>"
+
+    def __len__(self) -> int:
+        return self.columns.rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes + self.grouped.nbytes
+
+    def close(self) -> None:
+        """Gives its memory back once joins under way are done.  Idempotent."""
+        self.table.close()
+        self.grouped.close()
+
+
+class PendingJoin:
+    """A join that was submitted; nobody has to ask for its result."""
+
+    def __init__(
+        self, joiner: Joiner, left: KeyColumns, right: KeyColumns | JoinIndex, capacity: int
+    ) -> None:
+        self._joiner = joiner
+        self._sides: tuple[KeyColumns, KeyColumns | JoinIndex] | None = (left, right)
+        self._retries = 0
+        self._key, self._lease, self._turn = joiner._start(left, right, capacity)
+        self._result: JoinResult | None = None
+
+    def __repr__(self) -> str:
+        return f"<PendingJoin {self._key}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether the device is done with it; does not wait."""
+        return self._joiner._ring.look(self._turn)
+
+    def result(self) -> JoinResult:
+        """The result.  Waits for the join, and repeats it with more room if it did not fit.
+
+        The columns must be as they were when the join was submitted.  Raises InputError if the
+        result has 2**32 rows or more, OutOfMemoryError, DriverError, ClosedError.
+        """
+        while self._result is None:
+            turn = self._turn
+            self._joiner._ring.wait(turn)
+            with self._joiner._lock:
+                if self._result is None and self._turn is turn:  # and no other thread came first
+                    self._settle(turn)
+        return self._result
+
+    def _settle(self, turn: Turn) -> None:
+        joiner, sides = self._joiner, self._sides
+        assert sides is not None
+        if not turn.overflow:
+            self._result = JoinResult(
+                joiner.stream, self._key, self._lease, turn.total, self._retries
+            )
+            self._sides = None
+            return
+        if turn.total > LARGEST:
+            raise InputError(
+                f"the result of this join has {turn.total} rows, and row numbers of 32 bits count "
+                f"to {LARGEST}; nothing was written. Join parts of the left side"
+            )
+        self._key, self._lease, self._turn = joiner._start(*sides, turn.total)
+        self._retries += 1
+        joiner._count("retries")
+
+
+class Joiner(Closeable):
+    """Joins tables on one device, in the order of one stream.
+
+    `stream`: the joiner's own if None.  `graphs`: False launches kernel by kernel, None asks
+    OSTINATO_NO_GRAPHS.  `budget` and `max_graphs` limit the graphs as in `GraphCache`.  Every call
+    may come from any thread.  Work of other streams that fills a Buffer given as a column must be
+    done, or the joiner's stream must wait for it.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        stream: Stream | None = None,
+        graphs: bool | None = None,
+        budget: int | str | None = None,
+        max_graphs: int | None = None,
+    ) -> None:
+        self.device = device
+        self.stream = device.create_stream() if stream is None else stream
+        self._own_stream = stream is None
+        self.cache = GraphCache(device, budget=budget, max_graphs=max_graphs)
+        """The graphs, by JoinKey and IndexKey."""
+        self._use_graphs = graphs_enabled(graphs)
+        self._kernels = dict(
+            zip(KERNELS, device.modules.preload([(source(), KERNELS)]), strict=True)
+        )
+        self._workspace = Workspace(device, self.stream)
+        self._outputs = OutputPool(device)
+        self._ring = Ring(device, self.stream)
+        # Captured work goes elsewhere, so that a capture keeps no other thread from the stream.
+        self._captures = device.create_stream()
+        self._closed = False
+        self._lock = new_lock()
+        self._keys: dict[tuple[object, ...], JoinKey] = {}
+        self._counts = dict.fromkeys(_COUNTED, 0)
+
+    def __repr__(self) -> str:
+        return f"<Joiner on {self.device.name}, {len(self.cache)} graphs>"
+
+    # --- what users call
+    def columns(self, table: Table, on: On) -> KeyColumns:
+        """The named columns of a table as key columns for several joins, on the device.
+
+        Arrays of the process are copied; arrays on the device are referred to.  Raises InputError
+        that names the column.
+        """
+        self._require_open()
+        return KeyColumns.of(self.device, self.stream, table, names_of(on)[0])
+
+    def build_index(self, right: Table, on: On | None = None) -> JoinIndex:
+        """A hash index of a table's key columns, for many joins; does not wait.
+
+        Raises InputError that names the column, OutOfMemoryError, DriverError, ClosedError.
+        """
+        columns = self._side(right, None if on is None else names_of(on)[1])
+        rows = columns.rows
+        with self._lock:
+            self._ready()
+            columns.require_open()
+            require_no_capture(self.stream)
+            table = self.device.empty(columns.slots * SLOT.itemsize)
+            grouped = self.device.empty(rows, np.uint32)
+            fill(self.stream, table, 0)
+            self._workspace.reserve_build(rows)
+            index = JoinIndex(self, columns, table, grouped)
+            head = self._head(columns, (table.address, grouped.address))
+            key = IndexKey(len(columns.names), columns.key_bytes)
+            self._launch(key, head, _columns(None, columns), (index.columns, table, grouped))
+            self._count("indexes")
+            return index
+
+    def submit(
+        self,
+        left: Table,
+        right: Table | JoinIndex,
+        on: On | None = None,
+        *,
+        how: str = "inner",
+        capacity: SupportsIndex | None = None,
+    ) -> PendingJoin:
+        """Begins a join and does not wait: `result()` does.
+
+        `on` names the key columns; it may be left out where both sides are key columns or an index.
+        `capacity`: room for so many rows of the result; None for as many as the left side has.  If
+        it is too small the join is repeated.  Raises InputError that names the column,
+        OutOfMemoryError, DriverError, ClosedError; nothing was submitted then.
+        """
+        if how != "inner":
+            raise InputError(f'how={how!r}: "inner" is possible')
+        lefts = rights = None
+        if on is not None:
+            lefts, rights = names_of(on)
+        if isinstance(right, JoinIndex):
+            if right.joiner is not self:
+                raise InputError("the index was built by another joiner, and is of use to it alone")
+            own = right.columns
+            if rights is not None and rights != lefts:  # else `on` names the left columns alone
+                own.require_names(rights)
+        else:
+            own = right = self._side(right, rights)
+        side = self._side(left, lefts)
+        check_same_types(side, own)
+        room = side.rows if capacity is None else whole_number(capacity, "capacity", 0, LARGEST)
+        pending = PendingJoin(self, side, right, room)
+        self._count("joins")
+        return pending
+
+    def join(
+        self,
+        left: Table,
+        right: Table | JoinIndex,
+        on: On | None = None,
+        *,
+        how: str = "inner",
+        capacity: SupportsIndex | None = None,
+    ) -> JoinResult:
+        """`submit` and `result` in one."""
+        return self.submit(left, right, on, how=how, capacity=capacity).result()
+
+    def statistics(self) -> JoinStatistics:
+        """Counts and bytes, taken at one moment."""
+        with self._lock:
+            return JoinStatistics(
+                **self._counts,
+                waits=self._ring.waits,
+                growths=self._workspace.growths,
+                workspace_bytes=self._workspace.nbytes,
+                output_bytes=self._outputs.nbytes,
+                kernels_compiled=self.device.modules.statistics().compiles,
+                cache=self.cache.statistics(),
+            )
+
+    # --- a join
+    def _side(self, table: Table, names: tuple[str, ...] | None) -> KeyColumns:
+        if names is None:
+            if not isinstance(table, KeyColumns):
+                raise InputError("on=… is needed: the names of the key columns")
+            names = table.names
+        self._require_open()
+        return KeyColumns.of(self.device, self.stream, table, names)
+
+    def _start(
+        self, left: KeyColumns, right: KeyColumns | JoinIndex, capacity: int
+    ) -> tuple[JoinKey, Lease, Turn]:
+        """Launches a join with room for `capacity` rows."""
+        with self._lock:
+            self._ready()
+            index = right if isinstance(right, JoinIndex) else None
+            columns = right.columns if isinstance(right, JoinIndex) else right
+            left.require_open()
+            columns.require_open()
+            key = self._key(
+                JoinKind.INNER if index is None else JoinKind.INDEXED_INNER, left, capacity
+            )
+            try:
+                lease = self._reserve(key, columns)
+            except OutOfMemoryError:
+                self._outputs.clear()
+                lease = self._reserve(key, columns)
+            if index is None:
+                tables = self._workspace.slots, self._workspace.grouped
+            else:
+                tables = index.table.address, index.grouped.address  # ClosedError if it is closed
+            head = self._head(columns, tables, left, key, lease)
+            turn = self._launch(key, head, _columns(left, columns), (left, right))
+            return key, lease, turn
+
+    def _reserve(self, key: JoinKey, right: KeyColumns) -> Lease:
+        """All memory that a join needs; that of its result is leased."""
+        if key.kind is JoinKind.INNER:
+            self._workspace.reserve_table(right.slots)
+            self._workspace.reserve_build(right.rows)
+        self._workspace.reserve_probe(key.probe, key.scan)
+        return self._outputs.take(key.output)
+
+    def _key(self, kind: JoinKind, left: KeyColumns, capacity: int) -> JoinKey:
+        # Capacities of one class share their bit length: cheaper to work out than the class.
+        known = (kind, left.sizes, left.probe, (max(capacity, 1) - 1).bit_length())
+        key = self._keys.get(known)
+        if key is None:
+            key = JoinKey.of(kind, len(left.sizes), left.key_bytes, left.rows, capacity)
+            self._keys[known] = key
+        return key
+
+    def _head(
+        self,
+        right: KeyColumns,
+        tables: tuple[int, int],
+        left: KeyColumns | None = None,
+        key: JoinKey | None = None,
+        lease: Lease | None = None,
+    ) -> tuple[int, ...]:
+        """The fields of `block.BLOCK` that the host writes."""
+        work, ring = self._workspace, self._ring
+        out = 0 if lease is None else lease.buffer.address
+        capacity = 0 if key is None else key.output
+        return (
+            ring.turns + 1,
+            *tables,
+            work.slot_of,
+            work.rank,
+            work.found,
+            work.offsets,
+            work.sums,
+            out,
+            out + 4 * capacity,
+            ring.next_done,
+            0 if left is None else left.rows,
+            right.rows,
+            right.slots - 1,
+            capacity,
+            len(right.sizes),
+            key is not None and key.kind is JoinKind.INNER,
+        )
+
+    def _launch(
+        self,
+        key: JoinKey | IndexKey,
+        head: tuple[int, ...],
+        columns: tuple[tuple[int, int, int], ...],
+        keep: tuple[object, ...],
+    ) -> Turn:
+        """Puts a block into the ring and launches the key's chain."""
+        turn = self._ring.enter(head, columns, keep)
+        if self._use_graphs:
+            while not self.cache.replay(key, self.stream):
+                self.cache.get_or_capture(key, lambda: self._captured(key))
+            self._count("replays")
+        else:
+            require_no_capture(self.stream)
+            self._launch_chain(key, self.stream, programmatic=False)
+            self._count("eager")
+        self._ring.launched(turn)
+        return turn
+
+    def _captured(self, key: JoinKey | IndexKey) -> GraphExec:
+        programmatic = self.device.capabilities.programmatic_launch
+        with capture(self._captures) as under_way:
+            self._launch_chain(key, self._captures, programmatic=programmatic)
+        return under_way.graph.instantiate(upload=self.stream)
+
+    def _launch_chain(self, key: JoinKey | IndexKey, stream: Stream, *, programmatic: bool) -> None:
+        ring = self._ring
+        for one in chain_of(key, self.device.properties.multiprocessors):
+            first = (ring.pinned, ring.state) if one.kernel == "begin" else ()
+            config = one.config(programmatic=programmatic)
+            launch(stream, self._kernels[one.kernel], config, *first, ring.block, *one.numbers)
+
+    def _ready(self) -> None:
+        """Raises ClosedError, or makes the device's state certain."""
+        self._require_open()
+        if self._ring.uncertain:
+            require_no_capture(self.stream)
+            self._ring.recover()
+            self._workspace.clean()
+            self._count("recoveries")
+            self._ring.uncertain = False
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self._counts[what] += 1
+
+    # --- lifetime
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the joiner is closed; make another")
+        self.device.context.require_open()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Waits for the joins under way and gives all memory back but that of results.  Idempotent.
+
+        Joins whose result was not asked for by then have none.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if not self.stream.closed and not self.device.context.closed:
+                with suppress(DriverError):  # all memory waits for the device by itself
+                    self.stream.synchronize()
+            self._closed = True
+            self._ring.close()
+            self.cache.close()
+            self._outputs.clear()
+            self._workspace.close()
+            self._captures.close()
+            if self._own_stream:
+                self.stream.close()
+
+
+_COUNTED = ("joins", "indexes", "retries", "replays", "eager", "recoveries")
+
+
+def _columns(left: KeyColumns | None, right: KeyColumns) -> tuple[tuple[int, int, int], ...]:
+    """The records of `block.COLUMN`."""
+    lefts = (0,) * len(right.sizes) if left is None else left.addresses
+    return tuple(zip(lefts, right.addresses, right.sizes, strict=True))
+
+
+# ------------------------------------------------------------------------------ without a joiner
+
+_default: list[Joiner] = []
+_default_lock = new_lock()
+
+
+def _default_joiner() -> Joiner:
+    """One for the process, on the device that `open_device()` gives."""
+    with _default_lock:
+        if not _default or _default[0].closed or _default[0].device.context.closed:
+            _default[:] = [Joiner(open_device())]
+        return _default[0]
+
+
+def hash_join(
+    left: Table,
+    right: Table | JoinIndex,
+    on: On | None = None,
+    *,
+    how: str = "inner",
+    joiner: Joiner | None = None,
+    capacity: SupportsIndex | None = None,
+) -> JoinResult:
+    """Joins two tables on equal keys: all pairs of row numbers whose key columns are equal.
+
+    `left` and `right`: a mapping of names to arrays, an Arrow table, or `KeyColumns`; `right` also
+    a `JoinIndex`.  Key columns are one-dimensional, of 32- or 64-bit integers, without nulls, and
+    of the same type on both sides.  `on`: their names.  `joiner`: one of the process, on the device
+    that `open_device()` gives, if None.  See `Joiner.submit` for the rest and the errors.
+    """
+    chosen = right.joiner if isinstance(right, JoinIndex) and joiner is None else joiner
+    return (chosen or _default_joiner()).join(left, right, on, how=how, capacity=capacity)
+
+
+def build_index(right: Table, on: On | None = None, *, joiner: Joiner | None = None) -> JoinIndex:
+    """A hash index of a table's key columns, for many joins.  See `Joiner.build_index`."""
+    return (joiner or _default_joiner()).build_index(right, on)

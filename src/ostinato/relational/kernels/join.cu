@@ -1,0 +1,419 @@
+// A hash join: count, scan, materialize.  Every kernel reads its sizes and addresses from one block in
+// device memory (layout.cuh, made from ostinato/relational/block.py), so that a captured graph of them
+// serves every join of its key.
+//
+//   begin        takes the block of this join from the host's ring
+//   insert       each right row finds or claims the slot of its key, and a place in the slot's group
+//   starts       each group gets its part of `grouped`
+//   probe        each left row looks its slot up; the first level of the scan over the counts.  The blocks
+//                behind those put right rows into their groups (`fill`)
+//   scan, add    the upper levels of the scan; the last `scan` compares the total with the capacity
+//   materialize  writes pairs of row numbers, the same number of them in each block.  The blocks behind
+//                those empty the table
+//
+// Memory rules:
+// * What `begin` wrote and the input columns do not change until the graph ends, and they are read as
+//   ordinary memory: `begin` starts only when all work before it has ended, so L1 holds no old line of
+//   them.  No pointer to them is __restrict__, or the loads could move to before the wait.
+// * What other kernels of the graph write is read past L1 (`fresh`): a kernel may become resident before
+//   the one before it has ended (programmatic launch), so L1 may hold old lines.
+// * Every block waits for the previous kernel first, also one with nothing to do: the next kernel's wait
+//   stands for all before.
+#ifdef EMULATED
+#include "emulate.h"
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define fresh(p) (*(p))
+DEVICE uint4 fresh4(const void* p) { return *static_cast<const uint4*>(p); }
+DEVICE void publish(volatile u64* p, u64 v) { *p = v; }
+#else
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+#define fresh(p) __ldcg(p)
+DEVICE uint4 fresh4(const void* p) { return __ldcg(static_cast<const uint4*>(p)); }
+DEVICE void publish(volatile u64* p, u64 v) { *p = v; }
+#if __CUDA_ARCH__ >= 900
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void wait_for_previous() {}
+DEVICE void start_next() {}
+#endif
+#endif
+
+#include "layout.cuh"
+
+constexpr u32 THREADS = 256, WARPS = THREADS / 32, FULL = 0xffffffffu;
+constexpr u32 ITEMS = TILE / THREADS;
+constexpr u32 SPAN = 1024;  // left rows whose offsets `materialize` keeps in shared memory
+static_assert(TILE % THREADS == 0, "tile");
+
+template <class T> DEVICE T* pointer(u64 address) { return reinterpret_cast<T*>(address); }
+
+DEVICE void begin_kernel() {
+    wait_for_previous();
+    start_next();
+}
+
+// ------------------------------------------------------------------------------------------- keys
+
+DEVICE u64 mixed(u64 h) {  // the finalizer of MurmurHash3
+    h ^= h >> 33;
+    h *= 0xff51afd7ed558ccdull;
+    h ^= h >> 33;
+    h *= 0xc4ceb9fe1a85ec53ull;
+    return h ^ h >> 33;
+}
+
+// The key columns of a join.  What the host wrote does not change after `begin`.
+struct Keys {
+    const Column* columns;
+    u32 arity;
+
+    DEVICE explicit Keys(const Block* block)
+        : columns(reinterpret_cast<const Column*>(block + 1)), arity(block->arity) {}
+
+    DEVICE static u64 value(u64 address, u32 nbytes, u32 row) {
+        return nbytes == 8 ? pointer<const u64>(address)[row] : pointer<const u32>(address)[row];
+    }
+    template <bool RIGHT> DEVICE u64 hash(u32 row) const {
+        u64 h = 0;
+        for (u32 c = 0; c < arity; c++) {
+            const u64 address = RIGHT ? columns[c].right : columns[c].left;
+            h = mixed(h + 0x9e3779b97f4a7c15ull + value(address, columns[c].nbytes, row));
+        }
+        return h;
+    }
+    // Whether a row of the left (or, with RIGHT, of the right) side has the key of a right row.
+    template <bool RIGHT> DEVICE bool same(u32 row, u32 right) const {
+        for (u32 c = 0; c < arity; c++) {
+            const u64 other = columns[c].right;
+            const u64 own = RIGHT ? other : columns[c].left;
+            const u32 nbytes = columns[c].nbytes;
+            if (value(own, nbytes, row) != value(other, nbytes, right)) return false;
+        }
+        return true;
+    }
+};
+
+DEVICE u32 tag_of(u64 hash) { return static_cast<u32>(hash >> 32); }
+
+// ------------------------------------------------------------------------------------------- scan
+
+// The sum of `value` over the threads before this one; `sum` is that of all.  All threads call it.
+DEVICE u64 scanned(u64 value, u64& sum) {
+    __shared__ u64 warps[WARPS];
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u64 upto = value;
+    for (u32 distance = 1; distance < 32; distance *= 2) {
+        const u64 other = __shfl_up_sync(FULL, upto, distance);
+        if (lane >= distance) upto += other;
+    }
+    __syncthreads();  // `warps` of a call before
+    if (lane == 31) warps[warp] = upto;
+    __syncthreads();
+    u64 before = 0;
+    sum = 0;
+    for (u32 w = 0; w < WARPS; w++) {
+        if (w < warp) before += warps[w];
+        sum += warps[w];
+    }
+    return before + upto - value;
+}
+
+DEVICE void set_total(Block* block, u64 total) {
+    block->total = total;
+    block->overflow = total > block->capacity;
+}
+
+// ------------------------------------------------------------------------------------------ kernels
+
+// One block.  `state`: joins that began so far.  The entry of the ring must be of the next join; if it is
+// not (this graph was launched by somebody else), there is nothing to do, and nothing is counted.
+KERNEL __launch_bounds__(THREADS) begin(const u64* ring, u64* state, Block* block, u32 words) {
+    const u64 turn = fresh(state);
+    const volatile u64* const entry = ring + turn % RING_DEPTH * (RING_PITCH / 8);
+    u64* const own = reinterpret_cast<u64*>(block);
+    const bool next = entry[0] == turn + 1;
+    for (u32 i = threadIdx.x; i < words; i += THREADS) {
+        const u64 word = entry[i];
+        own[i] = next ? word : 0;
+    }
+    __syncthreads();  // all have read `state`
+    if (threadIdx.x == 0 && next) *state = turn + 1;
+    start_next();
+}
+
+KERNEL __launch_bounds__(THREADS) insert(Block* block) {
+    begin_kernel();
+    const Keys keys(block);
+    const u64 rows = block->right_rows;
+    const u32 mask = block->mask;
+    Slot* const slots = pointer<Slot>(block->slots);
+    u32* const slot_of = pointer<u32>(block->slot_of);
+    u32* const rank = pointer<u32>(block->rank);
+    const u32 lane = threadIdx.x % 32;
+    for (u64 first = static_cast<u64>(blockIdx.x) * THREADS; first < rows;
+         first += static_cast<u64>(gridDim.x) * THREADS) {
+        const u64 wide = first + threadIdx.x;
+        const bool active = wide < rows;
+        const u32 row = static_cast<u32>(wide);
+        u32 at = 0;
+        if (active) {
+            const u64 hash = keys.hash<true>(row);
+            const u64 own = static_cast<u64>(tag_of(hash)) << 32 | (row + 1);
+            at = static_cast<u32>(hash) & mask;
+            // The table is at most half full, so there is an empty slot.
+            while (true) {
+                u64* const owner = reinterpret_cast<u64*>(slots + at);
+                u64 seen = fresh(owner);
+                if (!seen) seen = atomicCAS(owner, 0ull, own);
+                if (!seen) break;
+                if (static_cast<u32>(seen >> 32) == tag_of(hash) &&
+                    keys.same<true>(row, static_cast<u32>(seen) - 1))
+                    break;
+                at = (at + 1) & mask;
+            }
+        }
+        // Rows of a warp with the same slot count together: all keys may be equal.
+        const u32 peers = __match_any_sync(FULL, active ? static_cast<u64>(at) : ~0ull);
+        const int leader = __ffs(peers) - 1;
+        u32 before = 0;
+        if (active && lane == static_cast<u32>(leader))
+            before = atomicAdd(&slots[at].count, static_cast<u32>(__popc(peers)));
+        before = __shfl_sync(FULL, before, leader);
+        if (active) {
+            slot_of[row] = at;
+            rank[row] = before + __popc(peers & ((1u << lane) - 1));
+        }
+    }
+}
+
+KERNEL __launch_bounds__(THREADS) starts(Block* block) {
+    __shared__ u32 given;
+    begin_kernel();
+    const u64 rows = block->right_rows;
+    Slot* const slots = pointer<Slot>(block->slots);
+    const u32* const slot_of = pointer<const u32>(block->slot_of);
+    const u32* const rank = pointer<const u32>(block->rank);
+    for (u64 first = static_cast<u64>(blockIdx.x) * THREADS; first < rows;
+         first += static_cast<u64>(gridDim.x) * THREADS) {
+        const u64 row = first + threadIdx.x;
+        u32 at = 0, count = 0;
+        if (row < rows && fresh(rank + row) == 0) {  // one row of each group
+            at = fresh(slot_of + row);
+            count = fresh(&slots[at].count);
+        }
+        u64 sum;
+        const u32 before = static_cast<u32>(scanned(count, sum));
+        if (threadIdx.x == 0) given = sum ? atomicAdd(&block->groups, static_cast<u32>(sum)) : 0;
+        __syncthreads();
+        if (count) slots[at].start = given + before;
+    }  // `scanned` of the next round keeps `given` until all have read it
+}
+
+// Puts right rows into their groups.
+DEVICE void fill_groups(const Block* block, u32 first_block) {
+    const u64 rows = block->right_rows;
+    const Slot* const slots = pointer<const Slot>(block->slots);
+    const u32* const slot_of = pointer<const u32>(block->slot_of);
+    const u32* const rank = pointer<const u32>(block->rank);
+    u32* const grouped = pointer<u32>(block->grouped);
+    const u64 stride = static_cast<u64>(gridDim.x - first_block) * THREADS;
+    for (u64 row = static_cast<u64>(blockIdx.x - first_block) * THREADS + threadIdx.x; row < rows;
+         row += stride)
+        grouped[fresh(&slots[fresh(slot_of + row)].start) + fresh(rank + row)] =
+            static_cast<u32>(row);
+}
+
+// All blocks' work is in memory; the last block tells the host.
+DEVICE void finish(Block* block) {
+    __syncthreads();
+    if (threadIdx.x) return;
+    __threadfence();
+    if (atomicAdd(&block->ticket, 1u) != gridDim.x - 1) return;
+    __threadfence();
+    Done* const done = pointer<Done>(block->done);
+    if (!done) return;
+    publish(&done->total, fresh(&block->total));
+    publish(&done->overflow, fresh(&block->overflow));
+    __threadfence_system();
+    publish(&done->sequence, block->sequence);
+}
+
+KERNEL __launch_bounds__(THREADS) fill(Block* block) {
+    begin_kernel();
+    fill_groups(block, 0);
+    finish(block);
+}
+
+KERNEL __launch_bounds__(THREADS) probe(Block* block, u32 probe_blocks) {
+    begin_kernel();
+    if (blockIdx.x >= probe_blocks) {
+        fill_groups(block, probe_blocks);
+        return;
+    }
+    const u32 rows = block->left_rows;
+    const u64 wide = static_cast<u64>(blockIdx.x) * THREADS + threadIdx.x;
+    const u32 row = static_cast<u32>(wide);
+    if (wide - threadIdx.x >= rows && probe_blocks > 1) return;  // a whole block has nothing to do
+    u32 count = 0, start = 0;
+    if (wide < rows) {
+        const Keys keys(block);
+        const u32 mask = block->mask;
+        const Slot* const slots = pointer<const Slot>(block->slots);
+        const u64 hash = keys.hash<false>(row);
+        u32 at = static_cast<u32>(hash) & mask;
+        while (true) {
+            const uint4 slot = fresh4(slots + at);  // row, tag, count, start
+            if (!slot.x) break;
+            if (slot.y == tag_of(hash) && keys.same<false>(row, slot.x - 1)) {
+                count = slot.z;
+                start = slot.w;
+                break;
+            }
+            at = (at + 1) & mask;
+        }
+    }
+    u64 sum;
+    const u64 before = scanned(count, sum);
+    if (wide < rows) {
+        pointer<u64>(block->offsets)[row] = before;
+        pointer<u32>(block->found)[row] = start;
+    }
+    if (threadIdx.x == 0) {
+        if (probe_blocks == 1) {
+            set_total(block, sum);
+        } else {
+            pointer<u64>(block->sums)[blockIdx.x] = sum;
+        }
+    }
+}
+
+// How many elements a level of the scan has: level 0 are the left rows.
+DEVICE u64 level_size(const Block* block, u32 level) {
+    return (block->left_rows + (1ull << 8 * level) - 1) >> 8 * level;
+}
+
+// Scans level `level` of the block sums, which begins at `own`, block by block; a block's sum goes to the
+// level above, at `above`.
+KERNEL __launch_bounds__(THREADS) scan(Block* block, u32 level, u32 own, u32 above) {
+    begin_kernel();
+    const u64 size = level_size(block, level);
+    const u64 at = static_cast<u64>(blockIdx.x) * THREADS + threadIdx.x;
+    if (at - threadIdx.x >= size && gridDim.x > 1) return;
+    u64* const sums = pointer<u64>(block->sums);
+    u64 sum;
+    const u64 before = scanned(at < size ? fresh(sums + own + at) : 0, sum);
+    if (at < size) sums[own + at] = before;
+    if (threadIdx.x == 0) {
+        if (gridDim.x == 1) {
+            set_total(block, sum);
+        } else {
+            sums[above + blockIdx.x] = sum;
+        }
+    }
+}
+
+// Adds the level above, at `above`, to level `level` at `own`, or to the left rows' offsets (level 0).
+KERNEL __launch_bounds__(THREADS) add(Block* block, u32 level, u32 own, u32 above) {
+    begin_kernel();
+    const u64 at = static_cast<u64>(blockIdx.x) * THREADS + threadIdx.x;
+    if (at >= level_size(block, level)) return;
+    u64* const sums = pointer<u64>(block->sums);
+    u64* const values = level ? sums + own : pointer<u64>(block->offsets);
+    values[at] = fresh(values + at) + fresh(sums + above + blockIdx.x);
+}
+
+// A search by all threads of a block for the last left row whose matches start at or before `output`.
+// Rows before `first` are known to, rows from `first + size` on are known not to.
+struct Search {
+    u64 output;
+    u32 first, size;
+
+    DEVICE u32 step() const { return (size + THREADS - 1) / THREADS; }
+    DEVICE bool passed(const u64* offsets) const {  // by this thread's sample
+        const u64 ahead = static_cast<u64>(threadIdx.x) * step();
+        return ahead < size && fresh(offsets + first + ahead) <= output;
+    }
+    DEVICE void narrow(u32 samples_passed) {  // the first always does
+        const u32 skipped = (samples_passed - 1) * step();
+        size = min(step(), size - skipped);
+        first += skipped;
+    }
+};
+
+KERNEL __launch_bounds__(THREADS) materialize(Block* block, u32 tile_blocks) {
+    __shared__ u64 near[SPAN];
+    begin_kernel();
+    if (blockIdx.x >= tile_blocks) {  // the probe is over: the table is emptied for the next join
+        if (block->clear) {
+            uint4* const slots = pointer<uint4>(block->slots);
+            const u64 count = static_cast<u64>(block->mask) + 1;
+            const u64 stride = static_cast<u64>(gridDim.x - tile_blocks) * THREADS;
+            for (u64 at = static_cast<u64>(blockIdx.x - tile_blocks) * THREADS + threadIdx.x;
+                 at < count; at += stride)
+                slots[at] = make_uint4(0, 0, 0, 0);
+        }
+        finish(block);
+        return;
+    }
+    const u64 total = fresh(&block->overflow) ? 0 : fresh(&block->total);
+    const u64* const offsets = pointer<const u64>(block->offsets);
+    const u32* const found = pointer<const u32>(block->found);
+    const u32* const grouped = pointer<const u32>(block->grouped);
+    u32* const left_out = pointer<u32>(block->left_out);
+    u32* const right_out = pointer<u32>(block->right_out);
+    const u32 rows = block->left_rows;
+    for (u64 start = static_cast<u64>(blockIdx.x) * TILE; start < total;
+         start += static_cast<u64>(tile_blocks) * TILE) {
+        const u64 end = min(start + TILE, total);
+        Search low{start, 0, rows}, high{end - 1, 0, rows};  // sizes shrink together
+        while (low.size > 1 || high.size > 1) {
+            const bool below = low.passed(offsets), above = high.passed(offsets);
+            low.narrow(__syncthreads_count(below));
+            high.narrow(__syncthreads_count(above));
+        }
+        const u64* const here = offsets + low.first;
+        const u32 span = high.first - low.first + 1;
+        const bool close = span <= SPAN;
+        if (close) {
+            for (u32 i = threadIdx.x; i < span; i += THREADS) near[i] = fresh(here + i);
+            __syncthreads();
+        }
+        // All items of a thread together, so that their reads overlap.
+        u64 output[ITEMS];
+        u32 at[ITEMS];  // left rows, from low.first
+#pragma unroll
+        for (u32 i = 0; i < ITEMS; i++) {
+            output[i] = min(start + i * THREADS + threadIdx.x, end - 1);
+            at[i] = 0;
+        }
+        for (u32 ahead = span > 1 ? 1u << (31 - __clz(span - 1)) : 0; ahead; ahead /= 2) {
+#pragma unroll
+            for (u32 i = 0; i < ITEMS; i++) {
+                const u32 next = at[i] + ahead;
+                if (next < span && (close ? near[next] : fresh(here + next)) <= output[i])
+                    at[i] = next;
+            }
+        }
+        u32 place[ITEMS];
+#pragma unroll
+        for (u32 i = 0; i < ITEMS; i++) {
+            const u64 offset = close ? near[at[i]] : fresh(here + at[i]);
+            place[i] = fresh(found + low.first + at[i]) + static_cast<u32>(output[i] - offset);
+        }
+#pragma unroll
+        for (u32 i = 0; i < ITEMS; i++) {
+            const u32 right = fresh(grouped + place[i]);
+            if (start + i * THREADS + threadIdx.x < end) {
+                left_out[output[i]] = low.first + at[i];
+                right_out[output[i]] = right;
+            }
+        }
+        __syncthreads();  // `near` is read
+    }
+    finish(block);
+}

@@ -1,0 +1,166 @@
+"""Which joins share a graph: join keys and scan topologies.  Pure; no driver, no I/O.
+
+A join's kernels read row counts and addresses from memory, so its graph depends on little: which
+kernels there are, and their grids.  `JoinKey` is just that.  Two joins share a graph exactly if
+their keys are equal.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import SupportsIndex
+
+from ostinato.cache import capacity_class
+from ostinato.errors import InputError
+
+__all__ = [
+    "LARGEST",
+    "MAX_ARITY",
+    "NODE_LAYOUT",
+    "SCAN_BLOCK",
+    "IndexKey",
+    "JoinKey",
+    "JoinKind",
+    "ScanTopology",
+    "scan_topology",
+    "table_slots",
+    "whole_number",
+]
+
+LARGEST = 2**32 - 1
+"""The largest capacity class; row counts are below it."""
+MAX_ARITY = 255
+"""The most key columns that a join may have."""
+SCAN_BLOCK = 256
+"""Elements that one block scans."""
+NODE_LAYOUT = 1
+"""Version of the nodes of a join's graph: their order, grids and arguments."""
+
+
+class JoinKind(enum.StrEnum):
+    """What a join's graph does."""
+
+    INNER = "inner"
+    """Builds a hash index of the right side, uses it once and clears it."""
+    INDEXED_INNER = "indexed inner"
+    """Uses an index that `build_index` made."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanTopology:
+    """The kernels of a multi-block exclusive scan with blocks of 256.
+
+    `scratch`: elements of each level of block sums, from the lowest; empty if one block does it.
+    """
+
+    kernels: int
+    scratch: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kernels}{[*self.scratch]}"
+
+
+def scan_topology(rows: SupportsIndex) -> ScanTopology:
+    """The topology of a scan over `rows` elements.
+
+    0 rows need no kernels; up to 256 one; more need a level of block sums for each factor of 256,
+    and each level two kernels: one that scans it and one that adds it to the level below.
+    Raises InputError unless 0 <= rows <= 2**32 - 1.
+    """
+    left = whole_number(rows, "rows", 0, LARGEST)
+    if left == 0:
+        return ScanTopology(0, ())
+    scratch = []
+    while left > SCAN_BLOCK:
+        left = -(-left // SCAN_BLOCK)
+        scratch.append(left)
+    return ScanTopology(1 + 2 * len(scratch), tuple(scratch))
+
+
+def table_slots(rows: int) -> int:
+    """Slots of the hash table of so many rows: a power of two, at least twice as many."""
+    return max(2, 1 << (2 * rows - 1).bit_length()) if rows else 2
+
+
+@dataclass(frozen=True, slots=True)
+class JoinKey:
+    """What the graph of a join depends on.
+
+    `arity`: key columns, 1 to 255.  `key_bytes`: bytes of one row's key, 4 or 8 a column.  `probe`
+    and `output`: capacity classes of the probe side's rows and of the result.  `scan`: the topology
+    of the scan over the probe class.  `layout`: version of the graph's nodes.
+
+    Raises InputError for values outside these bounds, for classes that are no capacity classes, and
+    for a topology of another class.
+    """
+
+    kind: JoinKind
+    arity: int
+    key_bytes: int
+    probe: int
+    output: int
+    scan: ScanTopology
+    layout: int = NODE_LAYOUT
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "kind", JoinKind(self.kind))
+        _check_columns(self.arity, self.key_bytes)
+        for name, value in (("probe", self.probe), ("output", self.output)):
+            if capacity_class(value) != value:
+                raise InputError(f"{name}={value} is no capacity class: a power of two, or 2**32-1")
+        if self.scan != scan_topology(self.probe):
+            raise InputError(f"scan={self.scan}: probe class {self.probe} has another topology")
+        put(self, "_hash", hash((self.kind, self.arity, self.key_bytes, self.probe, self.output)))
+
+    @classmethod
+    def of(cls, kind: JoinKind, arity: int, key_bytes: int, rows: int, capacity: int) -> JoinKey:
+        """The key of a join of `rows` probe rows with room for `capacity` output rows."""
+        probe = capacity_class(rows)
+        return cls(kind, arity, key_bytes, probe, capacity_class(capacity), scan_topology(probe))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}, {self.arity} columns of {self.key_bytes} bytes, probe {self.probe}, "
+            f"output {self.output}, scan {self.scan}, layout {self.layout}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexKey:
+    """What the graph depends on that builds an index.  Raises InputError like `JoinKey`."""
+
+    arity: int
+    key_bytes: int
+    layout: int = NODE_LAYOUT
+
+    def __post_init__(self) -> None:
+        _check_columns(self.arity, self.key_bytes)
+
+    def __str__(self) -> str:
+        return f"index, {self.arity} columns of {self.key_bytes} bytes, layout {self.layout}"
+
+
+def _check_columns(arity: int, key_bytes: int) -> None:
+    whole_number(arity, "arity", 1, MAX_ARITY)
+    if not 4 * arity <= key_bytes <= 8 * arity or key_bytes % 4:
+        raise InputError(
+            f"key_bytes={key_bytes}: {arity} columns of 4 or 8 bytes have {4 * arity} to "
+            f"{8 * arity} bytes"
+        )
+
+
+def whole_number(value: SupportsIndex, what: str, least: int, most: int) -> int:
+    """`value` as an int.  Raises InputError, with `what` in it, if it is none or out of bounds."""
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise InputError(f"{what} is {value!r}; a whole number is needed") from None
+    if isinstance(value, bool) or not least <= number <= most:
+        raise InputError(f"{what}={value!r}: {least} to {most} are possible")
+    return number

@@ -1,0 +1,87 @@
+"""What a join gives, and what a joiner answers of itself."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato import Buffer, Stream
+from ostinato.cache import CacheStatistics
+from ostinato.relational.keys import JoinKey
+from ostinato.relational.workspace import Lease
+
+__all__ = ["JoinResult", "JoinStatistics"]
+
+Rows: TypeAlias = npt.NDArray[np.uint32]
+
+
+class JoinResult:
+    """The result of a join: pairs of row numbers, in no particular order.
+
+    `left_rows` and `right_rows` are device buffers, uint32, of `len(result)` elements; they may be
+    kept after the result.  Their memory is used for later joins once nothing refers to it: work on
+    other streams that reads them must be done by then, or the joiner's stream must wait for it.
+    """
+
+    def __init__(
+        self, stream: Stream, key: JoinKey, lease: Lease, total: int, retries: int
+    ) -> None:
+        self._stream = stream
+        self.key = key
+        """The key of the graph that wrote it."""
+        self.retries = retries
+        """How often the join was repeated because its result did not fit."""
+        self._lease, self._total = lease, total
+
+    @functools.cached_property
+    def left_rows(self) -> Buffer:
+        """Row numbers of the left side; uint32, on the device."""
+        return self._lease.rows(0, self._total)
+
+    @functools.cached_property
+    def right_rows(self) -> Buffer:
+        """Row numbers of the right side, in the same order."""
+        return self._lease.rows(1, self._total)
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __repr__(self) -> str:
+        return f"<JoinResult {len(self)} rows on {self._stream.context.driver.name}>"
+
+    def to_numpy(self) -> tuple[Rows, Rows]:
+        """Copies of the left and the right row numbers.  Waits for the joiner's stream."""
+        return self.left_rows.to_numpy(self._stream), self.right_rows.to_numpy(self._stream)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinStatistics:
+    """What a joiner did since it was made."""
+
+    joins: int
+    """Joins submitted, repetitions not counted."""
+    indexes: int
+    """Indexes built."""
+    retries: int
+    """Joins repeated because their result did not fit."""
+    replays: int
+    """Launches of a graph."""
+    eager: int
+    """Chains launched kernel by kernel instead."""
+    waits: int
+    """How often a join had to wait because all entries of the ring were in use."""
+    recoveries: int
+    """How often the device's state was set again after a failed launch."""
+    growths: int
+    """How often the workspace took memory."""
+    workspace_bytes: int
+    output_bytes: int
+    """Result buffers that wait for later joins."""
+    kernels_compiled: int
+    """By the device's module cache, for whoever asked."""
+    cache: CacheStatistics
+    """Of the graphs: `captures`, `hits`, and a line for each key."""

@@ -1,0 +1,177 @@
+"""The ring of pinned memory through which a joiner and the device speak.
+
+    host                       entry and word of turn % depth   device, in stream order
+    enter: pack the block ───▶ entry ───────────────────────▶ begin: block, state = turn + 1
+    launch the chain ───────────────────────────────────────▶ insert … materialize
+    look, wait ◀────────────── DONE ◀──────────────────────── the last block of the last kernel
+
+An entry is used again only once its turn is done.  `begin` takes an entry only if it is of the next
+turn; so a graph that somebody else launches does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+
+from ostinato import Buffer, Device, Stream
+from ostinato.driver.forking import new_lock
+from ostinato.errors import ClosedError, GraphError
+from ostinato.relational.block import DONE, MAX_BYTES, RING_DEPTH, RING_PITCH, pack
+
+__all__ = ["Ring", "Turn"]
+
+_SPINS = 100
+"""Looks at a turn's word before the stream is asked."""
+
+
+class Turn:
+    """One launch of a chain.
+
+    `keep` lives until it is `done`; `total` and `overflow` are known from then on.
+    """
+
+    __slots__ = ("done", "keep", "number", "overflow", "total")
+
+    def __init__(self, number: int, keep: tuple[object, ...]) -> None:
+        self.number = number
+        self.keep = keep
+        self.done = False
+        self.total = self.overflow = 0
+
+
+class Ring:
+    """Entries for the blocks of joins, and the words that say that they are done.
+
+    `enter`, `launched` and `recover` are for one thread at a time; the rest is thread-safe.
+    """
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self._stream = stream
+        self._context = device.context
+        self._entry_bytes = RING_DEPTH * RING_PITCH
+        self.pinned = device.pinned(self._entry_bytes + RING_DEPTH * DONE.itemsize)
+        """What `begin` reads and the last kernel writes."""
+        self.state = device.zeros(1, np.uint64)
+        """How many turns `begin` has taken."""
+        self.block = device.zeros(MAX_BYTES)
+        """The block of the join under way, on the device."""
+        self.pinned.array[:] = 0
+        bytes_ = self.pinned.array.data
+        self._entries = bytes_[: self._entry_bytes]
+        self._words = bytes_[self._entry_bytes :].cast("Q")
+        self._under_way: deque[Turn] = deque()
+        self._lock = new_lock()
+        self.turns = 0
+        """Turns launched so far, as the device must have counted them."""
+        self.waits = 0
+        """How often a turn had to wait because all entries were in use."""
+        self.uncertain = False
+        """Whether the device may have counted otherwise, or been cut in the middle of a turn."""
+        self._closed = False
+        # The memory stays until the stream's work is done, also that of a ring that is dropped.
+        close = partial(_close, (self.pinned, self.state, self.block))
+        self._finalizer = weakref.finalize(self, device.context.retire, close, (stream,))
+        self._finalizer.atexit = False
+
+    # --- launching
+    @property
+    def next_done(self) -> int:
+        """The address of the next turn's DONE."""
+        return self.pinned.address + self._entry_bytes + self.turns % RING_DEPTH * DONE.itemsize
+
+    def enter(
+        self,
+        head: tuple[int, ...],
+        columns: tuple[tuple[int, int, int], ...],
+        keep: tuple[object, ...],
+    ) -> Turn:
+        """Puts the block of the next turn into its entry, as soon as that is free.
+
+        `head` and `columns` as in `block.pack`.  The turn counts, and the ring is certain again,
+        once it is `launched`.
+        """
+        under_way = self._under_way
+        while under_way and self.look(under_way[0]):
+            under_way.popleft()
+        if len(under_way) == RING_DEPTH:
+            self.waits += 1
+            self.wait(under_way[0])
+            under_way.popleft()
+        pack(self._entries, self.turns % RING_DEPTH * RING_PITCH, head, columns)
+        self.uncertain = True
+        return Turn(self.turns + 1, keep)
+
+    def launched(self, turn: Turn) -> None:
+        """The turn's chain is on the stream."""
+        self.turns = turn.number
+        self._under_way.append(turn)
+        self.uncertain = False
+
+    # --- what the device says
+    def look(self, turn: Turn) -> bool:
+        """Whether a turn is done; does not wait."""
+        if turn.done:
+            return True
+        with self._lock:  # the entry is not used again between these lines
+            at = (turn.number - 1) % RING_DEPTH * (DONE.itemsize // 8)
+            if turn.done or self._context.closed or self._closed or self._words[at] != turn.number:
+                return turn.done
+            turn.total, turn.overflow = self._words[at + 1], self._words[at + 2]
+            turn.done, turn.keep = True, ()
+            return True
+
+    def wait(self, turn: Turn) -> None:
+        """Waits until a turn is done.
+
+        Raises what the device failed with; GraphError if the turn is lost: the stream has no more
+        work, and the device did not say that it is done.
+        """
+        looks = 0
+        while not self.look(turn):
+            if self._closed:
+                raise ClosedError("the joiner was closed, and nobody had asked for this result")
+            looks += 1
+            if looks < _SPINS:
+                continue
+            if self._stream.done and not self.look(turn):
+                self.uncertain = True
+                raise GraphError(
+                    "this join was launched and did not come to its end, because a launch before "
+                    "it failed or was interrupted; submit it again"
+                )
+            time.sleep(0 if looks < 10 * _SPINS else 50e-6)
+
+    def recover(self) -> None:
+        """Waits for the stream, and makes the device's count that of this ring.
+
+        The caller sets `uncertain` once the rest of the device's state is right too.
+        """
+        self._stream.synchronize()
+        for turn in self._under_way:
+            self.look(turn)
+            turn.keep = ()
+        self._under_way.clear()
+        self.state.copy_from(np.array([self.turns], np.uint64), self._stream)
+
+    # --- lifetime
+    def close(self) -> None:
+        """Gives the memory back once the stream's work is done.  Idempotent."""
+        for turn in self._under_way:
+            self.look(turn)
+            turn.keep = ()
+        self._under_way.clear()
+        with self._lock:
+            self._closed = True
+        self._finalizer()
+        self._context.collect()
+
+
+def _close(buffers: Iterable[Buffer]) -> None:
+    for buffer in buffers:
+        buffer.close()

@@ -1,0 +1,160 @@
+"""Memory of joins: what they work in, and what their results lie in.  Both are used again.
+
+Everything here is used in the order of one stream, so memory that a join has left may be given to
+the next one without a wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from ostinato import Buffer, Device, Stream, fill
+from ostinato.cache import capacity_class
+from ostinato.errors import CaptureError
+from ostinato.relational.block import SLOT
+from ostinato.relational.keys import ScanTopology
+
+__all__ = ["Lease", "OutputPool", "Workspace", "require_no_capture"]
+
+_KEPT = 8
+"""Result buffers of one class that are kept for later joins."""
+
+
+def require_no_capture(stream: Stream) -> None:
+    """Raises CaptureError if the stream captures: what belongs to a join would go into the graph,
+    and not run."""
+    if stream.is_capturing:
+        raise CaptureError(
+            f"a join cannot be captured: {stream!r} is capturing (the capture goes on)"
+        )
+
+
+class Workspace:
+    """Scratch memory of one joiner, which grows by powers of two.
+
+    `table` is all zeros between joins.
+    """
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self._device, self._stream = device, stream
+        self._slots = self._right = self._left = self._sums = 0
+        self.table: Buffer | None = None
+        self._build: Buffer | None = None
+        self._found: Buffer | None = None
+        self._offsets: Buffer | None = None
+        self._level_sums: Buffer | None = None
+        self.growths = 0
+        """How often memory was taken."""
+        # Addresses, for the parameter block.
+        self.slots = self.slot_of = self.rank = self.grouped = 0
+        self.found = self.offsets = self.sums = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self._all())
+
+    def _all(self) -> list[Buffer]:
+        every = (self.table, self._build, self._found, self._offsets, self._level_sums)
+        return [buffer for buffer in every if buffer is not None]
+
+    def reserve_table(self, slots: int) -> None:
+        """Room for a hash table of so many slots."""
+        if slots > self._slots:
+            require_no_capture(self._stream)
+            table = self._device.empty(slots * SLOT.itemsize)
+            fill(self._stream, table, 0)
+            old, self.table = self.table, table
+            self._slots, self.slots = slots, table.address
+            self._replaced(old)
+
+    def reserve_build(self, rows: int) -> None:
+        """Room for what the building of an index of so many right rows needs."""
+        if rows > self._right:
+            capacity = capacity_class(rows)
+            build = self._device.empty((3, capacity), np.uint32)
+            old, self._build = self._build, build
+            self._right = capacity
+            self.slot_of, self.rank, self.grouped = (build[i].address for i in range(3))
+            self._replaced(old)
+
+    def reserve_probe(self, probe: int, scan: ScanTopology) -> None:
+        """Room for what the probing by a class of left rows needs."""
+        if probe > self._left:
+            found = self._device.empty(probe, np.uint32)
+            offsets = self._device.empty(probe, np.uint64)
+            old = self._found, self._offsets
+            self._found, self._offsets = found, offsets
+            self._left, self.found, self.offsets = probe, found.address, offsets.address
+            for buffer in old:
+                self._replaced(buffer)
+        sums = sum(scan.scratch)
+        if sums > self._sums:
+            buffer = self._device.empty(sums, np.uint64)
+            before, self._level_sums = self._level_sums, buffer
+            self._sums, self.sums = sums, buffer.address
+            self._replaced(before)
+
+    def _replaced(self, old: Buffer | None) -> None:
+        self.growths += 1
+        if old is not None:
+            old.close()  # freed once the joins under way are done
+
+    def clean(self) -> None:
+        """Makes the table all zeros, after a join that may not have come to its end."""
+        if self.table is not None:
+            fill(self._stream, self.table, 0)
+
+    def close(self) -> None:
+        for buffer in self._all():
+            buffer.close()
+
+
+class Lease:
+    """A buffer of a pool, which gets it back when nothing refers to the lease any more."""
+
+    __slots__ = ("__weakref__", "_pool", "buffer", "capacity")
+
+    def __init__(self, buffer: Buffer, capacity: int, pool: deque[Buffer]) -> None:
+        self.buffer = buffer
+        self.capacity = capacity
+        self._pool = pool
+
+    def __del__(self) -> None:
+        # Atomic calls only: the garbage collector may run this between any two lines.
+        if len(self._pool) < _KEPT:
+            self._pool.append(self.buffer)
+
+    def rows(self, which: int, count: int) -> Buffer:
+        """The first `count` left (0) or right (1) row numbers, keeping the lease."""
+        address = self.buffer.address + 4 * which * self.capacity
+        return Buffer(self.buffer.context, address, (count,), np.dtype(np.uint32), base=self)
+
+
+class OutputPool:
+    """Buffers for results, by capacity class: left row numbers, then right ones."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: dict[int, deque[Buffer]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait for later joins."""
+        return sum(buffer.nbytes for free in self._free.values() for buffer in tuple(free))
+
+    def take(self, capacity: int) -> Lease:
+        """Room for `capacity` pairs.  Raises OutOfMemoryError."""
+        free = self._free.setdefault(capacity, deque())
+        try:
+            buffer = free.pop()
+        except IndexError:
+            buffer = self._device.empty((2, capacity), np.uint32)
+        return Lease(buffer, capacity, free)
+
+    def clear(self) -> None:
+        """Gives back what waits for later joins."""
+        for free in self._free.values():
+            while free:
+                free.pop().close()

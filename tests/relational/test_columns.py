@@ -1,0 +1,279 @@
+"""What may be joined: arrays of several libraries; and errors that name the column."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device, open_device
+from ostinato.errors import ClosedError, InputError
+from ostinato.relational import Joiner, KeyColumns
+from ostinato.testing import HeldStream
+from tests.relational.tables import pairs
+
+ONE = {"k": np.array([1, 2])}
+
+
+def test_buffers_are_referred_to_and_arrays_copied(joiner: Joiner) -> None:
+    values = np.array([5, 6, 7])
+    buffer = joiner.device.array(values)
+    assert joiner.columns({"k": buffer}, "k").addresses == (buffer.address,)
+    columns = joiner.columns({"k": values}, "k")
+    values[:] = 0
+    assert pairs(joiner.join(columns, {"k": np.array([7])}, "k")).tolist() == [[2, 0]]
+    assert repr(columns) == f"<KeyColumns k: int64; 3 rows on {joiner.device.name}>"
+    assert (len(columns), columns.names, columns.key_bytes) == (3, ("k",), 8)
+
+
+def test_views_and_strided_arrays(joiner: Joiner) -> None:
+    values = np.arange(20, dtype=np.int32)
+    right = {"k": joiner.device.array(values)[10:]}
+    result = joiner.join({"k": values[::-3]}, right, on="k")
+    assert pairs(result).tolist() == [[0, 9], [1, 6], [2, 3], [3, 0]]
+
+
+def test_key_columns_need_no_names(joiner: Joiner) -> None:
+    left = joiner.columns({"a": np.array([1, 2])}, "a")
+    right = joiner.columns({"b": np.array([2])}, "b")
+    assert pairs(joiner.join(left, right)).tolist() == [[1, 0]]
+    assert pairs(joiner.join(left, joiner.build_index(right))).tolist() == [[1, 0]]
+    with pytest.raises(InputError, match="key columns are a, and b are asked for"):
+        joiner.join(left, right, on="b")
+    with pytest.raises(InputError, match="on=… is needed"):
+        joiner.join({"a": np.array([1])}, right)
+
+
+def test_an_arrow_table(joiner: Joiner) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    whole = arrow.table({"k": np.array([1, 2, 3]), "b": np.array([4, 5, 6], np.uint32)})
+    chunks = arrow.concat_tables([whole.slice(1), whole.slice(0, 0), whole.slice(0, 2)])
+    for left, wanted in ((whole, [[1, 0]]), (chunks, [[0, 0], [3, 0]]), (whole.slice(3), [])):
+        right = {"k": np.array([2]), "b": np.array([5], np.uint32)}
+        assert pairs(joiner.join(left, right, on=["k", "b"])).tolist() == wanted
+    batch = whole.to_batches()[0]
+    assert pairs(joiner.join(batch, {"k": arrow.array([3])}, on="k")).tolist() == [[2, 0]]
+    empty = arrow.chunked_array([], arrow.int64())
+    assert pairs(joiner.join({"k": empty}, ONE, on="k")).tolist() == []
+
+
+def test_nulls_are_refused(joiner: Joiner) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    with pytest.raises(InputError, match="column 'k' has 1 nulls"):
+        joiner.join(arrow.table({"k": [1, None, 3]}), ONE, on="k")
+    with pytest.raises(InputError, match="column 'k' has 1 nulls"):
+        joiner.join(ONE, {"k": arrow.array([1, None])}, on="k")
+
+
+def test_masked_values_are_refused(joiner: Joiner) -> None:
+    values = np.ma.masked_equal(np.array([1, 2, 3]), 2)
+    with pytest.raises(InputError, match="column 'k' has masked values"):
+        joiner.join({"k": values}, ONE, on="k")
+    whole = np.ma.masked_array([2, 3])
+    assert pairs(joiner.join({"k": whole}, ONE, on="k")).tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (np.array([1.0]), "column 'k' is float64; keys are of type int32, uint32, int64, uint64"),
+        (np.array([1], np.int16), "column 'k' is int16"),
+        (np.array([True]), "column 'k' is bool"),
+        (np.array(["a"]), "column 'k' is <U1"),
+        (np.array([None]), "column 'k' is object"),
+        (np.array([1], ">i8"), "column 'k' is >i8"),
+        (np.array(["2020-01-01"], "M8[D]"), "column 'k' is datetime64"),
+        (np.array([[1, 2]]), r"column 'k' has shape \[1, 2\]"),
+        (np.array(1), r"column 'k' has shape \[\]"),
+        ([1, 2], "column 'k' is a list"),
+        (None, "column 'k' is a NoneType"),
+    ],
+)
+def test_what_is_no_column(joiner: Joiner, values: Any, words: str) -> None:
+    for left, right in (({"k": values}, ONE), (ONE, {"k": values})):
+        with pytest.raises(InputError, match=words):
+            joiner.join(left, right, on="k")
+    with pytest.raises(InputError, match=words):
+        joiner.build_index({"k": values}, on="k")
+
+
+def test_types_must_be_the_same(joiner: Joiner) -> None:
+    other = {"k": np.array([1], np.int32)}
+    with pytest.raises(
+        InputError, match="'k' is int64 on the left, and column 'k' is int32 on the"
+    ):
+        joiner.join(ONE, other, on="k")
+    with pytest.raises(InputError, match="column 'a' is uint64 on the left"):
+        joiner.join({"a": np.array([1], np.uint64)}, joiner.build_index(ONE, "k"), on="a")
+
+
+def test_lengths_must_be_the_same(joiner: Joiner) -> None:
+    uneven = {"a": np.array([1, 2]), "b": np.array([1])}
+    with pytest.raises(InputError, match="column 'b' has 1 rows, and column 'a' has 2"):
+        joiner.join(uneven, {"a": np.array([1]), "b": np.array([1])}, on=["a", "b"])
+
+
+def test_unknown_columns(joiner: Joiner) -> None:
+    with pytest.raises(InputError, match="no column 'x'; there are: k"):
+        joiner.join(ONE, ONE, on="x")
+    with pytest.raises(InputError, match="no column 'x'; there are: none"):
+        joiner.build_index({}, on="x")
+    with pytest.raises(InputError, match="a list is no table"):
+        joiner.join([1, 2], ONE, on="k")
+    arrow = pytest.importorskip("pyarrow")
+    twice = arrow.Table.from_arrays([arrow.array([1]), arrow.array([2])], names=["k", "k"])
+    with pytest.raises(InputError, match="2 columns 'k'"):
+        joiner.join(twice, ONE, on="k")
+
+
+@pytest.mark.parametrize(
+    "on", [[], [("a", "b", "c")], [3], [("a", 3)], 5, ["k"] * 256], ids=lambda on: str(on)[:20]
+)
+def test_what_is_no_list_of_names(joiner: Joiner, on: Any) -> None:
+    with pytest.raises(InputError, match="on"):
+        joiner.join(ONE, ONE, on=on)
+
+
+@pytest.mark.parametrize("capacity", [-1, 2**32, 1.5, "8", True])
+def test_what_is_no_capacity(joiner: Joiner, capacity: Any) -> None:
+    with pytest.raises(InputError, match="capacity"):
+        joiner.join(ONE, ONE, on="k", capacity=capacity)
+
+
+def test_other_joins_are_not_there(joiner: Joiner) -> None:
+    with pytest.raises(InputError, match="how='left'"):
+        joiner.join(ONE, ONE, on="k", how="left")
+
+
+def test_too_many_rows(host_device: Device) -> None:
+    """Without the memory: a view that says that it has them."""
+    rows = 2**32 - 1
+    buffer = ost.Buffer(
+        host_device.context, host_device.empty(8).address, (rows,), np.dtype(np.int32)
+    )
+    with pytest.raises(InputError, match=f"column 'k' has {rows} rows; a join takes fewer"):
+        KeyColumns(host_device, host_device.create_stream(), ("k",), (buffer,))
+
+
+def test_columns_of_another_device(joiner: Joiner) -> None:
+    with open_device("host") as other:
+        buffer = other.array(np.array([1]))
+        for table in ({"k": buffer}, Joiner(other).columns({"k": buffer}, "k")):
+            with pytest.raises(InputError, match="column 'k' lives on host, another device"):
+                joiner.join(ONE, table, on="k")
+
+
+def test_cuda_arrays_are_not_memory_of_the_host(host_joiner: Joiner) -> None:
+    interface = {"shape": (2,), "typestr": "<i8", "data": (0x7F0000000000, False), "version": 3}
+    foreign = SimpleNamespace(__cuda_array_interface__=interface)
+    with pytest.raises(InputError, match="column 'k' is not in memory of host"):
+        host_joiner.join({"k": foreign}, ONE, on="k")
+    strided = SimpleNamespace(__cuda_array_interface__=interface | {"strides": (16,)})
+    with pytest.raises(InputError, match=r"column 'k': .*strided"):
+        host_joiner.join({"k": strided}, ONE, on="k")
+
+    class OnCuda:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+        def __dlpack__(self, **_: Any) -> object:
+            raise AssertionError("it is refused before")
+
+    with pytest.raises(InputError, match=r"column 'k' lives on DLPack device \(2, 0\)"):
+        host_joiner.join({"k": OnCuda()}, ONE, on="k")
+
+
+class Foreign:
+    """Another library's array over a buffer of ours; `stream` fills it."""
+
+    def __init__(self, buffer: ost.Buffer, stream: int | None) -> None:
+        self.buffer = buffer
+        self.__cuda_array_interface__ = {
+            "shape": buffer.shape,
+            "typestr": buffer.dtype.str,
+            "data": (buffer.address, False),
+            "version": 3,
+            "stream": stream,
+        }
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["stream said", "not said"])
+def test_work_that_fills_a_foreign_array_is_waited_for(device: Device, said: bool) -> None:
+    side = device.create_stream()
+    with Joiner(device) as joiner:
+        array, values = device.zeros(4, np.int64), device.array(np.array([9, 2, 9, 9]))
+        right = joiner.columns(ONE, "k")
+        for _ in range(2):  # takes all memory beforehand: giving some back waits for the device
+            joiner.join(joiner.columns({"k": array}, "k"), right)
+        gc.collect()
+        device.synchronize()
+        with HeldStream(side) as held:
+            ost.copy(side, array, values)
+            held.release_after(0.2)
+            foreign = Foreign(array, side.handle if said else None)
+            pending = joiner.submit({"k": foreign}, right, on="k")
+            assert pairs(pending.result()).tolist() == [[1, 1]]
+
+
+def test_columns_of_another_joiner_are_waited_for(device: Device) -> None:
+    """They are copied to the device in the order of that joiner's stream."""
+    with Joiner(device) as one, Joiner(device) as other:
+        for joiner in (one, other):
+            joiner.join(ONE, ONE, on="k")
+        right = other.columns(ONE, "k")
+        gc.collect()
+        device.synchronize()
+        with HeldStream(one.stream) as held:
+            held.release_after(0.2)
+            columns = one.columns({"k": np.array([9, 2])}, "k")
+            pending = other.submit(columns, right)
+        assert pairs(pending.result()).tolist() == [[1, 1]]
+
+
+def test_an_array_on_the_processor_through_dlpack(joiner: Joiner) -> None:
+    class OnCpu:
+        values = np.array([4, 2])
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.values.__dlpack_device__()
+
+        def __dlpack__(self, **options: Any) -> object:
+            return self.values.__dlpack__(**options)
+
+    assert pairs(joiner.join({"k": OnCpu()}, ONE, on="k")).tolist() == [[1, 1]]
+
+
+@pytest.mark.gpu
+def test_arrays_of_cupy_and_torch(cuda_device: Device) -> None:
+    found = [name for name in ("cupy", "torch") if _importable(name)]
+    if not found:
+        pytest.skip("neither CuPy nor torch is installed")
+    with Joiner(cuda_device) as joiner:
+        for name in found:
+            module = sys.modules[name]
+            array = module.asarray([3, 2, 1])
+            array = array.cuda() if name == "torch" else array
+            result = joiner.join({"k": array}, ONE, on="k")
+            assert pairs(result).tolist() == [[1, 1], [2, 0]]
+
+
+def _importable(name: str) -> bool:
+    try:
+        __import__(name)
+    except ImportError:
+        return False
+    return True
+
+
+def test_a_closed_device() -> None:
+    device = open_device("host")
+    joiner = Joiner(device)
+    device.close()
+    with pytest.raises(ClosedError):
+        joiner.join(ONE, ONE, on="k")
+    joiner.close()
