@@ -187,6 +187,8 @@ class Decoder(Closeable):
             options.seed,
             min(options.top_k, self.config.vocabulary),
             sequence.limit,
+            options.min_p,
+            options.repetition_penalty,
         )
         self.plan.options.set(self._options, self.stream)
         sequence.on_device = sequence.stopped = False
