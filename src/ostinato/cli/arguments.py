@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import secrets
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ __all__ = [
     "ready_folder",
     "require_readable",
     "text",
-    "write_file",
 ]
 
 
@@ -74,30 +72,8 @@ def ready_file(path: Path, option: str) -> None:
     try:
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a folder; a file is wanted", param_hint=option)
-        if _is_special(path):
+        if path.exists() and not path.is_file():  # a device, a pipe
             return
     except OSError as error:  # a name that is too long, a folder that nobody may look into
         raise typer.BadParameter(f"{path}: {error.strerror}", param_hint=option) from None
     ready_folder(path.parent, option)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all.  Raises OSError, which names it."""
-    try:
-        if _is_special(path):  # a device, a pipe: nothing to put in its place
-            path.write_text(text, encoding="utf-8")
-            return
-        target = path.resolve()  # what a link points to, not the link
-        temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _is_special(path: Path) -> bool:
-    return path.exists() and not path.is_file()
