@@ -175,7 +175,8 @@ def test_a_picture_that_cannot_be_written_is_refused(tiny: Path, tmp_path: Path)
 )
 def test_bad_options_do_nothing(options: tuple[str, ...], tiny: Path) -> None:
     prompt = () if options[0] == "--file" else ("hello",)
-    refused(here("generate", *prompt, *options, "--model", str(tiny)), options[0])
+    word = "no device" if options[0] == "--device" else options[0]
+    refused(here("generate", *prompt, *options, "--model", str(tiny)), word)
 
 
 @pytest.mark.parametrize(
