@@ -7,6 +7,7 @@ and the next kernel starts from the device's own results: an error is the kernel
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -338,17 +339,24 @@ def cases(bench: Bench, rows: int) -> Iterator[Case]:
 
 
 def sampling_cases(bench: Bench) -> Iterator[Case]:
-    """Single tokens, at the ends of the context too, one case for each way to sample."""
+    """Single tokens, at the ends of the context too, draws of each way to sample.
+
+    Random logits are far apart, a tied embedding's above all, and each draw would be the likeliest
+    token: so it is hot.
+    """
     (model, *_), positions = cases(bench, 1), (0, bench.context // 2, bench.context - 1)
-    for position in positions:
-        for values in _OPTIONS:
+    for position, values in itertools.product(positions, _OPTIONS):
+        for _ in range(4):
             rows, options = model.rows.copy(), model.options.copy()
             rows["position"] = position
+            rows["token"] = bench.random.integers(bench.config.vocabulary)
             options[:] = values
+            options["temperature"] *= _HOT
             options["seed"] = bench.random.integers(1 << 63)
             yield Case(f"{values} at {position}", rows, model.state, options)
 
 
+_HOT = 15.0
 _OPTIONS = [
     (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0),
     (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.7),
