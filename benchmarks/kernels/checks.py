@@ -7,6 +7,7 @@ and the next kernel starts from the device's own results: an error is the kernel
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -110,12 +111,14 @@ class Bench:
         ):
             host[name] = np.full((max_rows, width), nan)
         host["logits"] = np.full((slots, c.vocabulary), nan)
+        host["adjusted"] = np.full((slots, c.vocabulary), nan)
+        host["history"] = random.integers(c.vocabulary, size=(slots, context), dtype=np.int32)
         host["rope"] = rope_table(c, context)
         host["live"] = np.full((max_rows, 4), 77, np.int32)
         host["rows"] = np.zeros((max_rows, 4), np.int32)
         host["chosen"] = np.full(max_rows, 77, np.int32)
         host["state"] = np.zeros((slots, 4), np.int32)
-        host["options"] = np.zeros((slots, 4), np.uint64)
+        host["options"] = np.zeros((slots, OPTIONS.itemsize // 8), np.uint64)
         host["stops"] = np.full(STOP_TOKENS, -1, np.int32)
         host["ring"] = np.full((slots, self.ring, 2), -1, np.int32)
         self.host = host
@@ -167,7 +170,7 @@ class Bench:
         for name, values in (
             ("rows", case.rows.view(np.int32).reshape(-1, 4)),
             ("state", case.state.view(np.int32).reshape(-1, 4)),
-            ("options", case.options.view(np.uint64).reshape(-1, 4)),
+            ("options", case.options.view(np.uint64).reshape(self.slots, -1)),
         ):
             self.host[name][: len(values)] = values
             self.machine.write(self.device[name], self.host[name])
@@ -246,6 +249,10 @@ class Bench:
             assert np.array_equal(
                 new[:rows] if name == "live" else new, host[:rows] if name == "live" else host
             ), f"{where}: {new[:rows].tolist()} is not {host[:rows].tolist()}"
+            return 0.0
+        if name in ("history", "adjusted"):  # of the same logits, so the same bits
+            same = np.array_equal(new, host, equal_nan=True)
+            assert same, f"{where}: {np.argwhere(new != host)[:5].tolist()} differ"
             return 0.0
         if name == "chosen":
             assert np.array_equal(new[:rows][sampled], host[:rows][sampled]), (
@@ -331,15 +338,38 @@ def cases(bench: Bench, rows: int) -> Iterator[Case]:
     yield made(f"padding in {rows}", [])
 
 
+def sampling_cases(bench: Bench) -> Iterator[Case]:
+    """Single tokens, at the ends of the context too, draws of each way to sample.
+
+    Random logits are far apart, a tied embedding's above all, and each draw would be the likeliest
+    token: so it is hot.
+    """
+    (model, *_), positions = cases(bench, 1), (0, bench.context // 2, bench.context - 1)
+    for position, values in itertools.product(positions, _OPTIONS):
+        for _ in range(4):
+            rows, options = model.rows.copy(), model.options.copy()
+            rows["position"] = position
+            rows["token"] = bench.random.integers(bench.config.vocabulary)
+            options[:] = values
+            options["temperature"] *= _HOT
+            options["seed"] = bench.random.integers(1 << 63)
+            yield Case(f"{values} at {position}", rows, model.state, options)
+
+
+_HOT = 15.0
 _OPTIONS = [
-    (0.0, 1.0, 0, 0, 1 << 30),
-    (1.0, 1.0, 0, 0, 1 << 30),
-    (0.7, 0.9, 0, 0, 1 << 30),
-    (1.3, 1.0, 0, 7, 1 << 30),
-    (0.9, 0.5, 0, 40, 20),
-    (2.5, 0.99, 0, 1, 1 << 30),
-    (1e-50, 0.9, 0, 0, 1 << 30),
-    (40.0, 0.3, 0, 0, 1 << 30),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.7),
+    (1.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0),
+    (0.7, 0.9, 0, 0, 1 << 30, 0.02, 1.3),
+    (1.3, 1.0, 0, 7, 1 << 30, 0.0, 0.6),
+    (0.9, 0.5, 0, 40, 20, 0.3, 1.0),
+    (3.0, 1.0, 0, 0, 1 << 30, 0.5, 1.0),
+    (3.0, 0.2, 0, 0, 1 << 30, 1e-4, 1.0),
+    (3.0, 0.99, 0, 0, 1 << 30, 0.4, 1.2),
+    (2.5, 0.99, 0, 1, 1 << 30, 1.0, 1.1),
+    (1e-50, 0.9, 0, 0, 1 << 30, 0.1, 100.0),
+    (40.0, 0.3, 0, 0, 1 << 30, 0.0, 1.0),
 ]
 
 

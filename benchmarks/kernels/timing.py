@@ -66,13 +66,15 @@ class StepBench:
             ("inner", c.inner),
         ):
             self.where[name] = gpu.empty((rows, count), np.float32)
-        self.where["logits"] = gpu.empty((slots, c.vocabulary), np.float32)
+        for name in ("logits", "adjusted"):
+            self.where[name] = gpu.empty((slots, c.vocabulary), np.float32)
+        self.where["history"] = gpu.array(np.zeros((slots, context), np.int32))
         self.where["rope"] = gpu.array(rope_table(c, context))
         self.where["live"] = gpu.array(np.zeros((rows, 4), np.int32))
         self.where["rows"] = gpu.array(np.zeros((rows, 4), np.int32))
         self.where["chosen"] = gpu.array(np.zeros(rows, np.int32))
         self.where["state"] = gpu.array(np.zeros((slots, 4), np.int32))
-        self.where["options"] = gpu.array(np.zeros((slots, 4), np.uint64))
+        self.where["options"] = gpu.array(np.zeros((slots, OPTIONS.itemsize // 8), np.uint64))
         self.where["stops"] = gpu.array(np.full(STOP_TOKENS, -1, np.int32))
         self.where["ring"], self.ring_host = gpu.pinned(
             np.full((slots, self.ring, 2), -1, np.int32)
@@ -120,14 +122,14 @@ class StepBench:
         state = np.zeros(self.slots, STATE)
         state["token"], state["position"], state["length"] = 1, position, position + 1
         chosen = np.zeros(self.slots, OPTIONS)
-        chosen["top_p"], chosen["limit"] = 1.0, 1 << 30
+        chosen["top_p"], chosen["limit"], chosen["repetition_penalty"] = 1.0, 1 << 30, 1.0
         if options:
             chosen["temperature"], chosen["top_p"], chosen["top_k"] = options
         self.gpu.write(self.where["rows"], table)
         # A step without `sample` goes on with this token.
         self.gpu.write(self.where["chosen"], np.ones(self.where["chosen"].shape, np.int32))
         self.gpu.write(self.where["state"], state.view(np.int32).reshape(-1, 4))
-        self.gpu.write(self.where["options"], chosen.view(np.uint64).reshape(-1, 4))
+        self.gpu.write(self.where["options"], chosen.view(np.uint64).reshape(self.slots, -1))
 
     def launches(self, rows: int, tuning: Tuning) -> tuple[CudaLaunch, ...]:
         need = workspace_bytes(self.config, rows=rows, context=self.context, tuning=tuning)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import pty
 import pwd
 import signal
 import subprocess
@@ -25,6 +23,7 @@ import typer
 from ostinato.cli.endings import ending
 from ostinato.errors import DownloadError, InputError, ModelError, SettingsError
 from tests.cli.commands import ROOT, Answer, environment, here, refused, shell, start
+from tests.cli.terminal import Terminal
 from tests.models.model_files import CONFIG, write_gguf
 
 LONG = "x" * 300
@@ -253,49 +252,17 @@ def test_an_output_of_few_letters(environ: dict[str, str], tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------ the signals
 
 
-# The first terminal that a session's first process opens is the one whose keys it gets.
-ON_ITS_TERMINAL = """
-import os
-os.close(os.open(os.ttyname(0), os.O_RDWR))
-from ostinato.__main__ import main
-main()
-"""
-
-
 def test_control_c_ends_with_the_summary(smollm2_path: Path) -> None:
     """On a terminal, by its key."""
-    options = ("--json", "--model", str(smollm2_path), "--max-tokens", "2000")
-    mine, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", ON_ITS_TERMINAL, "generate", "Count to a thousand.", *options],
-        env=environment(),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-    )
-    os.close(theirs)
-    said = b""
-    try:
-        while not (b"1," in said or b"1\r\n" in said or len(said) > 20):
-            said += os.read(mine, 1000)
-        os.write(mine, b"\x03")
-        while more := read_terminal(mine):
-            said += more
-    finally:
-        os.close(mine)
-    assert process.wait() == 130, said
-    assert b"Traceback" not in said
-    summary = json.loads(said.decode().rstrip().splitlines()[-1])
+    options = ("--stream-json", "--model", str(smollm2_path), "--max-tokens", "2000")
+    with Terminal("generate", "Count to a thousand.", *options) as terminal:
+        terminal.until('{"text": "')
+        terminal.send("\x03")
+        assert terminal.end() == 130, terminal.said
+    assert "Traceback" not in terminal.said
+    summary = json.loads(terminal.said.rstrip().splitlines()[-1])["summary"]
     assert summary["finish_reason"] == "interrupted"
     assert 0 < len(summary["token_ids"]) < 2000
-
-
-def read_terminal(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 1000)
-    except OSError:  # what Linux says of a terminal whose last user is gone
-        return b""
 
 
 @pytest.mark.parametrize(

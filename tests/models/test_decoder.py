@@ -18,7 +18,7 @@ from ostinato.models.config import LlamaConfig, RopeScaling
 from ostinato.models.decoder import Decoder
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import STATE
-from ostinato.models.sampling import SamplingOptions, sample
+from ostinato.models.sampling import GREEDY, SamplingOptions, sample
 from ostinato.models.weights import load_weights
 from tests.models import reference_llama as reference
 from tests.models.model_files import CONFIG, weights, write_folder, write_gguf
@@ -327,6 +327,42 @@ def test_sampling_is_the_reference_and_reaches_replays(decoder: Decoder) -> None
     decoder.set_sampling(replace(options, seed=2))
     assert generate(decoder, 12) != tokens
     assert decoder.statistics().graphs_captured <= captured + 1
+
+
+def test_min_p_and_repetition_penalty_are_the_reference_and_reach_replays(
+    decoder: Decoder,
+) -> None:
+    decoder.set_sampling(GREEDY)
+    greedy = generate(decoder, 8)
+    captured = decoder.statistics().graphs_captured
+    for options in (
+        SamplingOptions(repetition_penalty=1.5),
+        SamplingOptions(2.0, seed=4, min_p=0.2),
+        SamplingOptions(2.0, 50, 0.9, 5, min_p=0.01, repetition_penalty=0.8),
+    ):
+        decoder.set_sampling(options)
+        decoder.reset()
+        tokens = [decoder.prefill(PROMPT)]
+        while len(tokens) < 8:
+            tokens.append(decoder.decode())
+        decoder.reset()
+        again = [decoder.prefill(PROMPT), *decoder.run(count=7, tokens_per_launch=3)]
+        assert again == tokens, "a loop on the device sees the same history"
+        # Once more after a cut: what lay behind it is history no more.
+        decoder.truncate(len(PROMPT) + 2)
+        history = [*PROMPT, *tokens[:2]]
+        for index in range(2, 8):
+            token = decoder.decode()
+            assert token == tokens[index] == sample(
+                decoder.logits(), options.temperature, options.top_k, options.top_p, options.seed,
+                len(PROMPT) + index, min_p=options.min_p,
+                repetition_penalty=options.repetition_penalty, history=history,
+            )  # fmt: skip
+            history.append(token)
+        assert tokens != greedy
+    decoder.set_sampling(GREEDY)
+    assert generate(decoder, 8) == greedy
+    assert decoder.statistics().graphs_captured <= captured + 2  # the loop's too
 
 
 def test_stops_at_an_end_token(decoder: Decoder) -> None:

@@ -249,6 +249,23 @@ def test_kernels_agree_with_numpy_on_the_emulator(rows: int) -> None:
         bench.check(case)
 
 
+def check_sampling(bench: checks.Bench) -> None:
+    done = list(checks.sampling_cases(bench))
+    chosen = set()
+    for case in done:
+        bench.check(case)
+        chosen.add(int(bench.host["chosen"][0]))
+    assert len(chosen) > len(done) // 4, "draws that are all the same show nothing"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("vocabulary", [256, 257])
+def test_sampling_agrees_with_numpy_on_the_emulator(vocabulary: int) -> None:
+    """Also where the logits are read four at a time."""
+    config = replace(SMALL, layers=1, vocabulary=vocabulary)
+    check_sampling(checks.Bench(Emulator(), config, max_rows=1, slots=2, context=70))
+
+
 # ----------------------------------------------------------------------------------------- on a GPU
 
 
@@ -303,6 +320,13 @@ GPU_CASES = {
 def test_kernels_agree_with_numpy(cuda_device: Device, name: str) -> None:
     config, rows = GPU_CASES[name]
     checks.run_checks(OnDevice(cuda_device), config, rows, slots=5, context=600)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_sampling_agrees_with_numpy(cuda_device: Device, name: str) -> None:
+    config = replace(GPU_CASES[name][0], layers=1)
+    check_sampling(checks.Bench(OnDevice(cuda_device), config, max_rows=1, slots=2, context=3000))
 
 
 @pytest.mark.gpu

@@ -116,16 +116,18 @@ def test_embed_resolves_rows_and_refuses_what_lies_outside() -> None:
         (1, -1, 0, on),
         (1, 0, 0, SAMPLE),  # padding
     )
-    live = np.full((8, 4), 77, np.int32)
+    live, history = np.full((8, 4), 77, np.int32), np.full((2, 20), -7, np.int32)
     run(
-        "embed", rows=rows, state=state, live=live, table=table, x=x,
-        row_count=8, hidden=5, vocabulary=11, slots=2, context=20,
+        "embed", rows=rows, state=state, live=live, table=table, x=x, history=history, row_count=8,
+        hidden=5, vocabulary=11, slots=2, context=20,
     )  # fmt: skip
     assert live[0].tolist() == [4, 2, 0, on]
     assert live[1].tolist() == [7, 3, 0, on | FROM_STATE]
     assert not (live[2:, 3] & ACTIVE).any()
     np.testing.assert_array_equal(x[:2], table[[4, 7]])
     assert not x[2:].any()
+    assert (history[0, 2], history[0, 3]) == (4, 7)
+    assert np.count_nonzero(history == -7) == 38, "nothing else is noted"
 
 
 # ---------------------------------------------------------------------------------------- attention
@@ -289,7 +291,7 @@ def test_a_step_of_padding_alone_does_nothing(name: str) -> None:
     kernel = HOST_KERNELS[name]
     arguments: dict[str, Any] = {}
     for parameter in kernel.signature.parameters:
-        blank = np.full(4096, NAN) if parameter.dtype == np.float32 else np.zeros(4096, np.int64)
+        blank = np.full(6144, NAN) if parameter.dtype == np.float32 else np.zeros(6144, np.int64)
         arguments[parameter.name] = blank if parameter.pointer else 2
     arguments["live"] = live_rows((1, 1, 1, SAMPLE), (1, 1, 1, 0))
     run(name, **arguments)
@@ -301,8 +303,9 @@ def test_a_step_of_padding_alone_does_nothing(name: str) -> None:
 # ------------------------------------------------------------------------------ sampling, advancing
 
 
-def options_of(*rows: tuple[float, float, int, int, int]) -> np.ndarray:
-    return np.array(list(rows), OPTIONS)
+def options_of(*rows: tuple[float, float, int, int, int], more: Any = (0.0, 1.0)) -> np.ndarray:
+    """`more`: min_p and repetition penalty of all rows."""
+    return np.array([(*row, *more) for row in rows], OPTIONS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 3.0])
@@ -317,7 +320,8 @@ def test_sample_is_the_reference(temperature: float, top_k: int, top_p: float) -
         )
         run(
             "sample", live=live, logits=logits, options=options, chosen=chosen, row_count=3,
-            vocabulary=101,
+            vocabulary=101, history=np.zeros(0, np.int32), adjusted=np.zeros(0, np.float32),
+            context=0,
         )  # fmt: skip
         assert chosen[0] == 55
         assert chosen[1] == sample(logits[1], temperature, top_k, top_p, seed, position + 1)
@@ -330,9 +334,40 @@ def test_nan_logits_choose_no_token() -> None:
     logits[0, 4] = NAN
     run(
         "sample", live=live_rows((0, 0, 0, ACTIVE | SAMPLE)), logits=logits,
-        options=options_of((0.0, 1.0, 0, 0, 9)), chosen=chosen, row_count=1, vocabulary=9,
+        options=options_of((0.0, 1.0, 0, 0, 9), more=(0.5, 1.5)), chosen=chosen, row_count=1,
+        vocabulary=9, history=np.zeros(4, np.int32), adjusted=np.zeros(9, np.float32), context=4,
     )  # fmt: skip
     assert chosen[0] == -1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+@pytest.mark.parametrize(("min_p", "penalty"), [(0.0, 1.4), (0.05, 1.0), (0.05, 0.7)])
+def test_penalty_and_min_p_are_the_references(
+    temperature: float, min_p: float, penalty: float
+) -> None:
+    """Of slot 1, whose history behind its position is another sequence's."""
+    logits, context = random((2, 101), 5) * 4, 30
+    model, adjusted = logits.copy(), np.full((2, 101), NAN)
+    history = np.random.default_rng(2).integers(101, size=(2, context), dtype=np.int32)
+    history[1, :2] = np.argsort(logits[1])[-2:]  # the likeliest, so that the penalty shows
+    options = options_of(*[(temperature, 0.9, 7, 40, 99)] * 2, more=(min_p, penalty))
+    others = set()
+    for position in range(20):
+        chosen = np.full(1, 55, np.int32)
+        run(
+            "sample", live=live_rows((0, position, 1, ACTIVE | SAMPLE)), logits=logits,
+            options=options, chosen=chosen, history=history, adjusted=adjusted, row_count=1,
+            vocabulary=101, context=context,
+        )  # fmt: skip
+        plain = (logits[1], temperature, 40, 0.9, 7, position + 1)
+        seen = history[1, : position + 1]
+        given = {"min_p": min_p, "repetition_penalty": penalty}
+        assert chosen[0] == sample(*plain, **given, history=seen)
+        others.add(chosen[0] == sample(*plain))
+    if temperature:
+        assert False in others, "the options change something"
+    assert logits.tobytes() == model.tobytes(), "the model's own stay"
+    assert np.isnan(adjusted[0]).all()
 
 
 @pytest.mark.parametrize(

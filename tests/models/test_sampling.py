@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ostinato.errors import InputError
-from ostinato.models.sampling import SamplingOptions, greedy, philox4x32, sample, uniform
+from ostinato.models.sampling import (
+    SamplingOptions,
+    greedy,
+    penalised,
+    philox4x32,
+    sample,
+    uniform,
+)
 
 LOGITS = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-30, 30, width=32))
 
@@ -150,6 +157,12 @@ def test_logits_are_not_changed() -> None:
         {"top_p": float("nan")},
         {"seed": -1},
         {"seed": 1 << 64},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"min_p": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": 101},
+        {"repetition_penalty": "1"},
     ],
 )
 def test_bad_options(options: dict[str, Any]) -> None:
@@ -165,3 +178,41 @@ def test_bad_options(options: dict[str, Any]) -> None:
 def test_bad_logits(shape: tuple[int, ...], dtype: type) -> None:
     with pytest.raises(InputError, match="logits"):
         sample(np.zeros(shape, dtype), 1.0)
+
+
+def test_min_p_is_a_part_of_the_likeliest() -> None:
+    logits = np.log(row(0.1, 0.5, 0.25, 0.15))
+    kept = {0.0: {0, 1, 2, 3}, 0.25: {1, 2, 3}, 0.4: {1, 2}, 0.6: {1}, 1.0: {1}}
+    for min_p, tokens in kept.items():
+        assert set(np.flatnonzero(chosen(logits, temperature=1.0, min_p=min_p))) == tokens
+    # Of the distribution at this temperature: a hot one has more tokens that are likely enough.
+    assert set(np.flatnonzero(chosen(logits, temperature=9.0, min_p=0.6))) == {0, 1, 2, 3}
+    both = chosen(logits, temperature=1.0, min_p=0.25, top_k=2)
+    assert set(np.flatnonzero(both)) == {1, 2}
+
+
+def test_a_repetition_penalty_counts_each_token_once_in_both_signs() -> None:
+    logits = row(3, -2, 1, -1)
+    once, often = penalised(logits, [0, 1], 2.0), penalised(logits, [1, 0, 0, 1, 0], 2.0)
+    assert once.tolist() == often.tolist() == [1.5, -4, 1, -1]
+    assert penalised(logits, [], 2.0).tolist() == logits.tolist() == [3, -2, 1, -1]
+    assert sample(row(3, 2), repetition_penalty=2.0, history=[0]) == 1
+    assert sample(row(-3, -2), repetition_penalty=0.5, history=[0]) == 0, "below 1 it attracts"
+    assert sample(row(3, 2), repetition_penalty=2.0) == 0
+    # Infinite ones stay what they are, and what overflows is the likeliest.
+    assert sample(row(np.inf, 2), repetition_penalty=100.0, history=[0]) == 0
+    assert sample(row(-np.inf, -np.inf), 1.0, repetition_penalty=9.0, history=[1]) == 0
+    assert sample(row(1e38, 2e38), 1.0, repetition_penalty=0.01, history=[0]) == 0
+
+
+@given(LOGITS, st.floats(0, 1), st.floats(0.01, 100), st.integers(0, 999), st.data())
+def test_what_is_chosen_is_likely_enough_after_the_penalty(
+    logits: np.ndarray, min_p: float, penalty: float, position: int, data: st.DataObject
+) -> None:
+    history = data.draw(st.lists(st.integers(0, logits.size - 1), max_size=60))
+    given = {"min_p": min_p, "repetition_penalty": penalty, "history": history}
+    token = sample(logits, 0.8, seed=5, position=position, **given)
+    values = penalised(logits, history, penalty)
+    if min_p:
+        assert values[token] >= values.max() + 0.8 * np.log(min_p) - 1e-2 * abs(values.max()) - 1e-4
+    assert sample(logits, 0.0, **given) == greedy(values)

@@ -1,25 +1,48 @@
-"""What commands are given to read and write: looked at before the work, not after minutes of it."""
+"""What commands are given: looked at before the work, not after minutes of it.
+
+Options that several commands have are here by name, with their help.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import secrets
+import re
 import sys
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 __all__ = [
+    "DeviceName",
+    "Eager",
+    "MaxContext",
+    "MaxTokens",
+    "MinP",
+    "ModelName",
+    "RepetitionPenalty",
+    "Seed",
+    "Stops",
+    "System",
+    "Temperature",
+    "Threads",
+    "TokensPerLaunch",
+    "TopK",
+    "TopP",
+    "as_typed",
     "expanded",
     "finite",
+    "read_prompt",
     "ready_file",
     "ready_folder",
     "require_readable",
     "text",
-    "write_file",
+    "texts",
 ]
+
+_MAX_PROMPT = 8 << 20  # bytes; a tokenizer takes no more
 
 
 def expanded(path: Path | None) -> Path | None:
@@ -74,30 +97,138 @@ def ready_file(path: Path, option: str) -> None:
     try:
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a folder; a file is wanted", param_hint=option)
-        if _is_special(path):
+        if path.exists() and not path.is_file():  # a device, a pipe
             return
     except OSError as error:  # a name that is too long, a folder that nobody may look into
         raise typer.BadParameter(f"{path}: {error.strerror}", param_hint=option) from None
     ready_folder(path.parent, option)
 
 
-def write_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all.  Raises OSError, which names it."""
+def texts(values: list[str] | None) -> list[str] | None:
+    """`text` for options that may be given several times."""
+    for value in values or ():
+        text(value)
+    return values
+
+
+def read_prompt(given: str | None, file: Path | None) -> str:
+    """The prompt as it was typed, from standard input, or from a file.
+
+    One newline at the end of a file or of standard input is left out: it ends the line and is no
+    part of it.  Raises BadParameter for what is no UTF-8 text, too long, empty, or not there.
+    """
+    if given is not None and file is not None:
+        raise typer.BadParameter("a prompt or --file, not both", param_hint="--file")
+    if given is not None and given != "-":
+        return given
+    if file is None or str(file) == "-":
+        if given is None and file is None and sys.stdin.isatty():
+            raise typer.BadParameter(
+                "there is none: type one, pipe one in, or name a file with --file "
+                "(- reads what you type until Ctrl-D)",
+                param_hint="prompt",
+            )
+        return _decoded(sys.stdin.buffer.read(_MAX_PROMPT + 1), "standard input", "prompt")
     try:
-        if _is_special(path):  # a device, a pipe: nothing to put in its place
-            path.write_text(text, encoding="utf-8")
-            return
-        target = path.resolve()  # what a link points to, not the link
-        temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        with file.open("rb") as opened:
+            content = opened.read(_MAX_PROMPT + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name that holds a null character
+        reason = getattr(error, "strerror", None) or error
+        raise typer.BadParameter(f"{file}: {reason}", param_hint="--file") from None
+    return _decoded(content, str(file), "--file")
 
 
-def _is_special(path: Path) -> bool:
-    return path.exists() and not path.is_file()
+def _decoded(content: bytes, where: str, option: str) -> str:
+    if len(content) > _MAX_PROMPT:
+        raise typer.BadParameter(f"{where}: more than {_MAX_PROMPT} bytes", param_hint=option)
+    try:
+        found = content.decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"{where}: no UTF-8 text: byte {error.start} is {content[error.start]:#04x}",
+            param_hint=option,
+        ) from None
+    if not found:
+        raise typer.BadParameter(f"{where} is empty", param_hint=option)
+    return found
+
+
+def as_typed(message: str, command: Any) -> str:
+    """A message of the library with its arguments' names as the options of a command are typed:
+    `max_context` as `--max-context`.
+
+    A name of one word is a word like others, so it is changed only where the message begins with
+    it: "seed is -1, must be …".
+    """
+    for parameter in command.params:
+        flags = [flag for flag in parameter.opts if flag.startswith("--")]
+        if not flags:
+            continue
+        name = re.escape(parameter.name)
+        pattern = rf"\b{name}\b" if "_" in parameter.name else rf"^{name}(?= is |:)"
+        message = re.sub(pattern, flags[0], message)
+    return message
+
+
+# ------------------------------------------------------------- options that several commands have
+
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A GGUF file; a folder with safetensors, config.json and tokenizer.json; "
+        "a known name (`ostinato model list`); or a Hugging Face id (with the hub extra).",
+    ),
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-n", min=1, help="At most so many new tokens.")
+]
+Temperature = Annotated[
+    float,
+    typer.Option("--temperature", "-t", min=0.0, help="0 takes the likeliest token (greedy)."),
+]
+TopK = Annotated[int, typer.Option(min=0, help="Choose among so many tokens; 0 for all.")]
+TopP = Annotated[float, typer.Option(help="Choose among the likeliest of this total probability.")]
+MinP = Annotated[
+    float,
+    typer.Option(help="Choose among tokens at least so probable, as a part of the likeliest's."),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(help="Above 1: tokens that were there before get less likely; 1 for none."),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        "-s",
+        min=0,
+        help="The same seed gives the same answer.  By itself a fresh one, which the summary "
+        "tells.",
+        show_default=False,
+    ),
+]
+Stops = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        callback=texts,
+        help="End the answer before this text; may be given several times.",
+    ),
+]
+System = Annotated[str | None, typer.Option(callback=text, help="A system message, for chats.")]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(help='"host", "cuda:0", ...; by itself the GPU where there is one.'),
+]
+MaxContext = Annotated[int | None, typer.Option(min=1, help="Positions in the KV cache.")]
+Eager = Annotated[bool, typer.Option("--eager", help="No graphs: launch by launch.")]
+TokensPerLaunch = Annotated[
+    int,
+    typer.Option(min=1, max=256, help="Tokens of one graph launch, by a loop on the device."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="CPU threads; by itself as many as suit the machine."),
+]

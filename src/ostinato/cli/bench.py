@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ostinato.cli.arguments import expanded, finite, ready_file, ready_folder, write_file
+from ostinato.cli.arguments import expanded, finite, ready_file, ready_folder
 from ostinato.cli.endings import FAILED
 from ostinato.cli.progress import fetched
 
@@ -214,6 +214,8 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def _draw(picture: str, path: Path) -> None:
+    from ostinato.models.files import write_file
+
     write_file(path, picture)
     print(f"drawn to {path}")
 

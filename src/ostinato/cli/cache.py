@@ -6,13 +6,15 @@ import json
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ostinato.cli.arguments import expanded, finite, require_readable
 from ostinato.errors import NotAvailableError
-from ostinato.modules import DiskStore, StoredKernel
+
+if TYPE_CHECKING:
+    from ostinato.modules import DiskStore, StoredKernel
 
 __all__ = ["app"]
 
@@ -73,6 +75,8 @@ def clear(folder: Folder = None, as_json: AsJson = False) -> None:
 
 
 def _store(folder: Path | None) -> DiskStore:
+    from ostinato.modules import DiskStore
+
     store = DiskStore(folder)
     try:
         require_readable(store.folder)

@@ -12,9 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from ostinato import __version__, settings
-from ostinato.device import open_device
-from ostinato.driver import launcher
-from ostinato.driver.cuda_blas import load_cublaslt
 from ostinato.errors import OstinatoError, SettingsError
 
 __all__ = ["doctor", "findings"]
@@ -55,6 +52,8 @@ def doctor(
 
 def findings() -> dict[str, Any]:
     """Everything `doctor` says, as plain data.  Never raises for something that is missing."""
+    from ostinato.driver import launcher
+
     return {
         "ostinato": {
             "version": __version__,
@@ -72,6 +71,8 @@ def findings() -> dict[str, Any]:
 
 
 def _device(name: str) -> dict[str, Any] | str:
+    from ostinato.device import open_device
+
     try:
         with open_device(name) as device:
             properties, can = device.properties, device.capabilities
@@ -94,6 +95,8 @@ def _device(name: str) -> dict[str, Any] | str:
 
 def _library() -> str:
     """What multiplies in prompts and large batches besides our own kernels."""
+    from ostinato.driver.cuda_blas import load_cublaslt
+
     try:
         return str(load_cublaslt())
     except OstinatoError as error:

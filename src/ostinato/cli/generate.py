@@ -5,13 +5,34 @@ from __future__ import annotations
 import json
 import sys
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ostinato.cli.arguments import text
+from ostinato.cli.arguments import (
+    DeviceName,
+    Eager,
+    MaxContext,
+    MaxTokens,
+    MinP,
+    ModelName,
+    RepetitionPenalty,
+    Seed,
+    Stops,
+    System,
+    Temperature,
+    Threads,
+    TokensPerLaunch,
+    TopK,
+    TopP,
+    expanded,
+    read_prompt,
+    text,
+)
 from ostinato.cli.endings import INTERRUPTED
-from ostinato.cli.progress import fetched
+from ostinato.cli.progress import prompt_progress
+from ostinato.cli.speaker import sampling_options, speaker
 
 __all__ = ["generate"]
 
@@ -24,23 +45,27 @@ class Build(StrEnum):
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(callback=text, help="What to say to the model.")],
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A GGUF file; a folder with safetensors, config.json and tokenizer.json; "
-            "a known name (`ostinato model list`); or a Hugging Face id (with the hub extra)."
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            callback=text,
+            help="What to say to the model; - or none at all reads it from standard input.",
+            show_default=False,
         ),
-    ] = "smollm2-135m",
-    max_tokens: Annotated[int, typer.Option(min=1, help="At most so many new tokens.")] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token (greedy).")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many tokens; 0 for all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Choose among the likeliest of this total probability.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answer.")] = 0,
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", callback=expanded, help="Read the prompt from this file."),
+    ] = None,
+    model: ModelName = "smollm2-135m",
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stops = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -49,61 +74,88 @@ def generate(
             "By itself: chat if there is a template.",
         ),
     ] = None,
-    system: Annotated[
-        str | None, typer.Option(callback=text, help="A system message, for chats.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help='"host", "cuda:0", ...; by itself the GPU where there is one.'),
-    ] = None,
-    max_context: Annotated[
-        int | None, typer.Option(min=1, help="Positions in the KV cache.")
-    ] = None,
-    eager: Annotated[bool, typer.Option("--eager", help="No graphs: launch by launch.")] = False,
+    system: System = None,
+    device: DeviceName = None,
+    max_context: MaxContext = None,
+    threads: Threads = None,
+    eager: Eager = False,
     build: Annotated[
         Build, typer.Option(help="Graphs from stream capture, or by hand from a recorded run.")
     ] = Build.capture,
-    tokens_per_launch: Annotated[
-        int,
-        typer.Option(min=1, max=256, help="Tokens of one graph launch, by a loop on the device."),
-    ] = 1,
+    tokens_per_launch: TokensPerLaunch = 1,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The last line is the summary as one JSON object.")
+        bool, typer.Option("--json", help="Print one JSON object and nothing else: the summary.")
+    ] = False,
+    stream_json: Annotated[
+        bool,
+        typer.Option(
+            "--stream-json",
+            help='Print a JSON line for each piece, {"text": ...}, and then {"summary": ...}.',
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No summary and no progress bars.")
     ] = False,
 ) -> None:
     """Answer a prompt, printing the tokens as they come, then a summary.
 
-    The model runs on the GPU where there is one, else on the CPU with the same graphs.  Ctrl-C
-    stops it and still prints the summary; the exit status is then 130.
+    The answer goes to standard output, all else to the error stream. The model runs on the GPU
+    where there is one, else on the CPU with the same graphs. Ctrl-C stops it and still prints the
+    summary; the exit status is then 130.
     """
-    from ostinato.device import open_device
-    from ostinato.models.generate import TextGenerator
-    from ostinato.models.sampling import SamplingOptions
-
-    sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if as_json and stream_json:
+        raise typer.BadParameter("--json or --stream-json, not both", param_hint="--stream-json")
+    wanted = read_prompt(prompt, file)
+    sampling = sampling_options(
+        seed,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
     interrupted = False
-    with (
-        open_device(device) as opened,  # a wrong name is found before a model is fetched
-        TextGenerator(
-            opened, fetched(model), max_context=max_context, graphs=not eager, build=build.value
-        ) as generator,
-    ):
-        answer = generator.generate(
-            prompt,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            chat=chat,
-            system=system,
-            tokens_per_launch=tokens_per_launch,
-        )
-        try:
-            for piece in answer:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            interrupted = True
+    with speaker(
+        model,
+        device=device,
+        threads=threads,
+        quiet=quiet,
+        max_context=max_context,
+        graphs=not eager,
+        build=build.value,
+    ) as generator:
+        with prompt_progress(quiet=quiet) as progress:
+            answer = generator.generate(
+                wanted,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                chat=chat,
+                system=system,
+                tokens_per_launch=tokens_per_launch,
+                stop=stop or (),
+                progress=progress,
+            )
+            try:
+                for piece in answer:
+                    if not as_json:
+                        sys.stdout.write(_line(text=piece) if stream_json else piece)
+                        sys.stdout.flush()
+            except KeyboardInterrupt:
+                interrupted = True
         summary = answer.summary()
-    sys.stdout.write("\n")
-    print(json.dumps(summary.as_dict()) if as_json else f"\n{summary}")
+    if as_json:
+        sys.stdout.write(json.dumps(summary.as_dict()) + "\n")
+    elif stream_json:
+        sys.stdout.write(_line(summary=summary.as_dict()))
+    else:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if not quiet:
+            together = sys.stdout.isatty() and sys.stderr.isatty()
+            print(f"\n{summary}" if together else f"{summary}", file=sys.stderr)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _line(**entry: object) -> str:
+    return json.dumps(entry) + "\n"

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ostinato.cli.arguments import expanded, ready_file, write_file
+from ostinato.cli.arguments import expanded, ready_file
 from ostinato.cli.progress import fetched
+from ostinato.models.files import write_file
 
 __all__ = ["inspect"]
 

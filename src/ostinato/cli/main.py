@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ostinato import __version__
+from ostinato.cli.arguments import as_typed
 from ostinato.cli.bench import bench
 from ostinato.cli.cache import app as cache_app
+from ostinato.cli.chat import chat
 from ostinato.cli.doctor import doctor
 from ostinato.cli.endings import ending, own_process
 from ostinato.cli.generate import generate
 from ostinato.cli.inspect import inspect
 from ostinato.cli.model import app as model_app
 from ostinato.cli.tune import tune
+from ostinato.errors import InputError
 
 __all__ = ["app", "main", "run"]
 
@@ -31,6 +34,7 @@ app = typer.Typer(
     "signal n ended it.",
 )
 app.command("generate")(generate)
+app.command("chat")(chat)
 app.command("inspect")(inspect)
 app.command("bench")(bench)
 app.command("doctor")(doctor)
@@ -61,10 +65,24 @@ def run(arguments: Sequence[str]) -> int:
     def command() -> None:
         # Not by calling `app`, which has endings of its own for what ours are about.
         parsed = typer.main.get_command(app)
-        with parsed.make_context("ostinato", list(arguments)) as context:
-            parsed.invoke(context)
+        try:
+            with parsed.make_context("ostinato", list(arguments)) as context:
+                parsed.invoke(context)
+        except InputError as error:
+            error.args = (as_typed(str(error), _invoked(parsed, arguments)),)
+            raise
 
     return ending(command)
+
+
+def _invoked(command: Any, arguments: Sequence[str]) -> Any:
+    """The command that the arguments are for."""
+    for word in arguments:
+        found = getattr(command, "commands", {}).get(word)
+        if found is None:
+            break
+        command = found
+    return command
 
 
 def main() -> None:

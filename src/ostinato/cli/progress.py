@@ -1,13 +1,21 @@
-"""A progress bar for bytes, on the terminal's error stream."""
+"""Progress bars, on the error stream and only where that is a terminal."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["byte_progress", "fetched"]
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = ["busy", "byte_progress", "fetched", "prompt_progress"]
+
+# A prompt that is read within this time needs no bar.
+_PATIENCE_SECONDS = 1.0
 
 
 @contextmanager
@@ -43,3 +51,62 @@ def fetched(model: str) -> Path:
     )
     with byte_progress(model) as progress:
         return store.pull(model, progress=progress)
+
+
+@contextmanager
+def busy(title: str, *, quiet: bool = False) -> Iterator[None]:
+    """A bar that moves while the block runs, for work of which nobody knows how far it is."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    with _bar() as bar:
+        bar.add_task(title, total=None)
+        yield
+
+
+@contextmanager
+def prompt_progress(*, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """For `Decoder.prefill`: a bar once it is known that reading takes more than a second; it is
+    gone before the first piece of the answer is there."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    progress = _PromptProgress()
+    try:
+        yield progress
+    finally:
+        progress.stop()
+
+
+class _PromptProgress:
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._bar: Progress | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if done >= total:
+            self.stop()
+        elif self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done)
+        elif (time.perf_counter() - self._began) * total / done > _PATIENCE_SECONDS:
+            self._bar = _bar()
+            self._bar.add_task("reading the prompt", completed=done, total=total)
+            self._bar.start()
+
+    def stop(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
+
+
+def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )

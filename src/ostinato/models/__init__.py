@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from ostinato.models.checkpoint import Checkpoint as Checkpoint
     from ostinato.models.checkpoint import open_checkpoint as open_checkpoint
     from ostinato.models.config import LlamaConfig as LlamaConfig
+    from ostinato.models.conversation import Conversation as Conversation
+    from ostinato.models.conversation import ConversationStatistics as ConversationStatistics
     from ostinato.models.decoder import Decoder as Decoder
     from ostinato.models.decoder_statistics import DecoderStatistics as DecoderStatistics
-    from ostinato.models.generate import Generation as Generation
-    from ostinato.models.generate import Summary as Summary
     from ostinato.models.generate import TextGenerator as TextGenerator
+    from ostinato.models.generation import Generation as Generation
+    from ostinato.models.generation import Summary as Summary
     from ostinato.models.program import KernelCall as KernelCall
     from ostinato.models.program import decode_program as decode_program
     from ostinato.models.program import describe as describe
@@ -29,13 +31,15 @@ if TYPE_CHECKING:
 _HOMES = {
     "BatchRun": "run",
     "Checkpoint": "checkpoint",
+    "Conversation": "conversation",
+    "ConversationStatistics": "conversation",
     "Decoder": "decoder",
     "DecoderStatistics": "decoder_statistics",
-    "Generation": "generate",
+    "Generation": "generation",
     "KernelCall": "program",
     "LlamaConfig": "config",
     "SamplingOptions": "sampling",
-    "Summary": "generate",
+    "Summary": "generation",
     "TextGenerator": "generate",
     "TokenRun": "run",
     "Tokenizer": "tokenizer",

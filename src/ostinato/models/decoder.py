@@ -14,7 +14,7 @@ only size is the number of rows; everything else is read on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -187,6 +187,8 @@ class Decoder(Closeable):
             options.seed,
             min(options.top_k, self.config.vocabulary),
             sequence.limit,
+            options.min_p,
+            options.repetition_penalty,
         )
         self.plan.options.set(self._options, self.stream)
         sequence.on_device = sequence.stopped = False
@@ -230,20 +232,40 @@ class Decoder(Closeable):
         self._end_run("truncate")
         sequence.truncate(count)
 
+    def keep_common(self, tokens: Iterable[int], slot: int = 0) -> int:
+        """Keeps of a slot's cache what `tokens` begin with, and returns how many tokens that are;
+        the rest of them, one at the least, is then for `prefill`.
+
+        Raises InputError for ids outside the vocabulary.
+        """
+        sequence = self._slots[slot]
+        found = token_ids(tokens, self.config.vocabulary, "tokens")
+        self._end_run("keep_common")
+        return sequence.keep_common(found)
+
     # --- steps
-    def prefill(self, tokens: Iterable[int], slot: int = 0) -> int:
+    def prefill(
+        self,
+        tokens: Iterable[int],
+        slot: int = 0,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
         """Puts tokens behind what the slot's cache holds; the first token chosen after them.
 
         A token that was chosen before and never decoded is dropped: give it with `tokens` where it
-        belongs there.  Raises InputError for ids outside the vocabulary, no tokens, or more than
-        the context has room for; ModelError if the logits hold NaN.
+        belongs there.  `progress` is called after each piece of the prompt that was launched, and
+        at the end, with how many of the tokens are done and how many there are.
+
+        Raises InputError for ids outside the vocabulary, no tokens, or more than the context has
+        room for; ModelError if the logits hold NaN.
         """
         sequence = self._slots[slot]
         found = self._slots.prompt(tokens, sequence)
         self._begin("prefill")
         del sequence.tokens[sequence.length :]
         sequence.on_device = sequence.stopped = False
-        return self._stepper.prompt(sequence, found)
+        return self._stepper.prompt(sequence, found, progress)
 
     def decode(self, slot: int = 0) -> int:
         """One more token of a slot.

@@ -1,4 +1,5 @@
-"""Reading files that come from strangers: only regular ones, never more than was asked for."""
+"""Reading files that come from strangers: only regular ones, never more than was asked for.  And
+writing files whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,13 +7,23 @@ import contextlib
 import json
 import mmap
 import os
+import secrets
 import stat
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from ostinato.errors import ModelFormatError
 
-__all__ = ["MAX_JSON", "map_file", "open_file", "parse_object", "read_file", "read_json", "unmap"]
+__all__ = [
+    "MAX_JSON",
+    "map_file",
+    "open_file",
+    "parse_object",
+    "read_file",
+    "read_json",
+    "unmap",
+    "write_file",
+]
 
 MAX_JSON = 4 << 20
 """Bytes of JSON that are parsed: a model of 126 layers has 1,136 tensors, of 120 bytes each."""
@@ -76,3 +87,21 @@ def unmap(mapped: mmap.mmap | None) -> None:
     if mapped is not None:
         with contextlib.suppress(BufferError):  # the map goes when the last view goes
             mapped.close()
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a file whole or not at all.  Raises OSError, which names it."""
+    try:
+        if path.exists() and not path.is_file():  # a device, a pipe: nothing to put in its place
+            path.write_text(text, encoding="utf-8")
+            return
+        target = path.resolve()  # what a link points to, not the link
+        temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -5,196 +5,36 @@ with TextGenerator(device, "smollm2-135m") as generator:
     for piece in answer:
         print(piece, end="", flush=True)
     print(answer.summary())
+    conversation = generator.chat(system="Be brief.")
+    for piece in conversation.say("And at night?"):
+        print(piece, end="", flush=True)
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ostinato import Device
 from ostinato.driver.closeable import Closeable
-from ostinato.errors import ClosedError, InputError
+from ostinato.errors import InputError
 from ostinato.models.arguments import quoted, token_ids, whole
 from ostinato.models.chat import DEFAULT_TEMPLATE, ChatTemplate, prepare
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
+from ostinato.models.conversation import MAX_ANSWER, Conversation
 from ostinato.models.decoder import Decoder
+from ostinato.models.generation import Generation
 from ostinato.models.run import RunOptions
 from ostinato.models.sampling import GREEDY, SamplingOptions
-from ostinato.models.tokenizer import (
-    IncrementalDecoder,
-    Tokenizer,
-    load_tokenizer,
-    read_chat_template,
-)
+from ostinato.models.stop_strings import checked_stops
+from ostinato.models.tokenizer import Tokenizer, load_tokenizer, read_chat_template
 
-__all__ = ["Generation", "Summary", "TextGenerator"]
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What one generation was.
-
-    `finish_reason`: "stop" (an end token), "length" (`max_tokens`), "context" (no room left),
-    "interrupted" (by the caller, or still under way).  `token_ids`: what was chosen, the end token
-    too.  `tokens_per_second`: of decoding, so from the first token on; 0 if there was no second.
-    `prompt_tokens_per_second`: of the prompt.  `time_to_first_token`: seconds from `generate` on.
-
-    `launches_eager`, `launches_replayed`, `graphs_captured`, `eager_reasons`: of this generation;
-    one graph launch stands for `launches_per_token` eager ones or, with `tokens_per_launch`, for
-    so many times more.  `one_by_one`: why tokens came in other ways than asked (see
-    `DecoderStatistics`).  `load_seconds`: of the model, once
-    for all generations.  `library`: what multiplies besides our kernels, or why nothing does.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    prompt_tokens: int
-    tokens_per_second: float
-    prompt_tokens_per_second: float
-    time_to_first_token: float
-    load_seconds: float
-    launches_eager: int
-    launches_replayed: int
-    launches_per_token: int
-    tokens_per_launch: int
-    graphs_captured: int
-    device: str
-    eager_reasons: dict[str, int]
-    one_by_one: dict[str, int]
-    library: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return {**asdict(self), "token_ids": list(self.token_ids)}
-
-    def __str__(self) -> str:
-        lines = [
-            f"{len(self.token_ids)} tokens ({self.finish_reason}) at "
-            f"{self.tokens_per_second:.1f} tokens/s, first after {self.time_to_first_token:.2f} s; "
-            f"prompt {self.prompt_tokens} tokens at {self.prompt_tokens_per_second:.0f} tokens/s; "
-            f"model loaded in {self.load_seconds:.2f} s",
-            f"launches: {self.launches_eager} eager, {self.launches_replayed} of graphs "
-            f"(each in place of up to {self.launches_per_token * self.tokens_per_launch}); "
-            f"{self.graphs_captured} graphs captured; device {self.device}",
-        ]
-        lines += [f"eager: {count} x {reason}" for reason, count in self.eager_reasons.items()]
-        lines += [f"token by token: {reason}" for reason in self.one_by_one]
-        if self.library.startswith("not used: "):
-            lines.append(f"cuBLASLt {self.library}")
-        return "\n".join(lines)
-
-
-class Generation:
-    """One answer: an iterator over pieces of text, and its summary so far.
-
-    No piece holds part of a character.  An exception in the middle (Ctrl-C too) goes to the caller;
-    `text`, `token_ids` and `summary()` then say how far it came, and the generator can be used
-    again.
-    """
-
-    def __init__(
-        self, generator: TextGenerator, prompt: Items[int], *, tokens_per_launch: int = 1
-    ) -> None:
-        self._generator = generator
-        self._prompt = tuple(prompt)
-        self._per_launch = tokens_per_launch
-        self._before = generator.decoder.statistics()
-        self._began = time.perf_counter()
-        self._first = self._last = 0.0
-        self._pieces: list[str] = []
-        self._tokens: list[int] = []
-        self._reason = "interrupted"
-        self._work = self._run()
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        if self._generator.latest is not self and self._reason == "interrupted":
-            raise ClosedError("a later generation ended this one; the decoder holds its tokens now")
-        return next(self._work)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The tokens chosen so far."""
-        return tuple(self._tokens)
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self._pieces)
-
-    def _run(self) -> Iterator[str]:
-        decoder = self._generator.decoder
-        out = self._generator.tokenizer.stream_decoder()
-        piece, ended = self._next(out, decoder.prefill(self._prompt))
-        if piece:
-            yield piece
-        if ended:
-            return
-        # The next tokens are under way while the caller has a piece in its hands.
-        with decoder.run(tokens_per_launch=self._per_launch) as tokens:
-            for token in tokens:
-                piece, _ = self._next(out, token)
-                if piece:
-                    yield piece
-
-    def _next(self, out: IncrementalDecoder, token: int) -> tuple[str, bool]:
-        """Takes a token: its piece of text, and whether it is the last."""
-        decoder = self._generator.decoder
-        self._last = time.perf_counter()
-        self._first = self._first or self._last
-        self._tokens.append(token)
-        piece, ended = out.push(token), token in decoder.stop_tokens
-        over = ended or decoder.stopped()
-        if over:
-            full = len(self._prompt) + len(self._tokens) > decoder.plan.sizes.context
-            length = "context" if full else "length"
-            # Set before the last piece: whoever takes it may not ask for another.
-            self._reason = "stop" if ended else length
-            piece += out.finish()
-        if piece:
-            self._pieces.append(piece)
-        return piece, over
-
-    def summary(self) -> Summary:
-        """The numbers so far; complete once the iteration has ended."""
-        now, before = self._generator.decoder.statistics(), self._before
-        decoded, spent = len(self._tokens) - 1, self._last - self._first
-        prefill = now.prefill_seconds - before.prefill_seconds
-        return Summary(
-            text=self.text,
-            token_ids=self.token_ids,
-            finish_reason=self._reason,
-            prompt_tokens=len(self._prompt),
-            tokens_per_second=decoded / spent if decoded > 0 and spent > 0 else 0.0,
-            prompt_tokens_per_second=len(self._prompt) / prefill if self._tokens else 0.0,
-            time_to_first_token=self._first - self._began if self._tokens else 0.0,
-            load_seconds=self._generator.load_seconds,
-            launches_eager=now.launches_eager - before.launches_eager,
-            launches_replayed=now.launches_replayed - before.launches_replayed,
-            launches_per_token=now.launches_per_token,
-            tokens_per_launch=self._per_launch,
-            graphs_captured=now.graphs_captured - before.graphs_captured,
-            device=self._generator.device.name,
-            eager_reasons=_since(before.eager_reasons, now.eager_reasons),
-            one_by_one=_since(before.one_by_one, now.one_by_one),
-            library=now.library,
-        )
-
-
-def _since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """What was counted in between."""
-    counts = {reason: count - before.get(reason, 0) for reason, count in now.items()}
-    return {reason: count for reason, count in counts.items() if count}
+__all__ = ["TextGenerator"]
 
 
 class TextGenerator(Closeable):
@@ -285,11 +125,19 @@ class TextGenerator(Closeable):
         chat: bool | None = None,
         system: str | None = None,
         tokens_per_launch: int = 1,
+        stop: str | Iterable[str] = (),
+        reuse: bool = False,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Generation:
         """The answer to a prompt (text, messages, or token ids), as an iterator over its pieces.
 
-        It ends at an end token, after `max_tokens` tokens, or where the context is full.
-        `tokens_per_launch` as for `Decoder.run`.  One generation at a time: a new one ends the one
+        It ends at an end token, after `max_tokens` tokens, where the context is full, or before the
+        first of the texts in `stop`, of which nothing is given out.  `tokens_per_launch` as for
+        `Decoder.run`.  `reuse`: only what the prompt does not have in common with the tokens in
+        the KV cache is read; without, all of it is, so that the same prompt gives the same bits
+        whatever was before it.  `progress` as for `Decoder.prefill`.
+
+        One generation at a time: a new one ends the one
         before, whose next step then raises ClosedError.  Raises InputError if the prompt
         leaves no room in the context, holds anything that is neither a message nor a token of the
         vocabulary, or for options that make no sense.
@@ -304,11 +152,47 @@ class TextGenerator(Closeable):
                 f"the prompt has {len(tokens)} tokens, more than the context of {context}; "
                 "shorten it, or raise max_context"
             )
-        self.decoder.reset()
+        stops = checked_stops(stop)
+        cached = 0
+        if reuse:
+            cached = self.decoder.keep_common(tokens)
+        else:
+            self.decoder.reset()
         # The last token takes the position after all others: prompt + max_tokens - 1.
         self.decoder.set_sampling(sampling, limit=len(tokens) + max_tokens - 1)
-        self.latest = Generation(self, tokens, tokens_per_launch=per_launch)
+        self.latest = Generation(
+            self,
+            tokens,
+            sampling=sampling,
+            cached=cached,
+            stops=stops,
+            tokens_per_launch=per_launch,
+            progress=progress,
+        )
         return self.latest
+
+    def chat(
+        self,
+        *,
+        system: str | None = None,
+        max_tokens: int = MAX_ANSWER,
+        sampling: SamplingOptions = GREEDY,
+        stop: str | Iterable[str] = (),
+        tokens_per_launch: int = 1,
+    ) -> Conversation:
+        """A conversation that keeps its KV cache between turns; options as for `generate`.
+
+        A model without a chat template is spoken to in ChatML.  Raises InputError for a `system`
+        message that is no text.
+        """
+        return Conversation(
+            self,
+            system=system,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop,
+            tokens_per_launch=tokens_per_launch,
+        )
 
     def _tokens(
         self,

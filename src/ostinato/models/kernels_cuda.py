@@ -57,7 +57,8 @@ _LIVE = "live: *const i32, "
 _HEADS = "heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32, "
 SIGNATURES: dict[str, str] = {
     "embed": "rows: *const i32, state: *const i32, live: *out i32, table: *const bf16, "
-    "x: *out f32, row_count: u32, hidden: u32, vocabulary: u32, slots: u32, context: u32",
+    "x: *out f32, history: *i32, row_count: u32, hidden: u32, vocabulary: u32, slots: u32, "
+    "context: u32",
     "norm_qkv_rope": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, "
     "rope: *const f32, cache: *bf16, q: *out f32, workspace: *f32, row_count: u32, hidden: u32, "
     + _HEADS
@@ -76,7 +77,8 @@ SIGNATURES: dict[str, str] = {
     "head": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, logits: *f32, "
     "workspace: *f32, row_count: u32, hidden: u32, vocabulary: u32, epsilon: f32",
     "sample": _LIVE + "logits: *const f32, options: *const u64, chosen: *out i32, "
-    "workspace: *const f32, row_count: u32, vocabulary: u32",
+    "history: *const i32, adjusted: *out f32, workspace: *const f32, row_count: u32, "
+    "vocabulary: u32, context: u32",
     "advance": _LIVE + "chosen: *const i32, options: *const u64, stops: *const i32, state: *i32, "
     "ring: *i32, row_count: u32, stop_count: u32, context: u32, ring_size: u32",
     "continue_loop": "condition: cond, counter: *i32, rows: *const i32, state: *const i32, "

@@ -29,6 +29,7 @@ from ostinato.models.kernels_host_common import (
     used_rows,
 )
 from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE
+from ostinato.models.sampling import penalised
 from ostinato.models.sampling import sample as sample_reference
 
 __all__ = ["HOST_KERNELS"]
@@ -49,7 +50,7 @@ def _rotate(x: Floats, cosine: Floats, sine: Floats, out: Floats) -> None:
 
 @kernel(
     "rows: *const i32, state: *const i32, live: *out i32, table: *const f32, x: *out f32, "
-    "row_count: u32, hidden: u32, vocabulary: u32, slots: u32, context: u32"
+    "history: *i32, row_count: u32, hidden: u32, vocabulary: u32, slots: u32, context: u32"
 )
 def embed(
     launch: object,
@@ -58,13 +59,14 @@ def embed(
     live: Ints,
     table: Floats,
     x: Floats,
+    history: Ints,
     row_count: int,
     hidden: int,
     vocabulary: int,
     slots: int,
     context: int,
 ) -> None:
-    """Resolves the rows (FROM_STATE) and looks their tokens up.
+    """Resolves the rows (FROM_STATE), looks their tokens up, and notes them in the history.
 
     A row that would reach outside of anything is not active afterwards.
     """
@@ -82,6 +84,7 @@ def embed(
             flags &= ~ACTIVE
         live[4 * index : 4 * index + 4] = (token, position, slot, flags)
         if flags & ACTIVE:
+            history[slot * context + position] = token
             out[index] = embedding[token]
         else:
             out[index] = 0.0
@@ -294,7 +297,7 @@ def head(
 
 @kernel(
     "live: *const i32, logits: *const f32, options: *const u64, chosen: *out i32, "
-    "row_count: u32, vocabulary: u32"
+    "history: *const i32, adjusted: *out f32, row_count: u32, vocabulary: u32, context: u32"
 )
 def sample(
     launch: object,
@@ -302,21 +305,34 @@ def sample(
     logits: Floats,
     options: npt.NDArray[np.uint64],
     chosen: Ints,
+    history: Ints,
+    adjusted: Floats,
     row_count: int,
     vocabulary: int,
+    context: int,
 ) -> None:
     """The next token of each row that samples, drawn for the position that it will take.
 
-    -1 if a logit is NaN: the model is broken, and no token of it means anything.
+    `history`: [slots, context], the token at each position; a repetition penalty looks at those up
+    to the row's own.  `adjusted`: [slots, vocabulary], the logits with that penalty; `logits` stay
+    the model's.  -1 is chosen if a logit is NaN: the model is broken, and no token of it means
+    anything.
     """
     settings = options.view(OPTIONS)
     for row, position, slot in sampled_rows(live, used_rows(live, row_count)):
-        temperature, top_p, seed, top_k, _ = settings[slot].item()
+        temperature, top_p, seed, top_k, _, min_p, penalty = settings[slot].item()
         values = logits[slot * vocabulary : (slot + 1) * vocabulary]
         if np.isnan(values).any():
             chosen[row] = -1
             continue
-        chosen[row] = sample_reference(values, temperature, top_k, top_p, seed, position + 1)
+        if penalty != 1.0:
+            seen = history[slot * context : slot * context + position + 1]
+            out = adjusted[slot * vocabulary : (slot + 1) * vocabulary]
+            out[...] = penalised(values, seen, penalty)
+            values = out
+        chosen[row] = sample_reference(
+            values, temperature, top_k, top_p, seed, position + 1, min_p=min_p
+        )
 
 
 @kernel(

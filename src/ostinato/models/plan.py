@@ -75,7 +75,8 @@ class BufferPlan:
 
     `rows`, `options` and `stops` are set by the host, each in one staged copy.  `ring` is pinned
     memory that the device writes and the host reads.  `cache` is [layers, 2 (keys, values), slots,
-    kv_heads, context, head_size].  The rest is written and read on the device only.
+    kv_heads, context, head_size].  `history` is the token at each of its positions, [slots,
+    context], for the repetition penalty.  The rest is written and read on the device only.
     `prepared`: the working memory is there.
     """
 
@@ -124,7 +125,9 @@ class BufferPlan:
                 (c.layers, 2, sizes.slots, c.kv_heads, sizes.context, c.head_size), weights.dtype
             ),
             "rope": device.array(rope_table(c, sizes.context)),
+            "history": device.zeros((sizes.slots, sizes.context), np.int32),
             "logits": device.zeros((sizes.slots, c.vocabulary), f32),
+            "adjusted": device.zeros((sizes.slots, c.vocabulary), f32),
             "chosen": device.zeros(sizes.rows, np.int32),
             "state": device.zeros((sizes.slots, STATE.itemsize // 4), np.int32),
             "counter": device.zeros(1, np.int32),

@@ -74,6 +74,8 @@ OPTIONS = np.dtype(
         ("seed", np.uint64),
         ("top_k", np.int32),
         ("limit", np.int32),
+        ("min_p", np.float64),
+        ("repetition_penalty", np.float64),
     ]
 )
 """How a slot samples (see `sampling.SamplingOptions`).  `limit`: a token that would take this
@@ -201,6 +203,7 @@ class _Sizes:
             live=Bound("live"),
             table=Bound("embed"),
             x=Bound("x"),
+            history=Bound("history"),
             row_count="rows",
             hidden=c.hidden,
             vocabulary=c.vocabulary,
@@ -313,8 +316,11 @@ class _Sizes:
                 logits=logits,
                 options=Bound("options"),
                 chosen=chosen,
+                history=Bound("history"),
+                adjusted=Bound("adjusted"),
                 row_count=rows,
                 vocabulary=c.vocabulary,
+                context="context",
             ),
             _call(
                 "advance",

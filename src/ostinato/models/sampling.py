@@ -8,6 +8,7 @@ float32 in [0, 1).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +17,13 @@ import numpy.typing as npt
 from ostinato.errors import InputError
 from ostinato.models.arguments import number, whole
 
-__all__ = ["GREEDY", "SamplingOptions", "greedy", "philox4x32", "sample", "uniform"]
+__all__ = ["GREEDY", "SamplingOptions", "greedy", "penalised", "philox4x32", "sample", "uniform"]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
+_LEAST_PENALTY, _MOST_PENALTY = 0.01, 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,18 @@ class SamplingOptions:
 
     `temperature`: 0 is greedy, the likeliest token always.  `top_k`: only the k likeliest; 0 is
     off.  `top_p`: only the smallest set of likeliest tokens that has this probability together;
-    1.0 is off.  `seed`: 0 to 2^64 - 1.  Raises InputError.
+    1.0 is off.  `seed`: 0 to 2^64 - 1.  `min_p`: only tokens at least so probable, as a part of the
+    likeliest one's probability at this temperature; 0 is off.  `repetition_penalty`: what divides
+    the positive logits and multiplies the negative ones of all tokens that the sequence holds, the
+    prompt's too, as in transformers; 1.0 is off, 0.01 to 100 is allowed.  Raises InputError.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         temperature = number(self.temperature, "temperature")
@@ -45,11 +52,22 @@ class SamplingOptions:
         top_p = number(self.top_p, "top_p")
         if not 0 < top_p <= 1:
             raise InputError(f"top_p is {top_p}, must be above 0 and at most 1 (off)")
+        min_p = number(self.min_p, "min_p")
+        if not 0 <= min_p <= 1:
+            raise InputError(f"min_p is {min_p}, must be 0 (off) to 1")
+        penalty = number(self.repetition_penalty, "repetition_penalty")
+        if not _LEAST_PENALTY <= penalty <= _MOST_PENALTY:
+            raise InputError(
+                f"repetition_penalty is {penalty}, must be {_LEAST_PENALTY:g} to "
+                f"{_MOST_PENALTY:g}; 1 is off"
+            )
         # Plain numbers from here on: arithmetic with NumPy's would wrap around.
         object.__setattr__(self, "temperature", temperature)
         object.__setattr__(self, "top_k", whole(self.top_k, "top_k", 0))
         object.__setattr__(self, "top_p", top_p)
         object.__setattr__(self, "seed", whole(self.seed, "seed", 0, (1 << 64) - 1))
+        object.__setattr__(self, "min_p", min_p)
+        object.__setattr__(self, "repetition_penalty", penalty)
 
     @property
     def is_greedy(self) -> bool:
@@ -92,6 +110,23 @@ def greedy(logits: npt.NDArray[np.float32]) -> int:
     return int(np.argmax(_without_nan(logits)))
 
 
+def penalised(
+    logits: npt.NDArray[np.float32], tokens: npt.ArrayLike, penalty: float
+) -> npt.NDArray[np.float32]:
+    """A copy of the logits in which those of `tokens` are divided by the penalty if they are
+    positive and multiplied by it if they are negative, in float32; each once, however often the
+    token is there.
+
+    `logits`: float32, (vocabulary,).  `tokens`: indices into it.
+    """
+    out = logits.copy()
+    seen = np.unique(np.asarray(tokens, np.intp))
+    factor, values = np.float32(penalty), logits[seen]
+    with np.errstate(over="ignore", under="ignore"):
+        out[seen] = np.where(values < 0, values * factor, values / factor)
+    return out
+
+
 def sample(
     logits: npt.NDArray[np.float32],
     temperature: float = 0.0,
@@ -99,25 +134,32 @@ def sample(
     top_p: float = 1.0,
     seed: int = 0,
     position: int = 0,
+    *,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    history: npt.ArrayLike = (),
 ) -> int:
     """The next token's index, from float32 logits of shape (vocabulary,).
 
-    In this order: (logit - largest) / temperature in float32; the `top_k` largest (on ties the
+    In this order: `penalised` for the tokens in `history`; (logit - largest) / temperature in
+    float32; the `top_k` largest (on ties the
     lower index stays); softmax in float32; of the likeliest tokens, in order, the smallest number
-    whose float64 sum is at least `top_p` of the whole, one at the least; then the first of these,
-    likeliest first and lower index first on ties, whose running sum exceeds `uniform(seed,
-    position)` of theirs.
+    whose float64 sum is at least `top_p` of the whole, one at the least; of these the ones whose
+    scaled logit is at least log(min_p), rounded to float32; then the first of them, likeliest first
+    and lower index first on ties, whose running sum exceeds `uniform(seed, position)` of theirs.
 
     A NaN logit counts as minus infinity, so that an index always comes back: who must know that the
     model broke looks for NaN in the logits, and says so.  If all are minus infinity it is 0; if one
     is plus infinity it is the first such.  Raises InputError for other shapes and bad options.
     """
-    options = SamplingOptions(temperature, top_k, top_p, seed)
+    options = SamplingOptions(temperature, top_k, top_p, seed, min_p, repetition_penalty)
     if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
         raise InputError(
             f"logits are {logits.dtype} {list(logits.shape)}, must be float32 (vocabulary,)"
         )
     logits = _without_nan(logits)
+    if options.repetition_penalty != 1.0:
+        logits = penalised(logits, history, options.repetition_penalty)
     best = int(np.argmax(logits))
     largest = logits[best]
     if options.is_greedy or not np.isfinite(largest):
@@ -134,6 +176,9 @@ def sample(
     if options.top_p < 1.0:
         enough = options.top_p * running[-1]
         kept = min(kept, int(np.searchsorted(running, enough, side="left")) + 1)
+    if options.min_p > 0.0:
+        least = np.float32(math.log(options.min_p))
+        kept = min(kept, int(np.count_nonzero(scaled[order] >= least)))
     drawn = float(uniform(options.seed, position)) * running[kept - 1]
     index = int(np.searchsorted(running[:kept], drawn, side="right"))
     return int(order[min(index, kept - 1)])

@@ -48,6 +48,16 @@ class Sequence:
             raise InputError(f"slot {self.slot} has no token to decode: prefill it first")
         return self.tokens[self.length]
 
+    def keep_common(self, tokens: Items[int]) -> int:
+        """Keeps the tokens in the cache that are the first ones of `tokens` too, but never all of
+        these, so that one is left to prefill; how many were kept."""
+        most = min(self.length, len(tokens) - 1)
+        kept = next((i for i in range(most) if self.tokens[i] != tokens[i]), max(0, most))
+        self.length = kept  # first: an interruption between these lines must not lengthen it
+        del self.tokens[kept:]
+        self.on_device = self.stopped = False
+        return kept
+
     def truncate(self, count: int) -> None:
         """Keeps the first `count` tokens; the last of them is decoded next.  Raises InputError."""
         count = whole(count, "count")

@@ -8,6 +8,7 @@ rewrites what lies behind them in the cache.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -41,7 +42,12 @@ class Stepper:
         self._settled = True
 
     # --- one step
-    def prompt(self, sequence: Sequence, tokens: Items[int]) -> int:
+    def prompt(
+        self,
+        sequence: Sequence,
+        tokens: Items[int],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
         """Puts tokens behind what the cache holds of a sequence, in pieces; the token after them.
 
         Raises ModelError if the logits hold NaN.
@@ -62,6 +68,8 @@ class Stepper:
                     self.steps(end, sampled=False)
                     sequence.tokens.extend(piece)
                     sequence.length += len(piece)
+                if progress is not None:
+                    progress(start + len(piece), len(tokens))
         return chosen
 
     def together(self, sequences: list[Sequence], *, device_state: bool) -> list[int]:

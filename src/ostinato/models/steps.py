@@ -305,7 +305,7 @@ class DecoderSteps:
 
 
 def _slots_to_verify(plan: BufferPlan) -> tuple[Slot, ...]:
-    state = {name: plan.buffers[name] for name in ("cache", "state", "logits")}
+    state = {name: plan.buffers[name] for name in ("cache", "history", "state", "logits")}
     scratch = {name: buffer for name, buffer in plan.buffers.items() if name not in state}
     return (
         Slot("rows", plan.rows.buffer, Role.INPUT, size="rows", poison=_POISON_ROWS),

@@ -88,6 +88,7 @@ class StepMeter(Closeable):
             self.plan.rows.set(table, self.stream)
             options = np.zeros(rows, OPTIONS)
             options["top_p"], options["limit"] = 1.0, context
+            options["repetition_penalty"] = 1.0
             self.plan.options.set(options, self.stream)
         except BaseException:
             self.plan.close()

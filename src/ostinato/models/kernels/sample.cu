@@ -13,6 +13,12 @@
 //   3. in the list the token is found digit by digit of its 53-bit key (logit, then index).
 // Where more tokens share the bin than the list holds, step 3 scans all logits instead.
 //
+// min_p needs no search: it is a least scaled logit.
+//
+// With a repetition penalty the logits are copied first, and those of the slot's tokens changed in
+// the copy, always from the model's own: a token that the history has twice is penalised once.  The
+// copy is then what is looked at, also for the largest.
+//
 // Weights are integers, exp(scaled) * 2^SHIFT rounded: sums do not depend on the order in which
 // atomics come, and so a draw gives the same token every time.  The reference sums float32 ratios
 // in float64; the two differ by some 1e-7 of the mass, and tokens differ only where a draw falls
@@ -213,39 +219,79 @@ DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
     return prefix;
 }
 
+DEVICE u64 largest_of_block(Workbench& bench, u64 key) {
+    key = largest_of_warp(key);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) bench.warps[threadIdx.x / 32] = key;
+    __syncthreads();
+    key = bench.warps[0];
+    for (int i = 1; i < WARPS; i++) key = largest(key, bench.warps[i]);
+    return key;
+}
+
+// Puts the logits into `adjusted`, those of `count` tokens with the penalty; the largest one's key.
+// Products are rounded by themselves: contracted with a later subtraction they would differ from
+// `sampling.penalised`.
+DEVICE u64 penalise(Workbench& bench, const float* logits, const int* tokens, int count,
+                    float penalty, float* adjusted) {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < VOCAB; i += THREADS) adjusted[i] = load_fresh(logits + i);
+    __syncthreads();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        const int token = load_fresh(tokens + i);
+        const float logit = load_fresh(logits + token);
+        adjusted[token] = logit < 0.0f ? __fmul_rn(logit, penalty) : __fdiv_rn(logit, penalty);
+    }
+    __syncthreads();
+    u64 key = 0;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < VOCAB; i += THREADS)
+        key = largest(key, logit_key(load_fresh(adjusted + i), i));
+    return largest_of_block(bench, key);
+}
+
 DEVICE int sample_row(Workbench& bench, const Row& row, const float* logits, const Options* options,
-                      const u64* keys) {
+                      const u64* keys, const int* history, float* adjusted) {
     const int thread = threadIdx.x;
     // The options change between steps only, by the host.
     const double temperature = options[row.slot].temperature;
     u64 key = 0;
 #pragma unroll 4
     for (int i = thread; i < HEAD_BLOCKS; i += THREADS) key = largest(key, load_fresh(keys + i));
-    key = largest_of_warp(key);
-    if (thread % 32 == 0) bench.warps[thread / 32] = key;
-    __syncthreads();
-    key = bench.warps[0];
-    for (int i = 1; i < WARPS; i++) key = largest(key, bench.warps[i]);
+    key = largest_of_block(bench, key);
     if (key == NAN_KEY) return -1;
+    const double penalty = options[row.slot].repetition_penalty;
+    if (penalty != 1.0) {
+        key = penalise(bench, logits, history, row.position + 1, static_cast<float>(penalty),
+                       adjusted);
+        logits = adjusted;
+    }
     const int best = static_cast<int>(0xffffffffu - static_cast<u32>(key));
     const float logit = from_ordered(static_cast<u32>(key >> 32));
     if (temperature == 0.0 || isinf(logit)) return best;
     __syncthreads();  // before the bench is used anew
 
-    Tokens tokens{logits + static_cast<long long>(row.slot) * VOCAB, logit,
-                  static_cast<float>(temperature), 0};
+    Tokens tokens{logits, logit, static_cast<float>(temperature), 0};
     const int top_k = options[row.slot].top_k;
     const double top_p = options[row.slot].top_p;
     if (top_k > 0 && top_k < VOCAB) {
         fill_bins<true>(bench, tokens);
         tokens.last = find_token<true>(bench, tokens, top_k);
     }
+    const double min_p = options[row.slot].min_p;
     fill_bins<false>(bench, tokens);
     find_bin(bench, 1);
     u64 mass = bench.total;
     if (top_p < 1.0) {
         const u64 wanted = static_cast<u64>(ceil(top_p * static_cast<double>(mass)));
         tokens.last = find_token<false>(bench, tokens, min(max(wanted, 1ull), mass));
+    }
+    if (min_p > 0.0) {  // all of the least scaled logit that may be, whatever their index
+        const Place least = static_cast<u64>(ordered(static_cast<float>(log(min_p)))) << INDEX_BITS;
+        tokens.last = largest(tokens.last, least);
+    }
+    if (top_p < 1.0 || min_p > 0.0) {
         fill_bins<false>(bench, tokens);
         find_bin(bench, 1);
         mass = bench.total;
@@ -258,7 +304,8 @@ DEVICE int sample_row(Workbench& bench, const Row& row, const float* logits, con
 
 KERNEL __launch_bounds__(THREADS, 1)
     sample(const int* live, const float* logits, const Options* options, int* chosen,
-           float* workspace, u32 row_count, u32 vocabulary) {
+           const int* history, float* adjusted, float* workspace, u32 row_count, u32 vocabulary,
+           u32 context) {
     __shared__ Workbench bench;
     start_next_at<AT_START>();
     wait_for_previous();
@@ -267,7 +314,9 @@ KERNEL __launch_bounds__(THREADS, 1)
     const Row row = load_row(live, index);
     if ((row.flags & (ACTIVE | SAMPLE)) != (ACTIVE | SAMPLE)) return;
     const u64* keys = keys_of(workspace) + static_cast<long long>(index) * HEAD_BLOCKS;
-    const int token = sample_row(bench, row, logits, options, keys);
+    const long long slot = row.slot;
+    const int token = sample_row(bench, row, logits + slot * VOCAB, options, keys,
+                                 history + slot * context, adjusted + slot * VOCAB);
     if (threadIdx.x == 0) chosen[index] = token;
     start_next_at<BEFORE_OUTPUT>();
 }

@@ -7,6 +7,7 @@ struct alignas(16) Options {  // program.OPTIONS
     double temperature, top_p;
     u64 seed;
     int top_k, limit;
+    double min_p, repetition_penalty;
 };
 
 DEVICE void advance_slot(const Row& row, int token, const Options* options, const int* stops,

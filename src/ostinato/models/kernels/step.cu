@@ -5,8 +5,8 @@
 
 // A block a row.  Rows that would reach outside of anything are not active afterwards.
 KERNEL __launch_bounds__(EMBED_THREADS)
-    embed(const int* rows, const int* state, int* live, const bf16* table, float* x, u32 row_count,
-          u32 hidden, u32 vocabulary, u32 slots, u32 context) {
+    embed(const int* rows, const int* state, int* live, const bf16* table, float* x, int* history,
+          u32 row_count, u32 hidden, u32 vocabulary, u32 slots, u32 context) {
     start_next_at<AT_START>();
     const int index = blockIdx.x, thread = threadIdx.x;
     wait_for_previous();
@@ -25,6 +25,8 @@ KERNEL __launch_bounds__(EMBED_THREADS)
     if (thread == 0) reinterpret_cast<Row*>(live)[index] = row;
     start_next_at<AFTER_INPUT>();
     const bool active = row.flags & ACTIVE;
+    if (active && thread == 0)
+        history[static_cast<long long>(row.slot) * context + row.position] = row.token;
     const bf16* const from = table + static_cast<long long>(active ? row.token : 0) * HIDDEN;
     float4* const to = reinterpret_cast<float4*>(x + index * HIDDEN);
 #pragma unroll

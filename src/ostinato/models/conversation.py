@@ -1,0 +1,254 @@
+"""A conversation: its messages, and what of them is in the KV cache already.
+
+    conversation = generator.chat(system="Be brief.")
+    for piece in conversation.say("Why is the sky blue?"):
+        print(piece, end="", flush=True)
+    conversation.save("sky.json")
+
+Each turn renders all messages with the chat template and compares the token ids with those in the
+cache: what both begin with stays there, and only the rest is read.  So it does not matter whether a
+template changes earlier messages, whether an answer was stopped in the middle, or what else the
+decoder did between two turns: that only costs reading.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ostinato.errors import InputError, ModelFormatError
+from ostinato.models.arguments import quoted
+from ostinato.models.files import read_json, write_file
+from ostinato.models.generation import Generation, Generator
+from ostinato.models.sampling import GREEDY, SamplingOptions
+from ostinato.models.stop_strings import checked_stops
+
+__all__ = ["MAX_ANSWER", "Conversation", "ConversationStatistics"]
+
+MAX_ANSWER = 1024
+"""Tokens of one answer at most, unless somebody says otherwise."""
+
+_FORMAT, _VERSION = "ostinato conversation", 1
+
+
+class _Speaker(Generator, Protocol):
+    """What a conversation needs of its `TextGenerator`."""
+
+    def encode(self, prompt: Items[Mapping[str, str]], /) -> list[int]: ...
+
+    def generate(
+        self,
+        prompt: Items[int],
+        /,
+        *,
+        max_tokens: int,
+        sampling: SamplingOptions,
+        tokens_per_launch: int,
+        stop: Iterable[str],
+        reuse: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> Generation: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationStatistics:
+    """Numbers of a conversation.
+
+    `turns`: questions with their answers.  `tokens`: of all messages as the model read and wrote
+    them at the latest turn; 0 before the first one.  `context`: how many there may be.  Since the
+    conversation was made: `prompt_tokens_read`, `prompt_tokens_cached` (those that the KV cache had
+    already) and `answer_tokens`.
+    """
+
+    turns: int
+    tokens: int
+    context: int
+    prompt_tokens_read: int
+    prompt_tokens_cached: int
+    answer_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.turns} turns, {self.tokens} of {self.context} tokens of the context in use; "
+            f"read {self.prompt_tokens_read} tokens of prompts, {self.prompt_tokens_cached} were "
+            f"in the cache; answered {self.answer_tokens} tokens"
+        )
+
+
+class Conversation:
+    """Turns of a user and a model.  Made by `TextGenerator.chat`; options as for its `generate`.
+
+    A turn is in the history from the first piece of its answer on, or from the answer's end if it
+    has no text; one that fails or is interrupted before leaves the history as it was.  An answer
+    that is stopped later stays as far as it was given out.
+
+    Not to be used by two threads at once.  Several conversations may share a generator, in turns.
+    """
+
+    def __init__(
+        self,
+        generator: _Speaker,
+        *,
+        system: str | None = None,
+        max_tokens: int = MAX_ANSWER,
+        sampling: SamplingOptions = GREEDY,
+        stop: str | Iterable[str] = (),
+        tokens_per_launch: int = 1,
+    ) -> None:
+        first = [] if system is None else [_message("system", _text(system, "system"))]
+        self.max_tokens = max_tokens
+        self.sampling = sampling
+        self.stop = checked_stops(stop)
+        self.tokens_per_launch = tokens_per_launch
+        self._generator = generator
+        self._messages = first
+        self._question = ""
+        self._answer: Generation | None = None
+        self._read = self._cached = self._answered = 0
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """All messages so far, oldest first: new mappings with `role` and `content`."""
+        return [dict(message) for message in self._history()]
+
+    def _history(self) -> list[dict[str, str]]:
+        answer = self._answer
+        if answer is None or not (answer.text or answer.finish_reason != "interrupted"):
+            return self._messages
+        turn = (_message("user", self._question), _message("assistant", answer.text))
+        return [*self._messages, *turn]
+
+    def say(self, text: str, *, progress: Callable[[int, int], None] | None = None) -> Generation:
+        """The answer to a message, as an iterator over its pieces; an earlier answer ends with it.
+
+        `progress` as for `Decoder.prefill`.  Raises InputError for what is no text, for a
+        conversation that the context has no room for, and for options that make no sense; what
+        `ChatTemplate.render` raises.  The history is then as before.
+        """
+        text = _text(text, "the message")
+        history = self._history()
+        tokens = self._generator.encode([*history, _message("user", text)])
+        context = self._generator.decoder.plan.sizes.context
+        if len(tokens) > context:
+            raise InputError(
+                f"the context is full: with this message the conversation has {len(tokens)} "
+                f"tokens, and max_context is {context}.  The {len(history)} messages before it are "
+                "kept: save them, shorten the message, begin anew (reset), or load them into a "
+                "generator with a larger max_context"
+            )
+        answer = self._generator.generate(
+            tokens,
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            tokens_per_launch=self.tokens_per_launch,
+            stop=self.stop,
+            reuse=True,
+            progress=progress,
+        )
+        self._settle(history)
+        self._question, self._answer = text, answer
+        return answer
+
+    def _settle(self, history: list[dict[str, str]]) -> None:
+        """No answer is under way any more; the messages are these."""
+        answer, self._answer = self._answer, None
+        self._messages = history
+        if answer is None:
+            return
+        if answer.token_ids:  # its prompt was read
+            self._read += answer.prompt_tokens - answer.cached_tokens
+            self._cached += answer.cached_tokens
+            self._answered += len(answer.token_ids)
+        if self._generator.latest is answer:
+            self._generator.latest = None
+
+    def reset(self) -> None:
+        """Forgets all messages but the system message.  An answer under way ends."""
+        self._settle([message for message in self._messages if message["role"] == "system"])
+
+    def save(self, path: str | Path) -> None:
+        """Writes the messages as JSON, whole or not at all.  Raises OSError."""
+        found = {"format": _FORMAT, "version": _VERSION, "messages": self._history()}
+        write_file(Path(path), json.dumps(found, ensure_ascii=False, indent=1) + "\n")
+
+    def load(self, path: str | Path) -> None:
+        """Takes the messages of a saved conversation in place of its own, the system message too.
+        An answer under way ends.
+
+        Raises OSError, and ModelFormatError for a file that is no saved conversation; the messages
+        are then as before.
+        """
+        self._settle(_read_messages(Path(path)))
+
+    def statistics(self) -> ConversationStatistics:
+        """The numbers so far, with those of an answer under way."""
+        answer, history = self._answer, self._history()
+        begun = answer if answer is not None and answer.token_ids else None
+        prompt, cached = (begun.prompt_tokens, begun.cached_tokens) if begun else (0, 0)
+        answered = len(begun.token_ids) if begun else 0
+        return ConversationStatistics(
+            turns=sum(message["role"] == "assistant" for message in history),
+            tokens=prompt + answered,
+            context=self._generator.decoder.plan.sizes.context,
+            prompt_tokens_read=self._read + prompt - cached,
+            prompt_tokens_cached=self._cached + cached,
+            answer_tokens=self._answered + answered,
+        )
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _read_messages(path: Path) -> list[dict[str, str]]:
+    """The messages in a file: a system message if there is one, then turns of user and assistant.
+
+    Raises ModelFormatError, OSError.
+    """
+    found = read_json(path)
+    if found.get("format") != _FORMAT:
+        raise ModelFormatError(f'{path}: no saved conversation: it has no "format": "{_FORMAT}"')
+    version, listed = found.get("version"), found.get("messages")
+    if version != _VERSION or isinstance(version, bool):
+        raise ModelFormatError(
+            f"{path}: a conversation of version {quoted(version)}; this library reads {_VERSION}"
+        )
+    if not isinstance(listed, list):
+        raise ModelFormatError(f"{path}: messages is {quoted(listed)}, must be a list")
+    messages = [_checked_message(item, f"{path}: message {i}") for i, item in enumerate(listed)]
+    turns = [m["role"] for m in messages]
+    if turns[:1] == ["system"]:
+        del turns[0]
+    if len(turns) % 2 or turns != ["user", "assistant"] * (len(turns) // 2):
+        raise ModelFormatError(
+            f"{path}: its messages must be a system message or none, then user and assistant in "
+            "turns, the assistant's last"
+        )
+    return messages
+
+
+def _checked_message(item: object, where: str) -> dict[str, str]:
+    if not isinstance(item, dict) or set(item) != {"role", "content"}:
+        raise ModelFormatError(f"{where} is {quoted(item)}, must have a role and a content")
+    role, content = item["role"], item["content"]
+    if role not in ("system", "user", "assistant"):
+        raise ModelFormatError(f"{where}: role {quoted(role)} is not system, user or assistant")
+    try:
+        return _message(role, _text(content, f"{where}: content"))
+    except InputError as error:
+        raise ModelFormatError(str(error)) from None
+
+
+def _text(value: object, what: str) -> str:
+    """Raises InputError, which begins with `what`, for what is no text that can be encoded."""
+    if not isinstance(value, str):
+        raise InputError(f"{what} is {quoted(value)}, must be text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what}: character {error.start} is a lone surrogate") from None
+    return value

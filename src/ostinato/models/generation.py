@@ -1,0 +1,238 @@
+"""One answer as it comes: an iterator over pieces of text, and its numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from ostinato import Device
+from ostinato.errors import ClosedError
+from ostinato.models.decoder import Decoder
+from ostinato.models.sampling import SamplingOptions
+from ostinato.models.stop_strings import StopMatcher
+from ostinato.models.tokenizer import IncrementalDecoder, Tokenizer
+
+__all__ = ["Generation", "Generator", "Summary"]
+
+
+class Generator(Protocol):
+    """What an answer needs of the `TextGenerator` that it comes from."""
+
+    device: Device
+    decoder: Decoder
+    tokenizer: Tokenizer
+    load_seconds: float
+    latest: Generation | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What one generation was.
+
+    `finish_reason`: "stop" (an end token, or a stop string), "length" (`max_tokens`), "context" (no
+    room left), "interrupted" (by the caller, or still under way).  `text`: what was given out.
+    `token_ids`: what was chosen, the end token and a stop string's tokens too.  `sampling`: with
+    the seed.
+    `cached_tokens`: those of the prompt that the KV cache had already.  `tokens_per_second`: of
+    decoding, so from the first token on; 0 if there was no second.  `prompt_tokens_per_second`: of
+    what was read of the prompt.  `time_to_first_token`: seconds from `generate` on.
+
+    `launches_eager`, `launches_replayed`, `graphs_captured`, `eager_reasons`: of this generation;
+    one graph launch stands for `launches_per_token` eager ones or, with `tokens_per_launch`, for
+    so many times more.  `one_by_one`: why tokens came in other ways than asked (see
+    `DecoderStatistics`).  `load_seconds`: of the model, once
+    for all generations.  `library`: what multiplies besides our kernels, or why nothing does.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    sampling: SamplingOptions
+    prompt_tokens: int
+    cached_tokens: int
+    tokens_per_second: float
+    prompt_tokens_per_second: float
+    time_to_first_token: float
+    load_seconds: float
+    launches_eager: int
+    launches_replayed: int
+    launches_per_token: int
+    tokens_per_launch: int
+    graphs_captured: int
+    device: str
+    eager_reasons: dict[str, int]
+    one_by_one: dict[str, int]
+    library: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them."""
+        return {**asdict(self), "token_ids": list(self.token_ids)}
+
+    def __str__(self) -> str:
+        cached = f" ({self.cached_tokens} in the cache)" if self.cached_tokens else ""
+        lines = [
+            f"{len(self.token_ids)} tokens ({self.finish_reason}) at "
+            f"{self.tokens_per_second:.1f} tokens/s, first after {self.time_to_first_token:.2f} s; "
+            f"prompt {self.prompt_tokens} tokens{cached} at "
+            f"{self.prompt_tokens_per_second:.0f} tokens/s; "
+            f"model loaded in {self.load_seconds:.2f} s",
+            f"launches: {self.launches_eager} eager, {self.launches_replayed} of graphs "
+            f"(each in place of up to {self.launches_per_token * self.tokens_per_launch}); "
+            f"{self.graphs_captured} graphs captured; device {self.device}",
+        ]
+        if not self.sampling.is_greedy:
+            lines.append(f"seed {self.sampling.seed}: the same seed gives the same answer")
+        lines += [f"eager: {count} x {reason}" for reason, count in self.eager_reasons.items()]
+        lines += [f"token by token: {reason}" for reason in self.one_by_one]
+        if self.library.startswith("not used: "):
+            lines.append(f"cuBLASLt {self.library}")
+        return "\n".join(lines)
+
+
+class Generation:
+    """One answer: an iterator over pieces of text, and its summary so far.
+
+    No piece holds part of a character.  An exception in the middle (Ctrl-C too) goes to the caller;
+    `text`, `token_ids` and `summary()` then say how far it came, and the generator can be used
+    again.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        prompt: Items[int],
+        *,
+        sampling: SamplingOptions,
+        cached: int = 0,
+        stops: tuple[str, ...] = (),
+        tokens_per_launch: int = 1,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._generator = generator
+        self._prompt = tuple(prompt)
+        self._sampling = sampling
+        self._cached = cached
+        self._stops = StopMatcher(stops)
+        self._progress = progress
+        self._per_launch = tokens_per_launch
+        self._before = generator.decoder.statistics()
+        self._began = time.perf_counter()
+        self._first = self._last = 0.0
+        self._pieces: list[str] = []
+        self._tokens: list[int] = []
+        self._reason = "interrupted"
+        self._work = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        if self._generator.latest is not self and self._reason == "interrupted":
+            raise ClosedError(
+                "a later generation ended this one, or its conversation was reset; the decoder's "
+                "tokens are not its own any more"
+            )
+        return next(self._work)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens chosen so far."""
+        return tuple(self._tokens)
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._pieces)
+
+    @property
+    def finish_reason(self) -> str:
+        """As in `Summary`."""
+        return self._reason
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the whole prompt."""
+        return len(self._prompt)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of the prompt that the KV cache had already."""
+        return self._cached
+
+    def _run(self) -> Iterator[str]:
+        decoder = self._generator.decoder
+        out = self._generator.tokenizer.stream_decoder()
+        first = decoder.prefill(self._prompt[self._cached :], progress=self._progress)
+        piece, over = self._next(out, first)
+        if piece:
+            yield piece
+        if over:
+            return
+        # The next tokens are under way while the caller has a piece in its hands.
+        with decoder.run(tokens_per_launch=self._per_launch) as tokens:
+            for token in tokens:
+                piece, over = self._next(out, token)
+                if piece:
+                    yield piece
+                if over:
+                    return
+
+    def _next(self, out: IncrementalDecoder, token: int) -> tuple[str, bool]:
+        """Takes a token: its piece of text, and whether it is the last."""
+        decoder = self._generator.decoder
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self._tokens.append(token)
+        piece, ended = out.push(token), token in decoder.stop_tokens
+        over = ended or decoder.stopped()
+        if over:
+            full = len(self._prompt) + len(self._tokens) > decoder.plan.sizes.context
+            length = "context" if full else "length"
+            # Set before the last piece: whoever takes it may not ask for another.
+            self._reason = "stop" if ended else length
+            piece += out.finish()
+        piece, stopped = self._stops.push(piece)
+        if stopped:
+            self._reason, over = "stop", True
+        elif over:
+            piece += self._stops.finish()
+        if piece:
+            self._pieces.append(piece)
+        return piece, over
+
+    def summary(self) -> Summary:
+        """The numbers so far; complete once the iteration has ended."""
+        now, before = self._generator.decoder.statistics(), self._before
+        decoded, spent = len(self._tokens) - 1, self._last - self._first
+        read = len(self._prompt) - self._cached
+        prefill = now.prefill_seconds - before.prefill_seconds
+        return Summary(
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self._reason,
+            sampling=self._sampling,
+            prompt_tokens=len(self._prompt),
+            cached_tokens=self._cached,
+            tokens_per_second=decoded / spent if decoded > 0 and spent > 0 else 0.0,
+            prompt_tokens_per_second=read / prefill if self._tokens else 0.0,
+            time_to_first_token=self._first - self._began if self._tokens else 0.0,
+            load_seconds=self._generator.load_seconds,
+            launches_eager=now.launches_eager - before.launches_eager,
+            launches_replayed=now.launches_replayed - before.launches_replayed,
+            launches_per_token=now.launches_per_token,
+            tokens_per_launch=self._per_launch,
+            graphs_captured=now.graphs_captured - before.graphs_captured,
+            device=self._generator.device.name,
+            eager_reasons=_since(before.eager_reasons, now.eager_reasons),
+            one_by_one=_since(before.one_by_one, now.one_by_one),
+            library=now.library,
+        )
+
+
+def _since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """What was counted in between."""
+    counts = {reason: count - before.get(reason, 0) for reason, count in now.items()}
+    return {reason: count for reason, count in counts.items() if count}

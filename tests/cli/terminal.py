@@ -1,0 +1,87 @@
+"""The command on a terminal: a pseudo-terminal whose keys it gets and whose screen is read."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from types import TracebackType
+
+from tests.cli.commands import environment
+
+# The first terminal that a session's first process opens is the one whose keys it gets.
+ON_ITS_TERMINAL = """
+import os
+os.close(os.open(os.ttyname(0), os.O_RDWR))
+print("its terminal", flush=True)
+from ostinato.__main__ import main
+main()
+"""
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Terminal:
+    """The command as the one process of a terminal; a context manager, which ends it.
+
+    `said`: what was on the screen so far, without the sequences that move the cursor.
+    """
+
+    def __init__(self, *arguments: str, **environ: str) -> None:
+        self._mine, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ON_ITS_TERMINAL, *arguments],
+            env=environment(TERM="xterm", **environ),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._raw = b""
+        self._seen = 0
+        self.until("its terminal\r\n")  # before that, keys are no signals
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._mine)
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def said(self) -> str:
+        return _CONTROLS.sub("", self._raw.decode("utf-8", "replace"))
+
+    def send(self, keys: str | bytes) -> None:
+        os.write(self._mine, keys if isinstance(keys, bytes) else keys.encode())
+
+    def until(self, text: str) -> str:
+        """Reads until a text appears that was not there at the last call; what was said since."""
+        while (at := self.said.find(text, self._seen)) < 0:
+            more = self._read()
+            assert more, f"{text!r} did not come: {self.said!r}"
+        since = self.said[self._seen : at]
+        self._seen = at + len(text)
+        return since
+
+    def end(self) -> int:
+        """Reads to the end; the exit status."""
+        while self._read():
+            pass
+        return self.process.wait()
+
+    def _read(self) -> bytes:
+        try:
+            more = os.read(self._mine, 4096)
+        except OSError:  # what Linux says of a terminal whose last user is gone
+            return b""
+        self._raw += more
+        return more
