@@ -67,7 +67,8 @@ def chain_of(key: JoinKey | IndexKey, multiprocessors: int) -> tuple[Launch, ...
 
 
 def _scan(key: JoinKey) -> list[Launch]:
-    """The scan's kernels after the first, which is `probe`.
+    """The scan's kernels between the first, which is `probe`, and the last, which is `materialize`:
+    it adds the sums of level 1 to the offsets of level 0 as it reads them.
 
     Level 0 are the left rows' offsets; level i + 1 are the sums of the blocks of level i, which lie
     behind each other in one array.
@@ -77,7 +78,7 @@ def _scan(key: JoinKey) -> list[Launch]:
     levels = range(1, len(sizes))
     up = [Launch("scan", sizes[i], (i, begins[i - 1], begins[i])) for i in levels]
     down = [
-        Launch("add", sizes[i], (i, begins[i - 1] if i else 0, begins[i]))
-        for i in reversed(range(len(sizes) - 1))
+        Launch("add", sizes[i], (i, begins[i - 1], begins[i]))
+        for i in reversed(range(1, len(sizes) - 1))
     ]
     return up + down

@@ -185,12 +185,12 @@ def probe(launch: HostLaunch, block: npt.NDArray[np.uint8], probe_blocks: int) -
             left = left[~equal]
             at[left] = (at[left] + 1) & join.mask
     before, sums = _scanned(count)
-    join.array("offsets", join.left, np.uint64)[:] = before
+    join.array("offsets", join.left, np.uint32)[:] = before.astype(np.uint32)
     join.array("found", join.left, np.uint32)[:] = start
     if probe_blocks == 1:
         join.set_total(int(sums.sum()))
-    else:
-        join.array("sums", len(sums), np.uint64)[:] = sums
+        sums = np.zeros(min(1, join.left), np.uint64)
+    join.array("sums", len(sums), np.uint64)[:] = sums
 
 
 def _scanned(values: U64) -> tuple[U64, U64]:
@@ -225,8 +225,7 @@ def scan(
 def add(launch: HostLaunch, block: npt.NDArray[np.uint8], level: int, own: int, above: int) -> None:
     join = _Join(launch, block)
     size = _level_size(join, level)
-    address = int(join.head["sums"]) + 8 * own if level else int(join.head["offsets"])
-    values = join.at(address, size, np.uint64)
+    values = join.at(int(join.head["sums"]) + 8 * own, size, np.uint64)
     sums = join.at(int(join.head["sums"]) + 8 * above, -(-size // SCAN_BLOCK), np.uint64)
     values += np.repeat(sums, SCAN_BLOCK)[:size]
 
@@ -236,7 +235,9 @@ def materialize(launch: HostLaunch, block: npt.NDArray[np.uint8], tile_blocks: i
     join = _Join(launch, block)
     total = 0 if join.head["overflow"] else int(join.head["total"])
     if total:
-        offsets = join.array("offsets", join.left, np.uint64).astype(np.int64)
+        blocks = join.array("sums", -(-join.left // SCAN_BLOCK), np.uint64)
+        offsets = np.repeat(blocks, SCAN_BLOCK)[: join.left].astype(np.int64)
+        offsets += join.array("offsets", join.left, np.uint32)
         counts = np.diff(offsets, append=total)
         rows = np.repeat(np.arange(join.left), counts)
         places = join.array("found", join.left, np.uint32).astype(np.int64) - offsets

@@ -83,13 +83,13 @@ class Workspace:
         """Room for what the probing by a class of left rows needs."""
         if probe > self._left:
             found = self._device.empty(probe, np.uint32)
-            offsets = self._device.empty(probe, np.uint64)
+            offsets = self._device.empty(probe, np.uint32)
             old = self._found, self._offsets
             self._found, self._offsets = found, offsets
             self._left, self.found, self.offsets = probe, found.address, offsets.address
             for buffer in old:
                 self._replaced(buffer)
-        sums = sum(scan.scratch)
+        sums = max(1, sum(scan.scratch))
         if sums > self._sums:
             buffer = self._device.empty(sums, np.uint64)
             before, self._level_sums = self._level_sums, buffer

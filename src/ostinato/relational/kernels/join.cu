@@ -8,8 +8,9 @@
 //   probe        each left row looks its slot up; the first level of the scan over the counts.  The blocks
 //                behind those put right rows into their groups (`fill`)
 //   scan, add    the upper levels of the scan; the last `scan` compares the total with the capacity
-//   materialize  writes pairs of row numbers, the same number of them in each block.  The blocks behind
-//                those empty the table
+//   materialize  adds the lowest level's block sums to the offsets as it reads them, and writes pairs of
+//                row numbers, the same number of them in each block.  The blocks behind those empty the
+//                table
 //
 // Memory rules:
 // * What `begin` wrote and the input columns do not change until the graph ends, and they are read as
@@ -280,15 +281,13 @@ KERNEL __launch_bounds__(THREADS) probe(Block* block, u32 probe_blocks) {
     u64 sum;
     const u64 before = scanned(count, sum);
     if (wide < rows) {
-        pointer<u64>(block->offsets)[row] = before;
+        // In the block.  Over 32 bits, the total is too, and nothing reads them.
+        pointer<u32>(block->offsets)[row] = static_cast<u32>(before);
         pointer<u32>(block->found)[row] = start;
     }
     if (threadIdx.x == 0) {
-        if (probe_blocks == 1) {
-            set_total(block, sum);
-        } else {
-            pointer<u64>(block->sums)[blockIdx.x] = sum;
-        }
+        if (probe_blocks == 1) set_total(block, sum);
+        if (rows) pointer<u64>(block->sums)[blockIdx.x] = probe_blocks == 1 ? 0 : sum;
     }
 }
 
@@ -317,26 +316,36 @@ KERNEL __launch_bounds__(THREADS) scan(Block* block, u32 level, u32 own, u32 abo
     }
 }
 
-// Adds the level above, at `above`, to level `level` at `own`, or to the left rows' offsets (level 0).
+// Adds the level above, at `above`, to level `level` (1 or more) of the block sums, at `own`.
 KERNEL __launch_bounds__(THREADS) add(Block* block, u32 level, u32 own, u32 above) {
     begin_kernel();
     const u64 at = static_cast<u64>(blockIdx.x) * THREADS + threadIdx.x;
     if (at >= level_size(block, level)) return;
     u64* const sums = pointer<u64>(block->sums);
-    u64* const values = level ? sums + own : pointer<u64>(block->offsets);
-    values[at] = fresh(values + at) + fresh(sums + above + blockIdx.x);
+    sums[own + at] = fresh(sums + own + at) + fresh(sums + above + blockIdx.x);
 }
+
+// Where the matches of a left row start in the output.
+struct Offsets {
+    const u32* in_block;
+    const u64* blocks;
+
+    DEVICE explicit Offsets(const Block* block)
+        : in_block(pointer<const u32>(block->offsets)), blocks(pointer<const u64>(block->sums)) {}
+    DEVICE u32 operator[](u32 row) const {  // a total that fits the output fits 32 bits
+        return static_cast<u32>(fresh(blocks + row / THREADS)) + fresh(in_block + row);
+    }
+};
 
 // A search by all threads of a block for the last left row whose matches start at or before `output`.
 // Rows before `first` are known to, rows from `first + size` on are known not to.
 struct Search {
-    u64 output;
-    u32 first, size;
+    u32 output, first, size;
 
     DEVICE u32 step() const { return (size + THREADS - 1) / THREADS; }
-    DEVICE bool passed(const u64* offsets) const {  // by this thread's sample
+    DEVICE bool passed(const Offsets& offsets) const {  // by this thread's sample
         const u64 ahead = static_cast<u64>(threadIdx.x) * step();
-        return ahead < size && fresh(offsets + first + ahead) <= output;
+        return ahead < size && offsets[first + static_cast<u32>(ahead)] <= output;
     }
     DEVICE void narrow(u32 samples_passed) {  // the first always does
         const u32 skipped = (samples_passed - 1) * step();
@@ -346,7 +355,7 @@ struct Search {
 };
 
 KERNEL __launch_bounds__(THREADS) materialize(Block* block, u32 tile_blocks) {
-    __shared__ u64 near[SPAN];
+    __shared__ u32 near[SPAN];
     begin_kernel();
     if (blockIdx.x >= tile_blocks) {  // the probe is over: the table is emptied for the next join
         if (block->clear) {
@@ -361,7 +370,7 @@ KERNEL __launch_bounds__(THREADS) materialize(Block* block, u32 tile_blocks) {
         return;
     }
     const u64 total = fresh(&block->overflow) ? 0 : fresh(&block->total);
-    const u64* const offsets = pointer<const u64>(block->offsets);
+    const Offsets offsets(block);
     const u32* const found = pointer<const u32>(block->found);
     const u32* const grouped = pointer<const u32>(block->grouped);
     u32* const left_out = pointer<u32>(block->left_out);
@@ -370,40 +379,40 @@ KERNEL __launch_bounds__(THREADS) materialize(Block* block, u32 tile_blocks) {
     for (u64 start = static_cast<u64>(blockIdx.x) * TILE; start < total;
          start += static_cast<u64>(tile_blocks) * TILE) {
         const u64 end = min(start + TILE, total);
-        Search low{start, 0, rows}, high{end - 1, 0, rows};  // sizes shrink together
-        while (low.size > 1 || high.size > 1) {
+        Search low{static_cast<u32>(start), 0, rows}, high{static_cast<u32>(end - 1), 0, rows};
+        while (low.size > 1 || high.size > 1) {  // they shrink together
             const bool below = low.passed(offsets), above = high.passed(offsets);
             low.narrow(__syncthreads_count(below));
             high.narrow(__syncthreads_count(above));
         }
-        const u64* const here = offsets + low.first;
         const u32 span = high.first - low.first + 1;
         const bool close = span <= SPAN;
         if (close) {
-            for (u32 i = threadIdx.x; i < span; i += THREADS) near[i] = fresh(here + i);
+            for (u32 i = threadIdx.x; i < span; i += THREADS) near[i] = offsets[low.first + i];
             __syncthreads();
         }
         // All items of a thread together, so that their reads overlap.
-        u64 output[ITEMS];
+        u32 output[ITEMS];
         u32 at[ITEMS];  // left rows, from low.first
 #pragma unroll
         for (u32 i = 0; i < ITEMS; i++) {
-            output[i] = min(start + i * THREADS + threadIdx.x, end - 1);
+            output[i] = static_cast<u32>(min(start + i * THREADS + threadIdx.x, end - 1));
             at[i] = 0;
         }
         for (u32 ahead = span > 1 ? 1u << (31 - __clz(span - 1)) : 0; ahead; ahead /= 2) {
 #pragma unroll
             for (u32 i = 0; i < ITEMS; i++) {
                 const u32 next = at[i] + ahead;
-                if (next < span && (close ? near[next] : fresh(here + next)) <= output[i])
+                if (next < span &&
+                    (close ? near[next] : offsets[low.first + next]) <= output[i])
                     at[i] = next;
             }
         }
         u32 place[ITEMS];
 #pragma unroll
         for (u32 i = 0; i < ITEMS; i++) {
-            const u64 offset = close ? near[at[i]] : fresh(here + at[i]);
-            place[i] = fresh(found + low.first + at[i]) + static_cast<u32>(output[i] - offset);
+            const u32 offset = close ? near[at[i]] : offsets[low.first + at[i]];
+            place[i] = fresh(found + low.first + at[i]) + output[i] - offset;
         }
 #pragma unroll
         for (u32 i = 0; i < ITEMS; i++) {
