@@ -87,11 +87,14 @@ def test_replay_cost_measures_both_of_our_ways(
     rows = last_line(capsys.readouterr().out)["rows"]
     assert isinstance(rows, list)
     paths = ("compiled", "ctypes") if launcher.compiled() else ("ctypes",)
+    names = [
+        f"ostinato {path}, {by}" for path in paths for by in ("prepared call", "GraphExec.launch")
+    ]
+    if launcher.compiled():
+        steps = ("HeldReplay.launch", "GraphedStep", "GraphedStep without its checks")
+        names += [f"ostinato compiled, {step}" for step in steps]
     assert {(r["kernels"], r["launched by"]) for r in rows} == {
-        (n, f"ostinato {path}, {by}")
-        for n in (1, 8)
-        for path in paths
-        for by in ("prepared call", "GraphExec.launch")
+        (n, name) for n in (1, 8) for name in names
     }
     assert all(r["median_us"] > 0 and r["back_to_back_us"] > 0 for r in rows)
 

@@ -380,6 +380,10 @@ KERNEL __launch_bounds__(THREADS) materialize(Block* block, u32 tile_blocks) {
          start += static_cast<u64>(tile_blocks) * TILE) {
         const u64 end = min(start + TILE, total);
         Search low{static_cast<u32>(start), 0, rows}, high{static_cast<u32>(end - 1), 0, rows};
+        if (rows <= SPAN) {  // all of them fit: no search
+            low.size = high.size = 1;
+            high.first = rows - 1;
+        }
         while (low.size > 1 || high.size > 1) {  // they shrink together
             const bool below = low.passed(offsets), above = high.passed(offsets);
             low.narrow(__syncthreads_count(below));
