@@ -14,7 +14,7 @@ import typer
 from ostinato import __version__, settings
 from ostinato.device import open_device
 from ostinato.driver import launcher
-from ostinato.driver.cuda_blas import load_cublaslt
+from ostinato.driver.cuda.blas import load_cublaslt
 from ostinato.errors import OstinatoError, SettingsError
 
 __all__ = ["doctor", "findings"]

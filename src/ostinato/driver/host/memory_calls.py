@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams, StreamHandle
-from ostinato.driver.host_core import HostCore
-from ostinato.driver.host_memory import reserve
-from ostinato.driver.host_stream import Stream
+from ostinato.driver.host.core import HostCore
+from ostinato.driver.host.memory import reserve
+from ostinato.driver.host.queue import Stream
 from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import Status, driver_error
 

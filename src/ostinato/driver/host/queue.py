@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ostinato.driver.callbacks import mark_thread
 from ostinato.driver.forking import FORKED, new_lock
-from ostinato.driver.host_kernel import HostKernel
-from ostinato.driver.host_memory import MemoryTable
+from ostinato.driver.host.kernel import HostKernel
+from ostinato.driver.host.memory import MemoryTable
 from ostinato.errors import ContextPoisonedError, DriverError, Status
 
 if TYPE_CHECKING:
-    from ostinato.driver.host_capture import Capture
-    from ostinato.driver.host_graph import Node
+    from ostinato.driver.host.capture import Capture
+    from ostinato.driver.host.definition import Node
 
 __all__ = [
     "CapturedMark",

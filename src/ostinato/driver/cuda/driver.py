@@ -14,10 +14,10 @@ from ctypes import byref
 from typing import Any
 
 from ostinato.driver.api import Capabilities, DeviceProperties, StreamHandle
-from ostinato.driver.cuda_exec import ExecCalls
-from ostinato.driver.cuda_library import INSTALL, Libcuda
-from ostinato.driver.cuda_module import IMAGE_KINDS
-from ostinato.driver.cuda_stream import StreamCalls
+from ostinato.driver.cuda.executables import ExecCalls
+from ostinato.driver.cuda.libcuda import INSTALL, Libcuda
+from ostinato.driver.cuda.modules import IMAGE_KINDS
+from ostinato.driver.cuda.streams import StreamCalls
 from ostinato.errors import NoCudaError, OstinatoError, explain
 
 __all__ = ["CudaDriver", "gpu_count"]

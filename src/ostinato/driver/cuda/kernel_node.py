@@ -12,7 +12,6 @@ import struct
 from ctypes import byref
 from dataclasses import dataclass
 
-from ostinato.driver import cuda_structs as cs
 from ostinato.driver.api import (
     Dim3,
     EdgeType,
@@ -21,14 +20,15 @@ from ostinato.driver.api import (
     LaunchConfig,
     NodeHandle,
 )
-from ostinato.driver.cuda_graph import GraphCalls
-from ostinato.driver.cuda_kernel import (
+from ostinato.driver.cuda import structs as cs
+from ostinato.driver.cuda.graphs import GraphCalls
+from ostinato.driver.cuda.launch import (
     attribute_values,
     cluster_of,
     node_block,
     read_arguments,
 )
-from ostinato.driver.cuda_module import ModuleCalls
+from ostinato.driver.cuda.modules import ModuleCalls
 from ostinato.errors import DriverError, Status
 
 __all__ = ["KernelNodeCalls"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from ostinato.driver import cuda_structs as cs
 from ostinato.driver.api import (
     BatchMemOpNodeParams,
     MemcpyNodeParams,
@@ -17,7 +16,8 @@ from ostinato.driver.api import (
     MemsetNodeParams,
     OpaqueNodeParams,
 )
-from ostinato.driver.cuda_memory import ELEMENT_SIZES, unsigned
+from ostinato.driver.cuda import structs as cs
+from ostinato.driver.cuda.memory import ELEMENT_SIZES, unsigned
 
 __all__ = [
     "CopyEnd",

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable
 
 from ostinato.driver.callbacks import run_host_function
-from ostinato.driver.cuda_library import Libcuda
+from ostinato.driver.cuda.libcuda import Libcuda
 from ostinato.driver.forking import new_lock
 
 __all__ = ["HostFunctions"]

@@ -23,8 +23,15 @@ from ostinato.driver.api import (
     UpdateOutcome,
     UpdateVerdict,
 )
-from ostinato.driver.host_core import known
-from ostinato.driver.host_exec import (
+from ostinato.driver.host.core import known
+from ostinato.driver.host.definition import (
+    KINDS,
+    GraphDefinition,
+    Node,
+    execution_order,
+    new_handle,
+)
+from ostinato.driver.host.executable import (
     EnabledKinds,
     Executable,
     check_instantiable,
@@ -33,13 +40,12 @@ from ostinato.driver.host_exec import (
     take_memory,
     wait_step,
 )
-from ostinato.driver.host_graph import KINDS, GraphDefinition, Node, execution_order, new_handle
-from ostinato.driver.host_graph_calls import GraphCalls
-from ostinato.driver.host_memory import Allocation
-from ostinato.driver.host_steps import Step, conditional_step, nothing, run_steps
-from ostinato.driver.host_stream import Mark, Stream
-from ostinato.driver.host_stream_calls import StreamCalls
-from ostinato.driver.host_update import SUCCESS, compare_graphs, may_become
+from ostinato.driver.host.graphs import GraphCalls
+from ostinato.driver.host.memory import Allocation
+from ostinato.driver.host.queue import Mark, Stream
+from ostinato.driver.host.streams import StreamCalls
+from ostinato.driver.host.update import SUCCESS, compare_graphs, may_become
+from ostinato.driver.host.work import Step, conditional_step, nothing, run_steps
 from ostinato.errors import Status, driver_error
 
 __all__ = ["ExecCalls"]

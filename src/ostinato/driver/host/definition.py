@@ -34,7 +34,7 @@ from ostinato.driver.api import (
 from ostinato.errors import Status, driver_error
 
 if TYPE_CHECKING:
-    from ostinato.driver.host_capture import Capture
+    from ostinato.driver.host.capture import Capture
 
 __all__ = [
     "KINDS",

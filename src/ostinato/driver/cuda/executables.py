@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable
 from ctypes import byref
 
-from ostinato.driver import cuda_structs as cs
 from ostinato.driver.api import (
     BatchMemOpNodeParams,
     ChildGraphNodeParams,
@@ -25,8 +24,9 @@ from ostinato.driver.api import (
     UpdateOutcome,
     UpdateVerdict,
 )
-from ostinato.driver.cuda_node import NodeCalls
-from ostinato.driver.cuda_node_records import fill_memset
+from ostinato.driver.cuda import structs as cs
+from ostinato.driver.cuda.node_calls import NodeCalls
+from ostinato.driver.cuda.nodes import fill_memset
 from ostinato.driver.launcher import prepare
 from ostinato.errors import Status
 

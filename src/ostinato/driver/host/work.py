@@ -23,11 +23,11 @@ from ostinato.driver.api import (
     MemOpKind,
     MemsetNodeParams,
 )
-from ostinato.driver.host_kernel import HostKernel, HostLaunch
+from ostinato.driver.host.kernel import HostKernel, HostLaunch
 from ostinato.errors import Status, driver_error
 
 if TYPE_CHECKING:
-    from ostinato.driver.host_stream import HostContext
+    from ostinato.driver.host.queue import HostContext
 
 __all__ = [
     "Conditions",

@@ -23,13 +23,13 @@ from ostinato.driver.api import (
     StreamHandle,
 )
 from ostinato.driver.forking import new_lock, switch_off_in_children
-from ostinato.driver.host_graph import GraphDefinition, Node
-from ostinato.driver.host_steps import Conditions, LoadedFunction, Step
-from ostinato.driver.host_stream import Event, HostContext, Stream, WorkQueue
+from ostinato.driver.host.definition import GraphDefinition, Node
+from ostinato.driver.host.queue import Event, HostContext, Stream, WorkQueue
+from ostinato.driver.host.work import Conditions, LoadedFunction, Step
 from ostinato.errors import Status, driver_error
 
 if TYPE_CHECKING:
-    from ostinato.driver.host_capture import Capture
+    from ostinato.driver.host.capture import Capture
 
 __all__ = ["HostCore", "known"]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.forking import new_lock
-from ostinato.driver.host_kernel import HostKernel, PointerParameter
+from ostinato.driver.host.kernel import HostKernel, PointerParameter
 from ostinato.errors import Status, driver_error
 
 __all__ = ["ALIGNMENT", "POISON", "Allocation", "MemoryTable", "reserve"]

@@ -15,7 +15,7 @@ from ostinato.driver.api import (
     NodeHandle,
     StreamHandle,
 )
-from ostinato.driver.cuda_calls import CudaCalls
+from ostinato.driver.cuda.core import CudaCalls
 from ostinato.errors import Status
 
 __all__ = ["StreamCalls"]

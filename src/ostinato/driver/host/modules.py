@@ -23,10 +23,10 @@ from ostinato.driver.api import (
     PlainLaunch,
     StreamHandle,
 )
-from ostinato.driver.host_core import HostCore
-from ostinato.driver.host_graph import new_handle, refuse_opaque
-from ostinato.driver.host_kernel import HostKernel
-from ostinato.driver.host_steps import (
+from ostinato.driver.host.core import HostCore
+from ostinato.driver.host.definition import new_handle, refuse_opaque
+from ostinato.driver.host.kernel import HostKernel
+from ostinato.driver.host.work import (
     Conditions,
     LoadedFunction,
     Step,

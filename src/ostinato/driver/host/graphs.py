@@ -19,8 +19,8 @@ from ostinato.driver.api import (
     NodeKind,
     NodeParams,
 )
-from ostinato.driver.host_core import HostCore
-from ostinato.driver.host_graph import (
+from ostinato.driver.host.core import HostCore
+from ostinato.driver.host.definition import (
     KINDS,
     MEMORY_KINDS,
     SINGLE_KINDS,
@@ -32,7 +32,7 @@ from ostinato.driver.host_graph import (
     new_handle,
     refuse_opaque,
 )
-from ostinato.driver.host_memory import reserve
+from ostinato.driver.host.memory import reserve
 from ostinato.errors import Status, driver_error
 
 __all__ = ["GraphCalls"]

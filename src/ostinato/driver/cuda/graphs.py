@@ -15,8 +15,8 @@ from ostinato.driver.api import (
     NodeHandle,
     NodeKind,
 )
-from ostinato.driver.cuda_calls import CudaCalls
-from ostinato.driver.cuda_structs import EdgeDataStruct
+from ostinato.driver.cuda.core import CudaCalls
+from ostinato.driver.cuda.structs import EdgeDataStruct
 from ostinato.errors import DriverError, Status
 
 __all__ = ["GraphCalls", "edge_array"]

@@ -39,9 +39,9 @@ from random import Random
 import numpy as np
 
 from ostinato.driver.api import Capabilities, DeviceProperties, Driver
-from ostinato.driver.host_exec_calls import ExecCalls
-from ostinato.driver.host_memory_calls import MemoryCalls
-from ostinato.driver.host_modules import MAX_SHARED, MAX_THREADS, ModuleCalls
+from ostinato.driver.host.exec_calls import ExecCalls
+from ostinato.driver.host.memory_calls import MemoryCalls
+from ostinato.driver.host.modules import MAX_SHARED, MAX_THREADS, ModuleCalls
 
 __all__ = ["DEFAULT_MEMORY", "HostDriver"]
 

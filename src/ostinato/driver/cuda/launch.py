@@ -7,7 +7,6 @@ import functools
 import struct
 from collections.abc import Callable
 
-from ostinato.driver import cuda_structs as cs
 from ostinato.driver.api import (
     Dim3,
     KernelArguments,
@@ -15,6 +14,7 @@ from ostinato.driver.api import (
     LaunchConfig,
     ParameterSlot,
 )
+from ostinato.driver.cuda import structs as cs
 
 __all__ = [
     "LAUNCH_HEAD",

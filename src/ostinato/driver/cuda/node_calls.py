@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import byref
 
-from ostinato.driver import cuda_structs as cs
 from ostinato.driver.api import (
     AllocNodeParams,
     BatchMemOpNodeParams,
@@ -30,10 +29,11 @@ from ostinato.driver.api import (
     NodeParams,
     OpaqueNodeParams,
 )
-from ostinato.driver.cuda_graph import edge_array
-from ostinato.driver.cuda_kernel_node import KernelNodeCalls
-from ostinato.driver.cuda_memory import MemoryCalls
-from ostinato.driver.cuda_node_records import (
+from ostinato.driver.cuda import structs as cs
+from ostinato.driver.cuda.graphs import edge_array
+from ostinato.driver.cuda.kernel_node import KernelNodeCalls
+from ostinato.driver.cuda.memory import MemoryCalls
+from ostinato.driver.cuda.nodes import (
     CopyEnd,
     copy_ends,
     fill_memcpy,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ostinato.driver.api import MemoryRange, StreamHandle
-from ostinato.driver.cuda_calls import CudaCalls
-from ostinato.driver.cuda_structs import (
+from ostinato.driver.cuda.core import CudaCalls
+from ostinato.driver.cuda.structs import (
     POINTER_MEMORY_TYPE,
     POINTER_RANGE_SIZE,
     POINTER_RANGE_START,

@@ -28,9 +28,9 @@ from ostinato.driver.api import (
     NodeParams,
     StreamHandle,
 )
-from ostinato.driver.host_core import HostCore
-from ostinato.driver.host_graph import GraphDefinition, Node, ancestors
-from ostinato.driver.host_stream import CapturedMark, Event, Stream
+from ostinato.driver.host.core import HostCore
+from ostinato.driver.host.definition import GraphDefinition, Node, ancestors
+from ostinato.driver.host.queue import CapturedMark, Event, Stream
 from ostinato.errors import DriverError, Status, driver_error
 
 __all__ = ["Capture", "CaptureCalls"]

@@ -15,10 +15,10 @@ from ostinato.driver.api import (
     NodeHandle,
     NodeKind,
 )
-from ostinato.driver.host_graph import SINGLE_KINDS, GraphDefinition, Node
-from ostinato.driver.host_memory import Allocation
-from ostinato.driver.host_steps import Conditions, Step
-from ostinato.driver.host_stream import Event, HostContext, Latch, Mark
+from ostinato.driver.host.definition import SINGLE_KINDS, GraphDefinition, Node
+from ostinato.driver.host.memory import Allocation
+from ostinato.driver.host.queue import Event, HostContext, Latch, Mark
+from ostinato.driver.host.work import Conditions, Step
 from ostinato.errors import Status, driver_error
 
 __all__ = ["BODY_KINDS", "EnabledKinds", "Executable", "LaunchState", "check_instantiable"]

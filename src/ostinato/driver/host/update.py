@@ -12,7 +12,7 @@ from ostinato.driver.api import (
     UpdateOutcome,
     UpdateVerdict,
 )
-from ostinato.driver.host_graph import MEMORY_KINDS, GraphDefinition, Node, copy_dimensions
+from ostinato.driver.host.definition import MEMORY_KINDS, GraphDefinition, Node, copy_dimensions
 
 __all__ = ["SUCCESS", "compare_graphs", "may_become"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ostinato.driver.api import EventHandle, HostNodeParams, NodeParams, StreamHandle
-from ostinato.driver.host_capture import CaptureCalls
-from ostinato.driver.host_graph import new_handle
-from ostinato.driver.host_stream import Event, Mark, Stream, WorkQueue
+from ostinato.driver.host.capture import CaptureCalls
+from ostinato.driver.host.definition import new_handle
+from ostinato.driver.host.queue import Event, Mark, Stream, WorkQueue
 from ostinato.errors import Status, driver_error
 
 __all__ = ["StreamCalls"]

@@ -25,8 +25,8 @@ from ostinato.driver.api import (
     PlainLaunch,
     StreamHandle,
 )
-from ostinato.driver.cuda_calls import CudaCalls
-from ostinato.driver.cuda_kernel import Attributes, LaunchBlock, PreparedLaunch
+from ostinato.driver.cuda.core import CudaCalls
+from ostinato.driver.cuda.launch import Attributes, LaunchBlock, PreparedLaunch
 from ostinato.driver.launcher import function_call, kernel_call
 from ostinato.errors import Status
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from ostinato.driver.cuda_host_function import HostFunctions
-from ostinato.driver.cuda_library import Libcuda
+from ostinato.driver.cuda.host_functions import HostFunctions
+from ostinato.driver.cuda.libcuda import Libcuda
 from ostinato.driver.forking import FORKED, switch_off_in_children
 from ostinato.errors import ClosedError, ContextPoisonedError, DriverError, Status, driver_error
 
