@@ -10,24 +10,19 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 from ostinato.driver.api import ConditionalKind, ConditionalNodeParams, KernelNodeParams, NodeKind
-from ostinato.graph.layout import Drawing, Layout, px, rounded, topological
 from ostinato.graph.node import Node
-from ostinato.graph.outline import (
+from ostinato.graph.show.layout import Drawing, Layout, px, rounded, topological
+from ostinato.graph.show.outline import (
     Outline,
     details,
     kind_text,
-    outline,
     printable,
     shape_text,
     shorten,
 )
-
-if TYPE_CHECKING:
-    from ostinato.graph.graph import Graph
 
 __all__ = ["to_svg"]
 
@@ -75,14 +70,13 @@ _STYLE = """
 """
 
 
-def to_svg(graph: Graph, *, max_nodes: int = 200) -> str:
+def to_svg(top: Outline, *, max_nodes: int = 200) -> str:
     """A picture of the graph as the text of an SVG file, on a background of its own.
 
     Child graphs and bodies are frames within frames.  Where a body has more than `max_nodes`
     nodes, runs of nodes that repeat are drawn once with their number, and what is still too much
     is left out of the middle and said so.  Hovering over a box shows all that is known of it.
     """
-    top = outline(graph)
     drawing = _draw(top, max(2, max_nodes))
     chips, chips_width = _legend(top)
     count = sum(1 for _ in top.walk())

@@ -1,6 +1,6 @@
 """A graph read once, with all that is inside of it, and words for what is in it.
 
-What shows graphs (`graph.render`, `graph.svg`) and compares them (`graph.diff`) starts here.
+What shows graphs (`render`, `svg`) and compares them (`diff`) reads outlines, and no graph.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from ostinato.driver.api import (
     NodeKind,
     OpaqueNodeParams,
 )
-from ostinato.graph.demangle import demangled
 from ostinato.graph.node import Argument, Node
+from ostinato.graph.show.demangle import demangled
 
 if TYPE_CHECKING:
     from ostinato.driver.context import Context
-    from ostinato.graph.graph import Graph
 
 __all__ = [
     "Link",
@@ -54,8 +53,8 @@ __all__ = [
     "kind_text",
     "line_text",
     "memop_text",
-    "outline",
     "printable",
+    "read_outline",
     "shape_text",
     "shorten",
 ]
@@ -117,18 +116,15 @@ class Outline:
         return f"{_count(len(nodes), 'node')}{kinds_text}, {_count(edges, 'edge')}"
 
 
-def outline(graph: Graph, *, readable: bool = True) -> Outline:
-    """Reads a graph with all that is inside of it.
-
-    `readable`: for people; kernels have their names as they were written, so that two of one name
-    are not told apart, and addresses those of buffers.
-    """
-    nodes = graph.nodes
+def read_outline(
+    context: Context, handle: GraphHandle, nodes: tuple[Node, ...], *, readable: bool
+) -> Outline:
+    """The outline of a graph with these nodes; see `Graph.outline`."""
     if readable:
         places: dict[int, str] = {}
         nodes = _shown(nodes, places)
-        _name_places(graph.context, nodes, places)
-    return _outline(graph.context.driver, graph.handle, nodes, "")
+        _name_places(context, nodes, places)
+    return _outline(context.driver, handle, nodes, "")
 
 
 def _shown(nodes: tuple[Node, ...], places: dict[int, str]) -> tuple[Node, ...]:

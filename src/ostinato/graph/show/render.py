@@ -9,7 +9,6 @@ import io
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -23,20 +22,16 @@ from ostinato.driver.api import (
     NodeParams,
 )
 from ostinato.graph.node import Argument, Node
-from ostinato.graph.outline import (
+from ostinato.graph.show.outline import (
     Outline,
     details,
     function_text,
     kind_text,
     line_text,
-    outline,
     printable,
     shape_text,
     shorten,
 )
-
-if TYPE_CHECKING:
-    from ostinato.graph.graph import Graph
 
 __all__ = ["SCHEMA", "plain", "rich_table", "to_dot", "to_html", "to_json", "to_table"]
 
@@ -61,12 +56,7 @@ _STYLES = {
 }
 
 
-def rich_table(graph: Graph) -> Table:
-    """The graph as a table for a terminal: one row a node, in the driver's order."""
-    return _table(outline(graph))
-
-
-def to_table(graph: Graph) -> str:
+def to_table(top: Outline) -> str:
     """The graph as plain text, as wide as the terminal (COLUMNS), 120 columns where there is none:
     one row a node, in the driver's order.
 
@@ -77,20 +67,20 @@ def to_table(graph: Graph) -> str:
         file=io.StringIO(), width=width, color_system=None, force_jupyter=False, _environ={}
     )
     with console.capture() as capture:
-        console.print(_table(outline(graph)))
+        console.print(rich_table(top))
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
-def to_html(graph: Graph) -> str:
+def to_html(top: Outline) -> str:
     """For notebooks: the picture, if it is small enough to be looked at, and the table."""
-    from ostinato.graph.svg import to_svg
+    from ostinato.graph.show.svg import to_svg
 
-    top = outline(graph)
-    picture = to_svg(graph) if sum(1 for _ in top.walk()) <= MOST_DRAWN else ""
-    return f"<div>{picture}<pre>{html.escape(to_table(graph))}</pre></div>"
+    picture = to_svg(top) if sum(1 for _ in top.walk()) <= MOST_DRAWN else ""
+    return f"<div>{picture}<pre>{html.escape(to_table(top))}</pre></div>"
 
 
-def _table(top: Outline) -> Table:
+def rich_table(top: Outline) -> Table:
+    """The graph as a table for a terminal: one row a node, in the driver's order."""
     configs = [n.params.config for n in top.walk() if isinstance(n.params, KernelNodeParams)]
     programmatic = any(e.programmatic for e in top.walk_edges())
     table = Table(
@@ -150,7 +140,7 @@ def _add_rows(
 # ------------------------------------------------------------------------------------- plain data
 
 
-def to_json(graph: Graph) -> dict[str, object]:
+def to_json(top: Outline, device: str) -> dict[str, object]:
     """The graph as plain data that `json.dumps` takes.
 
     Schema "ostinato.graph/1": `device`, `nodes` and `edges`.  A node has `index`, `kind`, `name`,
@@ -158,8 +148,7 @@ def to_json(graph: Graph) -> dict[str, object]:
     (title, nodes and edges of its child graph or bodies) and `location`.  Addresses and handles
     are numbers, and numbers that JSON has no words for are "nan", "inf" and "-inf".
     """
-    top = outline(graph, readable=False)
-    return {"schema": SCHEMA, "device": graph.context.driver.name, **_body_json(top)}
+    return {"schema": SCHEMA, "device": device, **_body_json(top)}
 
 
 def _body_json(body: Outline) -> dict[str, object]:
@@ -238,7 +227,7 @@ _FILLS = {
 }
 
 
-def to_dot(graph: Graph) -> str:
+def to_dot(top: Outline) -> str:
     """The graph in Graphviz' language: child graphs and bodies as clusters, programmatic edges
     dashed."""
     lines = [
@@ -247,7 +236,7 @@ def to_dot(graph: Graph) -> str:
         '  node [shape=box, style="rounded,filled", fillcolor="#eceff3", color="#8a94a3",',
         '        fontname="Helvetica", fontsize=11];',
         '  edge [color="#5b6472", arrowsize=0.7];',
-        *_dot_body(outline(graph), "n", "  "),
+        *_dot_body(top, "n", "  "),
         "}",
     ]
     return "\n".join(lines) + "\n"

@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
@@ -25,22 +24,18 @@ from ostinato.driver.api import (
     HostNodeParams,
     KernelNodeParams,
 )
-from ostinato.graph.demangle import demangled
 from ostinato.graph.node import Argument, Node
-from ostinato.graph.outline import (
+from ostinato.graph.show.demangle import demangled
+from ostinato.graph.show.outline import (
     Link,
     Outline,
     details,
     function_text,
     kind_text,
     memop_text,
-    outline,
     shape_text,
 )
-from ostinato.graph.render import plain
-
-if TYPE_CHECKING:
-    from ostinato.graph.graph import Graph
+from ostinato.graph.show.render import plain
 
 __all__ = ["EdgeDifference", "FieldChange", "GraphDiff", "NodeDifference", "diff"]
 
@@ -185,9 +180,11 @@ class GraphDiff:
         }
 
 
-def diff(a: Graph, b: Graph) -> GraphDiff:
-    """What must change in graph `a` to make it graph `b`; empty for a graph and its clone."""
-    before, after = outline(a, readable=False), outline(b, readable=False)
+def diff(before: Outline, after: Outline) -> GraphDiff:
+    """What must change in one graph to make it the other; empty for a graph and its clone.
+
+    Both as the driver has them: not readable ones.
+    """
     pairs = _Pairs(before, after)
     conditions = _Conditions(pairs)
     return GraphDiff(
