@@ -13,16 +13,16 @@ BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c)
 
 TESTS  := $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test test-all check format native gpu sanitize bench docs clean setup
+.PHONY: demo test test-all check format native dist gpu sanitize bench docs clean setup
 
 $(VENV)/.runtime: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[llm]"
 	@touch $@
 
 $(VENV)/.dev: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,cuda13]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,llm,cuda13]"
 	@touch $@ $(VENV)/.runtime
 
 setup: $(VENV)/.dev
@@ -49,6 +49,9 @@ native: $(VENV)/.dev            ## the compiled replay call, beside its source; 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77"
 	$(BIN)/python setup.py --quiet build_ext --inplace --force
 	$(BIN)/python -c "from ostinato.driver import launcher as l; print(l.description()); exit(not l.compiled())"
+
+dist: $(VENV)/.dev              ## wheel and sdist, checked, and used in environments of their own
+	$(BIN)/python tools/check_dist.py --demo
 
 docs: $(VENV)/.dev              ## docs/cli.md from the --help texts, tables, and the pictures
 	$(BIN)/python tools/make_docs.py

@@ -26,7 +26,7 @@ from benchmarks import common
 from benchmarks.common import BLOCK, CELL, SOURCE, Chain, Measured, measured
 from benchmarks.replay_cost import CLoop, Contender, python_contender
 from ostinato.driver.api import KernelNodeParams
-from ostinato.driver.cuda_kernel import LaunchBlock
+from ostinato.driver.cuda.launch import LaunchBlock
 
 CALLS, TURNS, BURST = 2000, 5, 16
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ostinato.driver import cuda_blas
-from ostinato.driver.cuda_blas import BlasHandle, Cublaslt, MatrixProduct, load_cublaslt
+from ostinato.driver.cuda import blas as cuda_blas
+from ostinato.driver.cuda.blas import BlasHandle, Cublaslt, MatrixProduct, load_cublaslt
 from ostinato.errors import InputError, NotAvailableError
 
 PRODUCT = MatrixProduct(32, 64, 48, accumulate=True)

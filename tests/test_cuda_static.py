@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.driver import api, cuda_kernel, cuda_structs
+from ostinato.driver import api
 from ostinato.driver.api import (
     BatchMemOpNodeParams,
     Edge,
@@ -32,11 +32,13 @@ from ostinato.driver.api import (
     OpaqueNodeParams,
     ParameterSlot,
 )
-from ostinato.driver.cuda import CudaDriver
-from ostinato.driver.cuda_graph import _has_cycle
-from ostinato.driver.cuda_library import Libcuda, parse_prototypes
-from ostinato.driver.cuda_memory import ELEMENT_SIZES, unsigned
-from ostinato.driver.cuda_node_records import (
+from ostinato.driver.cuda import launch as cuda_kernel
+from ostinato.driver.cuda import structs as cuda_structs
+from ostinato.driver.cuda.driver import CudaDriver
+from ostinato.driver.cuda.graphs import _has_cycle
+from ostinato.driver.cuda.libcuda import Libcuda, parse_prototypes
+from ostinato.driver.cuda.memory import ELEMENT_SIZES, unsigned
+from ostinato.driver.cuda.nodes import (
     fill_memcpy,
     fill_memset,
     mem_op_array,
@@ -68,7 +70,7 @@ def test_import_takes_nothing() -> None:
     script = (
         "import sys\n"
         "before = set(sys.modules)\n"  # cuda-bindings 12.9 puts itself there at startup
-        "import ostinato.driver.cuda\n"
+        "import ostinato.driver.cuda.driver\n"
         "new = set(sys.modules) - before\n"
         "assert not [m for m in new if m == 'cuda' or m.startswith('cuda.')]\n"
         "assert 'libcuda' not in open('/proc/self/maps').read()\n"
@@ -106,7 +108,7 @@ def _drivers() -> list[Any]:
 def _driver_class(name: str) -> type:
     if name == "cuda":
         return CudaDriver
-    module = pytest.importorskip("ostinato.driver.host")
+    module = pytest.importorskip("ostinato.driver.host.driver")
     return typing.cast(type, module.HostDriver)
 
 

@@ -22,7 +22,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.host import HostDriver
+from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError, Status
 from ostinato.relational import Joiner
 from ostinato.replay import HeldReplay

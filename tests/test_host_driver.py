@@ -40,9 +40,9 @@ from ostinato.driver.api import (
     NodeHandle,
     StreamHandle,
 )
-from ostinato.driver.host import HostDriver
-from ostinato.driver.host_kernel import HostKernel, HostLaunch, host_kernel
-from ostinato.driver.host_memory import POISON
+from ostinato.driver.host.driver import HostDriver
+from ostinato.driver.host.kernel import HostKernel, HostLaunch, host_kernel
+from ostinato.driver.host.memory import POISON
 from ostinato.errors import ContextPoisonedError, DriverError, InputError, OutOfMemoryError, Status
 from ostinato.testing import HeldStream
 from tests.contract.kernels import Rig, refused
@@ -717,7 +717,7 @@ def test_closing_while_a_stream_is_held_does_not_hang() -> None:
 def test_the_interpreter_ends_with_work_under_way(ending: str) -> None:
     program = f"""
     import threading
-    from ostinato.driver.host import HostDriver
+    from ostinato.driver.host.driver import HostDriver
     driver = HostDriver()
     stream, started = driver.stream_create(), threading.Event()
     def block():

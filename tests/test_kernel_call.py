@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.driver import cuda_structs
 from ostinato.driver.api import (
     FunctionHandle,
     KernelArguments,
@@ -25,7 +24,8 @@ from ostinato.driver.api import (
     ParameterSlot,
     StreamHandle,
 )
-from ostinato.driver.cuda_module import ModuleCalls
+from ostinato.driver.cuda import structs as cuda_structs
+from ostinato.driver.cuda.modules import ModuleCalls
 from ostinato.driver.launcher import compiled, kernel_call, packer, without_extension
 from ostinato.driver.signature import Signature, address_of
 from ostinato.errors import ClosedError, DriverError

@@ -14,7 +14,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import InputError, NoCudaError, NotAvailableError
-from ostinato.graph.demangle import demangled
+from ostinato.graph.show.demangle import demangled
 from tests.sources import config, kernel
 
 ROOT = Path(__file__).resolve().parent.parent

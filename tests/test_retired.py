@@ -15,7 +15,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import EventHandle, ExecHandle, GraphHandle, InstantiateFlags, StreamHandle
-from ostinato.driver.host import HostDriver
+from ostinato.driver.host.driver import HostDriver
 from ostinato.testing import FaultyDriver
 
 

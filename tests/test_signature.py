@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.driver.api import KernelArguments, ParameterSlot
-from ostinato.driver.host_kernel import HostKernel
+from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.signature import Access, Signature, address_of, pack_untyped
 from ostinato.errors import InputError
 

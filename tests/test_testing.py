@@ -9,7 +9,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import Driver
-from ostinato.driver.host import HostDriver
+from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import DriverError, InputError, OutOfMemoryError, Status, StreamCaptureError
 from ostinato.testing import FaultyDriver, HeldStream
 

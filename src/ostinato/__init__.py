@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ostinato.driver.api import LaunchConfig as LaunchConfig
     from ostinato.driver.api import MemoryRange as MemoryRange
     from ostinato.driver.api import NodeKind as NodeKind
-    from ostinato.driver.host_kernel import HostKernel as HostKernel
-    from ostinato.driver.host_kernel import host_kernel as host_kernel
+    from ostinato.driver.host.kernel import HostKernel as HostKernel
+    from ostinato.driver.host.kernel import host_kernel as host_kernel
     from ostinato.driver.stream import Event as Event
     from ostinato.driver.stream import Operation as Operation
     from ostinato.driver.stream import Stream as Stream
@@ -81,7 +81,7 @@ _HOMES = {
     "GraphCache": "cache",
     "GraphExec": "graph",
     "GraphedStep": "replay",
-    "HostKernel": "driver.host_kernel",
+    "HostKernel": "driver.host.kernel",
     "InstantiateFlags": "driver.api",
     "Kernel": "modules",
     "LaunchConfig": "driver.api",
@@ -101,7 +101,7 @@ _HOMES = {
     "capture_function": "graph",
     "copy": "memory",
     "fill": "memory",
-    "host_kernel": "driver.host_kernel",
+    "host_kernel": "driver.host.kernel",
     "launch": "graph",
     "lift": "graph",
     "open_device": "device",

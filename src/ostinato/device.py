@@ -185,11 +185,11 @@ def _driver(name: str | int) -> Driver:
     wanted = f"cuda:{name}" if isinstance(name, int) and not isinstance(name, bool) else name
     kind, _, number = wanted.partition(":") if isinstance(wanted, str) else ("", "", "")
     if kind in ("host", "cpu") and wanted == kind:
-        from ostinato.driver.host import HostDriver
+        from ostinato.driver.host.driver import HostDriver
 
         return HostDriver()
     if kind == "cuda" and (wanted == kind or (number.isascii() and number.isdecimal())):
-        from ostinato.driver.cuda import CudaDriver
+        from ostinato.driver.cuda.driver import CudaDriver
 
         return CudaDriver(int(number or 0))
     raise InputError(f"there is no device {name!r}; there are {', '.join(_names())}")
@@ -197,6 +197,6 @@ def _driver(name: str | int) -> Driver:
 
 def _names() -> list[str]:
     """What can be opened here."""
-    from ostinato.driver.cuda import gpu_count
+    from ostinato.driver.cuda.driver import gpu_count
 
     return ['"host" (or "cpu")', *(f'"cuda:{i}"' for i in range(gpu_count()))]

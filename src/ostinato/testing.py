@@ -28,7 +28,7 @@ from ostinato.errors import InputError, Status, driver_error
 if TYPE_CHECKING:
     # To a type checker a wrapped driver has every call of the seam, as this one has; at run time
     # the calls are looked up in the inner driver.
-    from ostinato.driver.host import HostDriver as _WrappedDriver
+    from ostinato.driver.host.driver import HostDriver as _WrappedDriver
 else:
     _WrappedDriver = object
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ostinato.driver.api import Driver
-from ostinato.driver.host import HostDriver
+from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import NotAvailableError
 from tests.contract.kernels import Rig
 
@@ -18,7 +18,7 @@ def open_cuda(config: pytest.Config) -> Driver:
     """The CUDA driver, opened once; skips where there is none and none is required."""
     if "cuda" not in _opened:
         try:
-            from ostinato.driver.cuda import CudaDriver
+            from ostinato.driver.cuda.driver import CudaDriver
 
             _opened["cuda"] = CudaDriver(0)
         except (NotAvailableError, ImportError) as error:

@@ -24,7 +24,7 @@ from ostinato.driver.api import (
     NodeParams,
     StreamHandle,
 )
-from ostinato.driver.host_kernel import HostKernel, host_kernel
+from ostinato.driver.host.kernel import HostKernel, host_kernel
 from ostinato.driver.signature import Signature
 from ostinato.errors import DriverError
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import EdgeData, EdgeType
-from ostinato.graph.diff import diff
 from tests.sources import config, kernel, preload
 
 N = 300
@@ -57,7 +56,7 @@ LAYERS = [Step("scale"), Step("fill", value=1.0), Step("add")] * 30
 def test_a_graph_is_like_itself_and_its_clone(device: Device, x: ost.Buffer) -> None:
     graph = chain(device, x, LAYERS)
     for other in (graph, graph.clone(), chain(device, x, LAYERS)):
-        found = diff(graph, other)
+        found = graph.diff(other)
         assert found.empty and not found
         assert str(found) == "no difference"
         assert found.to_json()["changed"] == []
@@ -66,7 +65,7 @@ def test_a_graph_is_like_itself_and_its_clone(device: Device, x: ost.Buffer) -> 
 def test_one_argument(device: Device, x: ost.Buffer) -> None:
     steps = [*LAYERS]
     steps[31] = Step("fill", value=2.5)
-    found = diff(chain(device, x, LAYERS), chain(device, x, steps))
+    found = chain(device, x, LAYERS).diff(chain(device, x, steps))
     assert found and not found.added and not found.removed and not found.edges
     (node,) = found.changed
     assert (node.before, node.after, node.name) == ("31", "31", "fill")
@@ -90,27 +89,27 @@ def test_another_buffer_is_a_difference(device: Device, x: ost.Buffer) -> None:
 @pytest.mark.parametrize("at", [0, 1, 44, 45, 89, 90])
 def test_an_inserted_node_is_one_addition(device: Device, x: ost.Buffer, at: int) -> None:
     steps = [*LAYERS[:at], Step("scale", n=7), *LAYERS[at:]]
-    found = diff(chain(device, x, LAYERS), chain(device, x, steps))
+    found = chain(device, x, LAYERS).diff(chain(device, x, steps))
     assert [n.after for n in found.added] == [str(at)]
     assert not found.removed and not found.changed
     # In a chain it takes one edge's place and brings two; at an end, only one.
     in_the_middle = 0 < at < len(LAYERS)
     assert len(found.edges_removed) == in_the_middle
     assert len(found.edges_added) == 1 + in_the_middle
-    back = diff(chain(device, x, steps), chain(device, x, LAYERS))
+    back = chain(device, x, steps).diff(chain(device, x, LAYERS))
     assert [n.before for n in back.removed] == [str(at)]
     assert not back.added and not back.changed
 
 
 def test_an_insertion_among_launches_of_one_kernel(device: Device, x: ost.Buffer) -> None:
     steps = [Step("scale", n=n) for n in range(1, 20)]
-    found = diff(chain(device, x, steps), chain(device, x, [Step("scale", n=N), *steps]))
+    found = chain(device, x, steps).diff(chain(device, x, [Step("scale", n=N), *steps]))
     assert [n.after for n in found.added] == ["0"]
     assert not found.changed
 
 
 def test_a_layer_less(device: Device, x: ost.Buffer) -> None:
-    found = diff(chain(device, x, LAYERS), chain(device, x, LAYERS[3:]))
+    found = chain(device, x, LAYERS).diff(chain(device, x, LAYERS[3:]))
     assert len(found.removed) == 3
     assert not found.added and not found.changed
 
@@ -118,10 +117,10 @@ def test_a_layer_less(device: Device, x: ost.Buffer) -> None:
 def test_another_kernel_in_the_same_place(device: Device, x: ost.Buffer) -> None:
     a = chain(device, x, [Step(), Step("scale"), Step()])
     b = chain(device, x, [Step(), Step("add"), Step()])
-    (node,) = diff(a, b).changed
+    (node,) = a.diff(b).changed
     assert node.fields[0].field == "kernel"
     assert (node.fields[0].before, node.fields[0].after) == ("scale", "add")
-    assert not diff(a, b).edges
+    assert not a.diff(b).edges
 
 
 def test_a_launch_size(device: Device, x: ost.Buffer) -> None:
@@ -130,14 +129,14 @@ def test_a_launch_size(device: Device, x: ost.Buffer) -> None:
         graph = ost.Graph.create(device)
         graph.add_kernel(kernel(device, "scale"), launch, x, N)
         graphs.append(graph)
-    (node,) = diff(*graphs).changed
+    (node,) = graphs[0].diff(graphs[1]).changed
     assert [str(f) for f in node.fields] == ["grid: 3 → 3×2", "shared: 0 → 64"]
 
 
 def test_an_edge(device: Device, x: ost.Buffer) -> None:
     a, b = (chain(device, x, LAYERS[:5]) for _ in range(2))
     b.add_edges([(b.node(0), b.node(4))])
-    found = diff(a, b)
+    found = a.diff(b)
     assert not found.nodes and not found.edges_removed
     assert [str(e) for e in found.edges_added] == ["+ edge 0 → 4"]
 
@@ -151,7 +150,7 @@ def test_an_edge_that_became_programmatic(host_device: Device) -> None:
         first = graph.add_operation(operation)
         graph.add(operation.params, (first,), edge_data=(data,), operation=operation)
         graphs.append(graph)
-    found = diff(*graphs)
+    found = graphs[0].diff(graphs[1])
     assert [str(e) for e in found.edges] == [
         "- edge 0 → 1",
         "+ edge 0 → 1 (programmatic, ports 1 → 0)",
@@ -167,8 +166,8 @@ def test_bodies_are_compared(host_device: Device) -> None:
         loop.bodies[0].add_kernel(kernel(host_device, "scale"), config(N), x, n)
         return graph
 
-    assert not diff(looped(N), looped(N))
-    (found,) = diff(looped(N), looped(7)).changed
+    assert not looped(N).diff(looped(N))
+    (found,) = looped(N).diff(looped(7)).changed
     assert (found.before, found.after) == ("0.body.0", "0.body.0")
     assert [str(f) for f in found.fields] == [f"n: {N} → 7"]
 
@@ -188,8 +187,8 @@ def test_condition_handles_are_no_difference(host_device: Device) -> None:
             graph.add_conditional(ost.ConditionalKind.IF, condition, after=(node,))
         return graph
 
-    assert not diff(build(0), build(0)), "other handles, the same condition"
-    (node,) = diff(build(0), build(1)).changed
+    assert not build(0).diff(build(0)), "other handles, the same condition"
+    (node,) = build(0).diff(build(1)).changed
     assert [f.field for f in node.fields] == ["again"]
 
 
@@ -199,8 +198,8 @@ def test_child_graphs_are_compared(device: Device, x: ost.Buffer) -> None:
         graph.add_empty((graph.add_child(chain(device, x, steps)),))
         return graph
 
-    assert not diff(parent(LAYERS), parent(LAYERS))
-    found = diff(parent(LAYERS), parent([*LAYERS[:4], *LAYERS[5:]]))
+    assert not parent(LAYERS).diff(parent(LAYERS))
+    found = parent(LAYERS).diff(parent([*LAYERS[:4], *LAYERS[5:]]))
     assert [n.before for n in found.removed] == ["0.child.4"]
     assert {e.source for e in found.edges_removed} == {"0.child.3", "0.child.4"}
     assert [str(e) for e in found.edges_added] == ["+ edge 0.child.3 → 0.child.4"]
@@ -214,7 +213,7 @@ def test_bodies_that_only_one_has(device: Device, x: ost.Buffer) -> None:
             body.add_memset(x, 0)
         return graph
 
-    found = diff(choice(1), choice(2))
+    found = choice(1).diff(choice(2))
     assert [str(f) for f in found.changed[0].fields] == ["bodies: 1 → 2"]
     assert [n.after for n in found.added] == ["0.else.0"]
 
@@ -228,8 +227,8 @@ def test_host_functions_and_fills(device: Device, x: ost.Buffer) -> None:
     def one() -> None: ...
     def two() -> None: ...
 
-    assert not diff(make(one, 3), make(one, 3))
-    fill, host = diff(make(one, 3), make(two, 4)).changed
+    assert not make(one, 3).diff(make(one, 3))
+    fill, host = make(one, 3).diff(make(two, 4)).changed
     assert [str(f) for f in fill.fields] == ["value: 3 → 4"]
     assert host.fields[0].field == "function"
     assert host.fields[0].before.endswith("one") and host.fields[0].after.endswith("two")
@@ -247,25 +246,25 @@ def test_structs_word_by_word(host_device: Device) -> None:
         state = np.array([9, middle, 9], np.uint64).tobytes()
         graph.add_kernel(loaded, ost.LaunchConfig(1, 1), state)
         graphs.append(graph)
-    (node,) = diff(*graphs).changed
+    (node,) = graphs[0].diff(graphs[1]).changed
     assert [str(f) for f in node.fields] == ["state+8: 0x1 → 0x2"]
 
 
 def test_floats_that_look_alike(device: Device, x: ost.Buffer) -> None:
     close = float(np.nextafter(np.float32(1), np.float32(2)))
     a, b = (chain(device, x, [Step("fill", value=v)]) for v in (1.0, close))
-    (field,) = diff(a, b).changed[0].fields
+    (field,) = a.diff(b).changed[0].fields
     assert field.before != field.after
 
 
 def test_plain_data(device: Device, x: ost.Buffer) -> None:
     a = chain(device, x, [Step("scale"), Step("fill", value=1.0), Step("add")])
     b = chain(device, x, [Step("fill", value=2.0), Step("add"), Step("add")])
-    data = diff(a, b).to_json()
+    data = a.diff(b).to_json()
     assert json.loads(json.dumps(data)) == data
     assert data["schema"] == "ostinato.diff/1"
     assert data["before"] == "3 nodes (3 kernel), 2 edges"
-    text = str(diff(a, b))
+    text = str(a.diff(b))
     assert text.startswith("--- 3 nodes (3 kernel), 2 edges\n+++ 3 nodes (3 kernel), 2 edges\n")
     assert "- node 0: kernel scale (grid=3, block=128, x=[" in text
 
@@ -292,14 +291,14 @@ def test_any_graph_is_like_its_clone_and_shows_one_change(
         preload(device)
         x = device.zeros(N, np.float32)
         graph = chain(device, x, first)
-        assert not diff(graph, graph)
-        assert not diff(graph, graph.clone())
+        assert not graph.diff(graph)
+        assert not graph.diff(graph.clone())
         if not first:
             return
         at = data.draw(st.integers(0, len(first) - 1))
         changed = [*first]
         changed[at] = Step(first[at].name, first[at].n + 10, first[at].value)
-        found = diff(graph, chain(device, x, changed))
+        found = graph.diff(chain(device, x, changed))
         assert [(n.before, n.after) for n in found.nodes] == [(str(at), str(at))]
         assert [f.field for f in found.nodes[0].fields] == ["n"]
         assert not found.edges
@@ -312,7 +311,7 @@ def test_a_diff_accounts_for_every_node(first: list[Step], second: list[Step]) -
         preload(device)
         x = device.zeros(N, np.float32)
         a, b = chain(device, x, first), chain(device, x, second)
-        there, back = diff(a, b), diff(b, a)
+        there, back = a.diff(b), b.diff(a)
         assert len(first) - len(there.removed) == len(second) - len(there.added)
         assert there.empty == back.empty
         # All `fill`s of a `Step` differ in what they show; `scale` and `add` have no value.

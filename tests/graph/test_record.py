@@ -14,7 +14,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import EdgeType, EmptyNodeParams, MemoryRange
 from ostinato.errors import CaptureError, GraphError
-from ostinato.graph.recording import dependencies
+from ostinato.graph.order import dependencies
 from tests.sources import config, kernel
 
 N = 200

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import EdgeData, EdgeType, EmptyNodeParams, HostNodeParams
-from ostinato.graph.render import rich_table, to_dot, to_json, to_table
-from ostinato.graph.svg import to_svg
+from ostinato.graph.show.render import rich_table, to_dot, to_table
+from ostinato.graph.show.svg import to_svg
 from tests.sources import config, kernel, preload
 
 N = 300
@@ -104,7 +104,7 @@ def test_columns_for_what_some_node_has(device: Device) -> None:
     graph = ost.Graph.create(device)
     launch = ost.LaunchConfig(grid=(2, 3), block=(8, 4, 2), shared=1024)
     graph.add_kernel(kernel(device, "scale"), launch, device.zeros(4, np.float32), 4)
-    head, _, row = to_table(graph).splitlines()[1:4]
+    head, _, row = to_table(graph.outline()).splitlines()[1:4]
     assert "shared" in head
     assert "1024" in row and "2×3" in row and "8×4×2" in row
 
@@ -117,11 +117,11 @@ def test_long_argument_lists_are_shortened(host_device: Device) -> None:
     graph = ost.Graph.create(host_device)
     loaded = host_device.modules.get_or_compile(ost.Source(host=[wide], name="wide"), "wide")
     graph.add_kernel(loaded, ost.LaunchConfig(1, 1), *range(40))
-    text = re.sub(r"\s+", " ", to_table(graph))
+    text = re.sub(r"\s+", " ", to_table(graph.outline()))
     assert "parameter_0=0" in text and "parameter_39" not in text
     shown = text.count("parameter_")
     assert f"… {40 - shown} more" in text
-    arguments = to_json(graph)["nodes"][0]["arguments"]  # type: ignore[index]
+    arguments = graph.to_json()["nodes"][0]["arguments"]  # type: ignore[index]
     assert [a["value"] for a in arguments] == list(range(40))
 
 
@@ -129,20 +129,20 @@ def test_brackets_are_not_markup(device: Device) -> None:
     graph = ost.Graph.create(device)
     graph.add(named("[bold]x[/bold]"))
     graph.add(named("[/]"))
-    text = to_table(graph)
+    text = to_table(graph.outline())
     assert "[bold]x[/bold]" in text and "[/]" in text
 
 
 def test_an_empty_graph_is_shown(device: Device) -> None:
     graph = ost.Graph.create(device)
-    assert to_table(graph).startswith("graph: 0 nodes, 0 edges")
-    assert to_json(graph)["nodes"] == []
-    assert "digraph" in to_dot(graph)
-    assert "empty graph" in to_svg(graph)
+    assert to_table(graph.outline()).startswith("graph: 0 nodes, 0 edges")
+    assert graph.to_json()["nodes"] == []
+    assert "digraph" in to_dot(graph.outline())
+    assert "empty graph" in to_svg(graph.outline())
 
 
 def test_a_terminal_gets_a_table(device: Device) -> None:
-    table = rich_table(everything(device))
+    table = rich_table(everything(device).outline())
     assert [c.header for c in table.columns][:3] == ["node", "kind", "name"]
 
 
@@ -150,7 +150,7 @@ def test_a_terminal_gets_a_table(device: Device) -> None:
 
 
 def test_json_goes_through_json(device: Device) -> None:
-    data = to_json(everything(device))
+    data = everything(device).to_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["schema"] == "ostinato.graph/1"
 
@@ -180,7 +180,7 @@ def test_json_has_arguments_edges_and_bodies(device: Device) -> None:
 
 def test_json_has_edge_data(host_device: Device) -> None:
     graph = programmatic(host_device)
-    assert to_json(graph)["edges"] == [
+    assert graph.to_json()["edges"] == [
         {"source": 0, "target": 1, "from_port": 1, "to_port": 0, "type": "programmatic"}
     ]
 
@@ -190,7 +190,7 @@ def test_numbers_that_json_has_no_words_for(device: Device) -> None:
     x = device.zeros(N, np.float32)
     for value in (float("nan"), float("inf"), -float("inf")):
         graph.add_kernel(kernel(device, "fill"), config(N), x, value, N)
-    data = json.loads(json.dumps(to_json(graph), allow_nan=False))
+    data = json.loads(json.dumps(graph.to_json(), allow_nan=False))
     assert [n["arguments"][1]["value"] for n in data["nodes"]] == ["nan", "inf", "-inf"]
 
 
@@ -206,9 +206,9 @@ def programmatic(device: Device) -> ost.Graph:
 
 def test_programmatic_edges_are_dashed(host_device: Device) -> None:
     graph = programmatic(host_device)
-    assert "⇢0" in to_table(graph)
-    assert "style=dashed" in to_dot(graph)
-    svg = to_svg(graph)
+    assert "⇢0" in to_table(graph.outline())
+    assert "style=dashed" in to_dot(graph.outline())
+    svg = to_svg(graph.outline())
     assert "1 programmatic edge<" in svg and 'class="edge early"' in svg
 
 
@@ -224,7 +224,7 @@ def outside_quotes(dot: str) -> str:
 
 def test_dot_is_balanced_and_has_all_nodes(device: Device) -> None:
     graph = everything(device)
-    bare = outside_quotes(to_dot(graph))
+    bare = outside_quotes(to_dot(graph.outline()))
     assert bare.count("{") == bare.count("}") > 4
     assert bare.count("[") == bare.count("]")
     declared = set(re.findall(r"^\s*(n[\d_]+) \[", bare, re.MULTILINE))
@@ -238,7 +238,7 @@ def test_names_are_escaped(device: Device, show) -> None:
     graph = ost.Graph.create(device)
     node = graph.add(named(NASTY))
     graph.add(named("\ud800"), (node,))
-    text = show(graph)
+    text = show(graph.outline())
     assert not set(text) & set("\x00\x1b\u202e")
     if show is to_dot:
         bare = outside_quotes(text)
@@ -254,7 +254,7 @@ def test_names_are_escaped(device: Device, show) -> None:
 
 def test_the_picture_is_xml_with_a_box_for_each_node(device: Device) -> None:
     graph = everything(device)
-    svg = to_svg(graph)
+    svg = to_svg(graph.outline())
     root = ET.fromstring(svg)
     assert root.tag == f"{SVG}svg"
     # Nodes with something inside are frames with their number.
@@ -278,14 +278,14 @@ def test_the_picture_is_xml_with_a_box_for_each_node(device: Device) -> None:
     assert "else: empty" in svg
     edges = [p for p in root.iter(f"{SVG}path") if p.get("class") == "edge" and p.get("marker-end")]
     assert len(edges) == 1 + 8 + 1 + 1, "one in the legend, and every edge"
-    assert svg == to_svg(graph), "the same graph gives the same text"
+    assert svg == to_svg(graph.outline()), "the same graph gives the same text"
 
 
 def test_hovering_shows_all_arguments(device: Device) -> None:
     graph = ost.Graph.create(device)
     x = device.zeros(N, np.float32)
     graph.add_kernel(kernel(device, "fill"), config(N), x, 2.5, N)
-    titles = [t.text or "" for t in ET.fromstring(to_svg(graph)).iter(f"{SVG}title")]
+    titles = [t.text or "" for t in ET.fromstring(to_svg(graph.outline())).iter(f"{SVG}title")]
     assert any("value=2.5" in t and f"n={N}" in t and "test_render.py" in t for t in titles)
 
 
@@ -295,7 +295,7 @@ def size(svg: str) -> tuple[float, float]:
 
 
 def test_a_long_chain_is_wrapped(device: Device) -> None:
-    svg = to_svg(chain(device, 80))
+    svg = to_svg(chain(device, 80).outline())
     assert len(boxes(svg)) == 162
     width, height = size(svg)
     assert 0.6 < width / height < 3
@@ -303,13 +303,13 @@ def test_a_long_chain_is_wrapped(device: Device) -> None:
 
 
 def test_what_repeats_is_folded(device: Device) -> None:
-    svg = to_svg(chain(device, 80), max_nodes=40)
+    svg = to_svg(chain(device, 80).outline(), max_nodes=40)
     assert boxes(svg) == ["memset", "80 times: nodes 1 to 160", "scale", "fill", "add"]
     # A node that differs breaks the run in two.
     graph = chain(device, 10, ends=False)
     x = device.zeros(N, np.float32)
     graph.add_kernel(kernel(device, "scale"), config(2 * N), x, N, after=(graph.nodes[-1],))
-    assert boxes(to_svg(graph, max_nodes=10))[-1] == "scale"
+    assert boxes(to_svg(graph.outline(), max_nodes=10))[-1] == "scale"
     inside(svg)
 
 
@@ -318,7 +318,7 @@ def test_what_is_too_much_is_left_out_and_said(device: Device) -> None:
     after: tuple[ost.Node, ...] = ()
     for number in range(60):
         after = (graph.add(named(f"step {number}"), after),)
-    names = boxes(to_svg(graph, max_nodes=11))
+    names = boxes(to_svg(graph.outline(), max_nodes=11))
     assert names[:5] == [f"step {n}" for n in range(5)]
     assert names[5] == "… 50 nodes not drawn"
     assert names[6:] == [f"step {n}" for n in range(55, 60)]
@@ -328,7 +328,7 @@ def test_nodes_without_edges_do_not_make_one_endless_row(device: Device) -> None
     graph = ost.Graph.create(device)
     for number in range(40):
         graph.add(named(f"alone {number}"))
-    width, _ = size(to_svg(graph))
+    width, _ = size(to_svg(graph.outline()))
     assert width < 2000
 
 
@@ -376,10 +376,10 @@ def test_any_graph_can_be_shown(data: st.DataObject) -> None:
             )
             nodes.append(graph.add(params, after))
         limit = data.draw(st.integers(1, 30))
-        inside(to_svg(graph, max_nodes=limit))
-        bare = outside_quotes(to_dot(graph))
+        inside(to_svg(graph.outline(), max_nodes=limit))
+        bare = outside_quotes(to_dot(graph.outline()))
         assert bare.count("{") == bare.count("}")
-        plain = to_json(graph)
+        plain = graph.to_json()
         assert json.loads(json.dumps(plain)) == plain
         assert len(plain["edges"]) == len(graph.edges)  # type: ignore[arg-type]
-        to_table(graph)
+        to_table(graph.outline())

@@ -15,7 +15,7 @@ import ostinato as ost
 from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
-from ostinato.driver.host_kernel import HostKernel, HostLaunch
+from ostinato.driver.host.kernel import HostKernel, HostLaunch
 from ostinato.driver.signature import Signature
 from ostinato.errors import NotAvailableError
 from ostinato.models.kernels_cuda import CudaLaunch

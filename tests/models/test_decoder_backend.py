@@ -15,7 +15,7 @@ from ostinato.driver.api import KernelNodeParams, MemoryRange
 from ostinato.driver.signature import Access
 from ostinato.driver.stream import Operation
 from ostinato.errors import NotAvailableError, UnsupportedModelError
-from ostinato.graph.recording import dependencies
+from ostinato.graph.order import dependencies
 from ostinato.models import kernels_cuda as kc
 from ostinato.models.backend import CudaBackend, backend_for
 from ostinato.models.config import LlamaConfig

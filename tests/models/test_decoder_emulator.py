@@ -17,7 +17,7 @@ import pytest
 from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
-from ostinato.driver.host_kernel import HostKernel, HostLaunch
+from ostinato.driver.host.kernel import HostKernel, HostLaunch
 from ostinato.models import kernels_cuda as kc
 from ostinato.models.backend import BoundLaunch
 from ostinato.models.decoder import Decoder

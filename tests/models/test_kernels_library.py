@@ -17,7 +17,7 @@ from ostinato.driver.api import KernelNodeParams, MemoryRange
 from ostinato.driver.signature import Access, Signature
 from ostinato.driver.stream import Operation
 from ostinato.errors import UnsupportedModelError
-from ostinato.graph.recording import dependencies
+from ostinato.graph.order import dependencies
 from ostinato.models import kernels_cuda as kc
 from ostinato.models import kernels_cuda_library as kl
 from ostinato.models.kernels_cuda_shapes import default_tuning

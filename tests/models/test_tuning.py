@@ -21,7 +21,7 @@ from benchmarks.kernels.emulator import Emulator
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
-from ostinato.driver.host_kernel import HostKernel
+from ostinato.driver.host.kernel import HostKernel
 from ostinato.errors import CompileError, InputError, NotAvailableError
 from ostinato.graph import prepare
 from ostinato.models import kernels_cuda as kc

@@ -14,8 +14,8 @@ import pytest
 
 from ostinato.driver.api import CaptureMode
 from ostinato.driver.context import Context
-from ostinato.driver.host import HostDriver
-from ostinato.driver.host_kernel import HostKernel, host_kernel
+from ostinato.driver.host.driver import HostDriver
+from ostinato.driver.host.kernel import HostKernel, host_kernel
 from ostinato.errors import (
     CaptureBrokenError,
     ClosedError,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.driver.host_kernel import host_kernel
+from ostinato.driver.host.kernel import host_kernel
 from ostinato.errors import InputError
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.keys import digest_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ostinato.device import Device
-from ostinato.driver.host import HostDriver
+from ostinato.driver.host.driver import HostDriver
 from tests.conftest import open_test_device
 from tests.sources import preload
 

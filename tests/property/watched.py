@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ostinato.driver.api import ExecHandle
-from ostinato.driver.host import HostDriver
-from ostinato.driver.host_memory import POISON, Allocation, MemoryTable
+from ostinato.driver.host.driver import HostDriver
+from ostinato.driver.host.memory import POISON, Allocation, MemoryTable
 
 
 class _Quarantine(MemoryTable):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 
 import ostinato as ost
 from ostinato.device import Device, open_device
-from ostinato.driver.host import HostDriver
+from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import (
     CaptureError,
     ClosedError,

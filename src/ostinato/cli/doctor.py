@@ -95,7 +95,7 @@ def _device(name: str) -> dict[str, Any] | str:
 
 def _library() -> str:
     """What multiplies in prompts and large batches besides our own kernels."""
-    from ostinato.driver.cuda_blas import load_cublaslt
+    from ostinato.driver.cuda.blas import load_cublaslt
 
     try:
         return str(load_cublaslt())

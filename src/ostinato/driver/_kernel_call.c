@@ -1,7 +1,7 @@
 /* An eager launch, compiled: arguments to bytes (Packer), cuLaunchKernelEx with everything at hand
  * (KernelCall), and both in one for a function (FunctionCall).
  *
- * driver/launcher.py and driver/cuda_kernel.py hold the same in Python, which serves where this was
+ * driver/launcher.py and driver/cuda/launch.py hold the same in Python, which serves where this was
  * not built.
  */
 

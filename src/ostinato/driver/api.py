@@ -150,7 +150,7 @@ class Image:
     """Compiled code that `module_load` takes.
 
     `kind` is "cubin", "ptx" or "fatbin" with `data`, or "host" with `functions`: entry name to
-    `driver.host_kernel.HostKernel`.
+    `driver.host.kernel.HostKernel`.
     """
 
     kind: str

@@ -7,8 +7,9 @@ from ostinato.graph.launching import launch, prepare
 from ostinato.graph.lifting import lift
 from ostinato.graph.manifest import Touch
 from ostinato.graph.node import Argument, Node, Pointer
+from ostinato.graph.order import Recorded
 from ostinato.graph.rebind import LeftWord, RebindReport, ReboundWord
-from ostinato.graph.recording import Recorded, Recording, build_graph, record
+from ostinato.graph.recording import Recording, build_graph, record
 from ostinato.graph.submissions import Submission, first_missing, operations, submissions
 
 __all__ = [

@@ -1,13 +1,58 @@
-"""The parts of changing an executable: refusals in words, and argument bytes."""
+"""What is changed in an executable, and what its nodes hold; refusals in words; argument bytes."""
 
 from __future__ import annotations
 
-from ostinato.driver.api import KernelArguments, UpdateVerdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from ostinato.driver.api import KernelArguments, NodeParams, UpdateVerdict
 from ostinato.driver.signature import Signature, pack_by_size
 from ostinato.errors import ContextPoisonedError, DriverError, InputError, UpdateRefusedError
 from ostinato.graph.node import Node
 
-__all__ = ["VERDICTS", "argument_bytes", "refused"]
+__all__ = ["VERDICTS", "Change", "Place", "Setting", "argument_bytes", "refused"]
+
+Place: TypeAlias = int | str
+"""Where a node holds an address: a byte offset in the parameter buffer, "dst" or "src"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A node and the parameters that it is to have.
+
+    `owners`: what its changed words point at now.  `reach`: how many bytes are known to be used
+    from where a changed word points, None if it is not known; words that are not named keep theirs.
+    `whole`: all words were set anew, with `signature` for another function than before.
+    """
+
+    node: Node
+    params: NodeParams
+    owners: tuple[tuple[Place, object], ...] = ()
+    reach: tuple[tuple[int, int | None], ...] = ()
+    whole: bool = False
+    signature: Signature | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What one node holds, as the next launch will use it.
+
+    `reach`: by the offset of a pointer word, how many bytes are known to be used from where it
+    points.  `owners`: what the words that were set since point at.
+    """
+
+    node: Node
+    """As it was in the definition."""
+    params: NodeParams
+    signature: Signature | None
+    reach: Mapping[int, int]
+    owners: Mapping[Place, object] = field(default_factory=dict)
+
+    def shown(self) -> Node:
+        """The node with what it holds now."""
+        return replace(self.node, params=self.params, signature=self.signature)
+
 
 VERDICTS = {
     UpdateVerdict.ERROR: "the driver failed for a reason it does not give",

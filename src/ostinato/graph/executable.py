@@ -43,12 +43,12 @@ from ostinato.errors import (
     StreamCaptureError,
     UpdateRefusedError,
 )
-from ostinato.graph.changes import VERDICTS, argument_bytes, refused
+from ostinato.graph.changes import VERDICTS, Change, argument_bytes, refused
 from ostinato.graph.graph import Graph
 from ostinato.graph.manifest import Touch, dangling, touches, walk
 from ostinato.graph.node import Node
 from ostinato.graph.rebind import RebindReport, plan_rebind
-from ostinato.graph.shadow import Change, Now, Shadow
+from ostinato.graph.shadow import Now, Shadow
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target, range_of
 

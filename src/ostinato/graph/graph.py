@@ -38,11 +38,13 @@ from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
 from ostinato.graph.launching import prepare
 from ostinato.graph.node import Argument, Node, NodeLabel, decode_arguments
+from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
 
 if TYPE_CHECKING:
-    from ostinato.graph.diff import GraphDiff
     from ostinato.graph.executable import GraphExec
+    from ostinato.graph.show.diff import GraphDiff
+    from ostinato.graph.show.outline import Outline
     from ostinato.modules import Kernel
 
 __all__ = ["Conditional", "Graph"]
@@ -283,9 +285,33 @@ class Graph(Closeable):
         There are no edges from nodes that are there already.  Raises GraphError with the driver's
         reason; what was added before stays.
         """
-        from ostinato.graph.recording import Recorded, add_recorded
+        return self.add_recorded([Recorded(operation, None) for operation in operations])
 
-        return add_recorded(self, [Recorded(operation, None) for operation in operations])
+    def add_recorded(self, recorded: Sequence[Recorded], *, serial: bool = False) -> list[Node]:
+        """Adds recorded operations, with edges between them as in `Recording.build`.
+
+        Raises GraphError with the driver's reason; what was added before stays.
+        """
+        if serial:
+            after = [[i - 1] if i else [] for i in range(len(recorded))]
+        else:
+            after = dependencies([r.operation for r in recorded])
+        nodes: list[Node] = []
+        previous: dict[int, int] = {}  # the index of the last operation on each stream
+        for index, entry in enumerate(recorded):
+            operation = entry.operation
+            before = previous.get(entry.stream)
+            nodes.append(
+                self.add(
+                    operation.params,
+                    [nodes[i] for i in after[index]],
+                    edge_data=edge_data(recorded, index, before, after[index]),
+                    operation=operation,
+                    line=entry.line,
+                )
+            )
+            previous[entry.stream] = index
+        return nodes
 
     def add_kernel(
         self, kernel: Kernel, config: LaunchConfig, *args: object, after: Sequence[NodeRef] = ()
@@ -406,43 +432,53 @@ class Graph(Closeable):
 
         return GraphExec.instantiate(self, flags=flags, upload=upload)
 
-    # --- showing (graph.render, graph.diff)
-    def __str__(self) -> str:
-        from ostinato.graph.render import to_table
+    # --- showing (graph.show)
+    def outline(self, *, readable: bool = True) -> Outline:
+        """The graph read once, with all that is inside of it.
 
-        return to_table(self)
+        `readable`: for people; kernels have their names as they were written, so that two of one
+        name are not told apart, and addresses those of buffers.
+        """
+        from ostinato.graph.show.outline import read_outline
+
+        return read_outline(self.context, self.handle, self.nodes, readable=readable)
+
+    def __str__(self) -> str:
+        from ostinato.graph.show.render import to_table
+
+        return to_table(self.outline())
 
     def to_json(self) -> dict[str, object]:
         """The whole graph as plain data; the schema is in docs/design.md."""
-        from ostinato.graph.render import to_json
+        from ostinato.graph.show.render import to_json
 
-        return to_json(self)
+        return to_json(self.outline(readable=False), self.context.driver.name)
 
     def to_dot(self) -> str:
         """The graph in Graphviz' language."""
-        from ostinato.graph.render import to_dot
+        from ostinato.graph.show.render import to_dot
 
-        return to_dot(self)
+        return to_dot(self.outline())
 
     def to_svg(self) -> str:
         """A picture of the graph."""
-        from ostinato.graph.svg import to_svg
+        from ostinato.graph.show.svg import to_svg
 
-        return to_svg(self)
+        return to_svg(self.outline())
 
     def _repr_html_(self) -> str:
-        from ostinato.graph.render import to_html
+        from ostinato.graph.show.render import to_html
 
-        return to_html(self)
+        return to_html(self.outline())
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
 
     def diff(self, other: Graph) -> GraphDiff:
         """What differs between this graph and another; empty for equal ones."""
-        from ostinato.graph.diff import diff
+        from ostinato.graph.show.diff import diff
 
-        return diff(self, other)
+        return diff(self.outline(readable=False), other.outline(readable=False))
 
     # --- lifetime
     @property

@@ -30,9 +30,9 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.signature import Access
 from ostinato.errors import InputError
+from ostinato.graph.changes import Place, Setting
 from ostinato.graph.node import Node, decode_arguments
 from ostinato.graph.rebind import copy_extent, fill_extent
-from ostinato.graph.shadow import Place, Setting
 from ostinato.memory.ranges import range_of
 
 __all__ = ["Settings", "Touch", "dangling", "touches", "walk"]

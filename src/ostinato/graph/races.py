@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ostinato.driver.api import NodeHandle
 from ostinato.driver.stream import Operation
 from ostinato.graph.graph import Graph
-from ostinato.graph.recording import conflict
+from ostinato.graph.order import conflict
 
 __all__ = ["unordered"]
 

@@ -34,8 +34,8 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.signature import Parameter, Signature
 from ostinato.errors import ClosedError, InputError
+from ostinato.graph.changes import Change, Place, Setting
 from ostinato.graph.node import Node
-from ostinato.graph.shadow import Change, Place, Setting
 from ostinato.memory.ranges import Target, range_of
 
 __all__ = [

@@ -19,39 +19,15 @@ from dataclasses import dataclass
 
 from ostinato.driver.api import (
     CaptureStatus,
-    ChildGraphNodeParams,
-    EdgeData,
-    EdgeType,
-    KernelNodeParams,
-    MemoryRange,
 )
 from ostinato.driver.context import Entry
 from ostinato.driver.location import caller_line, caller_location
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import CaptureBrokenError, CaptureError, DriverError, GraphError
 from ostinato.graph.graph import Graph
-from ostinato.graph.node import Node
+from ostinato.graph.order import Recorded
 
-__all__ = [
-    "Recorded",
-    "Recording",
-    "add_recorded",
-    "build_graph",
-    "conflict",
-    "dependencies",
-    "record",
-]
-
-_PROGRAMMATIC = EdgeData(from_port=1, to_port=0, type=EdgeType.PROGRAMMATIC)
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """One operation that ran, the line that submitted it, and the handle of its stream."""
-
-    operation: Operation
-    line: tuple[str, int] | None
-    stream: int = 0
+__all__ = ["Recording", "build_graph", "record"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,90 +153,8 @@ def build_graph(stream: Stream, recorded: Sequence[Recorded], *, serial: bool = 
         raise GraphError("nothing was recorded on the stream, so there is no graph to build")
     graph = Graph.create(stream.context)
     try:
-        add_recorded(graph, recorded, serial=serial)
+        graph.add_recorded(recorded, serial=serial)
     except BaseException:
         graph.close()
         raise
     return graph
-
-
-def add_recorded(graph: Graph, recorded: Sequence[Recorded], *, serial: bool = False) -> list[Node]:
-    """Adds recorded operations to a graph, with edges between them as in `Recording.build`."""
-    if serial:
-        after = [[i - 1] if i else [] for i in range(len(recorded))]
-    else:
-        after = dependencies([r.operation for r in recorded])
-    nodes: list[Node] = []
-    previous: dict[int, int] = {}  # the index of the last operation on each stream
-    for index, entry in enumerate(recorded):
-        operation = entry.operation
-        before = previous.get(entry.stream)
-        nodes.append(
-            graph.add(
-                operation.params,
-                [nodes[i] for i in after[index]],
-                edge_data=_edge_data(recorded, index, before, after[index]),
-                operation=operation,
-                line=entry.line,
-            )
-        )
-        previous[entry.stream] = index
-    return nodes
-
-
-def _edge_data(
-    recorded: Sequence[Recorded], index: int, before: int | None, after: Sequence[int]
-) -> list[EdgeData] | None:
-    """A programmatic edge from the launch before on the stream, if the launch was made so."""
-    params = recorded[index].operation.params
-    if not (isinstance(params, KernelNodeParams) and params.config.programmatic):
-        return None
-    return [
-        _PROGRAMMATIC
-        if i == before and isinstance(recorded[i].operation.params, KernelNodeParams)
-        else EdgeData()
-        for i in after
-    ]
-
-
-def dependencies(operations: Sequence[Operation]) -> list[list[int]]:
-    """For each operation, the earlier ones it must wait for directly.
-
-    Two operations are ordered if one writes what the other reads or writes; an operation whose
-    memory is not known is ordered against all.  What follows from others is left out.
-    Host functions and child graphs count as unknown.
-    """
-    ancestors: list[int] = []  # bit i: operation i comes before
-    result: list[list[int]] = []
-    for index, operation in enumerate(operations):
-        direct: list[int] = []
-        seen = 0
-        for earlier in range(index - 1, -1, -1):
-            if seen >> earlier & 1:
-                continue
-            if conflict(operations[earlier], operation):
-                direct.append(earlier)
-                seen |= ancestors[earlier] | 1 << earlier
-        ancestors.append(seen)
-        result.append(sorted(direct))
-    return result
-
-
-def conflict(first: Operation, second: Operation) -> bool:
-    """Whether two operations must be ordered: one writes what the other reads or writes, or what
-    one of them touches is not known."""
-    if isinstance(first.params, ChildGraphNodeParams) or isinstance(
-        second.params, ChildGraphNodeParams
-    ):
-        return True
-    if first.reads is None or first.writes is None or second.reads is None or second.writes is None:
-        return True
-    return (
-        _overlap(first.writes, second.reads)
-        or _overlap(first.writes, second.writes)
-        or _overlap(first.reads, second.writes)
-    )
-
-
-def _overlap(left: Sequence[MemoryRange], right: Sequence[MemoryRange]) -> bool:
-    return any(a.address < b.end and b.address < a.end for a in left for b in right)

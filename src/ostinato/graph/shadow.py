@@ -9,55 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from ostinato.driver.api import Edge, EdgeData, KernelNodeParams, NodeHandle, NodeParams
-from ostinato.driver.signature import Signature
 from ostinato.errors import InputError, UpdateRefusedError
+from ostinato.graph.changes import Change, Setting
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node, given_reach
 
-__all__ = ["Change", "Now", "Place", "Setting", "Shadow"]
-
-Place: TypeAlias = int | str
-"""Where a node holds an address: a byte offset in the parameter buffer, "dst" or "src"."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A node and the parameters that it is to have.
-
-    `owners`: what its changed words point at now.  `reach`: how many bytes are known to be used
-    from where a changed word points, None if it is not known; words that are not named keep theirs.
-    `whole`: all words were set anew, with `signature` for another function than before.
-    """
-
-    node: Node
-    params: NodeParams
-    owners: tuple[tuple[Place, object], ...] = ()
-    reach: tuple[tuple[int, int | None], ...] = ()
-    whole: bool = False
-    signature: Signature | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What one node holds, as the next launch will use it.
-
-    `reach`: by the offset of a pointer word, how many bytes are known to be used from where it
-    points.  `owners`: what the words that were set since point at.
-    """
-
-    node: Node
-    """As it was in the definition."""
-    params: NodeParams
-    signature: Signature | None
-    reach: Mapping[int, int]
-    owners: Mapping[Place, object] = field(default_factory=dict)
-
-    def shown(self) -> Node:
-        """The node with what it holds now."""
-        return replace(self.node, params=self.params, signature=self.signature)
+__all__ = ["Now", "Shadow"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from ostinato.models.extra import require_extra
+
 if TYPE_CHECKING:
     from ostinato.models.checkpoint import Checkpoint as Checkpoint
     from ostinato.models.checkpoint import open_checkpoint as open_checkpoint
@@ -56,6 +58,7 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ostinato.models' has no attribute {name!r}")
+    require_extra("the decoder")
     value = getattr(importlib.import_module(f"ostinato.models.{home}"), name)
     globals()[name] = value
     return value

@@ -19,7 +19,7 @@ from typing import Literal, Protocol, cast
 import numpy as np
 
 from ostinato import Buffer, Device, Operation, Stream, capture, lift
-from ostinato.driver.cuda_blas import (
+from ostinato.driver.cuda.blas import (
     Cublaslt,
     HasBlasContext,
     MatrixProduct,

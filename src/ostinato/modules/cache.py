@@ -33,7 +33,7 @@ from ostinato.driver.api import Image
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
-from ostinato.driver.host_kernel import HostKernel
+from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.location import caller_location
 from ostinato.driver.signature import Signature
 from ostinato.errors import (

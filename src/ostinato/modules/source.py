@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from ostinato.driver.host_kernel import HostKernel
+from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.signature import Signature
 from ostinato.errors import InputError
 from ostinato.modules.keys import digest_of

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import host_kernel
-from ostinato.driver.host_kernel import HostLaunch
+from ostinato.driver.host.kernel import HostLaunch
 from ostinato.relational.block import BLOCK, COLUMN, DONE, MAX_BYTES, RING_DEPTH, RING_PITCH, SLOT
 from ostinato.relational.keys import SCAN_BLOCK
 

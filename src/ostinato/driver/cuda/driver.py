@@ -1,0 +1,194 @@
+"""The CUDA driver: the protocol of `driver.api` on a real GPU.
+
+The parts are in the files beside this one, each over `cuda_calls`; `CudaDriver` joins them.
+Nothing of `cuda.*` is imported, and libcuda is not loaded, before a `CudaDriver` is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from ctypes import byref
+from typing import Any
+
+from ostinato.driver.api import Capabilities, DeviceProperties, StreamHandle
+from ostinato.driver.cuda.executables import ExecCalls
+from ostinato.driver.cuda.libcuda import INSTALL, Libcuda
+from ostinato.driver.cuda.modules import IMAGE_KINDS
+from ostinato.driver.cuda.streams import StreamCalls
+from ostinato.errors import NoCudaError, OstinatoError, explain
+
+__all__ = ["CudaDriver", "gpu_count"]
+
+_CONDITIONAL_SINCE = 12040
+"""Driver version with IF and WHILE nodes; ELSE and SWITCH came with 12.8 and are refused before."""
+
+
+class CudaDriver(StreamCalls, ExecCalls):
+    """One GPU through its primary context, which other libraries of the process share.
+
+    Handles are the driver's own, so that graphs, streams and events of torch, CuPy or cuda.core
+    can be used as they are.  A destroyed handle is not always recognised: CUDA may crash on it.
+    Any thread may call.  Raises NoCudaError, which says what is missing and how to get it.
+    """
+
+    def __init__(self, ordinal: int = 0) -> None:
+        # The driver takes as long to start as cuda.core to import: 0.2 s each, here side by side.
+        with ThreadPoolExecutor(1, thread_name_prefix="ostinato-open") as beside:
+            starting = beside.submit(_start, ordinal)
+            device_type = _import_device()
+        lib, started = starting.result()
+        try:
+            device = device_type(ordinal)
+            device.set_current()
+        except Exception as error:  # cuda.core raises its own CUDAError, and pathfinder's
+            raise NoCudaError(f"cuda:{ordinal} cannot be opened ({error}); {INSTALL}") from error
+        finally:
+            if started is not None:  # cuda.core holds the context from here on
+                lib["cuDevicePrimaryCtxRelease_v2"](started)
+        context = ctypes.c_void_p()
+        lib["cuCtxGetCurrent"](byref(context))
+        if not context.value:
+            raise NoCudaError(f"cuda:{ordinal} has no context after cuda.core opened it; {INSTALL}")
+        super().__init__(lib, context.value, ordinal)
+        self._device = device
+        self._into_graph = {}
+        self._functions_of = {}
+        self._infos = {}
+        self._layouts = {}
+        self._attributes = {}
+        self._configs_read = {}
+        self._conditionals = {}
+        self._conditionals_in = {}
+        self._exec_functions = {}
+        self._given_up = []
+        self._upload_stream = self.stream_create()
+        self._properties = self._read_properties()
+        self._capabilities = self._read_capabilities()
+
+    @property
+    def name(self) -> str:
+        return f"cuda:{self._ordinal}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def properties(self) -> DeviceProperties:
+        return self._properties
+
+    @property
+    def context(self) -> int:
+        """The primary context's handle (CUcontext)."""
+        return self._context
+
+    @contextmanager
+    def made_current(self) -> Iterator[None]:
+        """Our context is the calling thread's inside the block: for libraries that take whichever
+        is current.  What was current before is so again afterwards."""
+        self._call("made_current", "cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._calls["cuCtxPopCurrent_v2"](byref(ctypes.c_void_p()))
+
+    def close(self) -> None:
+        """Ends this object's use of the context, which stays: it is the process's, not ours."""
+        if self._closed:
+            return
+        with suppress(OstinatoError):  # poisoned, say: there is nothing left to give back
+            self._call("close", "cuStreamDestroy_v2", self._upload_stream)
+        self._upload_stream = StreamHandle(0)
+        self._closed = True
+
+    def _read_properties(self) -> DeviceProperties:
+        device, found = self._device, self._device.properties
+        capability = device.compute_capability
+        version = self._driver_version()
+        return DeviceProperties(
+            name=str(device.name),
+            compute_capability=(int(capability[0]), int(capability[1])),
+            multiprocessors=int(found.multiprocessor_count),
+            total_memory=self.memory_info()[1],
+            l2_cache=int(found.l2_cache_size),
+            max_threads_per_block=int(found.max_threads_per_block),
+            max_shared_per_block=int(found.max_shared_memory_per_block_optin),
+            driver_version=f"{version // 1000}.{version % 1000 // 10}",
+        )
+
+    def _read_capabilities(self) -> Capabilities:
+        found = self._device.properties
+        hopper = self._properties.compute_capability >= (9, 0)
+        return Capabilities(
+            conditional_nodes=self._driver_version() >= _CONDITIONAL_SINCE,
+            batch_memory_ops=bool(found.can_use_64_bit_stream_mem_ops),
+            memory_nodes=bool(found.memory_pools_supported),
+            programmatic_launch=hopper,
+            clusters=hopper and bool(found.cluster_launch),
+            cooperative_launch=bool(found.cooperative_launch),
+            host_memory_is_device_memory=False,
+            image_kinds=IMAGE_KINDS,
+            source_language="cuda",
+        )
+
+    def _driver_version(self) -> int:
+        version = ctypes.c_int()
+        self._call("properties", "cuDriverGetVersion", byref(version))
+        return version.value
+
+
+def _import_device() -> Any:
+    try:
+        from cuda.core import Device
+    except ImportError as error:
+        raise NoCudaError(
+            f"cuda.core and cuda.bindings are not installed ({error}); {INSTALL}"
+        ) from error
+    return Device
+
+
+def _start(ordinal: int) -> tuple[Libcuda, ctypes.c_int | None]:
+    """libcuda, and the device whose primary context was made and is to be released.
+
+    None if it could not be made: cuda.core will say why.  Raises NoCudaError.
+    """
+    lib = Libcuda()
+    _check_device(lib, ordinal)
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    lib["cuDeviceGet"](byref(device), ordinal)
+    status = lib["cuDevicePrimaryCtxRetain"](byref(context), device)
+    return lib, None if status else device
+
+
+def gpu_count() -> int:
+    """How many GPUs the driver sees; 0 without a driver."""
+    count = ctypes.c_int()
+    try:
+        lib = Libcuda()
+        seen = not lib["cuInit"](0) and not lib["cuDeviceGetCount"](byref(count))
+    except NoCudaError:
+        return 0
+    return count.value if seen else 0
+
+
+def _check_device(lib: Libcuda, ordinal: int) -> None:
+    """Raises NoCudaError where there is no such GPU, before anything touches it."""
+    count = ctypes.c_int()
+    for symbol, arguments in (("cuInit", (0,)), ("cuDeviceGetCount", (byref(count),))):
+        status = lib[symbol](*arguments)
+        if status:
+            words = explain(status)
+            raise NoCudaError(
+                f"{symbol} failed with status {status}: {words.meaning}. {words.advice} If there "
+                f"is a GPU: {INSTALL}"
+            )
+    if count.value == 0:
+        raise NoCudaError(f"the driver sees no GPU; {INSTALL}")
+    if not 0 <= ordinal < count.value:
+        raise NoCudaError(
+            f"there is no cuda:{ordinal}: the driver sees {count.value} GPU(s), numbered from 0. "
+            f"If one is missing, see CUDA_VISIBLE_DEVICES, or {INSTALL}"
+        )

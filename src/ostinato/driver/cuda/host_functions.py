@@ -1,0 +1,139 @@
+"""Python functions that the CUDA driver calls, and how long they live.
+
+The driver gets one C function of ours and a number as its user data; the number finds the Python
+function here.  Three lifetimes:
+
+* once: taken out when it runs (a launch on a stream that does not capture);
+* with a graph: the graph holds a CUDA user object, and so does whatever is cloned or instantiated
+  from it; when the last of them is gone and done, the user object's destructor tells us;
+* until released: set on one node of an executable, which cannot hold user objects.
+
+The destructor is libc's `sem_post` on a semaphore of ours and not a Python callback: the driver
+may run it late, on its own thread, when there is no interpreter any more.  `sweep` looks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+from collections.abc import Callable
+
+from ostinato.driver.callbacks import run_host_function
+from ostinato.driver.cuda.libcuda import Libcuda
+from ostinato.driver.forking import new_lock
+
+__all__ = ["HostFunctions"]
+
+_log = logging.getLogger("ostinato")
+
+_NO_DESTRUCTOR_SYNC = 1
+_MOVE_REFERENCE = 1
+_SEMAPHORE_BYTES = 64  # sem_t has 32 with glibc and musl on 64 bit
+
+# Of the process, not of a driver object: graphs outlive it and call into these.
+_numbers = itertools.count(1)
+_functions: dict[int, Callable[[], object]] = {}
+_CallbackType = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _run(function: Callable[[], object] | None) -> None:
+    if function is None:
+        _log.error("a host function was called after it was given up; it did not run")
+        return
+    try:
+        run_host_function(function)
+    except BaseException:  # the driver alone is above us
+        _log.exception("a host function in a stream or graph raised")
+
+
+def _run_kept(number: int | None) -> None:
+    _run(_functions.get(number or 0))
+
+
+def _run_once(number: int | None) -> None:
+    _run(_functions.pop(number or 0, None))
+
+
+_kept = _CallbackType(_run_kept)
+_once = _CallbackType(_run_once)
+_KEPT_POINTER = ctypes.cast(_kept, ctypes.c_void_p).value or 0
+_ONCE_POINTER = ctypes.cast(_once, ctypes.c_void_p).value or 0
+
+
+class HostFunctions:
+    """The registry.  `pointer` is the C function for what lives longer than one call."""
+
+    pointer = _KEPT_POINTER
+    once_pointer = _ONCE_POINTER
+
+    def __init__(self, lib: Libcuda) -> None:
+        self._lib = lib
+        self._lock = new_lock()
+        self._with_graphs: dict[int, int] = {}
+        """Number of a function to the address of its semaphore."""
+        self._libc = _load_libc()
+
+    def add(self, function: Callable[[], object]) -> int:
+        """Keeps `function` until `release`, or until it ran through `once_pointer`."""
+        number = next(_numbers)
+        _functions[number] = function
+        return number
+
+    def add_to_graph(self, graph: int, function: Callable[[], object]) -> int:
+        """Keeps `function` as long as `graph` or anything made from it can still call it."""
+        self.sweep()
+        number = self.add(function)
+        semaphore = int(self._libc.calloc(1, _SEMAPHORE_BYTES))
+        self._libc.sem_init(semaphore, 0, 0)
+        user_object = ctypes.c_void_p()
+        post = ctypes.cast(self._libc.sem_post, ctypes.c_void_p)
+        status = self._lib["cuUserObjectCreate"](
+            ctypes.byref(user_object), semaphore, post, 1, _NO_DESTRUCTOR_SYNC
+        )
+        if status:  # then it is kept for ever: safe, and never seen
+            self._libc.free(semaphore)
+            return number
+        with self._lock:
+            self._with_graphs[number] = semaphore
+        if self._lib["cuGraphRetainUserObject"](graph, user_object, 1, _MOVE_REFERENCE):
+            with self._lock:
+                del self._with_graphs[number]
+            self._lib["cuUserObjectRelease"](user_object, 1)
+        return number
+
+    def release(self, number: int) -> None:
+        """Gives a function of `add` up; those of graphs go by themselves."""
+        if number not in self._with_graphs:
+            _functions.pop(number, None)
+
+    def sweep(self) -> None:
+        """Forgets the functions whose graphs are gone."""
+        with self._lock:
+            waiting = list(self._with_graphs.items())
+        for number, semaphore in waiting:
+            value = ctypes.c_int()
+            self._libc.sem_getvalue(semaphore, ctypes.byref(value))
+            if value.value:
+                with self._lock:
+                    mine = self._with_graphs.pop(number, None)
+                if mine is not None:
+                    _functions.pop(number, None)
+                    self._libc.free(semaphore)
+
+    def find(self, pointer: int, user_data: int) -> Callable[[], object] | None:
+        """The Python function behind a host node's raw values, if it is one of ours."""
+        if pointer not in (_KEPT_POINTER, _ONCE_POINTER):
+            return None
+        return _functions.get(user_data)
+
+
+def _load_libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.calloc.restype = ctypes.c_void_p
+    libc.calloc.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+    libc.free.restype = None
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+    libc.sem_getvalue.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return libc

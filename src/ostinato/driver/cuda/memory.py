@@ -1,0 +1,169 @@
+"""The CUDA driver's memory calls."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from ctypes import byref
+from typing import Any
+
+import numpy as np
+
+from ostinato.driver.api import MemoryRange, StreamHandle
+from ostinato.driver.cuda.core import CudaCalls
+from ostinato.driver.cuda.structs import (
+    POINTER_MEMORY_TYPE,
+    POINTER_RANGE_SIZE,
+    POINTER_RANGE_START,
+)
+from ostinato.errors import Status, driver_error
+
+__all__ = ["ELEMENT_SIZES", "MemoryCalls", "unsigned"]
+
+ELEMENT_SIZES = (1, 2, 4)
+
+_HOST_ALLOC_PORTABLE = 1  # usable from any context of the process
+_HOST_ALLOC_DEVICE_MAP = 2
+
+_RANGE_ATTRIBUTES = (ctypes.c_int * 2)(POINTER_RANGE_START, POINTER_RANGE_SIZE)
+_TYPE_ATTRIBUTES = (ctypes.c_int * 1)(POINTER_MEMORY_TYPE)
+
+
+def unsigned(value: int, size: int, sizes: tuple[int, ...], seam: str) -> int:
+    """`value`, if it fits `size` bytes without a sign: ctypes would cut it off without a word.
+
+    INVALID_VALUE for one that does not, and for another size than `sizes`.
+    """
+    if size not in sizes:
+        raise driver_error(Status.INVALID_VALUE, seam, f"{size} bytes; it takes one of {sizes}")
+    if not 0 <= value < 1 << (8 * size):
+        raise driver_error(Status.INVALID_VALUE, seam, f"{value} does not fit into {size} bytes")
+    return value
+
+
+class MemoryCalls(CudaCalls):
+    """Allocation, ranges, copies and fills."""
+
+    def memory_info(self) -> tuple[int, int]:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("memory_info", "cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    def mem_alloc(self, nbytes: int) -> int:
+        _check_size("mem_alloc", nbytes)
+        return self._handle("mem_alloc", "cuMemAlloc_v2", nbytes)
+
+    def mem_free(self, address: int) -> None:
+        self._call("mem_free", "cuMemFree_v2", address)
+
+    def mem_alloc_pinned(self, nbytes: int) -> int:
+        _check_size("mem_alloc_pinned", nbytes)
+        flags = _HOST_ALLOC_PORTABLE | _HOST_ALLOC_DEVICE_MAP
+        return self._handle("mem_alloc_pinned", "cuMemHostAlloc", nbytes, flags)
+
+    def mem_free_pinned(self, address: int) -> None:
+        self._call("mem_free_pinned", "cuMemFreeHost", address)
+
+    def pinned_view(self, address: int, nbytes: int) -> memoryview:
+        if nbytes == 0:  # no view of nothing can be cast
+            return memoryview(bytearray())
+        return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+    def memory_view(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
+    ) -> Any:
+        from cuda.core import Buffer
+        from cuda.core.utils import StridedMemoryView
+
+        nbytes = math.prod(shape) * dtype.itemsize
+
+        def view() -> Any:
+            memory = Buffer.from_handle(address, nbytes, owner=owner)
+            return StridedMemoryView.from_buffer(memory, shape, dtype=dtype)
+
+        self.memory_range(address)  # raises on a poisoned or closed context
+        return self._in_context(view)
+
+    def memory_range(self, address: int) -> MemoryRange | None:
+        # The plural call answers zeros for an address that is nobody's, where the singular one and
+        # cuMemGetAddressRange fail.  It answers for pinned, managed, pool and mapped memory too.
+        start, size = ctypes.c_uint64(), ctypes.c_size_t()
+        data = (ctypes.c_void_p * 2)(ctypes.addressof(start), ctypes.addressof(size))
+        status = self._status(
+            "memory_range", "cuPointerGetAttributes", 2, _RANGE_ATTRIBUTES, data, address
+        )
+        if status in (Status.INVALID_VALUE, Status.INVALID_CONTEXT):
+            return None
+        if status:
+            raise self._error(status, "memory_range")
+        return MemoryRange(start.value, size.value) if start.value and size.value else None
+
+    def _memory_type(self, address: int) -> int:
+        """CUmemorytype of an address: 1 host, 2 device; 0 if the driver does not know it."""
+        kind = ctypes.c_uint()
+        data = (ctypes.c_void_p * 1)(ctypes.addressof(kind))
+        status = self._status(
+            "memory_range", "cuPointerGetAttributes", 1, _TYPE_ATTRIBUTES, data, address
+        )
+        return 0 if status else kind.value
+
+    def memcpy(self, dst: int, src: int, nbytes: int, stream: StreamHandle) -> None:
+        _check_size("memcpy", nbytes)
+        if nbytes:
+            self._call("memcpy", "cuMemcpyAsync", dst, src, nbytes, stream)
+
+    def memcpy_from_host(self, dst: int, src: memoryview, stream: StreamHandle) -> None:
+        self._refuse_while_capturing("memcpy_from_host", stream)
+        if src.nbytes:
+            host = _host_address("memcpy_from_host", src)
+            self._call("memcpy_from_host", "cuMemcpyHtoDAsync_v2", dst, host, src.nbytes, stream)
+            # Pageable copies "might be synchronous with respect to host" (the API reference, "API
+            # synchronization behavior"), and where the device reads pageable memory they are not.
+            self._call("memcpy_from_host", "cuStreamSynchronize", stream)
+
+    def memcpy_to_host(self, dst: memoryview, src: int, stream: StreamHandle) -> None:
+        self._refuse_while_capturing("memcpy_to_host", stream)
+        if dst.readonly:
+            raise driver_error(Status.INVALID_VALUE, "memcpy_to_host", "dst cannot be written")
+        if dst.nbytes:
+            host = _host_address("memcpy_to_host", dst)
+            self._call("memcpy_to_host", "cuMemcpyDtoHAsync_v2", host, src, dst.nbytes, stream)
+            self._call("memcpy_to_host", "cuStreamSynchronize", stream)
+
+    def memset(
+        self, dst: int, value: int, element_size: int, count: int, stream: StreamHandle
+    ) -> None:
+        bits = unsigned(value, element_size, ELEMENT_SIZES, "memset")
+        _check_size("memset", count)
+        if count:
+            symbol = f"cuMemsetD{8 * element_size}Async"
+            self._call("memset", symbol, dst, bits, count, stream)
+
+    def _refuse_while_capturing(self, seam: str, stream: StreamHandle) -> None:
+        """CUDA would capture a copy of pageable memory by its address, which need not outlive the
+        call.  We refuse it, and break the capture as every refused call does."""
+        state = ctypes.c_int()
+        self._call(seam, "cuStreamIsCapturing", stream, byref(state))
+        if state.value == 0:
+            return
+        self._status(seam, "cuStreamSynchronize", stream)  # forbidden: invalidates the capture
+        if state.value == 1:
+            raise self._error(
+                Status.STREAM_CAPTURE_UNSUPPORTED,
+                seam,
+                "the host bytes would have to outlive the graph; use pinned memory and memcpy",
+            )
+        raise self._error(Status.STREAM_CAPTURE_INVALIDATED, seam)
+
+
+def _check_size(seam: str, size: int) -> None:
+    if size < 0:  # ctypes would make it a huge one
+        raise driver_error(Status.INVALID_VALUE, seam, f"a size of {size}")
+    if size >= 1 << 63:  # and a small one of this
+        raise driver_error(Status.OUT_OF_MEMORY, seam, f"{size} bytes are wanted")
+
+
+def _host_address(seam: str, view: memoryview) -> int:
+    if not view.contiguous:
+        raise driver_error(Status.INVALID_VALUE, seam, "the host buffer must be contiguous")
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)

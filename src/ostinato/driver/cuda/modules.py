@@ -1,0 +1,274 @@
+"""The CUDA driver's modules, functions and eager launches.
+
+Modules are CUmodule and not CUlibrary: a module belongs to one context, as a driver here does, its
+functions are CUfunction, which every launch and graph call takes, and unloading it is immediate.
+Lazy loading is the same for both; `function_load` ends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from ctypes import byref
+from functools import partial
+
+from ostinato.driver.api import (
+    FunctionHandle,
+    FunctionInfo,
+    Image,
+    KernelArguments,
+    LaunchConfig,
+    ModuleHandle,
+    Pack,
+    ParameterSlot,
+    PlainLaunch,
+    StreamHandle,
+)
+from ostinato.driver.cuda.core import CudaCalls
+from ostinato.driver.cuda.launch import Attributes, LaunchBlock, PreparedLaunch
+from ostinato.driver.launcher import function_call, kernel_call
+from ostinato.errors import Status
+
+__all__ = ["IMAGE_KINDS", "ModuleCalls"]
+
+IMAGE_KINDS = frozenset({"cubin", "ptx", "fatbin"})
+
+# CUjit_option: the assembler's words for a PTX that does not assemble.
+_JIT_INFO_LOG, _JIT_INFO_LOG_SIZE, _JIT_ERROR_LOG, _JIT_ERROR_LOG_SIZE = 3, 4, 5, 6
+_LOG_BYTES = 16 * 1024
+
+# CUfunction_attribute
+_MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED = 0, 1, 3, 4, 8
+
+_MAX_ATTRIBUTES = 1024
+
+
+class ModuleCalls(CudaCalls):
+    """Modules, functions and launches."""
+
+    _functions_of: dict[int, dict[str, FunctionHandle]]
+    """Our modules, and the functions asked of them."""
+    _infos: dict[int, FunctionInfo]
+    """Only of our own modules' functions: a foreign handle may be another function tomorrow."""
+    _layouts: dict[int, tuple[ParameterSlot, ...]]
+    """Likewise."""
+    _attributes: dict[int, Attributes]
+    """By the identity of a launch's config, which the entry keeps alive."""
+
+    def module_load(self, image: Image) -> ModuleHandle:
+        seam = "module_load"
+        if image.kind not in IMAGE_KINDS:
+            raise self._error(
+                Status.INVALID_IMAGE,
+                seam,
+                f"an image of kind {image.kind!r}; this driver takes cubin, ptx and fatbin",
+            )
+        data = ctypes.create_string_buffer(image.data)  # ends with a zero, which PTX needs
+        information = ctypes.create_string_buffer(_LOG_BYTES)
+        errors = ctypes.create_string_buffer(_LOG_BYTES)
+        options = (ctypes.c_int * 4)(
+            _JIT_INFO_LOG, _JIT_INFO_LOG_SIZE, _JIT_ERROR_LOG, _JIT_ERROR_LOG_SIZE
+        )
+        # The sizes travel as pointers, by value.
+        values = (ctypes.c_void_p * 4)(
+            ctypes.addressof(information), _LOG_BYTES, ctypes.addressof(errors), _LOG_BYTES
+        )
+        module = ctypes.c_uint64()
+        status = self._status(seam, "cuModuleLoadDataEx", byref(module), data, 4, options, values)
+        if status:
+            log = errors.value.decode("utf-8", "replace").strip()
+            raise self._error(status, seam, log, symbol="cuModuleLoadDataEx")
+        self._functions_of[module.value] = {}
+        return ModuleHandle(module.value)
+
+    def module_unload(self, module: ModuleHandle) -> None:
+        self._call("module_unload", "cuModuleUnload", module)
+        for function in self._functions_of.pop(module, {}).values():
+            self._infos.pop(function, None)
+            self._layouts.pop(function, None)
+
+    def module_functions(self, module: ModuleHandle) -> tuple[str, ...]:
+        seam = "module_functions"
+        count = ctypes.c_uint()
+        self._call(seam, "cuModuleGetFunctionCount", byref(count), module)
+        functions = (ctypes.c_uint64 * count.value)()
+        if count.value:
+            self._call(seam, "cuModuleEnumerateFunctions", functions, count.value, module)
+        return tuple(self._function_name(seam, function) for function in functions)
+
+    def module_function(self, module: ModuleHandle, name: str) -> FunctionHandle:
+        function = ctypes.c_uint64()
+        status = self._status(
+            "module_function", "cuModuleGetFunction", byref(function), module, name.encode()
+        )
+        if status:
+            raise self._error(status, "module_function", f"entry {name!r}")
+        handle = FunctionHandle(function.value)
+        self._functions_of.setdefault(module, {})[name] = handle
+        if handle not in self._layouts and self._lib.has("cuFuncGetParamInfo"):
+            self._layouts[handle] = self._parameter_layout("module_function", handle)
+        return handle
+
+    def function_info(self, function: FunctionHandle) -> FunctionInfo:
+        known = self._infos.get(function)
+        if known is not None:
+            return known
+        seam = "function_info"
+        info = FunctionInfo(
+            name=self._function_name(seam, function),
+            parameters=self._parameter_layout(seam, function),
+            max_threads_per_block=self._function_attribute(function, _MAX_THREADS),
+            registers=self._function_attribute(function, _REGISTERS),
+            static_shared=self._function_attribute(function, _STATIC_SHARED),
+            local=self._function_attribute(function, _LOCAL),
+        )
+        if function in self._layouts:
+            self._infos[function] = info
+        return info
+
+    def function_load(self, function: FunctionHandle) -> None:
+        self._call("function_load", "cuFuncLoad", function)
+
+    def function_allow_shared(self, function: FunctionHandle, nbytes: int) -> None:
+        self._call(
+            "function_allow_shared", "cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, nbytes
+        )
+
+    def function_occupancy(self, function: FunctionHandle, threads: int, shared: int) -> int:
+        blocks = ctypes.c_int()
+        self._call(
+            "function_occupancy",
+            "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+            byref(blocks),
+            function,
+            threads,
+            shared,
+        )
+        return blocks.value
+
+    def function_prepare_launch(self, function: FunctionHandle, pack: Pack) -> PlainLaunch | None:
+        launch, current = self._launch_addresses
+        if not (launch and current):
+            return None
+        return function_call(pack, launch, current, self._context, function)
+
+    def launch_kernel(
+        self,
+        stream: StreamHandle,
+        function: FunctionHandle,
+        config: LaunchConfig,
+        arguments: KernelArguments,
+    ) -> None:
+        made = arguments.launch
+        if (
+            type(made) is not PreparedLaunch
+            or made.config is not config
+            or made.stream != stream
+            or made.function != function
+            or made.driver is not self
+        ):
+            made = self._prepare_launch(stream, function, config, arguments)
+        if self._poison is not None or self._closed:
+            self._refuse("launch_kernel")
+        status = made.call()
+        if status is None:
+            status = self._in_context(made.call)
+        if status != 0:
+            wrong = Status.INVALID_CONTEXT if status is None else status
+            raise self._launch_error(wrong, function, config)
+
+    def _prepare_launch(
+        self,
+        stream: StreamHandle,
+        function: FunctionHandle,
+        config: LaunchConfig,
+        arguments: KernelArguments,
+    ) -> PreparedLaunch:
+        """Checked, and left with the arguments for their next launch."""
+        self._check_arguments("launch_kernel", function, arguments)
+        attributes = None if config.plain else self._launch_attributes(config)
+        try:
+            call = self._compiled_call(stream, function, config, attributes, arguments)
+            if call is None:
+                block = LaunchBlock(config, stream, attributes, arguments)
+                given = (block.block, function, block.params, block.extra)
+                call = partial(self._status, "launch_kernel", "cuLaunchKernelEx", *given)
+        except (struct.error, OverflowError) as error:
+            raise self._error(
+                Status.INVALID_VALUE, "launch_kernel", f"{config}: {error}"
+            ) from error
+        made = PreparedLaunch(self, stream, function, config, attributes, call)
+        object.__setattr__(arguments, "launch", made)
+        return made
+
+    def _compiled_call(
+        self,
+        stream: StreamHandle,
+        function: FunctionHandle,
+        config: LaunchConfig,
+        attributes: Attributes | None,
+        arguments: KernelArguments,
+    ) -> Callable[[], int | None] | None:
+        """None where there is no such way: see `kernel_call`."""
+        launch, current = self._launch_addresses
+        if not (launch and current):
+            return None
+        given = (0, 0) if attributes is None else (attributes.address, attributes.count)
+        context = self._context
+        return kernel_call(launch, current, context, function, config, stream, given, arguments)
+
+    def _check_arguments(
+        self, seam: str, function: int, arguments: KernelArguments, node: int | None = None
+    ) -> None:
+        """The driver reads as many arguments as the function takes, wherever that leads."""
+        layout = self._layouts.get(function)
+        if not layout:
+            return
+        given, last = arguments.layout, layout[-1]
+        if (given and len(given) != len(layout)) or len(arguments.data) < last.offset + last.size:
+            raise self._error(
+                Status.INVALID_VALUE,
+                seam,
+                f"{len(given)} arguments of {len(arguments.data)} bytes; the function takes "
+                f"{len(layout)} of {last.offset + last.size}",
+                node=node,
+            )
+
+    def _launch_attributes(self, config: LaunchConfig) -> Attributes:
+        found = self._attributes.get(id(config))
+        if found is None:
+            if len(self._attributes) >= _MAX_ATTRIBUTES:
+                self._attributes.clear()
+            found = self._attributes[id(config)] = Attributes(config)
+        return found
+
+    def _launch_error(self, status: int, function: int, config: LaunchConfig) -> Exception:
+        name = "?"
+        if self._poison is None:
+            try:
+                name = self._function_name("launch_kernel", function)
+            except Exception:  # the launch's own status is what matters
+                name = "?"
+        return self._error(status, "launch_kernel", f"kernel {name} with {config}")
+
+    def _function_attribute(self, function: int, attribute: int) -> int:
+        value = ctypes.c_int()
+        self._call("function_info", "cuFuncGetAttribute", byref(value), attribute, function)
+        return value.value
+
+    def _function_name(self, seam: str, function: int) -> str:
+        name = ctypes.c_void_p()
+        self._call(seam, "cuFuncGetName", byref(name), function)
+        return ctypes.string_at(name.value).decode("utf-8", "replace") if name.value else ""
+
+    def _parameter_layout(self, seam: str, function: int) -> tuple[ParameterSlot, ...]:
+        """Offset and size of each parameter; the call after the last one is INVALID_VALUE."""
+        slots: list[ParameterSlot] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        symbol, out = "cuFuncGetParamInfo", (byref(offset), byref(size))
+        while not (status := self._status(seam, symbol, function, len(slots), *out)):
+            slots.append(ParameterSlot(offset.value, size.value))
+        if status != Status.INVALID_VALUE:
+            raise self._error(status, seam, symbol=symbol)
+        return tuple(slots)

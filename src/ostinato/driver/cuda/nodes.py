@@ -1,0 +1,163 @@
+"""Node parameters between our records and cuda.h's structures, kernels aside.
+
+Everything here is pure: structures in, records out, and the other way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from ostinato.driver.api import (
+    BatchMemOpNodeParams,
+    MemcpyNodeParams,
+    MemOp,
+    MemOpKind,
+    MemsetNodeParams,
+    OpaqueNodeParams,
+)
+from ostinato.driver.cuda import structs as cs
+from ostinato.driver.cuda.memory import ELEMENT_SIZES, unsigned
+
+__all__ = [
+    "CopyEnd",
+    "copy_ends",
+    "fill_memcpy",
+    "fill_memset",
+    "mem_op_array",
+    "read_batch",
+    "read_memcpy",
+    "read_memset",
+]
+
+# CUstreamBatchMemOpType
+_WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64 = 1, 2, 4, 5
+_WAIT_KIND_MASK = 0x3
+
+
+def fill_memcpy(
+    raw: cs.Memcpy3D, params: MemcpyNodeParams, source_kind: int, target_kind: int
+) -> None:
+    """Linear memory to linear memory.  The kinds are CUmemorytype."""
+    raw.srcMemoryType, raw.dstMemoryType = source_kind, target_kind
+    if source_kind == cs.MEMORY_HOST:
+        raw.srcHost = params.src
+    else:
+        raw.srcDevice = params.src
+    if target_kind == cs.MEMORY_HOST:
+        raw.dstHost = params.dst
+    else:
+        raw.dstDevice = params.dst
+    raw.WidthInBytes, raw.Height, raw.Depth = params.width, params.height, params.depth
+    if params.height > 1 or params.depth > 1:
+        # Only then: a pitch has an upper limit (2 GiB) that a plain copy has not.
+        raw.srcPitch = params.src_pitch or params.width
+        raw.dstPitch = params.dst_pitch or params.width
+        raw.srcHeight = params.src_height or params.height
+        raw.dstHeight = params.dst_height or params.height
+
+
+def read_memcpy(raw: cs.Memcpy3D) -> MemcpyNodeParams:
+    """Offsets are folded into the addresses; dense pitches and heights read as zero."""
+    size = {"width": raw.WidthInBytes, "height": raw.Height or 1, "depth": raw.Depth or 1}
+    source = _start(raw.srcMemoryType, raw.srcHost, raw.srcDevice)
+    target = _start(raw.dstMemoryType, raw.dstHost, raw.dstDevice)
+    if source is None or target is None:
+        return MemcpyNodeParams(dst=target or 0, src=source or 0, opaque=True, **size)
+    source += (raw.srcZ * raw.srcHeight + raw.srcY) * raw.srcPitch + raw.srcXInBytes
+    target += (raw.dstZ * raw.dstHeight + raw.dstY) * raw.dstPitch + raw.dstXInBytes
+    if size["height"] == 1 and size["depth"] == 1:
+        return MemcpyNodeParams(dst=target, src=source, **size)
+    return MemcpyNodeParams(
+        dst=target,
+        src=source,
+        dst_pitch=_unless(raw.dstPitch, size["width"]),
+        src_pitch=_unless(raw.srcPitch, size["width"]),
+        dst_height=_unless(raw.dstHeight, size["height"]),
+        src_height=_unless(raw.srcHeight, size["height"]),
+        **size,
+    )
+
+
+def copy_ends(raw: cs.Memcpy3D) -> tuple[CopyEnd, CopyEnd]:
+    """Source and target of a copy."""
+    source = _start(raw.srcMemoryType, raw.srcHost, raw.srcDevice)
+    target = _start(raw.dstMemoryType, raw.dstHost, raw.dstDevice)
+    return CopyEnd(raw.srcMemoryType, source or 0), CopyEnd(raw.dstMemoryType, target or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyEnd:
+    """One side of a copy: its CUmemorytype, and where it is."""
+
+    kind: int
+    address: int
+
+
+def _start(kind: int, host: int | None, device: int) -> int | None:
+    if kind == cs.MEMORY_HOST:
+        return host or 0
+    if kind in (cs.MEMORY_DEVICE, cs.MEMORY_UNIFIED):
+        return device
+    return None  # an array
+
+
+def _unless(value: int, dense: int) -> int:
+    return 0 if value == dense else value
+
+
+def fill_memset(raw: cs.MemsetParams, params: MemsetNodeParams, context: int, seam: str) -> None:
+    """INVALID_VALUE for a value that does not fit its element."""
+    raw.dst = params.dst
+    raw.value = unsigned(params.value, params.element_size, ELEMENT_SIZES, seam)
+    raw.elementSize = params.element_size
+    raw.width, raw.height = params.width, params.height
+    raw.pitch = params.pitch
+    raw.ctx = context
+
+
+def read_memset(raw: cs.MemsetParams) -> MemsetNodeParams:
+    height = raw.height or 1
+    return MemsetNodeParams(
+        dst=raw.dst,
+        value=raw.value,
+        element_size=raw.elementSize,
+        width=raw.width,
+        height=height,
+        pitch=raw.pitch if height > 1 else 0,
+    )
+
+
+def mem_op_array(params: BatchMemOpNodeParams, seam: str) -> ctypes.Array[cs.MemOpStruct]:
+    """INVALID_VALUE for a size other than 4 or 8, or a value that does not fit."""
+    array = (cs.MemOpStruct * len(params.operations))()
+    for slot, operation in zip(array, params.operations, strict=True):
+        value = unsigned(operation.value, operation.size, (4, 8), seam)
+        wide, write = operation.size == 8, operation.kind is MemOpKind.WRITE
+        if write:
+            slot.waitValue.operation = _WRITE_64 if wide else _WRITE_32
+        else:
+            slot.waitValue.operation = _WAIT_64 if wide else _WAIT_32
+            slot.waitValue.flags = int(operation.kind)
+        slot.waitValue.address = operation.address
+        slot.waitValue.value64 = value
+    return array
+
+
+def read_batch(raw: cs.BatchMemOpParams) -> BatchMemOpNodeParams | OpaqueNodeParams:
+    """Opaque where the batch holds a barrier or a flush, which `MemOp` has no words for."""
+    if not raw.count:
+        return BatchMemOpNodeParams(())
+    array = (cs.MemOpStruct * raw.count).from_address(raw.paramArray)
+    operations: list[MemOp] = []
+    for slot in array:
+        value = slot.waitValue
+        if slot.operation in (_WRITE_32, _WRITE_64):
+            kind, wide = MemOpKind.WRITE, slot.operation == _WRITE_64
+        elif slot.operation in (_WAIT_32, _WAIT_64):
+            kind, wide = MemOpKind(value.flags & _WAIT_KIND_MASK), slot.operation == _WAIT_64
+        else:
+            return OpaqueNodeParams("a batch of memory operations with a barrier or a flush")
+        number = value.value64 if wide else value.value64 & 0xFFFFFFFF
+        operations.append(MemOp(kind, value.address, number, 8 if wide else 4))
+    return BatchMemOpNodeParams(tuple(operations))

@@ -1,0 +1,194 @@
+"""The CUDA driver's streams, events and stream capture."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import byref
+
+from ostinato.driver.api import (
+    CaptureInfo,
+    CaptureMode,
+    CaptureStatus,
+    EventHandle,
+    GraphHandle,
+    NodeHandle,
+    StreamHandle,
+)
+from ostinato.driver.cuda.core import CudaCalls
+from ostinato.errors import Status
+
+__all__ = ["StreamCalls"]
+
+_NON_BLOCKING = 1
+_DISABLE_TIMING = 2
+# The legacy default stream: the null handle, or CU_STREAM_LEGACY.
+_LEGACY = (0, 1)
+_LAST_DEFAULT_STREAM = 2  # CU_STREAM_PER_THREAD
+
+
+class StreamCalls(CudaCalls):
+    """Streams, events, host functions and captures."""
+
+    _into_graph: dict[int, int]
+    """Streams whose capture goes into a graph that is not the capture's own, to that graph."""
+    _given_up: list[int]
+    """Host functions of destroyed executables: only a launch under way may still call them."""
+
+    def synchronize(self) -> None:
+        given_up, self._given_up = self._given_up, []
+        self._call("synchronize", "cuCtxSynchronize")
+        for number in given_up:
+            self._host_functions.release(number)
+        self._host_functions.sweep()
+
+    def stream_create(self, *, priority: int = 0) -> StreamHandle:
+        return StreamHandle(
+            self._handle("stream_create", "cuStreamCreateWithPriority", _NON_BLOCKING, priority)
+        )
+
+    def stream_destroy(self, stream: StreamHandle) -> None:
+        if stream <= _LAST_DEFAULT_STREAM:
+            raise self._error(
+                Status.INVALID_HANDLE, "stream_destroy", "a default stream cannot be destroyed"
+            )
+        state = ctypes.c_int()
+        self._call("stream_destroy", "cuStreamIsCapturing", stream, byref(state))
+        if state.value:
+            # What cuStreamDestroy does to a capture is not documented: end it ourselves.
+            graph = ctypes.c_void_p()
+            self._status("stream_destroy", "cuStreamEndCapture", stream, byref(graph))
+            if graph.value and graph.value != self._into_graph.pop(stream, None):
+                self._call("stream_destroy", "cuGraphDestroy", graph)
+        self._call("stream_destroy", "cuStreamDestroy_v2", stream)
+
+    def stream_synchronize(self, stream: StreamHandle) -> None:
+        self._call("stream_synchronize", "cuStreamSynchronize", stream)
+
+    def stream_query(self, stream: StreamHandle) -> bool:
+        status = self._status("stream_query", "cuStreamQuery", stream)
+        if status in (Status.SUCCESS, Status.NOT_READY):
+            return status == Status.SUCCESS
+        raise self._error(status, "stream_query")
+
+    def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
+        self._call("stream_wait_event", "cuStreamWaitEvent", stream, event, 0)
+
+    def event_create(self, *, timing: bool = False) -> EventHandle:
+        flags = 0 if timing else _DISABLE_TIMING
+        return EventHandle(self._handle("event_create", "cuEventCreate", flags))
+
+    def event_destroy(self, event: EventHandle) -> None:
+        self._call("event_destroy", "cuEventDestroy_v2", event)
+
+    def event_record(self, event: EventHandle, stream: StreamHandle) -> None:
+        self._call("event_record", "cuEventRecord", event, stream)
+
+    def event_query(self, event: EventHandle) -> bool:
+        status = self._status("event_query", "cuEventQuery", event)
+        if status in (Status.SUCCESS, Status.NOT_READY):
+            return status == Status.SUCCESS
+        raise self._error(status, "event_query")
+
+    def event_synchronize(self, event: EventHandle) -> None:
+        self._call("event_synchronize", "cuEventSynchronize", event)
+
+    def event_elapsed(self, start: EventHandle, end: EventHandle) -> float:
+        milliseconds = ctypes.c_float()
+        self._call("event_elapsed", "cuEventElapsedTime_v2", byref(milliseconds), start, end)
+        return milliseconds.value
+
+    def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
+        functions = self._host_functions
+        info = self.stream_capture_info(stream)
+        if info.status is CaptureStatus.ACTIVE:  # it becomes a node, which may run many times
+            pointer = functions.pointer
+            number = functions.add_to_graph(info.graph, function)
+        else:
+            pointer, number = functions.once_pointer, functions.add(function)
+        status = self._status("launch_host_function", "cuLaunchHostFunc", stream, pointer, number)
+        if status:
+            functions.release(number)
+            raise self._error(status, "launch_host_function")
+
+    # --- capture
+    def stream_begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
+        self._refuse_legacy("stream_begin_capture", stream)
+        self._call("stream_begin_capture", "cuStreamBeginCapture_v2", stream, int(mode))
+
+    def stream_begin_capture_to_graph(
+        self,
+        stream: StreamHandle,
+        graph: GraphHandle,
+        dependencies: Sequence[NodeHandle],
+        mode: CaptureMode,
+    ) -> None:
+        seam = "stream_begin_capture_to_graph"
+        self._refuse_legacy(seam, stream)
+        nodes = (ctypes.c_void_p * len(dependencies))(*dependencies)
+        self._call(
+            seam,
+            "cuStreamBeginCaptureToGraph",
+            stream,
+            graph,
+            nodes if dependencies else None,
+            None,
+            len(dependencies),
+            int(mode),
+        )
+        self._into_graph[stream] = graph
+
+    def stream_end_capture(self, stream: StreamHandle) -> GraphHandle:
+        graph = self._handle_of_capture(stream)
+        self._into_graph.pop(stream, None)
+        return GraphHandle(graph)
+
+    def _handle_of_capture(self, stream: StreamHandle) -> int:
+        graph = ctypes.c_uint64()
+        status = self._status("stream_end_capture", "cuStreamEndCapture", stream, byref(graph))
+        if status:
+            still_captures = (
+                Status.STREAM_CAPTURE_UNMATCHED,
+                Status.STREAM_CAPTURE_WRONG_THREAD,
+            )
+            if status not in still_captures:
+                self._into_graph.pop(stream, None)
+            raise self._error(status, "stream_end_capture")
+        return graph.value
+
+    def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo:
+        state, count = ctypes.c_int(), ctypes.c_size_t()
+        capture_id, graph = ctypes.c_uint64(), ctypes.c_uint64()
+        nodes, edge_data = ctypes.c_void_p(), ctypes.c_void_p()
+        # Without a place for edge data the query fails where programmatic launches were captured.
+        self._call(
+            "stream_capture_info",
+            "cuStreamGetCaptureInfo_v3",
+            stream,
+            byref(state),
+            byref(capture_id),
+            byref(graph),
+            byref(nodes),
+            byref(edge_data),
+            byref(count),
+        )
+        status = CaptureStatus(state.value)
+        if status is not CaptureStatus.ACTIVE:  # the rest is valid only while it is active
+            return CaptureInfo(status)
+        dependencies: tuple[NodeHandle, ...] = ()
+        if count.value and nodes.value:  # the driver's array: copied before any other call
+            array = (ctypes.c_uint64 * count.value).from_address(nodes.value)
+            dependencies = tuple(NodeHandle(node) for node in array)
+        return CaptureInfo(status, capture_id.value, GraphHandle(graph.value), dependencies)
+
+    def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
+        value = ctypes.c_int(int(mode))
+        seam = "thread_exchange_capture_mode"
+        self._call(seam, "cuThreadExchangeStreamCaptureMode", byref(value))
+        return CaptureMode(value.value)
+
+    def _refuse_legacy(self, seam: str, stream: StreamHandle) -> None:
+        if stream in _LEGACY:
+            raise self._error(
+                Status.STREAM_CAPTURE_IMPLICIT, seam, "the legacy default stream cannot capture"
+            )

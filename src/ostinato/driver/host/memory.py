@@ -1,0 +1,224 @@
+"""Memory of the host driver: allocations at real addresses of this process.
+
+Fresh memory is filled with `POISON` bytes, so that a read of memory never written shows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.driver.api import MemoryRange
+from ostinato.driver.forking import new_lock
+from ostinato.driver.host.kernel import HostKernel, PointerParameter
+from ostinato.errors import Status, driver_error
+
+__all__ = ["ALIGNMENT", "POISON", "Allocation", "MemoryTable", "reserve"]
+
+POISON = 0xA5
+ALIGNMENT = 256
+
+# Decoded arguments kept at most: a decoder has some hundred, an eager loop whose scalars change
+# makes new ones for ever.
+_DECODED_LIMIT = 8192
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """One piece of memory, with its bytes.  A graph's allocation is not always live."""
+
+    address: int
+    nbytes: int
+    data: npt.NDArray[np.uint8]
+    pinned: bool = False
+    graph_owned: bool = False
+    outstanding: bool = False
+    """Of a graph's allocation: whether a submitted launch allocates it and none frees it yet."""
+    holders: int = 0
+    """Of a graph's allocation: the definitions and executables that name it."""
+
+
+def reserve(
+    nbytes: int, call: str, *, pinned: bool = False, graph_owned: bool = False
+) -> Allocation:
+    """Address space for an allocation; no page is touched yet."""
+    try:
+        # One alignment more than needed, so that two allocations are never adjacent.
+        raw = np.empty(nbytes + 2 * ALIGNMENT, dtype=np.uint8)
+    except (MemoryError, ValueError) as error:  # NumPy: ValueError from 2**63 bytes on
+        raise driver_error(
+            Status.OUT_OF_MEMORY, call, f"this process cannot have {nbytes} bytes more"
+        ) from error
+    start = int(raw.ctypes.data)
+    address = -(-start // ALIGNMENT) * ALIGNMENT
+    data = raw[address - start : address - start + nbytes]
+    return Allocation(address, nbytes, data, pinned, graph_owned)
+
+
+_address = operator.attrgetter("address")
+
+
+class MemoryTable:
+    """Every live allocation by address, and the decoded arguments that point into them."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.lock = new_lock()  # a collection inside may free memory on this thread
+        # By address.  One list, changed in one step each time: an interruption finds it whole.
+        self._live: list[Allocation] = []
+        self._used: int | None = 0
+        """Bytes of device memory in it; None if it has to be added up again."""
+        self._generation = 0
+        # Graph allocations by address.  Whether one is live depends on the order of the streams.
+        self.reserved: dict[int, Allocation] = {}
+        # (id of a loaded function, argument bytes) to the values it is called with.  The views
+        # hold their memory, so it is emptied whenever anything is freed.
+        self.decoded: dict[tuple[int, bytes], tuple[Any, ...]] = {}
+
+    @property
+    def used(self) -> int:
+        """Bytes of live device memory."""
+        used = self._used
+        if used is None:
+            with self.lock:
+                used = self._used = sum(a.nbytes for a in self._live if not a.pinned)
+        return used
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    def add(self, allocation: Allocation, call: str) -> None:
+        """Makes an allocation live, with poisoned content.  Pinned memory is not device memory."""
+        allocation.data.fill(POISON)
+        with self.lock:
+            if not allocation.pinned and self.used + allocation.nbytes > self.total:
+                raise driver_error(
+                    Status.OUT_OF_MEMORY,
+                    call,
+                    f"{allocation.nbytes} bytes wanted, {self.free} of {self.total} are free",
+                )
+            self._used = None
+            bisect.insort(self._live, allocation, key=_address)
+
+    def remove(self, allocation: Allocation) -> bool:
+        """Ends an allocation; False if it was not live."""
+        with self.lock:
+            at = bisect.bisect_right(self._live, allocation.address, key=_address) - 1
+            if at < 0 or self._live[at] is not allocation:
+                return False
+            self._generation += 1
+            self.decoded.clear()
+            self._used = None
+            del self._live[at]
+            return True
+
+    def clear(self) -> None:
+        with self.lock:
+            self.reserved.clear()
+            self.decoded.clear()
+            self._used = None
+            self._live.clear()
+
+    def find(self, address: int) -> Allocation | None:
+        """The live allocation that holds the address."""
+        with self.lock:
+            at = bisect.bisect_right(self._live, address, key=_address) - 1
+            if at < 0:
+                return None
+            allocation = self._live[at]
+        return allocation if address < allocation.address + allocation.nbytes else None
+
+    def range(self, address: int) -> MemoryRange | None:
+        allocation = self.find(address)
+        return None if allocation is None else MemoryRange(allocation.address, allocation.nbytes)
+
+    def drop_reserved(self, allocation: Allocation) -> None:
+        """Gives a graph's address space back once no definition and no executable uses it."""
+        if allocation.holders <= 0 and not allocation.outstanding:
+            self.reserved.pop(allocation.address, None)
+
+    def reserved_at(self, address: int) -> Allocation | None:
+        """The graph's allocation, live or not, that holds the address."""
+        for allocation in tuple(self.reserved.values()):
+            if allocation.address <= address < allocation.address + allocation.nbytes:
+                return allocation
+        return None
+
+    def is_pinned(self, address: int) -> bool:
+        allocation = self.find(address)
+        return allocation is not None and allocation.pinned
+
+    def check(self, address: int, nbytes: int, call: str, what: str) -> None:
+        """Raises INVALID_VALUE for bytes outside of allocations, if that is known at the call."""
+        allocation = self.find(address)
+        if allocation is None:
+            allocation = self.reserved_at(address)
+        if allocation is None:
+            raise driver_error(
+                Status.INVALID_VALUE, call, f"{what} {address:#x} is in no live allocation"
+            )
+        if address + nbytes > allocation.address + allocation.nbytes:
+            raise driver_error(
+                Status.INVALID_VALUE,
+                call,
+                f"{what}: {nbytes} bytes at {address:#x} pass the end of the allocation "
+                f"({allocation.nbytes} bytes at {allocation.address:#x})",
+            )
+
+    def view(self, address: int, nbytes: int, what: str) -> npt.NDArray[np.uint8]:
+        """The bytes, for work that runs.  Raises ILLEGAL_ADDRESS, which poisons the driver."""
+        allocation = self.find(address)
+        if allocation is None or address + nbytes > allocation.address + allocation.nbytes:
+            raise driver_error(
+                Status.ILLEGAL_ADDRESS,
+                what,
+                f"{nbytes} bytes at {address:#x} are not all in one live allocation",
+            )
+        start = address - allocation.address
+        return allocation.data[start : start + nbytes]
+
+    def decode(self, key: tuple[int, bytes], kernel: HostKernel) -> tuple[Any, ...]:
+        """The values that the kernel is called with, kept until something is freed."""
+        generation = self._generation
+        values = list(kernel.unpack(key[1]))
+        for pointer in kernel.pointers:
+            values[pointer.index] = self._pointer(kernel, pointer, values[pointer.index])
+        result = tuple(values)
+        with self.lock:
+            if generation == self._generation:
+                if len(self.decoded) >= _DECODED_LIMIT:
+                    self.decoded.clear()
+                self.decoded[key] = result
+        return result
+
+    def _pointer(
+        self, kernel: HostKernel, pointer: PointerParameter, address: int
+    ) -> npt.NDArray[Any] | None:
+        if address == 0:
+            return None
+        allocation = self.find(address)
+        if allocation is None:
+            raise driver_error(
+                Status.ILLEGAL_ADDRESS,
+                kernel.name,
+                f"argument {pointer.name!r} = {address:#x} is in no live allocation",
+            )
+        itemsize = pointer.dtype.itemsize
+        if address % itemsize:
+            raise driver_error(
+                Status.MISALIGNED_ADDRESS,
+                kernel.name,
+                f"argument {pointer.name!r} = {address:#x} is not aligned to {itemsize}",
+            )
+        start = address - allocation.address
+        stop = start + (allocation.nbytes - start) // itemsize * itemsize
+        view = allocation.data[start:stop].view(pointer.dtype)
+        if not pointer.writable:
+            view.setflags(write=False)
+        return view

@@ -1,0 +1,326 @@
+"""Streams of the host driver: ordered queues, each drained by a thread of its own.
+
+Nothing here holds the driver: the threads hold only their queue and the `HostContext`, so that a
+driver that was dropped can be collected while its threads still wait for work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, TypeAlias
+
+from ostinato.driver.callbacks import mark_thread
+from ostinato.driver.forking import FORKED, new_lock
+from ostinato.driver.host.kernel import HostKernel
+from ostinato.driver.host.memory import MemoryTable
+from ostinato.errors import ContextPoisonedError, DriverError, Status
+
+if TYPE_CHECKING:
+    from ostinato.driver.host.capture import Capture
+    from ostinato.driver.host.definition import Node
+
+__all__ = [
+    "CapturedMark",
+    "Event",
+    "Failure",
+    "HostContext",
+    "Latch",
+    "Mark",
+    "Stream",
+    "WorkQueue",
+]
+
+Task: TypeAlias = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why nothing on the context works any more."""
+
+    status: int
+    cause: BaseException
+    detail: str
+
+
+def _failure(error: BaseException) -> Failure:
+    """The status for a failure of running work; the traceback shows which kernel it was."""
+    status = int(Status.ILLEGAL_ADDRESS if isinstance(error, IndexError) else Status.LAUNCH_FAILED)
+    detail = f"{type(error).__name__}: {error}"
+    if isinstance(error, DriverError):
+        detail = f"{error.call}: {error.detail}"
+        if isinstance(error, ContextPoisonedError):
+            status = error.status
+    else:
+        frame = error.__traceback__
+        while frame is not None:
+            kernel = frame.tb_frame.f_locals.get("kernel")
+            if isinstance(kernel, HostKernel):
+                detail = f"kernel {kernel.name}: {detail}"
+                break
+            frame = frame.tb_next
+    return Failure(status, error, detail)
+
+
+class HostContext:
+    """What running work needs: the memory, the queues, the failure that poisoned the context."""
+
+    def __init__(self, total_memory: int) -> None:
+        self.memory = MemoryTable(total_memory)
+        self.failure: Failure | None = None
+        self.closed = False
+        self.why_closed = "the host driver was closed"
+        self.queues: set[WorkQueue] = set()
+        # Threads that run work: the driver refuses their calls, as CUDA does in host functions.
+        self.workers: set[int] = set()
+
+    def fail(self, error: BaseException) -> None:
+        """Poisons the context; the first failure is kept."""
+        if self.failure is None and not self.closed:
+            self.failure = _failure(error)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether work that waits should stop waiting."""
+        return self.closed or self.failure is not None
+
+    def after_fork(self) -> None:
+        """In a forked child, where the threads do not exist."""
+        self.closed, self.why_closed = True, FORKED
+        self.queues.clear()
+
+    def shut_down(self) -> None:
+        """Ends every thread; work that has not begun is dropped."""
+        self.closed = True
+        for queue in tuple(self.queues):
+            queue.stop(drop=True)
+
+
+class WorkQueue:
+    """Tasks in order, numbered from 1.  `completed` is the number of the last one done.
+
+    An interruption (KeyboardInterrupt) may come between any two lines of the submitting thread, so
+    no two lines depend on each other: a task and its number enter the queue in one step, and leave
+    it only after `completed` has reached the number; a second wake-up and a second worker do no
+    harm.
+
+    A waiter first puts itself on the list and then reads `completed`; the worker first raises
+    `completed` and then reads the list.  So no waiter is missed.
+    """
+
+    def __init__(self, context: HostContext, name: str) -> None:
+        self.name = name
+        self.completed = 0
+        self._context = context
+        self._tasks: deque[tuple[int, Task]] = deque()
+        self._lock = new_lock()  # a collection inside may end this very queue
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._idle = False
+        self._stopping = False
+        self._waiters: list[tuple[int, threading.Lock]] = []
+        self._thread: threading.Thread | None = None
+        context.queues.add(self)
+
+    @property
+    def submitted(self) -> int:
+        """The number of the last task in the queue, or of the last one done."""
+        try:
+            return self._tasks[-1][0]
+        except IndexError:  # all are done, and `completed` was counted before the last one left
+            return self.completed
+
+    def submit(self, task: Task) -> int:
+        """Puts a task at the end; its number.  Returns at once."""
+        with self._lock:
+            number = self.submitted + 1
+            try:
+                self._tasks.append((number, task))
+            finally:  # also if interrupted: a task in the queue must run without another submission
+                self._rouse()
+        return number
+
+    def _rouse(self) -> None:
+        """Wakes or starts the worker if there is something to do.  The lock is held."""
+        if not self._tasks and not self._stopping:
+            return
+        if self._idle:
+            self._wake.put(None)
+            self._idle = False
+        elif self._thread is None and not self._stopping:
+            thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def wait(self, number: int) -> None:
+        """Waits until task `number` and all before it are done or were dropped (see `reached`)."""
+        if self.reached(number):
+            return
+        latch = threading.Lock()
+        latch.acquire()
+        with self._lock:
+            self._waiters.append((number, latch))
+        if self.reached(number):
+            self._release_waiters()
+        latch.acquire()
+
+    def reached(self, number: int) -> bool:
+        """Whether task `number` is done, was dropped, or was never submitted.
+
+        A number that was never submitted belongs to a task whose submission was interrupted.
+        """
+        if self.completed >= number or number > self.submitted:
+            return True
+        if self._idle:  # an interruption came between a task and the worker's waking
+            with self._lock:
+                self._rouse()
+        return False
+
+    def stop(self, *, drop: bool) -> None:
+        """Ends the thread after the tasks that were submitted, or after the one that runs."""
+        with self._lock:
+            self._stopping = True
+            if drop:
+                self.completed = self.submitted
+                self._tasks.clear()
+            if self._idle:
+                self._rouse()
+            if self._thread is None:
+                self._context.queues.discard(self)
+        if drop:
+            self._release_waiters()
+
+    def join(self, timeout: float) -> None:
+        """Waits for the thread's end, but never for the calling thread itself."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _release_waiters(self) -> None:
+        with self._lock:
+            done = [latch for number, latch in self._waiters if self.reached(number)]
+            self._waiters = [w for w in self._waiters if w[1] not in done]
+        for latch in done:
+            latch.release()
+
+    def _work(self) -> None:
+        tasks, context = self._tasks, self._context
+        me = threading.get_ident()
+        with self._lock:
+            if self._thread not in (None, threading.current_thread()):
+                return  # a second worker: the submission that started the first was interrupted
+            self._thread = threading.current_thread()
+        mark_thread()
+        context.workers.add(me)
+        while True:
+            try:
+                number, task = tasks[0]
+            except IndexError:
+                with self._lock:
+                    if tasks:
+                        continue
+                    if self._stopping:
+                        break
+                    self._idle = True
+                self._wake.get()
+                continue
+            if context.failure is None:
+                try:
+                    task()
+                except BaseException as error:
+                    context.fail(error)
+            del task  # it must not be kept alive until the next task
+            self._finish(number)
+        context.workers.discard(me)
+        context.queues.discard(self)
+
+    def _finish(self, number: int) -> None:
+        """The task at the front is done.  It may have been dropped meanwhile."""
+        with self._lock:
+            if self._tasks and self._tasks[0][0] == number:
+                self.completed = number
+                self._tasks.popleft()
+        if self._waiters:
+            self._release_waiters()
+
+
+class Mark:
+    """A place in a queue; an event holds one."""
+
+    __slots__ = ("number", "queue", "time")
+
+    def __init__(self, queue: WorkQueue, number: int) -> None:
+        self.queue = queue
+        self.number = number
+        self.time: float | None = None
+
+    def done(self) -> bool:
+        return self.queue.reached(self.number)
+
+    def wait(self) -> None:
+        self.queue.wait(self.number)
+
+    def stamp(self) -> None:
+        self.time = time.perf_counter()
+
+
+class Latch(Mark):
+    """A place inside a graph launch: it may be reached before the launch ends."""
+
+    __slots__ = ("_reached",)
+
+    def __init__(self, queue: WorkQueue, number: int) -> None:
+        super().__init__(queue, number)
+        self._reached = threading.Event()
+
+    def done(self) -> bool:
+        return self._reached.is_set() or super().done()
+
+    def wait(self) -> None:
+        # The launch may be dropped, and then the latch is never set: look at its end as well.
+        while not self._reached.wait(0.02):
+            if super().done():
+                return
+
+    def stamp(self) -> None:
+        super().stamp()
+        self._reached.set()
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedMark:
+    """A place in a capture: the nodes that work after it would depend on."""
+
+    capture: Capture
+    dependencies: tuple[Node, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    handle: int
+    timing: bool
+    mark: Mark | None = None
+    """The last record outside of captures; None counts as done."""
+    captured: CapturedMark | None = None
+    """The last record, if it was in a capture."""
+    destroyed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    handle: int
+    queue: WorkQueue
+    joined: Capture | None = None
+    """The last capture that it began or was pulled into, also if that has ended."""
+    dependencies: tuple[Node, ...] = ()
+    """While it captures: the nodes that its next node depends on."""
+    destroyed: bool = False
+
+    @property
+    def capture(self) -> Capture | None:
+        """The capture under way on it."""
+        joined = self.joined
+        return joined if joined is not None and joined.under_way else None

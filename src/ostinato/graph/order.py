@@ -1,0 +1,86 @@
+"""The order of recorded operations: which must wait for which, from the memory that they touch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ostinato.driver.api import (
+    ChildGraphNodeParams,
+    EdgeData,
+    EdgeType,
+    KernelNodeParams,
+    MemoryRange,
+)
+from ostinato.driver.stream import Operation
+
+__all__ = ["Recorded", "conflict", "dependencies", "edge_data"]
+
+_PROGRAMMATIC = EdgeData(from_port=1, to_port=0, type=EdgeType.PROGRAMMATIC)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One operation that ran, the line that submitted it, and the handle of its stream."""
+
+    operation: Operation
+    line: tuple[str, int] | None
+    stream: int = 0
+
+
+def edge_data(
+    recorded: Sequence[Recorded], index: int, before: int | None, after: Sequence[int]
+) -> list[EdgeData] | None:
+    """A programmatic edge from the launch before on the stream, if the launch was made so."""
+    params = recorded[index].operation.params
+    if not (isinstance(params, KernelNodeParams) and params.config.programmatic):
+        return None
+    return [
+        _PROGRAMMATIC
+        if i == before and isinstance(recorded[i].operation.params, KernelNodeParams)
+        else EdgeData()
+        for i in after
+    ]
+
+
+def dependencies(operations: Sequence[Operation]) -> list[list[int]]:
+    """For each operation, the earlier ones it must wait for directly.
+
+    Two operations are ordered if one writes what the other reads or writes; an operation whose
+    memory is not known is ordered against all.  What follows from others is left out.
+    Host functions and child graphs count as unknown.
+    """
+    ancestors: list[int] = []  # bit i: operation i comes before
+    result: list[list[int]] = []
+    for index, operation in enumerate(operations):
+        direct: list[int] = []
+        seen = 0
+        for earlier in range(index - 1, -1, -1):
+            if seen >> earlier & 1:
+                continue
+            if conflict(operations[earlier], operation):
+                direct.append(earlier)
+                seen |= ancestors[earlier] | 1 << earlier
+        ancestors.append(seen)
+        result.append(sorted(direct))
+    return result
+
+
+def conflict(first: Operation, second: Operation) -> bool:
+    """Whether two operations must be ordered: one writes what the other reads or writes, or what
+    one of them touches is not known."""
+    if isinstance(first.params, ChildGraphNodeParams) or isinstance(
+        second.params, ChildGraphNodeParams
+    ):
+        return True
+    if first.reads is None or first.writes is None or second.reads is None or second.writes is None:
+        return True
+    return (
+        _overlap(first.writes, second.reads)
+        or _overlap(first.writes, second.writes)
+        or _overlap(first.reads, second.writes)
+    )
+
+
+def _overlap(left: Sequence[MemoryRange], right: Sequence[MemoryRange]) -> bool:
+    return any(a.address < b.end and b.address < a.end for a in left for b in right)

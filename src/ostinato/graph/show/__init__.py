@@ -1,0 +1,1 @@
+"""Graphs for people and programs: outlines, tables, plain data, pictures, differences."""

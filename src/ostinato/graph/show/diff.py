@@ -1,0 +1,450 @@
+"""What differs between two graphs: nodes added, removed and changed, argument by argument.
+
+Nodes have no names that last, so they are matched by their order: first those that are alike in
+all that is compared, then what lies between them by kind and name, then by kind alone.  So one
+inserted launch is one addition, not a change of every launch after it, and also between kernels
+of the same name.
+
+Not compared, for they are bound to differ between equal graphs: handles of functions (their
+names are), of child graphs and of conditions (which of the graph's conditions it is, is), and the
+Python lines.  Addresses and events are compared: to use another buffer is a difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from ostinato.driver.api import (
+    ChildGraphNodeParams,
+    ConditionalNodeParams,
+    HostNodeParams,
+    KernelNodeParams,
+)
+from ostinato.graph.node import Argument, Node
+from ostinato.graph.show.demangle import demangled
+from ostinato.graph.show.outline import (
+    Link,
+    Outline,
+    details,
+    function_text,
+    kind_text,
+    memop_text,
+    shape_text,
+)
+from ostinato.graph.show.render import plain
+
+__all__ = ["EdgeDifference", "FieldChange", "GraphDiff", "NodeDifference", "diff"]
+
+SCHEMA = "ostinato.diff/1"
+_WORD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FieldChange:
+    """One thing of a node that changed, in words: a parameter, or an argument by its name.
+
+    Of an argument of more than 8 bytes, each word that differs is one: "state+16".
+    """
+
+    field: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.before} → {self.after}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDifference:
+    """A node that only one graph has (then `before` or `after` is None), or that changed.
+
+    `before` and `after` are its places: "3", or "3.body.0" for a node inside of node 3.
+    """
+
+    kind: str
+    name: str
+    before: str | None
+    after: str | None
+    fields: tuple[FieldChange, ...] = ()
+    details: str = ""
+    """Of a node added or removed: what it does."""
+
+    def __str__(self) -> str:
+        places = sorted({p for p in (self.before, self.after) if p is not None}, key=self._first)
+        lines = [
+            f"{self.sign} node {' → '.join(places)}: {_title(self.kind, demangled(self.name))}"
+        ]
+        if self.details:
+            lines[0] += f" ({self.details})"
+        wide = max((len(f.field) for f in self.fields), default=0)
+        lines += [f"      {f.field:<{wide}}  {f.before} → {f.after}" for f in self.fields]
+        return "\n".join(lines)
+
+    def _first(self, place: str) -> int:
+        return 0 if place == self.before else 1
+
+    @property
+    def sign(self) -> str:
+        """ "+" added, "-" removed, "~" changed."""
+        return "+" if self.before is None else "-" if self.after is None else "~"
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeDifference:
+    """An edge that only one graph has, by its nodes' places in that graph.
+
+    An edge whose type or ports changed is one removed and one added.
+    """
+
+    source: str
+    target: str
+    added: bool
+    data: str = ""
+    """ "programmatic" or ports, if it is not a plain edge."""
+
+    def __str__(self) -> str:
+        words = f" ({self.data})" if self.data else ""
+        return f"{'+' if self.added else '-'} edge {self.source} → {self.target}{words}"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphDiff:
+    """What differs between two graphs.  True if anything does; `str()` reads like a diff.
+
+    `nodes` and `edges` are in the graphs' order.
+    """
+
+    nodes: tuple[NodeDifference, ...]
+    edges: tuple[EdgeDifference, ...]
+    before: str = ""
+    """The first graph in a few words; `after` the second."""
+    after: str = ""
+
+    @property
+    def added(self) -> tuple[NodeDifference, ...]:
+        """Nodes that only the second graph has.  What is inside of one is not listed as well."""
+        return tuple(n for n in self.nodes if n.before is None)
+
+    @property
+    def removed(self) -> tuple[NodeDifference, ...]:
+        """Nodes that only the first graph has."""
+        return tuple(n for n in self.nodes if n.after is None)
+
+    @property
+    def changed(self) -> tuple[NodeDifference, ...]:
+        """Nodes that both graphs have, and that are not alike."""
+        return tuple(n for n in self.nodes if n.before is not None and n.after is not None)
+
+    @property
+    def edges_added(self) -> tuple[EdgeDifference, ...]:
+        return tuple(e for e in self.edges if e.added)
+
+    @property
+    def edges_removed(self) -> tuple[EdgeDifference, ...]:
+        return tuple(e for e in self.edges if not e.added)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing differs."""
+        return not self.nodes and not self.edges
+
+    def __bool__(self) -> bool:
+        return not self.empty
+
+    def __str__(self) -> str:
+        if self.empty:
+            return "no difference"
+        head = [f"--- {self.before}", f"+++ {self.after}"]
+        return "\n".join([*head, *map(str, self.nodes), *map(str, self.edges)])
+
+    def to_json(self) -> dict[str, object]:
+        """Plain data that `json.dumps` takes, schema "ostinato.diff/1"."""
+        return {
+            "schema": SCHEMA,
+            "before": self.before,
+            "after": self.after,
+            **{
+                key: [plain(record) for record in records]
+                for key, records in (
+                    ("added", self.added),
+                    ("removed", self.removed),
+                    ("changed", self.changed),
+                    ("edges_added", self.edges_added),
+                    ("edges_removed", self.edges_removed),
+                )
+            },
+        }
+
+
+def diff(before: Outline, after: Outline) -> GraphDiff:
+    """What must change in one graph to make it the other; empty for a graph and its clone.
+
+    Both as the driver has them: not readable ones.
+    """
+    pairs = _Pairs(before, after)
+    conditions = _Conditions(pairs)
+    return GraphDiff(
+        tuple(_nodes(pairs, conditions, "", "")),
+        tuple(_edges(pairs, "", "")),
+        before.summary(),
+        after.summary(),
+    )
+
+
+# ------------------------------------------------------------------------------------- matching
+
+
+class _Pairs:
+    """Two bodies matched: nodes in order, each with its counterpart or None, and their insides."""
+
+    def __init__(self, before: Outline, after: Outline) -> None:
+        self.before = before
+        self.after = after
+        self.nodes: list[tuple[Node | None, Node | None]] = list(_match(before, after))
+        self.inner: dict[int, list[_Pairs]] = {}
+        """By the index of a matched node in `before`: its bodies, as far as both have them."""
+        for one, two in self.nodes:
+            if one is not None and two is not None:
+                bodies = (before.inner[one.index], after.inner[two.index])
+                self.inner[one.index] = [
+                    _Pairs(x or Outline(y.title, (), (), ()), y or Outline(x.title, (), (), ()))
+                    for x, y in itertools.zip_longest(*bodies)
+                ]
+
+    def walk(self) -> Iterator[tuple[Node, Node]]:
+        """Every matched pair, insides too."""
+        for one, two in self.nodes:
+            if one is not None and two is not None:
+                yield one, two
+                for body in self.inner[one.index]:
+                    yield from body.walk()
+
+
+def _match(before: Outline, after: Outline) -> Iterator[tuple[Node | None, Node | None]]:
+    """By what is alike in all things, then by kind and name, then by kind."""
+    a, b = before.nodes, after.nodes
+    exact = ([_fingerprint(n) for n in a], [_fingerprint(n) for n in b])
+    named = ([(n.kind, n.name) for n in a], [(n.kind, n.name) for n in b])
+    for same, i, j in _align(*exact, range(len(a)), range(len(b))):
+        if same:
+            yield from zip((a[k] for k in i), (b[k] for k in j), strict=True)
+            continue
+        for alike, ii, jj in _align(*named, i, j):
+            if alike:
+                yield from zip((a[k] for k in ii), (b[k] for k in jj), strict=True)
+            elif [a[k].kind for k in ii] == [b[k].kind for k in jj]:
+                # Another kernel in the place of one, or another function on the host.
+                yield from zip((a[k] for k in ii), (b[k] for k in jj), strict=True)
+            else:
+                yield from ((a[k], None) for k in ii)
+                yield from ((None, b[k]) for k in jj)
+
+
+def _align(
+    a: Sequence[object], b: Sequence[object], i: range, j: range
+) -> Iterator[tuple[bool, range, range]]:
+    """Runs of two ranges that are the same, and what lies between them, in order."""
+    # Equal ends first: then a single change is never explained as a shift of what is around it.
+    head = 0
+    while head < min(len(i), len(j)) and a[i[head]] == b[j[head]]:
+        head += 1
+    tail = 0
+    while tail < min(len(i), len(j)) - head and a[i[-1 - tail]] == b[j[-1 - tail]]:
+        tail += 1
+    if head:
+        yield True, i[:head], j[:head]
+    i, j, i_end, j_end = (
+        i[head : len(i) - tail],
+        j[head : len(j) - tail],
+        i[len(i) - tail :],
+        j[len(j) - tail :],
+    )
+    if i or j:
+        matcher = SequenceMatcher(None, [a[k] for k in i], [b[k] for k in j], autojunk=False)
+        for tag, i0, i1, j0, j1 in matcher.get_opcodes():
+            yield tag == "equal", i[i0:i1], j[j0:j1]
+    if tail:
+        yield True, i_end, j_end
+
+
+def _fingerprint(node: Node) -> tuple[object, ...]:
+    """About all that is compared of a node, and hashable; only for matching."""
+    parameters = tuple(function_text(v) if callable(v) else v for v in _parameters(node).values())
+    arguments = tuple(b"" if a.type == "cond" else a.raw for a in node.arguments)
+    inner = tuple(tuple(map(_fingerprint, body)) for body in node.children)
+    return (node.kind, node.name, parameters, arguments, inner)
+
+
+class _Conditions:
+    """Which condition of one graph stands for which of the other: the matched nodes' own."""
+
+    def __init__(self, pairs: _Pairs) -> None:
+        self.stands_for: dict[bytes, bytes] = {}
+        for one, two in pairs.walk():
+            if isinstance(one.params, ConditionalNodeParams) and isinstance(
+                two.params, ConditionalNodeParams
+            ):
+                handles = (one.params.handle, two.params.handle)
+                key, value = (h.to_bytes(_WORD, "little") for h in handles)
+                self.stands_for[key] = value
+        self._known = {*self.stands_for, *self.stands_for.values()}
+
+    def same(self, one: Argument, two: Argument) -> bool:
+        """Whether two arguments have the same bytes, or set the same condition."""
+        types = {one.type, two.type}
+        if types == {"cond"}:
+            if one.raw in self.stands_for:
+                return self.stands_for[one.raw] == two.raw
+            # Conditions that no node asks are all alike.
+            return one.raw == two.raw or not {one.raw, two.raw} & self._known
+        # Without a signature a condition looks like any word.
+        untyped = types <= {"cond", ""} and self.stands_for.get(one.raw) == two.raw
+        return untyped or one.raw == two.raw
+
+
+# ------------------------------------------------------------------------------------ comparing
+
+
+def _nodes(
+    pairs: _Pairs, conditions: _Conditions, before: str, after: str
+) -> Iterator[NodeDifference]:
+    """The differences of a body's nodes; `before` and `after` are where the body is."""
+    for one, two in pairs.nodes:
+        if one is None or two is None:
+            node = one or two
+            assert node is not None
+            yield NodeDifference(
+                kind_text(node.kind),
+                node.name,
+                None if one is None else f"{before}{one.index}",
+                None if two is None else f"{after}{two.index}",
+                details=_launch(node),
+            )
+            continue
+        places = (f"{before}{one.index}", f"{after}{two.index}")
+        changes = tuple(_changes(one, two, conditions))
+        if changes:
+            yield NodeDifference(kind_text(two.kind), two.name, *places, changes)
+        for body in pairs.inner[one.index]:
+            title = body.before.title.replace(" ", "")
+            yield from _nodes(body, conditions, *(f"{p}.{title}." for p in places))
+
+
+def _changes(one: Node, two: Node, conditions: _Conditions) -> Iterator[FieldChange]:
+    if one.name != two.name and isinstance(one.params, KernelNodeParams):
+        yield FieldChange("kernel", one.name, two.name)
+    a, b = _parameters(one), _parameters(two)
+    for name in a:
+        if a[name] != b[name]:
+            texts = [_field_text(name, values[name]) for values in (a, b)]
+            if texts[0] == texts[1]:
+                texts[1] = f"another {texts[1]}"
+            yield FieldChange(name, *texts)
+    for x, y in zip(one.arguments, two.arguments, strict=False):
+        if not conditions.same(x, y):
+            yield from _argument_changes(x, y)
+    if len(one.arguments) != len(two.arguments):
+        yield FieldChange("arguments", str(len(one.arguments)), str(len(two.arguments)))
+
+
+def _argument_changes(x: Argument, y: Argument) -> Iterator[FieldChange]:
+    name = y.name or x.name or f"argument {x.index}"
+    if x.size != y.size or x.size <= _WORD:
+        texts = [_value_text(a) for a in (x, y)]
+        if texts[0] == texts[1]:  # Floats that differ in the last places, or NaNs.
+            texts = [f"0x{int.from_bytes(a.raw, 'little'):0{2 * a.size}x}" for a in (x, y)]
+        yield FieldChange(name, *texts)
+        return
+    for at in range(0, x.size, _WORD):
+        words = [a.raw[at : at + _WORD] for a in (x, y)]
+        if words[0] != words[1]:
+            yield FieldChange(
+                f"{name}+{at}", *(f"{int.from_bytes(word, 'little'):#x}" for word in words)
+            )
+
+
+def _value_text(argument: Argument) -> str:
+    """The argument without its name."""
+    return str(dataclasses.replace(argument, name=""))
+
+
+def _parameters(node: Node) -> Mapping[str, object]:
+    """What is compared of a node's parameters, by name; a kernel's arguments are not in it."""
+    params = node.params
+    if isinstance(params, KernelNodeParams):
+        return {**_fields(params.config), "attributes": params.extra_attributes}
+    if isinstance(params, ChildGraphNodeParams):
+        return {}
+    if isinstance(params, ConditionalNodeParams):
+        return {"kind": params.kind, "bodies": params.size}
+    if isinstance(params, HostNodeParams) and params.function is not None:
+        return {"function": params.function}
+    return _fields(params)
+
+
+def _fields(record: object) -> dict[str, object]:
+    assert dataclasses.is_dataclass(record)
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+
+
+_ADDRESSES = frozenset({"dst", "src", "address", "event", "pointer", "user_data"})
+
+
+def _field_text(name: str, value: object) -> str:
+    match name, value:
+        case (("grid" | "block" | "cluster"), (int() as x, int() as y, int() as z)):
+            return shape_text((x, y, z))
+        case _, int() if name in _ADDRESSES:
+            return f"{value:#x}"
+        case "operations", tuple():
+            return f"[{', '.join(map(memop_text, value))}]"
+        case "function", _ if callable(value):
+            return function_text(value)
+        case "kind", _:
+            return str(getattr(value, "name", value)).lower()
+        case "attributes", tuple():
+            return ", ".join(value) or "none"
+        case _:
+            return "none" if value is None else str(value)
+
+
+def _launch(node: Node) -> str:
+    """What a node does, with a kernel's sizes."""
+    if not isinstance(node.params, KernelNodeParams):
+        return details(node)
+    config = node.params.config
+    sizes = f"grid={shape_text(config.grid)}, block={shape_text(config.block)}"
+    return f"{sizes}, {details(node, 80)}" if node.arguments else sizes
+
+
+def _title(kind: str, name: str) -> str:
+    return kind if name.replace("_", " ") == kind else f"{kind} {name}"
+
+
+def _edges(pairs: _Pairs, before: str, after: str) -> Iterator[EdgeDifference]:
+    """The edges that only one of two bodies has, then those of the bodies inside."""
+    index = {two.index: one.index for one, two in pairs.nodes if one and two}
+    old = {(e.source, e.target, e.data) for e in pairs.before.edges}
+    new = {(index.get(e.source), index.get(e.target), e.data) for e in pairs.after.edges}
+    for e in pairs.before.edges:
+        if (e.source, e.target, e.data) not in new:
+            yield _edge(e, before, added=False)
+    for e in pairs.after.edges:
+        if (index.get(e.source), index.get(e.target), e.data) not in old:
+            yield _edge(e, after, added=True)
+    for one, two in pairs.nodes:
+        if one is None or two is None:
+            continue
+        for body in pairs.inner[one.index]:
+            title = body.before.title.replace(" ", "")
+            yield from _edges(body, f"{before}{one.index}.{title}.", f"{after}{two.index}.{title}.")
+
+
+def _edge(edge: Link, where: str, *, added: bool) -> EdgeDifference:
+    ports = (edge.data.from_port, edge.data.to_port)
+    words = ["programmatic"] * edge.programmatic + [f"ports {ports[0]} → {ports[1]}"] * any(ports)
+    return EdgeDifference(f"{where}{edge.source}", f"{where}{edge.target}", added, ", ".join(words))

@@ -1,0 +1,302 @@
+"""A graph read once, with all that is inside of it, and words for what is in it.
+
+What shows graphs (`render`, `svg`) and compares them (`diff`) reads outlines, and no graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from ostinato.driver.api import (
+    AllocNodeParams,
+    BatchMemOpNodeParams,
+    ChildGraphNodeParams,
+    ConditionalKind,
+    ConditionalNodeParams,
+    Dim3,
+    Driver,
+    EdgeData,
+    EdgeType,
+    EventRecordNodeParams,
+    EventWaitNodeParams,
+    FreeNodeParams,
+    GraphHandle,
+    HostNodeParams,
+    KernelNodeParams,
+    MemcpyNodeParams,
+    MemOp,
+    MemOpKind,
+    MemsetNodeParams,
+    NodeKind,
+    OpaqueNodeParams,
+)
+from ostinato.graph.node import Argument, Node
+from ostinato.graph.show.demangle import demangled
+
+if TYPE_CHECKING:
+    from ostinato.driver.context import Context
+
+__all__ = [
+    "Link",
+    "Outline",
+    "arguments_text",
+    "body_titles",
+    "bytes_text",
+    "details",
+    "function_text",
+    "kind_text",
+    "line_text",
+    "memop_text",
+    "printable",
+    "read_outline",
+    "shape_text",
+    "shorten",
+]
+
+
+# ------------------------------------------------------------------------------ reading a graph
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A dependency between two nodes of one body, by index."""
+
+    source: int
+    target: int
+    data: EdgeData
+
+    @property
+    def programmatic(self) -> bool:
+        return self.data.type is EdgeType.PROGRAMMATIC
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A graph, child graph or conditional body: its nodes, their edges, and what is inside them.
+
+    `inner` has one entry a node: the outlines of its child graph or bodies, mostly none.
+    `title` says what this is of its node ("then", "body", "case 2", "child").
+    """
+
+    title: str
+    nodes: tuple[Node, ...]
+    edges: tuple[Link, ...]
+    inner: tuple[tuple[Outline, ...], ...]
+
+    def walk(self) -> Iterator[Node]:
+        """Every node, what is inside one right after it."""
+        for node, bodies in zip(self.nodes, self.inner, strict=True):
+            yield node
+            for body in bodies:
+                yield from body.walk()
+
+    def walk_edges(self) -> Iterator[Link]:
+        """Every edge, those inside of nodes after the body's own."""
+        yield from self.edges
+        for body in itertools.chain.from_iterable(self.inner):
+            yield from body.walk_edges()
+
+    def after(self, index: int) -> tuple[Link, ...]:
+        """The edges into one node."""
+        return tuple(e for e in self.edges if e.target == index)
+
+    def summary(self) -> str:
+        """ "12 nodes (9 kernel, 3 memcpy), 11 edges", with what is inside of nodes."""
+        nodes = list(self.walk())
+        kinds = Counter(kind_text(n.kind) for n in nodes)
+        parts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        edges = sum(1 for _ in self.walk_edges())
+        kinds_text = f" ({parts})" if parts else ""
+        return f"{_count(len(nodes), 'node')}{kinds_text}, {_count(edges, 'edge')}"
+
+
+def read_outline(
+    context: Context, handle: GraphHandle, nodes: tuple[Node, ...], *, readable: bool
+) -> Outline:
+    """The outline of a graph with these nodes; see `Graph.outline`."""
+    if readable:
+        places: dict[int, str] = {}
+        nodes = _shown(nodes, places)
+        _name_places(context, nodes, places)
+    return _outline(context.driver, handle, nodes, "")
+
+
+def _shown(nodes: tuple[Node, ...], places: dict[int, str]) -> tuple[Node, ...]:
+    """The nodes with names that can be read, for kernels, and for addresses."""
+    return tuple(
+        replace(
+            node,
+            name=demangled(node.name) if node.kind is NodeKind.KERNEL else node.name,
+            children=tuple(_shown(body, places) for body in node.children),
+            places=places,
+        )
+        for node in nodes
+    )
+
+
+def _name_places(context: Context, nodes: tuple[Node, ...], places: dict[int, str]) -> None:
+    """Puts words for each address that lies in a buffer with a name into `places`."""
+    for node in nodes:
+        found = [(p.address, p.allocation) for a in node.arguments for p in a.pointers]
+        if isinstance(node.params, MemcpyNodeParams | MemsetNodeParams):
+            ends = (node.params.dst, getattr(node.params, "src", 0))
+            found += [(end, context.driver.memory_range(end)) for end in ends if end]
+        for address, allocation in found:
+            owner = None if allocation is None else context.owners.get(allocation.address)
+            name = getattr(owner, "name", "")
+            if name and allocation is not None:
+                into = address - allocation.address
+                places[address] = f"{name}+{into}" if into else name
+        for body in node.children:
+            _name_places(context, body, places)
+
+
+def _outline(driver: Driver, handle: GraphHandle, nodes: tuple[Node, ...], title: str) -> Outline:
+    index = {node.handle: node.index for node in nodes}
+    links = [Link(index[e.source], index[e.target], e.data) for e in driver.graph_edges(handle)]
+    # The driver's order of edges means nothing, and differs between a graph and its clone.
+    links.sort(key=lambda e: (e.target, e.source, e.data.from_port, e.data.to_port, e.data.type))
+    return Outline(title, nodes, tuple(links), tuple(_inner(driver, node) for node in nodes))
+
+
+def _inner(driver: Driver, node: Node) -> tuple[Outline, ...]:
+    if isinstance(node.params, ChildGraphNodeParams):
+        return (_outline(driver, node.params.graph, node.children[0], "child"),)
+    if isinstance(node.params, ConditionalNodeParams):
+        titles = body_titles(node.params.kind, len(node.params.bodies))
+        return tuple(
+            _outline(driver, body, nodes, title)
+            for body, nodes, title in zip(node.params.bodies, node.children, titles, strict=True)
+        )
+    return ()
+
+
+def body_titles(kind: ConditionalKind, size: int) -> tuple[str, ...]:
+    """What the bodies of a conditional node are called."""
+    if kind is ConditionalKind.IF:
+        return ("then", "else")[:size]
+    if kind is ConditionalKind.WHILE:
+        return ("body",) * size
+    return tuple(f"case {i}" for i in range(size))
+
+
+# ------------------------------------------------------------------------------ words for things
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def kind_text(kind: NodeKind) -> str:
+    return kind.name.lower().replace("_", " ")
+
+
+def shape_text(shape: Dim3) -> str:
+    """ "8", "8×2", "8×2×4": without the ones at the end."""
+    x, y, z = shape
+    return "×".join(str(n) for n in ((x, y, z) if z > 1 else (x, y) if y > 1 else (x,)))
+
+
+def bytes_text(nbytes: int) -> str:
+    """ "640 B", "4 KiB", "1.5 MiB"."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return f"{nbytes / 1024**power:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def printable(text: str) -> str:
+    """Without what would move a terminal's cursor, or what XML and UTF-8 have no words for."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def shorten(text: str, width: int) -> str:
+    """At most `width` characters, the middle left out: names differ at both of their ends."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) * 2 // 3
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def line_text(location: str | None) -> str:
+    """ "decode.py:41" of a location; "" where it is not known."""
+    match = re.match(r"(?P<file>.+?):(?P<line>\d+)(:|\Z)", location or "")
+    return "" if match is None else f"{PurePath(match['file']).name}:{match['line']}"
+
+
+def function_text(function: Callable[[], object] | None, pointer: int = 0) -> str:
+    """A host function's name in Python, or its address."""
+    if function is None:
+        return f"{pointer:#x}"
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def memop_text(op: MemOp) -> str:
+    """ "0x7f00 ← 3", "wait 0x7f00 geq 3"."""
+    if op.kind is MemOpKind.WRITE:
+        return f"{op.address:#x} ← {op.value}"
+    return f"wait {op.address:#x} {op.kind.name.lower().removeprefix('wait_')} {op.value}"
+
+
+def arguments_text(
+    arguments: Sequence[Argument], width: int | None = None, places: Mapping[int, str] | None = None
+) -> str:
+    """ "x=[0x7f00], n=4": as many as fit into `width` characters, then how many are left out."""
+    texts = [a.text(places or {}) for a in arguments]
+    if width is None or len(", ".join(texts)) <= width:
+        return ", ".join(texts)
+    shown = list(itertools.takewhile(lambda end: end <= width - 12, _ends(texts)))
+    # The first is shown in any case.
+    head = texts[: max(1, len(shown))]
+    left = len(texts) - len(head)
+    return shorten(", ".join(head), width) + (f", … {left} more" if left else "")
+
+
+def _ends(texts: Sequence[str]) -> Iterator[int]:
+    return itertools.accumulate(len(t) + 2 for t in texts)
+
+
+def details(node: Node, width: int | None = None) -> str:
+    """What a node does beyond its kind and name, in one line of words."""
+    params = node.params
+    match params:
+        case KernelNodeParams():
+            return arguments_text(node.arguments, width, node.places)
+        case MemcpyNodeParams():
+            ends = (node.places.get(end, f"{end:#x}") for end in (params.dst, params.src))
+            return f"{' ← '.join(ends)}, {_extent(params)}"
+        case MemsetNodeParams():
+            to = node.places.get(params.dst, f"{params.dst:#x}")
+            return f"{to} ← {params.value}, {_extent(params)}"
+        case EventRecordNodeParams() | EventWaitNodeParams():
+            return f"event {params.event:#x}"
+        case AllocNodeParams():
+            return f"{bytes_text(params.nbytes)} at {params.address:#x}"
+        case FreeNodeParams():
+            return f"{params.address:#x}"
+        case BatchMemOpNodeParams():
+            text = ", ".join(memop_text(op) for op in params.operations)
+            return text if width is None else shorten(text, width)
+        case ConditionalNodeParams():
+            return f"condition {params.handle}"
+        case OpaqueNodeParams():
+            return params.why
+        case HostNodeParams() if params.function is None:
+            return f"{params.pointer:#x}({params.user_data:#x})"
+        case _:
+            return ""
+
+
+def _extent(params: MemcpyNodeParams | MemsetNodeParams) -> str:
+    """ "4 KiB", "128 × 16 B", "1024 × 4 B" (elements of a fill)."""
+    if isinstance(params, MemsetNodeParams):
+        rows = f"{params.height} × " if params.height > 1 else ""
+        return f"{rows}{params.width} × {params.element_size} B"
+    rows = "".join(f"{n} × " for n in (params.depth, params.height) if n > 1)
+    return rows + bytes_text(params.width) + (" (an array)" if params.opaque else "")

@@ -1,0 +1,22 @@
+"""The `llm` extra: what the decoder and the command need besides the graph layer's own needs."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+from ostinato.errors import NotAvailableError
+
+__all__ = ["require_extra"]
+
+_NEEDED = ("gguf", "tokenizers", "jinja2", "typer")
+
+
+@functools.cache
+def require_extra(what: str) -> None:
+    """Raises NotAvailableError with the line to install, unless all of the extra is here."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotAvailableError(
+            f"{what} needs {', '.join(missing)}, not installed here: pip install 'ostinato[llm]'"
+        )
