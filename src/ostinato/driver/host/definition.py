@@ -39,7 +39,6 @@ __all__ = [
     "KINDS",
     "MEMORY_KINDS",
     "SINGLE_KINDS",
-    "Condition",
     "GraphDefinition",
     "GraphTables",
     "Node",

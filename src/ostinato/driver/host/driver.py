@@ -15,9 +15,8 @@ refused with CUDA's status.  Where to read on:
     executable   executables: compiled, launched, and what may change in them
 
 Each file imports only files above it in this list.  `HostDriver` finds objects by handle, holds the
-lock, and leaves the rest to them.  The lock guards the tables, the definitions and the captures.
-It is never held while user code runs: streams run their work on threads of their own, which never
-take it.
+lock, and leaves the rest to them.  The lock guards the tables and all that they hold.  It is never
+held while user code runs: streams run their work on threads of their own, which never take it.
 
 Statuses and the calls that a capture forbids were measured on an H100 (driver 580.159).
 
@@ -96,7 +95,7 @@ __all__ = ["DEFAULT_MEMORY", "HostDriver"]
 
 DEFAULT_MEMORY = 8 << 30
 
-# A thread that a host function holds for ever must not hold `close`.
+# Seconds that `close` waits for a thread.  A host function may never return.
 _PATIENCE = 2.0
 
 # Pageable bytes up to this size are copied aside, so that the call need not wait for the stream.
@@ -492,7 +491,7 @@ class HostDriver:
     def stream_begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
         with self._entered("stream_begin_capture") as call:
             target = self._streams.find(call, stream)
-            self._captures.check_can_begin(call, target)
+            target.check_can_begin(call)
             self._captures.begin(target, self._tables.create(), (), mode, owned=True)
 
     def stream_begin_capture_to_graph(
@@ -504,7 +503,7 @@ class HostDriver:
     ) -> None:
         with self._entered("stream_begin_capture_to_graph") as call:
             target = self._streams.find(call, stream)
-            self._captures.check_can_begin(call, target)
+            target.check_can_begin(call)
             definition = self._graphs.find(call, graph)
             if self._captures.fills(definition):
                 raise driver_error(Status.INVALID_VALUE, call, "the graph is being captured into")

@@ -82,7 +82,7 @@ class MemoryTable:
         self._used: int | None = 0
         """Bytes of device memory in it; None if it has to be added up again."""
         self._generation = 0
-        # Graph allocations by address, live or not: addresses that only stream order can judge.
+        # Allocations of alloc nodes by address.  Whether one is live depends on stream order.
         self.reserved: dict[int, Allocation] = {}
         # (id of a loaded function, argument bytes) to the values it is called with.  The views
         # hold their memory, so it is emptied whenever anything is freed.
@@ -112,7 +112,7 @@ class MemoryTable:
         return allocation.address
 
     def release(self, call: str, address: int, *, pinned: bool) -> None:
-        """Frees what `allocate`, or an alloc node of a graph, made.  No work may be using it."""
+        """Frees memory of `allocate` or of an alloc node.  Work that uses it must have ended."""
         allocation = self.find(address)
         if (
             allocation is None
@@ -146,7 +146,7 @@ class MemoryTable:
             bisect.insort(self._live, allocation, key=_address)
 
     def remove(self, allocation: Allocation) -> bool:
-        """Ends an allocation; False if it was not live."""
+        """Ends an allocation.  Returns False if it was not live."""
         with self.lock:
             at = bisect.bisect_right(self._live, allocation.address, key=_address) - 1
             if at < 0 or self._live[at] is not allocation:
@@ -167,14 +167,14 @@ class MemoryTable:
     # --- addresses of alloc nodes
 
     def reserve(self, call: str, nbytes: int) -> Allocation:
-        """The address of an alloc node: fixed as long as somebody holds it, live only at times."""
+        """Reserves an address for an alloc node until the last holder gives it up."""
         allocation = _new_allocation(nbytes, call, graph_owned=True)
         allocation.holders = 1
         self.reserved[allocation.address] = allocation
         return allocation
 
     def unhold(self, allocation: Allocation) -> None:
-        """A definition or an executable that names a reserved address goes away."""
+        """One definition or executable that names the address is destroyed."""
         allocation.holders -= 1
         self._drop_reserved(allocation)
 

@@ -46,6 +46,8 @@ _PROGRAMMATIC = EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)
 
 @dataclass(slots=True, eq=False)
 class Stream:
+    """A stream: a queue that runs its work, and while it captures a place in a graph."""
+
     handle: StreamHandle
     queue: WorkQueue
     joined: Capture | None = None
@@ -68,6 +70,15 @@ class Stream:
             raise driver_error(
                 Status.STREAM_CAPTURE_UNSUPPORTED, call, f"stream {self.handle:#x} is capturing"
             )
+
+    def check_can_begin(self, call: str) -> None:
+        """Raises 906 for the legacy stream, 401 for a stream that captures."""
+        if self.handle == 0:
+            raise driver_error(
+                Status.STREAM_CAPTURE_IMPLICIT, call, "the legacy stream cannot capture"
+            )
+        if self.capture is not None:
+            raise driver_error(Status.ILLEGAL_STATE, call, "the stream captures already")
 
     def capture_info(self) -> CaptureInfo:
         capture = self.capture
@@ -136,6 +147,8 @@ class Stream:
 
 @dataclass(slots=True, eq=False)
 class Event:
+    """An event.  Its last record is either in `mark` or in `captured`."""
+
     handle: EventHandle
     timing: bool
     mark: Mark | None = None
@@ -210,11 +223,12 @@ class Capture:
         return self.mode == CaptureMode.GLOBAL and thread_mode == CaptureMode.GLOBAL
 
     def refuse_broken(self, call: str) -> None:
+        """Raises 901 if the capture is broken."""
         if self.broken:
             raise driver_error(Status.STREAM_CAPTURE_INVALIDATED, call)
 
     def add(self, call: str, stream: Stream, params: NodeParams) -> None:
-        """Makes work that was submitted to a stream, and checked, the stream's next node."""
+        """Adds a node for work that was submitted to a stream and checked."""
         before = stream.dependencies
         edge_data = None
         if (
@@ -307,14 +321,6 @@ class Captures:
 
     # --- begin and end
 
-    def check_can_begin(self, call: str, stream: Stream) -> None:
-        if stream.handle == 0:
-            raise driver_error(
-                Status.STREAM_CAPTURE_IMPLICIT, call, "the legacy stream cannot capture"
-            )
-        if stream.capture is not None:
-            raise driver_error(Status.ILLEGAL_STATE, call, "the stream captures already")
-
     def begin(
         self,
         stream: Stream,
@@ -331,8 +337,11 @@ class Captures:
         stream.joined = capture
 
     def end(self, call: str, stream: Stream) -> GraphDefinition:
-        """Ends the capture on a stream; its graph.  Raises what CUDA says of a capture gone wrong,
-        which is ended all the same, except by a stream that did not begin it."""
+        """Ends the capture on a stream and returns its graph.
+
+        Raises CUDA's status for a capture that went wrong.  It ends all the same, unless the stream
+        did not begin it.
+        """
         capture = stream.capture
         if capture is None:
             raise driver_error(Status.ILLEGAL_STATE, call, "the stream does not capture")
@@ -363,16 +372,16 @@ class Captures:
             capture.graph.forget()
 
     def drop_stream(self, stream: Stream) -> None:
-        """A stream is being destroyed: the capture that it began is dropped.
+        """Ends and drops the capture that a stream began, which is being destroyed.
 
-        A capture that it was pulled into keeps it in its list: the end finds it unjoined.
+        A capture that the stream was pulled into goes on, and its end finds the stream unjoined.
         """
         capture = stream.capture
         if capture is not None and capture.origin is stream:
             self._finish(capture, keep=False)
 
     def drop_node(self, node: Node) -> None:
-        """A node is being removed from its graph: no captured work depends on it any more."""
+        """Removes a node from what the next captured nodes depend on."""
         for capture in self.under_way:
             for stream in capture.streams:
                 stream.dependencies = tuple(n for n in stream.dependencies if n is not node)

@@ -58,7 +58,7 @@ def run_steps(steps: Sequence[Step]) -> None:
 
 
 class Conditions:
-    """The values of an executable's conditional handles, reset where it says so at each launch."""
+    """The values of an executable's conditional handles.  A launch first sets the `defaults`."""
 
     __slots__ = ("defaults", "values")
 
