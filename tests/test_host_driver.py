@@ -38,6 +38,7 @@ from ostinato.driver.api import (
     MemsetNodeParams,
     ModuleHandle,
     NodeHandle,
+    NodeKind,
     StreamHandle,
 )
 from ostinato.driver.host.driver import HostDriver
@@ -553,6 +554,22 @@ def test_broken_captures_leave_no_graph_behind(rig: Rig) -> None:
         driver.stream_end_capture(rig.stream)
     with refused(Status.INVALID_HANDLE):
         driver.graph_nodes(graph)
+
+
+def test_a_graph_inside_itself_is_a_copy_of_what_it_was(rig: Rig) -> None:
+    driver = rig.driver
+    graph = driver.graph_create()
+    first = driver.graph_add_node(graph, [], EmptyNodeParams())
+    child = driver.graph_add_node(graph, [first], ChildGraphNodeParams(graph))
+    params = driver.node_params(child)
+    assert isinstance(params, ChildGraphNodeParams)
+    assert params.graph != graph
+    (inner,) = driver.graph_nodes(params.graph)
+    assert driver.node_kind(inner) == NodeKind.EMPTY
+    executable = driver.graph_instantiate(graph)
+    stream = driver.stream_create()
+    driver.exec_launch(executable, stream)
+    driver.stream_synchronize(stream)
 
 
 # --- order

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -16,7 +14,9 @@ from ostinato.driver.api import (
     ConditionalHandle,
     ConditionalKind,
     ConditionalNodeParams,
+    Edge,
     EdgeData,
+    EdgeType,
     EmptyNodeParams,
     EventRecordNodeParams,
     EventWaitNodeParams,
@@ -31,28 +31,22 @@ from ostinato.driver.api import (
     NodeParams,
     OpaqueNodeParams,
 )
+from ostinato.driver.host.handles import Table, new_handle
+from ostinato.driver.host.memory import MemoryTable
 from ostinato.errors import Status, driver_error
-
-if TYPE_CHECKING:
-    from ostinato.driver.host.capture import Capture
 
 __all__ = [
     "KINDS",
     "MEMORY_KINDS",
     "SINGLE_KINDS",
-    "Condition",
     "GraphDefinition",
+    "GraphTables",
     "Node",
     "ancestors",
-    "check_conditional_size",
-    "copy_dimensions",
+    "check_edge_data",
     "execution_order",
-    "new_handle",
     "refuse_opaque",
 ]
-
-# Handles of every type come from one counter, so that one of the wrong type is always unknown.
-new_handle: Callable[[], int] = itertools.count(0x5000_0000, 0x10).__next__
 
 KINDS: dict[type[NodeParams], NodeKind] = {
     KernelNodeParams: NodeKind.KERNEL,
@@ -73,12 +67,7 @@ MEMORY_KINDS = frozenset({NodeKind.MEM_ALLOC, NodeKind.MEM_FREE})
 # A graph with one of these can have one executable at a time, no clone, and be no child.
 SINGLE_KINDS = MEMORY_KINDS | {NodeKind.CONDITIONAL}
 
-
-def copy_dimensions(params: MemcpyNodeParams | MemsetNodeParams) -> int:
-    """Whether a copy or a fill has one, two or three dimensions: an update may not change it."""
-    if isinstance(params, MemcpyNodeParams) and params.depth > 1:
-        return 3
-    return 2 if params.height > 1 else 1
+_BODIES_AT_MOST = {ConditionalKind.IF: 2, ConditionalKind.WHILE: 1}
 
 
 @dataclass(slots=True, eq=False)
@@ -123,27 +112,75 @@ class Node:
             graph = graph.owner.graph
         return graph.conditions[self.params.handle]
 
-
-@dataclass(slots=True, eq=False)
-class GraphDefinition:
-    """A graph.  `owner` is the node that holds a child graph or a body."""
-
-    handle: GraphHandle
-    nodes: dict[NodeHandle, Node] = field(default_factory=dict)
-    owner: Node | None = None
-    body: bool = False
-    conditions: dict[ConditionalHandle, Condition] = field(default_factory=dict)
-    """In order of creation; only of a root graph."""
-    capture: Capture | None = None
-    """The capture that filled it last."""
-
     @property
-    def capturing(self) -> bool:
-        return self.capture is not None and self.capture.under_way
+    def shown(self) -> NodeParams:
+        """The parameters, with the handles of this node's own graphs."""
+        if isinstance(self.params, ConditionalNodeParams):
+            return replace(self.params, bodies=tuple(body.handle for body in self.bodies))
+        if self.child is not None:
+            return ChildGraphNodeParams(self.child.handle)
+        return self.params
 
-    @classmethod
-    def new(cls, owner: Node | None = None, *, body: bool = False) -> GraphDefinition:
-        return cls(GraphHandle(new_handle()), owner=owner, body=body)
+    def check_settable(self, call: str, params: NodeParams) -> None:
+        """Raises unless the definition's node can get other parameters of this type."""
+        refuse_opaque(call, params)
+        if KINDS[type(params)] != self.kind:
+            raise driver_error(
+                Status.INVALID_VALUE,
+                call,
+                f"it is a {self.kind.name} node, not {KINDS[type(params)].name}",
+                node=self.handle,
+            )
+        if self.kind in MEMORY_KINDS or self.inner:
+            raise driver_error(
+                Status.NOT_SUPPORTED, call, f"a {self.kind.name} node is fixed", node=self.handle
+            )
+
+    def check_edge(self, call: str, target: NodeKind | None, data: EdgeData) -> None:
+        """Raises unless an edge from here to a node of kind `target` can have this data.
+
+        Programmatic edges and ports are between kernels only.
+        """
+        if data == EdgeData():
+            return
+        kernels = self.kind == NodeKind.KERNEL and (
+            target == NodeKind.KERNEL or data.type == EdgeType.DEFAULT
+        )
+        if not kernels or data.to_port != 0 or data.from_port not in (0, 1, 2):
+            raise driver_error(Status.INVALID_VALUE, call, f"{data} from a {self.kind.name} node")
+
+
+class GraphTables:
+    """The definitions of one driver and their nodes by handle, and where alloc nodes get memory."""
+
+    def __init__(self, memory: MemoryTable) -> None:
+        self.memory = memory
+        self.graphs: Table[GraphDefinition] = Table("graph")
+        self.nodes: Table[Node] = Table("node")
+
+    def create(self) -> GraphDefinition:
+        """A new graph, known by handle."""
+        graph = GraphDefinition(self)
+        graph.register()
+        return graph
+
+
+class GraphDefinition:
+    """A graph.  `owner` is the node that a child graph or a body lives in.
+
+    A definition is known by handle once it is registered; the snapshots of executables never are.
+    """
+
+    def __init__(
+        self, tables: GraphTables, owner: Node | None = None, *, body: bool = False
+    ) -> None:
+        self.tables = tables
+        self.handle = GraphHandle(new_handle())
+        self.nodes: dict[NodeHandle, Node] = {}
+        self.owner = owner
+        self.body = body
+        # By order of creation; only a root graph has some.
+        self.conditions: dict[ConditionalHandle, Condition] = {}
 
     @property
     def root(self) -> GraphDefinition:
@@ -159,26 +196,208 @@ class GraphDefinition:
             for inner in node.inner:
                 yield from inner.walk()
 
+    def edges(self) -> tuple[Edge, ...]:
+        return tuple(
+            Edge(source.handle, node.handle, data)
+            for node in self.nodes.values()
+            for source, data in node.incoming
+        )
+
+    # --- known by handle
+
+    def register(self) -> None:
+        """Makes the definition, its nodes and the graphs inside known by handle."""
+        self.tables.graphs[self.handle] = self
+        for node in self.nodes.values():
+            self._register_node(node)
+
+    def _register_node(self, node: Node) -> None:
+        self.tables.nodes[node.handle] = node
+        for inner in node.inner:
+            inner.register()
+
+    def forget(self) -> None:
+        """Makes the handles of the definition and of all inside it unknown."""
+        self.tables.graphs.pop(self.handle, None)
+        for node in self.nodes.values():
+            self._forget_node(node)
+
+    def _forget_node(self, node: Node) -> None:
+        self.tables.nodes.pop(node.handle, None)
+        for inner in node.inner:
+            inner.forget()
+
+    def destroy(self) -> None:
+        """Forgets the definition, which holds the addresses of its alloc nodes no longer."""
+        self.forget()
+        memory = self.tables.memory
+        for node in self.walk():
+            if isinstance(node.params, AllocNodeParams):
+                allocation = memory.reserved.get(node.params.address)
+                if allocation is not None:
+                    memory.unhold(allocation)
+
+    def nodes_of(self, call: str, handles: Sequence[NodeHandle]) -> list[Node]:
+        """The nodes of the handles.  Raises unless all are of this graph and no two are equal."""
+        nodes = [self.tables.nodes.find(call, handle) for handle in handles]
+        for node in nodes:
+            if node.graph is not self:
+                raise driver_error(
+                    Status.INVALID_VALUE,
+                    call,
+                    f"node {node.handle:#x} is of another graph",
+                    node=node.handle,
+                )
+        if len(set(nodes)) != len(nodes):
+            raise driver_error(Status.INVALID_VALUE, call, "a dependency is named twice")
+        return nodes
+
+    # --- nodes
+
     def add(
         self,
+        call: str,
         dependencies: Sequence[Node],
         params: NodeParams,
         edge_data: Sequence[EdgeData] | None = None,
     ) -> Node:
+        """Adds a node, whose parameters were checked as work."""
+        child: GraphDefinition | None = None
+        match params:
+            case ConditionalNodeParams():
+                self._take_condition(call, params)
+            case ChildGraphNodeParams():
+                child = self.tables.graphs.find(call, params.graph)
+                child.refuse_single(call, "be a child graph")
+            case AllocNodeParams():
+                params = self._reserve(call, params)
+            case FreeNodeParams():
+                if params.address not in self.tables.memory.reserved:
+                    raise driver_error(
+                        Status.INVALID_VALUE,
+                        call,
+                        f"{params.address:#x} is not the address of an alloc node",
+                    )
         node = Node(NodeHandle(new_handle()), self, params)
         data = edge_data if edge_data is not None else (EdgeData(),) * len(dependencies)
         node.incoming = list(zip(dependencies, data, strict=True))
         if isinstance(params, ConditionalNodeParams):
-            node.bodies = tuple(GraphDefinition.new(node, body=True) for _ in range(params.size))
+            node.bodies = tuple(
+                GraphDefinition(self.tables, node, body=True) for _ in range(params.size)
+            )
+        if child is not None:
+            node.child = child.clone(node)
         self.nodes[node.handle] = node
+        self._register_node(node)
         return node
 
-    def clone(self, owner: Node | None = None, *, inner: bool = False) -> GraphDefinition:
-        """A deep copy.  Conditional handles keep their numbers: they are in kernel arguments.
+    def _take_condition(self, call: str, params: ConditionalNodeParams) -> None:
+        most = _BODIES_AT_MOST.get(params.kind)
+        if params.size < 1 or (most is not None and params.size > most):
+            raise driver_error(
+                Status.INVALID_VALUE,
+                call,
+                f"a {params.kind.name} node cannot have {params.size} bodies",
+            )
+        if params.bodies:
+            raise driver_error(
+                Status.INVALID_VALUE, call, "bodies are made with the node: give none"
+            )
+        condition = self.root.conditions.get(params.handle)
+        if condition is None or condition.used:
+            why = "is of no use to this graph" if condition is None else "has a node already"
+            raise driver_error(
+                Status.INVALID_VALUE, call, f"conditional handle {params.handle:#x} {why}"
+            )
+        condition.used = True
 
-        `inner`: the copy is a part of the copy of a larger graph.
+    def _reserve(self, call: str, params: AllocNodeParams) -> AllocNodeParams:
+        if params.nbytes <= 0 or params.address:
+            raise driver_error(Status.INVALID_VALUE, call, f"{params}")
+        if self.owner is not None:
+            raise driver_error(
+                Status.NOT_SUPPORTED, call, "alloc nodes belong into the outermost graph"
+            )
+        allocation = self.tables.memory.reserve(call, params.nbytes)
+        return AllocNodeParams(params.nbytes, allocation.address)
+
+    def refuse_memory(self, call: str, what: str, node: NodeHandle | None = None) -> None:
+        """Raises if the graph has alloc or free nodes: nothing may be removed from it then."""
+        if any(other.kind in MEMORY_KINDS for other in self.nodes.values()):
+            raise driver_error(
+                Status.NOT_SUPPORTED,
+                call,
+                f"{what} cannot leave a graph that has alloc or free nodes",
+                node=node,
+            )
+
+    def remove(self, node: Node) -> None:
+        for other in self.nodes.values():
+            other.incoming = [edge for edge in other.incoming if edge[0] is not node]
+        del self.nodes[node.handle]
+        self._forget_node(node)
+
+    def create_condition(
+        self, call: str, default: int, *, reset_at_launch: bool
+    ) -> ConditionalHandle:
+        if not 0 <= default < 1 << 32:
+            raise driver_error(Status.INVALID_VALUE, call, f"default={default}")
+        handle = ConditionalHandle(new_handle())
+        self.root.conditions[handle] = Condition(handle, default, reset_at_launch)
+        return handle
+
+    # --- edges
+
+    def add_edges(self, call: str, edges: Sequence[Edge]) -> None:
+        """Adds all edges or, if one is refused, none."""
+        added: list[tuple[Node, Node, EdgeData]] = []
+        try:
+            for edge in edges:
+                (source,) = self.nodes_of(call, [edge.source])
+                (target,) = self.nodes_of(call, [edge.target])
+                source.check_edge(call, target.kind, edge.data)
+                if any(source is known for known, _ in target.incoming):
+                    raise driver_error(Status.INVALID_VALUE, call, f"{edge} exists already")
+                if target in ancestors([source]):
+                    raise driver_error(Status.INVALID_VALUE, call, f"{edge} would close a cycle")
+                target.incoming.append((source, edge.data))
+                added.append((source, target, edge.data))
+        except BaseException:
+            for source, target, data in added:
+                target.incoming.remove((source, data))
+            raise
+
+    def remove_edges(self, call: str, edges: Sequence[Edge]) -> None:
+        """Removes all edges or, if one is refused, none."""
+        self.refuse_memory(call, "edges")
+        found: list[tuple[Node, tuple[Node, EdgeData]]] = []
+        for edge in edges:
+            (source,) = self.nodes_of(call, [edge.source])
+            (target,) = self.nodes_of(call, [edge.target])
+            if (source, edge.data) not in target.incoming:
+                raise driver_error(Status.INVALID_VALUE, call, f"there is no {edge}")
+            found.append((target, (source, edge.data)))
+        for target, entry in found:
+            target.incoming.remove(entry)
+
+    # --- copies
+
+    def refuse_single(self, call: str, what: str) -> None:
+        """Raises if a node belongs to one graph, and to one executable of it."""
+        if any(node.kind in SINGLE_KINDS for node in self.walk()):
+            raise driver_error(
+                Status.NOT_SUPPORTED,
+                call,
+                f"a graph with alloc, free or conditional nodes cannot {what}",
+            )
+
+    def clone(self, owner: Node | None = None, *, inner: bool = False) -> GraphDefinition:
+        """A deep copy that is not registered.
+
+        Conditional handles keep their numbers, since kernels have them as arguments.  `inner` says
+        that the copy is a part of the copy of a larger graph.
         """
-        copy = GraphDefinition(GraphHandle(new_handle()), owner=owner, body=self.body and inner)
+        copy = GraphDefinition(self.tables, owner, body=self.body and inner)
         conditions = self.conditions if inner else self.root.conditions
         copy.conditions = {h: replace(c) for h, c in conditions.items()}
         stands_for: dict[Node, Node] = {}
@@ -191,6 +410,37 @@ class GraphDefinition:
         for node, twin in stands_for.items():
             twin.incoming = [(stands_for[source], data) for source, data in node.incoming]
         return copy
+
+    def node_for(self, call: str, original: NodeHandle) -> NodeHandle:
+        """The node of this clone that stands for a node of the original."""
+        for twin in self.walk():
+            if twin.original == original:
+                return twin.handle
+        raise driver_error(
+            Status.INVALID_VALUE, call, "the graph is no clone of the node's graph", node=original
+        )
+
+
+def check_edge_data(
+    call: str, sources: Sequence[Node], params: NodeParams, edge_data: Sequence[EdgeData]
+) -> None:
+    """Raises unless there is data for each dependency of a new node, and the edges can have it."""
+    if len(edge_data) != len(sources):
+        raise driver_error(
+            Status.INVALID_VALUE,
+            call,
+            f"{len(edge_data)} edge data for {len(sources)} dependencies",
+        )
+    for source, data in zip(sources, edge_data, strict=True):
+        source.check_edge(call, KINDS.get(type(params)), data)
+
+
+def refuse_opaque(call: str, params: NodeParams) -> None:
+    """Raises for parameters that the seam only shows: no node can be made of them."""
+    if isinstance(params, OpaqueNodeParams):
+        raise driver_error(Status.NOT_SUPPORTED, call, f"an opaque node ({params.why})")
+    if isinstance(params, MemcpyNodeParams) and params.opaque:
+        raise driver_error(Status.NOT_SUPPORTED, call, "a copy to or from a CUDA array")
 
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:
@@ -230,21 +480,3 @@ def execution_order(graph: GraphDefinition, shuffle: Random | None = None) -> li
                 heapq.heappush(ready, i)
     assert len(order) == len(nodes), "edges are checked for cycles when they are added"
     return order
-
-
-def refuse_opaque(params: NodeParams, call: str) -> None:
-    """Refuses nodes that the protocol can show but not make."""
-    if isinstance(params, OpaqueNodeParams):
-        raise driver_error(Status.NOT_SUPPORTED, call, f"an opaque node ({params.why})")
-    if isinstance(params, MemcpyNodeParams) and params.opaque:
-        raise driver_error(Status.NOT_SUPPORTED, call, "a copy to or from a CUDA array")
-
-
-def check_conditional_size(params: ConditionalNodeParams, call: str) -> None:
-    most = {ConditionalKind.IF: 2, ConditionalKind.WHILE: 1}.get(params.kind)
-    if params.size < 1 or (most is not None and params.size > most):
-        raise driver_error(
-            Status.INVALID_VALUE,
-            call,
-            f"a {params.kind.name} node cannot have {params.size} bodies",
-        )

@@ -1,17 +1,22 @@
 """The host driver: the whole of `driver.api.Driver` on the CPU, with CUDA's rules.
 
 It is a driver, not a mock: streams are ordered queues with a thread each, captures record without
-running, graphs are snapshots that run in dependency order, and what CUDA refuses is refused with
-CUDA's status.  Where to read on:
+running, executables are snapshots of graphs that run in dependency order, and what CUDA refuses is
+refused with CUDA's status.  Where to read on:
 
-    host_kernel          kernels: Python functions over NumPy views
-    host_memory          addresses, allocations, decoded arguments
-    host_stream          queues, threads, marks for events
-    host_steps           what each kind of work does when it runs
-    host_graph           definitions: nodes, edges, clones
-    host_capture         the rules of stream capture
-    host_exec            executables; host_update: what may change in them
-    host_core, *_calls   the calls, by subject, over one lock and tables of handles
+    handles      handles, and tables of what they stand for
+    kernel       kernels: Python functions over NumPy views
+    memory       addresses, allocations, decoded arguments
+    modules      loaded kernels and the limits of their launches
+    queue        queues of work and their threads; how a failure poisons the context
+    definition   graph definitions: nodes, edges, clones
+    streams      streams, events, and the rules of capture
+    work         what each kind of work does when it runs
+    executable   executables: compiled, launched, and what may change in them
+
+Each file imports only files above it in this list.  `HostDriver` finds objects by handle, holds the
+lock, and leaves the rest to them.  The lock guards the tables and all that they hold.  It is never
+held while user code runs: streams run their work on threads of their own, which never take it.
 
 Statuses and the calls that a capture forbids were measured on an H100 (driver 580.159).
 
@@ -31,34 +36,80 @@ Differences from a GPU, on purpose:
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import platform
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 
-from ostinato.driver.api import Capabilities, DeviceProperties, Driver
-from ostinato.driver.host.exec_calls import ExecCalls
-from ostinato.driver.host.memory_calls import MemoryCalls
-from ostinato.driver.host.modules import MAX_SHARED, MAX_THREADS, ModuleCalls
+from ostinato.driver.api import (
+    Capabilities,
+    CaptureInfo,
+    CaptureMode,
+    ConditionalHandle,
+    DeviceProperties,
+    Driver,
+    Edge,
+    EdgeData,
+    EventHandle,
+    ExecHandle,
+    FunctionHandle,
+    FunctionInfo,
+    GraphHandle,
+    HostNodeParams,
+    Image,
+    InstantiateFlags,
+    KernelArguments,
+    KernelNodeParams,
+    LaunchConfig,
+    MemcpyNodeParams,
+    MemoryRange,
+    MemsetNodeParams,
+    ModuleHandle,
+    NodeHandle,
+    NodeKind,
+    NodeParams,
+    Pack,
+    PlainLaunch,
+    StreamHandle,
+    UpdateOutcome,
+)
+from ostinato.driver.forking import new_lock, switch_off_in_children
+from ostinato.driver.host.definition import GraphTables, Node, check_edge_data
+from ostinato.driver.host.executable import Executable, check_instantiable
+from ostinato.driver.host.handles import Table, new_handle
+from ostinato.driver.host.memory import bytes_of
+from ostinato.driver.host.modules import MAX_SHARED, MAX_THREADS, LoadedModule
+from ostinato.driver.host.queue import HostContext, Mark, WorkQueue
+from ostinato.driver.host.streams import Captures, Event, Stream
+from ostinato.driver.host.work import WorkCompiler
+from ostinato.driver.process_memory import as_numpy
+from ostinato.errors import DriverError, Status, driver_error
 
 __all__ = ["DEFAULT_MEMORY", "HostDriver"]
 
 DEFAULT_MEMORY = 8 << 30
 
-# `close` waits so long for a thread: a host function may never return.
+# Seconds that `close` waits for a thread.  A host function may never return.
 _PATIENCE = 2.0
 
+# Pageable bytes up to this size are copied aside, so that the call need not wait for the stream.
+_STAGED = 64 * 1024
 
-class HostDriver(ExecCalls, MemoryCalls, ModuleCalls):
+
+class HostDriver:
     """A device in this process.  `total_memory` is how many bytes its allocations may have.
 
     Nodes that no path of edges orders run in the order of their creation, which hides a missing
     edge.  With `shuffle`, a seed, they run in an order drawn anew for each executable.
 
-    Threads start with the first work on a stream and end with `close`, or when the driver is
-    dropped; they do not keep the interpreter from ending.
+    Threads start with the first work on a stream.  They end with `close`, or when the driver is
+    collected; they never keep the interpreter from ending.
     """
 
     def __init__(
@@ -68,10 +119,26 @@ class HostDriver(ExecCalls, MemoryCalls, ModuleCalls):
         total_memory: int = DEFAULT_MEMORY,
         shuffle: int | None = None,
     ) -> None:
-        super().__init__(total_memory)
-        self._shuffle = None if shuffle is None else Random(shuffle)
         self._name = name
+        self._shuffle = None if shuffle is None else Random(shuffle)
+        self._lock = new_lock()
+        self._context = HostContext(total_memory)
+        self._memory = self._context.memory
+        self._captures = Captures(self._lock)
+        self._compiler = WorkCompiler(self._context)
+        self._functions = self._compiler.functions
+        self._events = self._compiler.events
+        self._tables = GraphTables(self._memory)
+        self._graphs = self._tables.graphs
+        self._nodes = self._tables.nodes
+        self._modules: Table[LoadedModule] = Table("module")
+        self._executables: Table[Executable] = Table("executable")
+        self._streams: Table[Stream] = Table("stream")
+        legacy = StreamHandle(0)
+        self._streams[legacy] = Stream(legacy, WorkQueue(self._context, "ostinato-host-legacy"))
+        self._enter = self._context.enter
         self._finalizer = weakref.finalize(self, self._context.shut_down)
+        switch_off_in_children(self._context)
 
     @property
     def name(self) -> str:
@@ -111,20 +178,519 @@ class HostDriver(ExecCalls, MemoryCalls, ModuleCalls):
         for queue in queues:
             queue.join(_PATIENCE)
         with self._lock:
-            for functions in self._modules.values():
-                for function in functions.values():
-                    function.unload()
-            for table in (
-                self._events,
-                self._functions,
-                self._modules,
-                self._graphs,
-                self._nodes,
-                self._executables,
-            ):
+            for module in self._modules.values():
+                module.unload()
+            for table in (self._modules, self._functions, self._events, self._executables):
                 table.clear()
-            self._begun.clear()
+            self._graphs.clear()
+            self._nodes.clear()
+            self._captures.clear()
             self._memory.clear()
+
+    @contextlib.contextmanager
+    def _entered(self, call: str) -> Iterator[str]:
+        """`_enter` and the lock, for calls that need not be fast.  Gives the name of the call."""
+        self._enter(call)
+        with self._lock:
+            yield call
+
+    def _wait_for_all(self, call: str) -> None:
+        """Waits for the work of every stream that was submitted before."""
+        with self._lock:
+            queues = tuple(self._context.queues)
+        for queue in queues:
+            queue.wait(queue.submitted)
+        self._context.raise_failure(call)
+
+    def synchronize(self) -> None:
+        with self._entered("synchronize") as call:
+            self._captures.forbid_all(call)
+        self._wait_for_all(call)
+
+    # --- memory
+
+    def memory_info(self) -> tuple[int, int]:
+        self._enter("memory_info")
+        return self._memory.free, self._memory.total
+
+    def mem_alloc(self, nbytes: int) -> int:
+        return self._allocate("mem_alloc", nbytes, pinned=False)
+
+    def mem_alloc_pinned(self, nbytes: int) -> int:
+        return self._allocate("mem_alloc_pinned", nbytes, pinned=True)
+
+    def _allocate(self, call: str, nbytes: int, *, pinned: bool) -> int:
+        self._enter(call)
+        self._captures.forbid(call)
+        return self._memory.allocate(call, nbytes, pinned=pinned)
+
+    def mem_free(self, address: int) -> None:
+        self._free("mem_free", address, pinned=False)
+
+    def mem_free_pinned(self, address: int) -> None:
+        self._free("mem_free_pinned", address, pinned=True)
+
+    def _free(self, call: str, address: int, *, pinned: bool) -> None:
+        self._enter(call)
+        self._captures.forbid(call)
+        self._wait_for_all(call)  # work under way may use it: CUDA waits here too
+        with self._lock:
+            self._memory.release(call, address, pinned=pinned)
+
+    def pinned_view(self, address: int, nbytes: int) -> memoryview:
+        call = self._enter("pinned_view")
+        return self._memory.pinned_view(call, address, nbytes)
+
+    def memory_range(self, address: int) -> MemoryRange | None:
+        self._enter("memory_range")
+        return self._memory.range(address)
+
+    def memory_view(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
+    ) -> Any:
+        call = self._enter("memory_view")
+        self._memory.check(address, math.prod(shape) * dtype.itemsize, call, "address")
+        return as_numpy(address, shape, dtype, (owner, self._memory.find(address)))
+
+    def memcpy(self, dst: int, src: int, nbytes: int, stream: StreamHandle) -> None:
+        call = self._enter("memcpy")
+        target = self._streams.find(call, stream)
+        if nbytes < 0:
+            raise driver_error(Status.INVALID_VALUE, call, f"{nbytes} bytes")
+        if nbytes == 0:
+            return
+        self._memory.check(dst, nbytes, call, "dst")
+        self._memory.check(src, nbytes, call, "src")
+        self._submit(call, target, MemcpyNodeParams(dst, src, nbytes))
+
+    def memset(
+        self, dst: int, value: int, element_size: int, count: int, stream: StreamHandle
+    ) -> None:
+        call = self._enter("memset")
+        target = self._streams.find(call, stream)
+        if element_size not in (1, 2, 4) or count < 0:
+            raise driver_error(
+                Status.INVALID_VALUE, call, f"{count} elements of {element_size} bytes"
+            )
+        if count == 0:
+            return
+        self._memory.check(dst, element_size * count, call, "dst")
+        self._submit(call, target, MemsetNodeParams(dst, value, element_size, count))
+
+    def memcpy_from_host(self, dst: int, src: memoryview, stream: StreamHandle) -> None:
+        call = "memcpy_from_host"
+        target, nbytes = self._pageable(call, stream), src.nbytes
+        if nbytes == 0:
+            return
+        self._memory.check(dst, nbytes, call, "dst")
+        source = bytes_of(call, src)
+        staged = nbytes <= _STAGED
+        if staged:
+            source = source.copy()
+        memory = self._memory
+        with self._lock:
+            number = target.queue.submit(lambda: np.copyto(memory.view(dst, nbytes, call), source))
+        if not staged:
+            target.queue.wait(number)
+            self._context.raise_failure(call)
+
+    def memcpy_to_host(self, dst: memoryview, src: int, stream: StreamHandle) -> None:
+        call = "memcpy_to_host"
+        target, nbytes = self._pageable(call, stream), dst.nbytes
+        if dst.readonly:
+            raise driver_error(Status.INVALID_VALUE, call, "dst cannot be written")
+        if nbytes == 0:
+            return
+        self._memory.check(src, nbytes, call, "src")
+        destination = bytes_of(call, dst)
+        memory = self._memory
+        with self._lock:
+            number = target.queue.submit(
+                lambda: np.copyto(destination, memory.view(src, nbytes, call))
+            )
+        target.queue.wait(number)
+        self._context.raise_failure(call)
+
+    def _pageable(self, call: str, stream: StreamHandle) -> Stream:
+        """The stream of a copy of pageable memory, which no capture can hold."""
+        with self._entered(call):
+            target = self._streams.find(call, stream)
+            target.refuse_capturing(call)
+            return target
+
+    # --- work, streams and events
+
+    def _submit(self, call: str, stream: Stream, params: NodeParams) -> None:
+        """Makes work a task of the stream's queue or, while the stream captures, a node."""
+        compiler = self._compiler
+        with self._lock:
+            capture = stream.capture
+            if capture is None:
+                compiler.check(call, params)
+                stream.queue.submit(compiler.step(call, params))
+                return
+            capture.refuse_broken(call)
+            try:
+                compiler.check(call, params)
+            except DriverError:
+                capture.broken = True  # the graph would lack what was refused
+                raise
+            capture.add(call, stream, params)
+
+    def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
+        call = self._enter("launch_host_function")
+        self._submit(call, self._streams.find(call, stream), HostNodeParams(function))
+
+    def launch_kernel(
+        self,
+        stream: StreamHandle,
+        function: FunctionHandle,
+        config: LaunchConfig,
+        arguments: KernelArguments,
+    ) -> None:
+        call = self._enter("launch_kernel")
+        target = self._streams.find(call, stream)
+        self._submit(call, target, KernelNodeParams(function, config, arguments))
+
+    def stream_create(self, *, priority: int = 0) -> StreamHandle:
+        # One thread runs each stream: there is nothing that a priority could change.
+        with self._entered("stream_create"):
+            handle = StreamHandle(new_handle())
+            name = f"ostinato-host-stream-{len(self._streams)}"
+            self._streams[handle] = Stream(handle, WorkQueue(self._context, name))
+            return handle
+
+    def stream_destroy(self, stream: StreamHandle) -> None:
+        with self._entered("stream_destroy") as call:
+            target = self._streams.find(call, stream)
+            if target.handle == 0:
+                raise driver_error(
+                    Status.INVALID_HANDLE, call, "the legacy stream cannot be destroyed"
+                )
+            self._captures.drop_stream(target)
+            target.destroyed = True
+            del self._streams[stream]
+            target.queue.stop(drop=False)
+
+    def _queue_to_ask(self, call: str, stream: StreamHandle) -> WorkQueue:
+        with self._entered(call):
+            target = self._streams.find(call, stream)
+            target.refuse_capturing(call)
+            self._captures.forbid(call)  # captures of other streams forbid it, too
+            return target.queue
+
+    def stream_synchronize(self, stream: StreamHandle) -> None:
+        call = "stream_synchronize"
+        queue = self._queue_to_ask(call, stream)
+        queue.wait(queue.submitted)
+        self._context.raise_failure(call)
+
+    def stream_query(self, stream: StreamHandle) -> bool:
+        queue = self._queue_to_ask("stream_query", stream)
+        return queue.completed >= queue.submitted
+
+    def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
+        call = self._enter("stream_wait_event")
+        with self._lock:
+            self._streams.find(call, stream).wait_event(call, self._events.find(call, event))
+
+    def event_create(self, *, timing: bool = False) -> EventHandle:
+        with self._entered("event_create"):
+            handle = EventHandle(new_handle())
+            self._events[handle] = Event(handle, timing)
+            return handle
+
+    def event_destroy(self, event: EventHandle) -> None:
+        with self._entered("event_destroy") as call:
+            self._events.find(call, event)
+            del self._events[event]
+
+    def event_record(self, event: EventHandle, stream: StreamHandle) -> None:
+        call = self._enter("event_record")
+        with self._lock:
+            self._events.find(call, event).record(call, self._streams.find(call, stream))
+
+    def _last_record(self, call: str, event: EventHandle) -> Mark | None:
+        with self._entered(call):
+            found = self._events.find(call, event)
+            found.refuse_captured(call, breaks=True)
+            self._captures.forbid(call)
+            return found.mark
+
+    def event_query(self, event: EventHandle) -> bool:
+        mark = self._last_record("event_query", event)
+        return mark is None or mark.done()
+
+    def event_synchronize(self, event: EventHandle) -> None:
+        call = "event_synchronize"
+        mark = self._last_record(call, event)
+        if mark is not None:
+            mark.wait()
+        self._context.raise_failure(call)
+
+    def event_elapsed(self, start: EventHandle, end: EventHandle) -> float:
+        with self._entered("event_elapsed") as call:
+            first, second = (self._events.find(call, handle) for handle in (start, end))
+            for event in (first, second):
+                event.refuse_captured(call, breaks=False)
+        began = first.time(call)
+        return (second.time(call) - began) * 1e3
+
+    # --- modules and functions
+
+    def module_load(self, image: Image) -> ModuleHandle:
+        call = self._enter("module_load")
+        self._captures.forbid(call)
+        module = LoadedModule(call, image)
+        with self._lock:
+            self._functions.update({f.handle: f for f in module.functions.values()})
+            self._modules[module.handle] = module
+            return module.handle
+
+    def module_unload(self, module: ModuleHandle) -> None:
+        call = self._enter("module_unload")
+        self._modules.find(call, module)
+        self._captures.forbid(call)
+        self._wait_for_all(call)
+        with self._lock:
+            found = self._modules.find(call, module)
+            found.unload()
+            for function in found.functions.values():
+                del self._functions[function.handle]
+            del self._modules[module]
+
+    def module_functions(self, module: ModuleHandle) -> tuple[str, ...]:
+        with self._entered("module_functions") as call:
+            return tuple(self._modules.find(call, module).functions)
+
+    def module_function(self, module: ModuleHandle, name: str) -> FunctionHandle:
+        with self._entered("module_function") as call:
+            return self._modules.find(call, module).function(call, name).handle
+
+    def function_info(self, function: FunctionHandle) -> FunctionInfo:
+        call = self._enter("function_info")
+        return self._functions.find(call, function).info
+
+    def function_load(self, function: FunctionHandle) -> None:
+        call = self._enter("function_load")
+        self._functions.find(call, function)
+
+    def function_allow_shared(self, function: FunctionHandle, nbytes: int) -> None:
+        with self._entered("function_allow_shared") as call:
+            self._functions.find(call, function).allow_shared(call, nbytes)
+
+    def function_occupancy(self, function: FunctionHandle, threads: int, shared: int) -> int:
+        call = self._enter("function_occupancy")
+        return self._functions.find(call, function).occupancy(call, threads, shared)
+
+    def function_prepare_launch(self, function: FunctionHandle, pack: Pack) -> PlainLaunch | None:
+        return None
+
+    # --- capture
+
+    def stream_begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
+        with self._entered("stream_begin_capture") as call:
+            target = self._streams.find(call, stream)
+            target.check_can_begin(call)
+            self._captures.begin(target, self._tables.create(), (), mode)
+
+    def stream_begin_capture_to_graph(
+        self,
+        stream: StreamHandle,
+        graph: GraphHandle,
+        dependencies: Sequence[NodeHandle],
+        mode: CaptureMode,
+    ) -> None:
+        with self._entered("stream_begin_capture_to_graph") as call:
+            target = self._streams.find(call, stream)
+            target.check_can_begin(call)
+            definition = self._graphs.find(call, graph)
+            if self._captures.fills(definition):
+                raise driver_error(Status.INVALID_VALUE, call, "the graph is being captured into")
+            nodes = definition.nodes_of(call, dependencies)
+            self._captures.begin(target, definition, tuple(nodes), mode)
+
+    def stream_end_capture(self, stream: StreamHandle) -> GraphHandle:
+        with self._entered("stream_end_capture") as call:
+            return self._captures.end(call, self._streams.find(call, stream)).handle
+
+    def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo:
+        with self._entered("stream_capture_info") as call:
+            return self._streams.find(call, stream).capture_info()
+
+    def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
+        self._enter("thread_exchange_capture_mode")
+        return self._captures.exchange_mode(mode)
+
+    # --- graphs
+
+    def graph_create(self) -> GraphHandle:
+        with self._entered("graph_create"):
+            return self._tables.create().handle
+
+    def graph_destroy(self, graph: GraphHandle) -> None:
+        with self._entered("graph_destroy") as call:
+            definition = self._graphs.find(call, graph)
+            if definition.owner is not None or self._captures.fills(definition):
+                owner = "its node" if definition.owner is not None else "a capture under way"
+                raise driver_error(Status.INVALID_VALUE, call, f"the graph belongs to {owner}")
+            definition.destroy()
+
+    def graph_clone(self, graph: GraphHandle) -> GraphHandle:
+        with self._entered("graph_clone") as call:
+            definition = self._graphs.find(call, graph)
+            definition.refuse_single(call, "be cloned")
+            clone = definition.clone()
+            clone.register()
+            return clone.handle
+
+    def node_in_clone(self, node: NodeHandle, clone: GraphHandle) -> NodeHandle:
+        with self._entered("node_in_clone") as call:
+            self._nodes.find(call, node)
+            return self._graphs.find(call, clone).node_for(call, node)
+
+    def graph_nodes(self, graph: GraphHandle) -> tuple[NodeHandle, ...]:
+        with self._entered("graph_nodes") as call:
+            return tuple(self._graphs.find(call, graph).nodes)
+
+    def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]:
+        with self._entered("graph_edges") as call:
+            return self._graphs.find(call, graph).edges()
+
+    def graph_add_node(
+        self,
+        graph: GraphHandle,
+        dependencies: Sequence[NodeHandle],
+        params: NodeParams,
+        edge_data: Sequence[EdgeData] | None = None,
+    ) -> NodeHandle:
+        with self._entered("graph_add_node") as call:
+            definition = self._graphs.find(call, graph)
+            nodes = definition.nodes_of(call, dependencies)
+            if edge_data is not None:
+                check_edge_data(call, nodes, params, edge_data)
+            self._compiler.check(call, params)
+            return definition.add(call, nodes, params, edge_data).handle
+
+    def graph_add_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
+        with self._entered("graph_add_edges") as call:
+            self._graphs.find(call, graph).add_edges(call, edges)
+
+    def graph_remove_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
+        with self._entered("graph_remove_edges") as call:
+            self._graphs.find(call, graph).remove_edges(call, edges)
+
+    def graph_remove_node(self, node: NodeHandle) -> None:
+        with self._entered("graph_remove_node") as call:
+            found = self._nodes.find(call, node)
+            found.graph.refuse_memory(call, "nodes", node)
+            self._captures.drop_node(found)
+            found.graph.remove(found)
+
+    def node_kind(self, node: NodeHandle) -> NodeKind:
+        with self._entered("node_kind") as call:
+            return self._nodes.find(call, node).kind
+
+    def node_params(self, node: NodeHandle) -> NodeParams:
+        with self._entered("node_params") as call:
+            return self._nodes.find(call, node).shown
+
+    def node_set_params(self, node: NodeHandle, params: NodeParams) -> None:
+        with self._entered("node_set_params") as call:
+            found = self._nodes.find(call, node)
+            found.check_settable(call, params)
+            self._compiler.check(call, params)
+            found.params = params
+
+    def conditional_create(
+        self, graph: GraphHandle, *, default: int = 0, reset_at_launch: bool = True
+    ) -> ConditionalHandle:
+        with self._entered("conditional_create") as call:
+            definition = self._graphs.find(call, graph)
+            return definition.create_condition(call, default, reset_at_launch=reset_at_launch)
+
+    # --- executables
+
+    def graph_instantiate(
+        self, graph: GraphHandle, flags: InstantiateFlags = InstantiateFlags.NONE
+    ) -> ExecHandle:
+        with self._entered("graph_instantiate") as call:
+            definition = self._graphs.find(call, graph)
+            self._captures.forbid(call)
+            check_instantiable(
+                definition,
+                flags,
+                self._compiler.knows,
+                capturing=self._captures.fills(definition),
+                instances=any(e.definition is definition for e in self._executables.values()),
+            )
+            executable = Executable(definition, flags, self._compiler, self._shuffle)
+            self._executables[executable.handle] = executable
+            return executable.handle
+
+    def exec_destroy(self, executable: ExecHandle) -> None:
+        call = self._enter("exec_destroy")
+        self._executables.find(call, executable)
+        self._captures.forbid(call)
+        with self._lock:
+            found = self._executables.find(call, executable)
+            found.destroyed = True
+            del self._executables[executable]
+            found.release_memory()
+
+    def exec_upload(self, executable: ExecHandle, stream: StreamHandle) -> None:
+        with self._entered("exec_upload") as call:
+            self._executables.find(call, executable)
+            self._streams.find(call, stream).refuse_capturing(call)
+
+    def exec_launch(self, executable: ExecHandle, stream: StreamHandle) -> None:
+        call = self._enter("exec_launch")
+        with self._lock:
+            found = self._executables.find(call, executable)
+            found.launch(self._streams.find(call, stream))
+
+    def exec_prepare_launch(
+        self, executable: ExecHandle, stream: StreamHandle
+    ) -> Callable[[], int]:
+        with self._entered("exec_prepare_launch") as call:
+            found = self._executables.find(call, executable)
+            target = self._streams.find(call, stream)
+
+        def launch() -> int:
+            self._enter("exec_launch")
+            with self._lock:
+                found.launch_prepared(target)
+            return 0
+
+        return launch
+
+    def _exec_node(
+        self, call: str, executable: ExecHandle, node: NodeHandle
+    ) -> tuple[Executable, Node]:
+        """The executable, and its own node for a node of the definition."""
+        found = self._executables.find(call, executable)
+        self._nodes.find(call, node)
+        return found, found.node(call, node)
+
+    def exec_set_params(self, executable: ExecHandle, node: NodeHandle, params: NodeParams) -> None:
+        with self._entered("exec_set_params") as call:
+            target, found = self._exec_node(call, executable, node)
+            target.set_params(call, found, params)
+
+    def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
+        with self._entered("exec_set_enabled") as call:
+            target, found = self._exec_node(call, executable, node)
+            target.set_enabled(call, found, enabled)
+
+    def exec_enabled(self, executable: ExecHandle, node: NodeHandle) -> bool:
+        with self._entered("exec_enabled") as call:
+            target, found = self._exec_node(call, executable, node)
+            return target.enabled(call, found)
+
+    def exec_update(self, executable: ExecHandle, graph: GraphHandle) -> UpdateOutcome:
+        with self._entered("exec_update") as call:
+            target = self._executables.find(call, executable)
+            return target.update(self._graphs.find(call, graph))
 
 
 def _is_a_driver(driver: HostDriver) -> Driver:

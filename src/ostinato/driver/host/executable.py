@@ -1,30 +1,55 @@
-"""Executables of the host driver: a snapshot of a graph, compiled to a flat list of calls."""
+"""Executables of the host driver: snapshots of graphs, compiled, launched and changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from random import Random
 
 from ostinato.driver.api import (
     AllocNodeParams,
+    ChildGraphNodeParams,
     ConditionalNodeParams,
+    EmptyNodeParams,
+    EventHandle,
     EventRecordNodeParams,
     EventWaitNodeParams,
+    ExecHandle,
     FreeNodeParams,
     InstantiateFlags,
+    MemcpyNodeParams,
+    MemsetNodeParams,
     NodeHandle,
     NodeKind,
+    NodeParams,
+    UpdateOutcome,
+    UpdateVerdict,
 )
-from ostinato.driver.host.definition import SINGLE_KINDS, GraphDefinition, Node
-from ostinato.driver.host.memory import Allocation
-from ostinato.driver.host.queue import Event, HostContext, Latch, Mark
-from ostinato.driver.host.work import Conditions, Step
+from ostinato.driver.host.definition import (
+    KINDS,
+    MEMORY_KINDS,
+    SINGLE_KINDS,
+    GraphDefinition,
+    Node,
+    execution_order,
+)
+from ostinato.driver.host.handles import new_handle
+from ostinato.driver.host.queue import Latch, Mark
+from ostinato.driver.host.streams import Stream
+from ostinato.driver.host.work import (
+    Conditions,
+    Step,
+    WorkCompiler,
+    conditional_step,
+    nothing,
+    run_steps,
+)
 from ostinato.errors import Status, driver_error
 
-__all__ = ["BODY_KINDS", "EnabledKinds", "Executable", "LaunchState", "check_instantiable"]
+__all__ = ["Executable", "check_instantiable"]
 
 # What the body of a conditional node may hold (CUDA programming guide, "Conditional Graph Nodes").
-BODY_KINDS = frozenset(
+_BODY_KINDS = frozenset(
     {
         NodeKind.KERNEL,
         NodeKind.MEMCPY,
@@ -35,212 +60,53 @@ BODY_KINDS = frozenset(
     }
 )
 
-EnabledKinds = frozenset({NodeKind.KERNEL, NodeKind.MEMCPY, NodeKind.MEMSET})
-
-
-@dataclass(slots=True, eq=False)
-class LaunchState:
-    """What one launch needs for its event nodes."""
-
-    records: Mapping[int, Latch] = field(default_factory=dict)
-    waits: Mapping[int, Mark] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class Executable:
-    """`steps` belong to nodes one by one, in the order of execution, and are never changed in
-    place: a launch that was submitted keeps the list that it was submitted with."""
-
-    handle: int
-    definition: GraphDefinition
-    snapshot: GraphDefinition
-    flags: InstantiateFlags
-    nodes: dict[NodeHandle, Node]
-    """The definition's nodes, those of children and bodies too, to the snapshot's."""
-    conditions: Conditions = field(default_factory=Conditions)
-    disabled: set[Node] = field(default_factory=set)
-    steps: list[Step] = field(default_factory=list)
-    positions: dict[Node, int] = field(default_factory=dict)
-    task: Callable[[], None] = lambda: None
-    last: Mark | None = None
-    """The last launch: the next one waits for it, on whichever stream."""
-    launching: LaunchState = field(default_factory=LaunchState)
-    records: list[int] = field(default_factory=list)
-    waits: list[int] = field(default_factory=list)
-    """Events that its nodes record, and wait for."""
-    allocations: list[Allocation] = field(default_factory=list)
-    leaves: list[Allocation] = field(default_factory=list)
-    """What it allocates, and the part of that which it does not free itself."""
-    frees: list[Allocation] = field(default_factory=list)
-    """What it frees that another graph allocated."""
-    destroyed: bool = False
-    torn: bool = False
-    """Whether an update began and did not end."""
-
-    @property
-    def plain(self) -> bool:
-        """Whether a launch has nothing to do but its steps."""
-        return not (self.records or self.waits or self.allocations or self.frees)
-
-    def survey(self, reserved: Mapping[int, Allocation]) -> None:
-        """Notes the events and memory that each launch must handle."""
-        kinds = [node.params for node in self.snapshot.walk()]
-        self.records = [int(p.event) for p in kinds if isinstance(p, EventRecordNodeParams)]
-        self.waits = [int(p.event) for p in kinds if isinstance(p, EventWaitNodeParams)]
-        freed = {p.address for p in kinds if isinstance(p, FreeNodeParams)}
-        made = [p.address for p in kinds if isinstance(p, AllocNodeParams)]
-        self.allocations = [reserved[address] for address in made]
-        self.leaves = [reserved[address] for address in made if address not in freed]
-        self.frees = [reserved[a] for a in freed if a not in made and a in reserved]
-
-    def survey_conditions(self) -> None:
-        """Makes the values of conditional handles known; those of running launches stay."""
-        values, defaults = self.conditions.values, {}
-        for node in self.snapshot.walk():
-            if isinstance(node.params, ConditionalNodeParams):
-                condition = node.condition
-                values.setdefault(condition.handle, 0)
-                if condition.reset_at_launch:
-                    defaults[int(condition.handle)] = condition.default
-        self.conditions.defaults = defaults
-
-    def bind(self) -> None:
-        """Makes the task of a launch from the steps as they are now."""
-        steps = tuple(self.steps)
-        values, defaults = self.conditions.values, self.conditions.defaults
-        if defaults:
-
-            def task() -> None:
-                values.update(defaults)
-                for step in steps:
-                    step()
-
-        else:
-
-            def task() -> None:
-                for step in steps:
-                    step()
-
-        self.task = task
-
-    def outermost(self, node: Node) -> Node:
-        """The node of the outermost graph that this one is, or is inside of."""
-        while node.graph.owner is not None:
-            node = node.graph.owner
-        return node
-
-    def replace_step(self, node: Node, step: Step) -> None:
-        """Gives a node of the outermost graph another step."""
-        steps = self.steps.copy()
-        steps[self.positions[node]] = step
-        self.steps = steps
-
-
-def record_step(executable: Executable, event: int) -> Step:
-    def step() -> None:
-        executable.launching.records[event].stamp()
-
-    return step
-
-
-def wait_step(executable: Executable, event: int) -> Step:
-    def step() -> None:
-        mark = executable.launching.waits.get(event)
-        if mark is not None:
-            mark.wait()
-
-    return step
-
-
-def launch_task(
-    executable: Executable, context: HostContext, records: Mapping[int, Event], number: int
-) -> Callable[[], None]:
-    """The task of a launch whose nodes record or wait for events, or own memory.
-
-    `number` is the launch's number in its queue; the events' marks are taken now, as CUDA does.
-    """
-    task, leaves, memory = executable.task, list(executable.leaves), context.memory
-    auto_free = bool(executable.flags & InstantiateFlags.AUTO_FREE_ON_LAUNCH)
-    assert executable.last is not None
-    queue = executable.last.queue
-    latches = {handle: Latch(queue, number) for handle in executable.records}
-    waits = {
-        handle: mark
-        for handle in executable.waits
-        if handle not in latches and (mark := records[handle].mark) is not None
+_SETTABLE = frozenset(
+    {
+        NodeKind.KERNEL,
+        NodeKind.MEMCPY,
+        NodeKind.MEMSET,
+        NodeKind.HOST,
+        NodeKind.CHILD_GRAPH,
+        NodeKind.EMPTY,
+        NodeKind.EVENT_RECORD,
+        NodeKind.EVENT_WAIT,
+        NodeKind.BATCH_MEM_OP,
     }
-    for handle, latch in latches.items():
-        records[handle].mark = latch
-        records[handle].captured = None
-    state = LaunchState(latches, waits)
+)
 
-    def run() -> None:
-        if auto_free:
-            for allocation in leaves:
-                memory.remove(allocation)
-        executable.launching = state
-        task()
+_SWITCHABLE = frozenset({NodeKind.KERNEL, NodeKind.MEMCPY, NodeKind.MEMSET})
 
-    return run
-
-
-def take_memory(executable: Executable, call: str, free: int) -> None:
-    """Accounts for a launch's memory when it is submitted, or refuses the launch."""
-    auto_free = executable.flags & InstantiateFlags.AUTO_FREE_ON_LAUNCH
-    for allocation in executable.leaves:
-        if allocation.outstanding and not auto_free:
-            raise driver_error(
-                Status.INVALID_VALUE,
-                call,
-                f"the last launch's memory at {allocation.address:#x} was not freed "
-                "(or instantiate with AUTO_FREE_ON_LAUNCH)",
-            )
-    for allocation in executable.frees:
-        if not allocation.outstanding:
-            raise driver_error(
-                Status.INVALID_VALUE, call, f"nothing is allocated at {allocation.address:#x}"
-            )
-    wanted = sum(a.nbytes for a in executable.allocations if not a.outstanding)
-    if wanted > free:
-        raise driver_error(
-            Status.OUT_OF_MEMORY, call, f"its alloc nodes want {wanted} bytes, {free} are free"
-        )
-    for allocation in executable.leaves:
-        allocation.outstanding = True
-    for allocation in executable.frees:
-        allocation.outstanding = False
+_SUCCESS = UpdateOutcome(UpdateVerdict.SUCCESS)
 
 
 def check_instantiable(
     graph: GraphDefinition,
-    known: Callable[[Node], bool],
     flags: InstantiateFlags,
+    knows: Callable[[NodeParams], bool],
     *,
+    capturing: bool,
     instances: bool,
 ) -> None:
     """Raises what cuGraphInstantiate refuses, with the node that is at fault.
 
-    `instances`: whether the graph has an executable already.
+    `capturing`: a capture fills the graph.  `instances`: the graph has an executable already.
     """
     call = "graph_instantiate"
     if flags & InstantiateFlags.DEVICE_LAUNCH:
         raise driver_error(Status.NOT_SUPPORTED, call, "launches from kernels")
-    if graph.capturing:
+    if capturing:
         raise driver_error(Status.INVALID_VALUE, call, "the graph is still being captured")
     for node in graph.walk():
-        if node.graph.body and node.kind not in BODY_KINDS:
+        if node.graph.body and node.kind not in _BODY_KINDS:
             raise driver_error(
                 Status.INVALID_VALUE,
                 call,
                 f"a {node.kind.name} node in the body of a conditional node",
                 node=node.handle,
             )
-        if not known(node):
+        if not knows(node.params):
             raise driver_error(
-                Status.INVALID_HANDLE,
-                call,
-                "its function or event is gone",
-                node=node.handle,
+                Status.INVALID_HANDLE, call, "its function or event is gone", node=node.handle
             )
     for condition in graph.conditions.values():
         if not condition.used:
@@ -255,3 +121,426 @@ def check_instantiable(
             call,
             "a graph with alloc, free or conditional nodes has one executable at a time",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchMarks:
+    """What the event nodes of one launch record and wait for, by event."""
+
+    records: Mapping[EventHandle, Latch] = field(default_factory=dict)
+    waits: Mapping[EventHandle, Mark] = field(default_factory=dict)
+
+
+class Executable:
+    """A snapshot of a graph with one step for each node of the outermost graph.
+
+    Its task runs the steps in an order that the edges allow.  A change makes a new task: launches
+    that were submitted before keep theirs.  The caller of a method must hold the driver's lock.
+    """
+
+    def __init__(
+        self,
+        definition: GraphDefinition,
+        flags: InstantiateFlags,
+        compiler: WorkCompiler,
+        shuffle: Random | None,
+    ) -> None:
+        self.handle = ExecHandle(new_handle())
+        self.definition = definition
+        self.destroyed = False
+        self._compiler = compiler
+        self._memory = compiler.context.memory
+        self._shuffle = shuffle
+        self._auto_free = bool(flags & InstantiateFlags.AUTO_FREE_ON_LAUNCH)
+        self._snapshot = definition.clone()
+        # The definition's nodes, those of children and bodies too, to the snapshot's.
+        pairs = zip(definition.walk(), self._snapshot.walk(), strict=True)
+        self._nodes = {node.handle: twin for node, twin in pairs}
+        self._disabled: set[Node] = set()
+        self._torn = False  # whether an update began and did not end
+        self._last: Mark | None = None  # the last launch: the next one waits for it
+        self._marks = _LaunchMarks()  # of the launch that runs
+        self._conditions = Conditions()
+        self._survey_conditions()
+        order = execution_order(self._snapshot, shuffle)
+        self._positions = {node: i for i, node in enumerate(order)}
+        self._steps = [self._step(node) for node in order]
+        self._survey()
+        self._bind()
+        for allocation in self._allocations:
+            allocation.holders += 1
+
+    def release_memory(self) -> None:
+        """Gives up the hold on the addresses of its alloc nodes.  Submitted launches still run."""
+        for allocation in self._allocations:
+            self._memory.unhold(allocation)
+
+    # --- compiling
+
+    def _compile(self, graph: GraphDefinition) -> tuple[Step, ...]:
+        return tuple(self._step(node) for node in execution_order(graph, self._shuffle))
+
+    def _step(self, node: Node) -> Step:
+        if node in self._disabled:
+            return nothing
+        memory, params = self._memory, node.params
+        match params:
+            case EventRecordNodeParams():
+                return self._record_step(params.event)
+            case EventWaitNodeParams():
+                return self._wait_step(params.event)
+            case AllocNodeParams():
+                allocated = memory.reserved[params.address]
+                return lambda: memory.add(allocated, "exec_launch")
+            case FreeNodeParams():
+                freed = memory.reserved[params.address]
+                return lambda: memory.remove(freed)
+            case ConditionalNodeParams():
+                bodies = tuple(self._compile(body) for body in node.bodies)
+                context, conditions = self._compiler.context, self._conditions
+                return conditional_step(context, params.kind, params.handle, bodies, conditions)
+            case ChildGraphNodeParams():
+                assert node.child is not None
+                steps = self._compile(node.child)
+                return lambda: run_steps(steps)
+            case _:
+                return self._compiler.step("graph_instantiate", params, self._conditions)
+
+    def _record_step(self, event: EventHandle) -> Step:
+        return lambda: self._marks.records[event].stamp()
+
+    def _wait_step(self, event: EventHandle) -> Step:
+        def step() -> None:
+            mark = self._marks.waits.get(event)
+            if mark is not None:
+                mark.wait()
+
+        return step
+
+    def _recompile(self, node: Node) -> None:
+        """Compiles the node of the outermost graph that `node` is, or is inside of."""
+        while node.graph.owner is not None:
+            node = node.graph.owner
+        self._steps[self._positions[node]] = self._step(node)
+
+    def _survey(self) -> None:
+        """Notes the events and memory that a launch has to take care of."""
+        reserved = self._memory.reserved
+        params = [node.params for node in self._snapshot.walk()]
+        self._records = [p.event for p in params if isinstance(p, EventRecordNodeParams)]
+        self._waits = [p.event for p in params if isinstance(p, EventWaitNodeParams)]
+        freed = {p.address for p in params if isinstance(p, FreeNodeParams)}
+        made = [p.address for p in params if isinstance(p, AllocNodeParams)]
+        # What it allocates, what of that it does not free, and what it frees of other graphs.
+        self._allocations = [reserved[address] for address in made]
+        self._leaves = [reserved[address] for address in made if address not in freed]
+        self._frees = [reserved[a] for a in freed if a not in made and a in reserved]
+        self._plain = not (self._records or self._waits or self._allocations or self._frees)
+
+    def _survey_conditions(self) -> None:
+        """Makes the values of conditional handles known; those of running launches stay."""
+        values, defaults = self._conditions.values, {}
+        for node in self._snapshot.walk():
+            if isinstance(node.params, ConditionalNodeParams):
+                condition = node.condition
+                values.setdefault(condition.handle, 0)
+                if condition.reset_at_launch:
+                    defaults[int(condition.handle)] = condition.default
+        self._conditions.defaults = defaults
+
+    def _bind(self) -> None:
+        """Makes the task of a launch from the steps as they are now."""
+        steps = tuple(self._steps)
+        values, defaults = self._conditions.values, self._conditions.defaults
+        if defaults:
+
+            def task() -> None:
+                values.update(defaults)
+                for step in steps:
+                    step()
+
+        else:
+
+            def task() -> None:
+                for step in steps:
+                    step()
+
+        self._task: Callable[[], None] = task
+
+    # --- launching
+
+    def launch(self, stream: Stream) -> None:
+        call = "exec_launch"
+        stream.refuse_capturing(call)
+        queue, last = stream.queue, self._last
+        if not self._plain:
+            for event in (*self._records, *self._waits):
+                self._compiler.events.find(call, event)
+            self._take_memory(call)
+        if last is not None and last.queue is not queue and not last.done():
+            queue.submit(last.wait)
+        # Every submission holds the lock, so the number of the next one is known.
+        self._last = mark = Mark(queue, queue.submitted + 1)
+        queue.submit(self._task if self._plain else self._task_with(mark))
+
+    def launch_prepared(self, stream: Stream) -> None:
+        """`launch` by a caller that looks up no handles: raises if one would be unknown now."""
+        if self.destroyed or stream.destroyed:
+            what = "executable" if self.destroyed else "stream"
+            raise driver_error(
+                Status.INVALID_HANDLE, "exec_launch", f"the prepared {what} was destroyed"
+            )
+        self.launch(stream)
+
+    def _take_memory(self, call: str) -> None:
+        """Accounts for a launch's memory when it is submitted, or refuses the launch."""
+        for allocation in self._leaves:
+            if allocation.outstanding and not self._auto_free:
+                raise driver_error(
+                    Status.INVALID_VALUE,
+                    call,
+                    f"the last launch's memory at {allocation.address:#x} was not freed "
+                    "(or instantiate with AUTO_FREE_ON_LAUNCH)",
+                )
+        for allocation in self._frees:
+            if not allocation.outstanding:
+                raise driver_error(
+                    Status.INVALID_VALUE, call, f"nothing is allocated at {allocation.address:#x}"
+                )
+        wanted = sum(a.nbytes for a in self._allocations if not a.outstanding)
+        free = self._memory.free
+        if wanted > free:
+            raise driver_error(
+                Status.OUT_OF_MEMORY, call, f"its alloc nodes want {wanted} bytes, {free} are free"
+            )
+        for allocation in self._leaves:
+            allocation.outstanding = True
+        for allocation in self._frees:
+            allocation.outstanding = False
+
+    def _task_with(self, launch: Mark) -> Callable[[], None]:
+        """The task of a launch whose nodes record or wait for events, or own memory.
+
+        The marks of the events are taken now, as CUDA does, and not when the launch runs.
+        """
+        task, memory, events = self._task, self._memory, self._compiler.events
+        freed = list(self._leaves) if self._auto_free else []
+        latches = {event: Latch(launch.queue, launch.number) for event in self._records}
+        waits = {
+            event: mark
+            for event in self._waits
+            if event not in latches and (mark := events[event].mark) is not None
+        }
+        for event, latch in latches.items():
+            events[event].mark = latch
+            events[event].captured = None
+        marks = _LaunchMarks(latches, waits)
+
+        def run() -> None:
+            for allocation in freed:
+                memory.remove(allocation)
+            self._marks = marks
+            task()
+
+        return run
+
+    # --- changing
+
+    def node(self, call: str, handle: NodeHandle) -> Node:
+        """The snapshot's node for a node of the definition."""
+        found = self._nodes.get(handle)
+        if found is None:
+            raise driver_error(
+                Status.INVALID_VALUE,
+                call,
+                "the node is not of the graph that the executable was made from",
+                node=handle,
+            )
+        return found
+
+    def _check_settable(self, call: str, node: Node, params: NodeParams) -> None:
+        kind = KINDS.get(type(params))
+        if kind != node.kind:
+            asked = "opaque" if kind is None else kind.name
+            raise driver_error(
+                Status.INVALID_VALUE,
+                call,
+                f"it is a {node.kind.name} node, not {asked}",
+                node=node.original,
+            )
+        if kind not in _SETTABLE:
+            raise driver_error(
+                Status.NOT_SUPPORTED, call, f"a {node.kind.name} node is fixed", node=node.original
+            )
+
+    def set_params(self, call: str, node: Node, params: NodeParams) -> None:
+        self._check_settable(call, node, params)
+        if isinstance(params, EmptyNodeParams):
+            return
+        if isinstance(params, ChildGraphNodeParams):
+            self._set_child(call, node, self.definition.tables.graphs.find(call, params.graph))
+            return
+        self._compiler.check(call, params)
+        why = _why_not(node.params, params, self._memory.is_pinned)
+        if why:
+            raise driver_error(Status.INVALID_VALUE, call, why, node=node.original)
+        before, node.params = node.params, params
+        try:
+            self._recompile(node)
+        except BaseException:
+            node.params = before
+            raise
+        if isinstance(params, EventRecordNodeParams | EventWaitNodeParams):
+            self._survey()
+        self._bind()
+
+    def _set_child(self, call: str, node: Node, new: GraphDefinition) -> None:
+        assert node.child is not None
+        outcome = _compare(node.child, new, self._memory.is_pinned)
+        if outcome is not _SUCCESS:
+            raise driver_error(
+                Status.GRAPH_EXEC_UPDATE_FAILURE,
+                call,
+                f"the child graph differs ({outcome.verdict.name})",
+                node=node.original,
+            )
+        _adopt(node.child, new)
+        self._recompile(node)
+        self._survey_conditions()
+        self._survey()
+        self._bind()
+
+    def enabled(self, call: str, node: Node) -> bool:
+        if node.kind not in _SWITCHABLE:
+            raise driver_error(
+                Status.INVALID_VALUE,
+                call,
+                f"a {node.kind.name} node cannot be switched off",
+                node=node.original,
+            )
+        return node not in self._disabled
+
+    def set_enabled(self, call: str, node: Node, enabled: bool) -> None:
+        self.enabled(call, node)
+        if enabled:
+            self._disabled.discard(node)
+        else:
+            self._disabled.add(node)
+        self._recompile(node)
+        self._bind()
+
+    def update(self, new: GraphDefinition) -> UpdateOutcome:
+        outcome = _compare(self._snapshot, new, self._memory.is_pinned)
+        if outcome is not _SUCCESS:
+            return outcome
+        for node in new.walk():
+            if not self._compiler.knows(node.params):
+                return UpdateOutcome(UpdateVerdict.ERROR, node.handle)
+        # An update that was interrupted may have changed nodes and not yet their steps.
+        torn, self._torn = self._torn, True
+        changed = _adopt(self._snapshot, new)
+        if torn:
+            changed = list(self._positions)
+        self._survey_conditions()
+        if changed:
+            steps = self._steps.copy()
+            for node in changed:
+                steps[self._positions[node]] = self._step(node)
+            self._steps = steps
+            self._survey()
+        self._bind()
+        self._torn = False
+        return _SUCCESS
+
+
+# ------------------------------------------------------------------------- CUDA's rules for updates
+
+
+def _dimensions(params: MemcpyNodeParams | MemsetNodeParams) -> int:
+    if isinstance(params, MemcpyNodeParams) and params.depth > 1:
+        return 3
+    return 2 if params.height > 1 else 1
+
+
+def _why_not(old: NodeParams, new: NodeParams, is_pinned: Callable[[int], bool]) -> str:
+    """Why a node's parameters cannot be replaced by others of the same kind; empty if they can."""
+    if isinstance(old, MemcpyNodeParams) and isinstance(new, MemcpyNodeParams):
+        if _dimensions(old) != _dimensions(new):
+            return f"a {_dimensions(old)}-D copy cannot become {_dimensions(new)}-D"
+        if is_pinned(old.dst) != is_pinned(new.dst) or is_pinned(old.src) != is_pinned(new.src):
+            return "a copy cannot change between device and pinned memory"
+    if (
+        isinstance(old, MemsetNodeParams)
+        and isinstance(new, MemsetNodeParams)
+        and _dimensions(old) != _dimensions(new)
+    ):
+        return f"a {_dimensions(old)}-D fill cannot become {_dimensions(new)}-D"
+    return ""
+
+
+def _compare(
+    old: GraphDefinition, new: GraphDefinition, is_pinned: Callable[[int], bool]
+) -> UpdateOutcome:
+    """Whether the executable's snapshot `old` may become `new`.
+
+    Nodes pair by order of creation.  CUDA pairs them along the edges, so it also takes an equal
+    graph whose nodes were created in another order (measured); its documentation asks for the same
+    order all the same.
+    """
+    before, after = list(old.nodes.values()), list(new.nodes.values())
+    if len(before) != len(after):
+        return UpdateOutcome(UpdateVerdict.TOPOLOGY_CHANGED)
+    old_index = {node: i for i, node in enumerate(before)}
+    new_index = {node: i for i, node in enumerate(after)}
+    for was, is_ in zip(before, after, strict=True):
+        if was.kind != is_.kind:
+            return UpdateOutcome(UpdateVerdict.NODE_TYPE_CHANGED, is_.handle)
+        if len(was.incoming) != len(is_.incoming):
+            return UpdateOutcome(UpdateVerdict.TOPOLOGY_CHANGED, is_.handle)
+        edges = [(old_index[source], data) for source, data in was.incoming]
+        for source, data in is_.incoming:
+            if (new_index[source], data) not in edges:
+                return UpdateOutcome(UpdateVerdict.TOPOLOGY_CHANGED, is_.handle, source.handle)
+        if was.params == is_.params and not was.inner:
+            continue
+        outcome = _compare_nodes(was, is_, is_pinned)
+        if outcome is not _SUCCESS:
+            return outcome
+    return _SUCCESS
+
+
+def _compare_nodes(was: Node, is_: Node, is_pinned: Callable[[int], bool]) -> UpdateOutcome:
+    changed = UpdateOutcome(UpdateVerdict.PARAMETERS_CHANGED, is_.handle)
+    if was.kind in MEMORY_KINDS and was.params != is_.params:
+        return changed
+    if _why_not(was.params, is_.params, is_pinned):
+        return changed
+    if isinstance(was.params, ConditionalNodeParams):
+        assert isinstance(is_.params, ConditionalNodeParams)
+        if was.params.kind != is_.params.kind or was.params.size != is_.params.size:
+            return changed
+        one, other = was.condition, is_.condition
+        if (one.default, one.reset_at_launch) != (other.default, other.reset_at_launch):
+            return changed
+    for inner, new_inner in zip(was.inner, is_.inner, strict=True):
+        outcome = _compare(inner, new_inner, is_pinned)
+        if outcome is not _SUCCESS:
+            # CUDA names no node of an inner graph that lacks or has too many.
+            return UpdateOutcome(outcome.verdict, is_.handle) if outcome.node is None else outcome
+    return _SUCCESS
+
+
+def _adopt(old: GraphDefinition, new: GraphDefinition) -> list[Node]:
+    """Gives the nodes of `old` the parameters of `new`; the nodes whose steps change."""
+    changed: list[Node] = []
+    for was, is_ in zip(old.nodes.values(), new.nodes.values(), strict=True):
+        differs = was.params != is_.params
+        if isinstance(is_.params, ConditionalNodeParams) and differs:
+            was.graph.conditions[is_.params.handle] = is_.condition
+        if differs:
+            was.params = is_.params
+        for inner, new_inner in zip(was.inner, is_.inner, strict=True):
+            differs = bool(_adopt(inner, new_inner)) or differs
+        if differs:
+            changed.append(was)
+    return changed

@@ -18,7 +18,7 @@ from ostinato.driver.forking import new_lock
 from ostinato.driver.host.kernel import HostKernel, PointerParameter
 from ostinato.errors import Status, driver_error
 
-__all__ = ["ALIGNMENT", "POISON", "Allocation", "MemoryTable", "reserve"]
+__all__ = ["POISON", "Allocation", "MemoryTable", "bytes_of"]
 
 POISON = 0xA5
 ALIGNMENT = 256
@@ -43,10 +43,10 @@ class Allocation:
     """Of a graph's allocation: the definitions and executables that name it."""
 
 
-def reserve(
+def _new_allocation(
     nbytes: int, call: str, *, pinned: bool = False, graph_owned: bool = False
 ) -> Allocation:
-    """Address space for an allocation; no page is touched yet."""
+    """Address space for an allocation; no page is touched yet.  Raises OUT_OF_MEMORY."""
     try:
         # One alignment more than needed, so that two allocations are never adjacent.
         raw = np.empty(nbytes + 2 * ALIGNMENT, dtype=np.uint8)
@@ -58,6 +58,14 @@ def reserve(
     address = -(-start // ALIGNMENT) * ALIGNMENT
     data = raw[address - start : address - start + nbytes]
     return Allocation(address, nbytes, data, pinned, graph_owned)
+
+
+def bytes_of(call: str, view: memoryview) -> npt.NDArray[np.uint8]:
+    """The bytes of a host buffer, without a copy.  Raises INVALID_VALUE if it has gaps."""
+    try:
+        return np.frombuffer(view, dtype=np.uint8)
+    except (BufferError, ValueError) as error:
+        raise driver_error(Status.INVALID_VALUE, call, str(error)) from error
 
 
 _address = operator.attrgetter("address")
@@ -74,7 +82,7 @@ class MemoryTable:
         self._used: int | None = 0
         """Bytes of device memory in it; None if it has to be added up again."""
         self._generation = 0
-        # Graph allocations by address.  Whether one is live depends on the order of the streams.
+        # Allocations of alloc nodes by address.  Whether one is live depends on stream order.
         self.reserved: dict[int, Allocation] = {}
         # (id of a loaded function, argument bytes) to the values it is called with.  The views
         # hold their memory, so it is emptied whenever anything is freed.
@@ -93,21 +101,52 @@ class MemoryTable:
     def free(self) -> int:
         return self.total - self.used
 
+    def allocate(self, call: str, nbytes: int, *, pinned: bool) -> int:
+        """The address of new memory."""
+        if nbytes <= 0:
+            raise driver_error(Status.INVALID_VALUE, call, f"{nbytes} bytes")
+        if not pinned:
+            self._refuse_more(call, nbytes)
+        allocation = _new_allocation(nbytes, call, pinned=pinned)
+        self.add(allocation, call)
+        return allocation.address
+
+    def release(self, call: str, address: int, *, pinned: bool) -> None:
+        """Frees memory of `allocate` or of an alloc node.  Work that uses it must have ended."""
+        allocation = self.find(address)
+        if (
+            allocation is None
+            or allocation.address != address
+            or allocation.pinned != pinned
+            or not self.remove(allocation)
+        ):
+            what = "pinned" if pinned else "device"
+            raise driver_error(
+                Status.INVALID_VALUE, call, f"{address:#x} does not begin {what} memory"
+            )
+        if allocation.graph_owned:
+            allocation.outstanding = False
+            self._drop_reserved(allocation)
+
+    def _refuse_more(self, call: str, nbytes: int) -> None:
+        if nbytes > self.free:
+            raise driver_error(
+                Status.OUT_OF_MEMORY,
+                call,
+                f"{nbytes} bytes wanted, {self.free} of {self.total} are free",
+            )
+
     def add(self, allocation: Allocation, call: str) -> None:
         """Makes an allocation live, with poisoned content.  Pinned memory is not device memory."""
         allocation.data.fill(POISON)
         with self.lock:
-            if not allocation.pinned and self.used + allocation.nbytes > self.total:
-                raise driver_error(
-                    Status.OUT_OF_MEMORY,
-                    call,
-                    f"{allocation.nbytes} bytes wanted, {self.free} of {self.total} are free",
-                )
+            if not allocation.pinned:
+                self._refuse_more(call, allocation.nbytes)
             self._used = None
             bisect.insort(self._live, allocation, key=_address)
 
     def remove(self, allocation: Allocation) -> bool:
-        """Ends an allocation; False if it was not live."""
+        """Ends an allocation.  Returns False if it was not live."""
         with self.lock:
             at = bisect.bisect_right(self._live, allocation.address, key=_address) - 1
             if at < 0 or self._live[at] is not allocation:
@@ -125,6 +164,33 @@ class MemoryTable:
             self._used = None
             self._live.clear()
 
+    # --- addresses of alloc nodes
+
+    def reserve(self, call: str, nbytes: int) -> Allocation:
+        """Reserves an address for an alloc node until the last holder gives it up."""
+        allocation = _new_allocation(nbytes, call, graph_owned=True)
+        allocation.holders = 1
+        self.reserved[allocation.address] = allocation
+        return allocation
+
+    def unhold(self, allocation: Allocation) -> None:
+        """One definition or executable that names the address is destroyed."""
+        allocation.holders -= 1
+        self._drop_reserved(allocation)
+
+    def _drop_reserved(self, allocation: Allocation) -> None:
+        """Gives a reserved address back once nothing can name it any more."""
+        if allocation.holders <= 0 and not allocation.outstanding:
+            self.reserved.pop(allocation.address, None)
+
+    def _reserved_at(self, address: int) -> Allocation | None:
+        for allocation in tuple(self.reserved.values()):
+            if allocation.address <= address < allocation.address + allocation.nbytes:
+                return allocation
+        return None
+
+    # --- what is at an address
+
     def find(self, address: int) -> Allocation | None:
         """The live allocation that holds the address."""
         with self.lock:
@@ -138,18 +204,6 @@ class MemoryTable:
         allocation = self.find(address)
         return None if allocation is None else MemoryRange(allocation.address, allocation.nbytes)
 
-    def drop_reserved(self, allocation: Allocation) -> None:
-        """Gives a graph's address space back once no definition and no executable uses it."""
-        if allocation.holders <= 0 and not allocation.outstanding:
-            self.reserved.pop(allocation.address, None)
-
-    def reserved_at(self, address: int) -> Allocation | None:
-        """The graph's allocation, live or not, that holds the address."""
-        for allocation in tuple(self.reserved.values()):
-            if allocation.address <= address < allocation.address + allocation.nbytes:
-                return allocation
-        return None
-
     def is_pinned(self, address: int) -> bool:
         allocation = self.find(address)
         return allocation is not None and allocation.pinned
@@ -158,7 +212,7 @@ class MemoryTable:
         """Raises INVALID_VALUE for bytes outside of allocations, if that is known at the call."""
         allocation = self.find(address)
         if allocation is None:
-            allocation = self.reserved_at(address)
+            allocation = self._reserved_at(address)
         if allocation is None:
             raise driver_error(
                 Status.INVALID_VALUE, call, f"{what} {address:#x} is in no live allocation"
@@ -170,6 +224,15 @@ class MemoryTable:
                 f"{what}: {nbytes} bytes at {address:#x} pass the end of the allocation "
                 f"({allocation.nbytes} bytes at {allocation.address:#x})",
             )
+
+    def pinned_view(self, call: str, address: int, nbytes: int) -> memoryview:
+        """The bytes of pinned memory, writable."""
+        self.check(address, nbytes, call, "address")
+        allocation = self.find(address)
+        if allocation is None or not allocation.pinned:
+            raise driver_error(Status.INVALID_VALUE, call, f"{address:#x} is not pinned memory")
+        start = address - allocation.address
+        return allocation.data[start : start + nbytes].data
 
     def view(self, address: int, nbytes: int, what: str) -> npt.NDArray[np.uint8]:
         """The bytes, for work that runs.  Raises ILLEGAL_ADDRESS, which poisons the driver."""

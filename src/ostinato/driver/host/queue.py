@@ -1,7 +1,7 @@
-"""Streams of the host driver: ordered queues, each drained by a thread of its own.
+"""Where work of the host driver runs: queues of tasks, each with a thread of its own.
 
-Nothing here holds the driver: the threads hold only their queue and the `HostContext`, so that a
-driver that was dropped can be collected while its threads still wait for work.
+A thread refers to its queue and to the `HostContext`, and never to the driver.  So a driver without
+references is collected, and its threads end, also while they wait for work.
 """
 
 from __future__ import annotations
@@ -12,35 +12,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ostinato.driver.callbacks import mark_thread
 from ostinato.driver.forking import FORKED, new_lock
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.host.memory import MemoryTable
-from ostinato.errors import ContextPoisonedError, DriverError, Status
+from ostinato.errors import ContextPoisonedError, DriverError, Status, driver_error
 
-if TYPE_CHECKING:
-    from ostinato.driver.host.capture import Capture
-    from ostinato.driver.host.definition import Node
-
-__all__ = [
-    "CapturedMark",
-    "Event",
-    "Failure",
-    "HostContext",
-    "Latch",
-    "Mark",
-    "Stream",
-    "WorkQueue",
-]
+__all__ = ["Failure", "HostContext", "Latch", "Mark", "WorkQueue"]
 
 Task: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why nothing on the context works any more."""
+    """Why the context is poisoned: every later call raises `status`."""
 
     status: int
     cause: BaseException
@@ -48,7 +35,10 @@ class Failure:
 
 
 def _failure(error: BaseException) -> Failure:
-    """The status for a failure of running work; the traceback shows which kernel it was."""
+    """The failure that an exception of running work causes.
+
+    The traceback has the name of the kernel: the step that called it has a variable `kernel`.
+    """
     status = int(Status.ILLEGAL_ADDRESS if isinstance(error, IndexError) else Status.LAUNCH_FAILED)
     detail = f"{type(error).__name__}: {error}"
     if isinstance(error, DriverError):
@@ -67,7 +57,7 @@ def _failure(error: BaseException) -> Failure:
 
 
 class HostContext:
-    """What running work needs: the memory, the queues, the failure that poisoned the context."""
+    """What running work needs: the memory and the queues; whether it was closed or poisoned."""
 
     def __init__(self, total_memory: int) -> None:
         self.memory = MemoryTable(total_memory)
@@ -75,8 +65,29 @@ class HostContext:
         self.closed = False
         self.why_closed = "the host driver was closed"
         self.queues: set[WorkQueue] = set()
-        # Threads that run work: the driver refuses their calls, as CUDA does in host functions.
+        # Threads that run work.  The driver refuses their calls.
         self.workers: set[int] = set()
+
+    def enter(self, call: str) -> str:
+        """Raises if the context is closed or poisoned, and on a thread that runs work.
+
+        Returns `call`, the name of the driver's call that begins.
+        """
+        if self.closed:
+            raise driver_error(Status.INVALID_CONTEXT, call, self.why_closed)
+        if threading.get_ident() in self.workers:
+            raise driver_error(
+                Status.NOT_PERMITTED, call, "kernels and host functions must not call the driver"
+            )
+        if self.failure is not None:
+            self.raise_failure(call)
+        return call
+
+    def raise_failure(self, call: str) -> None:
+        """Raises the failure that poisoned the context, if one did."""
+        failure = self.failure
+        if failure is not None:
+            raise driver_error(failure.status, call, failure.detail) from failure.cause
 
     def fail(self, error: BaseException) -> None:
         """Poisons the context; the first failure is kept."""
@@ -89,7 +100,7 @@ class HostContext:
         return self.closed or self.failure is not None
 
     def after_fork(self) -> None:
-        """In a forked child, where the threads do not exist."""
+        """In a forked child, which has none of the threads: every later call says so."""
         self.closed, self.why_closed = True, FORKED
         self.queues.clear()
 
@@ -170,7 +181,8 @@ class WorkQueue:
     def reached(self, number: int) -> bool:
         """Whether task `number` is done, was dropped, or was never submitted.
 
-        A number that was never submitted belongs to a task whose submission was interrupted.
+        A number that was never submitted counts as reached: the submission of its task was
+        interrupted.
         """
         if self.completed >= number or number > self.submitted:
             return True
@@ -280,7 +292,7 @@ class Latch(Mark):
         return self._reached.is_set() or super().done()
 
     def wait(self) -> None:
-        # The launch may be dropped, and then the latch is never set: look at its end as well.
+        # A launch that is dropped never sets the latch: look for the launch's end as well.
         while not self._reached.wait(0.02):
             if super().done():
                 return
@@ -288,39 +300,3 @@ class Latch(Mark):
     def stamp(self) -> None:
         super().stamp()
         self._reached.set()
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedMark:
-    """A place in a capture: the nodes that work after it would depend on."""
-
-    capture: Capture
-    dependencies: tuple[Node, ...]
-
-
-@dataclass(slots=True, eq=False)
-class Event:
-    handle: int
-    timing: bool
-    mark: Mark | None = None
-    """The last record outside of captures; None counts as done."""
-    captured: CapturedMark | None = None
-    """The last record, if it was in a capture."""
-    destroyed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    handle: int
-    queue: WorkQueue
-    joined: Capture | None = None
-    """The last capture that it began or was pulled into, also if that has ended."""
-    dependencies: tuple[Node, ...] = ()
-    """While it captures: the nodes that its next node depends on."""
-    destroyed: bool = False
-
-    @property
-    def capture(self) -> Capture | None:
-        """The capture under way on it."""
-        joined = self.joined
-        return joined if joined is not None and joined.under_way else None

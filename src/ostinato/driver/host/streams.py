@@ -1,167 +1,388 @@
-"""The streams and events of the host driver, and how work is submitted."""
+"""Streams and events of the host driver, and the captures that they join.
+
+States of a stream: it captures nothing; it captures (`Stream.capture` is set: it began the capture,
+or an event pulled it in); its capture is broken (`Capture.broken` is set: everything but the end
+of the capture is refused with 901).  Ending the capture, well or not, frees all its streams.
+
+A capture begins when its origin joins it and ends when `ended` is set.  Each is one assignment, so
+that an interruption leaves the capture either begun or not, and either ended or not.
+
+The caller of a method must hold the driver's lock.  `Captures.forbid` takes it, and the mode of a
+thread needs none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import threading
+from dataclasses import dataclass, field
+from typing import Any
 
-from ostinato.driver.api import EventHandle, HostNodeParams, NodeParams, StreamHandle
-from ostinato.driver.host.capture import CaptureCalls
-from ostinato.driver.host.definition import new_handle
-from ostinato.driver.host.queue import Event, Mark, Stream, WorkQueue
+from ostinato.driver.api import (
+    CaptureInfo,
+    CaptureMode,
+    CaptureStatus,
+    EdgeData,
+    EdgeType,
+    EventHandle,
+    KernelNodeParams,
+    NodeKind,
+    NodeParams,
+    StreamHandle,
+)
+from ostinato.driver.host.definition import GraphDefinition, Node, ancestors
+from ostinato.driver.host.queue import Mark, WorkQueue
 from ostinato.errors import Status, driver_error
 
-__all__ = ["StreamCalls"]
+__all__ = ["Capture", "Captures", "Event", "Stream"]
+
+_numbers = itertools.count(1)
+
+_ENDED = "the event was recorded in a capture that has ended: record it again"
+
+# A kernel with programmatic stream serialization may start when the kernel before it allows.
+_PROGRAMMATIC = EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)
 
 
-class StreamCalls(CaptureCalls):
-    def _submit(self, call: str, stream: Stream, params: NodeParams) -> None:
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A stream: a queue that runs its work, and while it captures a place in a graph."""
+
+    handle: StreamHandle
+    queue: WorkQueue
+    joined: Capture | None = None
+    """The last capture that it began or was pulled into, also if that has ended."""
+    dependencies: tuple[Node, ...] = ()
+    """While it captures: the nodes that its next node depends on."""
+    destroyed: bool = False
+
+    @property
+    def capture(self) -> Capture | None:
+        """The capture under way on it."""
+        joined = self.joined
+        return joined if joined is not None and joined.under_way else None
+
+    def refuse_capturing(self, call: str) -> None:
+        """Raises 900 and breaks the capture if the stream captures, broken already or not."""
+        capture = self.capture
+        if capture is not None:
+            capture.broken = True
+            raise driver_error(
+                Status.STREAM_CAPTURE_UNSUPPORTED, call, f"stream {self.handle:#x} is capturing"
+            )
+
+    def check_can_begin(self, call: str) -> None:
+        """Raises 906 for the legacy stream, 401 for a stream that captures."""
+        if self.handle == 0:
+            raise driver_error(
+                Status.STREAM_CAPTURE_IMPLICIT, call, "the legacy stream cannot capture"
+            )
+        if self.capture is not None:
+            raise driver_error(Status.ILLEGAL_STATE, call, "the stream captures already")
+
+    def capture_info(self) -> CaptureInfo:
+        capture = self.capture
+        if capture is None:
+            return CaptureInfo(CaptureStatus.NONE)
+        if capture.broken:
+            return CaptureInfo(CaptureStatus.INVALIDATED, capture.number)
+        return CaptureInfo(
+            CaptureStatus.ACTIVE,
+            capture.number,
+            capture.graph.handle,
+            tuple(node.handle for node in self.dependencies),
+        )
+
+    def wait_event(self, call: str, event: Event) -> None:
+        """Makes later work wait for the event's last record: a task, or edges of a capture."""
+        capture = self.capture
+        if capture is not None:
+            self._wait_in_capture(call, capture, event)
+        elif event.captured is not None:
+            self._join(call, event.captured)
+        else:
+            mark = event.mark
+            if mark is not None and mark.queue is not self.queue and not mark.done():
+                self.queue.submit(mark.wait)
+
+    def _wait_in_capture(self, call: str, capture: Capture, event: Event) -> None:
+        capture.refuse_broken(call)
+        mark = event.captured
+        if mark is None:
+            if event.mark is None:
+                return  # never recorded: nothing to wait for
+            capture.broken = True
+            raise driver_error(
+                Status.STREAM_CAPTURE_ISOLATION,
+                call,
+                "the event was recorded outside of the capture",
+            )
+        if mark.capture is not capture:
+            capture.broken = True
+            if mark.capture.ended:
+                raise driver_error(Status.INVALID_VALUE, call, _ENDED)
+            mark.capture.broken = True
+            raise driver_error(Status.STREAM_CAPTURE_MERGE, call)
+        merged = dict.fromkeys((*self.dependencies, *mark.dependencies))
+        self.dependencies = tuple(merged)
+
+    def _join(self, call: str, mark: CapturedMark) -> None:
+        """Pulls this stream, which does not capture, into the capture of an event."""
+        capture = mark.capture
+        if capture.ended:
+            raise driver_error(Status.INVALID_VALUE, call, _ENDED)
+        if capture.broken:
+            raise driver_error(
+                Status.INVALID_VALUE, call, "the event was recorded in a capture that is broken"
+            )
+        if self.handle == 0:
+            capture.broken = True
+            raise driver_error(
+                Status.STREAM_CAPTURE_IMPLICIT, call, "the legacy stream cannot join a capture"
+            )
+        self.dependencies = mark.dependencies
+        capture.streams.append(self)
+        self.joined = capture
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """An event.  Its last record is either in `mark` or in `captured`."""
+
+    handle: EventHandle
+    timing: bool
+    mark: Mark | None = None
+    """The last record outside of captures; None counts as done."""
+    captured: CapturedMark | None = None
+    """The last record, if it was in a capture."""
+
+    def record(self, call: str, stream: Stream) -> None:
+        capture = stream.capture
+        if capture is not None:
+            capture.refuse_broken(call)
+            self.captured = CapturedMark(capture, stream.dependencies)
+            return
+        queue = stream.queue
+        mark = Mark(queue, queue.submitted)
+        if self.timing:
+            mark.number += 1
+            queue.submit(mark.stamp)
+        self.mark = mark
+        self.captured = None
+
+    def refuse_captured(self, call: str, *, breaks: bool) -> None:
+        """Raises 907 if it was last recorded in a capture: it has neither state nor time then."""
+        mark = self.captured
+        if mark is None:
+            return
+        if mark.capture.ended:
+            raise driver_error(Status.INVALID_VALUE, call, _ENDED)
+        if breaks:
+            mark.capture.broken = True
+        raise driver_error(Status.CAPTURED_EVENT, call, f"event {self.handle:#x}")
+
+    def time(self, call: str) -> float:
+        """When the last record was reached, in seconds."""
+        mark = self.mark
+        if not self.timing or mark is None:
+            why = "was never recorded" if self.timing else "was made without timing"
+            raise driver_error(Status.INVALID_HANDLE, call, f"event {self.handle:#x} {why}")
+        if not mark.done() or mark.time is None:
+            raise driver_error(Status.NOT_READY, call, f"event {self.handle:#x}")
+        return mark.time
+
+
+@dataclass(slots=True, eq=False)
+class Capture:
+    """A capture into a graph, which is destroyed if the capture breaks."""
+
+    mode: CaptureMode
+    thread: int
+    graph: GraphDefinition
+    origin: Stream
+    number: int = field(default_factory=_numbers.__next__)
+    streams: list[Stream] = field(default_factory=list)
+    """Every stream that joined, also one that was destroyed since: it may be unjoined."""
+    broken: bool = False
+    ended: bool = False
+
+    @property
+    def under_way(self) -> bool:
+        return not self.ended and self.origin.joined is self
+
+    def forbids(self, thread: int, thread_mode: CaptureMode) -> bool:
+        """Whether a potentially unsafe call of a thread in that mode breaks this capture.
+
+        A broken capture still forbids, until it is ended.
+        """
+        if CaptureMode.RELAXED in (self.mode, thread_mode):
+            return False
+        if self.thread == thread:
+            return True
+        return self.mode == CaptureMode.GLOBAL and thread_mode == CaptureMode.GLOBAL
+
+    def refuse_broken(self, call: str) -> None:
+        """Raises 901 if the capture is broken."""
+        if self.broken:
+            raise driver_error(Status.STREAM_CAPTURE_INVALIDATED, call)
+
+    def add(self, call: str, stream: Stream, params: NodeParams) -> None:
+        """Adds a node for work that was submitted to a stream and checked."""
+        before = stream.dependencies
+        edge_data = None
+        if (
+            isinstance(params, KernelNodeParams)
+            and params.config.programmatic
+            and before
+            and all(node.kind == NodeKind.KERNEL for node in before)
+        ):
+            edge_data = (_PROGRAMMATIC,) * len(before)
+        stream.dependencies = (self.graph.add(call, before, params, edge_data),)
+
+    def unjoined(self) -> Stream | None:
+        """A stream with nodes that the origin has not waited for."""
+        joined = ancestors(self.origin.dependencies)
+        found = None
+        for forked in self.streams:
+            if any(node not in joined for node in forked.dependencies):
+                found = forked
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedMark:
+    """A place in a capture: the nodes that work after it would depend on."""
+
+    capture: Capture
+    dependencies: tuple[Node, ...]
+
+
+class _Thread(threading.local):
+    mode = CaptureMode.GLOBAL
+    """How strictly the thread's own calls are judged.  CUDA begins with the strictest mode."""
+
+
+class Captures:
+    """The captures of a driver that are under way, and the calls that they forbid."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._thread = _Thread()
+        self._begun: list[Capture] = []
+        """Captures under way, and perhaps one whose begin or end was interrupted."""
+
+    @property
+    def under_way(self) -> list[Capture]:
+        return [capture for capture in self._begun if capture.under_way]
+
+    def fills(self, graph: GraphDefinition) -> bool:
+        """Whether a capture adds nodes to the graph."""
+        return any(capture.graph is graph for capture in self.under_way)
+
+    # --- what they forbid
+
+    def exchange_mode(self, mode: CaptureMode) -> CaptureMode:
+        """Sets the calling thread's mode and returns the one before."""
+        before, self._thread.mode = self._thread.mode, CaptureMode(mode)
+        return before
+
+    def forbid(self, call: str) -> None:
+        """Raises 900 for a call that captures forbid to this thread, and breaks those captures.
+
+        CUDA calls them potentially unsafe: they may wait for, or change, what a capture needs.
+        """
+        if not self._begun:
+            return
         with self._lock:
-            if stream.capture is not None:
-                self._node_captured(call, stream, params)
-                return
-            self._check_params(call, params)
-            stream.queue.submit(self._step(call, params))
-
-    def synchronize(self) -> None:
-        call = "synchronize"
-        self._enter(call)
-        with self._lock:
-            # In all capture modes: it would have to wait for all of their streams.
-            for capture in self._captures:
+            thread, mode = threading.get_ident(), self._thread.mode
+            harmed = [c for c in self.under_way if c.forbids(thread, mode)]
+            for capture in harmed:
                 capture.broken = True
-            if self._captures:
+            if harmed:
                 raise driver_error(
                     Status.STREAM_CAPTURE_UNSUPPORTED,
                     call,
-                    f"stream {self._captures[0].origin.handle:#x} is capturing",
+                    f"stream {harmed[0].origin.handle:#x} captures "
+                    f"({harmed[0].mode.name.lower()} mode)",
                 )
-        self._wait_for_all()
-        self._raise_failure(call)
 
-    # --- streams
+    def forbid_all(self, call: str) -> None:
+        """Raises 900 and breaks every capture, whatever its mode: `call` waits for all streams."""
+        under_way = self.under_way
+        for capture in under_way:
+            capture.broken = True
+        if under_way:
+            raise driver_error(
+                Status.STREAM_CAPTURE_UNSUPPORTED,
+                call,
+                f"stream {under_way[0].origin.handle:#x} is capturing",
+            )
 
-    def stream_create(self, *, priority: int = 0) -> StreamHandle:
-        # One thread runs each stream: there is nothing that a priority could change.
-        with self._entered("stream_create"):
-            handle = StreamHandle(new_handle())
-            name = f"ostinato-host-stream-{len(self._streams)}"
-            self._streams[handle] = Stream(handle, WorkQueue(self._context, name))
-            return handle
+    # --- begin and end
 
-    def stream_destroy(self, stream: StreamHandle) -> None:
-        call = "stream_destroy"
-        with self._entered(call):
-            target = self._stream(call, stream)
-            if target.handle == 0:
-                raise driver_error(
-                    Status.INVALID_HANDLE, call, "the legacy stream cannot be destroyed"
-                )
-            self._drop_stream(target)
-            target.destroyed = True
-            del self._streams[target.handle]
-            target.queue.stop(drop=False)
+    def begin(
+        self,
+        stream: Stream,
+        graph: GraphDefinition,
+        dependencies: tuple[Node, ...],
+        mode: CaptureMode,
+    ) -> None:
+        capture = Capture(CaptureMode(mode), threading.get_ident(), graph, stream)
+        capture.streams.append(stream)
+        stream.dependencies = dependencies
+        self._begun.append(capture)
+        stream.joined = capture
 
-    def stream_synchronize(self, stream: StreamHandle) -> None:
-        call = "stream_synchronize"
-        self._enter(call)
-        with self._lock:
-            target = self._stream(call, stream)
-            self._refuse_capturing(call, target)
-            self._forbid(call)  # of other streams, too
-        target.queue.wait(target.queue.submitted)
-        if self._context.failure is not None:
-            self._raise_failure(call)
+    def end(self, call: str, stream: Stream) -> GraphDefinition:
+        """Ends the capture on a stream and returns its graph.
 
-    def stream_query(self, stream: StreamHandle) -> bool:
-        call = "stream_query"
-        self._enter(call)
-        with self._lock:
-            target = self._stream(call, stream)
-            self._refuse_capturing(call, target)
-            self._forbid(call)  # of other streams, too
-        return target.queue.completed >= target.queue.submitted
+        Raises CUDA's status for a capture that went wrong.  It ends all the same, unless the stream
+        did not begin it.
+        """
+        capture = stream.capture
+        if capture is None:
+            raise driver_error(Status.ILLEGAL_STATE, call, "the stream does not capture")
+        if capture.origin is not stream:
+            capture.broken = True
+            raise driver_error(
+                Status.STREAM_CAPTURE_UNMATCHED,
+                call,
+                f"stream {capture.origin.handle:#x} began the capture",
+            )
+        if capture.mode != CaptureMode.RELAXED and capture.thread != threading.get_ident():
+            # CUDA ends the capture even so, and drops its graph.
+            self._finish(capture, keep=False)
+            raise driver_error(Status.STREAM_CAPTURE_WRONG_THREAD, call)
+        unjoined = None if capture.broken else capture.unjoined()
+        self._finish(capture, keep=not capture.broken and unjoined is None)
+        capture.refuse_broken(call)
+        if unjoined is not None:
+            raise driver_error(Status.STREAM_CAPTURE_UNJOINED, call, f"stream {unjoined.handle:#x}")
+        return capture.graph
 
-    def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
-        call = "stream_wait_event"
-        self._enter(call)
-        with self._lock:
-            target, awaited = self._stream(call, stream), self._event(call, event)
-            if target.capture is not None or awaited.captured is not None:
-                self._wait_captured(target, awaited)
-                return
-            mark = awaited.mark
-            if mark is not None and mark.queue is not target.queue and not mark.done():
-                target.queue.submit(mark.wait)
+    def _finish(self, capture: Capture, *, keep: bool) -> None:
+        capture.ended = True
+        for member in capture.streams:
+            member.dependencies = ()
+        self._begun = self.under_way
+        # As driver 580 does (measured): with the capture goes a graph that it went into, too.
+        if not keep and capture.graph.owner is None:
+            capture.graph.destroy()
 
-    def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
-        call = "launch_host_function"
-        self._enter(call)
-        self._submit(call, self._stream(call, stream), HostNodeParams(function))
+    def drop_stream(self, stream: Stream) -> None:
+        """Ends and drops the capture that a stream began, which is being destroyed.
 
-    # --- events
+        A capture that the stream was pulled into goes on, and its end finds the stream unjoined.
+        """
+        capture = stream.capture
+        if capture is not None and capture.origin is stream:
+            self._finish(capture, keep=False)
 
-    def event_create(self, *, timing: bool = False) -> EventHandle:
-        with self._entered("event_create"):
-            handle = EventHandle(new_handle())
-            self._events[handle] = Event(handle, timing)
-            return handle
+    def drop_node(self, node: Node) -> None:
+        """Removes a node from what the next captured nodes depend on."""
+        for capture in self.under_way:
+            for stream in capture.streams:
+                stream.dependencies = tuple(n for n in stream.dependencies if n is not node)
 
-    def event_destroy(self, event: EventHandle) -> None:
-        call = "event_destroy"
-        with self._entered(call):
-            self._event(call, event).destroyed = True
-            del self._events[event]
-
-    def event_record(self, event: EventHandle, stream: StreamHandle) -> None:
-        call = "event_record"
-        self._enter(call)
-        with self._lock:
-            recorded, target = self._event(call, event), self._stream(call, stream)
-            if target.capture is not None:
-                self._event_captured(recorded, target)
-                return
-            queue = target.queue
-            mark = Mark(queue, queue.submitted)
-            if recorded.timing:
-                mark.number += 1
-                queue.submit(mark.stamp)
-            recorded.mark = mark
-            recorded.captured = None
-
-    def _state_of(self, call: str, event: EventHandle) -> Mark | None:
-        with self._lock:
-            found = self._event(call, event)
-            self._refuse_captured(call, found, breaks=True)
-            self._forbid(call)
-            return found.mark
-
-    def event_query(self, event: EventHandle) -> bool:
-        call = "event_query"
-        self._enter(call)
-        mark = self._state_of(call, event)
-        return mark is None or mark.done()
-
-    def event_synchronize(self, event: EventHandle) -> None:
-        call = "event_synchronize"
-        self._enter(call)
-        mark = self._state_of(call, event)
-        if mark is not None:
-            mark.wait()
-        self._raise_failure(call)
-
-    def event_elapsed(self, start: EventHandle, end: EventHandle) -> float:
-        call = "event_elapsed"
-        self._enter(call)
-        with self._lock:
-            found = [self._event(call, handle) for handle in (start, end)]
-            for event in found:
-                self._refuse_captured(call, event, breaks=False)
-        times: list[float] = []
-        for event in found:
-            if not event.timing or event.mark is None:
-                why = "was never recorded" if event.timing else "was made without timing"
-                raise driver_error(Status.INVALID_HANDLE, call, f"event {event.handle:#x} {why}")
-            if not event.mark.done() or event.mark.time is None:
-                raise driver_error(Status.NOT_READY, call, f"event {event.handle:#x}")
-            times.append(event.mark.time)
-        return (times[1] - times[0]) * 1e3
+    def clear(self) -> None:
+        self._begun.clear()

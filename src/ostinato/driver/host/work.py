@@ -1,4 +1,4 @@
-"""What each kind of work does on the host driver: parameters compiled to a call without arguments.
+"""Work of the host driver: parameters are checked, and compiled to calls without arguments.
 
 The same steps run eagerly on a stream and as nodes of a graph.
 """
@@ -8,40 +8,33 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import (
+    BatchMemOpNodeParams,
     ConditionalKind,
-    FunctionInfo,
+    EventRecordNodeParams,
+    EventWaitNodeParams,
+    HostNodeParams,
     KernelNodeParams,
     MemcpyNodeParams,
     MemOp,
     MemOpKind,
     MemsetNodeParams,
+    NodeParams,
 )
-from ostinato.driver.host.kernel import HostKernel, HostLaunch
+from ostinato.driver.host.definition import refuse_opaque
+from ostinato.driver.host.handles import Table
+from ostinato.driver.host.kernel import HostLaunch
+from ostinato.driver.host.modules import LoadedFunction
+from ostinato.driver.host.queue import HostContext
+from ostinato.driver.host.streams import Event
 from ostinato.errors import Status, driver_error
 
-if TYPE_CHECKING:
-    from ostinato.driver.host.queue import HostContext
-
-__all__ = [
-    "Conditions",
-    "LoadedFunction",
-    "Step",
-    "batch_step",
-    "conditional_step",
-    "host_step",
-    "kernel_step",
-    "memcpy_step",
-    "memset_step",
-    "nothing",
-    "run_steps",
-]
+__all__ = ["Conditions", "Step", "WorkCompiler", "conditional_step", "nothing", "run_steps"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,32 +57,8 @@ def run_steps(steps: Sequence[Step]) -> None:
         step()
 
 
-@dataclass(slots=True, eq=False)
-class LoadedFunction:
-    """A kernel of a loaded module.  `call` is replaced when the module is unloaded."""
-
-    handle: int
-    kernel: HostKernel
-    info: FunctionInfo
-    call: Callable[..., object]
-    allowed_shared: int
-    module: int
-    accepted_layout: object = None
-    """The layout of the last launch, which was found right, so that it is not checked again."""
-
-    def unload(self) -> None:
-        name = self.kernel.name
-
-        def gone(*_: object) -> None:
-            raise driver_error(
-                Status.ILLEGAL_ADDRESS, name, "the module of this kernel was unloaded before"
-            )
-
-        self.call = gone
-
-
 class Conditions:
-    """The values of an executable's conditional handles; some are reset at each launch."""
+    """The values of an executable's conditional handles.  A launch first sets the `defaults`."""
 
     __slots__ = ("defaults", "values")
 
@@ -107,7 +76,101 @@ class Conditions:
         self.values[handle] = int(value) & 0xFFFF_FFFF
 
 
-def kernel_step(
+class WorkCompiler:
+    """Checks the parameters of work and compiles them to steps.
+
+    `functions` and `events` are what parameters name by handle.
+    """
+
+    def __init__(self, context: HostContext) -> None:
+        self.context = context
+        self.functions: Table[LoadedFunction] = Table("function")
+        self.events: Table[Event] = Table("event")
+
+    def check(self, call: str, params: NodeParams) -> None:
+        """Raises for parameters that cannot be right, on a stream or in a graph.
+
+        Child graphs, conditions, allocations and frees are checked by the graph they are added to.
+        """
+        match params:
+            case KernelNodeParams():
+                function = self.functions.find(call, params.function)
+                function.check(call, params.config, params.arguments)
+            case MemcpyNodeParams():
+                _check_memcpy(call, params)
+            case MemsetNodeParams():
+                _check_memset(call, params)
+            case HostNodeParams(function=None):
+                raise driver_error(Status.INVALID_VALUE, call, "a host node needs a function")
+            case EventRecordNodeParams() | EventWaitNodeParams():
+                self.events.find(call, params.event)
+            case BatchMemOpNodeParams():
+                if not params.operations:
+                    raise driver_error(Status.INVALID_VALUE, call, "no operations")
+                for operation in params.operations:
+                    if operation.size not in (4, 8) or operation.address % operation.size:
+                        raise driver_error(Status.INVALID_VALUE, call, f"{operation}")
+            case _:
+                refuse_opaque(call, params)
+
+    def knows(self, params: NodeParams) -> bool:
+        """Whether the function or event that parameters name is alive."""
+        match params:
+            case KernelNodeParams():
+                return params.function in self.functions
+            case EventRecordNodeParams() | EventWaitNodeParams():
+                return params.event in self.events
+            case _:
+                return True
+
+    def step(self, call: str, params: NodeParams, conditions: Conditions | None = None) -> Step:
+        """Compiles work that needs nothing of the graph it may be in.
+
+        `conditions` are those that a kernel in a graph may set.
+        """
+        match params:
+            case KernelNodeParams():
+                function = self.functions.find(call, params.function)
+                return _kernel_step(self.context, function, params, conditions)
+            case MemcpyNodeParams():
+                return _memcpy_step(self.context, params)
+            case MemsetNodeParams():
+                return _memset_step(self.context, params)
+            case HostNodeParams():
+                assert params.function is not None, "checked when it was submitted or added"
+                return _host_step(params.function)
+            case BatchMemOpNodeParams():
+                return _batch_step(self.context, params.operations)
+            case _:
+                return nothing
+
+
+def _check_memcpy(call: str, params: MemcpyNodeParams) -> None:
+    refuse_opaque(call, params)
+    pitches = (params.dst_pitch, params.src_pitch)
+    heights = (params.dst_height, params.src_height)
+    if min(params.width, params.height, params.depth) < 1 or min(*pitches, *heights) < 0:
+        raise driver_error(Status.INVALID_VALUE, call, f"{params}")
+    if any(0 < pitch < params.width for pitch in pitches) or any(
+        0 < height < params.height for height in heights
+    ):
+        raise driver_error(Status.INVALID_VALUE, call, f"rows overlap: {params}")
+
+
+def _check_memset(call: str, params: MemsetNodeParams) -> None:
+    size = params.element_size
+    if (
+        size not in (1, 2, 4)
+        or params.width < 1
+        or params.height < 1
+        or not 0 <= params.value < 1 << 8 * size
+        or params.dst % size
+        or (params.height > 1 and (params.pitch < params.width * size or params.pitch % size))
+    ):
+        raise driver_error(Status.INVALID_VALUE, call, f"{params}")
+
+
+def _kernel_step(
     context: HostContext,
     function: LoadedFunction,
     params: KernelNodeParams,
@@ -141,7 +204,7 @@ def _no_conditions(handle: int, value: int) -> None:
     )
 
 
-def memcpy_step(context: HostContext, params: MemcpyNodeParams) -> Step:
+def _memcpy_step(context: HostContext, params: MemcpyNodeParams) -> Step:
     view = context.memory.view
     dst, src, width, height, depth = (
         params.dst,
@@ -184,7 +247,7 @@ def _block(
     return np.lib.stride_tricks.as_strided(flat, (depth, height, width), (slice_, row, 1))
 
 
-def memset_step(context: HostContext, params: MemsetNodeParams) -> Step:
+def _memset_step(context: HostContext, params: MemsetNodeParams) -> Step:
     view = context.memory.view
     size, width, height, value = params.element_size, params.width, params.height, params.value
     dst = params.dst
@@ -204,18 +267,18 @@ def memset_step(context: HostContext, params: MemsetNodeParams) -> Step:
     return deep
 
 
-def host_step(function: Callable[[], object]) -> Step:
+def _host_step(function: Callable[[], object]) -> Step:
     def step() -> None:
         try:
             function()
         except BaseException:
-            # The caller has gone on and cannot catch it.  CUDA does not report it either.
+            # The caller went on long ago and cannot catch it.  CUDA has no status for it either.
             logger.exception("a host function raised; the stream goes on")
 
     return step
 
 
-def batch_step(context: HostContext, operations: tuple[MemOp, ...]) -> Step:
+def _batch_step(context: HostContext, operations: tuple[MemOp, ...]) -> Step:
     def step() -> None:
         for operation in operations:
             dtype = _UNSIGNED[operation.size]

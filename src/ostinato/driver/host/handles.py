@@ -1,0 +1,31 @@
+"""Handles of the host driver, and tables of the objects that they stand for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TypeVar
+
+from ostinato.errors import Status, driver_error
+
+__all__ = ["Table", "new_handle"]
+
+# One counter for handles of every type: a handle of the wrong type is then always unknown.
+new_handle: Callable[[], int] = itertools.count(0x5000_0000, 0x10).__next__
+
+T = TypeVar("T")
+
+
+class Table(dict[int, T]):
+    """The live objects of one type by handle.  `what` names the type in errors."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def find(self, call: str, handle: int) -> T:
+        """The object of a handle.  Raises INVALID_HANDLE if there is none."""
+        found = self.get(handle)
+        if found is None:
+            raise driver_error(Status.INVALID_HANDLE, call, f"{self._what} {handle:#x}")
+        return found
