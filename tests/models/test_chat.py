@@ -303,7 +303,7 @@ def test_messages_are_not_changed() -> None:
 
 
 def test_smollm2_as_transformers_renders_it(smollm2_path: Path) -> None:
-    from ostinato.models.checkpoint import open_checkpoint
+    from ostinato.models.open import open_checkpoint
     from ostinato.models.tokenizer import load_tokenizer
 
     with open_checkpoint(smollm2_path) as checkpoint:

@@ -11,8 +11,8 @@ import pytest
 
 from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, ModelFormatError
-from ostinato.models.checkpoint import open_checkpoint
 from ostinato.models.generate import TextGenerator
+from ostinato.models.open import open_checkpoint
 from ostinato.models.ring import TokenRing
 from ostinato.models.sampling import SamplingOptions
 from tests.models.model_files import write_folder, write_gguf

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from ostinato.device import Device
-from ostinato.models.checkpoint import RawTensor, open_checkpoint, to_bfloat16
+from ostinato.models.checkpoint import RawTensor, to_bfloat16
 from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
 from ostinato.models.dequantise_cuda import dequantise_on_device, staged_bytes
+from ostinato.models.open import open_checkpoint
 from ostinato.models.weights import load_weights
 from tests.conftest import open_test_device
 from tests.models.emulated import EmulatedModules

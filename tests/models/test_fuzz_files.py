@@ -22,12 +22,9 @@ from hypothesis import strategies as st
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models import chat, tokenizer, tokenizer_gguf
 from ostinato.models.chat import ChatTemplate
-from ostinato.models.checkpoint import (
-    GgufTokenizerSource,
-    JsonTokenizerSource,
-    open_checkpoint,
-)
+from ostinato.models.checkpoint import GgufTokenizerSource, JsonTokenizerSource
 from ostinato.models.child import Child
+from ostinato.models.open import open_checkpoint
 from ostinato.models.tokenizer import load_tokenizer
 from tests.models.model_files import byte_tokens, write_folder, write_gguf
 

@@ -18,9 +18,10 @@ from ostinato.errors import (
     ModelFormatError,
     UnsupportedModelError,
 )
-from ostinato.models.checkpoint import GgufTokenizerSource, open_checkpoint, to_bfloat16
+from ostinato.models.checkpoint import GgufTokenizerSource, to_bfloat16
 from ostinato.models.config import rope_inverse_frequencies
 from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
+from ostinato.models.open import open_checkpoint
 from tests.models.model_files import CONFIG, gguf_name, weights, write_gguf
 
 # K-quants need rows of 256.

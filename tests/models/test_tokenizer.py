@@ -330,7 +330,7 @@ def test_where_templates_may_stand(tmp_path: Path) -> None:
 
 
 def test_smollm2_as_transformers_has_it(smollm2_path: Path) -> None:
-    from ostinato.models.checkpoint import open_checkpoint
+    from ostinato.models.open import open_checkpoint
 
     reference = json.loads(REFERENCE.read_text())
     with open_checkpoint(smollm2_path) as checkpoint:

@@ -375,7 +375,7 @@ _FAULTS = (
     Fault(
         "edge-between-read-and-write",
         "A recorded write does not wait for the read before it.",
-        "ostinato.graph.recording:conflict",
+        "ostinato.graph.order:conflict",
         "or _overlap(first.reads, second.writes)",
         "",
         (FOOTGUNS + "test_recorded_order_holds_between_a_read_and_a_later_write",),
@@ -384,7 +384,7 @@ _FAULTS = (
     Fault(
         "edge-taken-for-granted",
         "An edge between recorded operations is left out although no others stand for it.",
-        "ostinato.graph.recording:dependencies",
+        "ostinato.graph.order:dependencies",
         "seen |= ancestors[earlier] | 1 << earlier",
         "seen |= (2 << earlier) - 1",
         ("tests/graph/test_record.py::test_every_conflict_is_ordered_and_no_edge_is_idle",),
@@ -434,7 +434,7 @@ _FAULTS = (
     Fault(
         "edge-lets-begin-early",
         "A launch that may begin early does so beside work of another stream that it needs.",
-        "ostinato.graph.recording:_edge_data",
+        "ostinato.graph.order:edge_data",
         "if i == before and",
         "if",
         (

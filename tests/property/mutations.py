@@ -16,7 +16,7 @@ from ostinato.cache import buckets
 from ostinato.cache.flight import Flights
 from ostinato.cache.table import Table
 from ostinato.driver.context import Context
-from ostinato.graph import capturing, executable, rebind, recording
+from ostinato.graph import capturing, executable, order, rebind, recording
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.shadow import Shadow
 from ostinato.replay import check, sizes
@@ -54,11 +54,11 @@ def an_event_is_not_waited_for(right: Method, self: Stream, event: Event) -> Non
         right(self, event)
 
 
-@mutation(recording, "conflict")
+@mutation(order, "conflict")
 def a_recording_orders_writers_only(right: Method, first: Any, second: Any) -> bool:
     if None in (first.writes, second.writes):
         return right(first, second)
-    return recording._overlap(first.writes, second.writes)
+    return order._overlap(first.writes, second.writes)
 
 
 @mutation(recording.Recording, "waited")

@@ -33,11 +33,12 @@ class WatchedDriver(HostDriver):
     def __init__(self) -> None:
         super().__init__()
         self._memory = self._context.memory = _Quarantine(self._memory.total)
+        self._tables.memory = self._memory
         self.early: list[str] = []
 
     def exec_destroy(self, executable: ExecHandle) -> None:
         found = self._executables.get(executable)
-        if found is not None and found.last is not None and not found.last.done():
+        if found is not None and found._last is not None and not found._last.done():
             self.early.append("an executable was destroyed under its own launch")
         super().exec_destroy(executable)
 
@@ -52,5 +53,5 @@ class WatchedDriver(HostDriver):
             "executables": len(self._executables),
             "allocations": len(self._memory._live),
             "reserved": len(self._memory.reserved),
-            "captures": len(self._begun),
+            "captures": len(self._captures.under_way),
         }

@@ -45,8 +45,8 @@ def inspect(
 ) -> None:
     """Capture a step of the model and show its graph: nodes, arguments, edges."""
     from ostinato.device import open_device
-    from ostinato.models.checkpoint import open_checkpoint
     from ostinato.models.decoder import Decoder
+    from ostinato.models.open import open_checkpoint
 
     if as_json and dot:
         raise typer.BadParameter("--json or --dot, not both", param_hint="--dot")

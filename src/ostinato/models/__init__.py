@@ -12,7 +12,6 @@ from ostinato.models.extra import require_extra
 
 if TYPE_CHECKING:
     from ostinato.models.checkpoint import Checkpoint as Checkpoint
-    from ostinato.models.checkpoint import open_checkpoint as open_checkpoint
     from ostinato.models.config import LlamaConfig as LlamaConfig
     from ostinato.models.conversation import Conversation as Conversation
     from ostinato.models.conversation import ConversationStatistics as ConversationStatistics
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from ostinato.models.generate import TextGenerator as TextGenerator
     from ostinato.models.generation import Generation as Generation
     from ostinato.models.generation import Summary as Summary
+    from ostinato.models.open import open_checkpoint as open_checkpoint
     from ostinato.models.program import KernelCall as KernelCall
     from ostinato.models.program import decode_program as decode_program
     from ostinato.models.program import describe as describe
@@ -48,7 +48,7 @@ _HOMES = {
     "decode_program": "program",
     "describe": "program",
     "load_tokenizer": "tokenizer",
-    "open_checkpoint": "checkpoint",
+    "open_checkpoint": "open",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves the loader, dir() and this

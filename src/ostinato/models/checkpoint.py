@@ -1,7 +1,7 @@
 """A model's weights on disk, whatever the format: one interface, canonical names, float32.
 
-`open_checkpoint` takes a `.gguf` file or a folder with `config.json`, `*.safetensors` and
-`tokenizer.json`.  What it gives maps the file and reads a tensor when it is asked for.
+`models.open.open_checkpoint` takes a `.gguf` file or a folder with `config.json`, `*.safetensors`
+and `tokenizer.json`.  What it gives maps the file and reads a tensor when it is asked for.
 
 Canonical names: `embed`, `layers.{i}.attn_norm`, `.wq .wk .wv .wo`, `.mlp_norm`,
 `.w_gate .w_up .w_down`, `final_norm`, and `head` unless the embeddings are tied.  Matrices are
@@ -31,7 +31,6 @@ from ostinato.driver.closeable import Closeable
 from ostinato.errors import (
     ClosedError,
     InputError,
-    ModelError,
     ModelFormatError,
     UnsupportedModelError,
 )
@@ -45,7 +44,6 @@ __all__ = [
     "RawTensor",
     "TokenizerSource",
     "check_tensors",
-    "open_checkpoint",
     "to_bfloat16",
 ]
 
@@ -251,34 +249,6 @@ class Checkpoint(Closeable):
     @abc.abstractmethod
     def _unmap(self) -> None:
         """Give the files back."""
-
-
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a `.gguf` file, or a folder with config.json, *.safetensors and tokenizer.json.
-
-    Raises ModelError if there is no such file, ModelFormatError if it is damaged or disagrees with
-    itself, UnsupportedModelError for an architecture or tensor type that is not supported.
-    """
-    where = Path(path)
-    try:
-        if where.is_dir():
-            from ostinato.models.safetensors_reader import open_folder
-
-            return open_folder(where)
-        if not where.is_file():
-            raise ModelError(
-                f"{where}: no such file or folder; give a .gguf file, a folder with config.json "
-                "and *.safetensors, or a known name (`ostinato model list`)"
-            )
-        if where.suffix == ".safetensors":
-            raise ModelError(
-                f"{where}: give the folder that holds it, with config.json and tokenizer.json"
-            )
-        from ostinato.models.gguf_reader import open_gguf
-
-        return open_gguf(where)
-    except OSError as error:
-        raise ModelError(f"{where}: cannot be read: {error}") from error
 
 
 def check_tensors(

@@ -25,10 +25,11 @@ from ostinato.driver.closeable import Closeable
 from ostinato.errors import InputError
 from ostinato.models.arguments import quoted, token_ids, whole
 from ostinato.models.chat import DEFAULT_TEMPLATE, ChatTemplate, prepare
-from ostinato.models.checkpoint import Checkpoint, open_checkpoint
+from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.conversation import MAX_ANSWER, Conversation
 from ostinato.models.decoder import Decoder
 from ostinato.models.generation import Generation
+from ostinato.models.open import open_checkpoint
 from ostinato.models.run import RunOptions
 from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.stop_strings import checked_stops

@@ -1,0 +1,36 @@
+"""A model's weights on disk, opened by what they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ostinato.errors import ModelError
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.gguf_reader import open_gguf
+from ostinato.models.safetensors_reader import open_folder
+
+__all__ = ["open_checkpoint"]
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a `.gguf` file, or a folder with config.json, *.safetensors and tokenizer.json.
+
+    Raises ModelError if there is no such file, ModelFormatError if it is damaged or disagrees with
+    itself, UnsupportedModelError for an architecture or tensor type that is not supported.
+    """
+    where = Path(path)
+    try:
+        if where.is_dir():
+            return open_folder(where)
+        if not where.is_file():
+            raise ModelError(
+                f"{where}: no such file or folder; give a .gguf file, a folder with config.json "
+                "and *.safetensors, or a known name (`ostinato model list`)"
+            )
+        if where.suffix == ".safetensors":
+            raise ModelError(
+                f"{where}: give the folder that holds it, with config.json and tokenizer.json"
+            )
+        return open_gguf(where)
+    except OSError as error:
+        raise ModelError(f"{where}: cannot be read: {error}") from error
