@@ -270,7 +270,7 @@ def test_node_block_is_node_params(packed: bool) -> None:
     block = cuda_kernel.node_block(
         KernelNodeParams(FunctionHandle(0x77), CONFIG, arguments), context=0x88
     )
-    raw = cu.KernelParams.from_buffer(block.memory)
+    raw = cu.KernelParams.from_buffer(block)
     assert (raw.func, raw.ctx, raw.kern, raw.sharedMemBytes) == (0x77, 0x88, None, 1024)
     assert (raw.gridDimX, raw.gridDimY, raw.blockDimX, raw.blockDimY) == (3, 2, 32, 4)
     assert (raw.kernelParams is None) is packed

@@ -27,7 +27,6 @@ from ostinato.driver.api import (
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.modules import ModuleCalls
 from ostinato.driver.launcher import (
-    KernelTarget,
     compiled,
     kernel_call,
     packer,
@@ -257,7 +256,7 @@ def test_nothing_is_launched_once_the_driver_is_closed(launcher: str) -> None:
     lib = FakeCuda(SIGNATURE.layout)
     driver, arguments, config = Driver(lib), fresh(), LaunchConfig(7, 32)
     launch(driver, arguments, config)
-    driver._closed = True
+    driver.after_fork()
     with pytest.raises(ClosedError):
         launch(driver, arguments, config)
     assert len(lib.seen) == 1
@@ -325,7 +324,7 @@ def test_where_there_is_no_shortcut_it_is_said(launcher: str) -> None:
 def test_a_call_outlives_what_it_was_made_of_and_leaks_nothing() -> None:
     lib = FakeCuda(SIGNATURE.layout)
     addresses = lib.address("cuLaunchKernelEx"), lib.address("cuCtxGetCurrent")
-    target = KernelTarget(*addresses, CONTEXT, 5)
+    target = (*addresses, CONTEXT, 5)
 
     def make() -> Callable[[], int | None]:
         arguments = KernelArguments(bytes(bytearray(ARGUMENTS.data)), ARGUMENTS.layout)

@@ -48,16 +48,6 @@ free_object(PyObject *self)
     Py_DECREF(type);
 }
 
-/* For what is called with nothing. */
-static int
-refuse_arguments(PyObject *args, PyObject *kwargs)
-{
-    if (PyTuple_Size(args) == 0 && (kwargs == NULL || PyDict_Size(kwargs) == 0))
-        return 0;
-    PyErr_SetString(PyExc_TypeError, "a prepared launch takes no arguments");
-    return -1;
-}
-
 /* cuGraphLaunch(CUgraphExec, CUstream): any C function of two pointers that gives a status. */
 typedef int (*graph_function)(void *executable, void *stream);
 
@@ -106,8 +96,10 @@ prepared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static PyObject *
 prepared_call(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    if (refuse_arguments(args, kwargs) < 0)
+    if (PyTuple_Size(args) != 0 || (kwargs != NULL && PyDict_Size(kwargs) != 0)) {
+        PyErr_SetString(PyExc_TypeError, "a prepared launch takes no arguments");
         return NULL;
+    }
     return PyLong_FromLong(call_without_gil(((Prepared *)self)->call));
 }
 
@@ -608,25 +600,29 @@ kernel_call_dealloc(PyObject *op)
 }
 
 static PyObject *
-kernel_call_call(PyObject *op, PyObject *args, PyObject *kwargs)
+kernel_call_launch(PyObject *op, PyObject *Py_UNUSED(none))
 {
     KernelCall *self = (KernelCall *)op;
-    if (refuse_arguments(args, kwargs) < 0)
-        return NULL;
     return launch_target(&self->target, &self->config, self->params);
 }
+
+static PyMethodDef kernel_call_methods[] = {
+    {"launch", kernel_call_launch, METH_NOARGS,
+     "launch($self, /)\n--\n\nReturns the status, or None if another context is current: then "
+     "nothing was launched."},
+    {NULL, NULL, 0, NULL},
+};
 
 static PyType_Slot kernel_call_slots[] = {
     {Py_tp_doc,
      "KernelCall(target, grid, block, shared, stream, attributes, count, data, offsets)\n--\n\n"
-     "A launch.  Called, it returns the status, or None if another context is current: then "
-     "nothing was launched.\n\n"
+     "One launch, with everything ready.\n\n"
      "`target`: the addresses of cuLaunchKernelEx and cuCtxGetCurrent, the context, the function.  "
      "`data`: the arguments' bytes, which are copied; `offsets`: where each argument begins.  "
      "`attributes`: the address of `count` CUlaunchAttribute, which must stay valid."},
     {Py_tp_new, kernel_call_new},
     {Py_tp_dealloc, kernel_call_dealloc},
-    {Py_tp_call, kernel_call_call},
+    {Py_tp_methods, kernel_call_methods},
     {0, NULL},
 };
 

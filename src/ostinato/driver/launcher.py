@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ostinato.driver.signature import address_of, buffer_struct
 
@@ -166,16 +166,9 @@ def _pack(packing: struct.Struct, codes: str, values: tuple[object, ...]) -> byt
         return None
 
 
-class KernelTarget(NamedTuple):
-    """What a compiled launch calls, and for what: C takes it as a plain tuple."""
-
-    launch: int
-    """The address of cuLaunchKernelEx."""
-    current: int
-    """The address of cuCtxGetCurrent."""
-    context: int
-    """The context that must be current, or nothing is launched."""
-    function: int
+KernelTarget: TypeAlias = tuple[int, int, int, int]
+"""What C calls, and for what: the addresses of cuLaunchKernelEx and cuCtxGetCurrent, the context
+that must be current, and the function.  Only C reads it."""
 
 
 def function_call(pack: Pack, target: KernelTarget) -> PlainLaunch | None:
@@ -214,9 +207,9 @@ def kernel_call(
         return None
     offsets = tuple([slot.offset for slot in layout])
     sizes = (config.grid, config.block, config.shared)
-    made: Callable[[], int | None]
-    made = _extension.KernelCall(target, *sizes, stream, *attributes, data, offsets)
-    return made
+    call: Callable[[], int | None]
+    call = _extension.KernelCall(target, *sizes, stream, *attributes, data, offsets).launch
+    return call
 
 
 @contextmanager

@@ -69,8 +69,8 @@ class CudaCalls:
         self._calls = lib.calls
         self._context = context
         self._ordinal = ordinal
-        self._poison: int | None = None
-        self._closed = self._forked = False
+        self._off: int | str | None = None
+        """Why no call is made any more: a sticky status, or that the driver is closed, in words."""
         self._current = _CurrentContext()
         self._get_current = lib["cuCtxGetCurrent"]
         self._host_functions = HostFunctions(lib)
@@ -78,11 +78,11 @@ class CudaCalls:
 
     def after_fork(self) -> None:
         """In a forked child: no call reaches libcuda, whose context is not there."""
-        self._closed = self._forked = True
+        self._off = FORKED
 
     def _status(self, seam: str, symbol: str, *args: object) -> int:
         """Calls and returns the status.  Raises only on a poisoned or closed context."""
-        if self._poison is not None or self._closed:
+        if self._off is not None:
             self._refuse(seam)
         slot, reference = self._current.slot_and_reference
         self._get_current(reference)
@@ -122,8 +122,8 @@ class CudaCalls:
         if symbol and not self._lib.has(symbol):
             detail = f"this machine's libcuda is too old for {symbol}; update the NVIDIA driver"
         error = driver_error(status, seam, detail, node=node or None)
-        if isinstance(error, ContextPoisonedError):
-            self._poison = status
+        if isinstance(error, ContextPoisonedError) and not isinstance(self._off, str):
+            self._off = status
         return error
 
     def _refused(self, seam: str, detail: str, *, node: int | None = None) -> DriverError:
@@ -131,12 +131,11 @@ class CudaCalls:
         return driver_error(Status.NOT_SUPPORTED, seam, detail, node=node)
 
     def _refuse(self, seam: str) -> None:
-        if self._closed:
-            why = FORKED if self._forked else f"cuda:{self._ordinal} was closed"
-            raise ClosedError(f"{seam}: {why}")
-        assert self._poison is not None
+        if isinstance(self._off, str):
+            raise ClosedError(f"{seam}: {self._off}")
+        assert self._off is not None
         raise driver_error(
-            self._poison, seam, "an earlier call found this context poisoned; nothing was called"
+            self._off, seam, "an earlier call found this context poisoned; nothing was called"
         )
 
     # --- memory

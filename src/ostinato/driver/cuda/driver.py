@@ -96,12 +96,12 @@ class CudaDriver(ExecCalls):
 
     def close(self) -> None:
         """Ends this object's use of the context, which stays: it is the process's, not ours."""
-        if self._closed:
+        if isinstance(self._off, str):  # closed already
             return
         with suppress(OstinatoError):  # poisoned, say: there is nothing left to give back
             self._call("close", "cuStreamDestroy_v2", self._upload_stream)
         self._upload_stream = StreamHandle(0)
-        self._closed = True
+        self._off = f"{self.name} was closed"
 
     def _read_properties(self) -> DeviceProperties:
         device, found = self._device, self._device.properties

@@ -93,7 +93,7 @@ class ExecCalls(GraphCalls):
                 self._refuse_other_attributes(seam, node, params.config)
                 block = self._kernel_block(seam, params, node)
                 symbol = "cuGraphExecKernelNodeSetParams_v2"
-                self._change(seam, node, symbol, executable, node, block.memory)
+                self._change(seam, node, symbol, executable, node, block)
             case ChildGraphNodeParams():
                 symbol = "cuGraphExecChildGraphNodeSetParams"
                 self._change(seam, node, symbol, executable, node, params.graph)

@@ -43,7 +43,6 @@ from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.launch import (
     SETTABLE,
     SHOWN,
-    Block,
     Settable,
     attribute_values,
     attribute_words,
@@ -245,37 +244,28 @@ class GraphCalls(StreamCalls, ModuleCalls):
             self._conditionals.add(graph, handle, read_conditional(raw.conditional))
         return handle
 
-    def _fill(
-        self,
-        seam: str,
-        raw: cu.GraphNodeParams,
-        params: NodeParams,
-        number: int,
-        node: NodeHandle | None = None,
-    ) -> object:
+    def _fill(self, seam: str, raw: cu.GraphNodeParams, params: NodeParams, number: int) -> object:
         """Fills the union.  Returns what must stay alive as long as `raw` is used.
 
-        `number`: of a host function.  `node`: the node to be changed, None for a new one.
+        `number`: of a host function.
         """
         context = self._context
         match params:
             case KernelNodeParams():
                 raw.type = NodeKind.KERNEL
                 block = self._kernel_block(seam, params)
-                ctypes.memmove(byref(raw.kernel), block.memory, ctypes.sizeof(raw.kernel))
+                ctypes.memmove(byref(raw.kernel), block, ctypes.sizeof(raw.kernel))
                 return block
             case MemcpyNodeParams():
                 raw.type = NodeKind.MEMCPY
                 raw.memcpy.copyCtx = context
-                self._fill_memcpy(seam, raw.memcpy.copyParams, params, node)
+                self._fill_memcpy(seam, raw.memcpy.copyParams, params, None)
             case MemsetNodeParams():
                 raw.type = NodeKind.MEMSET
                 fill_memset(raw.memset, params, context, seam)
             case HostNodeParams():
                 raw.type = NodeKind.HOST
-                raw.host.fn, raw.host.userData = params.pointer, params.user_data
-                if params.function is not None:
-                    raw.host.fn, raw.host.userData = self._host_functions.pointer, number
+                self._fill_host(raw.host, params, number)
             case ChildGraphNodeParams():
                 raw.type = NodeKind.CHILD_GRAPH
                 raw.graph.graph = params.graph
@@ -298,10 +288,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
                 raw.free.dptr = params.address
             case BatchMemOpNodeParams():
                 raw.type = NodeKind.BATCH_MEM_OP
-                operations = mem_op_array(params, seam)
-                raw.memOp.ctx, raw.memOp.count = context, len(params.operations)
-                raw.memOp.paramArray = ctypes.addressof(operations)
-                return operations
+                return self._fill_batch(seam, raw.memOp, params)
             case ConditionalNodeParams():
                 raw.type = NodeKind.CONDITIONAL
                 raw.conditional.handle = params.handle
@@ -395,36 +382,43 @@ class GraphCalls(StreamCalls, ModuleCalls):
 
         Returns the number under which a host function is kept, else 0.
         """
-        symbols = _SETTERS.get(type(params))
-        if symbols is None:
-            raise self._fixed(seam, node, params)
         number = 0
-        if isinstance(params, HostNodeParams) and params.function is not None:
-            number = self._host_functions.add(params.function)
-        raw = cu.GraphNodeParams()
-        keep = self._fill(seam, raw, params, number, node)
-        given: list[object] = []
+        given: object
+        keep: object = None
+        last: tuple[int, ...] = ()
         match params:
             case MemcpyNodeParams():
-                given = [byref(raw.memcpy.copyParams)]
+                memcpy = cu.Memcpy3D()
+                self._fill_memcpy(seam, memcpy, params, self._raw_memcpy(seam, node))
+                given, last = byref(memcpy), (self._context,)
             case MemsetNodeParams():
-                given = [byref(raw.memset)]
+                memset = cu.MemsetParams()
+                fill_memset(memset, params, self._context, seam)
+                given, last = byref(memset), (self._context,)
             case HostNodeParams():
-                given = [byref(raw.host)]
-            case BatchMemOpNodeParams():
-                given = [byref(raw.memOp)]
+                if params.function is not None:
+                    number = self._host_functions.add(params.function)
+                host = cu.HostParams()
+                self._fill_host(host, params, number)
+                given = byref(host)
             case EventRecordNodeParams() | EventWaitNodeParams():
-                given = [params.event]
+                given = params.event
+            case BatchMemOpNodeParams():
+                batch = cu.BatchMemOpParams()
+                keep = self._fill_batch(seam, batch, params)
+                given = byref(batch)
+            case _:
+                raise self._fixed(seam, node, params)
+        of_definition, of_executable = _SETTERS[type(params)]
         if executable is None:
-            status = self._status(seam, symbols[0], node, *given)
+            symbol, status = of_definition, self._status(seam, of_definition, node, given)
         else:
-            if isinstance(params, MemcpyNodeParams | MemsetNodeParams):
-                given.append(self._context)
-            status = self._status(seam, symbols[1], executable, node, *given)
-        del keep  # what `raw` points to had to live until here
+            symbol = of_executable
+            status = self._status(seam, symbol, executable, node, given, *last)
+        del keep  # what `given` points to had to live until here
         if status:
             self._host_functions.release(number)
-            raise self._error(status, seam, node=node, symbol=symbols[executable is not None])
+            raise self._error(status, seam, node=node, symbol=symbol)
         return number
 
     def _change(self, seam: str, node: int, symbol: str, *args: object) -> None:
@@ -444,10 +438,10 @@ class GraphCalls(StreamCalls, ModuleCalls):
         return raw
 
     def _fill_memcpy(
-        self, seam: str, raw: cu.Memcpy3D, params: MemcpyNodeParams, node: NodeHandle | None
+        self, seam: str, raw: cu.Memcpy3D, params: MemcpyNodeParams, old: cu.Memcpy3D | None
     ) -> None:
-        """`node`: the node that is changed, None for a new one."""
-        before = (None, None) if node is None else copy_ends(self._raw_memcpy(seam, node))
+        """`old`: what the node copies now, None for a new one."""
+        before = (None, None) if old is None else copy_ends(old)
         if params.opaque or any(end and end.kind == cu.MEMORY_ARRAY for end in before):
             raise self._refused(seam, "one side of this copy is a CUDA array: shown, not settable")
         source, target = before
@@ -482,6 +476,20 @@ class GraphCalls(StreamCalls, ModuleCalls):
             seam, f"a {kind.name} node is fixed; build or capture the graph again", node=node
         )
 
+    def _fill_host(self, raw: cu.HostParams, params: HostNodeParams, number: int) -> None:
+        if params.function is not None:
+            raw.fn, raw.userData = self._host_functions.pointer, number
+        else:
+            raw.fn, raw.userData = params.pointer, params.user_data
+
+    def _fill_batch(
+        self, seam: str, raw: cu.BatchMemOpParams, params: BatchMemOpNodeParams
+    ) -> object:
+        operations = mem_op_array(params, seam)
+        raw.ctx, raw.count, raw.flags = self._context, len(params.operations), 0
+        raw.paramArray = ctypes.addressof(operations)
+        return operations
+
     def _read_conditional(self, seam: str, node: int) -> NodeParams:
         known = self._conditionals.get(node)
         if known is not None:
@@ -496,7 +504,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
         )
 
     # --- kernel nodes
-    def _kernel_block(self, seam: str, params: KernelNodeParams, node: int | None = None) -> Block:
+    def _kernel_block(
+        self, seam: str, params: KernelNodeParams, node: int | None = None
+    ) -> ctypes.Array[ctypes.c_char]:
         """Begins with a CUDA_KERNEL_NODE_PARAMS_v2, and holds all that it points to."""
         self._check_arguments(seam, params.function, params.arguments, node)
         try:
@@ -551,13 +561,13 @@ class GraphCalls(StreamCalls, ModuleCalls):
 
     def _set_kernel_struct(self, seam: str, node: int, params: KernelNodeParams) -> None:
         block = self._kernel_block(seam, params, node)
-        self._change(seam, node, "cuGraphKernelNodeSetParams_v2", node, block.memory)
+        self._change(seam, node, "cuGraphKernelNodeSetParams_v2", node, block)
 
     def _set_attributes_or_remove(self, seam: str, node: NodeHandle, config: LaunchConfig) -> None:
         try:
             self._set_attributes(seam, node, config, None)
         except DriverError as error:
-            if self._poison is None and self._status(seam, "cuGraphDestroyNode", node):
+            if self._off is None and self._status(seam, "cuGraphDestroyNode", node):
                 error.detail += f"; and node {node:#x} could not be taken out again"
             raise
 

@@ -10,6 +10,7 @@ import functools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ostinato.driver.api import (
     Dim3,
@@ -122,60 +123,59 @@ def _block_type(
     return packing, ctypes.c_char * packing.size, struct.calcsize(head)
 
 
-class Block:
-    """A block; `fill` packs it once the head's fields are known.
+class Block(NamedTuple):
+    """A block, and the addresses inside it that the call takes as kernelParams and extra: one of
+    them, or neither where there are no arguments."""
 
-    `params` and `extra` are the addresses that the call takes as kernelParams and extra: one of
-    them, or neither where there are no arguments.
-    """
+    memory: ctypes.Array[ctypes.c_char]
+    params: int | None
+    extra: int | None
 
-    __slots__ = ("_data", "_packing", "_words", "extra", "memory", "params")
 
-    def __init__(self, head: str, arguments: KernelArguments) -> None:
-        data, layout = arguments.data, arguments.layout
-        pointers = layout and not arguments.packed
-        count = len(layout) if pointers else _EXTRA_WORDS_GIVEN if data else 0
-        self._packing, kind, start = _block_type(head, count, len(data))
-        self.memory = kind()
-        words = ctypes.addressof(self.memory) + start
+def _parts(
+    head: str, arguments: KernelArguments
+) -> tuple[struct.Struct, ctypes.Array[ctypes.c_char], int, int, Sequence[int]]:
+    """What packs a block, its memory, kernelParams and extra (0 for none), and its words."""
+    data, layout = arguments.data, arguments.layout
+    if layout and not arguments.packed:
+        count = len(layout)
+        packing, kind, start = _block_type(head, count, len(data))
+        memory = kind()
+        words = ctypes.addressof(memory) + start
         first = words + _WORD * count
-        self.params = words if pointers else None
-        self.extra = words if data and not pointers else None
-        self._data = data
-        self._words: Sequence[int] = ()
-        if pointers:
-            self._words = [first + slot.offset for slot in layout]
-        elif data:
-            size = words + 5 * _WORD
-            keys = cu.EXTRA_BUFFER_POINTER, cu.EXTRA_BUFFER_SIZE
-            self._words = (keys[0], first, keys[1], size, cu.EXTRA_END, len(data))
-
-    def fill(self, *head: int) -> Block:
-        """Raises struct.error if a number does not fit its field."""
-        self._packing.pack_into(self.memory, 0, *head, *self._words, self._data)
-        return self
+        return packing, memory, words, 0, [first + slot.offset for slot in layout]
+    packing, kind, start = _block_type(head, _EXTRA_WORDS_GIVEN if data else 0, len(data))
+    memory = kind()
+    if not data:
+        return packing, memory, 0, 0, ()
+    words = ctypes.addressof(memory) + start
+    pair = cu.EXTRA_BUFFER_POINTER, words + _WORD * _EXTRA_WORDS_GIVEN
+    size = cu.EXTRA_BUFFER_SIZE, words + _WORD * 5
+    return packing, memory, 0, words, (*pair, *size, cu.EXTRA_END, len(data))
 
 
 def launch_block(
     config: LaunchConfig, stream: int, attributes: Attributes | None, arguments: KernelArguments
 ) -> Block:
     """Begins with a CUlaunchConfig.  Raises struct.error if a number does not fit its field."""
-    address, count = (0, 0) if attributes is None else (attributes.address, attributes.count)
-    return Block(LAUNCH_HEAD, arguments).fill(
-        *config.grid, *config.block, config.shared, stream, address, count
-    )
+    packing, memory, params, extra, words = _parts(LAUNCH_HEAD, arguments)
+    given = (0, 0) if attributes is None else (attributes.address, attributes.count)
+    sizes = *config.grid, *config.block, config.shared
+    packing.pack_into(memory, 0, *sizes, stream, *given, *words, arguments.data)
+    return Block(memory, params or None, extra or None)
 
 
-def node_block(params: KernelNodeParams, context: int) -> Block:
+def node_block(params: KernelNodeParams, context: int) -> ctypes.Array[ctypes.c_char]:
     """Begins with a CUDA_KERNEL_NODE_PARAMS_v2.
 
     Raises struct.error if a number does not fit its field.
     """
-    config = params.config
-    block = Block(NODE_HEAD, params.arguments)
-    pointers = block.params or 0, block.extra or 0
+    config, arguments = params.config, params.arguments
+    packing, memory, pointers, extra, words = _parts(NODE_HEAD, arguments)
     sizes = *config.grid, *config.block, config.shared
-    return block.fill(params.function, *sizes, *pointers, 0, context)
+    ends = pointers, extra, 0, context
+    packing.pack_into(memory, 0, params.function, *sizes, *ends, *words, arguments.data)
+    return memory
 
 
 def read_arguments(

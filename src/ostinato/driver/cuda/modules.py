@@ -158,9 +158,7 @@ class ModuleCalls(CudaCalls):
     def _target(self, function: int) -> KernelTarget | None:
         """None where this libcuda lacks a call that a compiled launch makes."""
         launch, current = self._addresses
-        return (
-            KernelTarget(launch, current, self._context, function) if launch and current else None
-        )
+        return (launch, current, self._context, function) if launch and current else None
 
     def launch_kernel(
         self,
@@ -177,7 +175,7 @@ class ModuleCalls(CudaCalls):
             or made.function != function
         ):
             made = self._prepare_launch(stream, function, config, arguments)
-        if self._poison is not None or self._closed:
+        if self._off is not None:
             self._refuse("launch_kernel")
         status = made.call()
         if status is None:
@@ -232,7 +230,7 @@ class ModuleCalls(CudaCalls):
 
     def _launch_error(self, status: int, function: int, config: LaunchConfig) -> Exception:
         name = "?"
-        if self._poison is None:
+        if self._off is None:
             try:
                 name = self._function_name("launch_kernel", function)
             except Exception:  # the launch's own status is what matters
