@@ -34,10 +34,10 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda import launch as cuda_kernel
 from ostinato.driver.cuda import libcuda as cu
-from ostinato.driver.cuda.core import ELEMENT_SIZES, unsigned
 from ostinato.driver.cuda.driver import CudaDriver
 from ostinato.driver.cuda.libcuda import Libcuda, parse_prototypes
 from ostinato.driver.cuda.nodes import (
+    ELEMENT_SIZES,
     fill_memcpy,
     fill_memset,
     has_cycle,
@@ -45,6 +45,7 @@ from ostinato.driver.cuda.nodes import (
     read_batch,
     read_memcpy,
     read_memset,
+    unsigned,
 )
 from ostinato.errors import DriverError, NoCudaError
 

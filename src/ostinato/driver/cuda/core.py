@@ -25,12 +25,11 @@ import numpy as np
 from ostinato.driver.api import MemoryRange, StreamHandle
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.host_functions import HostFunctions
+from ostinato.driver.cuda.nodes import ELEMENT_SIZES, unsigned
 from ostinato.driver.forking import FORKED, switch_off_in_children
 from ostinato.errors import ClosedError, ContextPoisonedError, DriverError, Status, driver_error
 
-__all__ = ["ELEMENT_SIZES", "CudaCalls", "unsigned"]
-
-ELEMENT_SIZES = (1, 2, 4)
+__all__ = ["CudaCalls"]
 
 _HOST_ALLOC_PORTABLE = 1  # usable from any context of the process
 _HOST_ALLOC_DEVICE_MAP = 2
@@ -39,18 +38,6 @@ _RANGE_ATTRIBUTES = (ctypes.c_int * 2)(cu.POINTER_RANGE_START, cu.POINTER_RANGE_
 _TYPE_ATTRIBUTES = (ctypes.c_int * 1)(cu.POINTER_MEMORY_TYPE)
 
 T = TypeVar("T")
-
-
-def unsigned(value: int, size: int, sizes: tuple[int, ...], seam: str) -> int:
-    """`value`, if it fits `size` bytes without a sign: ctypes would cut it off silently.
-
-    Raises INVALID_VALUE for one that does not fit, and for a size that is not in `sizes`.
-    """
-    if size not in sizes:
-        raise driver_error(Status.INVALID_VALUE, seam, f"{size} bytes; it takes one of {sizes}")
-    if not 0 <= value < 1 << (8 * size):
-        raise driver_error(Status.INVALID_VALUE, seam, f"{value} does not fit into {size} bytes")
-    return value
 
 
 class _CurrentContext(threading.local):
@@ -83,7 +70,7 @@ class CudaCalls:
     def _status(self, seam: str, symbol: str, *args: object) -> int:
         """Calls and returns the status.  Raises only on a poisoned or closed context."""
         if self._off is not None:
-            self._refuse(seam)
+            self._require_on(seam)
         slot, reference = self._current.slot_and_reference
         self._get_current(reference)
         if slot.value == self._context:
@@ -130,10 +117,12 @@ class CudaCalls:
         """An error of ours, for what the driver would not do as the protocol says."""
         return driver_error(Status.NOT_SUPPORTED, seam, detail, node=node)
 
-    def _refuse(self, seam: str) -> None:
+    def _require_on(self, seam: str) -> None:
+        """For calls that do not go through `_status`.  Raises why no call is made any more."""
+        if self._off is None:
+            return
         if isinstance(self._off, str):
             raise ClosedError(f"{seam}: {self._off}")
-        assert self._off is not None
         raise driver_error(
             self._off, seam, "an earlier call found this context poisoned; nothing was called"
         )

@@ -223,6 +223,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
             )
         number = 0
         if isinstance(params, HostNodeParams) and params.function is not None:
+            self._require_on(seam)
             number = self._host_functions.add_to_graph(graph, params.function)
         raw = cu.GraphNodeParams()
         keep = self._fill(seam, raw, params, number)
@@ -591,6 +592,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         """An executable's setter changes no attributes, and does not say so: it is said here."""
         if self._configs_read.get(node) is config:
             return
+        self._require_on(seam)
         has = settable(self._attributes_of(node, SETTABLE))
         asked = Settable(cluster_of(config.cluster), config.cooperative, config.priority or 0)
         if asked != has:

@@ -176,7 +176,7 @@ class ModuleCalls(CudaCalls):
         ):
             made = self._prepare_launch(stream, function, config, arguments)
         if self._off is not None:
-            self._refuse("launch_kernel")
+            self._require_on("launch_kernel")
         status = made.call()
         if status is None:
             status = self._in_context(made.call)

@@ -25,9 +25,10 @@ from ostinato.driver.api import (
     OpaqueNodeParams,
 )
 from ostinato.driver.cuda import libcuda as cu
-from ostinato.driver.cuda.core import ELEMENT_SIZES, unsigned
+from ostinato.errors import Status, driver_error
 
 __all__ = [
+    "ELEMENT_SIZES",
     "CopyEnd",
     "copy_ends",
     "edge_array",
@@ -40,11 +41,27 @@ __all__ = [
     "read_edge_data",
     "read_memcpy",
     "read_memset",
+    "unsigned",
 ]
+
+ELEMENT_SIZES = (1, 2, 4)
+"""Of a fill, in bytes."""
 
 # CUstreamBatchMemOpType
 _WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64 = 1, 2, 4, 5
 _WAIT_KIND_MASK = 0x3
+
+
+def unsigned(value: int, size: int, sizes: tuple[int, ...], seam: str) -> int:
+    """`value`, if it fits `size` bytes without a sign: ctypes would cut it off silently.
+
+    Raises INVALID_VALUE for one that does not fit, and for a size that is not in `sizes`.
+    """
+    if size not in sizes:
+        raise driver_error(Status.INVALID_VALUE, seam, f"{size} bytes; it takes one of {sizes}")
+    if not 0 <= value < 1 << (8 * size):
+        raise driver_error(Status.INVALID_VALUE, seam, f"{value} does not fit into {size} bytes")
+    return value
 
 
 def fill_memcpy(
