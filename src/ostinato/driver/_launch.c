@@ -48,7 +48,7 @@ free_object(PyObject *self)
     Py_DECREF(type);
 }
 
-/* cuGraphLaunch(CUgraphExec, CUstream): any C function of two pointers that gives a status. */
+/* cuGraphLaunch(CUgraphExec, CUstream): any C function of two pointers that returns a status. */
 typedef int (*graph_function)(void *executable, void *stream);
 
 typedef struct {

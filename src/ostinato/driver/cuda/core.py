@@ -4,10 +4,9 @@ Every call goes through `CudaCalls._status`: it refuses at once after a sticky s
 device's primary context current, and calls.  `_call` also raises the status that came back.
 
 Which context is current is thread state that other libraries change (torch and CuPy set another
-device's), so it is asked before each call, 0.2 µs, and not remembered.  A thread without a context
-gets ours and keeps it; a thread on which another context is current has that one back afterwards.
-A prepared replay (`exec_prepare_launch`) does not ask: a graph launch names its context by its
-stream.
+device's), so each call looks it up first, which costs 0.2 µs.  A thread without a context gets ours
+and keeps it; on a thread where another context was current, that one is current again afterwards.
+A prepared replay (`exec_prepare_launch`) does not look: its stream says in which context it runs.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class CudaCalls:
         return error
 
     def _refused(self, seam: str, detail: str, *, node: int | None = None) -> DriverError:
-        """An error of ours, for what the driver would not do as the protocol says."""
+        """NOT_SUPPORTED, where the driver's own answer would not be the protocol's."""
         return driver_error(Status.NOT_SUPPORTED, seam, detail, node=node)
 
     def _require_on(self, seam: str) -> None:

@@ -41,7 +41,7 @@ class CudaDriver(ExecCalls):
 
     Handles are the driver's own, so that graphs, streams and events of torch, CuPy or cuda.core
     can be used as they are.  A destroyed handle is not always recognised: CUDA may crash on it.
-    Any thread may call.  Raises NoCudaError, which says what is missing and how to get it.
+    Any thread may call.  Raises NoCudaError with what is missing and the line that installs it.
     """
 
     def __init__(self, ordinal: int = 0) -> None:

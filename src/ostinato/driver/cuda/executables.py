@@ -74,7 +74,7 @@ class ExecCalls(GraphCalls):
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
     ) -> Callable[[], int]:
-        if not stream:  # the legacy stream of whichever context is current: that must be asked
+        if not stream:  # the legacy stream is the current context's: that must be looked up
 
             def launch_on_legacy() -> int:
                 self.exec_launch(executable, stream)

@@ -456,9 +456,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
     def _memory_kind(self, address: int, old: CopyEnd | None) -> int:
         """What to call the memory at `address`, host or device.
 
-        The driver says it; where it does not know (memory of an alloc node, say), "unified" leaves
-        it to the copy.  A node is not told another kind than it has for memory of the same sort:
-        the driver would take that for a change, which it refuses.
+        It is what the driver reports; for memory that it does not know, such as that of an alloc
+        node, "unified" leaves it to the copy.  A node keeps its own word for memory of the same
+        kind: the driver would see another word as a change of kind, and refuse it.
         """
         kind = self._memory_type(address)
         if old is None or kind == old.kind:
@@ -468,7 +468,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         return kind or cu.MEMORY_UNIFIED
 
     def _fixed(self, seam: str, node: NodeHandle, params: NodeParams) -> DriverError:
-        """Why parameters of a kind that never changes were refused."""
+        """The error for parameters that cannot be set: a fixed kind of node, or another kind."""
         kind = self.node_kind(node)
         if _KINDS.get(type(params)) not in (None, kind):
             detail = f"it is a {kind.name} node, and {type(params).__name__} were given"
@@ -589,7 +589,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
                 )
 
     def _refuse_other_attributes(self, seam: str, node: int, config: LaunchConfig) -> None:
-        """An executable's setter changes no attributes, and does not say so: it is said here."""
+        """Raises for other attributes than the node's: an executable's setter ignores them."""
         if self._configs_read.get(node) is config:
             return
         self._require_on(seam)
@@ -606,8 +606,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
     def _attributes_of(
         self, node: int, identities: tuple[int, ...]
     ) -> dict[int, cu.LaunchAttributeValue]:
-        """Those that this device has.  Without the look at the current context that other calls
-        take: there are ten to a node, and they do not depend on it."""
+        """Those that this device has.  The calls do not look up the current context, as others do:
+        a node takes ten of them, and they do not depend on it."""
         values = (cu.LaunchAttributeValue * len(identities))()
         get, address = self._calls["cuGraphKernelNodeGetAttribute"], ctypes.addressof(values)
         size = ctypes.sizeof(cu.LaunchAttributeValue)
@@ -621,8 +621,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
 class _Conditionals:
     """The conditional nodes that we made: a driver before 13.2 cannot read one back.
 
-    A handle may be given again to a foreign node once ours is gone, so every destroy call of ours
-    must be told here.
+    Once our node is gone, a foreign one may get its handle; so every destroy call of ours must
+    forget here what it destroyed.
     """
 
     def __init__(self) -> None:

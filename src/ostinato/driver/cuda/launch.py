@@ -219,7 +219,7 @@ def _read_extra(extra: int) -> bytes:
 
 
 def cluster_of(dimensions: Dim3 | None) -> Dim3 | None:
-    """A cluster of one block is no cluster, and so is what the driver says for "not set"."""
+    """None for a cluster of one block, and for the zeros that the driver reports for "not set"."""
     return None if dimensions is None or max(dimensions) <= 1 else dimensions
 
 
@@ -228,7 +228,7 @@ def attribute_values(
 ) -> list[tuple[int, cu.LaunchAttributeValue]]:
     """The attributes that a config asks for.
 
-    Programmatic stream serialization is valid for launches only; a node's edges say it.
+    Programmatic stream serialization is valid for launches only; a node has it in its edges.
     """
     found: list[tuple[int, cu.LaunchAttributeValue]] = []
     if config.cluster is not None:
@@ -260,7 +260,7 @@ class Settable:
 
 
 def settable(found: dict[int, cu.LaunchAttributeValue]) -> Settable:
-    """What the device lacks reads as not set."""
+    """An attribute that the device lacks counts as not set."""
     cluster: Dim3 | None = None
     if value := found.get(cu.ATTRIBUTE_CLUSTER_DIMENSION):
         size = value.clusterDim
