@@ -1,6 +1,6 @@
 """What pyproject.toml cannot say: one extension module, that may be missing.
 
-The C files in `src/ostinato/driver` make replays and launches cheaper.  Without a C compiler the
+`src/ostinato/driver/_launch.c` makes replays and launches cheaper.  Without a C compiler the
 package installs and works without it (`ostinato doctor` says so), and its wheel is one for any
 machine.
 """
@@ -14,7 +14,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 LAUNCH = Extension(
     "ostinato.driver._launch",
-    ["src/ostinato/driver/_launch.c", "src/ostinato/driver/_kernel_call.c"],
+    ["src/ostinato/driver/_launch.c"],
     optional=True,
     py_limited_api=True,
 )

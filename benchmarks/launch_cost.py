@@ -26,7 +26,7 @@ from benchmarks import common
 from benchmarks.common import BLOCK, CELL, SOURCE, Chain, Measured, measured
 from benchmarks.replay_cost import CLoop, Contender, python_contender
 from ostinato.driver.api import KernelNodeParams
-from ostinato.driver.cuda.launch import LaunchBlock
+from ostinato.driver.cuda.launch import launch_block
 
 CALLS, TURNS, BURST = 2000, 5, 16
 
@@ -85,10 +85,10 @@ def contenders(subject: Subject, skipped: dict[str, str]) -> list[Contender]:
 def _c(subject: Subject) -> Contender:
     params = subject.prepared.params
     assert isinstance(params, KernelNodeParams)
-    block = LaunchBlock(params.config, subject.stream.handle, None, params.arguments)
+    block = launch_block(params.config, subject.stream.handle, None, params.arguments)
     libcuda, library = ctypes.CDLL("libcuda.so.1"), common.build_c(C_LAUNCH)
     call = common.address_of_function(libcuda, "cuLaunchKernelEx")
-    made = _Prepared(call, ctypes.addressof(block.block), params.function, block.params)
+    made = _Prepared(call, ctypes.addressof(block.memory), params.function, block.params)
     launch = common.address_of_function(library, "launch")
     wait = common.address_of_function(libcuda, "cuStreamSynchronize")
     keep = (block, made, libcuda, library)

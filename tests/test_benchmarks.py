@@ -209,7 +209,7 @@ def test_the_c_loops_compile_and_call() -> None:
 @needs_gcc
 def test_c_gets_kernels_as_cuda_h_lays_them_out(host_device: Device) -> None:
     # The driver's own structure, as the CUDA driver writes it.
-    from ostinato.driver.cuda.structs import KernelParams
+    from ostinato.driver.cuda.libcuda import KernelParams
 
     ours = change_cost._Kernel
     theirs = {name: getattr(KernelParams, name).offset for name, *_ in KernelParams._fields_}

@@ -33,18 +33,19 @@ from ostinato.driver.api import (
     ParameterSlot,
 )
 from ostinato.driver.cuda import launch as cuda_kernel
-from ostinato.driver.cuda import structs as cuda_structs
+from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.driver import CudaDriver
-from ostinato.driver.cuda.graphs import _has_cycle
 from ostinato.driver.cuda.libcuda import Libcuda, parse_prototypes
-from ostinato.driver.cuda.memory import ELEMENT_SIZES, unsigned
 from ostinato.driver.cuda.nodes import (
+    ELEMENT_SIZES,
     fill_memcpy,
     fill_memset,
+    has_cycle,
     mem_op_array,
     read_batch,
     read_memcpy,
     read_memset,
+    unsigned,
 )
 from ostinato.errors import DriverError, NoCudaError
 
@@ -188,9 +189,9 @@ def _offsets(kind: Any, prefix: str = "", base: int = 0) -> list[tuple[str, int]
     return found
 
 
-@pytest.mark.parametrize("name", cuda_structs.STRUCTURES)
+@pytest.mark.parametrize("name", cu.STRUCTURES)
 def test_structures_are_the_headers(name: str, compile_with_header: Any) -> None:
-    kind = cuda_structs.STRUCTURES[name]
+    kind = cu.STRUCTURES[name]
     lines = [f'_Static_assert(sizeof({name}) == {ctypes.sizeof(kind)}, "size");']
     lines += [
         f'_Static_assert(offsetof({name}, {field}) == {offset}, "{field}");'
@@ -221,7 +222,7 @@ def test_the_compiler_would_notice(compile_with_header: Any) -> None:
 
 def test_sizes_without_a_compiler() -> None:
     """The header's sizes (CUDA 13.0, 64 bit), for machines that cannot ask it."""
-    sizes = {name: ctypes.sizeof(kind) for name, kind in cuda_structs.STRUCTURES.items()}
+    sizes = {name: ctypes.sizeof(kind) for name, kind in cu.STRUCTURES.items()}
     assert sizes["CUgraphNodeParams"] == 256
     assert sizes["CUlaunchConfig"] == 56 == struct.calcsize(cuda_kernel.LAUNCH_HEAD)
     assert sizes["CUlaunchAttribute"] == 72
@@ -238,8 +239,8 @@ CONFIG = LaunchConfig((3, 2, 1), (32, 4), 1024)
 
 
 def test_launch_block_is_a_launch_config() -> None:
-    made = cuda_kernel.LaunchBlock(CONFIG, 0xABC0, None, ARGUMENTS)
-    raw = cuda_structs.LaunchConfigStruct.from_buffer(made.block)
+    made = cuda_kernel.launch_block(CONFIG, 0xABC0, None, ARGUMENTS)
+    raw = cu.LaunchConfigStruct.from_buffer(made.memory)
     assert (raw.gridDimX, raw.gridDimY, raw.gridDimZ) == (3, 2, 1)
     assert (raw.blockDimX, raw.blockDimY, raw.blockDimZ) == (32, 4, 1)
     assert (raw.sharedMemBytes, raw.hStream, raw.attrs, raw.numAttrs) == (1024, 0xABC0, None, 0)
@@ -251,16 +252,16 @@ def test_launch_block_is_a_launch_config() -> None:
 def test_launch_block_holds_attributes() -> None:
     config = LaunchConfig(8, 32, cluster=2, cooperative=True, programmatic=True, priority=-3)
     attributes = cuda_kernel.Attributes(config)
-    made = cuda_kernel.LaunchBlock(config, 1, attributes, KernelArguments(b"", ()))
+    made = cuda_kernel.launch_block(config, 1, attributes, KernelArguments(b"", ()))
     assert made.extra is None
     assert cuda_kernel.read_arguments(made.params, made.extra, ()).data == b""
-    raw = cuda_structs.LaunchConfigStruct.from_buffer(made.block)
-    array = (cuda_structs.LaunchAttribute * raw.numAttrs).from_address(raw.attrs)
+    raw = cu.LaunchConfigStruct.from_buffer(made.memory)
+    array = (cu.LaunchAttribute * raw.numAttrs).from_address(raw.attrs)
     found = {slot.id: slot.value for slot in array}
-    cluster = found[cuda_structs.ATTRIBUTE_CLUSTER_DIMENSION].clusterDim
+    cluster = found[cu.ATTRIBUTE_CLUSTER_DIMENSION].clusterDim
     assert (cluster.x, cluster.y, cluster.z) == (2, 1, 1)
-    assert found[cuda_structs.ATTRIBUTE_COOPERATIVE].cooperative == 1
-    assert found[cuda_structs.ATTRIBUTE_PRIORITY].priority == -3
+    assert found[cu.ATTRIBUTE_COOPERATIVE].cooperative == 1
+    assert found[cu.ATTRIBUTE_PRIORITY].priority == -3
     assert len(found) == 4
 
 
@@ -270,7 +271,7 @@ def test_node_block_is_node_params(packed: bool) -> None:
     block = cuda_kernel.node_block(
         KernelNodeParams(FunctionHandle(0x77), CONFIG, arguments), context=0x88
     )
-    raw = cuda_structs.KernelParams.from_buffer(block)
+    raw = cu.KernelParams.from_buffer(block)
     assert (raw.func, raw.ctx, raw.kern, raw.sharedMemBytes) == (0x77, 0x88, None, 1024)
     assert (raw.gridDimX, raw.gridDimY, raw.blockDimX, raw.blockDimY) == (3, 2, 32, 4)
     assert (raw.kernelParams is None) is packed
@@ -282,16 +283,16 @@ def test_node_block_is_node_params(packed: bool) -> None:
 
 def test_packed_arguments_without_a_layout() -> None:
     arguments = KernelArguments(bytes(range(50)), (), packed=True)
-    made = cuda_kernel.LaunchBlock(CONFIG, 1, None, arguments)
+    made = cuda_kernel.launch_block(CONFIG, 1, None, arguments)
     assert made.params is None
     # A layout that does not fit the buffer is not believed.
     assert cuda_kernel.read_arguments(None, made.extra, (ParameterSlot(48, 8),)) == arguments
-    assert len(made.block) > 50
+    assert len(made.memory) > 50
 
 
 def test_too_large_a_grid_is_not_cut_off() -> None:
     with pytest.raises(struct.error):
-        cuda_kernel.LaunchBlock(LaunchConfig(1 << 32, 1), 1, None, ARGUMENTS)
+        cuda_kernel.launch_block(LaunchConfig(1 << 32, 1), 1, None, ARGUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -304,17 +305,17 @@ def test_too_large_a_grid_is_not_cut_off() -> None:
 )
 @pytest.mark.parametrize("kinds", [(1, 2), (2, 2), (4, 4)])
 def test_memcpy_there_and_back(params: MemcpyNodeParams, kinds: tuple[int, int]) -> None:
-    raw = cuda_structs.Memcpy3D()
+    raw = cu.Memcpy3D()
     fill_memcpy(raw, params, *kinds)
     assert read_memcpy(raw) == params
 
 
 def test_memcpy_offsets_are_folded_and_arrays_are_opaque() -> None:
-    raw = cuda_structs.Memcpy3D()
+    raw = cu.Memcpy3D()
     fill_memcpy(raw, MemcpyNodeParams(0x1000, 0x2000, 64, 8), 2, 2)
     raw.srcXInBytes, raw.srcY, raw.srcPitch = 4, 2, 256
     assert read_memcpy(raw).src == 0x2000 + 2 * 256 + 4
-    raw.dstMemoryType = cuda_structs.MEMORY_ARRAY
+    raw.dstMemoryType = cu.MEMORY_ARRAY
     assert read_memcpy(raw).opaque
 
 
@@ -322,7 +323,7 @@ def test_memcpy_offsets_are_folded_and_arrays_are_opaque() -> None:
     "params", [MemsetNodeParams(0x1000, 7, 1, 64), MemsetNodeParams(0x1000, 7, 4, 64, 3, 512)]
 )
 def test_memset_there_and_back(params: MemsetNodeParams) -> None:
-    raw = cuda_structs.MemsetParams()
+    raw = cu.MemsetParams()
     fill_memset(raw, params, 0x99, "test")
     assert read_memset(raw) == params
     assert raw.ctx == 0x99
@@ -344,7 +345,7 @@ def test_memory_operations_there_and_back() -> None:
         )
     )
     array = mem_op_array(params, "test")
-    raw = cuda_structs.BatchMemOpParams()
+    raw = cu.BatchMemOpParams()
     raw.count, raw.paramArray = len(array), ctypes.addressof(array)
     assert read_batch(raw) == params
     array[1].operation = 6  # a barrier
@@ -355,6 +356,6 @@ def test_memory_operations_there_and_back() -> None:
 
 def test_cycles_are_found() -> None:
     a, b, c = NodeHandle(1), NodeHandle(2), NodeHandle(3)
-    assert not _has_cycle([Edge(a, b), Edge(b, c), Edge(a, c)])
-    assert _has_cycle([Edge(a, b), Edge(b, c), Edge(c, a)])
-    assert _has_cycle([Edge(a, a)])
+    assert not has_cycle([Edge(a, b), Edge(b, c), Edge(a, c)])
+    assert has_cycle([Edge(a, b), Edge(b, c), Edge(c, a)])
+    assert has_cycle([Edge(a, a)])

@@ -24,10 +24,15 @@ from ostinato.driver.api import (
     ParameterSlot,
     StreamHandle,
 )
-from ostinato.driver.cuda import structs as cuda_structs
+from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.modules import ModuleCalls
-from ostinato.driver.launcher import compiled, kernel_call, packer, without_extension
-from ostinato.driver.signature import Signature, address_of
+from ostinato.driver.launcher import (
+    compiled,
+    kernel_call,
+    packer,
+    without_extension,
+)
+from ostinato.driver.signature import Signature
 from ostinato.errors import ClosedError, DriverError
 
 needs_extension = pytest.mark.skipif(not compiled(), reason="the extension was not built")
@@ -57,7 +62,6 @@ class Interfaced:
 
 
 TYPES = ["*f32", "*const i32", "i8", "u8", "i16", "u16", "bf16", "i32", "u32", "i64", "u64", "f32"]
-CODES = dict(zip(TYPES[2:], "bBhHHiIqQf", strict=True)) | {"*f32": "P", "*const i32": "P"}
 
 numbers = st.one_of(
     st.integers(-(1 << 65), 1 << 65),
@@ -80,11 +84,11 @@ values = st.one_of(
 @given(st.lists(st.tuples(st.sampled_from(TYPES), values), max_size=9), st.booleans())
 def test_both_pack_the_same_bytes_or_none(pairs: list[tuple[str, Any]], short: bool) -> None:
     signature = Signature.parse(", ".join(f"p{i}: {kind}" for i, (kind, _) in enumerate(pairs)))
-    codes = "".join(CODES[kind] for kind, _ in pairs)
+    codes = "".join(parameter.code for parameter in signature.parameters)
     given_values = tuple(value for _, value in pairs)
-    fast = packer(codes, signature.layout, address_of)
+    fast = packer(codes, signature.layout)
     with without_extension():
-        slow = packer(codes, signature.layout, address_of)
+        slow = packer(codes, signature.layout)
     if short and pairs:
         assert fast(given_values[1:]) is None and slow(given_values[1:]) is None
     found, wanted = fast(given_values), slow(given_values)
@@ -102,7 +106,7 @@ def test_what_raises_when_asked_for_its_address_is_left_to_the_careful_way(launc
             raise AttributeError("not now")
 
     signature = Signature.parse("x: *f32")
-    pack = packer("P", signature.layout, address_of)
+    pack = packer("P", signature.layout)
     assert pack((Refuses(),)) is None
     assert pack((Placed(8),)) == (8).to_bytes(8, "little")
 
@@ -111,7 +115,7 @@ def test_what_raises_when_asked_for_its_address_is_left_to_the_careful_way(launc
 def test_nonsense_makes_no_packer() -> None:
     for codes, slots in (("z", [ParameterSlot(0, 4)]), ("Q", [ParameterSlot(-8, 8)])):
         with pytest.raises(ValueError, match="slot 0"):
-            packer(codes, slots, address_of)
+            packer(codes, slots)
 
 
 # ----------------------------------------------------------------------------------------- calling
@@ -161,7 +165,7 @@ class FakeCuda:
         return 0
 
     def _launched(self, config: int, function: int, params: int, extra: int) -> int:
-        raw = cuda_structs.LaunchConfigStruct.from_address(config)
+        raw = cu.LaunchConfigStruct.from_address(config)
         words = (ctypes.c_void_p * len(self.layout)).from_address(params) if params else ()
         self.seen.append(
             {
@@ -188,7 +192,6 @@ class Driver(ModuleCalls):
     def __init__(self, lib: FakeCuda) -> None:
         super().__init__(lib, CONTEXT, 0)  # type: ignore[arg-type]
         self._layouts = {5: lib.layout, 6: lib.layout}
-        self._attributes = {}
 
 
 SIGNATURE = Signature.parse("x: *f32, small: u8, n: i32, f: f32")
@@ -253,7 +256,7 @@ def test_nothing_is_launched_once_the_driver_is_closed(launcher: str) -> None:
     lib = FakeCuda(SIGNATURE.layout)
     driver, arguments, config = Driver(lib), fresh(), LaunchConfig(7, 32)
     launch(driver, arguments, config)
-    driver._closed = True
+    driver.after_fork()
     with pytest.raises(ClosedError):
         launch(driver, arguments, config)
     assert len(lib.seen) == 1
@@ -280,7 +283,7 @@ def test_arguments_packed_by_a_library_go_as_they_are(launcher: str) -> None:
 def test_a_functions_launches_in_one_call() -> None:
     lib = FakeCuda(SIGNATURE.layout)
     driver = Driver(lib)
-    pack = packer("PBif", SIGNATURE.layout, address_of)
+    pack = packer("PBif", SIGNATURE.layout)
     call = driver.function_prepare_launch(FunctionHandle(5), pack)
     assert call is not None
     values = (Placed(0x7F00_0000_0010), 7, -3, 0.5)
@@ -309,10 +312,10 @@ def test_a_functions_launches_in_one_call() -> None:
 def test_where_there_is_no_shortcut_it_is_said(launcher: str) -> None:
     driver = Driver(FakeCuda())
     many = Signature.parse(", ".join(f"p{i}: u64" for i in range(300)))
-    slow = packer("Q" * 300, many.layout, address_of)
+    slow = packer("Q" * 300, many.layout)
     assert slow((1,) * 300) == (1).to_bytes(8, "little") * 300
     assert driver.function_prepare_launch(FunctionHandle(5), slow) is None
-    short = packer("P", SIGNATURE.layout[:1], address_of)
+    short = packer("P", SIGNATURE.layout[:1])
     found = driver.function_prepare_launch(FunctionHandle(5), short)
     assert (found is None) == (launcher == "python")
 
@@ -321,10 +324,11 @@ def test_where_there_is_no_shortcut_it_is_said(launcher: str) -> None:
 def test_a_call_outlives_what_it_was_made_of_and_leaks_nothing() -> None:
     lib = FakeCuda(SIGNATURE.layout)
     addresses = lib.address("cuLaunchKernelEx"), lib.address("cuCtxGetCurrent")
+    target = (*addresses, CONTEXT, 5)
 
     def make() -> Callable[[], int | None]:
         arguments = KernelArguments(bytes(bytearray(ARGUMENTS.data)), ARGUMENTS.layout)
-        made = kernel_call(*addresses, CONTEXT, 5, LaunchConfig(2, 32), 1, (0, 0), arguments)
+        made = kernel_call(target, LaunchConfig(2, 32), 1, (0, 0), arguments)
         assert made is not None
         return made
 
@@ -335,7 +339,7 @@ def test_a_call_outlives_what_it_was_made_of_and_leaks_nothing() -> None:
     assert call() is None and not lib.seen
     with pytest.raises(ValueError, match="behind the last byte"):
         short = KernelArguments(b"abc", (ParameterSlot(255, 1),))
-        kernel_call(*addresses, CONTEXT, 5, LaunchConfig(1, 1), 1, (0, 0), short)
+        kernel_call(target, LaunchConfig(1, 1), 1, (0, 0), short)
     tracemalloc.start()
     try:
         for _ in range(100):

@@ -167,6 +167,20 @@ def test_nothing_outside_the_driver_asks_which_driver_it_is() -> None:
             assert sign not in text, f"{path.name} contains {sign}: ask for a capability"
 
 
+def test_frozen_records_are_written_only_while_they_are_made() -> None:
+    wrong: list[str] = []
+    for path in FILES:
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            if getattr(function, "name", "") in ("__init__", "__post_init__"):
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and node.attr == "__setattr__":
+                    wrong.append(f"{path.name}:{node.lineno}")
+    assert not wrong, f"object.__setattr__ after the record was made: {wrong}"
+
+
 def test_import_has_no_side_effects() -> None:
     code = (
         "import sys, os, pathlib\n"

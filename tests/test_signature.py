@@ -197,3 +197,13 @@ def test_arguments_are_changed_by_copy() -> None:
     ):
         with pytest.raises(InputError):
             bad()
+
+
+def test_codes_are_those_of_the_types() -> None:
+    """What `struct` packs by a parameter's code reads the same by its NumPy type."""
+    for name in SIZES:
+        parameter = Signature.parse(f"x: {name}").parameters[0]
+        packed = struct.pack(f"<{parameter.code}", 3)
+        assert np.frombuffer(packed, parameter.dtype).tolist() == [3]
+    pointer, record = Signature.parse("x: *i32, s: bytes[12]").parameters
+    assert (pointer.code, record.code) == ("P", "12s")

@@ -1,24 +1,28 @@
-/* The hot path of a replay, compiled: one comparison and one C call, without the GIL.
+/* The hot paths of replays and launches, compiled.
  *
- * driver/launcher.py holds the same in Python, says what it is for, and serves where this was not
- * built.  Only the limited API of CPython 3.11 is used, so that one build serves every later one.
+ * Launcher and Prepared replay a graph: one comparison and one C call without the GIL.
+ * Packer turns the arguments of a kernel into bytes, KernelCall launches bytes that are packed
+ * already, and FunctionCall packs and launches in one call.
+ *
+ * driver/launcher.py and driver/cuda/launch.py hold the same in Python, which serves where this was
+ * not built.  Only the limited API of CPython 3.11 is used, so that one build serves every later
+ * one.
  */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
 
-/* What _kernel_call.c uses as well; it declares them. */
-int ostinato_as_pointer(PyObject *number, void *result);
-PyObject *ostinato_new(PyTypeObject *type);
-void ostinato_free(PyObject *self);
-int ostinato_add_type(PyObject *module, PyType_Spec *spec);
-
-int ostinato_add_kernel_types(PyObject *module); /* of _kernel_call.c */
+typedef struct {
+    PyTypeObject *prepared_type, *packer_type;
+} State;
 
 /* Handles and addresses come as non-negative integers. */
-int
-ostinato_as_pointer(PyObject *number, void *result)
+static int
+as_pointer(PyObject *number, void *result)
 {
     void *pointer = PyLong_AsVoidPtr(number);
     if (pointer == NULL && PyErr_Occurred())
@@ -27,16 +31,16 @@ ostinato_as_pointer(PyObject *number, void *result)
     return 1;
 }
 
-PyObject *
-ostinato_new(PyTypeObject *type)
+static PyObject *
+new_object(PyTypeObject *type)
 {
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     return alloc(type, 0);
 }
 
 /* The end of a deallocation. */
-void
-ostinato_free(PyObject *self)
+static void
+free_object(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
@@ -44,22 +48,11 @@ ostinato_free(PyObject *self)
     Py_DECREF(type);
 }
 
-int
-ostinato_add_type(PyObject *module, PyType_Spec *spec)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-    if (type == NULL)
-        return -1;
-    int failed = PyModule_AddType(module, (PyTypeObject *)type);
-    Py_DECREF(type);
-    return failed;
-}
-
-/* cuGraphLaunch(CUgraphExec, CUstream): any C function of two pointers that gives a status. */
-typedef int (*launch_function)(void *executable, void *stream);
+/* cuGraphLaunch(CUgraphExec, CUstream): any C function of two pointers that returns a status. */
+typedef int (*graph_function)(void *executable, void *stream);
 
 typedef struct {
-    launch_function function;
+    graph_function function;
     void *executable;
     void *stream;
 } Call;
@@ -74,10 +67,6 @@ call_without_gil(Call call)
     return status;
 }
 
-typedef struct {
-    PyTypeObject *prepared_type;
-} State;
-
 /* ------------------------------------------------------------------------------------- Prepared */
 
 typedef struct {
@@ -90,19 +79,17 @@ prepared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"function", "executable", "stream", NULL};
     void *function, *executable, *stream;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&:Prepared", names,
-                                     ostinato_as_pointer, &function,
-                                     ostinato_as_pointer, &executable,
-                                     ostinato_as_pointer, &stream))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&:Prepared", names, as_pointer, &function,
+                                     as_pointer, &executable, as_pointer, &stream))
         return NULL;
     if (function == NULL) {
         PyErr_SetString(PyExc_ValueError, "function is 0; it must be the address of a C function");
         return NULL;
     }
-    Prepared *self = (Prepared *)ostinato_new(type);
+    Prepared *self = (Prepared *)new_object(type);
     if (self == NULL)
         return NULL;
-    self->call = (Call){(launch_function)function, executable, stream};
+    self->call = (Call){(graph_function)function, executable, stream};
     return (PyObject *)self;
 }
 
@@ -118,10 +105,10 @@ prepared_call(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyType_Slot prepared_slots[] = {
     {Py_tp_doc, "Prepared(function, executable, stream)\n--\n\n"
-                "A C function with its two pointers: called, it gives the status that the function "
-                "gave.\n\nAll three are addresses or handles as integers, and must stay good."},
+                "A C function and its two pointers.  Called, it returns the function's status."
+                "\n\nAll three are addresses or handles as integers, and must stay valid."},
     {Py_tp_new, prepared_new},
-    {Py_tp_dealloc, ostinato_free},
+    {Py_tp_dealloc, free_object},
     {Py_tp_call, prepared_call},
     {0, NULL},
 };
@@ -239,12 +226,12 @@ launcher_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
     launcher_clear(self);
-    ostinato_free(self);
+    free_object(self);
 }
 
 PyDoc_STRVAR(launch_doc, /* word for word that of PythonLauncher.launch */
 "launch($self, stream)\n--\n\n"
-"Runs the graph once, in stream order; returns without waiting.  Lets go of the GIL.\n"
+"Runs the graph once, in stream order; returns without waiting.  Releases the GIL.\n"
 "\n"
 "The first launch on a stream prepares the call; later ones only make it.  Raises\n"
 "CaptureError on a stream that captures (the capture goes on), DriverError, ClosedError.");
@@ -274,26 +261,504 @@ static PyType_Spec launcher_spec = {
     .slots = launcher_slots,
 };
 
+/* --------------------------------------------------------------------------------------- Packer */
+
+typedef struct {
+    char code;
+    uint32_t offset;
+} Slot;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *address;    /* the name of the attribute */
+    PyObject *address_of; /* called for the address of what has no such attribute */
+    Slot *slots;
+    Py_ssize_t count, size;
+} Packer;
+
+static int
+width_of(char code)
+{
+    switch (code) {
+    case 'b': case 'B': return 1;
+    case 'h': case 'H': return 2;
+    case 'i': case 'I': case 'f': return 4;
+    case 'q': case 'Q': case 'd': case 'P': return 8;
+    default: return 0;
+    }
+}
+
+static PyObject *
+packer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"codes", "offsets", "size", "address_of", NULL};
+    const char *codes;
+    Py_ssize_t count, size;
+    PyObject *offsets, *address_of;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s#O!nO:Packer", names, &codes, &count,
+                                     &PyTuple_Type, &offsets, &size, &address_of))
+        return NULL;
+    if (PyTuple_Size(offsets) != count || size < 0) {
+        PyErr_SetString(PyExc_ValueError, "an offset for each code, and a size, are needed");
+        return NULL;
+    }
+    Packer *self = (Packer *)new_object(type);
+    if (self == NULL)
+        return NULL;
+    self->count = count;
+    self->size = size;
+    self->address_of = Py_NewRef(address_of);
+    self->address = PyUnicode_InternFromString("address");
+    self->slots = PyMem_Malloc((count ? count : 1) * sizeof(Slot));
+    if (self->address == NULL || self->slots == NULL) {
+        if (self->slots == NULL)
+            PyErr_NoMemory();
+        Py_DECREF(self);
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long offset = PyLong_AsLong(PyTuple_GetItem(offsets, i));
+        int width = width_of(codes[i]);
+        if (offset < 0 || width == 0 || offset + width > size) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_ValueError, "slot %zd is unknown or outside the buffer", i);
+            Py_DECREF(self);
+            return NULL;
+        }
+        self->slots[i] = (Slot){codes[i], (uint32_t)offset};
+    }
+    return (PyObject *)self;
+}
+
+static void
+packer_dealloc(PyObject *op)
+{
+    Packer *self = (Packer *)op;
+    Py_XDECREF(self->address);
+    Py_XDECREF(self->address_of);
+    PyMem_Free(self->slots);
+    free_object(op);
+}
+
+/* Whether an exception is set that is not about a value, such as KeyboardInterrupt. */
+static int
+interrupted(void)
+{
+    return PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception);
+}
+
+/* One value; 0 if it does not have exactly the type of its slot.  An exception may be set then. */
+static int
+pack_one(Packer *self, char code, PyObject *value, unsigned char *to)
+{
+    if (code == 'f' || code == 'd') {
+        if (!PyFloat_CheckExact(value))
+            return 0;
+        double number = PyFloat_AsDouble(value);
+        float narrow = (float)number;
+        if (code == 'f' && isinf(narrow) && !isinf(number))
+            return 0;
+        memcpy(to, code == 'd' ? (void *)&number : (void *)&narrow, code == 'd' ? 8 : 4);
+        return 1;
+    }
+    if (code == 'P' && !PyLong_CheckExact(value)) {
+        PyObject *address = PyObject_GetAttr(value, self->address);
+        if (address == NULL || !PyLong_CheckExact(address)) {
+            if (interrupted())
+                return 0;
+            PyErr_Clear();
+            Py_XDECREF(address);
+            address = PyObject_CallFunctionObjArgs(self->address_of, value, NULL);
+            if (address == NULL)
+                return 0;
+        }
+        int packed = PyLong_CheckExact(address) && pack_one(self, code, address, to);
+        Py_DECREF(address);
+        return packed;
+    }
+    if (!PyLong_CheckExact(value))
+        return 0;
+    int width = width_of(code);
+    uint64_t bits;
+    if (code == 'b' || code == 'h' || code == 'i' || code == 'q') {
+        int overflow;
+        long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+        long long limit = width == 8 ? INT64_MAX : (1ll << (8 * width - 1)) - 1;
+        if (overflow || number > limit || number < -limit - 1)
+            return 0;
+        bits = (uint64_t)number;
+    }
+    else {
+        bits = PyLong_AsUnsignedLongLong(value);
+        if (bits == UINT64_MAX && PyErr_Occurred())
+            return 0;
+        if (width < 8 && bits >> (8 * width))
+            return 0;
+    }
+    memcpy(to, &bits, width); /* little endian, as every machine with a GPU of NVIDIA's is */
+    return 1;
+}
+
+/* All values of a tuple; 0 if one does not have exactly its slot's type, -1 if interrupted. */
+static int
+pack_all(Packer *self, PyObject *values, unsigned char *bytes)
+{
+    if (!PyTuple_Check(values) || PyTuple_Size(values) != self->count)
+        return 0;
+    memset(bytes, 0, self->size);
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        Slot slot = self->slots[i];
+        if (!pack_one(self, slot.code, PyTuple_GetItem(values, i), bytes + slot.offset)) {
+            if (interrupted())
+                return -1;
+            PyErr_Clear(); /* Signature.pack looks again, and words the error */
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static PyObject *
+packer_pack(PyObject *op, PyObject *values)
+{
+    Packer *self = (Packer *)op;
+    PyObject *made = PyBytes_FromStringAndSize(NULL, self->size);
+    if (made == NULL)
+        return NULL;
+    unsigned char *bytes = (unsigned char *)PyBytes_AsString(made);
+    int packed = pack_all(self, values, bytes);
+    if (packed > 0)
+        return made;
+    Py_DECREF(made);
+    if (packed < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef packer_methods[] = {
+    {"pack", packer_pack, METH_O,
+     "pack($self, values, /)\n--\n\nReturns the bytes of a tuple of values, or None if one of "
+     "them does not have exactly the type of its slot."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot packer_slots[] = {
+    {Py_tp_doc, "Packer(codes, offsets, size, address_of)\n--\n\n"
+                "Packs kernel arguments.  `codes`: one of `struct` for each, and P for an address: "
+                "an int, an object with an `address`, or one that `address_of` returns one for."},
+    {Py_tp_new, packer_new},
+    {Py_tp_dealloc, packer_dealloc},
+    {Py_tp_methods, packer_methods},
+    {0, NULL},
+};
+
+static PyType_Spec packer_spec = {
+    .name = "ostinato.driver._launch.Packer",
+    .basicsize = sizeof(Packer),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = packer_slots,
+};
+
+/* ----------------------------------------------------------------------------------- KernelCall */
+
+/* CUlaunchConfig */
+typedef struct {
+    uint32_t grid[3], block[3], shared;
+    void *stream, *attributes;
+    uint32_t count;
+} LaunchConfig;
+_Static_assert(sizeof(LaunchConfig) == 56, "as in cuda.h");
+
+/* cuLaunchKernelEx and cuCtxGetCurrent */
+typedef int (*launch_function)(const LaunchConfig *config, void *function, void **params,
+                               void **extra);
+typedef int (*current_function)(void **context);
+
+/* What is launched, and in which context. */
+typedef struct {
+    void *launch, *current; /* the C functions */
+    void *context, *function;
+} Target;
+
+static int
+as_target(PyObject *four, void *result)
+{
+    Target *target = result;
+    if (!PyTuple_Check(four)) {
+        PyErr_SetString(PyExc_TypeError, "launch, current, context and function come as a tuple");
+        return 0;
+    }
+    if (!PyArg_ParseTuple(four, "O&O&O&O&", as_pointer, &target->launch, as_pointer,
+                          &target->current, as_pointer, &target->context, as_pointer,
+                          &target->function))
+        return 0;
+    if (target->launch != NULL && target->current != NULL)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "the address of a C function is 0");
+    return 0;
+}
+
+/* The status, or None if another context is current: then nothing was launched. */
+static PyObject *
+launch_target(const Target *target, const LaunchConfig *config, void **params)
+{
+    void *context = NULL;
+    int status;
+    if (((current_function)target->current)(&context) != 0 || context != target->context)
+        Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    status = ((launch_function)target->launch)(config, target->function, params, NULL);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(status);
+}
+
+typedef struct {
+    PyObject_HEAD
+    Target target;
+    LaunchConfig config;
+    void **params; /* one allocation: the pointers, then the bytes that they point to */
+} KernelCall;
+
+static int
+as_u32(PyObject *number, void *result)
+{
+    unsigned long value = PyLong_AsUnsignedLong(number);
+    if (value == (unsigned long)-1 && PyErr_Occurred())
+        return 0;
+    if (value > UINT32_MAX) {
+        PyErr_Format(PyExc_OverflowError, "%lu does not fit into 32 bits", value);
+        return 0;
+    }
+    *(uint32_t *)result = (uint32_t)value;
+    return 1;
+}
+
+static int
+as_dimensions(PyObject *three, void *result)
+{
+    uint32_t *to = result;
+    if (!PyTuple_Check(three) || PyTuple_Size(three) != 3) {
+        PyErr_SetString(PyExc_TypeError, "dimensions are a tuple of three");
+        return 0;
+    }
+    for (int i = 0; i < 3; i++)
+        if (!as_u32(PyTuple_GetItem(three, i), to + i))
+            return 0;
+    return 1;
+}
+
+static PyObject *
+kernel_call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"target", "grid", "block", "shared", "stream", "attributes", "count",
+                            "data", "offsets", NULL};
+    Target target;
+    LaunchConfig config = {0};
+    const char *data;
+    Py_ssize_t size;
+    PyObject *offsets;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O&O&O&O&y#O!:KernelCall", names,
+                                     as_target, &target, as_dimensions, config.grid,
+                                     as_dimensions, config.block, as_u32, &config.shared,
+                                     as_pointer, &config.stream, as_pointer, &config.attributes,
+                                     as_u32, &config.count, &data, &size, &PyTuple_Type, &offsets))
+        return NULL;
+    KernelCall *self = (KernelCall *)new_object(type);
+    if (self == NULL)
+        return NULL;
+    Py_ssize_t count = PyTuple_Size(offsets);
+    self->target = target;
+    self->config = config;
+    self->params = PyMem_Malloc(count * sizeof(void *) + size + 1);
+    if (self->params == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    char *copy = (char *)(self->params + count);
+    memcpy(copy, data, size);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t offset;
+        if (!as_u32(PyTuple_GetItem(offsets, i), &offset)) {
+            Py_DECREF(self);
+            return NULL;
+        }
+        if (offset > size) {
+            PyErr_Format(PyExc_ValueError, "argument %zd begins behind the last byte", i);
+            Py_DECREF(self);
+            return NULL;
+        }
+        self->params[i] = copy + offset;
+    }
+    return (PyObject *)self;
+}
+
+static void
+kernel_call_dealloc(PyObject *op)
+{
+    PyMem_Free(((KernelCall *)op)->params);
+    free_object(op);
+}
+
+static PyObject *
+kernel_call_launch(PyObject *op, PyObject *Py_UNUSED(none))
+{
+    KernelCall *self = (KernelCall *)op;
+    return launch_target(&self->target, &self->config, self->params);
+}
+
+static PyMethodDef kernel_call_methods[] = {
+    {"launch", kernel_call_launch, METH_NOARGS,
+     "launch($self, /)\n--\n\nReturns the status, or None if another context is current: then "
+     "nothing was launched."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot kernel_call_slots[] = {
+    {Py_tp_doc,
+     "KernelCall(target, grid, block, shared, stream, attributes, count, data, offsets)\n--\n\n"
+     "One launch, with everything ready.\n\n"
+     "`target`: the addresses of cuLaunchKernelEx and cuCtxGetCurrent, the context, the function.  "
+     "`data`: the arguments' bytes, which are copied; `offsets`: where each argument begins.  "
+     "`attributes`: the address of `count` CUlaunchAttribute, which must stay valid."},
+    {Py_tp_new, kernel_call_new},
+    {Py_tp_dealloc, kernel_call_dealloc},
+    {Py_tp_methods, kernel_call_methods},
+    {0, NULL},
+};
+
+static PyType_Spec kernel_call_spec = {
+    .name = "ostinato.driver._launch.KernelCall",
+    .basicsize = sizeof(KernelCall),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = kernel_call_slots,
+};
+
+/* --------------------------------------------------------------------------------- FunctionCall */
+
+#define MOST_BYTES 4096
+#define MOST_ARGUMENTS 256
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *packer;
+    Target target;
+} FunctionCall;
+
+static PyObject *
+function_call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"pack", "target", NULL};
+    State *state = PyType_GetModuleState(type);
+    PyObject *packer;
+    Target target;
+    if (state == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&:FunctionCall", names,
+                                                      state->packer_type, &packer, as_target,
+                                                      &target))
+        return NULL;
+    if (((Packer *)packer)->size > MOST_BYTES || ((Packer *)packer)->count > MOST_ARGUMENTS) {
+        PyErr_SetString(PyExc_ValueError, "too many arguments for a launch in one call");
+        return NULL;
+    }
+    FunctionCall *self = (FunctionCall *)new_object(type);
+    if (self == NULL)
+        return NULL;
+    self->packer = Py_NewRef(packer);
+    self->target = target;
+    return (PyObject *)self;
+}
+
+static void
+function_call_dealloc(PyObject *op)
+{
+    Py_XDECREF(((FunctionCall *)op)->packer);
+    free_object(op);
+}
+
+static PyObject *
+function_call_launch(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    FunctionCall *self = (FunctionCall *)op;
+    Packer *packer = (Packer *)self->packer;
+    LaunchConfig config = {0};
+    void *params[MOST_ARGUMENTS];
+    _Alignas(16) unsigned char data[MOST_BYTES];
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "stream, grid, block, shared and values are needed");
+        return NULL;
+    }
+    if (!as_pointer(args[0], &config.stream) || !as_dimensions(args[1], config.grid) ||
+        !as_dimensions(args[2], config.block) || !as_u32(args[3], &config.shared)) {
+        PyErr_Clear(); /* `launch_kernel` looks again, and words the error */
+        Py_RETURN_NONE;
+    }
+    int packed = pack_all(packer, args[4], data);
+    if (packed < 0)
+        return NULL;
+    if (packed == 0)
+        Py_RETURN_NONE;
+    for (Py_ssize_t i = 0; i < packer->count; i++)
+        params[i] = data + packer->slots[i].offset;
+    return launch_target(&self->target, &config, params);
+}
+
+static PyMethodDef function_call_methods[] = {
+    {"launch", (PyCFunction)(void (*)(void))function_call_launch, METH_FASTCALL,
+     "launch($self, stream, grid, block, shared, values, /)\n--\n\nReturns the status, or None if "
+     "nothing was launched: a value does not have exactly the type of its slot, a number does not "
+     "fit, or another context is current."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot function_call_slots[] = {
+    {Py_tp_doc, "FunctionCall(pack, target)\n--\n\nLaunches one function, with arguments that "
+                "the Packer `pack` packs.  `target` as for KernelCall."},
+    {Py_tp_new, function_call_new},
+    {Py_tp_dealloc, function_call_dealloc},
+    {Py_tp_methods, function_call_methods},
+    {0, NULL},
+};
+
+static PyType_Spec function_call_spec = {
+    .name = "ostinato.driver._launch.FunctionCall",
+    .basicsize = sizeof(FunctionCall),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = function_call_slots,
+};
+
 /* --------------------------------------------------------------------------------------- module */
+
+/* Adds a type to the module; `keep`, if it is given, gets a reference of its own. */
+static int
+add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **keep)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    int failed = type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0;
+    if (keep != NULL)
+        *keep = (PyTypeObject *)Py_XNewRef(type);
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
 
 static int
 module_exec(PyObject *module)
 {
     State *state = PyModule_GetState(module);
-    state->prepared_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &prepared_spec, NULL);
-    if (state->prepared_type == NULL || PyModule_AddType(module, state->prepared_type) < 0)
+    if (add_type(module, &prepared_spec, &state->prepared_type) < 0 ||
+        add_type(module, &launcher_spec, NULL) < 0 ||
+        add_type(module, &packer_spec, &state->packer_type) < 0 ||
+        add_type(module, &kernel_call_spec, NULL) < 0)
         return -1;
-    if (ostinato_add_type(module, &launcher_spec) < 0)
-        return -1;
-    return ostinato_add_kernel_types(module);
+    return add_type(module, &function_call_spec, NULL);
 }
 
 static int
 module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     State *state = PyModule_GetState(module);
-    if (state != NULL)
+    if (state != NULL) {
         Py_VISIT(state->prepared_type);
+        Py_VISIT(state->packer_type);
+    }
     return 0;
 }
 
@@ -301,8 +766,10 @@ static int
 module_clear(PyObject *module)
 {
     State *state = PyModule_GetState(module);
-    if (state != NULL)
+    if (state != NULL) {
         Py_CLEAR(state->prepared_type);
+        Py_CLEAR(state->packer_type);
+    }
     return 0;
 }
 

@@ -2,8 +2,8 @@
 
 A `Driver` is one device context behind flat calls in the driver API's own terms: integer handles
 in, integer handles and frozen records out, and an error of `errors.driver_error` with the driver's
-status when a call is refused.  Two drivers implement it: `driver.cuda` (cuda.core and
-cuda.bindings) and `driver.host` (the CPU, with CUDA's rules).  Everything above asks a driver for
+status when a call is refused.  Two drivers implement it: `driver.cuda` (libcuda, called through
+ctypes) and `driver.host` (the CPU, with CUDA's rules).  Everything above asks a driver for its
 `capabilities`, and never which driver it is.
 
 Conventions that hold for both drivers:
@@ -244,7 +244,8 @@ class LaunchConfig:
 
 
 Pack: TypeAlias = Callable[[tuple[object, ...]], bytes | None]
-"""A kernel's values to its parameter buffer; None if one is not just what its parameter takes."""
+"""Packs a kernel's values into its parameter buffer; returns None if a value does not have exactly
+the type of its parameter."""
 
 PlainLaunch: TypeAlias = Callable[[int, Dim3, Dim3, int, tuple[object, ...]], int | None]
 """Stream, grid, block, shared bytes, values: see `Driver.function_prepare_launch`."""
@@ -262,8 +263,6 @@ class KernelArguments:
     data: bytes
     layout: tuple[ParameterSlot, ...]
     packed: bool = False
-    launch: object = field(default=None, init=False, repr=False, compare=False)
-    """A driver's own: what it made of these for their last launch, to be used for the next."""
 
     def __len__(self) -> int:
         return len(self.layout)
@@ -770,11 +769,11 @@ class Driver(Protocol):
         ...
 
     def function_prepare_launch(self, function: FunctionHandle, pack: Pack) -> PlainLaunch | None:
-        """`launch_kernel` of plain configs as one call, or None where there is no such shortcut.
+        """`launch_kernel` of plain configs as one call, or None if the driver has no such shortcut.
 
-        `pack` is what packs the function's arguments (`driver.launcher.packer`).  Invalid once the
-        function is gone.  The call gives 0 for a launch.  Anything else: nothing was launched, and
-        `launch_kernel` raises the error (or succeeds, where only the shortcut does not go).
+        `pack` packs the function's arguments (`driver.launcher.packer`).  Invalid once the function
+        is gone.  The call returns 0 for a launch.  After anything else nothing was launched, and
+        the caller must use `launch_kernel`, which raises the error or succeeds.
         """
         ...
 
@@ -889,9 +888,9 @@ class Driver(Protocol):
     ) -> Callable[[], int]:
         """`exec_launch` as a call with everything ready.  Invalid once either handle is gone.
 
-        The call gives 0 for a launch, or a status for one that was refused: nothing was launched
-        then, and `exec_launch` raises the error (or succeeds, where only the thread lacked the
-        context).  It may also raise the error itself.
+        The call returns 0 for a launch.  After another status nothing was launched, and the caller
+        must use `exec_launch`, which raises the error, or succeeds if only the thread lacked the
+        context.  The call may also raise the error itself.
         """
         ...
 

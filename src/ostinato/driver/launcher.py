@@ -1,12 +1,11 @@
-"""The hot paths of a replay and of a launch, in Python and, where it was built, in C (`_launch.c`,
-`_kernel_call.c`).
+"""The hot paths of a replay and of a launch, in Python and, where it was built, in C (`_launch.c`).
 
-A replay has to find out that nothing speaks against it (closed, captured, listened to) and make
-one call of the driver.  Who says that something speaks against it *cools* the launcher; so a
-launch has one comparison to make.  In Python the frame, that comparison and a ctypes call cost
-0.2 to 0.7 µs; the compiled one makes the same call at a fraction of that.
+A replay must not run if its executable or stream is closed, if a capture is under way, or if a tap
+listens.  Whoever causes one of these *cools* the launcher beforehand, so that the launch itself has
+one comparison and one driver call to make.  In Python the frame, the comparison and a ctypes call
+cost 0.2 to 0.7 µs; the compiled launcher makes the same call at a fraction of that.
 
-The extension is optional: without a compiler at installation, everything works as here.
+The extension is optional: without a C compiler at installation, everything works as in Python.
 """
 
 from __future__ import annotations
@@ -17,13 +16,17 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ostinato.driver.signature import address_of, buffer_struct
 
 if TYPE_CHECKING:
     from ostinato.driver.api import KernelArguments, LaunchConfig, Pack, ParameterSlot, PlainLaunch
     from ostinato.driver.stream import Stream
 
 __all__ = [
+    "PLAIN_CODES",
+    "KernelTarget",
     "Launcher",
     "PythonLauncher",
     "compiled",
@@ -53,7 +56,7 @@ class PythonLauncher:
     _hot = _COLD
 
     def launch(self, stream: Stream) -> None:
-        """Runs the graph once, in stream order; returns without waiting.  Lets go of the GIL.
+        """Runs the graph once, in stream order; returns without waiting.  Releases the GIL.
 
         The first launch on a stream prepares the call; later ones only make it.  Raises
         CaptureError on a stream that captures (the capture goes on), DriverError, ClosedError.
@@ -69,15 +72,15 @@ class PythonLauncher:
         self._hot = (stream, call)
 
     def cool(self) -> None:
-        """The next launch looks again whether anybody listens and everything is open."""
+        """The next launch checks again that everything is open and that no tap listens."""
         self._hot = _COLD
 
     def _launch_slowly(self, stream: Stream) -> None:
-        """A launch on another stream than the hot one, if there is one."""
+        """A launch on a stream that is not the hot one."""
         raise NotImplementedError
 
     def _launch_checked(self, stream: Stream) -> None:
-        """A launch after the prepared call gave a status: raises the error, or succeeds."""
+        """A launch after the prepared call returned a status: raises the error, or succeeds."""
         raise NotImplementedError
 
 
@@ -102,15 +105,15 @@ def compiled() -> bool:
 
 
 def description() -> str:
-    """Which path replays take and, if it is not the compiled one, why, in words."""
+    """Which path replays take, in words; if it is not the compiled one, the reason too."""
     return "compiled" if compiled() else f"ctypes; of the compiled one: {_missing or 'left out'}"
 
 
 def prepare(function: Any, executable: int, stream: int) -> Callable[[], int]:
-    """`function(executable, stream)` as a call without arguments that gives its status.
+    """`function(executable, stream)` as a call without arguments that returns its status.
 
-    `function`: a ctypes function without argument types.  Either way the GIL is let go of for the
-    call, and nothing is converted or looked up in it.
+    `function`: a ctypes function without argument types.  The call releases the GIL, and it
+    converts nothing and looks nothing up.
     """
     if _extension is not None:
         address = ctypes.cast(function, ctypes.c_void_p).value
@@ -120,35 +123,26 @@ def prepare(function: Any, executable: int, stream: int) -> Callable[[], int]:
     return partial(function, ctypes.c_void_p(executable), ctypes.c_void_p(stream))
 
 
-def packer(
-    codes: str,
-    slots: Sequence[ParameterSlot],
-    address_of: Callable[[object], int | None],
-) -> Pack:
-    """What turns a kernel's arguments into bytes, or answers None if one is not just what its slot
-    takes (then somebody more patient is to be asked, who words the error).
+PLAIN_CODES = frozenset("bBhHiIqQfdP")
+"""The codes that `packer` takes: those of `struct` for numbers, and P for an address."""
 
-    `codes`: a code of `struct` for each slot, P for an address: a number, what has one as its
-    `address`, or what `address_of` knows one of.
+
+def packer(codes: str, slots: Sequence[ParameterSlot]) -> Pack:
+    """A function that packs the values of one launch into bytes.
+
+    It returns None if a value does not have exactly the type of its slot; `Signature.pack` then
+    converts the value or raises the error.  `codes`: one of `PLAIN_CODES` for each slot.  An
+    address is an int, an object with an `address`, or one that `signature.address_of` knows.
     """
-    offsets = tuple(slot.offset for slot in slots)
-    size = max((slot.offset + slot.size for slot in slots), default=0)
     if _extension is not None:
+        offsets = tuple(slot.offset for slot in slots)
+        size = max((slot.offset + slot.size for slot in slots), default=0)
         pack: Pack = _extension.Packer(codes, offsets, size, address_of).pack
         return pack
-    text, end = "<", 0
-    for code, slot in zip(codes, slots, strict=True):
-        text += f"{slot.offset - end}x{'Q' if code == 'P' else code}"
-        end = slot.offset + slot.size
-    return partial(_pack, struct.Struct(text), codes, address_of)
+    return partial(_pack, buffer_struct(codes, slots), codes)
 
 
-def _pack(
-    packing: struct.Struct,
-    codes: str,
-    address_of: Callable[[object], int | None],
-    values: tuple[object, ...],
-) -> bytes | None:
+def _pack(packing: struct.Struct, codes: str, values: tuple[object, ...]) -> bytes | None:
     if len(values) != len(codes):
         return None
     words = list(values)
@@ -172,68 +166,58 @@ def _pack(
         return None
 
 
-def function_call(
-    pack: Pack, launch: int, current: int, context: int, function: int
-) -> PlainLaunch | None:
-    """A function's launches in one call each: `call(stream, grid, block, shared, values)`.
+KernelTarget: TypeAlias = tuple[int, int, int, int]
+"""What C calls, and for what: the addresses of cuLaunchKernelEx and cuCtxGetCurrent, the context
+that must be current, and the function.  Only C reads it."""
 
-    It gives the status, or None if nothing was launched: a value is not just what its slot takes,
-    or another context is current.  `pack`: what `packer` gave; `launch`, `current`: addresses of
-    cuLaunchKernelEx and cuCtxGetCurrent.  None where the extension was not built, or for arguments
-    that are too many for it.
+
+def function_call(pack: Pack, target: KernelTarget) -> PlainLaunch | None:
+    """The launches of one function as a single call: `call(stream, grid, block, shared, values)`.
+
+    The call returns the status, or None if nothing was launched: a value does not have exactly the
+    type of its slot, a number does not fit, or another context is current.  `pack`: from `packer`.
+    Returns None where the extension was not built, and if the arguments are too many for it.
     """
     made = getattr(pack, "__self__", None)
     if _extension is None or type(made) is not _extension.Packer:
         return None
     try:
-        call: PlainLaunch = _extension.FunctionCall(made, launch, current, context, function).launch
+        call: PlainLaunch = _extension.FunctionCall(made, target).launch
     except ValueError:
         return None
     return call
 
 
 def kernel_call(
-    launch: int,
-    current: int,
-    context: int,
-    function: int,
+    target: KernelTarget,
     config: LaunchConfig,
     stream: int,
     attributes: tuple[int, int],
     arguments: KernelArguments,
 ) -> Callable[[], int | None] | None:
-    """A kernel launch as a call without arguments that gives its status, or None where another
-    context is current.  None where the extension was not built, or for arguments packed as a
-    library's are.
+    """One kernel launch as a call without arguments.
 
-    `launch`, `current`: addresses of cuLaunchKernelEx and cuCtxGetCurrent.  `attributes`: their
-    address, which must stay good, and number.  Raises OverflowError for a number that the driver
-    cannot take.
+    The call returns the status, or None if another context is current: then nothing was launched.
+    `attributes`: the address of the launch attributes, which must stay valid, and their number.
+    Returns None where the extension was not built, and for arguments that a library packed.
+    Raises OverflowError for a number that the driver cannot take.
     """
     data, layout = arguments.data, arguments.layout
     if _extension is None or arguments.packed or (data and not layout):
         return None
-    made: Callable[[], int | None] = _extension.KernelCall(
-        launch,
-        current,
-        context,
-        function,
-        config.grid,
-        config.block,
-        config.shared,
-        stream,
-        *attributes,
-        data,
-        struct.pack(f"={len(layout)}I", *(slot.offset for slot in layout)),
-    )
-    return made
+    offsets = tuple([slot.offset for slot in layout])
+    sizes = (config.grid, config.block, config.shared)
+    call: Callable[[], int | None]
+    call = _extension.KernelCall(target, *sizes, stream, *attributes, data, offsets).launch
+    return call
 
 
 @contextmanager
 def without_extension() -> Iterator[None]:
-    """Launches as where the extension was not built: for tests, and to measure what it gains.
+    """Inside, launches take the way of an installation without the extension: for tests, and to
+    measure what the extension gains.
 
-    For executables that are made and used inside; not for several threads to enter.
+    Only for executables that are made and used inside.  One thread at a time may enter.
     """
     global _extension
     kept = _extension

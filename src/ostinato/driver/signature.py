@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isinf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,7 @@ __all__ = [
     "Signature",
     "address_of",
     "array_interface",
+    "buffer_struct",
     "exact_bytes",
     "pack_by_size",
     "pack_untyped",
@@ -43,21 +45,28 @@ class Access(enum.Flag):
     WRITE = enum.auto()
 
 
-# bfloat16 has no NumPy type: kernels on the host see its bits.
-_SCALARS: dict[str, np.dtype[Any]] = {
-    "i8": np.dtype(np.int8),
-    "u8": np.dtype(np.uint8),
-    "i16": np.dtype(np.int16),
-    "u16": np.dtype(np.uint16),
-    "f16": np.dtype(np.float16),
-    "bf16": np.dtype(np.uint16),
-    "i32": np.dtype(np.int32),
-    "u32": np.dtype(np.uint32),
-    "f32": np.dtype(np.float32),
-    "i64": np.dtype(np.int64),
-    "u64": np.dtype(np.uint64),
-    "f64": np.dtype(np.float64),
-    "cond": np.dtype(np.uint64),
+class _Scalar(NamedTuple):
+    """A type of single numbers: NumPy's for it, and its code in the module `struct`."""
+
+    dtype: np.dtype[Any]
+    code: str
+
+
+# The one table of types.  bfloat16 has no NumPy type: kernels on the host see its bits.
+_SCALARS = {
+    "i8": _Scalar(np.dtype(np.int8), "b"),
+    "u8": _Scalar(np.dtype(np.uint8), "B"),
+    "i16": _Scalar(np.dtype(np.int16), "h"),
+    "u16": _Scalar(np.dtype(np.uint16), "H"),
+    "f16": _Scalar(np.dtype(np.float16), "e"),
+    "bf16": _Scalar(np.dtype(np.uint16), "H"),
+    "i32": _Scalar(np.dtype(np.int32), "i"),
+    "u32": _Scalar(np.dtype(np.uint32), "I"),
+    "f32": _Scalar(np.dtype(np.float32), "f"),
+    "i64": _Scalar(np.dtype(np.int64), "q"),
+    "u64": _Scalar(np.dtype(np.uint64), "Q"),
+    "f64": _Scalar(np.dtype(np.float64), "d"),
+    "cond": _Scalar(np.dtype(np.uint64), "Q"),
 }
 
 _PARAMETER = re.compile(
@@ -77,6 +86,13 @@ class Parameter:
     access: Access
     size: int
     """Bytes in the parameter buffer."""
+
+    @property
+    def code(self) -> str:
+        """The code in the module `struct`; P for a pointer."""
+        if self.pointer:
+            return "P"
+        return f"{self.size}s" if self.type == "bytes" else _SCALARS[self.type].code
 
     @property
     def alignment(self) -> int:
@@ -170,8 +186,20 @@ def _parse_parameter(part: str, text: str) -> Parameter:
             f"signature {text!r}: {part.strip()!r} has no known type; "
             f"there are: {', '.join(_SCALARS)}, bytes[N]"
         )
-    dtype = _SCALARS[kind]
+    dtype = _SCALARS[kind].dtype
     return Parameter(name, kind, dtype, pointer, access, 8 if pointer else dtype.itemsize)
+
+
+def buffer_struct(codes: Iterable[str], slots: Sequence[ParameterSlot]) -> struct.Struct:
+    """A parameter buffer as `struct` packs and unpacks it: one value a slot, addresses as ints.
+
+    `codes`: a `Parameter.code` for each slot.
+    """
+    text, end = "<", 0
+    for code, slot in zip(codes, slots, strict=True):
+        text += f"{slot.offset - end}x{'Q' if code == 'P' else code}"
+        end = slot.offset + slot.size
+    return struct.Struct(text)
 
 
 def address_of(value: object) -> int | None:

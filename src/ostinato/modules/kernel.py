@@ -25,27 +25,11 @@ from ostinato.driver.api import (
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
-from ostinato.driver.launcher import packer
-from ostinato.driver.signature import Signature, address_of, pack_untyped
+from ostinato.driver.launcher import PLAIN_CODES, packer
+from ostinato.driver.signature import Signature, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
 
 __all__ = ["Kernel", "LoadedModule"]
-
-# Parameter types whose exact Python type needs no check beyond struct's own.
-_CODES = {
-    "i8": "b",
-    "u8": "B",
-    "i16": "h",
-    "u16": "H",
-    "bf16": "H",
-    "i32": "i",
-    "u32": "I",
-    "i64": "q",
-    "u64": "Q",
-    "cond": "Q",
-    "f32": "f",
-    "f64": "d",
-}
 
 
 class LoadedModule(Closeable):
@@ -215,7 +199,7 @@ class Kernel:
         self.call: PlainLaunch | None = None
         """Launches it with plain values in a plain config, where the driver has a shortcut."""
         if codes is not None:
-            self._pack = packer(codes, self.slots, address_of)
+            self._pack = packer(codes, self.slots)
             self.call = module.context.driver.function_prepare_launch(function, self._pack)
 
     def __repr__(self) -> str:
@@ -277,11 +261,11 @@ def _check_signature(module: str, name: str, signature: Signature, info: Functio
 
 
 def _codes(signature: Signature | None, slots: tuple[object, ...]) -> str | None:
-    """A code of `struct` for each parameter, P for pointers; None if one is no plain number."""
+    """The parameters' codes for `packer`; None if it does not take one of them."""
     if signature is None or signature.layout != slots:
         return None
-    codes = ["P" if p.pointer else _CODES.get(p.type) for p in signature.parameters]
-    return None if None in codes else "".join(map(str, codes))
+    codes = [parameter.code for parameter in signature.parameters]
+    return "".join(codes) if PLAIN_CODES.issuperset(codes) else None
 
 
 def _pack_nothing(values: tuple[object, ...]) -> bytes | None:

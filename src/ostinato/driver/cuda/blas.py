@@ -2,8 +2,8 @@
 
 ctypes and not nvmath-python: importing that costs 0.45 s of the 2 s that a process may take to its
 first token, and what is needed here are a dozen calls that are the same in cuBLAS 12 and 13, enum
-values too (a test compares them with cublasLt.h).  Finding and loading is cuda.pathfinder's, which
-comes with cuda.bindings: it knows toolkits, conda, NVIDIA's wheels, and what torch has loaded.
+values too (a test compares them with cublasLt.h).  cuda.pathfinder, which comes with cuda.bindings,
+finds and loads the library: from toolkits, conda, NVIDIA's wheels, or what torch has loaded.
 
     load_cublaslt() -> Cublaslt      the library; no device is touched
     .handle(driver) -> BlasHandle    one for each device, for the process's life
@@ -47,7 +47,7 @@ _PREF_WORKSPACE, _PREF_REDUCTION = 1, 3  # cublasLtMatmulPreferenceAttributes_t
 # who comes first adds first.
 _REDUCTION_IN_ORDER = 2
 
-_ALIGNMENT = 256  # what algorithms are chosen for unless a preference says otherwise
+_ALIGNMENT = 256  # bytes: what algorithms are chosen for, without a preference for another
 
 _STATUS = {
     1: ("NOT_INITIALIZED", "the library could not start on this device; the driver may be too old"),
@@ -140,7 +140,7 @@ _loading = new_lock()
 def load_cublaslt() -> Cublaslt:
     """The library of this machine, loaded once for the process.  Touches no device.
 
-    Raises NotAvailableError, which says how to get it.
+    Raises NotAvailableError with the line that installs it.
     """
     with _loading:
         if not _loaded:
@@ -169,7 +169,7 @@ def _load() -> Cublaslt:
 
 
 class Cublaslt:
-    """libcublasLt.  Calls let go of the GIL; any thread may call.
+    """libcublasLt.  Calls release the GIL; any thread may call.
 
     Raises OSError if the file cannot be loaded or is no cuBLASLt.
     """

@@ -1,28 +1,40 @@
-"""The ground of the CUDA driver: checked calls in the right context.
+"""The ground of the CUDA driver: checked calls in the right context, and memory.
 
 Every call goes through `CudaCalls._status`: it refuses at once after a sticky status, makes the
-device's primary context current, and calls.  `_call` also raises what came back.
+device's primary context current, and calls.  `_call` also raises the status that came back.
 
 Which context is current is thread state that other libraries change (torch and CuPy set another
-device's), so it is asked before each call, 0.2 µs, and not remembered.  A thread without a context
-gets ours and keeps it; a thread on which another context is current has that one back afterwards.
-The prepared replay (`cuda_exec`) does not ask: a graph launch names its context by its stream.
+device's), so each call looks it up first, which costs 0.2 µs.  A thread without a context gets ours
+and keeps it; on a thread where another context was current, that one is current again afterwards.
+A prepared replay (`exec_prepare_launch`) does not look: its stream says in which context it runs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable
+from ctypes import byref
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+
+from ostinato.driver.api import MemoryRange, StreamHandle
+from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.host_functions import HostFunctions
-from ostinato.driver.cuda.libcuda import Libcuda
+from ostinato.driver.cuda.nodes import ELEMENT_SIZES, unsigned
 from ostinato.driver.forking import FORKED, switch_off_in_children
 from ostinato.errors import ClosedError, ContextPoisonedError, DriverError, Status, driver_error
 
 __all__ = ["CudaCalls"]
+
+_HOST_ALLOC_PORTABLE = 1  # usable from any context of the process
+_HOST_ALLOC_DEVICE_MAP = 2
+
+_RANGE_ATTRIBUTES = (ctypes.c_int * 2)(cu.POINTER_RANGE_START, cu.POINTER_RANGE_SIZE)
+_TYPE_ATTRIBUTES = (ctypes.c_int * 1)(cu.POINTER_MEMORY_TYPE)
 
 T = TypeVar("T")
 
@@ -32,33 +44,32 @@ class _CurrentContext(threading.local):
 
     def __init__(self) -> None:
         slot = ctypes.c_void_p()
-        self.slot_and_reference = slot, ctypes.byref(slot)
+        self.slot_and_reference = slot, byref(slot)
 
 
 class CudaCalls:
-    """Checked calls on one primary context.  The parts of the driver are its subclasses."""
+    """Checked calls on one primary context, and its memory.  The driver's parts are subclasses."""
 
-    def __init__(self, lib: Libcuda, context: int, ordinal: int) -> None:
+    def __init__(self, lib: cu.Libcuda, context: int, ordinal: int) -> None:
         self._lib = lib
         self._calls = lib.calls
         self._context = context
         self._ordinal = ordinal
-        self._poison: int | None = None
-        self._closed = self._forked = False
+        self._off: int | str | None = None
+        """Why no call is made any more: a sticky status, or that the driver is closed, in words."""
         self._current = _CurrentContext()
         self._get_current = lib["cuCtxGetCurrent"]
-        self._launch_addresses = lib.address("cuLaunchKernelEx"), lib.address("cuCtxGetCurrent")
         self._host_functions = HostFunctions(lib)
         switch_off_in_children(self)
 
     def after_fork(self) -> None:
         """In a forked child: no call reaches libcuda, whose context is not there."""
-        self._closed = self._forked = True
+        self._off = FORKED
 
     def _status(self, seam: str, symbol: str, *args: object) -> int:
-        """Calls, and gives the status back.  Raises only on a poisoned or closed context."""
-        if self._poison is not None or self._closed:
-            self._refuse(seam)
+        """Calls and returns the status.  Raises only on a poisoned or closed context."""
+        if self._off is not None:
+            self._require_on(seam)
         slot, reference = self._current.slot_and_reference
         self._get_current(reference)
         if slot.value == self._context:
@@ -66,7 +77,7 @@ class CudaCalls:
         return self._in_context(partial(self._calls[symbol], *args))
 
     def _in_context(self, call: Callable[[], T]) -> T:
-        """Makes a call with our context current, where another is, or none."""
+        """Makes a call with our context current, where another one is, or none."""
         slot, reference = self._current.slot_and_reference
         self._get_current(reference)
         if slot.value is None:
@@ -76,18 +87,18 @@ class CudaCalls:
         try:
             return call()
         finally:
-            self._calls["cuCtxPopCurrent_v2"](ctypes.byref(ctypes.c_void_p()))
+            self._calls["cuCtxPopCurrent_v2"](byref(ctypes.c_void_p()))
 
     def _call(self, seam: str, symbol: str, *args: object) -> None:
-        """Calls.  `seam` is the protocol's name, for the error."""
+        """Calls, and raises the error of a status.  `seam`: the protocol's name of the call."""
         status = self._status(seam, symbol, *args)
         if status:
             raise self._error(status, seam, symbol=symbol)
 
     def _handle(self, seam: str, symbol: str, *args: object) -> int:
-        """Calls what answers one handle or address through its first parameter."""
+        """Calls what writes one handle or address to its first parameter, and returns that."""
         out = ctypes.c_uint64()
-        self._call(seam, symbol, ctypes.byref(out), *args)
+        self._call(seam, symbol, byref(out), *args)
         return out.value
 
     def _error(
@@ -97,19 +108,145 @@ class CudaCalls:
         if symbol and not self._lib.has(symbol):
             detail = f"this machine's libcuda is too old for {symbol}; update the NVIDIA driver"
         error = driver_error(status, seam, detail, node=node or None)
-        if isinstance(error, ContextPoisonedError):
-            self._poison = status
+        if isinstance(error, ContextPoisonedError) and not isinstance(self._off, str):
+            self._off = status
         return error
 
     def _refused(self, seam: str, detail: str, *, node: int | None = None) -> DriverError:
-        """An error of our own, where the driver would do something else than the protocol says."""
+        """NOT_SUPPORTED, where the driver's own answer would not be the protocol's."""
         return driver_error(Status.NOT_SUPPORTED, seam, detail, node=node)
 
-    def _refuse(self, seam: str) -> None:
-        if self._closed:
-            why = FORKED if self._forked else f"cuda:{self._ordinal} was closed"
-            raise ClosedError(f"{seam}: {why}")
-        assert self._poison is not None
+    def _require_on(self, seam: str) -> None:
+        """For calls that do not go through `_status`.  Raises why no call is made any more."""
+        if self._off is None:
+            return
+        if isinstance(self._off, str):
+            raise ClosedError(f"{seam}: {self._off}")
         raise driver_error(
-            self._poison, seam, "an earlier call found this context poisoned; nothing was called"
+            self._off, seam, "an earlier call found this context poisoned; nothing was called"
         )
+
+    # --- memory
+    def memory_info(self) -> tuple[int, int]:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("memory_info", "cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    def mem_alloc(self, nbytes: int) -> int:
+        _check_size("mem_alloc", nbytes)
+        return self._handle("mem_alloc", "cuMemAlloc_v2", nbytes)
+
+    def mem_free(self, address: int) -> None:
+        self._call("mem_free", "cuMemFree_v2", address)
+
+    def mem_alloc_pinned(self, nbytes: int) -> int:
+        _check_size("mem_alloc_pinned", nbytes)
+        flags = _HOST_ALLOC_PORTABLE | _HOST_ALLOC_DEVICE_MAP
+        return self._handle("mem_alloc_pinned", "cuMemHostAlloc", nbytes, flags)
+
+    def mem_free_pinned(self, address: int) -> None:
+        self._call("mem_free_pinned", "cuMemFreeHost", address)
+
+    def pinned_view(self, address: int, nbytes: int) -> memoryview:
+        if nbytes == 0:  # no view of nothing can be cast
+            return memoryview(bytearray())
+        return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+    def memory_view(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
+    ) -> Any:
+        from cuda.core import Buffer
+        from cuda.core.utils import StridedMemoryView
+
+        nbytes = math.prod(shape) * dtype.itemsize
+
+        def view() -> Any:
+            memory = Buffer.from_handle(address, nbytes, owner=owner)
+            return StridedMemoryView.from_buffer(memory, shape, dtype=dtype)
+
+        self.memory_range(address)  # raises on a poisoned or closed context
+        return self._in_context(view)
+
+    def memory_range(self, address: int) -> MemoryRange | None:
+        # The plural call answers zeros for an address that is nobody's, where the singular one and
+        # cuMemGetAddressRange fail.  It answers for pinned, managed, pool and mapped memory too.
+        start, size = ctypes.c_uint64(), ctypes.c_size_t()
+        data = (ctypes.c_void_p * 2)(ctypes.addressof(start), ctypes.addressof(size))
+        status = self._status(
+            "memory_range", "cuPointerGetAttributes", 2, _RANGE_ATTRIBUTES, data, address
+        )
+        if status in (Status.INVALID_VALUE, Status.INVALID_CONTEXT):
+            return None
+        if status:
+            raise self._error(status, "memory_range")
+        return MemoryRange(start.value, size.value) if start.value and size.value else None
+
+    def _memory_type(self, address: int) -> int:
+        """CUmemorytype of an address: 1 host, 2 device; 0 if the driver does not know it."""
+        kind = ctypes.c_uint()
+        data = (ctypes.c_void_p * 1)(ctypes.addressof(kind))
+        status = self._status(
+            "memory_range", "cuPointerGetAttributes", 1, _TYPE_ATTRIBUTES, data, address
+        )
+        return 0 if status else kind.value
+
+    def memcpy(self, dst: int, src: int, nbytes: int, stream: StreamHandle) -> None:
+        _check_size("memcpy", nbytes)
+        if nbytes:
+            self._call("memcpy", "cuMemcpyAsync", dst, src, nbytes, stream)
+
+    def memcpy_from_host(self, dst: int, src: memoryview, stream: StreamHandle) -> None:
+        self._refuse_while_capturing("memcpy_from_host", stream)
+        if src.nbytes:
+            host = _host_address("memcpy_from_host", src)
+            self._call("memcpy_from_host", "cuMemcpyHtoDAsync_v2", dst, host, src.nbytes, stream)
+            # Pageable copies "might be synchronous with respect to host" (the API reference, "API
+            # synchronization behavior"), and where the device reads pageable memory they are not.
+            self._call("memcpy_from_host", "cuStreamSynchronize", stream)
+
+    def memcpy_to_host(self, dst: memoryview, src: int, stream: StreamHandle) -> None:
+        self._refuse_while_capturing("memcpy_to_host", stream)
+        if dst.readonly:
+            raise driver_error(Status.INVALID_VALUE, "memcpy_to_host", "dst cannot be written")
+        if dst.nbytes:
+            host = _host_address("memcpy_to_host", dst)
+            self._call("memcpy_to_host", "cuMemcpyDtoHAsync_v2", host, src, dst.nbytes, stream)
+            self._call("memcpy_to_host", "cuStreamSynchronize", stream)
+
+    def memset(
+        self, dst: int, value: int, element_size: int, count: int, stream: StreamHandle
+    ) -> None:
+        bits = unsigned(value, element_size, ELEMENT_SIZES, "memset")
+        _check_size("memset", count)
+        if count:
+            symbol = f"cuMemsetD{8 * element_size}Async"
+            self._call("memset", symbol, dst, bits, count, stream)
+
+    def _refuse_while_capturing(self, seam: str, stream: StreamHandle) -> None:
+        """CUDA would capture a copy of pageable memory by its address, and that memory may be gone
+        when the graph runs.  It is refused here, and breaks the capture as every refused call."""
+        state = ctypes.c_int()
+        self._call(seam, "cuStreamIsCapturing", stream, byref(state))
+        if state.value == 0:
+            return
+        self._status(seam, "cuStreamSynchronize", stream)  # forbidden: invalidates the capture
+        if state.value == 1:
+            raise self._error(
+                Status.STREAM_CAPTURE_UNSUPPORTED,
+                seam,
+                "the host bytes would have to outlive the graph; use pinned memory and memcpy",
+            )
+        raise self._error(Status.STREAM_CAPTURE_INVALIDATED, seam)
+
+
+def _check_size(seam: str, size: int) -> None:
+    if size < 0:  # ctypes would make it a huge one
+        raise driver_error(Status.INVALID_VALUE, seam, f"a size of {size}")
+    if size >= 1 << 63:  # and a small one of this
+        raise driver_error(Status.OUT_OF_MEMORY, seam, f"{size} bytes are wanted")
+
+
+def _host_address(seam: str, view: memoryview) -> int:
+    if not view.contiguous:
+        raise driver_error(Status.INVALID_VALUE, seam, "the host buffer must be contiguous")
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)

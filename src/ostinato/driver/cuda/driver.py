@@ -1,6 +1,17 @@
-"""The CUDA driver: the protocol of `driver.api` on a real GPU.
+"""The CUDA driver: the protocol of `driver.api` on a real GPU, through libcuda.
 
-The parts are in the files beside this one, each over `cuda_calls`; `CudaDriver` joins them.
+`CudaDriver` opens the device.  The calls are in the files beside this one, each built on those
+below it; what is remembered of a handle is with the calls that use it:
+
+    executables      instantiate, launch, change, update
+    graphs           definitions, their nodes and edges
+    streams          streams, events, captures
+    modules          modules, functions, eager launches
+    core             checked calls in the right context, memory
+    nodes, launch    our records to cuda.h's structures and back
+    host_functions   Python functions that CUDA calls
+    libcuda          prototypes, structures, the loader
+
 Nothing of `cuda.*` is imported, and libcuda is not loaded, before a `CudaDriver` is made.
 """
 
@@ -17,7 +28,6 @@ from ostinato.driver.api import Capabilities, DeviceProperties, StreamHandle
 from ostinato.driver.cuda.executables import ExecCalls
 from ostinato.driver.cuda.libcuda import INSTALL, Libcuda
 from ostinato.driver.cuda.modules import IMAGE_KINDS
-from ostinato.driver.cuda.streams import StreamCalls
 from ostinato.errors import NoCudaError, OstinatoError, explain
 
 __all__ = ["CudaDriver", "gpu_count"]
@@ -26,12 +36,12 @@ _CONDITIONAL_SINCE = 12040
 """Driver version with IF and WHILE nodes; ELSE and SWITCH came with 12.8 and are refused before."""
 
 
-class CudaDriver(StreamCalls, ExecCalls):
+class CudaDriver(ExecCalls):
     """One GPU through its primary context, which other libraries of the process share.
 
     Handles are the driver's own, so that graphs, streams and events of torch, CuPy or cuda.core
     can be used as they are.  A destroyed handle is not always recognised: CUDA may crash on it.
-    Any thread may call.  Raises NoCudaError, which says what is missing and how to get it.
+    Any thread may call.  Raises NoCudaError with what is missing and the line that installs it.
     """
 
     def __init__(self, ordinal: int = 0) -> None:
@@ -54,17 +64,6 @@ class CudaDriver(StreamCalls, ExecCalls):
             raise NoCudaError(f"cuda:{ordinal} has no context after cuda.core opened it; {INSTALL}")
         super().__init__(lib, context.value, ordinal)
         self._device = device
-        self._into_graph = {}
-        self._functions_of = {}
-        self._infos = {}
-        self._layouts = {}
-        self._attributes = {}
-        self._configs_read = {}
-        self._conditionals = {}
-        self._conditionals_in = {}
-        self._exec_functions = {}
-        self._given_up = []
-        self._upload_stream = self.stream_create()
         self._properties = self._read_properties()
         self._capabilities = self._read_capabilities()
 
@@ -97,12 +96,12 @@ class CudaDriver(StreamCalls, ExecCalls):
 
     def close(self) -> None:
         """Ends this object's use of the context, which stays: it is the process's, not ours."""
-        if self._closed:
+        if isinstance(self._off, str):  # closed already
             return
         with suppress(OstinatoError):  # poisoned, say: there is nothing left to give back
             self._call("close", "cuStreamDestroy_v2", self._upload_stream)
         self._upload_stream = StreamHandle(0)
-        self._closed = True
+        self._off = f"{self.name} was closed"
 
     def _read_properties(self) -> DeviceProperties:
         device, found = self._device, self._device.properties

@@ -7,26 +7,19 @@ from collections.abc import Callable
 from ctypes import byref
 
 from ostinato.driver.api import (
-    BatchMemOpNodeParams,
     ChildGraphNodeParams,
-    EventRecordNodeParams,
-    EventWaitNodeParams,
     ExecHandle,
     GraphHandle,
-    HostNodeParams,
     InstantiateFlags,
     KernelNodeParams,
-    MemcpyNodeParams,
-    MemsetNodeParams,
     NodeHandle,
     NodeParams,
     StreamHandle,
     UpdateOutcome,
     UpdateVerdict,
 )
-from ostinato.driver.cuda import structs as cs
-from ostinato.driver.cuda.node_calls import NodeCalls
-from ostinato.driver.cuda.nodes import fill_memset
+from ostinato.driver.cuda import libcuda as cu
+from ostinato.driver.cuda.graphs import GraphCalls
 from ostinato.driver.launcher import prepare
 from ostinato.errors import Status
 
@@ -41,19 +34,17 @@ _INSTANTIATE_RESULTS = {
 }
 
 
-class ExecCalls(NodeCalls):
+class ExecCalls(GraphCalls):
     """Executables of our definitions and of foreign ones."""
 
-    _upload_stream: StreamHandle
-    _exec_functions: dict[int, list[int]]
-    """Host functions set on an executable, by their numbers: it holds no user objects."""
-    _given_up: list[int]
-    """Host functions of destroyed executables, until the next `synchronize`."""
+    def __init__(self, lib: cu.Libcuda, context: int, ordinal: int) -> None:
+        super().__init__(lib, context, ordinal)
+        self._upload_stream = self.stream_create()
 
     def graph_instantiate(
         self, graph: GraphHandle, flags: InstantiateFlags = InstantiateFlags.NONE
     ) -> ExecHandle:
-        params = cs.InstantiateParams()
+        params = cu.InstantiateParams()
         params.flags = int(flags)
         if flags & InstantiateFlags.UPLOAD:
             params.hUploadStream = self._upload_stream
@@ -72,7 +63,7 @@ class ExecCalls(NodeCalls):
 
     def exec_destroy(self, executable: ExecHandle) -> None:
         self._call("exec_destroy", "cuGraphExecDestroy", executable)
-        self._given_up.extend(self._exec_functions.pop(executable, ()))
+        self._host_functions.give_up(executable)
 
     def exec_upload(self, executable: ExecHandle, stream: StreamHandle) -> None:
         self._call("exec_upload", "cuGraphUpload", executable, stream)
@@ -83,7 +74,7 @@ class ExecCalls(NodeCalls):
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
     ) -> Callable[[], int]:
-        if not stream:  # the legacy stream of whichever context is current: that must be asked
+        if not stream:  # the legacy stream is the current context's: that must be looked up
 
             def launch_on_legacy() -> int:
                 self.exec_launch(executable, stream)
@@ -103,49 +94,13 @@ class ExecCalls(NodeCalls):
                 block = self._kernel_block(seam, params, node)
                 symbol = "cuGraphExecKernelNodeSetParams_v2"
                 self._change(seam, node, symbol, executable, node, block)
-            case MemcpyNodeParams():
-                old = self._raw_memcpy(seam, node)
-                memcpy = cs.Memcpy3D()
-                self._fill_memcpy(seam, memcpy, params, old)
-                symbol = "cuGraphExecMemcpyNodeSetParams"
-                self._change(seam, node, symbol, executable, node, byref(memcpy), self._context)
-            case MemsetNodeParams():
-                memset = cs.MemsetParams()
-                fill_memset(memset, params, self._context, seam)
-                symbol = "cuGraphExecMemsetNodeSetParams"
-                self._change(seam, node, symbol, executable, node, byref(memset), self._context)
-            case HostNodeParams():
-                self._set_exec_host(seam, executable, node, params)
             case ChildGraphNodeParams():
                 symbol = "cuGraphExecChildGraphNodeSetParams"
                 self._change(seam, node, symbol, executable, node, params.graph)
-            case EventRecordNodeParams():
-                symbol = "cuGraphExecEventRecordNodeSetEvent"
-                self._change(seam, node, symbol, executable, node, params.event)
-            case EventWaitNodeParams():
-                symbol = "cuGraphExecEventWaitNodeSetEvent"
-                self._change(seam, node, symbol, executable, node, params.event)
-            case BatchMemOpNodeParams():
-                batch = cs.BatchMemOpParams()
-                operations = self._fill_batch(seam, batch, params)
-                symbol = "cuGraphExecBatchMemOpNodeSetParams"
-                self._change(seam, node, symbol, executable, node, byref(batch))
-                del operations
             case _:
-                raise self._fixed(seam, node, params)
-
-    def _set_exec_host(
-        self, seam: str, executable: ExecHandle, node: NodeHandle, params: HostNodeParams
-    ) -> None:
-        number = 0 if params.function is None else self._host_functions.add(params.function)
-        host = cs.HostParams()
-        self._fill_host(host, params, number)
-        status = self._status(seam, "cuGraphExecHostNodeSetParams", executable, node, byref(host))
-        if status:
-            self._host_functions.release(number)
-            raise self._error(status, seam, node=node)
-        if number:  # earlier ones stay too: launches under way keep the old values
-            self._exec_functions.setdefault(executable, []).append(number)
+                number = self._set(seam, node, params, executable)
+                if number:
+                    self._host_functions.keep_with(executable, number)
 
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
         self._change(
@@ -160,7 +115,7 @@ class ExecCalls(NodeCalls):
         return enabled.value != 0
 
     def exec_update(self, executable: ExecHandle, graph: GraphHandle) -> UpdateOutcome:
-        info = cs.UpdateResultInfo()
+        info = cu.UpdateResultInfo()
         status = self._status("exec_update", "cuGraphExecUpdate_v2", executable, graph, byref(info))
         if status == Status.SUCCESS:
             return UpdateOutcome(UpdateVerdict.SUCCESS)

@@ -1,58 +1,123 @@
-"""The CUDA driver's graphs: making, cloning, listing, edges."""
+"""The CUDA driver's graphs: definitions, with their nodes and edges.
+
+A kernel node's cluster, cooperative and priority are attributes, set by calls of their own after
+the node is there.  Whether it may start before its predecessor ends is not an attribute of the
+node but of its incoming edges (`LaunchConfig.programmatic` is read from them and not written).
+"""
 
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from ctypes import byref
 
 from ostinato.driver.api import (
+    AllocNodeParams,
+    BatchMemOpNodeParams,
+    ChildGraphNodeParams,
+    ConditionalHandle,
     ConditionalNodeParams,
     Edge,
     EdgeData,
     EdgeType,
+    EmptyNodeParams,
+    EventHandle,
+    EventRecordNodeParams,
+    EventWaitNodeParams,
+    ExecHandle,
+    FreeNodeParams,
+    FunctionHandle,
     GraphHandle,
+    HostNodeParams,
+    KernelNodeParams,
+    LaunchConfig,
+    MemcpyNodeParams,
+    MemsetNodeParams,
     NodeHandle,
     NodeKind,
+    NodeParams,
+    OpaqueNodeParams,
 )
-from ostinato.driver.cuda.core import CudaCalls
-from ostinato.driver.cuda.structs import EdgeDataStruct
+from ostinato.driver.cuda import libcuda as cu
+from ostinato.driver.cuda.launch import (
+    SETTABLE,
+    SHOWN,
+    Settable,
+    attribute_values,
+    attribute_words,
+    cluster_of,
+    default_value,
+    node_block,
+    read_arguments,
+    settable,
+)
+from ostinato.driver.cuda.modules import ModuleCalls
+from ostinato.driver.cuda.nodes import (
+    CopyEnd,
+    copy_ends,
+    edge_array,
+    fill_memcpy,
+    fill_memset,
+    has_cycle,
+    mem_op_array,
+    read_batch,
+    read_conditional,
+    read_edge_data,
+    read_memcpy,
+    read_memset,
+)
+from ostinato.driver.cuda.streams import StreamCalls
 from ostinato.errors import DriverError, Status
 
-__all__ = ["GraphCalls", "edge_array"]
+__all__ = ["GraphCalls"]
 
+# Kinds that no call changes.
+_KINDS: dict[type[NodeParams], NodeKind] = {
+    EmptyNodeParams: NodeKind.EMPTY,
+    ChildGraphNodeParams: NodeKind.CHILD_GRAPH,
+    AllocNodeParams: NodeKind.MEM_ALLOC,
+    FreeNodeParams: NodeKind.MEM_FREE,
+    ConditionalNodeParams: NodeKind.CONDITIONAL,
+}
 
+# What sets a node's parameters: in a definition, and in an executable.
+_SETTERS: dict[type[NodeParams], tuple[str, str]] = {
+    MemcpyNodeParams: ("cuGraphMemcpyNodeSetParams", "cuGraphExecMemcpyNodeSetParams"),
+    MemsetNodeParams: ("cuGraphMemsetNodeSetParams", "cuGraphExecMemsetNodeSetParams"),
+    HostNodeParams: ("cuGraphHostNodeSetParams", "cuGraphExecHostNodeSetParams"),
+    EventRecordNodeParams: (
+        *("cuGraphEventRecordNodeSetEvent", "cuGraphExecEventRecordNodeSetEvent"),
+    ),
+    EventWaitNodeParams: ("cuGraphEventWaitNodeSetEvent", "cuGraphExecEventWaitNodeSetEvent"),
+    BatchMemOpNodeParams: (
+        *("cuGraphBatchMemOpNodeSetParams", "cuGraphExecBatchMemOpNodeSetParams"),
+    ),
+}
+
+_ASSIGN_DEFAULT = 1
+_PINNED_ALLOCATION = 1
+_LOCATION_DEVICE = 1
+_MAX_CONFIGS = 65536
 _MEMORY_NODES = "nodes and edges cannot leave a graph that has alloc or free nodes"
 
 
-def edge_array(edge_data: Sequence[EdgeData]) -> ctypes.Array[EdgeDataStruct]:
-    """Edge data as the driver takes it."""
-    array = (EdgeDataStruct * len(edge_data))()
-    for slot, data in zip(array, edge_data, strict=True):
-        slot.from_port, slot.to_port, slot.type = data.from_port, data.to_port, int(data.type)
-    return array
+class GraphCalls(StreamCalls, ModuleCalls):
+    """Definitions, ours and foreign."""
 
-
-def _edge_data(raw: EdgeDataStruct) -> EdgeData:
-    return EdgeData(raw.from_port, raw.to_port, EdgeType(raw.type))
-
-
-class GraphCalls(CudaCalls):
-    """Graphs and their edges."""
-
-    # A driver before 13.2 cannot read a conditional node back, so those that we made are kept
-    # here.  A handle may be given again to a foreign node once ours is gone: both tables forget
-    # with every destroy call of ours.
-    _conditionals: dict[int, ConditionalNodeParams]
-    _conditionals_in: dict[int, set[int]]
-    """Graph to its conditional nodes."""
+    def __init__(self, lib: cu.Libcuda, context: int, ordinal: int) -> None:
+        super().__init__(lib, context, ordinal)
+        self._conditionals = _Conditionals()
+        self._configs_read: dict[int, LaunchConfig] = {}
+        """Node to the config last read from it.  An update that passes this same object keeps the
+        node's attributes, which need not be read from the driver again then."""
 
     def graph_create(self) -> GraphHandle:
         return GraphHandle(self._handle("graph_create", "cuGraphCreate", 0))
 
     def graph_destroy(self, graph: GraphHandle) -> None:
         self._call("graph_destroy", "cuGraphDestroy", graph)
-        self._forget_graph(graph)
+        self._conditionals.forget_graph(graph)
 
     def graph_clone(self, graph: GraphHandle) -> GraphHandle:
         return GraphHandle(self._handle("graph_clone", "cuGraphClone", graph))
@@ -78,10 +143,10 @@ class GraphCalls(CudaCalls):
             return ()
         sources = (ctypes.c_uint64 * count.value)()
         targets = (ctypes.c_uint64 * count.value)()
-        data = (EdgeDataStruct * count.value)()
+        data = (cu.EdgeDataStruct * count.value)()
         self._call("graph_edges", "cuGraphGetEdges_v2", graph, sources, targets, data, byref(count))
         return tuple(
-            Edge(NodeHandle(sources[i]), NodeHandle(targets[i]), _edge_data(data[i]))
+            Edge(NodeHandle(sources[i]), NodeHandle(targets[i]), read_edge_data(data[i]))
             for i in range(count.value)
         )
 
@@ -89,7 +154,7 @@ class GraphCalls(CudaCalls):
         if not edges:
             return
         # The driver may notice a cycle only when the graph is instantiated.
-        if _has_cycle([*self.graph_edges(graph), *edges]):
+        if has_cycle([*self.graph_edges(graph), *edges]):
             raise self._error(
                 Status.INVALID_VALUE, "graph_add_edges", "these edges would close a cycle"
             )
@@ -114,7 +179,7 @@ class GraphCalls(CudaCalls):
             if self._is_memory_node(seam, node):
                 raise self._error(Status.NOT_PERMITTED, seam, _MEMORY_NODES, node=node)
             raise self._error(status, seam, node=node)
-        self._forget_node(node)
+        self._conditionals.forget_node(node)
 
     def _is_memory_node(self, seam: str, node: int) -> bool:
         kind = ctypes.c_int()
@@ -137,40 +202,446 @@ class GraphCalls(CudaCalls):
         if not count.value:
             return ()
         nodes = (ctypes.c_uint64 * count.value)()
-        data = (EdgeDataStruct * count.value)()
+        data = (cu.EdgeDataStruct * count.value)()
         self._call(seam, symbol, node, nodes, data, byref(count))
-        return tuple(_edge_data(raw) for raw in data[: count.value])
+        return tuple(read_edge_data(raw) for raw in data[: count.value])
 
-    def _remember_conditional(self, graph: int, node: int, params: ConditionalNodeParams) -> None:
-        self._conditionals[node] = params
-        self._conditionals_in.setdefault(graph, set()).add(node)
+    # --- nodes
+    def graph_add_node(
+        self,
+        graph: GraphHandle,
+        dependencies: Sequence[NodeHandle],
+        params: NodeParams,
+        edge_data: Sequence[EdgeData] | None = None,
+    ) -> NodeHandle:
+        seam = "graph_add_node"
+        if edge_data is not None and len(edge_data) != len(dependencies):
+            raise self._error(
+                Status.INVALID_VALUE,
+                seam,
+                f"{len(edge_data)} edge data for {len(dependencies)} dependencies",
+            )
+        number = 0
+        if isinstance(params, HostNodeParams) and params.function is not None:
+            self._require_on(seam)
+            number = self._host_functions.add_to_graph(graph, params.function)
+        raw = cu.GraphNodeParams()
+        keep = self._fill(seam, raw, params, number)
+        count = len(dependencies)
+        nodes = (ctypes.c_void_p * count)(*dependencies) if count else None
+        edges = edge_array(edge_data) if count and edge_data is not None else None
+        node = ctypes.c_uint64()
+        status = self._status(
+            seam, "cuGraphAddNode_v2", byref(node), graph, nodes, edges, count, byref(raw)
+        )
+        del keep  # what `raw` points to had to live until here
+        if status:
+            self._host_functions.release(number)
+            raise self._error(status, seam, type(params).__name__, symbol="cuGraphAddNode_v2")
+        handle = NodeHandle(node.value)
+        if isinstance(params, KernelNodeParams):
+            self._set_attributes_or_remove(seam, handle, params.config)
+        elif isinstance(params, ConditionalNodeParams):
+            self._conditionals.add(graph, handle, read_conditional(raw.conditional))
+        return handle
 
-    def _forget_graph(self, graph: int) -> None:
-        for node in self._conditionals_in.pop(graph, set()):
-            self._forget_node(node)
+    def _fill(self, seam: str, raw: cu.GraphNodeParams, params: NodeParams, number: int) -> object:
+        """Fills the union.  Returns what must stay alive as long as `raw` is used.
 
-    def _forget_node(self, node: int) -> None:
-        params = self._conditionals.pop(node, None)
+        `number`: of a host function.
+        """
+        context = self._context
+        match params:
+            case KernelNodeParams():
+                raw.type = NodeKind.KERNEL
+                block = self._kernel_block(seam, params)
+                ctypes.memmove(byref(raw.kernel), block, ctypes.sizeof(raw.kernel))
+                return block
+            case MemcpyNodeParams():
+                raw.type = NodeKind.MEMCPY
+                raw.memcpy.copyCtx = context
+                self._fill_memcpy(seam, raw.memcpy.copyParams, params, None)
+            case MemsetNodeParams():
+                raw.type = NodeKind.MEMSET
+                fill_memset(raw.memset, params, context, seam)
+            case HostNodeParams():
+                raw.type = NodeKind.HOST
+                self._fill_host(raw.host, params, number)
+            case ChildGraphNodeParams():
+                raw.type = NodeKind.CHILD_GRAPH
+                raw.graph.graph = params.graph
+            case EmptyNodeParams():
+                raw.type = NodeKind.EMPTY
+            case EventRecordNodeParams():
+                raw.type = NodeKind.EVENT_RECORD
+                raw.eventRecord.event = params.event
+            case EventWaitNodeParams():
+                raw.type = NodeKind.EVENT_WAIT
+                raw.eventWait.event = params.event
+            case AllocNodeParams():
+                raw.type = NodeKind.MEM_ALLOC
+                raw.alloc.poolProps.allocType = _PINNED_ALLOCATION
+                raw.alloc.poolProps.location.type = _LOCATION_DEVICE
+                raw.alloc.poolProps.location.id = self._ordinal
+                raw.alloc.bytesize = params.nbytes
+            case FreeNodeParams():
+                raw.type = NodeKind.MEM_FREE
+                raw.free.dptr = params.address
+            case BatchMemOpNodeParams():
+                raw.type = NodeKind.BATCH_MEM_OP
+                return self._fill_batch(seam, raw.memOp, params)
+            case ConditionalNodeParams():
+                raw.type = NodeKind.CONDITIONAL
+                raw.conditional.handle = params.handle
+                raw.conditional.type = int(params.kind)
+                raw.conditional.size = params.size
+                raw.conditional.ctx = context
+            case OpaqueNodeParams():
+                raise self._refused(seam, f"this node can only be shown: {params.why}")
+        return None
+
+    def node_kind(self, node: NodeHandle) -> NodeKind:
+        kind = ctypes.c_int()
+        self._call("node_kind", "cuGraphNodeGetType", node, byref(kind))
+        try:
+            return NodeKind(kind.value)
+        except ValueError:
+            raise self._refused(
+                "node_kind",
+                f"a node of kind {kind.value}, which this release does not know",
+                node=node,
+            ) from None
+
+    def node_params(self, node: NodeHandle) -> NodeParams:
+        seam = "node_params"
+        kind = self.node_kind(node)
+        match kind:
+            case NodeKind.KERNEL:
+                return self._read_kernel(seam, node)
+            case NodeKind.MEMCPY:
+                return read_memcpy(self._raw_memcpy(seam, node))
+            case NodeKind.MEMSET:
+                memset = cu.MemsetParams()
+                self._call(seam, "cuGraphMemsetNodeGetParams", node, byref(memset))
+                return read_memset(memset)
+            case NodeKind.HOST:
+                host = cu.HostParams()
+                self._call(seam, "cuGraphHostNodeGetParams", node, byref(host))
+                pointer, user_data = host.fn or 0, host.userData or 0
+                function = self._host_functions.find(pointer, user_data)
+                return HostNodeParams(function, pointer, user_data)
+            case NodeKind.CHILD_GRAPH:
+                return ChildGraphNodeParams(
+                    GraphHandle(self._get(seam, "cuGraphChildGraphNodeGetGraph", node))
+                )
+            case NodeKind.EMPTY:
+                return EmptyNodeParams()
+            case NodeKind.EVENT_WAIT:
+                return EventWaitNodeParams(
+                    EventHandle(self._get(seam, "cuGraphEventWaitNodeGetEvent", node))
+                )
+            case NodeKind.EVENT_RECORD:
+                return EventRecordNodeParams(
+                    EventHandle(self._get(seam, "cuGraphEventRecordNodeGetEvent", node))
+                )
+            case NodeKind.MEM_ALLOC:
+                alloc = cu.MemAllocParams()
+                self._call(seam, "cuGraphMemAllocNodeGetParams", node, byref(alloc))
+                return AllocNodeParams(alloc.bytesize, alloc.dptr)
+            case NodeKind.MEM_FREE:
+                return FreeNodeParams(self._get(seam, "cuGraphMemFreeNodeGetParams", node))
+            case NodeKind.BATCH_MEM_OP:
+                batch = cu.BatchMemOpParams()
+                self._call(seam, "cuGraphBatchMemOpNodeGetParams", node, byref(batch))
+                return read_batch(batch)
+            case NodeKind.CONDITIONAL:
+                return self._read_conditional(seam, node)
+        return OpaqueNodeParams("an external semaphore; its parameters are another API's")
+
+    def node_set_params(self, node: NodeHandle, params: NodeParams) -> None:
+        seam = "node_set_params"
+        if isinstance(params, KernelNodeParams):
+            self._set_kernel(seam, node, params)
+            return
+        # No call gives a node's graph (before 13.2), so no user object can hold a host function:
+        # it is kept as long as the process, as are those it replaced.
+        self._set(seam, node, params, None)
+
+    def conditional_create(
+        self, graph: GraphHandle, *, default: int = 0, reset_at_launch: bool = True
+    ) -> ConditionalHandle:
+        flags = _ASSIGN_DEFAULT if reset_at_launch else 0
+        symbol = "cuGraphConditionalHandleCreate"
+        return ConditionalHandle(
+            self._handle("conditional_create", symbol, graph, self._context, default, flags)
+        )
+
+    def _set(
+        self, seam: str, node: NodeHandle, params: NodeParams, executable: ExecHandle | None
+    ) -> int:
+        """Sets parameters that are no kernel's, in the definition or in an executable.
+
+        Returns the number under which a host function is kept, else 0.
+        """
+        number = 0
+        given: object
+        keep: object = None
+        last: tuple[int, ...] = ()
+        match params:
+            case MemcpyNodeParams():
+                memcpy = cu.Memcpy3D()
+                self._fill_memcpy(seam, memcpy, params, self._raw_memcpy(seam, node))
+                given, last = byref(memcpy), (self._context,)
+            case MemsetNodeParams():
+                memset = cu.MemsetParams()
+                fill_memset(memset, params, self._context, seam)
+                given, last = byref(memset), (self._context,)
+            case HostNodeParams():
+                if params.function is not None:
+                    number = self._host_functions.add(params.function)
+                host = cu.HostParams()
+                self._fill_host(host, params, number)
+                given = byref(host)
+            case EventRecordNodeParams() | EventWaitNodeParams():
+                given = params.event
+            case BatchMemOpNodeParams():
+                batch = cu.BatchMemOpParams()
+                keep = self._fill_batch(seam, batch, params)
+                given = byref(batch)
+            case _:
+                raise self._fixed(seam, node, params)
+        of_definition, of_executable = _SETTERS[type(params)]
+        if executable is None:
+            symbol, status = of_definition, self._status(seam, of_definition, node, given)
+        else:
+            symbol = of_executable
+            status = self._status(seam, symbol, executable, node, given, *last)
+        del keep  # what `given` points to had to live until here
+        if status:
+            self._host_functions.release(number)
+            raise self._error(status, seam, node=node, symbol=symbol)
+        return number
+
+    def _change(self, seam: str, node: int, symbol: str, *args: object) -> None:
+        """A call that changes `node`, which the error names."""
+        status = self._status(seam, symbol, *args)
+        if status:
+            raise self._error(status, seam, node=node, symbol=symbol)
+
+    def _get(self, seam: str, symbol: str, node: int) -> int:
+        out = ctypes.c_uint64()
+        self._call(seam, symbol, node, byref(out))
+        return out.value
+
+    def _raw_memcpy(self, seam: str, node: int) -> cu.Memcpy3D:
+        raw = cu.Memcpy3D()
+        self._change(seam, node, "cuGraphMemcpyNodeGetParams", node, byref(raw))
+        return raw
+
+    def _fill_memcpy(
+        self, seam: str, raw: cu.Memcpy3D, params: MemcpyNodeParams, old: cu.Memcpy3D | None
+    ) -> None:
+        """`old`: what the node copies now, None for a new one."""
+        before = (None, None) if old is None else copy_ends(old)
+        if params.opaque or any(end and end.kind == cu.MEMORY_ARRAY for end in before):
+            raise self._refused(seam, "one side of this copy is a CUDA array: shown, not settable")
+        source, target = before
+        fill_memcpy(
+            raw,
+            params,
+            self._memory_kind(params.src, source),
+            self._memory_kind(params.dst, target),
+        )
+
+    def _memory_kind(self, address: int, old: CopyEnd | None) -> int:
+        """What to call the memory at `address`, host or device.
+
+        It is what the driver reports; for memory that it does not know, such as that of an alloc
+        node, "unified" leaves it to the copy.  A node keeps its own word for memory of the same
+        kind: the driver would see another word as a change of kind, and refuse it.
+        """
+        kind = self._memory_type(address)
+        if old is None or kind == old.kind:
+            return kind or cu.MEMORY_UNIFIED
+        if old.kind == cu.MEMORY_UNIFIED or self._memory_type(old.address) == kind:
+            return old.kind
+        return kind or cu.MEMORY_UNIFIED
+
+    def _fixed(self, seam: str, node: NodeHandle, params: NodeParams) -> DriverError:
+        """The error for parameters that cannot be set: a fixed kind of node, or another kind."""
+        kind = self.node_kind(node)
+        if _KINDS.get(type(params)) not in (None, kind):
+            detail = f"it is a {kind.name} node, and {type(params).__name__} were given"
+            return self._error(Status.INVALID_VALUE, seam, detail, node=node)
+        return self._refused(
+            seam, f"a {kind.name} node is fixed; build or capture the graph again", node=node
+        )
+
+    def _fill_host(self, raw: cu.HostParams, params: HostNodeParams, number: int) -> None:
+        if params.function is not None:
+            raw.fn, raw.userData = self._host_functions.pointer, number
+        else:
+            raw.fn, raw.userData = params.pointer, params.user_data
+
+    def _fill_batch(
+        self, seam: str, raw: cu.BatchMemOpParams, params: BatchMemOpNodeParams
+    ) -> object:
+        operations = mem_op_array(params, seam)
+        raw.ctx, raw.count, raw.flags = self._context, len(params.operations), 0
+        raw.paramArray = ctypes.addressof(operations)
+        return operations
+
+    def _read_conditional(self, seam: str, node: int) -> NodeParams:
+        known = self._conditionals.get(node)
+        if known is not None:
+            return known
+        if self._lib.has("cuGraphNodeGetParams"):
+            raw = cu.GraphNodeParams()
+            self._call(seam, "cuGraphNodeGetParams", node, byref(raw))
+            return read_conditional(raw.conditional)
+        return OpaqueNodeParams(
+            "a conditional node that another library made; this driver has no call to read it "
+            "(cuGraphNodeGetParams, from CUDA 13.2)"
+        )
+
+    # --- kernel nodes
+    def _kernel_block(
+        self, seam: str, params: KernelNodeParams, node: int | None = None
+    ) -> ctypes.Array[ctypes.c_char]:
+        """Begins with a CUDA_KERNEL_NODE_PARAMS_v2, and holds all that it points to."""
+        self._check_arguments(seam, params.function, params.arguments, node)
+        try:
+            return node_block(params, self._context)
+        except struct.error as error:
+            raise self._error(
+                Status.INVALID_VALUE, seam, f"{params.config}: {error}", node=node
+            ) from error
+
+    def _read_kernel(self, seam: str, node: int) -> KernelNodeParams:
+        raw = cu.KernelParams()
+        self._call(seam, "cuGraphKernelNodeGetParams_v2", node, byref(raw))
+        function = raw.func or 0
+        if not function and raw.kern:  # a context-independent kernel
+            function = self._handle(seam, "cuKernelGetFunction", raw.kern)
+        layout = self._layouts.get(function)
+        if layout is None:
+            layout = self._parameter_layout(seam, function)
+        attributes = self._attributes_of(node, SHOWN)
+        known = settable(attributes)
+        edges = self._incoming_edge_data(seam, node)
+        config = LaunchConfig(
+            grid=(raw.gridDimX, raw.gridDimY, raw.gridDimZ),
+            block=(raw.blockDimX, raw.blockDimY, raw.blockDimZ),
+            shared=raw.sharedMemBytes,
+            cluster=known.cluster,
+            cooperative=known.cooperative,
+            programmatic=any(edge.type is EdgeType.PROGRAMMATIC for edge in edges),
+            priority=known.priority or None,
+        )
+        if len(self._configs_read) >= _MAX_CONFIGS:
+            self._configs_read.clear()
+        self._configs_read[node] = config
+        return KernelNodeParams(
+            FunctionHandle(function),
+            config,
+            read_arguments(raw.kernelParams, raw.extra, layout),
+            attribute_words(attributes),
+        )
+
+    def _set_kernel(self, seam: str, node: NodeHandle, params: KernelNodeParams) -> None:
+        """Parameters and attributes, or neither."""
+        before = self._read_kernel(seam, node)
+        self._configs_read.pop(node, None)
+        self._set_kernel_struct(seam, node, params)
+        try:
+            self._set_attributes(seam, node, params.config, before.config)
+        except DriverError:
+            self._set_kernel_struct(seam, node, before)
+            self._set_attributes(seam, node, before.config, params.config)
+            raise
+
+    def _set_kernel_struct(self, seam: str, node: int, params: KernelNodeParams) -> None:
+        block = self._kernel_block(seam, params, node)
+        self._change(seam, node, "cuGraphKernelNodeSetParams_v2", node, block)
+
+    def _set_attributes_or_remove(self, seam: str, node: NodeHandle, config: LaunchConfig) -> None:
+        try:
+            self._set_attributes(seam, node, config, None)
+        except DriverError as error:
+            if self._off is None and self._status(seam, "cuGraphDestroyNode", node):
+                error.detail += f"; and node {node:#x} could not be taken out again"
+            raise
+
+    def _set_attributes(
+        self, seam: str, node: int, config: LaunchConfig, before: LaunchConfig | None
+    ) -> None:
+        values = dict(attribute_values(config, launch=False))
+        if before is not None:  # what was set and is not wanted any more goes back to its default
+            for identity, _ in attribute_values(before, launch=False):
+                values.setdefault(identity, default_value(identity))
+        for identity, value in values.items():
+            status = self._status(
+                seam, "cuGraphKernelNodeSetAttribute", node, identity, byref(value)
+            )
+            if status:
+                raise self._error(
+                    status, seam, f"launch attribute {identity} of {config}", node=node
+                )
+
+    def _refuse_other_attributes(self, seam: str, node: int, config: LaunchConfig) -> None:
+        """Raises for other attributes than the node's: an executable's setter ignores them."""
+        if self._configs_read.get(node) is config:
+            return
+        self._require_on(seam)
+        has = settable(self._attributes_of(node, SETTABLE))
+        asked = Settable(cluster_of(config.cluster), config.cooperative, config.priority or 0)
+        if asked != has:
+            raise self._refused(
+                seam,
+                f"cluster {has.cluster}, cooperative {has.cooperative} and priority "
+                f"{has.priority} cannot change on an executable (asked for: {config})",
+                node=node,
+            )
+
+    def _attributes_of(
+        self, node: int, identities: tuple[int, ...]
+    ) -> dict[int, cu.LaunchAttributeValue]:
+        """Those that this device has.  The calls do not look up the current context, as others do:
+        a node takes ten of them, and they do not depend on it."""
+        values = (cu.LaunchAttributeValue * len(identities))()
+        get, address = self._calls["cuGraphKernelNodeGetAttribute"], ctypes.addressof(values)
+        size = ctypes.sizeof(cu.LaunchAttributeValue)
+        return {
+            identity: values[index]
+            for index, identity in enumerate(identities)
+            if not get(node, identity, address + size * index)
+        }
+
+
+class _Conditionals:
+    """The conditional nodes that we made: a driver before 13.2 cannot read one back.
+
+    Once our node is gone, a foreign one may get its handle; so every destroy call of ours must
+    forget here what it destroyed.
+    """
+
+    def __init__(self) -> None:
+        self._params: dict[int, ConditionalNodeParams] = {}
+        self._in_graph: dict[int, set[int]] = {}
+
+    def add(self, graph: int, node: int, params: ConditionalNodeParams) -> None:
+        self._params[node] = params
+        self._in_graph.setdefault(graph, set()).add(node)
+
+    def get(self, node: int) -> ConditionalNodeParams | None:
+        return self._params.get(node)
+
+    def forget_graph(self, graph: int) -> None:
+        for node in self._in_graph.pop(graph, set()):
+            self.forget_node(node)
+
+    def forget_node(self, node: int) -> None:
+        params = self._params.pop(node, None)
         if params is not None:
             for body in params.bodies:
-                self._forget_graph(body)
-
-
-def _has_cycle(edges: Sequence[Edge]) -> bool:
-    """Whether the edges hold a cycle: take nodes without open dependencies until none is left."""
-    followers: dict[int, list[int]] = {}
-    open_dependencies: dict[int, int] = {}
-    for edge in edges:
-        followers.setdefault(edge.source, []).append(edge.target)
-        open_dependencies.setdefault(edge.source, 0)
-        open_dependencies[edge.target] = open_dependencies.get(edge.target, 0) + 1
-    ready = [node for node, count in open_dependencies.items() if count == 0]
-    done = 0
-    while ready:
-        node = ready.pop()
-        done += 1
-        for follower in followers.get(node, ()):
-            open_dependencies[follower] -= 1
-            if open_dependencies[follower] == 0:
-                ready.append(follower)
-    return done < len(open_dependencies)
+                self.forget_graph(body)

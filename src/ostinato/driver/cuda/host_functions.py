@@ -3,13 +3,14 @@
 The driver gets one C function of ours and a number as its user data; the number finds the Python
 function here.  Three lifetimes:
 
-* once: taken out when it runs (a launch on a stream that does not capture);
+* once: removed when it runs (a launch on a stream that does not capture);
 * with a graph: the graph holds a CUDA user object, and so does whatever is cloned or instantiated
-  from it; when the last of them is gone and done, the user object's destructor tells us;
-* until released: set on one node of an executable, which cannot hold user objects.
+  from it; when the last of them is gone and done, the user object's destructor runs;
+* with an executable: set on one of its nodes.  An executable cannot hold user objects, so the
+  function is released by the first `synchronize` after the executable was destroyed.
 
 The destructor is libc's `sem_post` on a semaphore of ours and not a Python callback: the driver
-may run it late, on its own thread, when there is no interpreter any more.  `sweep` looks.
+may run it late, on its own thread, after the interpreter has ended.  `sweep` reads the semaphores.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ class HostFunctions:
         self._lock = new_lock()
         self._with_graphs: dict[int, int] = {}
         """Number of a function to the address of its semaphore."""
+        self._of_executables: dict[int, list[int]] = {}
+        """Executable to the numbers of the functions set on its nodes."""
+        self._given_up: list[int] = []
+        """Functions of destroyed executables: only a launch under way may still call them."""
         self._libc = _load_libc()
 
     def add(self, function: Callable[[], object]) -> int:
@@ -103,9 +108,23 @@ class HostFunctions:
         return number
 
     def release(self, number: int) -> None:
-        """Gives a function of `add` up; those of graphs go by themselves."""
+        """Forgets a function of `add`; does nothing for one of a graph, which `sweep` forgets."""
         if number not in self._with_graphs:
             _functions.pop(number, None)
+
+    def keep_with(self, executable: int, number: int) -> None:
+        """Keeps a function of `add` as long as the executable.  Those set before stay too, since
+        launches under way keep the old values."""
+        self._of_executables.setdefault(executable, []).append(number)
+
+    def give_up(self, executable: int) -> None:
+        """The executable was destroyed; launches under way may still call its functions."""
+        self._given_up.extend(self._of_executables.pop(executable, ()))
+
+    def take_given_up(self) -> list[int]:
+        """The functions of destroyed executables: release them once the device has finished."""
+        taken, self._given_up = self._given_up, []
+        return taken
 
     def sweep(self) -> None:
         """Forgets the functions whose graphs are gone."""
@@ -122,7 +141,7 @@ class HostFunctions:
                     self._libc.free(semaphore)
 
     def find(self, pointer: int, user_data: int) -> Callable[[], object] | None:
-        """The Python function behind a host node's raw values, if it is one of ours."""
+        """The Python function behind a host node's raw values; None if it is not one of ours."""
         if pointer not in (_KEPT_POINTER, _ONCE_POINTER):
             return None
         return _functions.get(user_data)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
 from ctypes import byref
 from functools import partial
 
@@ -26,35 +25,39 @@ from ostinato.driver.api import (
     StreamHandle,
 )
 from ostinato.driver.cuda.core import CudaCalls
-from ostinato.driver.cuda.launch import Attributes, LaunchBlock, PreparedLaunch
-from ostinato.driver.launcher import function_call, kernel_call
+from ostinato.driver.cuda.launch import PreparedLaunch, attributes_of, launch_block
+from ostinato.driver.cuda.libcuda import Libcuda
+from ostinato.driver.launcher import KernelTarget, function_call, kernel_call
 from ostinato.errors import Status
 
 __all__ = ["IMAGE_KINDS", "ModuleCalls"]
 
 IMAGE_KINDS = frozenset({"cubin", "ptx", "fatbin"})
 
-# CUjit_option: the assembler's words for a PTX that does not assemble.
+# CUjit_option: where the assembler writes why a PTX does not assemble.
 _JIT_INFO_LOG, _JIT_INFO_LOG_SIZE, _JIT_ERROR_LOG, _JIT_ERROR_LOG_SIZE = 3, 4, 5, 6
 _LOG_BYTES = 16 * 1024
 
 # CUfunction_attribute
 _MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED = 0, 1, 3, 4, 8
 
-_MAX_ATTRIBUTES = 1024
+_MAX_PREPARED = 4096
 
 
 class ModuleCalls(CudaCalls):
     """Modules, functions and launches."""
 
-    _functions_of: dict[int, dict[str, FunctionHandle]]
-    """Our modules, and the functions asked of them."""
-    _infos: dict[int, FunctionInfo]
-    """Only of our own modules' functions: a foreign handle may be another function tomorrow."""
-    _layouts: dict[int, tuple[ParameterSlot, ...]]
-    """Likewise."""
-    _attributes: dict[int, Attributes]
-    """By the identity of a launch's config, which the entry keeps alive."""
+    def __init__(self, lib: Libcuda, context: int, ordinal: int) -> None:
+        super().__init__(lib, context, ordinal)
+        self._addresses = lib.address("cuLaunchKernelEx"), lib.address("cuCtxGetCurrent")
+        self._functions_of: dict[int, dict[str, FunctionHandle]] = {}
+        """Our modules, and the functions asked of them."""
+        self._infos: dict[int, FunctionInfo] = {}
+        """Only of our own modules' functions: a foreign handle may be another function tomorrow."""
+        self._layouts: dict[int, tuple[ParameterSlot, ...]] = {}
+        """Likewise."""
+        self._prepared: dict[int, PreparedLaunch] = {}
+        """The last launch of some arguments, by their identity: the entry keeps them alive."""
 
     def module_load(self, image: Image) -> ModuleHandle:
         seam = "module_load"
@@ -84,6 +87,7 @@ class ModuleCalls(CudaCalls):
 
     def module_unload(self, module: ModuleHandle) -> None:
         self._call("module_unload", "cuModuleUnload", module)
+        self._prepared.clear()  # a handle may be given again, to a function with other parameters
         for function in self._functions_of.pop(module, {}).values():
             self._infos.pop(function, None)
             self._layouts.pop(function, None)
@@ -148,10 +152,13 @@ class ModuleCalls(CudaCalls):
         return blocks.value
 
     def function_prepare_launch(self, function: FunctionHandle, pack: Pack) -> PlainLaunch | None:
-        launch, current = self._launch_addresses
-        if not (launch and current):
-            return None
-        return function_call(pack, launch, current, self._context, function)
+        target = self._target(function)
+        return None if target is None else function_call(pack, target)
+
+    def _target(self, function: int) -> KernelTarget | None:
+        """None where this libcuda lacks a call that a compiled launch makes."""
+        launch, current = self._addresses
+        return (launch, current, self._context, function) if launch and current else None
 
     def launch_kernel(
         self,
@@ -160,17 +167,16 @@ class ModuleCalls(CudaCalls):
         config: LaunchConfig,
         arguments: KernelArguments,
     ) -> None:
-        made = arguments.launch
+        made = self._prepared.get(id(arguments))
         if (
-            type(made) is not PreparedLaunch
+            made is None
             or made.config is not config
             or made.stream != stream
             or made.function != function
-            or made.driver is not self
         ):
             made = self._prepare_launch(stream, function, config, arguments)
-        if self._poison is not None or self._closed:
-            self._refuse("launch_kernel")
+        if self._off is not None:
+            self._require_on("launch_kernel")
         status = made.call()
         if status is None:
             status = self._in_context(made.call)
@@ -185,43 +191,30 @@ class ModuleCalls(CudaCalls):
         config: LaunchConfig,
         arguments: KernelArguments,
     ) -> PreparedLaunch:
-        """Checked, and left with the arguments for their next launch."""
-        self._check_arguments("launch_kernel", function, arguments)
-        attributes = None if config.plain else self._launch_attributes(config)
-        try:
-            call = self._compiled_call(stream, function, config, attributes, arguments)
-            if call is None:
-                block = LaunchBlock(config, stream, attributes, arguments)
-                given = (block.block, function, block.params, block.extra)
-                call = partial(self._status, "launch_kernel", "cuLaunchKernelEx", *given)
-        except (struct.error, OverflowError) as error:
-            raise self._error(
-                Status.INVALID_VALUE, "launch_kernel", f"{config}: {error}"
-            ) from error
-        made = PreparedLaunch(self, stream, function, config, attributes, call)
-        object.__setattr__(arguments, "launch", made)
-        return made
-
-    def _compiled_call(
-        self,
-        stream: StreamHandle,
-        function: FunctionHandle,
-        config: LaunchConfig,
-        attributes: Attributes | None,
-        arguments: KernelArguments,
-    ) -> Callable[[], int | None] | None:
-        """None where there is no such way: see `kernel_call`."""
-        launch, current = self._launch_addresses
-        if not (launch and current):
-            return None
+        """Checks the arguments, and remembers the launch for the next one of these arguments."""
+        seam = "launch_kernel"
+        self._check_arguments(seam, function, arguments)
+        attributes = None if config.plain else attributes_of(config)
         given = (0, 0) if attributes is None else (attributes.address, attributes.count)
-        context = self._context
-        return kernel_call(launch, current, context, function, config, stream, given, arguments)
+        target = self._target(function)
+        try:
+            call = target and kernel_call(target, config, stream, given, arguments)
+            if call is None:
+                block = launch_block(config, stream, attributes, arguments)
+                taken = (block.memory, function, block.params, block.extra)
+                call = partial(self._status, seam, "cuLaunchKernelEx", *taken)
+        except (struct.error, OverflowError) as error:
+            raise self._error(Status.INVALID_VALUE, seam, f"{config}: {error}") from error
+        made = PreparedLaunch(stream, function, config, arguments, attributes, call)
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        self._prepared[id(arguments)] = made
+        return made
 
     def _check_arguments(
         self, seam: str, function: int, arguments: KernelArguments, node: int | None = None
     ) -> None:
-        """The driver reads as many arguments as the function takes, wherever that leads."""
+        """Raises INVALID_VALUE for too few: the driver reads as many as the function takes."""
         layout = self._layouts.get(function)
         if not layout:
             return
@@ -235,17 +228,9 @@ class ModuleCalls(CudaCalls):
                 node=node,
             )
 
-    def _launch_attributes(self, config: LaunchConfig) -> Attributes:
-        found = self._attributes.get(id(config))
-        if found is None:
-            if len(self._attributes) >= _MAX_ATTRIBUTES:
-                self._attributes.clear()
-            found = self._attributes[id(config)] = Attributes(config)
-        return found
-
     def _launch_error(self, status: int, function: int, config: LaunchConfig) -> Exception:
         name = "?"
-        if self._poison is None:
+        if self._off is None:
             try:
                 name = self._function_name("launch_kernel", function)
             except Exception:  # the launch's own status is what matters

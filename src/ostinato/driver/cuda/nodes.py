@@ -1,4 +1,4 @@
-"""Node parameters between our records and cuda.h's structures, kernels aside.
+"""Nodes and edges between our records and cuda.h's structures; kernels are in `launch`.
 
 Everything here is pure: structures in, records out, and the other way.
 """
@@ -6,45 +6,74 @@ Everything here is pure: structures in, records out, and the other way.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ostinato.driver.api import (
     BatchMemOpNodeParams,
+    ConditionalHandle,
+    ConditionalKind,
+    ConditionalNodeParams,
+    Edge,
+    EdgeData,
+    EdgeType,
+    GraphHandle,
     MemcpyNodeParams,
     MemOp,
     MemOpKind,
     MemsetNodeParams,
     OpaqueNodeParams,
 )
-from ostinato.driver.cuda import structs as cs
-from ostinato.driver.cuda.memory import ELEMENT_SIZES, unsigned
+from ostinato.driver.cuda import libcuda as cu
+from ostinato.errors import Status, driver_error
 
 __all__ = [
+    "ELEMENT_SIZES",
     "CopyEnd",
     "copy_ends",
+    "edge_array",
     "fill_memcpy",
     "fill_memset",
+    "has_cycle",
     "mem_op_array",
     "read_batch",
+    "read_conditional",
+    "read_edge_data",
     "read_memcpy",
     "read_memset",
+    "unsigned",
 ]
+
+ELEMENT_SIZES = (1, 2, 4)
+"""Of a fill, in bytes."""
 
 # CUstreamBatchMemOpType
 _WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64 = 1, 2, 4, 5
 _WAIT_KIND_MASK = 0x3
 
 
+def unsigned(value: int, size: int, sizes: tuple[int, ...], seam: str) -> int:
+    """`value`, if it fits `size` bytes without a sign: ctypes would cut it off silently.
+
+    Raises INVALID_VALUE for one that does not fit, and for a size that is not in `sizes`.
+    """
+    if size not in sizes:
+        raise driver_error(Status.INVALID_VALUE, seam, f"{size} bytes; it takes one of {sizes}")
+    if not 0 <= value < 1 << (8 * size):
+        raise driver_error(Status.INVALID_VALUE, seam, f"{value} does not fit into {size} bytes")
+    return value
+
+
 def fill_memcpy(
-    raw: cs.Memcpy3D, params: MemcpyNodeParams, source_kind: int, target_kind: int
+    raw: cu.Memcpy3D, params: MemcpyNodeParams, source_kind: int, target_kind: int
 ) -> None:
     """Linear memory to linear memory.  The kinds are CUmemorytype."""
     raw.srcMemoryType, raw.dstMemoryType = source_kind, target_kind
-    if source_kind == cs.MEMORY_HOST:
+    if source_kind == cu.MEMORY_HOST:
         raw.srcHost = params.src
     else:
         raw.srcDevice = params.src
-    if target_kind == cs.MEMORY_HOST:
+    if target_kind == cu.MEMORY_HOST:
         raw.dstHost = params.dst
     else:
         raw.dstDevice = params.dst
@@ -57,7 +86,7 @@ def fill_memcpy(
         raw.dstHeight = params.dst_height or params.height
 
 
-def read_memcpy(raw: cs.Memcpy3D) -> MemcpyNodeParams:
+def read_memcpy(raw: cu.Memcpy3D) -> MemcpyNodeParams:
     """Offsets are folded into the addresses; dense pitches and heights read as zero."""
     size = {"width": raw.WidthInBytes, "height": raw.Height or 1, "depth": raw.Depth or 1}
     source = _start(raw.srcMemoryType, raw.srcHost, raw.srcDevice)
@@ -79,7 +108,7 @@ def read_memcpy(raw: cs.Memcpy3D) -> MemcpyNodeParams:
     )
 
 
-def copy_ends(raw: cs.Memcpy3D) -> tuple[CopyEnd, CopyEnd]:
+def copy_ends(raw: cu.Memcpy3D) -> tuple[CopyEnd, CopyEnd]:
     """Source and target of a copy."""
     source = _start(raw.srcMemoryType, raw.srcHost, raw.srcDevice)
     target = _start(raw.dstMemoryType, raw.dstHost, raw.dstDevice)
@@ -95,9 +124,9 @@ class CopyEnd:
 
 
 def _start(kind: int, host: int | None, device: int) -> int | None:
-    if kind == cs.MEMORY_HOST:
+    if kind == cu.MEMORY_HOST:
         return host or 0
-    if kind in (cs.MEMORY_DEVICE, cs.MEMORY_UNIFIED):
+    if kind in (cu.MEMORY_DEVICE, cu.MEMORY_UNIFIED):
         return device
     return None  # an array
 
@@ -106,8 +135,8 @@ def _unless(value: int, dense: int) -> int:
     return 0 if value == dense else value
 
 
-def fill_memset(raw: cs.MemsetParams, params: MemsetNodeParams, context: int, seam: str) -> None:
-    """INVALID_VALUE for a value that does not fit its element."""
+def fill_memset(raw: cu.MemsetParams, params: MemsetNodeParams, context: int, seam: str) -> None:
+    """Raises INVALID_VALUE for a value that does not fit its element."""
     raw.dst = params.dst
     raw.value = unsigned(params.value, params.element_size, ELEMENT_SIZES, seam)
     raw.elementSize = params.element_size
@@ -116,7 +145,7 @@ def fill_memset(raw: cs.MemsetParams, params: MemsetNodeParams, context: int, se
     raw.ctx = context
 
 
-def read_memset(raw: cs.MemsetParams) -> MemsetNodeParams:
+def read_memset(raw: cu.MemsetParams) -> MemsetNodeParams:
     height = raw.height or 1
     return MemsetNodeParams(
         dst=raw.dst,
@@ -128,9 +157,9 @@ def read_memset(raw: cs.MemsetParams) -> MemsetNodeParams:
     )
 
 
-def mem_op_array(params: BatchMemOpNodeParams, seam: str) -> ctypes.Array[cs.MemOpStruct]:
-    """INVALID_VALUE for a size other than 4 or 8, or a value that does not fit."""
-    array = (cs.MemOpStruct * len(params.operations))()
+def mem_op_array(params: BatchMemOpNodeParams, seam: str) -> ctypes.Array[cu.MemOpStruct]:
+    """Raises INVALID_VALUE for a size other than 4 or 8, or a value that does not fit."""
+    array = (cu.MemOpStruct * len(params.operations))()
     for slot, operation in zip(array, params.operations, strict=True):
         value = unsigned(operation.value, operation.size, (4, 8), seam)
         wide, write = operation.size == 8, operation.kind is MemOpKind.WRITE
@@ -144,11 +173,11 @@ def mem_op_array(params: BatchMemOpNodeParams, seam: str) -> ctypes.Array[cs.Mem
     return array
 
 
-def read_batch(raw: cs.BatchMemOpParams) -> BatchMemOpNodeParams | OpaqueNodeParams:
-    """Opaque where the batch holds a barrier or a flush, which `MemOp` has no words for."""
+def read_batch(raw: cu.BatchMemOpParams) -> BatchMemOpNodeParams | OpaqueNodeParams:
+    """Opaque if the batch holds a barrier or a flush, for which there is no `MemOp`."""
     if not raw.count:
         return BatchMemOpNodeParams(())
-    array = (cs.MemOpStruct * raw.count).from_address(raw.paramArray)
+    array = (cu.MemOpStruct * raw.count).from_address(raw.paramArray)
     operations: list[MemOp] = []
     for slot in array:
         value = slot.waitValue
@@ -161,3 +190,45 @@ def read_batch(raw: cs.BatchMemOpParams) -> BatchMemOpNodeParams | OpaqueNodePar
         number = value.value64 if wide else value.value64 & 0xFFFFFFFF
         operations.append(MemOp(kind, value.address, number, 8 if wide else 4))
     return BatchMemOpNodeParams(tuple(operations))
+
+
+def read_conditional(raw: cu.ConditionalParams) -> ConditionalNodeParams:
+    bodies: tuple[GraphHandle, ...] = ()
+    if raw.phGraph_out and raw.size:
+        graphs = (ctypes.c_uint64 * raw.size).from_address(raw.phGraph_out)
+        bodies = tuple(GraphHandle(graph) for graph in graphs)
+    return ConditionalNodeParams(
+        ConditionalHandle(raw.handle), ConditionalKind(raw.type), raw.size, bodies
+    )
+
+
+def edge_array(edge_data: Sequence[EdgeData]) -> ctypes.Array[cu.EdgeDataStruct]:
+    """Edge data as the driver takes it."""
+    array = (cu.EdgeDataStruct * len(edge_data))()
+    for slot, data in zip(array, edge_data, strict=True):
+        slot.from_port, slot.to_port, slot.type = data.from_port, data.to_port, int(data.type)
+    return array
+
+
+def read_edge_data(raw: cu.EdgeDataStruct) -> EdgeData:
+    return EdgeData(raw.from_port, raw.to_port, EdgeType(raw.type))
+
+
+def has_cycle(edges: Sequence[Edge]) -> bool:
+    """Whether the edges hold a cycle: take nodes without open dependencies until none is left."""
+    followers: dict[int, list[int]] = {}
+    open_dependencies: dict[int, int] = {}
+    for edge in edges:
+        followers.setdefault(edge.source, []).append(edge.target)
+        open_dependencies.setdefault(edge.source, 0)
+        open_dependencies[edge.target] = open_dependencies.get(edge.target, 0) + 1
+    ready = [node for node, count in open_dependencies.items() if count == 0]
+    done = 0
+    while ready:
+        node = ready.pop()
+        done += 1
+        for follower in followers.get(node, ()):
+            open_dependencies[follower] -= 1
+            if open_dependencies[follower] == 0:
+                ready.append(follower)
+    return done < len(open_dependencies)

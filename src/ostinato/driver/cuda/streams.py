@@ -16,6 +16,7 @@ from ostinato.driver.api import (
     StreamHandle,
 )
 from ostinato.driver.cuda.core import CudaCalls
+from ostinato.driver.cuda.libcuda import Libcuda
 from ostinato.errors import Status
 
 __all__ = ["StreamCalls"]
@@ -30,13 +31,13 @@ _LAST_DEFAULT_STREAM = 2  # CU_STREAM_PER_THREAD
 class StreamCalls(CudaCalls):
     """Streams, events, host functions and captures."""
 
-    _into_graph: dict[int, int]
-    """Streams whose capture goes into a graph that is not the capture's own, to that graph."""
-    _given_up: list[int]
-    """Host functions of destroyed executables: only a launch under way may still call them."""
+    def __init__(self, lib: Libcuda, context: int, ordinal: int) -> None:
+        super().__init__(lib, context, ordinal)
+        self._into_graph: dict[int, int] = {}
+        """Stream to the graph that its capture adds to, where that is not the capture's own."""
 
     def synchronize(self) -> None:
-        given_up, self._given_up = self._given_up, []
+        given_up = self._host_functions.take_given_up()
         self._call("synchronize", "cuCtxSynchronize")
         for number in given_up:
             self._host_functions.release(number)
@@ -139,22 +140,13 @@ class StreamCalls(CudaCalls):
         self._into_graph[stream] = graph
 
     def stream_end_capture(self, stream: StreamHandle) -> GraphHandle:
-        graph = self._handle_of_capture(stream)
-        self._into_graph.pop(stream, None)
-        return GraphHandle(graph)
-
-    def _handle_of_capture(self, stream: StreamHandle) -> int:
         graph = ctypes.c_uint64()
         status = self._status("stream_end_capture", "cuStreamEndCapture", stream, byref(graph))
+        if status not in (Status.STREAM_CAPTURE_UNMATCHED, Status.STREAM_CAPTURE_WRONG_THREAD):
+            self._into_graph.pop(stream, None)  # after those two the stream captures on
         if status:
-            still_captures = (
-                Status.STREAM_CAPTURE_UNMATCHED,
-                Status.STREAM_CAPTURE_WRONG_THREAD,
-            )
-            if status not in still_captures:
-                self._into_graph.pop(stream, None)
             raise self._error(status, "stream_end_capture")
-        return graph.value
+        return GraphHandle(graph.value)
 
     def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo:
         state, count = ctypes.c_int(), ctypes.c_size_t()

@@ -20,7 +20,6 @@ address (700), any other as a failed launch (719).
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,27 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import Dim3, ParameterSlot
-from ostinato.driver.signature import Access, Signature
+from ostinato.driver.signature import Access, Signature, buffer_struct
 
 __all__ = ["HostKernel", "HostLaunch", "PointerParameter", "host_kernel"]
 
 DEFAULT_MAX_THREADS = 1024
-
-_FORMATS = {
-    "i8": "b",
-    "u8": "B",
-    "i16": "h",
-    "u16": "H",
-    "f16": "e",
-    "bf16": "H",
-    "i32": "i",
-    "u32": "I",
-    "f32": "f",
-    "i64": "q",
-    "u64": "Q",
-    "f64": "d",
-    "cond": "Q",
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,20 +83,11 @@ class HostKernel:
 
     def __post_init__(self) -> None:
         layout = self.signature.layout
-        text, end = "<", 0
-        for parameter, slot in zip(self.signature.parameters, layout, strict=True):
-            text += f"{slot.offset - end}x" if slot.offset > end else ""
-            if parameter.pointer:
-                text += "Q"
-            elif parameter.type == "bytes":
-                text += f"{parameter.size}s"
-            else:
-                text += _FORMATS[parameter.type]
-            end = slot.offset + slot.size
+        buffer = buffer_struct([p.code for p in self.signature.parameters], layout)
         put = object.__setattr__
         put(self, "layout", layout)
-        put(self, "size", end)
-        put(self, "unpack", struct.Struct(text).unpack)
+        put(self, "size", buffer.size)
+        put(self, "unpack", buffer.unpack)
         put(
             self,
             "pointers",

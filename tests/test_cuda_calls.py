@@ -1,0 +1,317 @@
+"""Every call of the CUDA driver, on a libcuda of our own that does nothing: no GPU needed.
+
+It shows that each call reaches libcuda by a name and with arguments that ctypes takes, and what
+becomes of all of them once a status was sticky, the driver was closed, or the process forked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ostinato.driver import api
+from ostinato.driver.api import (
+    AllocNodeParams,
+    BatchMemOpNodeParams,
+    CaptureMode,
+    ChildGraphNodeParams,
+    ConditionalHandle,
+    ConditionalKind,
+    ConditionalNodeParams,
+    Edge,
+    EdgeData,
+    EmptyNodeParams,
+    EventHandle,
+    EventRecordNodeParams,
+    EventWaitNodeParams,
+    ExecHandle,
+    FreeNodeParams,
+    FunctionHandle,
+    GraphHandle,
+    HostNodeParams,
+    Image,
+    InstantiateFlags,
+    KernelArguments,
+    KernelNodeParams,
+    LaunchConfig,
+    MemcpyNodeParams,
+    MemOp,
+    MemOpKind,
+    MemsetNodeParams,
+    ModuleHandle,
+    NodeHandle,
+    NodeKind,
+    NodeParams,
+    OpaqueNodeParams,
+    ParameterSlot,
+    StreamHandle,
+)
+from ostinato.driver.cuda import driver as cuda_driver
+from ostinato.driver.cuda.driver import CudaDriver
+from ostinato.driver.cuda.libcuda import Libcuda, parse_prototypes
+from ostinato.errors import ClosedError, ContextPoisonedError, DriverError, Status
+
+CONTEXT = 0x1234
+STREAM, EVENT, MODULE = StreamHandle(8), EventHandle(9), ModuleHandle(3)
+FUNCTION, GRAPH, NODE, EXEC = FunctionHandle(77), GraphHandle(5), NodeHandle(6), ExecHandle(7)
+
+LAYOUT = (ParameterSlot(0, 8), ParameterSlot(8, 4))
+ARGUMENTS = KernelArguments(bytes(range(12)), LAYOUT)
+CONFIG = LaunchConfig(3, 64, 128)
+SPECIAL = LaunchConfig(3, 64, cluster=2, cooperative=True, programmatic=True, priority=1)
+
+NODES: dict[str, NodeParams] = {
+    "kernel": KernelNodeParams(FUNCTION, CONFIG, ARGUMENTS),
+    "memcpy": MemcpyNodeParams(0x1000, 0x2000, 16, 2, dst_pitch=64),
+    "memset": MemsetNodeParams(0x1000, 7, 4, 16),
+    "host": HostNodeParams(lambda: None),
+    "foreign host": HostNodeParams(None, 0x1000, 0x2000),
+    "event record": EventRecordNodeParams(EVENT),
+    "event wait": EventWaitNodeParams(EVENT),
+    "batch": BatchMemOpNodeParams((MemOp(MemOpKind.WRITE, 0x1000, 5),)),
+}
+FIXED: dict[str, NodeParams] = {
+    "kernel with attributes": KernelNodeParams(FUNCTION, SPECIAL, ARGUMENTS),
+    "child graph": ChildGraphNodeParams(GRAPH),
+    "empty": EmptyNodeParams(),
+    "alloc": AllocNodeParams(64),
+    "free": FreeNodeParams(0x1000),
+    "conditional": ConditionalNodeParams(ConditionalHandle(3), ConditionalKind.WHILE),
+}
+
+CALLS: dict[str, Callable[[CudaDriver], object]] = {
+    "synchronize": lambda d: d.synchronize(),
+    "memory_info": lambda d: d.memory_info(),
+    "mem_alloc": lambda d: d.mem_alloc(64),
+    "mem_free": lambda d: d.mem_free(0x1000),
+    "mem_alloc_pinned": lambda d: d.mem_alloc_pinned(64),
+    "mem_free_pinned": lambda d: d.mem_free_pinned(0x1000),
+    "memory_range": lambda d: d.memory_range(0x1000),
+    "memcpy": lambda d: d.memcpy(0x1000, 0x2000, 64, STREAM),
+    "memcpy_from_host": lambda d: d.memcpy_from_host(0x1000, memoryview(bytes(8)), STREAM),
+    "memcpy_to_host": lambda d: d.memcpy_to_host(memoryview(bytearray(8)), 0x1000, STREAM),
+    "memset": lambda d: d.memset(0x1000, 7, 4, 16, STREAM),
+    "stream_create": lambda d: d.stream_create(priority=-1),
+    "stream_destroy": lambda d: d.stream_destroy(STREAM),
+    "stream_synchronize": lambda d: d.stream_synchronize(STREAM),
+    "stream_query": lambda d: d.stream_query(STREAM),
+    "stream_wait_event": lambda d: d.stream_wait_event(STREAM, EVENT),
+    "event_create": lambda d: d.event_create(timing=True),
+    "event_destroy": lambda d: d.event_destroy(EVENT),
+    "event_record": lambda d: d.event_record(EVENT, STREAM),
+    "event_query": lambda d: d.event_query(EVENT),
+    "event_synchronize": lambda d: d.event_synchronize(EVENT),
+    "event_elapsed": lambda d: d.event_elapsed(EVENT, EVENT),
+    "launch_host_function": lambda d: d.launch_host_function(STREAM, lambda: None),
+    "module_load": lambda d: d.module_load(Image("cubin", b"code")),
+    "module_unload": lambda d: d.module_unload(MODULE),
+    "module_functions": lambda d: d.module_functions(MODULE),
+    "module_function": lambda d: d.module_function(MODULE, "kernel"),
+    "function_info": lambda d: d.function_info(FUNCTION),
+    "function_load": lambda d: d.function_load(FUNCTION),
+    "function_allow_shared": lambda d: d.function_allow_shared(FUNCTION, 65536),
+    "function_occupancy": lambda d: d.function_occupancy(FUNCTION, 64, 0),
+    "launch_kernel": lambda d: d.launch_kernel(STREAM, FUNCTION, CONFIG, ARGUMENTS),
+    "launch_kernel with attributes": (
+        lambda d: d.launch_kernel(STREAM, FUNCTION, SPECIAL, KernelArguments(bytes(8), (), True))
+    ),
+    "stream_begin_capture": lambda d: d.stream_begin_capture(STREAM, CaptureMode.RELAXED),
+    "stream_begin_capture_to_graph": (
+        lambda d: d.stream_begin_capture_to_graph(STREAM, GRAPH, (NODE,), CaptureMode.RELAXED)
+    ),
+    "stream_end_capture": lambda d: d.stream_end_capture(STREAM),
+    "stream_capture_info": lambda d: d.stream_capture_info(STREAM),
+    "thread_exchange_capture_mode": lambda d: d.thread_exchange_capture_mode(CaptureMode.RELAXED),
+    "graph_create": lambda d: d.graph_create(),
+    "graph_destroy": lambda d: d.graph_destroy(GRAPH),
+    "graph_clone": lambda d: d.graph_clone(GRAPH),
+    "node_in_clone": lambda d: d.node_in_clone(NODE, GRAPH),
+    "graph_nodes": lambda d: d.graph_nodes(GRAPH),
+    "graph_edges": lambda d: d.graph_edges(GRAPH),
+    "graph_add_edges": lambda d: d.graph_add_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
+    "graph_remove_edges": lambda d: d.graph_remove_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
+    "graph_remove_node": lambda d: d.graph_remove_node(NODE),
+    "node_kind": lambda d: d.node_kind(NODE),
+    "conditional_create": lambda d: d.conditional_create(GRAPH, default=1),
+    "graph_instantiate": lambda d: d.graph_instantiate(GRAPH, InstantiateFlags.UPLOAD),
+    "exec_destroy": lambda d: d.exec_destroy(EXEC),
+    "exec_upload": lambda d: d.exec_upload(EXEC, STREAM),
+    "exec_launch": lambda d: d.exec_launch(EXEC, STREAM),
+    "exec_set_enabled": lambda d: d.exec_set_enabled(EXEC, NODE, False),
+    "exec_set_params of a child graph": lambda d: d.exec_set_params(
+        EXEC, NODE, FIXED["child graph"]
+    ),
+    "exec_enabled": lambda d: d.exec_enabled(EXEC, NODE),
+    "exec_update": lambda d: d.exec_update(EXEC, GRAPH),
+    "node_params": lambda d: d.node_params(NODE),
+}
+for _name, _params in (NODES | FIXED).items():
+    CALLS[f"graph_add_node {_name}"] = lambda d, p=_params: d.graph_add_node(
+        GRAPH, (NODE,), p, [EdgeData()]
+    )
+for _name, _params in NODES.items():
+    CALLS[f"node_set_params {_name}"] = lambda d, p=_params: d.node_set_params(NODE, p)
+    CALLS[f"exec_set_params {_name}"] = lambda d, p=_params: d.exec_set_params(EXEC, NODE, p)
+
+# What calls nothing by itself, or needs more than libcuda.
+APART = {
+    *("name", "capabilities", "properties", "close", "pinned_view", "memory_view"),
+    *("exec_prepare_launch", "function_prepare_launch"),
+}
+
+STUB = r"""
+int status, calls, kind;
+int cuCtxGetCurrent(void **context) { *context = (void *)0x1234; return 0; }
+int cuFuncGetParamInfo() { calls++; return status ? status : 1; }  /* no parameters */
+int cuGraphKernelNodeGetParams_v2(void *node, unsigned *params) {
+    for (int i = 2; i < 8; i++) params[i] = 1;  /* grid and block */
+    calls++;
+    return status;
+}
+int cuGraphNodeGetType(void *node, int *type) { calls++; *type = kind; return status; }
+"""
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A libcuda all of whose calls count themselves and return `status`."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("libcuda")
+    source, made = folder / "stub.c", folder / "stub.so"
+    plain = [symbol for symbol in parse_prototypes() if f"int {symbol}(" not in STUB]
+    text = [f"int {symbol}() {{ calls++; return status; }}" for symbol in plain]
+    source.write_text("\n".join([STUB, *text]))
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-std=gnu11", str(source), "-o", str(made)], check=True
+    )
+    return made
+
+
+class Rig:
+    """The CUDA driver on that libcuda."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._dll = ctypes.CDLL(str(path))
+        self.returns(0)
+        found = SimpleNamespace(
+            multiprocessor_count=1,
+            l2_cache_size=1,
+            max_threads_per_block=1024,
+            max_shared_memory_per_block_optin=1,
+            can_use_64_bit_stream_mem_ops=True,
+            memory_pools_supported=True,
+            cluster_launch=True,
+            cooperative_launch=True,
+        )
+        device = SimpleNamespace(
+            name="stub", compute_capability=(9, 0), properties=found, set_current=lambda: None
+        )
+        monkeypatch.setattr(cuda_driver, "_import_device", lambda: lambda _: device)
+        monkeypatch.setattr(cuda_driver, "_start", lambda _: (Libcuda(str(path)), None))
+        self.driver = CudaDriver()
+
+    def _number(self, name: str) -> Any:
+        return ctypes.c_int.in_dll(self._dll, name)
+
+    def returns(self, status: int, kind: int = 0) -> None:
+        self._number("status").value, self._number("kind").value = status, kind
+
+    @property
+    def calls(self) -> int:
+        return int(self._number("calls").value)
+
+
+@pytest.fixture
+def rig(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    made = Rig(stub, monkeypatch)
+    yield made
+    made.returns(0)
+
+
+def test_no_call_of_the_protocol_is_left_out() -> None:
+    members = {name for name in vars(api.Driver) if not name.startswith("_")}
+    assert {name.split(" ")[0] for name in CALLS} | APART == members
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_reaches_libcuda(rig: Rig, name: str) -> None:
+    before = rig.calls
+    CALLS[name](rig.driver)
+    assert rig.calls > before
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_refused_call_raises_its_status(rig: Rig, name: str) -> None:
+    rig.returns(Status.INVALID_HANDLE)
+    with pytest.raises(DriverError) as caught:
+        CALLS[name](rig.driver)
+    assert caught.value.status == Status.INVALID_HANDLE
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_after_a_sticky_status_nothing_is_called(rig: Rig, name: str) -> None:
+    rig.returns(Status.ILLEGAL_ADDRESS)
+    with pytest.raises(ContextPoisonedError):
+        rig.driver.synchronize()
+    rig.returns(0)
+    before = rig.calls
+    with pytest.raises(ContextPoisonedError, match="nothing was called"):
+        CALLS[name](rig.driver)
+    assert rig.calls == before
+
+
+@pytest.mark.parametrize("ended", ["closed", "forked"])
+@pytest.mark.parametrize("name", CALLS)
+def test_after_the_end_nothing_is_called(rig: Rig, name: str, ended: str) -> None:
+    if ended == "closed":
+        rig.driver.close()
+    else:
+        rig.driver.after_fork()
+    before = rig.calls
+    with pytest.raises(ClosedError, match=ended):
+        CALLS[name](rig.driver)
+    assert rig.calls == before
+
+
+@pytest.mark.parametrize("kind", NodeKind)
+def test_every_kind_of_node_is_read(rig: Rig, kind: NodeKind) -> None:
+    rig.returns(0, kind)
+    assert rig.driver.node_kind(NODE) is kind
+    rig.driver.node_params(NODE)
+
+
+@pytest.mark.parametrize("name", [name for name in FIXED if name != "kernel with attributes"])
+def test_what_cannot_change_is_refused(rig: Rig, name: str) -> None:
+    with pytest.raises(DriverError, match="node_set_params"):
+        rig.driver.node_set_params(NODE, FIXED[name])
+    if name != "child graph":
+        with pytest.raises(DriverError, match="exec_set_params"):
+            rig.driver.exec_set_params(EXEC, NODE, FIXED[name])
+    with pytest.raises(DriverError, match="can only be shown"):
+        rig.driver.graph_add_node(GRAPH, (), OpaqueNodeParams("why"))
+
+
+def test_arguments_of_an_unloaded_module_are_checked_again(rig: Rig) -> None:
+    """The driver may give the same handle to a function that takes more."""
+    driver = rig.driver
+    driver.launch_kernel(STREAM, FUNCTION, CONFIG, ARGUMENTS)
+    driver.module_unload(MODULE)
+    driver._layouts[FUNCTION] = (*LAYOUT, ParameterSlot(16, 8))
+    with pytest.raises(DriverError, match="takes 3 of 24"):
+        driver.launch_kernel(STREAM, FUNCTION, CONFIG, ARGUMENTS)
+
+
+def test_what_is_kept_for_launches_is_bounded(rig: Rig) -> None:
+    for number in range(5000):
+        arguments = KernelArguments(number.to_bytes(8, "little"), LAYOUT[:1])
+        rig.driver.launch_kernel(STREAM, FUNCTION, CONFIG, arguments)
+    assert len(rig.driver._prepared) <= 4096
