@@ -86,7 +86,7 @@ def test_other_libraries_decode_beside_us(cuda_device: Device) -> None:
 _PROMPTS = """
 import sys
 import torch
-from ostinato.interop.transformers import DecodeLoop, LlamaSizes, random_llama
+from ostinato.bench.transformers_loop import DecodeLoop, LlamaSizes, random_llama
 
 device = sys.argv[1]
 sizes = LlamaSizes(

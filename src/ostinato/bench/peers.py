@@ -20,7 +20,7 @@ PEERS: dict[str, str] = {
     "torch.cuda.graph": "graph",
     "torch.compile": "compile",
 }
-"""Peers by name, and how `ostinato.interop.transformers.DecodeLoop` calls their way.  All are
+"""Peers by name, and how `ostinato.bench.transformers_loop.DecodeLoop` calls their way.  All are
 transformers' Llama in bfloat16 with a static cache: as it is, one step captured by torch, and
 compiled in the mode "reduce-overhead"."""
 
@@ -74,7 +74,9 @@ class Peers:
         missing = [n for n in ("torch", "transformers") if importlib.util.find_spec(n) is None]
         if missing:
             return f"{' and '.join(missing)} not installed"
-        self._library = importlib.import_module("ostinato.interop.transformers")
+        from ostinato.bench import transformers_loop
+
+        self._library = transformers_loop
         self.versions = self._library.versions()
         sizes = self._library.LlamaSizes(
             hidden=config.hidden,
