@@ -90,8 +90,8 @@ def test_class_borders(joiner: Joiner, peer: str, left: int, right: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@settings(max_examples=250, suppress_health_check=ONE_JOINER)
-@given(shape=shapes(largest=70_000, most_columns=5))
+@settings(max_examples=40, suppress_health_check=ONE_JOINER)
+@given(shape=shapes(largest=20_000, most_columns=5))
 def test_the_device_agrees_with_the_host(
     cuda_joiner: Joiner, host_joiner: Joiner, shape: Shape
 ) -> None:
