@@ -150,6 +150,22 @@ class Checkpoint(Closeable):
         self._require_open()
         return self._bytes(raw)
 
+    def packed(self, name: str, out: npt.NDArray[np.uint8]) -> None:
+        """Fills `out`, uint8 [rows, bytes in a row], with the tensor's rows as the file packs them,
+        in the order of `tensor`.
+
+        Raises InputError for an unknown name or an `out` that does not fit, ClosedError.
+        """
+        raw = self.raw(name)
+        self._require_open()
+        rows = self._bytes(raw).reshape(raw.rows, -1)
+        if out.dtype != np.uint8 or out.shape != rows.shape:
+            raise InputError(
+                f"out for {name!r} is {out.dtype} {list(out.shape)}, must be uint8 "
+                f"{list(rows.shape)}"
+            )
+        out[...] = _half_split(rows, raw.together) if raw.heads else rows
+
     def tensor(
         self, name: str, out: npt.NDArray[np.float32] | None = None
     ) -> npt.NDArray[np.float32]:
