@@ -23,58 +23,125 @@ INLINE lanes f32_part(const uint8_t *from, uint32_t count)
     return lanes_load_part((const float *)from, count);
 }
 
-/* Thirty-two values, the `sub`th of a block; each as `models.dequantise` gives it, bit by bit. */
+/* Scales are converted for a *group* of blocks at once: 64 of 32 values, or one of 256.  They lie
+ * apart in the file, and one by one cost more than the values.  First they are gathered, for all
+ * rows, and then converted: what was just stored in small pieces is slow to load as a whole. */
 
-INLINE void q8_0_values(const uint8_t *block, int sub, lanes *a, lanes *b)
+#define GROUP_SCALES 128
+
+/* Of blocks that begin with one half float, or two. */
+INLINE void gather_halves(const uint8_t *block, uint32_t count, size_t size, uint32_t each,
+                          uint16_t *halves)
 {
-    (void)sub;
+    for (uint32_t i = 0; i < count; i++, block += size)
+        memcpy(halves + i * each, block, 2 * each);
+    for (uint32_t i = count * each; i % 16; i++)
+        halves[i] = 0;
+}
+
+INLINE void convert_halves(const uint16_t *halves, uint32_t count, float *out)
+{
+    for (uint32_t i = 0; i < count; i += 16)
+        lanes_store(out + i, f16_lanes((const uint8_t *)(halves + i)));
+}
+
+/* Eight scales and eight offsets of a block of 256: six bits each, in twelve bytes. */
+INLINE void k_scales(const uint8_t *block, float *out)
+{
+    uint32_t a, b, c, parts[8] = {0};
+    memcpy(&a, block + 4, 4);
+    memcpy(&b, block + 8, 4);
+    memcpy(&c, block + 12, 4);
+    parts[0] = a & 0x3F3F3F3F;
+    parts[1] = (c & 0x0F0F0F0F) | (a >> 6 & 0x03030303) << 4;
+    parts[2] = b & 0x3F3F3F3F;
+    parts[3] = (c >> 4 & 0x0F0F0F0F) | (b >> 6 & 0x03030303) << 4;
+    lanes_store(out, bytes_first(bytes_load((const uint8_t *)parts)));
+    float scale = scalar_f16(block), least = -scalar_f16(block + 2);
+    for (int i = 0; i < 8; i++)
+        out[i] *= scale;
+    for (int i = 8; i < 16; i++)
+        out[i] *= least;
+}
+
+/* Thirty-two values, the `sub`th of block `i` of a group; each as `models.dequantise` gives it, bit
+ * by bit. */
+
+#define NOTHING_TO_GATHER(NAME)                                                                    \
+    INLINE void NAME##_gather(const uint8_t *block, uint32_t count, uint16_t *halves)              \
+    {                                                                                              \
+        (void)block, (void)count, (void)halves;                                                    \
+    }
+#define HALVES_TO_GATHER(NAME, BYTES, EACH)                                                        \
+    INLINE void NAME##_gather(const uint8_t *block, uint32_t count, uint16_t *halves)              \
+    {                                                                                              \
+        gather_halves(block, count, BYTES, EACH, halves);                                          \
+    }                                                                                              \
+    INLINE void NAME##_scales(const uint8_t *block, const uint16_t *halves, uint32_t count,        \
+                              float *out)                                                          \
+    {                                                                                              \
+        (void)block;                                                                               \
+        convert_halves(halves, (count) * (EACH), out);                                             \
+    }
+
+/* Memory gives these bytes more slowly than one scale after the other is converted. */
+NOTHING_TO_GATHER(q8_0)
+INLINE void q8_0_scales(const uint8_t *block, const uint16_t *halves, uint32_t count, float *out)
+{
+    (void)block, (void)halves, (void)count, (void)out;
+}
+INLINE void q8_0_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
+                        lanes *b)
+{
+    (void)scales, (void)i, (void)sub;
     lanes scale = lanes_set(scalar_f16(block));
     bytes32 codes = bytes_load(block + 2);
     *a = lanes_mul(bytes_first(codes), scale);
     *b = lanes_mul(bytes_second(codes), scale);
 }
 
-INLINE void q4_0_values(const uint8_t *block, int sub, lanes *a, lanes *b)
+HALVES_TO_GATHER(q4_0, 18, 1)
+INLINE void q4_0_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
+                        lanes *b)
 {
     (void)sub;
-    codes_of_16_bytes(codes_centred(lanes_set(scalar_f16(block)), 8.0f), block + 2, a, b);
+    codes_of_16_bytes(codes_centred(lanes_set(scales[i]), 8.0f), block + 2, a, b);
 }
 
-INLINE void q4_1_values(const uint8_t *block, int sub, lanes *a, lanes *b)
+HALVES_TO_GATHER(q4_1, 20, 2)
+INLINE void q4_1_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
+                        lanes *b)
 {
     (void)sub;
-    lanes scale = lanes_set(scalar_f16(block)), least = lanes_set(scalar_f16(block + 2));
+    lanes scale = lanes_set(scales[2 * i]), least = lanes_set(scales[2 * i + 1]);
     codes_of_16_bytes(codes_affine(scale, least), block + 4, a, b);
 }
 
-/* Scales and minima of a block of 256: six bits each, in twelve bytes. */
-INLINE void k_scales(const uint8_t *block, int sub, lanes *scale, lanes *offset)
+NOTHING_TO_GATHER(q4_k)
+INLINE void q4_k_scales(const uint8_t *block, const uint16_t *halves, uint32_t count, float *out)
 {
-    const uint8_t *packed = block + 4;
-    int s, m;
-    if (sub < 4) {
-        s = packed[sub] & 63;
-        m = packed[sub + 4] & 63;
-    }
-    else {
-        s = (packed[sub + 4] & 15) | (packed[sub - 4] >> 6) << 4;
-        m = packed[sub + 4] >> 4 | (packed[sub] >> 6) << 4;
-    }
-    *scale = lanes_set(scalar_f16(block) * (float)s);
-    *offset = lanes_set(-(scalar_f16(block + 2) * (float)m));
+    (void)halves, (void)count;
+    k_scales(block, out);
+}
+INLINE void q4_k_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
+                        lanes *b)
+{
+    (void)i;
+    codebook book = codes_affine(lanes_set(scales[sub]), lanes_set(scales[8 + sub]));
+    codes_of_32_bytes(book, block + 16 + 32 * (sub / 2), sub % 2, a, b);
 }
 
-INLINE void q4_k_values(const uint8_t *block, int sub, lanes *a, lanes *b)
+NOTHING_TO_GATHER(q5_k)
+INLINE void q5_k_scales(const uint8_t *block, const uint16_t *halves, uint32_t count, float *out)
 {
-    lanes scale, offset;
-    k_scales(block, sub, &scale, &offset);
-    codes_of_32_bytes(codes_affine(scale, offset), block + 16 + 32 * (sub / 2), sub % 2, a, b);
+    (void)halves, (void)count;
+    k_scales(block, out);
 }
-
-INLINE void q5_k_values(const uint8_t *block, int sub, lanes *a, lanes *b)
+INLINE void q5_k_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
+                        lanes *b)
 {
-    lanes scale, offset;
-    k_scales(block, sub, &scale, &offset);
+    (void)i;
+    lanes scale = lanes_set(scales[sub]), offset = lanes_set(scales[8 + sub]);
     bytes32 low = bytes_bits(bytes_load(block + 48 + 32 * (sub / 2)), 4 * (sub % 2), 15);
     bytes32 high = bytes_up(bytes_bits(bytes_load(block + 16), sub, 1), 4);
     bytes32 codes = bytes_or(low, high);
@@ -82,18 +149,25 @@ INLINE void q5_k_values(const uint8_t *block, int sub, lanes *a, lanes *b)
     *b = lanes_add(lanes_mul(bytes_second(codes), scale), offset);
 }
 
-INLINE void q6_k_values(const uint8_t *block, int sub, lanes *a, lanes *b)
+NOTHING_TO_GATHER(q6_k)
+INLINE void q6_k_scales(const uint8_t *block, const uint16_t *halves, uint32_t count, float *out)
 {
+    (void)halves, (void)count;
+    out[0] = scalar_f16(block + 208);
+}
+INLINE void q6_k_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
+                        lanes *b)
+{
+    (void)i;
+    const int8_t *its = (const int8_t *)block + 192 + 2 * sub;
     int half = sub / 4, quarter = sub % 4;
     bytes32 low = bytes_load(block + 64 * half + 32 * (quarter % 2));
     bytes32 high = bytes_load(block + 128 + 32 * half);
     low = bytes_bits(low, 4 * (quarter / 2), 15);
     high = bytes_up(bytes_bits(high, 2 * quarter, 3), 4);
     bytes32 codes = bytes_sub(bytes_or(low, high), 32);
-    const int8_t *scales = (const int8_t *)block + 192 + 8 * half + 2 * quarter;
-    float scale = scalar_f16(block + 208);
-    *a = lanes_mul(bytes_first(codes), lanes_set(scale * (float)scales[0]));
-    *b = lanes_mul(bytes_second(codes), lanes_set(scale * (float)scales[1]));
+    *a = lanes_mul(bytes_first(codes), lanes_set(scales[0] * (float)its[0]));
+    *b = lanes_mul(bytes_second(codes), lanes_set(scales[0] * (float)its[1]));
 }
 
 /* For each type: a row's values, and the products of one row of x with `count` rows of weights.
@@ -101,38 +175,70 @@ INLINE void q6_k_values(const uint8_t *block, int sub, lanes *a, lanes *b)
 
 #define AT_A_TIME 4
 
+/* Weights come from memory, and no processor looks as far ahead by itself as that takes: so many
+ * bytes further, which is the next rows, or in long ones the rest of the same. */
+INLINE size_t bytes_ahead(size_t row_bytes)
+{
+    return row_bytes < 4096 ? AT_A_TIME * row_bytes : 1024;
+}
+
 #define BLOCKS(NAME, SUBS, BYTES)                                                                  \
     static void NAME##_unpack(const uint8_t *row, uint32_t columns, float *out)                    \
     {                                                                                              \
-        for (uint32_t k = 0; k < columns; k += 32 * SUBS, row += BYTES)                            \
-            for (int sub = 0; sub < SUBS; sub++) {                                                 \
-                lanes a, b;                                                                        \
-                NAME##_values(row, sub, &a, &b);                                                   \
-                lanes_store(out + k + 32 * sub, a);                                                \
-                lanes_store(out + k + 32 * sub + 16, b);                                           \
-            }                                                                                      \
-    }                                                                                              \
-    INLINE void NAME##_some(const uint8_t *row, size_t row_bytes, uint32_t columns,                \
-                            const float *x, float *out, const int count)                           \
-    {                                                                                              \
-        lanes sums[AT_A_TIME];                                                                     \
-        for (int i = 0; i < count; i++)                                                            \
-            sums[i] = lanes_set(0.0f);                                                             \
-        for (uint32_t k = 0; k < columns; k += 32 * SUBS, row += BYTES)                            \
-            _Pragma("GCC unroll 8") for (int sub = 0; sub < SUBS; sub++)                           \
-            {                                                                                      \
-                lanes first = lanes_load(x + k + 32 * sub);                                        \
-                lanes second = lanes_load(x + k + 32 * sub + 16);                                  \
-                _Pragma("GCC unroll 4") for (int i = 0; i < count; i++)                            \
+        const uint32_t group = SUBS == 1 ? 64 : 1;                                                 \
+        uint16_t halves[GROUP_SCALES];                                                             \
+        float scales[GROUP_SCALES];                                                                \
+        for (uint32_t left = columns / (32 * SUBS); left;) {                                       \
+            uint32_t count = left < group ? left : group;                                          \
+            NAME##_gather(row, count, halves);                                                     \
+            NAME##_scales(row, halves, count, scales);                                             \
+            for (uint32_t i = 0; i < count; i++, row += BYTES)                                     \
+                _Pragma("GCC unroll 8") for (int sub = 0; sub < SUBS; sub++, out += 32)            \
                 {                                                                                  \
                     lanes a, b;                                                                    \
-                    NAME##_values(row + (size_t)i * row_bytes, sub, &a, &b);                       \
-                    sums[i] = lanes_fma(a, first, sums[i]);                                        \
-                    sums[i] = lanes_fma(b, second, sums[i]);                                       \
+                    NAME##_values(row, scales, i, sub, &a, &b);                                    \
+                    lanes_store(out, a);                                                           \
+                    lanes_store(out + 16, b);                                                      \
+                }                                                                                  \
+            left -= count;                                                                         \
+        }                                                                                          \
+    }                                                                                              \
+    INLINE void NAME##_some(const uint8_t *row, size_t row_bytes, uint32_t columns,                \
+                            const float *x, float *out, const int rows)                            \
+    {                                                                                              \
+        const uint32_t group = SUBS == 1 ? 64 : 1;                                                 \
+        uint16_t halves[AT_A_TIME][GROUP_SCALES];                                                  \
+        float scales[AT_A_TIME][GROUP_SCALES];                                                     \
+        lanes sums[AT_A_TIME];                                                                     \
+        size_t ahead = bytes_ahead(row_bytes);                                                     \
+        for (int r = 0; r < rows; r++)                                                             \
+            sums[r] = lanes_set(0.0f);                                                             \
+        for (uint32_t left = columns / (32 * SUBS); left;) {                                       \
+            uint32_t count = left < group ? left : group;                                          \
+            for (int r = 0; r < rows; r++)                                                         \
+                NAME##_gather(row + (size_t)r * row_bytes, count, halves[r]);                      \
+            for (int r = 0; r < rows; r++)                                                         \
+                NAME##_scales(row + (size_t)r * row_bytes, halves[r], count, scales[r]);           \
+            for (uint32_t i = 0; i < count; i++, row += BYTES) {                                   \
+                for (int r = 0; r < rows; r++)                                                     \
+                    for (int at = 0; at < BYTES; at += 64)                                         \
+                        __builtin_prefetch(row + (size_t)r * row_bytes + ahead + at);              \
+                _Pragma("GCC unroll 8") for (int sub = 0; sub < SUBS; sub++, x += 32)              \
+                {                                                                                  \
+                    lanes first = lanes_load(x), second = lanes_load(x + 16);                      \
+                    _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++)                         \
+                    {                                                                              \
+                        lanes a, b;                                                                \
+                        NAME##_values(row + (size_t)r * row_bytes, scales[r], i, sub, &a, &b);     \
+                        sums[r] = lanes_fma(a, first, sums[r]);                                    \
+                        sums[r] = lanes_fma(b, second, sums[r]);                                   \
+                    }                                                                              \
                 }                                                                                  \
             }                                                                                      \
-        for (int i = 0; i < count; i++)                                                            \
-            out[i] = lanes_sum(sums[i]);                                                           \
+            left -= count;                                                                         \
+        }                                                                                          \
+        for (int r = 0; r < rows; r++)                                                             \
+            out[r] = lanes_sum(sums[r]);                                                           \
     }                                                                                              \
     ROWS(NAME)
 
@@ -150,11 +256,14 @@ INLINE void q6_k_values(const uint8_t *block, int sub, lanes *a, lanes *b)
                             const float *x, float *out, const int count)                           \
     {                                                                                              \
         lanes sums[AT_A_TIME];                                                                     \
+        size_t ahead = bytes_ahead(row_bytes);                                                     \
         uint32_t k = 0;                                                                            \
         for (int i = 0; i < count; i++)                                                            \
             sums[i] = lanes_set(0.0f);                                                             \
         for (; k + 16 <= columns; k += 16) {                                                       \
             lanes with = lanes_load(x + k);                                                        \
+            for (int i = 0; i < count; i++)                                                        \
+                __builtin_prefetch(row + (size_t)i * row_bytes + ahead + (size_t)k * BYTES);       \
             _Pragma("GCC unroll 4") for (int i = 0; i < count; i++)                                \
                 sums[i] = lanes_fma(                                                               \
                     NAME##_lanes(row + (size_t)i * row_bytes + (size_t)k * BYTES), with, sums[i]); \
