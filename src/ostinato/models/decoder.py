@@ -101,9 +101,7 @@ class Decoder(Closeable):
             verify = whole(verify, "verify", 1)
         if threads is not None:
             threads = whole(threads, "threads", 1)
-        self.backend: Backend = backend_for(
-            device, library_rows=library_rows, threads=threads
-        )
+        self.backend: Backend = backend_for(device, library_rows=library_rows, threads=threads)
         self._phases = Phases()
         self._closed = False
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,7 @@ __all__ = [
     "description",
     "kernels_of",
     "packed_kernels",
+    "without_extension",
 ]
 
 MOST_THREADS = 1024
@@ -63,6 +64,18 @@ def description() -> str:
     if _extension is None:
         return f"NumPy; of the compiled kernels: {_missing or 'left out'}"
     return f"compiled, {_extension.INSTRUCTIONS[0]}, {default_threads()} threads"
+
+
+@contextmanager
+def without_extension() -> Iterator[None]:
+    """Decoders made inside run as where the extension was not built: for tests, and to measure what
+    it gains.  Not for several threads to enter."""
+    global _extension
+    kept, _extension = _extension, None
+    try:
+        yield
+    finally:
+        _extension = kept
 
 
 def default_threads() -> int:

@@ -123,9 +123,7 @@ def load_weights(
     return weights
 
 
-def _load_packed(
-    device: Device, checkpoint: Checkpoint, weights: Weights, threads: int
-) -> None:
+def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threads: int) -> None:
     """Rows as the file has them; as float32 where there is no file.
 
     All in one piece of memory: the operating system has large pages for that, and a step that goes

@@ -4,10 +4,11 @@
 
 #if defined(__x86_64__)
 
-#include <cpuid.h>
 #include <immintrin.h>
 #include <math.h>
 #include <string.h>
+
+#include "x86.h"
 
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
@@ -30,12 +31,7 @@
 const kernel_set *
 ostinato_avx2(void)
 {
-    unsigned eax, ebx, ecx = 0, edx;
-    __builtin_cpu_init();
-    /* "f16c" is no name to older compilers' __builtin_cpu_supports. */
-    int halves = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
-    return halves && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kernels
-                                                                                     : NULL;
+    return x86_has(0) ? &kernels : NULL;
 }
 
 #else

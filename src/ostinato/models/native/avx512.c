@@ -8,6 +8,8 @@
 #include <string.h>
 #include <immintrin.h>
 
+#include "x86.h"
+
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target(                                                \
     "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
@@ -30,10 +32,7 @@
 const kernel_set *
 ostinato_avx512(void)
 {
-    __builtin_cpu_init();
-    int there = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return there && ostinato_avx2() != NULL ? &kernels : NULL;
+    return x86_has(1) ? &kernels : NULL;
 }
 
 #else

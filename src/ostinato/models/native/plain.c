@@ -2,6 +2,10 @@
 
 #include "native.h"
 
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "packed weights are little endian"
+#endif
+
 #include <math.h>
 #include <string.h>
 
