@@ -42,6 +42,7 @@ HOMES = {
     "numba": ("interop/numba.py",),
     "triton": ("interop/triton.py",),
     "transformers": ("interop/transformers.py",),
+    "llama_cpp": ("bench/llama_peer.py",),
 }
 
 FILES = sorted(SOURCE.rglob("*.py"))

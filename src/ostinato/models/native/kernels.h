@@ -321,7 +321,7 @@ static void unpack(enum kind kind, const uint8_t *row, uint32_t columns, float *
     BY_KIND(kind, unpack, row, columns, out)
 }
 
-/* -------------------------------------------------------------------------------------- products */
+/* ------------------------------------------------------------------------------------- products */
 
 /* out[i * out_a + j * out_b] = a[i] . b[j] */
 INLINE void tile(const float *a, size_t a_stride, const float *b, size_t b_stride, uint32_t width,
@@ -437,7 +437,7 @@ static void product(const matrix *weight, uint32_t first, uint32_t last, const f
     }
 }
 
-/* -------------------------------------------------------------------------------- between products */
+/* ----------------------------------------------------------------------------- between products */
 
 /* The exponential, within 2 units of the last place. */
 INLINE lanes exponential(lanes x)
@@ -475,7 +475,8 @@ static void norm(const float *x, const float *weight, uint32_t width, float epsi
     float root = sqrtf(lanes_sum(squares) / (float)width + epsilon);
     lanes scale = lanes_set(1.0f / root);
     for (k = 0; k + 16 <= width; k += 16)
-        lanes_store(out + k, lanes_mul(lanes_mul(lanes_load(x + k), scale), lanes_load(weight + k)));
+        lanes_store(out + k,
+                    lanes_mul(lanes_mul(lanes_load(x + k), scale), lanes_load(weight + k)));
     if (k < width) {
         lanes a = lanes_mul(lanes_load_part(x + k, width - k), scale);
         lanes_store_part(out + k, width - k,
@@ -516,7 +517,7 @@ static void rotate(const float *x, const float *cosine, const float *sine, uint3
     }
 }
 
-/* ------------------------------------------------------------------------------------- attention */
+/* ------------------------------------------------------------------------------------ attention */
 
 /* out[i] = the sum over positions of scores[i, position] * values[position], times `by`[i], for
  * `vectors` vectors of sixteen values of each row; the last holds `last` of them. */

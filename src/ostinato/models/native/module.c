@@ -36,7 +36,7 @@ typedef struct {
     const kernel_set *set;
 } Kernels;
 
-/* -------------------------------------------------------------------------------------- arguments */
+/* ------------------------------------------------------------------------------------ arguments */
 
 typedef struct {
     const char *kernel;
@@ -119,7 +119,7 @@ need(const arguments *self, int index, const char *name, uint64_t nbytes)
                  self->arrays[index].len, (unsigned long long)nbytes);
 }
 
-/* ----------------------------------------------------------------------------------------- matrices */
+/* ------------------------------------------------------------------------------------- matrices */
 
 /* What a packed matrix begins with; models/packed.py writes it. */
 typedef struct {
@@ -193,7 +193,7 @@ read_matrix(const arguments *self, int index, uint64_t rows, uint32_t columns, m
                      self->kernel, (unsigned long long)found, head.rows);
 }
 
-/* ------------------------------------------------------------------------------------- rows of steps */
+/* -------------------------------------------------------------------------------- rows of steps */
 
 typedef struct {
     int32_t token, position, slot, flags;
@@ -220,7 +220,7 @@ require_inside(const arguments *self, const row *live, uint32_t used, uint32_t s
                          i, (int)live[i].position, (int)live[i].slot);
 }
 
-/* ----------------------------------------------------------------------------------------- products */
+/* ------------------------------------------------------------------------------------- products */
 
 typedef struct {
     const kernel_set *set;
@@ -325,9 +325,10 @@ share_product(Kernels *self, product_work *work, pool_task task, uint32_t weight
     work->scratch = malloc(work->scratch_each * sizeof(float) * (size_t)pool_threads(self->pool));
     if (work->scratch == NULL)
         return -1;
-    if (work->outputs)
-        pool_run(self->pool,
-                 (int)((work->outputs + (uint64_t)work->per_part - 1) / work->per_part), task, work);
+    if (work->outputs) {
+        uint64_t parts = (work->outputs + (uint64_t)work->per_part - 1) / work->per_part;
+        pool_run(self->pool, (int)parts, task, work);
+    }
     free(work->scratch);
     return 0;
 }
@@ -340,7 +341,7 @@ normalise(const kernel_set *set, const float *x, const float *weight, uint32_t r
         set->norm(x + (size_t)r * width, weight, width, epsilon, out + (size_t)r * width);
 }
 
-/* ------------------------------------------------------------------------------------------- kernels */
+/* -------------------------------------------------------------------------------------- kernels */
 
 /* After the arguments were taken: what the kernel gives. */
 static PyObject *
@@ -712,7 +713,7 @@ kernels_head(PyObject *op, PyObject *const *args, Py_ssize_t count)
     return finish(&a, status);
 }
 
-/* -------------------------------------------------------------------------------------------- type */
+/* ----------------------------------------------------------------------------------------- type */
 
 typedef const kernel_set *(*kernel_set_of)(void);
 
@@ -823,7 +824,7 @@ static PyType_Spec kernels_spec = {
     .slots = kernels_slots,
 };
 
-/* ------------------------------------------------------------------------------------------ module */
+/* --------------------------------------------------------------------------------------- module */
 
 static int
 module_exec(PyObject *module)

@@ -4,9 +4,9 @@
  * Helpers look for a round for `AWAKE_NS`, which bridges the gap between two kernels of a step, and
  * then sleep.  A caller who finds no part left closes the round and waits for those inside.
  * If that takes `LATE_NS` longer than some parts do, a helper lost its processor in the middle of
- * one: other processes want it.  Then one helper fewer is asked for a while, since a step of some hundred
- * rounds would wait as often.  After `backoff_ns`, which grows from one such wait to the next, it is
- * tried again.
+ * one: other processes want it.  Then one helper fewer is asked for a while, since a step of some
+ * hundred rounds would wait as often.  After `backoff_ns`, which grows from one such wait to the
+ * next, it is tried again.
  *
  * Entering and leaving.  A helper counts itself in (`inside`), and then looks whether the round is
  * still open; the caller closes the round, and then looks whether anybody is inside.  All of these
@@ -112,7 +112,7 @@ take_parts(pool *self, int thread)
     return taken;
 }
 
-/* ---------------------------------------------------------------------------------------- helpers */
+/* -------------------------------------------------------------------------------------- helpers */
 
 static int
 has_work(helper *self, unsigned last)
@@ -167,7 +167,7 @@ help(void *argument)
     return NULL;
 }
 
-/* ----------------------------------------------------------------------------------------- callers */
+/* -------------------------------------------------------------------------------------- callers */
 
 /* Returns once nobody is inside of the closed round, which began at `opened`; the caller took so
  * many of its parts. */
@@ -252,7 +252,7 @@ pool_run(pool *self, int count, pool_task task, void *context)
     pthread_mutex_unlock(&self->busy);
 }
 
-/* ---------------------------------------------------------------------------------------- lifetime */
+/* ------------------------------------------------------------------------------------- lifetime */
 
 static void
 reset(pool *self)
