@@ -313,10 +313,13 @@ def sample(
     for row, position, slot in sampled_rows(live, used_rows(live, row_count)):
         temperature, top_p, seed, top_k, _ = settings[slot].item()
         values = logits[slot * vocabulary : (slot + 1) * vocabulary]
-        if np.isnan(values).any():
+        best = int(values.argmax())  # the first NaN if there is one
+        if np.isnan(values[best]):
             chosen[row] = -1
-            continue
-        chosen[row] = sample_reference(values, temperature, top_k, top_p, seed, position + 1)
+        elif temperature == 0:
+            chosen[row] = best
+        else:
+            chosen[row] = sample_reference(values, temperature, top_k, top_p, seed, position + 1)
 
 
 @kernel(
