@@ -18,6 +18,7 @@ NAMES = (
     "soak",
     "modules",
     "decode",
+    "host",
     "startup",
     "load",
 )

@@ -7,7 +7,7 @@ Every run is a process of its own, so that its memory is its own too; the two ta
 has the median of its rounds.  BF16 and F32 are the same model, its weights written out so.  Busy is
 a process that computes on one core all the time.  `load`: the machine's load average when a row's
 last run began, of which the runs themselves are a part.  Without `llama_cpp` (llama-cpp-python, in
-this interpreter) ours is measured alone.
+this interpreter) ours is measured alone.  `--device` makes no difference.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ _VOCABULARY = 49152
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = common.options(__doc__)
-    parser.set_defaults(device="host")
     parser.add_argument("--types", default="Q4_1,BF16,F32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)

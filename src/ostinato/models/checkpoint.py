@@ -152,7 +152,8 @@ class Checkpoint(Closeable):
 
     def packed(self, name: str, out: npt.NDArray[np.uint8]) -> None:
         """Fills `out`, uint8 [rows, bytes in a row], with the tensor's rows as the file packs them,
-        in the order of `tensor`.
+        in the order of `tensor`.  Their pages of the file then leave this process's memory, which
+        would hold a model twice otherwise.
 
         Raises InputError for an unknown name or an `out` that does not fit, ClosedError.
         """
@@ -165,6 +166,7 @@ class Checkpoint(Closeable):
                 f"{list(rows.shape)}"
             )
         out[...] = _half_split(rows, raw.together) if raw.heads else rows
+        self._forget(raw)
 
     def tensor(
         self, name: str, out: npt.NDArray[np.float32] | None = None
@@ -263,6 +265,9 @@ class Checkpoint(Closeable):
         self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
     ) -> None:
         """Turn rows of bytes (rows, bytes in a row) into rows of float32."""
+
+    def _forget(self, raw: RawTensor) -> None:  # noqa: B027 - not every kind has pages
+        """The tensor's pages of a mapped file are not needed in memory for now."""
 
     @abc.abstractmethod
     def _unmap(self) -> None:

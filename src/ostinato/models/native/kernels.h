@@ -175,12 +175,9 @@ INLINE void q6_k_values(const uint8_t *block, const float *scales, uint32_t i, i
 
 #define AT_A_TIME 4
 
-/* Weights come from memory, and no processor looks as far ahead by itself as that takes: so many
- * bytes further, which is the next rows, or in long ones the rest of the same. */
-INLINE size_t bytes_ahead(size_t row_bytes)
-{
-    return row_bytes < 4096 ? AT_A_TIME * row_bytes : 1024;
-}
+/* Weights come from memory.  Processors fetch one stream of bytes ahead by themselves, and not four
+ * rows beside each other: so the rows after these, and somewhat more, are asked for in one line. */
+#define AHEAD 2048
 
 #define BLOCKS(NAME, SUBS, BYTES)                                                                  \
     static void NAME##_unpack(const uint8_t *row, uint32_t columns, float *out)                    \
@@ -210,7 +207,7 @@ INLINE size_t bytes_ahead(size_t row_bytes)
         uint16_t halves[AT_A_TIME][GROUP_SCALES];                                                  \
         float scales[AT_A_TIME][GROUP_SCALES];                                                     \
         lanes sums[AT_A_TIME];                                                                     \
-        size_t ahead = bytes_ahead(row_bytes);                                                     \
+        const uint8_t *next = row + (size_t)rows * row_bytes;                                  \
         for (int r = 0; r < rows; r++)                                                             \
             sums[r] = lanes_set(0.0f);                                                             \
         for (uint32_t left = columns / (32 * SUBS); left;) {                                       \
@@ -220,9 +217,9 @@ INLINE size_t bytes_ahead(size_t row_bytes)
             for (int r = 0; r < rows; r++)                                                         \
                 NAME##_scales(row + (size_t)r * row_bytes, halves[r], count, scales[r]);           \
             for (uint32_t i = 0; i < count; i++, row += BYTES) {                                   \
-                for (int r = 0; r < rows; r++)                                                     \
-                    for (int at = 0; at < BYTES; at += 64)                                         \
-                        __builtin_prefetch(row + (size_t)r * row_bytes + ahead + at);              \
+                for (int at = 0; at < rows * BYTES; at += 64)                                      \
+                    __builtin_prefetch(next + at);                                                 \
+                next += rows * BYTES;                                                              \
                 _Pragma("GCC unroll 8") for (int sub = 0; sub < SUBS; sub++, x += 32)              \
                 {                                                                                  \
                     lanes first = lanes_load(x), second = lanes_load(x + 16);                      \
@@ -242,6 +239,7 @@ INLINE size_t bytes_ahead(size_t row_bytes)
     }                                                                                              \
     ROWS(NAME)
 
+/* One row after the other: one stream, which needs no asking; the processor works on several. */
 #define FLOATS(NAME, BYTES)                                                                        \
     static void NAME##_unpack(const uint8_t *row, uint32_t columns, float *out)                    \
     {                                                                                              \
@@ -252,33 +250,20 @@ INLINE size_t bytes_ahead(size_t row_bytes)
             lanes_store_part(out + k, columns - k,                                                 \
                              NAME##_part(row + (size_t)k * BYTES, columns - k));                   \
     }                                                                                              \
-    INLINE void NAME##_some(const uint8_t *row, size_t row_bytes, uint32_t columns,                \
-                            const float *x, float *out, const int count)                           \
+    static void NAME##_rows(const uint8_t *row, size_t row_bytes, uint32_t columns,                \
+                            const float *x, float *out, uint32_t count)                            \
     {                                                                                              \
-        lanes sums[AT_A_TIME];                                                                     \
-        size_t ahead = bytes_ahead(row_bytes);                                                     \
-        uint32_t k = 0;                                                                            \
-        for (int i = 0; i < count; i++)                                                            \
-            sums[i] = lanes_set(0.0f);                                                             \
-        for (; k + 16 <= columns; k += 16) {                                                       \
-            lanes with = lanes_load(x + k);                                                        \
-            for (int i = 0; i < count; i++)                                                        \
-                __builtin_prefetch(row + (size_t)i * row_bytes + ahead + (size_t)k * BYTES);       \
-            _Pragma("GCC unroll 4") for (int i = 0; i < count; i++)                                \
-                sums[i] = lanes_fma(                                                               \
-                    NAME##_lanes(row + (size_t)i * row_bytes + (size_t)k * BYTES), with, sums[i]); \
+        for (; count; count--, row += row_bytes) {                                                 \
+            lanes sum = lanes_set(0.0f);                                                           \
+            uint32_t k = 0;                                                                        \
+            for (; k + 16 <= columns; k += 16)                                                     \
+                sum = lanes_fma(NAME##_lanes(row + (size_t)k * BYTES), lanes_load(x + k), sum);    \
+            if (k < columns)                                                                       \
+                sum = lanes_fma(NAME##_part(row + (size_t)k * BYTES, columns - k),                 \
+                                lanes_load_part(x + k, columns - k), sum);                         \
+            *out++ = lanes_sum(sum);                                                               \
         }                                                                                          \
-        if (k < columns) {                                                                         \
-            lanes with = lanes_load_part(x + k, columns - k);                                      \
-            for (int i = 0; i < count; i++)                                                        \
-                sums[i] = lanes_fma(NAME##_part(row + (size_t)i * row_bytes + (size_t)k * BYTES,   \
-                                                columns - k),                                      \
-                                    with, sums[i]);                                                \
-        }                                                                                          \
-        for (int i = 0; i < count; i++)                                                            \
-            out[i] = lanes_sum(sums[i]);                                                           \
-    }                                                                                              \
-    ROWS(NAME)
+    }
 
 #define ROWS(NAME)                                                                                 \
     static void NAME##_rows(const uint8_t *row, size_t row_bytes, uint32_t columns,                \

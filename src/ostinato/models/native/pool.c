@@ -192,7 +192,8 @@ wait_for_helpers(pool *self, int64_t opened, int taken)
     pthread_mutex_unlock(&self->lock);
     int64_t end_of_wait = now();
     if (end_of_wait - begin > LATE_NS + 3 * (begin - opened) / (taken ? taken : 1)) {
-        atomic_fetch_sub(&self->allowed, 1);
+        int allowed = atomic_load(&self->allowed);
+        atomic_store(&self->allowed, allowed > 0 ? allowed - 1 : 0);
         self->retry_at = end_of_wait + self->backoff_ns;
         self->backoff_ns *= 2;
         if (self->backoff_ns > LAST_BACKOFF_NS)
