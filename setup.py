@@ -30,7 +30,14 @@ NATIVE = Extension(
     ],
     depends=[str(path) for path in sorted(Path("src/ostinato/models/native").glob("*.h"))],
     # Products and sums are fused where the code says so and nowhere else.
-    extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread"],
+    extra_compile_args=[
+        "-std=c11",
+        "-O3",
+        "-g0",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-pthread",
+    ],
     extra_link_args=["-pthread"],
     optional=True,
     py_limited_api=True,

@@ -266,7 +266,7 @@ class Checkpoint(Closeable):
     ) -> None:
         """Turn rows of bytes (rows, bytes in a row) into rows of float32."""
 
-    def _forget(self, raw: RawTensor) -> None:  # noqa: B027 - not every kind has pages
+    def _forget(self, raw: RawTensor) -> None:
         """The tensor's pages of a mapped file are not needed in memory for now."""
 
     @abc.abstractmethod

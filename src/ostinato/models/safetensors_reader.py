@@ -22,7 +22,7 @@ from ostinato.models.arguments import quoted
 from ostinato.models.checkpoint import Checkpoint, JsonTokenizerSource, RawTensor, check_tensors
 from ostinato.models.config import LlamaConfig
 from ostinato.models.dequantise import dequantise_rows
-from ostinato.models.files import forget, MAX_JSON, map_file, parse_object, read_json, unmap
+from ostinato.models.files import MAX_JSON, forget, map_file, parse_object, read_json, unmap
 
 __all__ = ["SUPPORTED_DTYPES", "SafetensorsCheckpoint", "open_folder"]
 
