@@ -9,7 +9,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_JOBS ?= 8
 PROMPT ?= Why is the sky blue?
 # What an installation is made from; everything else is used where it lies.
-BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c)
+BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinato/models/native/*.[ch])
 
 TESTS  := $(BIN)/python -m pytest -n 2
 
@@ -45,10 +45,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-native: $(VENV)/.dev            ## the compiled replay call, beside its source; one build for all Pythons
+native: $(VENV)/.dev            ## what is compiled, beside its sources; one build for all Pythons
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77"
 	$(BIN)/python setup.py --quiet build_ext --inplace --force
 	$(BIN)/python -c "from ostinato.driver import launcher as l; print(l.description()); exit(not l.compiled())"
+	$(BIN)/python -c "from ostinato.models import kernels_packed as k; print(k.description()); exit(not k.compiled())"
 
 dist: $(VENV)/.dev              ## wheel and sdist, checked, and used in environments of their own
 	$(BIN)/python tools/check_dist.py --demo
@@ -72,4 +73,4 @@ bench:                          ## benchmarks on this machine; results under ben
 	$(HERE) $(GPU_PYTHON) -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/ostinato/driver/*.so
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/ostinato/*/*.so

@@ -17,6 +17,7 @@ from benchmarks import (
     change_cost,
     common,
     decode,
+    host,
     join,
     launch_cost,
     load,
@@ -27,6 +28,7 @@ from benchmarks import (
 from ostinato.device import Device
 from ostinato.driver import launcher
 from ostinato.models.dequantise import BLOCK_TYPES
+from ostinato.models.open import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT_KEYS = {
@@ -244,3 +246,27 @@ def test_kernels_are_the_same_in_both_languages(device: Device) -> None:
     run = capture.graph.instantiate(upload=stream)
     run.launch(stream)
     chain.check("graph", stream)
+
+
+def test_the_cpu_beside_llama_cpp_idle_and_busy(
+    smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`smollm2_path`: the model has to be there."""
+    assert host.main(["--quick", "--types", "Q4_1", "--out", str(tmp_path)]) == 0
+    rows = last_line(capsys.readouterr().out)["rows"]
+    assert isinstance(rows, list)
+    ours = [row for row in rows if row["way"] == "ostinato"]
+    assert [row["machine"] for row in ours] == ["idle", "one core busy"]
+    assert all(row["tokens_per_second"] > 0 and row["memory_mb"] > 100 for row in ours)
+
+
+def test_a_copy_in_another_type_holds_the_same_values(smollm2_path: Path, tmp_path: Path) -> None:
+    original, copied = (
+        open_checkpoint(smollm2_path),
+        open_checkpoint(host.model_of("F32", tmp_path)),
+    )
+    with original, copied:
+        assert copied.config == original.config
+        for name in ("embed", "layers.3.wq", "layers.29.w_down", "final_norm"):
+            assert copied.raw(name).type == "F32"
+            assert np.array_equal(copied.tensor(name), original.tensor(name))

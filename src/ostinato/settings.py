@@ -71,6 +71,14 @@ def _sample_every(text: str | None) -> int:
     return int(text)
 
 
+def _count_or_none(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("must be a whole number, 1 or more")
+    return int(text)
+
+
 DEVICE = Variable("OSTINATO_DEVICE", 'the device to open: "host", "cuda:0", …', _text_or_none)
 CACHE_DIR = Variable("OSTINATO_CACHE_DIR", "folder for models and kernels", _folder_or_none)
 PROFILE = Variable("OSTINATO_PROFILE", "present: replays are profiled", _present)
@@ -81,13 +89,16 @@ SKIP_UPLOAD = Variable(
     "OSTINATO_SKIP_UPLOAD", '"1" alone: no upload before a profiled replay', _one
 )
 SKIP_SYNC = Variable("OSTINATO_SKIP_SYNC", '"1" alone: no wait after a profiled replay', _one)
-
+THREADS = Variable(
+    "OSTINATO_THREADS", "threads of a decoder on the CPU (as many as processors)", _count_or_none
+)
 NO_GRAPHS = Variable("OSTINATO_NO_GRAPHS", '"1" alone: steps run eagerly, without graphs', _one)
 
 ALL: tuple[Variable[object], ...] = (
     DEVICE,
     CACHE_DIR,
     NO_GRAPHS,
+    THREADS,
     PROFILE,
     PROFILE_EVERY,
     SKIP_UPLOAD,

@@ -18,6 +18,7 @@ from ostinato import Source
 from ostinato.bench import floor, random_weights, replays
 from ostinato.bench.contest import Timed, Times
 from ostinato.bench.decode import Row, measure
+from ostinato.bench.llama_peer import LLAMA_CPP, open_llama_cpp
 from ostinato.bench.options import DecodeOptions, points_of
 from ostinato.bench.peers import PEERS, Peer, Peers
 from ostinato.bench.plot import decode_svg
@@ -335,7 +336,7 @@ class _TwoPeers(Peers):
 
     def __init__(self, *arguments: Any, left: Any, **options: Any) -> None:
         super().__init__(*arguments, left=left, **options)
-        self.contestants = [Peer(name, _Library, None, left) for name in PEERS]
+        self.contestants = [Peer(name, _Library, None, left) for name in PEERS if name != LLAMA_CPP]
 
 
 def test_a_peer_that_fails_is_left_out_and_named(
@@ -379,8 +380,18 @@ def test_a_peer_takes_prompts_whole(host_device: Device, monkeypatch: pytest.Mon
 def test_peers_that_are_not_here_say_why(host_device: Device) -> None:
     peers = Peers(host_device, TINY, list(PEERS), positions=64, left=lambda: 100.0)
     assert set(peers.skipped) == set(PEERS) and not peers.contestants
+    assert "GGUF" in peers.skipped.pop(LLAMA_CPP)
     assert all("host" in why for why in peers.skipped.values())
     peers.close()
+
+
+def test_llama_cpp_says_what_it_needs(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "not installed" in str(open_llama_cpp(host_device, Path("m.gguf")))
+    assert "GGUF" in str(open_llama_cpp(host_device, Path("folder")))
+    away = replace(host_device.capabilities, host_memory_is_device_memory=False)
+    monkeypatch.setattr(Device, "capabilities", away)
+    assert "on the CPU" in str(open_llama_cpp(host_device, Path("m.gguf")))
 
 
 def test_points_fall_in_context_and_end_with_the_model() -> None:

@@ -34,12 +34,18 @@ class EmulatedBackend:
 
     name = "emulated"
     dtype: np.dtype[Any] = np.dtype(np.uint16)
+    packed = False
     spins = False
 
     library = ""
 
     def __init__(
-        self, device: Device, *, clusters: bool = False, library_rows: int | None = None
+        self,
+        device: Device,
+        *,
+        clusters: bool = False,
+        library_rows: int | None = None,
+        threads: int | None = None,
     ) -> None:
         self.device, self.emulator, self.clusters = device, Emulator(), clusters
 

@@ -71,7 +71,7 @@ def library(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nu
     def open_products(device: Any, rows: int | None) -> Any:
         return (None, "not used: switched off") if rows is None else (found, "NumPy")
 
-    def backend_for(device: Device, *, library_rows: int | None) -> CudaBackend:
+    def backend_for(device: Device, *, library_rows: int | None, **_: object) -> CudaBackend:
         return CudaBackend(EmulatedGpu(device), library_rows=library_rows)  # type: ignore[arg-type]
 
     monkeypatch.setattr(products, "open_products", open_products)

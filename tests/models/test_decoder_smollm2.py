@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import threadpoolctl
 
 from ostinato.device import open_device
+from ostinato.models import kernels_packed
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import SamplingOptions
 
@@ -29,13 +31,19 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def decoder(smollm2_path: Path) -> Iterator[Decoder]:
-    """One for all tests: it takes a second to load and 0.7 GB."""
+@pytest.fixture(scope="module", params=["packed", "numpy"])
+def decoder(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Decoder]:
+    """One for all tests, by the compiled kernels and, as where they were not built, by NumPy (0.6
+    GB).  What a test opens besides is of the same kind."""
+    if request.param == "packed" and not kernels_packed.compiled():
+        pytest.skip("the extension was not built here")
+    chosen = kernels_packed.without_extension() if request.param == "numpy" else nullcontext()
     with (
+        chosen,
         open_device("host") as device,
         Decoder(device, smollm2_path, max_context=512, slots=2, stop_tokens=()) as opened,
     ):
+        assert opened.backend.packed == (request.param == "packed")
         yield opened
 
 

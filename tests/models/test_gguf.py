@@ -60,14 +60,14 @@ def k_quants(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> np.nda
     values, size = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(1)
     blocks = random.integers(0, 256, (rows * columns // values, size), dtype=np.uint8)
-    scales = {"Q4_K": slice(0, 4), "Q6_K": slice(208, 210)}[kind.name]
+    scales = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}[kind.name]
     width = (scales.stop - scales.start) // 2
     halves = random.uniform(0.001, 0.1, (len(blocks), width)).astype(np.float16)
     blocks[:, scales] = halves.view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
 def test_k_quants(tmp_path: Path, kind: str) -> None:
     quantised = gguf.GGMLQuantizationType[kind]
     blocks = k_quants(quantised, 512, 256)
@@ -270,7 +270,7 @@ def test_unsupported_type_names_tensor_and_types(tmp_path: Path) -> None:
     quantised = gguf.GGMLQuantizationType.Q5_0
     blocks = quantize(weights()["layers.0.w_up"], quantised)
     path = write_gguf(tmp_path / "m.gguf", raw={"layers.0.w_up": (blocks, quantised)})
-    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up.*Q5_0.*Q4_K, Q6_K"):
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up.*Q5_0.*Q4_K, Q5_K, Q6_K"):
         open_checkpoint(path)
 
 

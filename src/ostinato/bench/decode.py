@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 
 import ostinato as ost
 from ostinato.bench.contest import Contestant, Timed, Times, record
@@ -21,7 +22,7 @@ from ostinato.bench.options import DecodeOptions, Point, points_of
 from ostinato.bench.peers import Peers, first_line
 from ostinato.bench.prompts import PromptRow, first_tokens_differ, prompt_tokens
 from ostinato.bench.shapes import Traffic, traffic
-from ostinato.bench.ways import open_ways, ways_of
+from ostinato.bench.ways import decoder_traffic, open_ways, ways_of
 from ostinato.models import Checkpoint, LlamaConfig
 
 __all__ = ["DecodeResult", "Row", "measure"]
@@ -97,12 +98,12 @@ def measure(
     do not fit the model.
     """
     with opened() as checkpoint:
-        config = checkpoint.config
+        config, path = checkpoint.config, checkpoint.path if checkpoint.has_file else None
     options.require(config)
     result = DecodeResult()
     log("measuring the memory's bandwidth")
     result.bandwidth = measure_bandwidth(device)
-    contest = _Contest(device, config, opened, options, result, log)
+    contest = _Contest(device, config, opened, options, result, log, path)
     first, *more = contest.series
     contest.run(first, options.prompts)
     for series in more:
@@ -119,8 +120,9 @@ class _Contest:
         options: DecodeOptions,
         result: DecodeResult,
         log: Callable[[str], None],
+        path: Path | None,
     ) -> None:
-        self.device, self.config, self.opened = device, config, opened
+        self.device, self.config, self.opened, self.path = device, config, opened, path
         self.options, self.result, self.log = options, result, log
         self.deadline = time.monotonic() + options.seconds
         self.series = points_of(options, config)
@@ -150,8 +152,7 @@ class _Contest:
         try:
             if ways:
                 result.library = ways[0].decoder.backend.library
-                itemsize = ways[0].decoder.backend.dtype.itemsize
-                result.traffic = traffic(self.config, itemsize)
+                result.traffic = decoder_traffic(ways[0].decoder)
             if options.peers:
                 self.log("making the peers' model")
             peers = Peers(
@@ -160,6 +161,7 @@ class _Contest:
                 options.peers,
                 positions=self.positions + 1,
                 left=self.left,
+                path=self.path,
             )
             result.skipped.update(peers.skipped)
             result.versions.update(peers.versions)

@@ -7,10 +7,12 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ostinato as ost
 from ostinato.bench.contest import Timed
+from ostinato.bench.llama_peer import LLAMA_CPP, LlamaCpp, open_llama_cpp
 from ostinato.models import LlamaConfig
 
 __all__ = ["PEERS", "Peer", "Peers", "first_line"]
@@ -19,10 +21,11 @@ PEERS: dict[str, str] = {
     "transformers": "eager",
     "torch.cuda.graph": "graph",
     "torch.compile": "compile",
+    LLAMA_CPP: "",
 }
-"""Peers by name, and how `ostinato.bench.transformers_loop.DecodeLoop` calls their way.  All are
+"""Peers by name, and how `ostinato.bench.transformers_loop.DecodeLoop` calls their way.  These are
 transformers' Llama in bfloat16 with a static cache: as it is, one step captured by torch, and
-compiled in the mode "reduce-overhead"."""
+compiled in the mode "reduce-overhead".  llama.cpp reads the model's own GGUF file, on the CPU."""
 
 # What torch.compile was seen to take, at the least, with some to spare (seconds).
 _COMPILING = 45.0
@@ -39,7 +42,8 @@ def first_line(error: BaseException) -> str:
 class Peers:
     """The peers that were asked for and can run here, on one model that they share.
 
-    `skipped` says why the others cannot.  `left` tells the seconds that there are.
+    `skipped` says why the others cannot.  `left` tells the seconds that there are.  `path`: the
+    model's file, if it is one.
     """
 
     def __init__(
@@ -50,12 +54,21 @@ class Peers:
         *,
         positions: int,
         left: Callable[[], float],
+        path: Path | None = None,
     ) -> None:
         self.skipped: dict[str, str] = {}
-        self.contestants: list[Peer] = []
+        self.contestants: list[Peer | LlamaCpp] = []
         self.versions: dict[str, str] = {}
         self._library: Any = None
         self._model: Any = None
+        if LLAMA_CPP in wanted:
+            wanted = [name for name in wanted if name != LLAMA_CPP]
+            opened = open_llama_cpp(device, path)
+            if isinstance(opened, str):
+                self.skipped[LLAMA_CPP] = opened
+            else:
+                self.contestants.append(opened)
+                self.versions.update(opened.versions)
         if not wanted:
             return
         try:
@@ -63,9 +76,9 @@ class Peers:
         except Exception as error:  # whatever another library cannot do here is no error of ours
             why = first_line(error)
         if why:
-            self.skipped = dict.fromkeys(wanted, why)
+            self.skipped.update(dict.fromkeys(wanted, why))
             return
-        self.contestants = [Peer(name, self._library, self._model, left) for name in wanted]
+        self.contestants += [Peer(name, self._library, self._model, left) for name in wanted]
 
     def _open(self, device: ost.Device, config: LlamaConfig, positions: int) -> str:
         """Makes the model; or says why not."""
@@ -77,7 +90,7 @@ class Peers:
         from ostinato.bench import transformers_loop
 
         self._library = transformers_loop
-        self.versions = self._library.versions()
+        self.versions.update(self._library.versions())
         sizes = self._library.LlamaSizes(
             hidden=config.hidden,
             layers=config.layers,

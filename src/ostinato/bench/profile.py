@@ -37,8 +37,7 @@ import ostinato as ost
 from ostinato.bench.floor import Bandwidth, measure_bandwidth
 from ostinato.bench.options import DecodeOptions
 from ostinato.bench.replays import Replays
-from ostinato.bench.shapes import traffic
-from ostinato.bench.ways import Way, open_ways
+from ostinato.bench.ways import Way, decoder_traffic, open_ways
 from ostinato.errors import InputError, NotAvailableError
 from ostinato.models import Checkpoint, Decoder
 
@@ -149,11 +148,11 @@ class Attribution:
     """
 
     def __init__(self, decoder: Decoder, batch: int, position: int) -> None:
-        config, itemsize = decoder.config, decoder.backend.dtype.itemsize
-        self._whole = traffic(config, itemsize)
+        config = decoder.config
+        self._whole = decoder_traffic(decoder)
         self._batch, self._position = batch, position
         self._layer = self._whole.position // config.layers
-        self._row = config.hidden * itemsize
+        self._row = decoder.weights.buffer("embed").nbytes // config.vocabulary
         self._weights = [(b.address, b.nbytes) for b in decoder.weights.tensors.values()]
         cache = decoder.plan.buffers["cache"]
         self._cache = (cache.address, cache.nbytes)

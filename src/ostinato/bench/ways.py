@@ -6,16 +6,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import ostinato as ost
 from ostinato.bench.contest import Timed, random_tokens
-from ostinato.bench.shapes import traffic
+from ostinato.bench.shapes import Traffic, traffic
 from ostinato.models import Checkpoint, Decoder, LlamaConfig
 from ostinato.models.backend import LibraryRows
 
-__all__ = ["DecoderWay", "Way", "open_ways", "ways_of"]
+__all__ = ["DecoderWay", "Way", "decoder_traffic", "open_ways", "ways_of"]
 
 # Room for what a decoder allocates beside weights and cache.
 _SPARE = 1 << 29
@@ -136,6 +136,20 @@ class DecoderWay:
     def close(self) -> None:
         if self._owns:
             self.decoder.close()
+
+
+def decoder_traffic(decoder: Decoder) -> Traffic:
+    """What a step of this decoder has to read: of packed weights, the bytes that there are."""
+    found = traffic(decoder.config, decoder.backend.dtype.itemsize)
+    if not decoder.backend.packed:
+        return found
+    weights, tied = decoder.weights, decoder.config.tied_embeddings
+    unread = 0 if tied else weights.buffer("embed").nbytes
+    return replace(
+        found,
+        weights=sum(buffer.nbytes for buffer in weights.tensors.values()) - unread,
+        head=weights.buffer("embed" if tied else "head").nbytes,
+    )
 
 
 def open_ways(

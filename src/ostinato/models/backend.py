@@ -99,6 +99,7 @@ class Backend(Protocol):
     """How one kind of device runs the program.
 
     `dtype` is that of matrices and of the KV cache: float32, or uint16 for the bits of bfloat16.
+    `packed`: matrices stay as the file packs them (`PackedMatrix`), and `dtype` is the cache's.
     `library`: the one that multiplies in steps of many rows, or why there is none; empty where that
     is no question.
     `spins`: kernels run beside the interpreter, so that the host may look for a token without a
@@ -108,6 +109,7 @@ class Backend(Protocol):
 
     name: str
     dtype: np.dtype[Any]
+    packed: bool
     spins: bool
 
     def piece_rows(self, config: LlamaConfig) -> int:
@@ -141,15 +143,18 @@ class Backend(Protocol):
         """From here on no library multiplies, for this reason; False if none did."""
 
 
-def backend_for(device: Device, *, library_rows: LibraryRows = "auto") -> Backend:
+def backend_for(
+    device: Device, *, library_rows: LibraryRows = "auto", threads: int | None = None
+) -> Backend:
     """The backend for a device, by what its kernels are written in.
 
-    `library_rows`: see `LibraryRows`.
-    Raises NotAvailableError where there are no kernels for it.
+    `library_rows`: see `LibraryRows`.  `threads`: of kernels that run on the CPU; see
+    `packed_kernels`.
+    Raises NotAvailableError where there are no kernels for it, InputError, SettingsError.
     """
     language = device.capabilities.source_language
     if language == "host":
-        return HostBackend(device)
+        return HostBackend(device, threads=threads)
     if language == "cuda":
         return CudaBackend(device, library_rows=library_rows)
     raise NotAvailableError(
@@ -159,18 +164,22 @@ def backend_for(device: Device, *, library_rows: LibraryRows = "auto") -> Backen
 
 
 class HostBackend:
-    """NumPy kernels, in float32."""
+    """Compiled kernels on packed weights where the extension was built, else NumPy kernels on
+    float32 ones; float32 sums in both, and a float32 cache."""
 
-    name = "numpy"
     dtype: np.dtype[Any] = np.dtype(np.float32)
     spins = False
     library = ""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, threads: int | None = None) -> None:
+        from ostinato.models import kernels_packed
         from ostinato.models.kernels_host import HOST_KERNELS
 
         self._modules = device.modules
-        self._source = Source(host=HOST_KERNELS, name="decoder")
+        self.packed = kernels_packed.compiled()
+        self.name = "packed" if self.packed else "numpy"
+        kernels = kernels_packed.packed_kernels(threads) if self.packed else HOST_KERNELS
+        self._source = Source(host=kernels, name="decoder")
 
     def piece_rows(self, config: LlamaConfig) -> int:
         """As many as a batch may have."""
@@ -180,16 +189,17 @@ class HostBackend:
         """Every model that has a config, and any number of rows."""
 
     def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
-        """Room for the widest product of each row."""
+        """Room for the widest product of each row, and for what is multiplied."""
         c = config
-        return max(rows) * max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden) * 4
+        widest = max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden)
+        return max(rows) * (widest + c.hidden) * 4
 
     def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
         """None."""
         return {}
 
     def give_up_library(self, reason: str) -> bool:
-        """NumPy is all there is."""
+        """There is none."""
         return False
 
     def bind(
@@ -229,6 +239,7 @@ class CudaBackend:
 
     name = "cuda"
     dtype: np.dtype[Any] = np.dtype(np.uint16)
+    packed = False
     spins = True
 
     _LEAST: ClassVar[tuple[int, int]] = (8, 0)  # bfloat16 on the tensor cores

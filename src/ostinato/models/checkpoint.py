@@ -148,6 +148,24 @@ class Checkpoint(Closeable):
         self._require_open()
         return self._bytes(raw)
 
+    def packed(self, name: str, out: npt.NDArray[np.uint8]) -> None:
+        """Fills `out`, uint8 [rows, bytes in a row], with the tensor's rows as the file packs them,
+        in the order of `tensor`.  Their pages of the file then leave this process's memory, which
+        would hold a model twice otherwise.
+
+        Raises InputError for an unknown name or an `out` that does not fit, ClosedError.
+        """
+        raw = self.raw(name)
+        self._require_open()
+        rows = self._bytes(raw).reshape(raw.rows, -1)
+        if out.dtype != np.uint8 or out.shape != rows.shape:
+            raise InputError(
+                f"out for {name!r} is {out.dtype} {list(out.shape)}, must be uint8 "
+                f"{list(rows.shape)}"
+            )
+        out[...] = _half_split(rows, raw.together) if raw.heads else rows
+        self._forget(raw)
+
     def tensor(
         self, name: str, out: npt.NDArray[np.float32] | None = None
     ) -> npt.NDArray[np.float32]:
@@ -245,6 +263,9 @@ class Checkpoint(Closeable):
         self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
     ) -> None:
         """Turn rows of bytes (rows, bytes in a row) into rows of float32."""
+
+    def _forget(self, raw: RawTensor) -> None:
+        """The tensor's pages of a mapped file are not needed in memory for now."""
 
     @abc.abstractmethod
     def _unmap(self) -> None:

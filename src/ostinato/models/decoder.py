@@ -64,8 +64,10 @@ class Decoder(Closeable):
     `verify` as for GraphedStep.  `device_state` off (it can be changed between steps): the host
     sets token and position before each step, instead of the device advancing them.
     `stop_tokens`: tokens that end a sequence, 16 at most; the model's own if None.  `graph_budget`:
-    device bytes that all graphs together may take.  `threads`: of the weights' conversion,
-    where the host does it.
+    device bytes that all graphs together may take.  `threads`: on a CPU, how many work; as many as
+    this process has processors, or OSTINATO_THREADS, if None.  They sleep between steps, and are
+    fewer for a while where other processes want the processors.  On a GPU, of the weights'
+    conversion where the host does it.
 
     Raises ModelError (UnsupportedModelError before anything is loaded), CompileError,
     OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder are not to overlap.
@@ -100,7 +102,7 @@ class Decoder(Closeable):
             verify = whole(verify, "verify", 1)
         if threads is not None:
             threads = whole(threads, "threads", 1)
-        self.backend: Backend = backend_for(device, library_rows=library_rows)
+        self.backend: Backend = backend_for(device, library_rows=library_rows, threads=threads)
         self._phases = Phases()
         self._closed = False
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
@@ -118,7 +120,11 @@ class Decoder(Closeable):
             self.backend.require_supported(self.config, sizes.rows, sampled)
             with self._phases.measure("load"):
                 self.weights: Weights = load_weights(
-                    device, checkpoint, self.backend.dtype, threads=threads
+                    device,
+                    checkpoint,
+                    self.backend.dtype,
+                    packed=self.backend.packed,
+                    threads=threads,
                 )
         finally:
             if checkpoint is not model:

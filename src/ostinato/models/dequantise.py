@@ -38,6 +38,7 @@ BLOCK_TYPES = {
     "Q4_0": BlockType(2, 32, 18),
     "Q4_1": BlockType(3, 32, 20),
     "Q4_K": BlockType(12, 256, 144),
+    "Q5_K": BlockType(13, 256, 176),
     "Q6_K": BlockType(14, 256, 210),
 }
 """By name, as `gguf.GGMLQuantizationType` and `gguf.GGML_QUANT_SIZES` have them."""

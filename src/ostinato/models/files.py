@@ -16,6 +16,7 @@ from ostinato.errors import ModelFormatError
 
 __all__ = [
     "MAX_JSON",
+    "forget",
     "map_file",
     "open_file",
     "parse_object",
@@ -80,6 +81,15 @@ def map_file(path: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:
             raise ModelFormatError(f"{path}: the file is empty") from None
+
+
+def forget(mapped: mmap.mmap, offset: int, size: int) -> None:
+    """Takes the whole pages among these bytes out of this process's memory, where the operating
+    system can; reading them again brings them back."""
+    start, end = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE, offset + size
+    end -= end % mmap.PAGESIZE
+    if end > start and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def unmap(mapped: mmap.mmap | None) -> None:

@@ -14,7 +14,7 @@ from ostinato.models.arguments import quoted
 from ostinato.models.checkpoint import Checkpoint, GgufTokenizerSource, RawTensor, check_tensors
 from ostinato.models.config import LlamaConfig
 from ostinato.models.dequantise import dequantise_rows
-from ostinato.models.files import map_file, unmap
+from ostinato.models.files import forget, map_file, unmap
 from ostinato.models.gguf_header import GgufHeader, GgufTensor, read_header
 
 __all__ = ["GgufCheckpoint", "open_gguf"]
@@ -61,6 +61,10 @@ class GgufCheckpoint(Checkpoint):
         self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
     ) -> None:
         dequantise_rows(kind, block, out)
+
+    def _forget(self, raw: RawTensor) -> None:
+        assert self._mapped is not None, "the base class refuses to read once closed"
+        forget(self._mapped, raw.offset, raw.size)
 
     def _unmap(self) -> None:
         mapped, self._mapped = self._mapped, None

@@ -322,7 +322,8 @@ def sample(
     for row, position, slot in sampled_rows(live, used_rows(live, row_count)):
         temperature, top_p, seed, top_k, _, min_p, penalty = settings[slot].item()
         values = logits[slot * vocabulary : (slot + 1) * vocabulary]
-        if np.isnan(values).any():
+        best = int(values.argmax())  # the first NaN if there is one
+        if np.isnan(values[best]):
             chosen[row] = -1
             continue
         if penalty != 1.0:
@@ -330,6 +331,9 @@ def sample(
             out = adjusted[slot * vocabulary : (slot + 1) * vocabulary]
             out[...] = penalised(values, seen, penalty)
             values = out
+        elif temperature == 0:
+            chosen[row] = best
+            continue
         chosen[row] = sample_reference(
             values, temperature, top_k, top_p, seed, position + 1, min_p=min_p
         )

@@ -22,7 +22,7 @@ from ostinato.models.arguments import quoted
 from ostinato.models.checkpoint import Checkpoint, JsonTokenizerSource, RawTensor, check_tensors
 from ostinato.models.config import LlamaConfig
 from ostinato.models.dequantise import dequantise_rows
-from ostinato.models.files import MAX_JSON, map_file, parse_object, read_json, unmap
+from ostinato.models.files import MAX_JSON, forget, map_file, parse_object, read_json, unmap
 
 __all__ = ["SUPPORTED_DTYPES", "SafetensorsCheckpoint", "open_folder"]
 
@@ -72,6 +72,9 @@ class SafetensorsCheckpoint(Checkpoint):
         self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
     ) -> None:
         dequantise_rows(kind, block, out)
+
+    def _forget(self, raw: RawTensor) -> None:
+        forget(self._mapped[raw.file], raw.offset, raw.size)
 
     def _unmap(self) -> None:
         mapped, self._mapped = self._mapped, {}

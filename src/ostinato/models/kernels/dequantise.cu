@@ -54,20 +54,33 @@ struct Q4_1 {  // scale, minimum, 32 x 4 bits
         return __fadd_rn(scaled, half_value(block + 2));
     }
 };
-struct Q4_K {  // scale, scale of minima, 8 x (6 bits of scale, 6 of minimum), 256 x 4 bits
+// A block of 256 values in 8 parts of 32: scale, scale of minima, 8 x (6 bits of scale, 6 of minimum)
+DEVICE float part_value(const u8* block, u32 part, u32 q) {
+    const u8* const scales = block + 4;
+    const u32 four = part % 4;
+    u32 scale = scales[four] & 63, minimum = scales[four + 4] & 63;
+    if (part >= 4) {  // the upper two bits are those that the first four left
+        scale = (scales[four + 8] & 15) | (scales[four] >> 2 & 48);
+        minimum = scales[four + 8] >> 4 | (scales[four + 4] >> 2 & 48);
+    }
+    const float step = __fmul_rn(half_value(block), static_cast<float>(scale));
+    const float least = __fmul_rn(half_value(block + 2), static_cast<float>(minimum));
+    return __fadd_rn(__fmul_rn(step, static_cast<float>(q)), -least);
+}
+struct Q4_K {  // then 256 x 4 bits
     static DEVICE float value(const u8* row, u32 i) {
         const u8* const block = row + i / 256 * 144;
-        const u8* const scales = block + 4;
-        const u32 part = i % 256 / 32, four = part % 4;
-        u32 scale = scales[four] & 63, minimum = scales[four + 4] & 63;
-        if (part >= 4) {  // the upper two bits are those that the first four left
-            scale = (scales[four + 8] & 15) | (scales[four] >> 2 & 48);
-            minimum = scales[four + 8] >> 4 | (scales[four + 4] >> 2 & 48);
-        }
-        const u32 q = block[16 + part / 2 * 32 + i % 32] >> (part % 2 * 4) & 15;
-        const float step = __fmul_rn(half_value(block), static_cast<float>(scale));
-        const float least = __fmul_rn(half_value(block + 2), static_cast<float>(minimum));
-        return __fadd_rn(__fmul_rn(step, static_cast<float>(q)), -least);
+        const u32 part = i % 256 / 32;
+        return part_value(block, part, block[16 + part / 2 * 32 + i % 32] >> (part % 2 * 4) & 15);
+    }
+};
+struct Q5_K {  // then 256 x the fifth bit, 256 x the lower 4 bits
+    static DEVICE float value(const u8* row, u32 i) {
+        const u8* const block = row + i / 256 * 176;
+        const u32 part = i % 256 / 32;
+        const u32 low = block[48 + part / 2 * 32 + i % 32] >> (part % 2 * 4) & 15;
+        const u32 high = block[16 + i % 32] >> part & 1;
+        return part_value(block, part, low | high << 4);
     }
 };
 struct Q6_K {  // 256 x lower 4 bits, 256 x upper 2 bits, 16 x 8 bits of scale with a sign, scale
@@ -118,4 +131,5 @@ FORMAT(Q8_0)
 FORMAT(Q4_0)
 FORMAT(Q4_1)
 FORMAT(Q4_K)
+FORMAT(Q5_K)
 FORMAT(Q6_K)

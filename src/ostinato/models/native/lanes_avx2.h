@@ -1,0 +1,126 @@
+/* Sixteen float32 lanes in two registers. */
+
+#include <immintrin.h>
+
+#define TILE 2
+#define MIX_VECTORS 2
+
+typedef struct {
+    __m256 a, b;
+} lanes;
+typedef __m256i bytes32;
+
+#define EACH(expression_a, expression_b) ((lanes){(expression_a), (expression_b)})
+
+INLINE lanes lanes_load(const float *from)
+{
+    return EACH(_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8));
+}
+INLINE void lanes_store(float *to, lanes x)
+{
+    _mm256_storeu_ps(to, x.a);
+    _mm256_storeu_ps(to + 8, x.b);
+}
+INLINE lanes lanes_set(float x) { return EACH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
+INLINE lanes lanes_fma(lanes x, lanes y, lanes z)
+{
+    return EACH(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
+}
+INLINE lanes lanes_mul(lanes x, lanes y)
+{
+    return EACH(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b));
+}
+INLINE lanes lanes_div(lanes x, lanes y)
+{
+    return EACH(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b));
+}
+INLINE lanes lanes_add(lanes x, lanes y)
+{
+    return EACH(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b));
+}
+INLINE lanes lanes_sub(lanes x, lanes y)
+{
+    return EACH(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b));
+}
+/* The second operand where either is NaN. */
+INLINE lanes lanes_max(lanes x, lanes y)
+{
+    return EACH(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b));
+}
+INLINE lanes lanes_min(lanes x, lanes y)
+{
+    return EACH(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b));
+}
+INLINE __m256 round_8(__m256 x)
+{
+    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+INLINE lanes lanes_round(lanes x) { return EACH(round_8(x.a), round_8(x.b)); }
+INLINE __m256 power_of_two_8(__m256 x)
+{
+    __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+/* 2 to the power of whole numbers between -126 and 127. */
+INLINE lanes lanes_power_of_two(lanes x)
+{
+    return EACH(power_of_two_8(x.a), power_of_two_8(x.b));
+}
+INLINE float lanes_sum(lanes x)
+{
+    __m256 eight = _mm256_add_ps(x.a, x.b);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+INLINE lanes f16_lanes(const uint8_t *from)
+{
+    return EACH(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)),
+                _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 16))));
+}
+INLINE __m256 bf16_8(const uint8_t *from)
+{
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+INLINE lanes bf16_lanes(const uint8_t *from) { return EACH(bf16_8(from), bf16_8(from + 16)); }
+INLINE float scalar_f16(const uint8_t *from)
+{
+    uint16_t bits;
+    memcpy(&bits, from, 2);
+    return _cvtsh_ss(bits);
+}
+
+INLINE bytes32 bytes_load(const uint8_t *from)
+{
+    return _mm256_loadu_si256((const __m256i *)from);
+}
+INLINE bytes32 bytes_bits(bytes32 x, int shift, uint8_t mask)
+{
+    __m256i moved = _mm256_srl_epi16(x, _mm_cvtsi32_si128(shift));
+    return _mm256_and_si256(moved, _mm256_set1_epi8((char)mask));
+}
+/* The low bits of each byte `shift` places up: 1 or 4; no bit may leave its byte. */
+INLINE bytes32 bytes_up(bytes32 x, int shift) { return _mm256_slli_epi16(x, shift); }
+INLINE bytes32 bytes_or(bytes32 x, bytes32 y) { return _mm256_or_si256(x, y); }
+INLINE bytes32 bytes_sub(bytes32 x, uint8_t y)
+{
+    return _mm256_sub_epi8(x, _mm256_set1_epi8((char)y));
+}
+INLINE lanes floats_16(__m128i x)
+{
+    return EACH(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(x, x))));
+}
+/* Signed bytes as numbers: the first sixteen, the others. */
+INLINE lanes bytes_first(bytes32 x) { return floats_16(_mm256_castsi256_si128(x)); }
+INLINE lanes bytes_second(bytes32 x) { return floats_16(_mm256_extracti128_si256(x, 1)); }
+INLINE bytes32 bytes_of_nibbles(const uint8_t *from)
+{
+    __m128i both = _mm_loadu_si128((const __m128i *)from), mask = _mm_set1_epi8(15);
+    return _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(both, 4), mask),
+                            _mm_and_si128(both, mask));
+}
+
+#include "codes.h"

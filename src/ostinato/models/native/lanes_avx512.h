@@ -1,0 +1,120 @@
+/* Sixteen float32 lanes in one register. */
+
+#include <immintrin.h>
+
+#define TILE 4 /* rows of each side whose products are held in registers */
+#define MIX_VECTORS 4
+
+typedef __m512 lanes;
+typedef __m256i bytes32;
+typedef __m512 codebook; /* the sixteen values that a four-bit code may mean */
+
+INLINE lanes lanes_load(const float *from) { return _mm512_loadu_ps(from); }
+INLINE void lanes_store(float *to, lanes a) { _mm512_storeu_ps(to, a); }
+INLINE lanes lanes_load_part(const float *from, uint32_t count)
+{
+    return _mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
+}
+INLINE void lanes_store_part(float *to, uint32_t count, lanes a)
+{
+    _mm512_mask_storeu_ps(to, (__mmask16)((1u << count) - 1), a);
+}
+INLINE lanes lanes_set(float a) { return _mm512_set1_ps(a); }
+INLINE lanes lanes_fma(lanes a, lanes b, lanes c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE lanes lanes_mul(lanes a, lanes b) { return _mm512_mul_ps(a, b); }
+INLINE lanes lanes_div(lanes a, lanes b) { return _mm512_div_ps(a, b); }
+INLINE lanes lanes_add(lanes a, lanes b) { return _mm512_add_ps(a, b); }
+INLINE lanes lanes_sub(lanes a, lanes b) { return _mm512_sub_ps(a, b); }
+/* The second operand where either is NaN. */
+INLINE lanes lanes_max(lanes a, lanes b) { return _mm512_max_ps(a, b); }
+INLINE lanes lanes_min(lanes a, lanes b) { return _mm512_min_ps(a, b); }
+INLINE lanes lanes_round(lanes a)
+{
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+/* 2 to the power of whole numbers between -126 and 127. */
+INLINE lanes lanes_power_of_two(lanes a)
+{
+    __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(a), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23));
+}
+INLINE float lanes_sum(lanes a)
+{
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+INLINE lanes f16_lanes(const uint8_t *from)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+}
+INLINE lanes bf16_lanes(const uint8_t *from)
+{
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+INLINE float scalar_f16(const uint8_t *from)
+{
+    uint16_t bits;
+    memcpy(&bits, from, 2);
+    return _cvtsh_ss(bits);
+}
+
+INLINE bytes32 bytes_load(const uint8_t *from)
+{
+    return _mm256_loadu_si256((const __m256i *)from);
+}
+INLINE bytes32 bytes_bits(bytes32 a, int shift, uint8_t mask)
+{
+    __m256i moved = _mm256_srl_epi16(a, _mm_cvtsi32_si128(shift));
+    return _mm256_and_si256(moved, _mm256_set1_epi8((char)mask));
+}
+/* The low bits of each byte `shift` places up: 1 or 4; no bit may leave its byte. */
+INLINE bytes32 bytes_up(bytes32 a, int shift) { return _mm256_slli_epi16(a, shift); }
+INLINE bytes32 bytes_or(bytes32 a, bytes32 b) { return _mm256_or_si256(a, b); }
+INLINE bytes32 bytes_sub(bytes32 a, uint8_t b)
+{
+    return _mm256_sub_epi8(a, _mm256_set1_epi8((char)b));
+}
+/* Signed bytes as numbers: the first sixteen, the others. */
+INLINE lanes bytes_first(bytes32 a)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(a)));
+}
+INLINE lanes bytes_second(bytes32 a)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(a, 1)));
+}
+
+INLINE lanes sixteen_codes(void)
+{
+    return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+INLINE codebook codes_affine(lanes scale, lanes offset)
+{
+    return _mm512_add_ps(_mm512_mul_ps(sixteen_codes(), scale), offset);
+}
+INLINE codebook codes_centred(lanes scale, float centre)
+{
+    return _mm512_mul_ps(_mm512_sub_ps(sixteen_codes(), _mm512_set1_ps(centre)), scale);
+}
+/* The permutation looks at the low four bits of each index alone. */
+INLINE void codes_of_16_bytes(codebook book, const uint8_t *from, lanes *low, lanes *high)
+{
+    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+    *low = _mm512_permutexvar_ps(codes, book);
+    *high = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), book);
+}
+INLINE void codes_of_32_bytes(codebook book, const uint8_t *from, int high, lanes *a, lanes *b)
+{
+    __m512i first = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+    __m512i second = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + 16)));
+    if (high) {
+        first = _mm512_srli_epi32(first, 4);
+        second = _mm512_srli_epi32(second, 4);
+    }
+    *a = _mm512_permutexvar_ps(first, book);
+    *b = _mm512_permutexvar_ps(second, book);
+}

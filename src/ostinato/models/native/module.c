@@ -1,0 +1,888 @@
+/* ostinato.models._native: the layer program's host kernels on packed weights.
+ *
+ * models/kernels_packed.py says what it is for; models/kernels_host.py is the same in NumPy, and
+ * serves where this was not built.  A kernel checks that everything it touches lies inside of its
+ * arguments, lets go of the GIL, and shares its rows out to a pool of threads.
+ *
+ * Only the limited API of CPython 3.11 is used, so that one build serves every later one. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "native.h"
+#include "pool.h"
+
+#define ACTIVE 1
+#define SAMPLE 2
+#define FROM_STATE 4
+
+#define MOST_ARRAYS 8
+#define MOST_THREADS 1024
+
+/* A part of a product is worth about so many values of one row: some microseconds, so that taking
+ * parts costs little and the last one is not waited for long. */
+#define PART_VALUES 32768
+/* Scores that one piece of attention holds at most, unless it is a single row. */
+#define PIECE_SCORES (1 << 18)
+#define PIECE_ROWS 8
+
+typedef struct {
+    PyObject_HEAD
+    pool *pool;
+    const kernel_set *set;
+} Kernels;
+
+/* ------------------------------------------------------------------------------------ arguments */
+
+typedef struct {
+    const char *kernel;
+    PyObject *const *given;
+    Py_ssize_t at;
+    Py_buffer arrays[MOST_ARRAYS];
+    int array_count;
+} arguments;
+
+static int
+begin_arguments(arguments *self, const char *kernel, PyObject *const *given, Py_ssize_t count,
+                Py_ssize_t wanted)
+{
+    self->kernel = kernel;
+    self->given = given;
+    self->at = 1; /* after the launch, of which nothing is asked */
+    self->array_count = 0;
+    if (count == wanted + 1)
+        return 0;
+    PyErr_Format(PyExc_TypeError, "%s takes a launch and %zd arguments, and %zd were given", kernel,
+                 wanted, count);
+    return -1;
+}
+
+static void
+end_arguments(arguments *self)
+{
+    while (self->array_count)
+        PyBuffer_Release(&self->arrays[--self->array_count]);
+}
+
+static void *
+take_array(arguments *self, int writable)
+{
+    PyObject *given = self->given[self->at++];
+    Py_buffer *array = &self->arrays[self->array_count];
+    if (PyErr_Occurred())
+        return NULL;
+    if (PyObject_GetBuffer(given, array, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+        return NULL;
+    self->array_count++;
+    return array->buf;
+}
+
+static uint32_t
+take_number(arguments *self)
+{
+    PyObject *given = self->given[self->at++];
+    if (PyErr_Occurred())
+        return 0;
+    unsigned long long number = PyLong_AsUnsignedLongLong(given);
+    if (number > UINT32_MAX && !PyErr_Occurred())
+        PyErr_Format(PyExc_OverflowError, "%s: argument %zd does not fit 32 bits", self->kernel,
+                     self->at - 1);
+    return (uint32_t)number;
+}
+
+static float
+take_float(arguments *self)
+{
+    PyObject *given = self->given[self->at++];
+    return PyErr_Occurred() ? 0.0f : (float)PyFloat_AsDouble(given);
+}
+
+/* a * b, or what no array has. */
+static uint64_t
+times(uint64_t a, uint64_t b)
+{
+    uint64_t result;
+    return __builtin_mul_overflow(a, b, &result) ? UINT64_MAX : result;
+}
+
+/* Raises IndexError unless array `index` holds so many bytes: what a fault of memory is here. */
+static void
+need(const arguments *self, int index, const char *name, uint64_t nbytes)
+{
+    if (PyErr_Occurred() || (uint64_t)self->arrays[index].len >= nbytes)
+        return;
+    PyErr_Format(PyExc_IndexError, "%s: %s has %zd bytes, and %llu are needed", self->kernel, name,
+                 self->arrays[index].len, (unsigned long long)nbytes);
+}
+
+/* ------------------------------------------------------------------------------------- matrices */
+
+/* What a packed matrix begins with; models/packed.py writes it. */
+typedef struct {
+    char magic[8];
+    uint32_t rows, columns, part_count, unused;
+    struct {
+        uint32_t kind, rows;
+        uint64_t offset;
+    } parts[MOST_PARTS];
+} packed_head;
+
+static int
+block_of(uint32_t kind, uint32_t *values, uint32_t *bytes)
+{
+    switch (kind) {
+    case KIND_F32: *values = 1, *bytes = 4; return 1;
+    case KIND_F16: *values = 1, *bytes = 2; return 1;
+    case KIND_BF16: *values = 1, *bytes = 2; return 1;
+    case KIND_Q4_0: *values = 32, *bytes = 18; return 1;
+    case KIND_Q4_1: *values = 32, *bytes = 20; return 1;
+    case KIND_Q8_0: *values = 32, *bytes = 34; return 1;
+    case KIND_Q4_K: *values = 256, *bytes = 144; return 1;
+    case KIND_Q5_K: *values = 256, *bytes = 176; return 1;
+    case KIND_Q6_K: *values = 256, *bytes = 210; return 1;
+    default: return 0;
+    }
+}
+
+/* Raises ValueError for what is no matrix, or none of these sizes; IndexError for one cut short. */
+static void
+read_matrix(const arguments *self, int index, uint64_t rows, uint32_t columns, matrix *out)
+{
+    const Py_buffer *array = &self->arrays[index];
+    packed_head head;
+    need(self, index, "the weight", sizeof head);
+    if (PyErr_Occurred())
+        return;
+    memcpy(&head, array->buf, sizeof head);
+    if (memcmp(head.magic, "ostinato", 8) != 0 || head.part_count > MOST_PARTS) {
+        PyErr_Format(PyExc_ValueError, "%s: the weight is no packed matrix", self->kernel);
+        return;
+    }
+    if (head.rows != rows || head.columns != columns) {
+        PyErr_Format(PyExc_ValueError, "%s: the weight is [%u, %u], and [%llu, %u] is needed",
+                     self->kernel, head.rows, head.columns, (unsigned long long)rows, columns);
+        return;
+    }
+    *out = (matrix){head.rows, head.columns, head.part_count, {{0}}};
+    uint64_t found = 0;
+    for (uint32_t i = 0; i < head.part_count; i++) {
+        uint32_t values, bytes, kind = head.parts[i].kind, part_rows = head.parts[i].rows;
+        uint64_t offset = head.parts[i].offset;
+        if (!block_of(kind, &values, &bytes) || columns % values != 0 || offset % 4 != 0) {
+            PyErr_Format(PyExc_ValueError, "%s: part %u of the weight, of type %u, cannot be read",
+                         self->kernel, i, kind);
+            return;
+        }
+        uint64_t row_bytes = (uint64_t)(columns / values) * bytes;
+        uint64_t size = times(part_rows, row_bytes), length = (uint64_t)array->len;
+        if (offset > length || size > length - offset) {
+            PyErr_Format(PyExc_IndexError, "%s: part %u of the weight passes its end", self->kernel,
+                         i);
+            return;
+        }
+        out->parts[i] = (part){(enum kind)kind, part_rows, (size_t)row_bytes,
+                               (const uint8_t *)array->buf + offset};
+        found += part_rows;
+    }
+    if (found != rows)
+        PyErr_Format(PyExc_ValueError, "%s: the weight's parts have %llu rows, and it says %u",
+                     self->kernel, (unsigned long long)found, head.rows);
+}
+
+/* -------------------------------------------------------------------------------- rows of steps */
+
+typedef struct {
+    int32_t token, position, slot, flags;
+} row;
+
+/* Rows up to the last active one. */
+static uint32_t
+used_rows(const row *live, uint32_t count)
+{
+    while (count && !(live[count - 1].flags & ACTIVE))
+        count--;
+    return count;
+}
+
+/* Raises IndexError for an active row outside of the cache. */
+static void
+require_inside(const arguments *self, const row *live, uint32_t used, uint32_t slots,
+               uint32_t context)
+{
+    for (uint32_t i = 0; i < used && !PyErr_Occurred(); i++)
+        if (live[i].flags & ACTIVE &&
+            ((uint32_t)live[i].slot >= slots || (uint32_t)live[i].position >= context))
+            PyErr_Format(PyExc_IndexError, "%s: row %u is at position %d of slot %d", self->kernel,
+                         i, (int)live[i].position, (int)live[i].slot);
+}
+
+/* ------------------------------------------------------------------------------------- products */
+
+typedef struct {
+    const kernel_set *set;
+    const matrix *weight;
+    const float *x;
+    size_t x_stride;
+    uint32_t rows;
+    uint32_t outputs;  /* how many of the matrix' rows are shared out */
+    uint32_t per_part; /* of them, in each part */
+    float *out;        /* [rows, out_stride] */
+    size_t out_stride;
+    float *scratch;
+    size_t scratch_each;
+    /* Of the one or the other kernel. */
+    float *residual;   /* [rows, outputs] */
+    float *inner;      /* [rows, outputs] */
+    float **places;    /* where each row's outputs belong */
+} product_work;
+
+typedef struct {
+    uint32_t first, last;
+    float *scratch;
+} product_part;
+
+static product_part
+part_of(const product_work *work, int index, int thread)
+{
+    uint32_t first = (uint32_t)index * work->per_part;
+    uint32_t last = work->outputs - first > work->per_part ? first + work->per_part : work->outputs;
+    return (product_part){first, last, work->scratch + (size_t)thread * work->scratch_each};
+}
+
+static void
+multiply(const product_work *work, uint32_t first, uint32_t last, float *scratch)
+{
+    work->set->product(work->weight, first, last, work->x, work->x_stride, work->rows,
+                       work->out + first, work->out_stride, scratch);
+}
+
+static void
+plain_part(void *context, int index, int thread)
+{
+    const product_work *work = context;
+    product_part part = part_of(work, index, thread);
+    multiply(work, part.first, part.last, part.scratch);
+}
+
+static void
+residual_part(void *context, int index, int thread)
+{
+    const product_work *work = context;
+    product_part part = part_of(work, index, thread);
+    multiply(work, part.first, part.last, part.scratch);
+    for (uint32_t r = 0; r < work->rows; r++)
+        work->set->add(work->residual + (size_t)r * work->outputs + part.first,
+                       work->out + (size_t)r * work->out_stride + part.first,
+                       part.last - part.first);
+}
+
+/* The matrix is [gate; up]. */
+static void
+gate_part(void *context, int index, int thread)
+{
+    const product_work *work = context;
+    product_part part = part_of(work, index, thread);
+    uint32_t width = work->outputs, count = part.last - part.first;
+    multiply(work, part.first, part.last, part.scratch);
+    multiply(work, width + part.first, width + part.last, part.scratch);
+    for (uint32_t r = 0; r < work->rows; r++) {
+        const float *gates = work->out + (size_t)r * work->out_stride + part.first;
+        work->set->gate(gates, gates + width, count,
+                        work->inner + (size_t)r * width + part.first);
+    }
+}
+
+/* Each row's outputs to a place of its own, by way of the thread's scratch. */
+static void
+scattered_part(void *context, int index, int thread)
+{
+    const product_work *work = context;
+    product_part part = part_of(work, index, thread);
+    uint32_t count = part.last - part.first;
+    float *here = part.scratch;
+    work->set->product(work->weight, part.first, part.last, work->x, work->x_stride, work->rows,
+                       here, count, here + (size_t)work->rows * work->per_part);
+    for (uint32_t r = 0; r < work->rows; r++)
+        memcpy(work->places[r] + part.first, here + (size_t)r * count, count * sizeof(float));
+}
+
+/* Runs a product in parts.  -1 without memory; the GIL is let go of. */
+static int
+share_product(Kernels *self, product_work *work, pool_task task, uint32_t weight_rows_each)
+{
+    uint64_t each = (uint64_t)work->weight->columns * weight_rows_each * (4 + work->rows) / 4;
+    uint64_t count = PART_VALUES / (each ? each : 1);
+    count = count < 4 ? 4 : (count + 3) / 4 * 4;
+    work->set = self->set;
+    work->per_part = count < work->outputs ? (uint32_t)count : work->outputs;
+    work->scratch_each = self->set->product_scratch(work->weight->columns) + 16;
+    if (task == scattered_part)
+        work->scratch_each += (size_t)work->rows * work->per_part;
+    work->scratch = malloc(work->scratch_each * sizeof(float) * (size_t)pool_threads(self->pool));
+    if (work->scratch == NULL)
+        return -1;
+    if (work->outputs) {
+        uint64_t parts = (work->outputs + (uint64_t)work->per_part - 1) / work->per_part;
+        pool_run(self->pool, (int)parts, task, work);
+    }
+    free(work->scratch);
+    return 0;
+}
+
+static void
+normalise(const kernel_set *set, const float *x, const float *weight, uint32_t rows, uint32_t width,
+          float epsilon, float *out)
+{
+    for (uint32_t r = 0; r < rows; r++)
+        set->norm(x + (size_t)r * width, weight, width, epsilon, out + (size_t)r * width);
+}
+
+/* -------------------------------------------------------------------------------------- kernels */
+
+/* After the arguments were taken: what the kernel gives. */
+static PyObject *
+finish(arguments *given, int status)
+{
+    end_arguments(given);
+    if (PyErr_Occurred())
+        return NULL;
+    if (status != 0)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+kernels_embed(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    Kernels *self = (Kernels *)op;
+    arguments a;
+    if (begin_arguments(&a, "embed", args, count, 11) != 0)
+        return NULL;
+    const row *rows = take_array(&a, 0);
+    const int32_t *state = take_array(&a, 0);
+    row *live = take_array(&a, 1);
+    (void)take_array(&a, 0);
+    float *x = take_array(&a, 1);
+    int32_t *history = take_array(&a, 1);
+    uint32_t row_count = take_number(&a), hidden = take_number(&a), vocabulary = take_number(&a);
+    uint32_t slots = take_number(&a), context = take_number(&a);
+    matrix table;
+    need(&a, 0, "rows", times(row_count, sizeof(row)));
+    need(&a, 1, "state", times(slots, 16));
+    need(&a, 2, "live", times(row_count, sizeof(row)));
+    need(&a, 4, "x", times(times(row_count, hidden), 4));
+    need(&a, 5, "history", times(times(slots, context), 4));
+    read_matrix(&a, 3, vocabulary, hidden, &table);
+    if (PyErr_Occurred())
+        return finish(&a, 0);
+    Py_BEGIN_ALLOW_THREADS
+    for (uint32_t i = 0; i < row_count; i++) {
+        row one = rows[i];
+        float *out = x + (size_t)i * hidden;
+        if (one.slot < 0 || (uint32_t)one.slot >= slots)
+            one.flags &= ~ACTIVE;
+        else if (one.flags & FROM_STATE) {
+            const int32_t *its = state + 4 * (size_t)one.slot;
+            one.token = its[0];
+            one.position = its[1];
+            if (its[3])
+                one.flags &= ~ACTIVE;
+        }
+        if (one.token < 0 || (uint32_t)one.token >= vocabulary || one.position < 0 ||
+            (uint32_t)one.position >= context)
+            one.flags &= ~ACTIVE;
+        live[i] = one;
+        memset(out, 0, (size_t)hidden * sizeof *out);
+        if (!(one.flags & ACTIVE))
+            continue;
+        history[(size_t)one.slot * context + (size_t)one.position] = one.token;
+        uint32_t at = (uint32_t)one.token;
+        for (uint32_t p = 0; p < table.part_count; at -= table.parts[p++].rows)
+            if (at < table.parts[p].rows) {
+                self->set->unpack(table.parts[p].kind,
+                                  table.parts[p].data + at * table.parts[p].row_bytes, hidden, out);
+                break;
+            }
+    }
+    Py_END_ALLOW_THREADS
+    return finish(&a, 0);
+}
+
+static PyObject *
+kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    Kernels *self = (Kernels *)op;
+    const kernel_set *set = self->set;
+    arguments a;
+    if (begin_arguments(&a, "norm_qkv_rope", args, count, 16) != 0)
+        return NULL;
+    const row *live = take_array(&a, 0);
+    const float *x = take_array(&a, 0), *norm = take_array(&a, 0);
+    (void)take_array(&a, 0);
+    const float *rope = take_array(&a, 0);
+    float *cache = take_array(&a, 1), *q = take_array(&a, 1), *workspace = take_array(&a, 1);
+    uint32_t row_count = take_number(&a), hidden = take_number(&a), heads = take_number(&a);
+    uint32_t kv_heads = take_number(&a), size = take_number(&a), slots = take_number(&a);
+    uint32_t context = take_number(&a);
+    float epsilon = take_float(&a);
+    need(&a, 0, "live", times(row_count, sizeof(row)));
+    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    if (used == 0)
+        return finish(&a, 0);
+    uint64_t width = times(heads + 2 * (uint64_t)kv_heads, size);
+    matrix weight;
+    need(&a, 1, "x", times(times(used, hidden), 4));
+    need(&a, 2, "norm", times(hidden, 4));
+    need(&a, 4, "rope", times(times(context, size), 4));
+    need(&a, 5, "cache", times(times(times(slots, kv_heads), times(context, size)), 8));
+    need(&a, 6, "q", times(times(used, heads), times(size, 4)));
+    need(&a, 7, "workspace", times(times(used, width + hidden), 4));
+    read_matrix(&a, 3, width, hidden, &weight);
+    require_inside(&a, live, used, slots, context);
+    if (PyErr_Occurred())
+        return finish(&a, 0);
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    float *normed = workspace + used * width;
+    normalise(set, x, norm, used, hidden, epsilon, normed);
+    product_work work = {.weight = &weight, .x = normed, .x_stride = hidden, .rows = used,
+                         .outputs = (uint32_t)width, .out = workspace, .out_stride = width};
+    status = share_product(self, &work, plain_part, 1);
+    size_t head_stride = (size_t)context * size, slot_stride = kv_heads * head_stride;
+    uint32_t half = size / 2;
+    for (uint32_t i = 0; i < used && status == 0; i++) {
+        if (!(live[i].flags & ACTIVE))
+            continue;
+        const float *from = workspace + i * width;
+        const float *cosine = rope + (size_t)live[i].position * 2 * half, *sine = cosine + half;
+        float *keys = cache + (size_t)live[i].slot * slot_stride + (size_t)live[i].position * size;
+        float *values = keys + slots * slot_stride;
+        for (uint32_t h = 0; h < heads; h++, from += size)
+            set->rotate(from, cosine, sine, half, q + ((size_t)i * heads + h) * size);
+        for (uint32_t h = 0; h < kv_heads; h++, from += size)
+            set->rotate(from, cosine, sine, half, keys + h * head_stride);
+        for (uint32_t h = 0; h < kv_heads; h++, from += size)
+            memcpy(values + h * head_stride, from, size * sizeof *from);
+    }
+    Py_END_ALLOW_THREADS
+    return finish(&a, status);
+}
+
+typedef struct {
+    const kernel_set *set;
+    const attention_piece *pieces;
+    float *scratch;
+    size_t scratch_each;
+} attention_work;
+
+static void
+attention_part(void *context, int index, int thread)
+{
+    const attention_work *work = context;
+    work->set->attend(&work->pieces[index], work->scratch + (size_t)thread * work->scratch_each);
+}
+
+/* The next piece of a run of rows from `start` on: how many rows. */
+static uint32_t
+rows_of_piece(const row *live, uint32_t start, uint32_t used, uint32_t queries)
+{
+    uint64_t scores = times(queries, (uint64_t)live[start].position + PIECE_ROWS);
+    uint64_t most = scores ? PIECE_SCORES / scores : 1;
+    uint32_t rows = 1;
+    most = most > PIECE_ROWS ? PIECE_ROWS : most;
+    while (rows < most && start + rows < used && live[start + rows].flags & ACTIVE &&
+           live[start + rows].slot == live[start].slot &&
+           live[start + rows].position == live[start].position + (int32_t)rows)
+        rows++;
+    return rows;
+}
+
+static int
+share_attention(Kernels *self, const row *live, uint32_t used, const attention_piece *whole,
+                const float *cache, uint32_t kv_heads, size_t head_stride, uint32_t slots)
+{
+    uint32_t group = whole->queries, splits = 1;
+    /* Few rows: a query head each, so that all threads find something to do. */
+    if ((uint64_t)used * kv_heads < 2 * (uint64_t)pool_threads(self->pool))
+        splits = group;
+    attention_piece *pieces = malloc(times(times(used, kv_heads), splits * sizeof *pieces));
+    if (pieces == NULL)
+        return -1;
+    attention_work work = {.set = self->set, .pieces = pieces};
+    uint32_t count = 0, rows;
+    for (uint32_t start = 0; start < used; start += rows) {
+        rows = 1;
+        if (!(live[start].flags & ACTIVE))
+            continue;
+        rows = rows_of_piece(live, start, used, group / splits);
+        for (uint32_t h = 0; h < kv_heads * splits; h++) {
+            attention_piece *piece = &pieces[count++];
+            size_t at = start * whole->row_stride + (size_t)h * (group / splits) * whole->head_size;
+            *piece = *whole;
+            piece->rows = rows;
+            piece->queries = group / splits;
+            piece->position = (uint32_t)live[start].position;
+            piece->q += at;
+            piece->out += at;
+            piece->keys = cache + ((size_t)live[start].slot * kv_heads + h / splits) * head_stride;
+            piece->values = piece->keys + (size_t)slots * kv_heads * head_stride;
+            size_t scratch = self->set->attend_scratch(piece);
+            work.scratch_each = scratch > work.scratch_each ? scratch : work.scratch_each;
+        }
+    }
+    work.scratch = malloc(work.scratch_each * sizeof(float) * (size_t)pool_threads(self->pool));
+    if (work.scratch != NULL)
+        pool_run(self->pool, (int)count, attention_part, &work);
+    free(pieces);
+    int status = work.scratch == NULL ? -1 : 0;
+    free(work.scratch);
+    return status;
+}
+
+static PyObject *
+kernels_attention(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    Kernels *self = (Kernels *)op;
+    arguments a;
+    if (begin_arguments(&a, "attention", args, count, 12) != 0)
+        return NULL;
+    const row *live = take_array(&a, 0);
+    const float *q = take_array(&a, 0), *cache = take_array(&a, 0);
+    float *attended = take_array(&a, 1);
+    (void)take_array(&a, 1);
+    uint32_t row_count = take_number(&a), heads = take_number(&a), kv_heads = take_number(&a);
+    uint32_t size = take_number(&a), slots = take_number(&a), context = take_number(&a);
+    float scale = take_float(&a);
+    need(&a, 0, "live", times(row_count, sizeof(row)));
+    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    if (used == 0)
+        return finish(&a, 0);
+    need(&a, 1, "q", times(times(used, heads), times(size, 4)));
+    need(&a, 2, "cache", times(times(times(slots, kv_heads), times(context, size)), 8));
+    need(&a, 3, "attended", times(times(used, heads), times(size, 4)));
+    require_inside(&a, live, used, slots, context);
+    if (!PyErr_Occurred() && (kv_heads == 0 || heads % kv_heads != 0))
+        PyErr_Format(PyExc_ValueError, "attention: %u heads in %u groups", heads, kv_heads);
+    if (PyErr_Occurred())
+        return finish(&a, 0);
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    attention_piece whole = {.q = q, .out = attended, .row_stride = (size_t)heads * size,
+                             .queries = heads / kv_heads, .head_size = size, .scale = scale};
+    status = share_attention(self, live, used, &whole, cache, kv_heads, (size_t)context * size,
+                             slots);
+    Py_END_ALLOW_THREADS
+    return finish(&a, status);
+}
+
+/* x += source @ weight.T */
+static PyObject *
+add_product(Kernels *self, const char *name, PyObject *const *args, Py_ssize_t count)
+{
+    arguments a;
+    if (begin_arguments(&a, name, args, count, 8) != 0)
+        return NULL;
+    const row *live = take_array(&a, 0);
+    const float *source = take_array(&a, 0);
+    (void)take_array(&a, 0);
+    float *x = take_array(&a, 1), *workspace = take_array(&a, 1);
+    uint32_t row_count = take_number(&a), hidden = take_number(&a), width = take_number(&a);
+    need(&a, 0, "live", times(row_count, sizeof(row)));
+    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    if (used == 0)
+        return finish(&a, 0);
+    matrix weight;
+    need(&a, 1, "the source", times(times(used, width), 4));
+    need(&a, 3, "x", times(times(used, hidden), 4));
+    need(&a, 4, "workspace", times(times(used, hidden), 4));
+    read_matrix(&a, 2, hidden, width, &weight);
+    if (PyErr_Occurred())
+        return finish(&a, 0);
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    product_work work = {.weight = &weight, .x = source, .x_stride = width, .rows = used,
+                         .outputs = hidden, .out = workspace, .out_stride = hidden, .residual = x};
+    status = share_product(self, &work, residual_part, 1);
+    Py_END_ALLOW_THREADS
+    return finish(&a, status);
+}
+
+static PyObject *
+kernels_output_residual(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    return add_product((Kernels *)op, "output_residual", args, count);
+}
+
+static PyObject *
+kernels_down_residual(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    return add_product((Kernels *)op, "down_residual", args, count);
+}
+
+static PyObject *
+kernels_norm_gate_up(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    Kernels *self = (Kernels *)op;
+    arguments a;
+    if (begin_arguments(&a, "norm_gate_up", args, count, 10) != 0)
+        return NULL;
+    const row *live = take_array(&a, 0);
+    const float *x = take_array(&a, 0), *norm = take_array(&a, 0);
+    (void)take_array(&a, 0);
+    float *inner = take_array(&a, 1), *workspace = take_array(&a, 1);
+    uint32_t row_count = take_number(&a), hidden = take_number(&a), width = take_number(&a);
+    float epsilon = take_float(&a);
+    need(&a, 0, "live", times(row_count, sizeof(row)));
+    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    if (used == 0)
+        return finish(&a, 0);
+    matrix weight;
+    need(&a, 1, "x", times(times(used, hidden), 4));
+    need(&a, 2, "norm", times(hidden, 4));
+    need(&a, 4, "inner", times(times(used, width), 4));
+    need(&a, 5, "workspace", times(times(used, 2 * (uint64_t)width + hidden), 4));
+    read_matrix(&a, 3, 2 * (uint64_t)width, hidden, &weight);
+    if (PyErr_Occurred())
+        return finish(&a, 0);
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    float *normed = workspace + (size_t)used * 2 * width;
+    normalise(self->set, x, norm, used, hidden, epsilon, normed);
+    product_work work = {.weight = &weight, .x = normed, .x_stride = hidden, .rows = used,
+                         .outputs = width, .out = workspace, .out_stride = 2 * (size_t)width,
+                         .inner = inner};
+    status = share_product(self, &work, gate_part, 2);
+    Py_END_ALLOW_THREADS
+    return finish(&a, status);
+}
+
+static int
+share_head(Kernels *self, const matrix *weight, const row *live, uint32_t used, const float *x,
+           const float *norm, float epsilon, float *logits, float *workspace)
+{
+    uint32_t hidden = weight->columns, sampled = 0;
+    float **places = malloc((size_t)used * sizeof *places);
+    if (places == NULL)
+        return -1;
+    for (uint32_t i = 0; i < used; i++)
+        if ((live[i].flags & (ACTIVE | SAMPLE)) == (ACTIVE | SAMPLE)) {
+            self->set->norm(x + (size_t)i * hidden, norm, hidden, epsilon,
+                            workspace + (size_t)sampled * hidden);
+            places[sampled++] = logits + (size_t)live[i].slot * weight->rows;
+        }
+    product_work work = {.weight = weight, .x = workspace, .x_stride = hidden, .rows = sampled,
+                         .outputs = weight->rows, .out = sampled ? places[0] : NULL,
+                         .out_stride = weight->rows, .places = places};
+    int status = sampled ? share_product(self, &work, sampled == 1 ? plain_part : scattered_part, 1)
+                         : 0;
+    free(places);
+    return status;
+}
+
+static PyObject *
+kernels_head(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    Kernels *self = (Kernels *)op;
+    arguments a;
+    if (begin_arguments(&a, "head", args, count, 10) != 0)
+        return NULL;
+    const row *live = take_array(&a, 0);
+    const float *x = take_array(&a, 0), *norm = take_array(&a, 0);
+    (void)take_array(&a, 0);
+    float *logits = take_array(&a, 1), *workspace = take_array(&a, 1);
+    uint32_t row_count = take_number(&a), hidden = take_number(&a), vocabulary = take_number(&a);
+    float epsilon = take_float(&a);
+    need(&a, 0, "live", times(row_count, sizeof(row)));
+    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    if (used == 0)
+        return finish(&a, 0);
+    matrix weight;
+    need(&a, 1, "x", times(times(used, hidden), 4));
+    need(&a, 2, "norm", times(hidden, 4));
+    need(&a, 5, "workspace", times(times(used, hidden), 4));
+    read_matrix(&a, 3, vocabulary, hidden, &weight);
+    uint64_t slots = vocabulary ? (uint64_t)a.arrays[4].len / 4 / vocabulary : UINT32_MAX;
+    require_inside(&a, live, used, slots > UINT32_MAX ? UINT32_MAX : (uint32_t)slots, UINT32_MAX);
+    if (PyErr_Occurred())
+        return finish(&a, 0);
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = share_head(self, &weight, live, used, x, norm, epsilon, logits, workspace);
+    Py_END_ALLOW_THREADS
+    return finish(&a, status);
+}
+
+/* ----------------------------------------------------------------------------------------- type */
+
+typedef const kernel_set *(*kernel_set_of)(void);
+
+/* The best first. */
+static const kernel_set_of SETS[] = {ostinato_avx512, ostinato_avx2, ostinato_neon, ostinato_plain};
+#define SET_COUNT (sizeof SETS / sizeof *SETS)
+
+static PyObject *
+kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"threads", "instructions", NULL};
+    int threads;
+    const char *wanted = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|z:Kernels", names, &threads, &wanted))
+        return NULL;
+    if (threads < 1 || threads > MOST_THREADS)
+        return PyErr_Format(PyExc_ValueError, "threads is %d; it must be 1 to %d", threads,
+                            MOST_THREADS);
+    const kernel_set *set = NULL;
+    for (size_t i = 0; i < SET_COUNT && set == NULL; i++) {
+        const kernel_set *one = SETS[i]();
+        if (one != NULL && (wanted == NULL || strcmp(one->name, wanted) == 0))
+            set = one;
+    }
+    if (set == NULL)
+        return PyErr_Format(PyExc_ValueError, "this processor has no %s", wanted);
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Kernels *self = (Kernels *)alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->set = set;
+    self->pool = pool_create(threads);
+    if (self->pool == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)self;
+}
+
+static void
+kernels_dealloc(PyObject *op)
+{
+    Kernels *self = (Kernels *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    if (self->pool != NULL)
+        pool_destroy(self->pool);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
+    Py_DECREF(type);
+}
+
+static PyObject *
+kernels_instructions(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(((Kernels *)op)->set->name);
+}
+
+static PyObject *
+kernels_threads(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(pool_threads(((Kernels *)op)->pool));
+}
+
+/* Kernels start the threads where they run the first time, and anew in a forked child. */
+#define KERNEL(NAME)                                                                               \
+    static PyObject *run_##NAME(PyObject *op, PyObject *const *args, Py_ssize_t count)             \
+    {                                                                                              \
+        pool_prepare(((Kernels *)op)->pool);                                                       \
+        return kernels_##NAME(op, args, count);                                                    \
+    }
+KERNEL(embed)
+KERNEL(norm_qkv_rope)
+KERNEL(attention)
+KERNEL(output_residual)
+KERNEL(norm_gate_up)
+KERNEL(down_residual)
+KERNEL(head)
+
+#define METHOD(NAME) {#NAME, (PyCFunction)(void (*)(void))run_##NAME, METH_FASTCALL, NULL}
+
+static PyMethodDef kernels_methods[] = {
+    METHOD(embed),        METHOD(norm_qkv_rope), METHOD(attention), METHOD(output_residual),
+    METHOD(norm_gate_up), METHOD(down_residual), METHOD(head),      {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef kernels_fields[] = {
+    {"instructions", kernels_instructions, NULL, "The instruction set that is used.", NULL},
+    {"threads", kernels_threads, NULL, "How many threads work, the caller included.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot kernels_slots[] = {
+    {Py_tp_doc, "Kernels(threads, instructions=None)\n--\n\n"
+                "The kernels of models.kernels_host on packed weights, with threads of their own.\n"
+                "\n`instructions`: one of INSTRUCTIONS; the best if None."},
+    {Py_tp_new, kernels_new},
+    {Py_tp_dealloc, kernels_dealloc},
+    {Py_tp_methods, kernels_methods},
+    {Py_tp_getset, kernels_fields},
+    {0, NULL},
+};
+
+static PyType_Spec kernels_spec = {
+    .name = "ostinato.models._native.Kernels",
+    .basicsize = sizeof(Kernels),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = kernels_slots,
+};
+
+/* --------------------------------------------------------------------------------------- module */
+
+static int
+module_exec(PyObject *module)
+{
+    static int set_up = 0; /* a process' handlers for forks are for good */
+    if (!set_up && pool_set_up() != 0) {
+        PyErr_SetString(PyExc_ImportError, "no handler for forks can be registered");
+        return -1;
+    }
+    set_up = 1;
+    PyObject *names = PyList_New(0);
+    if (names == NULL)
+        return -1;
+    for (size_t i = 0; i < SET_COUNT; i++) {
+        const kernel_set *one = SETS[i]();
+        PyObject *name = one == NULL ? NULL : PyUnicode_FromString(one->name);
+        if (one != NULL && (name == NULL || PyList_Append(names, name) != 0)) {
+            Py_XDECREF(name);
+            Py_DECREF(names);
+            return -1;
+        }
+        Py_XDECREF(name);
+    }
+    PyObject *tuple = PyList_AsTuple(names);
+    Py_DECREF(names);
+    if (tuple == NULL)
+        return -1;
+    int failed = PyModule_AddObjectRef(module, "INSTRUCTIONS", tuple);
+    Py_DECREF(tuple);
+    if (failed)
+        return failed;
+    PyObject *type = PyType_FromModuleAndSpec(module, &kernels_spec, NULL);
+    if (type == NULL)
+        return -1;
+    failed = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return failed;
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "ostinato.models._native",
+    .m_doc = "Host kernels on packed weights.  INSTRUCTIONS: the instruction sets that this "
+             "processor has, the best first.",
+    .m_size = 0,
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC
+PyInit__native(void)
+{
+    return PyModuleDef_Init(&module);
+}

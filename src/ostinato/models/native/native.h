@@ -1,0 +1,85 @@
+/* What the parts of ostinato.models._native share. */
+
+#ifndef OSTINATO_NATIVE_H
+#define OSTINATO_NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Tensor types by their numbers in GGUF. */
+enum kind {
+    KIND_F32 = 0,
+    KIND_F16 = 1,
+    KIND_Q4_0 = 2,
+    KIND_Q4_1 = 3,
+    KIND_Q8_0 = 8,
+    KIND_Q4_K = 12,
+    KIND_Q5_K = 13,
+    KIND_Q6_K = 14,
+    KIND_BF16 = 30,
+};
+
+/* Rows of one type below each other. */
+typedef struct {
+    enum kind kind;
+    uint32_t rows;
+    size_t row_bytes;
+    const uint8_t *data;
+} part;
+
+#define MOST_PARTS 3 /* queries, keys and values */
+
+/* [rows, columns]: parts below each other. */
+typedef struct {
+    uint32_t rows, columns, part_count;
+    part parts[MOST_PARTS];
+} matrix;
+
+/* Rows of one slot at rising positions, and the key head that they attend with. */
+typedef struct {
+    const float *q;          /* of the first row and the first query head */
+    float *out;              /* likewise */
+    const float *keys;       /* [positions, head_size] of the slot and the key head */
+    const float *values;     /* likewise */
+    size_t row_stride;       /* floats from a row's queries to the next row's */
+    uint32_t rows, queries;  /* query heads of each row */
+    uint32_t position;       /* of the first row */
+    uint32_t head_size;
+    float scale;
+} attention_piece;
+
+/* The kernels for one instruction set.
+ *
+ * Every sum runs over sixteen lanes in order of the index, then over the lanes as a tree.  So an
+ * output depends on its inputs alone: not on how many rows are computed, by which thread, in which
+ * pieces; and instruction sets with a fused multiply-add give the same bits. */
+typedef struct {
+    const char *name;
+    /* A row's values. */
+    void (*unpack)(enum kind kind, const uint8_t *row, uint32_t columns, float *out);
+    /* Floats of working memory that `product` needs. */
+    size_t (*product_scratch)(uint32_t columns);
+    /* out[r, n - first] = x[r] . weight[n] for `first` <= n < `last` and `rows` rows of x. */
+    void (*product)(const matrix *weight, uint32_t first, uint32_t last, const float *x,
+                    size_t x_stride, uint32_t rows, float *out, size_t out_stride,
+                    float *scratch);
+    /* out = x / root of the mean square * weight */
+    void (*norm)(const float *x, const float *weight, uint32_t width, float epsilon, float *out);
+    /* out = silu(gate) * up */
+    void (*gate)(const float *gate, const float *up, uint32_t count, float *out);
+    /* x += y */
+    void (*add)(float *x, const float *y, uint32_t count);
+    /* Rope in the half-split order. */
+    void (*rotate)(const float *x, const float *cosine, const float *sine, uint32_t half,
+                   float *out);
+    size_t (*attend_scratch)(const attention_piece *piece);
+    void (*attend)(const attention_piece *piece, float *scratch);
+} kernel_set;
+
+/* NULL where the processor, or the compiler, has not the instructions. */
+const kernel_set *ostinato_avx512(void);
+const kernel_set *ostinato_avx2(void);
+const kernel_set *ostinato_neon(void);
+const kernel_set *ostinato_plain(void);
+
+#endif

@@ -1,0 +1,21 @@
+/* The kernels in plain C, for processors without the instructions of the others. */
+
+#include "native.h"
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "packed weights are little endian"
+#endif
+
+#include <math.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define NAME "plain"
+#include "lanes_plain.h"
+#include "kernels.h"
+
+const kernel_set *
+ostinato_plain(void)
+{
+    return &kernels;
+}

@@ -1,0 +1,130 @@
+"""Matrices as a file packs them, in one piece of memory each: what the compiled host kernels read.
+
+    head                   "ostinato", rows, columns, number of parts, 0; for each part its tensor
+                           type (GGUF's number), its rows and the offset of its first row
+    part, part, …          rows below each other as the file has them; queries, keys and values, or
+                           gate and up, may be of different types
+
+Numbers are the machine's own (32 bits, offsets 64).  Each part begins at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.errors import InputError
+from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
+
+__all__ = ["PackedMatrix", "PackedPart"]
+
+_HEAD = struct.Struct("=8s4I")
+_PART = struct.Struct("=2IQ")
+_MOST_PARTS = 3
+_ALIGNMENT = 64
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """Rows of one tensor type, a key of `BLOCK_TYPES`."""
+
+    type: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """The layout of a matrix of parts below each other, [rows, columns] in all.
+
+    Raises InputError for a type that is not known, for rows that are no whole number of its blocks,
+    and for sizes that fit no kernel.
+    """
+
+    columns: int
+    parts: tuple[PackedPart, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.parts) <= _MOST_PARTS:
+            raise InputError(f"{len(self.parts)} parts of a packed matrix; 1 to {_MOST_PARTS}")
+        for part in self.parts:
+            block = BLOCK_TYPES.get(part.type)
+            if block is None:
+                raise InputError(
+                    f"tensor type {part.type!r} is not known; there are: "
+                    f"{', '.join(SUPPORTED_TYPES)}"
+                )
+            if part.rows < 1 or self.columns < 1 or self.columns % block.values:
+                raise InputError(
+                    f"{part.rows} rows of {self.columns} values cannot be {part.type}: a row is a "
+                    f"whole number of blocks of {block.values}"
+                )
+        if max(self.rows, self.columns) > _MOST:
+            raise InputError(f"a packed matrix of [{self.rows}, {self.columns}]; {_MOST} at most")
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Of head and parts."""
+        last = self.parts[-1]
+        return self._offsets()[-1] + last.rows * self._row_bytes(last)
+
+    def _row_bytes(self, part: PackedPart) -> int:
+        block = BLOCK_TYPES[part.type]
+        return self.columns // block.values * block.size
+
+    def _offsets(self) -> list[int]:
+        offsets = []
+        end = _HEAD.size + _MOST_PARTS * _PART.size
+        for part in self.parts:
+            offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+            end = offsets[-1] + part.rows * self._row_bytes(part)
+        return offsets
+
+    def begin(self, memory: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], ...]:
+        """Writes the head; each part's rows, uint8 [rows, bytes in a row], are to be filled.
+
+        `memory`: flat, contiguous, `nbytes` of uint8.  Raises InputError for another.
+        """
+        _require(memory, (self.nbytes,))
+        offsets = self._offsets()
+        head = _HEAD.pack(b"ostinato", self.rows, self.columns, len(self.parts), 0)
+        for part, offset in zip(self.parts, offsets, strict=True):
+            head += _PART.pack(BLOCK_TYPES[part.type].number, part.rows, offset)
+        memory[: offsets[0]] = 0
+        memory[: len(head)] = np.frombuffer(head, np.uint8)
+        rows = []
+        for part, offset in zip(self.parts, offsets, strict=True):
+            size = self._row_bytes(part)
+            rows.append(memory[offset : offset + part.rows * size].reshape(part.rows, size))
+        return tuple(rows)
+
+    def pack(self, parts: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+        """The matrix of these parts, each uint8 [rows, bytes in a row].
+
+        Raises InputError for parts of other sizes.
+        """
+        memory = np.empty(self.nbytes, np.uint8)
+        rows = self.begin(memory)
+        if len(parts) != len(rows):
+            raise InputError(f"{len(parts)} arrays for a matrix of {len(rows)} parts")
+        for given, into in zip(parts, rows, strict=True):
+            _require(given, into.shape)
+            into[...] = given
+        return memory
+
+
+def _require(array: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> None:
+    if array.dtype != np.uint8 or array.shape != shape or not array.flags.c_contiguous:
+        raise InputError(
+            f"packed bytes are {array.dtype} {list(array.shape)}"
+            f"{'' if array.flags.c_contiguous else ' (not C-contiguous)'}; C-contiguous uint8 "
+            f"{list(shape)} is needed"
+        )

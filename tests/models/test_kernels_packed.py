@@ -1,0 +1,725 @@
+"""The compiled kernels: every tensor type, on every instruction set of this processor, against
+NumPy over the dequantised weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from ostinato.device import Device, open_device
+from ostinato.driver.host.kernel import HostKernel
+from ostinato.errors import ContextPoisonedError, InputError, SettingsError
+from ostinato.models import kernels_packed
+from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.decoder import Decoder
+from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
+from ostinato.models.kernels_host import HOST_KERNELS
+from ostinato.models.open import open_checkpoint
+from ostinato.models.packed import PackedMatrix, PackedPart
+from ostinato.models.plan import rope_table
+from ostinato.models.program import ACTIVE, FROM_STATE, SAMPLE
+from tests.models.model_files import weights, write_gguf
+from tests.models.test_kernels_host import NAN, config_of, live_rows, random
+
+pytestmark = pytest.mark.skipif(
+    not kernels_packed.compiled(), reason="the extension was not built here"
+)
+INSTRUCTIONS = kernels_packed._extension.INSTRUCTIONS if kernels_packed.compiled() else ()
+
+# Where a block has its float16 numbers.
+HALVES = {
+    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+
+
+def blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: float = 0.01) -> np.ndarray:
+    """Random bytes with sane scales: every code occurs."""
+    rng, block = np.random.default_rng(seed), BLOCK_TYPES[kind]
+    if kind == "F32":
+        return random((rows, columns), seed).view(np.uint8)
+    if kind == "F16":
+        return random((rows, columns), seed).astype(np.float16).view(np.uint8)
+    if kind == "BF16":
+        halves = (random((rows, columns), seed).view(np.uint32) >> 16).astype(np.uint16)
+        return halves.view(np.uint8)
+    found = rng.integers(0, 256, (rows, columns // block.values, block.size), np.uint8)
+    for at in HALVES[kind]:
+        values = (rng.standard_normal(found.shape[:2]) * scale).astype(np.float16)
+        found[..., at : at + 2] = values[..., None].view(np.uint8)
+    return found.reshape(rows, -1)
+
+
+def values_of(kind: str, packed: np.ndarray, columns: int) -> np.ndarray:
+    out = np.empty((len(packed), columns), np.float32)
+    dequantise_rows(kind, np.ascontiguousarray(packed), out)
+    return out
+
+
+def run(kernels: dict[str, HostKernel], name: str, **arguments: Any) -> None:
+    """Calls a kernel as the driver does: flat views, read-only where the signature says so."""
+    kernel = kernels[name]
+    values = []
+    for parameter in kernel.signature.parameters:
+        value = arguments.pop(parameter.name)
+        if parameter.pointer:
+            value = value.reshape(-1).view(parameter.dtype)
+            if not any(p.name == parameter.name and p.writable for p in kernel.pointers):
+                value = value.view()
+                value.setflags(write=False)
+        values.append(value)
+    assert not arguments, f"{name} takes no {sorted(arguments)}"
+    kernel.function(None, *values)
+
+
+def close(found: np.ndarray, wanted: np.ndarray, relative: float = 1e-5) -> None:
+    """As the issue words it: relative to the largest value."""
+    assert np.abs(found - wanted).max() <= relative * np.abs(wanted).max()
+
+
+def residual(
+    kernels: dict[str, HostKernel], weight: np.ndarray, source: np.ndarray, hidden: int
+) -> np.ndarray:
+    """source @ weight.T by way of a kernel that adds it to zeros."""
+    count, width = source.shape
+    x = np.zeros((count, hidden), np.float32)
+    live = live_rows(*((0, i, 0, ACTIVE) for i in range(count)))
+    run(
+        kernels, "down_residual", live=live, inner=source, weight=weight, x=x,
+        workspace=np.full((count, hidden), NAN), row_count=count, hidden=hidden, width=width,
+    )  # fmt: skip
+    return x
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("kind", SUPPORTED_TYPES)
+def test_values_are_those_of_the_dequantiser_bit_by_bit(kind: str, instructions: str) -> None:
+    """Through the embedding, which is a row's values and nothing else."""
+    kernels = kernels_packed.kernels_of(1, instructions)
+    columns = 512 if BLOCK_TYPES[kind].values > 1 else 77
+    packed = blocks(kind, 9, columns, 3)
+    table = PackedMatrix(columns, (PackedPart(kind, 9),)).pack([packed])
+    x, live = np.full((9, columns), NAN), np.zeros((9, 4), np.int32)
+    run(
+        kernels, "embed", rows=live_rows(*((i, 0, 0, ACTIVE) for i in range(9))),
+        state=np.zeros((1, 4), np.int32), live=live, table=table, x=x,
+        history=np.zeros(1, np.int32), row_count=9, hidden=columns, vocabulary=9, slots=1,
+        context=1,
+    )  # fmt: skip
+    np.testing.assert_array_equal(x, values_of(kind, packed, columns))
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("kind", SUPPORTED_TYPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_products(kind: str, instructions: str, seed: int) -> None:
+    """Random sizes; the same bits for any number of threads, and for each row alone."""
+    rng, unit = np.random.default_rng(seed), BLOCK_TYPES[kind].values
+    rows, count = int(rng.integers(1, 90)), int(rng.integers(2, 80))
+    columns = int(rng.integers(1, 5)) * unit if unit > 1 else int(rng.integers(1, 300))
+    packed = blocks(kind, rows, columns, seed)
+    weight = PackedMatrix(columns, (PackedPart(kind, rows),)).pack([packed])
+    source = random((count, columns), seed + 1)
+    kernels = kernels_packed.kernels_of(1, instructions)
+    found = residual(kernels, weight, source, rows)
+    wanted = source.astype(np.float64) @ values_of(kind, packed, columns).T.astype(np.float64)
+    close(found, wanted, 3e-6)
+    for threads in (2, 5):
+        more = kernels_packed.kernels_of(threads, instructions)
+        np.testing.assert_array_equal(residual(more, weight, source, rows), found)
+    for index in range(count):
+        one = residual(kernels, weight, source[index : index + 1], rows)
+        np.testing.assert_array_equal(one[0], found[index])
+
+
+def test_instruction_sets_with_fused_operations_agree_bit_by_bit() -> None:
+    fused = [name for name in INSTRUCTIONS if name != "plain"]
+    for kind in SUPPORTED_TYPES:
+        packed = blocks(kind, 33, 512, 1)
+        weight = PackedMatrix(512, (PackedPart(kind, 33),)).pack([packed])
+        source = random((7, 512), 5)
+        results = [
+            residual(kernels_packed.kernels_of(1, name), weight, source, 33) for name in fused
+        ]
+        for result in results[1:]:
+            np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("kind", SUPPORTED_TYPES)
+def test_infinite_nan_and_tiny_scales_are_values_like_others(kind: str, instructions: str) -> None:
+    halves = np.array(
+        [0x7C00, 0xFC00, 0x7E00, 0x0001, 0x8001, 0x03FF, 0x0000, 0x8000, 0x7BFF, 0x0400], np.uint16
+    )
+    block, columns = BLOCK_TYPES[kind], 512 if BLOCK_TYPES[kind].values > 1 else 100
+    packed = blocks(kind, len(halves), columns, 4)
+    for row, half in enumerate(halves):
+        if kind in HALVES:
+            of_row = packed[row].reshape(-1, block.size)
+            for at in HALVES[kind]:
+                of_row[:, at : at + 2] = np.frombuffer(half.tobytes(), np.uint8)
+        elif kind != "F32":
+            packed[row] = np.frombuffer(half.tobytes() * columns, np.uint8)
+    table = PackedMatrix(columns, (PackedPart(kind, len(halves)),)).pack([packed])
+    x, live = np.full((len(halves), columns), NAN), np.zeros((len(halves), 4), np.int32)
+    run(
+        kernels_packed.kernels_of(1, instructions), "embed",
+        rows=live_rows(*((i, 0, 0, ACTIVE) for i in range(len(halves)))),
+        state=np.zeros((1, 4), np.int32), live=live, table=table, x=x,
+        history=np.zeros(1, np.int32), row_count=len(halves), hidden=columns,
+        vocabulary=len(halves), slots=1, context=1,
+    )  # fmt: skip
+    np.testing.assert_array_equal(x, values_of(kind, packed, columns))
+
+
+# ------------------------------------------------------------------------- kernel beside its oracle
+
+
+def beside_numpy(
+    instructions: str, name: str, kinds: tuple[str, ...], counts: tuple[int, ...], columns: int,
+    outputs: tuple[str, ...], threads: int = 2, /, **arguments: Any,
+) -> None:  # fmt: skip
+    """Runs a kernel and its NumPy namesake on copies; `outputs` must agree, all else stay."""
+    parts = [blocks(kinds[i], count, columns, i + 7) for i, count in enumerate(counts)]
+    layout = PackedMatrix(columns, tuple(map(PackedPart, kinds, counts)))
+    matrix = "table" if name == "embed" else "weight"
+    dense = np.concatenate(
+        [values_of(kind, part, columns) for kind, part in zip(kinds, parts, strict=True)]
+    )
+    results = []
+    for kernels, weight in (
+        (HOST_KERNELS, dense),
+        (kernels_packed.kernels_of(threads, instructions), layout.pack(parts)),
+    ):
+        mine = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in arguments.items()}
+        if name != "attention":
+            mine[matrix] = weight
+        run(kernels, name, **mine)
+        results.append(mine)
+    for key, value in arguments.items():
+        if not isinstance(value, np.ndarray) or key == "workspace":
+            continue
+        wanted, found = results[0][key], results[1][key]
+        if key not in outputs:
+            np.testing.assert_array_equal(found, value, err_msg=key)
+            continue
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted), err_msg=key)
+        largest = np.abs(wanted[~np.isnan(wanted)]).max(initial=0)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6 * largest, err_msg=key)
+
+
+MIXED = live_rows(
+    (0, 30, 1, ACTIVE), (0, 31, 1, ACTIVE), (0, 32, 1, ACTIVE | SAMPLE), (0, 3, 0, 0),
+    (0, 63, 0, ACTIVE | SAMPLE), (0, 2, 1, ACTIVE), (0, 5, 2, ACTIVE | SAMPLE), (0, 9, 9, 0),
+)  # fmt: skip
+"""A piece of slot 1's prompt, padding, and single tokens of three slots."""
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (9, 3, 64), (8, 1, 10)])
+@pytest.mark.parametrize("live", [MIXED, MIXED[4:5], MIXED[3:4]], ids=["mixed", "one", "padding"])
+def test_norm_qkv_rope(
+    heads: int, kv_heads: int, size: int, live: np.ndarray, instructions: str
+) -> None:
+    config, hidden, count = config_of(heads, kv_heads, size), 512, len(live)
+    width = (heads + 2 * kv_heads) * size
+    beside_numpy(
+        instructions, "norm_qkv_rope", ("Q4_K", "Q4_1", "Q6_K"),
+        (heads * size, kv_heads * size, kv_heads * size), hidden, ("cache", "q"), live=live,
+        x=random((count, hidden), 1), norm=random((hidden,), 2), rope=rope_table(config, 64),
+        cache=np.full((2, 3, kv_heads, 64, size), NAN), q=np.full((count, heads, size), NAN),
+        workspace=np.full((count, width + hidden), NAN), row_count=count, hidden=hidden,
+        heads=heads, kv_heads=kv_heads, head_size=size, slots=3, context=64, epsilon=1e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (9, 3, 64), (8, 1, 10)])
+@pytest.mark.parametrize("live", [MIXED, MIXED[4:5]], ids=["mixed", "one"])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_attention(
+    heads: int, kv_heads: int, size: int, live: np.ndarray, instructions: str, threads: int
+) -> None:
+    cache, count = random((2, 3, kv_heads, 64, size), 4), len(live)
+    for _, position, slot, flags in live.tolist():  # what nobody wrote must not be read
+        if flags:
+            cache[:, slot, :, max(position, 33 if slot == 1 else 0) + 1 :] = NAN
+    beside_numpy(
+        instructions, "attention", ("F32",), (1,), 1, ("attended",), threads, live=live,
+        q=random((count, heads, size), 5), cache=cache,
+        attended=np.zeros((count, heads, size), np.float32), workspace=np.zeros(1, np.float32),
+        row_count=count, heads=heads, kv_heads=kv_heads, head_size=size, slots=3, context=64,
+        scale=size**-0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_attention_gives_a_row_the_same_bits_in_any_company(instructions: str) -> None:
+    """A prompt of 40 rows in one piece, and row by row; by one thread and by five."""
+    heads, kv_heads, size, count = 6, 2, 24, 40
+    cache, q = random((2, 1, kv_heads, 64, size), 4), random((count, heads, size), 5)
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_size": size, "slots": 1, "context": 64}
+
+    def attended(threads: int, first: int, stop: int) -> np.ndarray:
+        out = np.zeros((stop - first, heads, size), np.float32)
+        live = live_rows(*((0, i, 0, ACTIVE) for i in range(first, stop)))
+        run(
+            kernels_packed.kernels_of(threads, instructions), "attention", live=live,
+            q=q[first:stop].copy(), cache=cache, attended=out, workspace=np.zeros(1, np.float32),
+            row_count=stop - first, scale=0.2, **shape,
+        )  # fmt: skip
+        return out
+
+    whole = attended(1, 0, count)
+    np.testing.assert_array_equal(attended(5, 0, count), whole)
+    for index in range(count):
+        np.testing.assert_array_equal(attended(5, index, index + 1)[0], whole[index])
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("count", [1, 2, 70])
+def test_norm_gate_up(count: int, instructions: str) -> None:
+    hidden, width = 256, 133
+    beside_numpy(
+        instructions, "norm_gate_up", ("Q5_K", "Q8_0"), (width, width), hidden, ("inner",),
+        live=live_rows(*((0, i, 0, ACTIVE) for i in range(count))), x=random((count, hidden), 1),
+        norm=random((hidden,), 2) * 9, inner=np.full((count, width), NAN),
+        workspace=np.full((count, 2 * width + hidden), NAN), row_count=count, hidden=hidden,
+        width=width, epsilon=1e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_gates_of_every_size_and_kind(instructions: str) -> None:
+    """Far below -88, where the exponential is infinite; infinite; NaN."""
+    gates = np.array(
+        [-3e38, -1e4, -104, -89, -88.5, -87, -1, -1e-30, -0.0, 0, 1e-45, 1, 88, 89, 1e4, 3e38,
+         np.inf, -np.inf, np.nan], np.float32,
+    )  # fmt: skip
+    weight = np.concatenate([gates, np.ones_like(gates)]).reshape(-1, 1)
+    inner = {}
+    for name, kernels, packed in (
+        ("numpy", HOST_KERNELS, weight),
+        (
+            "packed",
+            kernels_packed.kernels_of(1, instructions),
+            PackedMatrix(1, (PackedPart("F32", len(weight)),)).pack([weight.view(np.uint8)]),
+        ),
+    ):
+        inner[name] = np.full(len(gates), 7, np.float32)
+        run(
+            kernels, "norm_gate_up", live=live_rows((0, 0, 0, ACTIVE)), x=np.ones(1, np.float32),
+            norm=np.ones(1, np.float32), weight=packed, inner=inner[name],
+            workspace=np.zeros(2 * len(gates) + 1, np.float32), row_count=1, hidden=1,
+            width=len(gates), epsilon=0.0,
+        )  # fmt: skip
+    np.testing.assert_allclose(inner["packed"], inner["numpy"], rtol=1e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("live", [MIXED, MIXED[4:5], MIXED[3:4]], ids=["mixed", "one", "padding"])
+def test_head_and_embed(live: np.ndarray, instructions: str) -> None:
+    hidden, vocabulary, count = 64, 301, len(live)
+    beside_numpy(
+        instructions, "head", ("Q8_0",), (vocabulary,), hidden, ("logits",), 5, live=live,
+        x=random((count, hidden), 1), norm=random((hidden,), 2),
+        logits=np.full((3, vocabulary), NAN), workspace=np.full((count, vocabulary), NAN),
+        row_count=count, hidden=hidden, vocabulary=vocabulary, epsilon=1e-5,
+    )  # fmt: skip
+    on = ACTIVE | FROM_STATE
+    rows = live_rows(
+        (4, 2, 0, on & ~FROM_STATE), (0, 0, 0, on), (0, 0, 1, on), (301, 0, 0, ACTIVE),
+        (1, 20, 0, ACTIVE), (1, 0, 2, ACTIVE), (-1, 0, 0, ACTIVE), (1, 0, -1, ACTIVE),
+        (1, -1, 0, ACTIVE), (1, 0, 0, 0), (1, 0, 0, on),
+    )  # fmt: skip
+    beside_numpy(
+        instructions, "embed", ("Q8_0", "F16"), (7, vocabulary - 7), hidden,
+        ("live", "x", "history"),
+        rows=rows, state=np.array([(7, 3, 4, 0), (8, 9, 10, 1)], np.int32),
+        live=np.full((len(rows), 4), 77, np.int32), x=np.full((len(rows), hidden), NAN),
+        history=np.full((2, 20), -5, np.int32), row_count=len(rows), hidden=hidden,
+        vocabulary=vocabulary, slots=2, context=20,
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------- hostile inputs
+
+
+def test_what_lies_outside_of_an_argument_is_an_error_and_not_read() -> None:
+    """One array after the other cut short, for every kernel."""
+    kernels, config = kernels_packed.kernels_of(2), config_of(4, 2, 16)
+    live, hidden = MIXED, 64
+    weight = {
+        rows: PackedMatrix(hidden, (PackedPart("Q8_0", rows),)).pack([blocks("Q8_0", rows, hidden)])
+        for rows in (64, 128, 37)
+    }
+    f32 = np.float32
+    x, norm = np.zeros((8, 64), f32), np.zeros(64, f32)
+    cache, q, ws = np.zeros((2, 3, 2, 64, 16), f32), np.zeros((8, 64), f32), np.zeros((8, 192), f32)
+    sizes = {"heads": 4, "kv_heads": 2, "head_size": 16, "slots": 3, "context": 64}
+    calls: dict[str, dict[str, Any]] = {
+        "embed": {
+            "rows": live,
+            "state": np.zeros((3, 4), np.int32),
+            "live": live.copy(),
+            "table": weight[37],
+            "x": x,
+            "history": np.zeros((3, 64), np.int32),
+            "row_count": 8,
+            "hidden": 64,
+            "vocabulary": 37,
+            "slots": 3,
+            "context": 64,
+        },
+        "norm_qkv_rope": {
+            "live": live,
+            "x": x,
+            "norm": norm,
+            "weight": weight[128],
+            "rope": rope_table(config, 64),
+            "cache": cache,
+            "q": q,
+            "workspace": ws,
+            "row_count": 8,
+            "hidden": 64,
+            "epsilon": 1e-5,
+            **sizes,
+        },
+        "attention": {
+            "live": live,
+            "q": q,
+            "cache": cache,
+            "attended": q.copy(),
+            "workspace": ws,
+            "row_count": 8,
+            "scale": 1.0,
+            **sizes,
+        },
+        "output_residual": {
+            "live": live,
+            "attended": q,
+            "weight": weight[64],
+            "x": x,
+            "workspace": ws[:, :64],
+            "row_count": 8,
+            "hidden": 64,
+            "width": 64,
+        },
+        "norm_gate_up": {
+            "live": live,
+            "x": x,
+            "norm": norm,
+            "weight": weight[128],
+            "inner": q,
+            "workspace": ws,
+            "row_count": 8,
+            "hidden": 64,
+            "width": 64,
+            "epsilon": 1e-5,
+        },
+        "head": {
+            "live": live,
+            "x": x,
+            "norm": norm,
+            "weight": weight[37],
+            "logits": np.zeros((3, 37), f32),
+            "workspace": ws[:, :64],
+            "row_count": 8,
+            "hidden": 64,
+            "vocabulary": 37,
+            "epsilon": 1e-5,
+        },
+    }
+    for name, arguments in calls.items():
+        run(kernels, name, **arguments)
+        for parameter in kernels[name].signature.parameters:
+            if not parameter.pointer or (name, parameter.name) == ("attention", "workspace"):
+                continue
+            whole = np.ascontiguousarray(arguments[parameter.name]).reshape(-1)
+            used = 7 if parameter.name not in ("rows", "live", "table", "weight") else 8
+            short = whole[: len(whole) * used // 8 - 1] if used == 7 else whole[:-4]
+            if parameter.name in ("cache", "rope", "norm", "state", "logits"):
+                short = whole[:-1]
+            if parameter.name == "live" and name != "embed":
+                short = whole[:-4]
+            with pytest.raises(IndexError, match=name):
+                run(kernels, name, **{**arguments, parameter.name: short})
+    outside = live.copy()
+    outside[0, 1] = 64
+    for name in ("norm_qkv_rope", "attention"):
+        with pytest.raises(IndexError, match="row 0 is at position 64"):
+            run(kernels, name, **{**calls[name], "live": outside})
+
+
+def test_bytes_that_are_no_packed_matrix_are_refused() -> None:
+    kernels = kernels_packed.kernels_of(1)
+    weight = PackedMatrix(64, (PackedPart("Q8_0", 32),)).pack([blocks("Q8_0", 32, 64)])
+    source = random((2, 64))
+    for at, message in ((0, "no packed matrix"), (8, "is needed"), (16, "no packed matrix"),
+                        (24, "of type"), (28, "parts have|passes its end"), (32, "passes its end|"
+                         "of type"), (38, "passes its end")):  # fmt: skip
+        spoilt = weight.copy()
+        spoilt[at] ^= 0x41
+        with pytest.raises((ValueError, IndexError), match=message):
+            residual(kernels, spoilt, source, 32)
+    with pytest.raises(ValueError, match="is needed"):
+        residual(kernels, weight, source, 31)
+    with pytest.raises(TypeError, match="8 arguments"):
+        kernels["down_residual"].function(None, source)
+
+
+@pytest.mark.parametrize(
+    ("columns", "parts", "message"),
+    [
+        (33, (PackedPart("Q8_0", 2),), "blocks of 32"),
+        (128, (PackedPart("Q4_K", 2),), "blocks of 256"),
+        (32, (PackedPart("Q3_K", 2),), "'Q3_K' is not known"),
+        (32, (PackedPart("Q8_0", 0),), "0 rows"),
+        (0, (PackedPart("F32", 1),), "1 rows of 0"),
+        (32, (), "0 parts"),
+        (32, (PackedPart("F32", 1),) * 4, "4 parts"),
+        (1, (PackedPart("F32", 2**31),), "at most"),
+    ],
+)
+def test_wrong_layouts(columns: int, parts: tuple[PackedPart, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        PackedMatrix(columns, parts)
+
+
+def test_wrong_sizes_of_packed_bytes() -> None:
+    layout = PackedMatrix(32, (PackedPart("Q8_0", 2),))
+    good = blocks("Q8_0", 2, 32)
+    for bad in (good[:1], good[:, :-1], good.astype(np.int8), np.repeat(good, 2, 1)[:, ::2]):
+        with pytest.raises(InputError, match="is needed"):
+            layout.pack([bad])
+    with pytest.raises(InputError, match="2 arrays"):
+        layout.pack([good, good])
+    with pytest.raises(InputError, match="is needed"):
+        layout.begin(np.zeros(layout.nbytes - 1, np.uint8))
+
+
+# ------------------------------------------------------------------------------------------ threads
+
+
+def test_threads_follow_the_processors_or_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OSTINATO_THREADS", raising=False)
+    assert 1 <= kernels_packed.default_threads() <= 16
+    monkeypatch.setenv("OSTINATO_THREADS", "3")
+    assert kernels_packed.default_threads() == 3
+    function = kernels_packed.packed_kernels()["head"].function
+    assert function.__self__.threads == 3
+    assert kernels_packed.packed_kernels(3)["head"].function is function, "decoders share them"
+    for bad in ("0", "-1", "two", ""):
+        monkeypatch.setenv("OSTINATO_THREADS", bad)
+        with pytest.raises(SettingsError, match="OSTINATO_THREADS"):
+            kernels_packed.default_threads()
+    for count in (0, 1025, 1.5, True):
+        with pytest.raises(InputError, match="threads"):
+            kernels_packed.packed_kernels(count)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("max 100000\n", 1024),
+        ("200000 100000\n", 2),
+        ("50000 100000\n", 1),
+        ("x\n", 1024),
+        ("", 1024),
+    ],
+)
+def test_a_containers_share_of_time_is_processors(tmp_path: Any, text: str, count: int) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    assert kernels_packed._quota(tmp_path / "cpu.max") == count
+    assert kernels_packed._quota(tmp_path / "missing") == 1024
+
+
+def test_many_callers_of_one_pool_each_get_their_own_results() -> None:
+    kernels = kernels_packed.kernels_of(4)
+    layout = PackedMatrix(256, (PackedPart("Q4_0", 200),))
+    cases = []
+    for seed in range(6):
+        weight = layout.pack([blocks("Q4_0", 200, 256, seed)])
+        source = random((seed % 3 * 9 + 1, 256), seed)
+        cases.append((weight, source, residual(kernels, weight, source, 200)))
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        weight, source, wanted = cases[index]
+        for _ in range(200):
+            if not np.array_equal(residual(kernels, weight, source, 200), wanted):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+PROGRAM = """
+import os, sys, threading, time
+import numpy as np
+from ostinato.models import kernels_packed
+from tests.models.test_kernels_packed import *
+
+layout = PackedMatrix(256, (PackedPart("Q8_0", 400),))
+weight, source = layout.pack([blocks("Q8_0", 400, 256)]), random((3, 256))
+wanted = residual(kernels_packed.kernels_of(1), weight, source, 400)
+kernels = kernels_packed.kernels_of(5)
+
+def right(count):
+    for _ in range(count):
+        assert np.array_equal(residual(kernels, weight, source, 400), wanted)
+"""
+WAYS = {
+    "more threads than processors": """
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+right(300)
+""",
+    "idle threads sleep": """
+right(50)
+before = time.process_time()
+time.sleep(1)
+assert time.process_time() - before < 0.5, "of one second, with nothing to do"
+""",
+    "a forked child": """
+right(20)
+for busy in (False, True):
+    stop = threading.Event()
+    def work():
+        while not stop.is_set():
+            right(1)
+    threads = [threading.Thread(target=work) for _ in range(2 * busy)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            right(20)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        right(5)
+    stop.set()
+    for thread in threads:
+        thread.join()
+""",
+    "the end of the interpreter in the middle of a step": """
+threading.Thread(target=right, args=(10**9,), daemon=True).start()
+right(20)
+""",
+    "pools that come and go": """
+for _ in range(50):
+    kernels = kernels_packed.kernels_of(4)
+    right(2)
+assert len(os.listdir("/proc/self/task")) < 30
+""",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="asks the operating system")
+def test_threads_in_a_process_of_their_own(way: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM + WAYS[way] + "\nprint('done')"],
+        capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), "."])},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout == "done\n", done.stdout + done.stderr
+
+
+# ------------------------------------------------------------------------------------------ decoder
+
+WIDE = LlamaConfig(
+    hidden=256, layers=2, heads=4, kv_heads=2, head_size=64, inner=512, vocabulary=280,
+    context_length=64, tied_embeddings=True,
+)  # fmt: skip
+
+
+# Weights of about 0.06, so that no rounding grows on the way through the layers.
+SCALES = {
+    "Q8_0": 1e-3, "Q4_0": 1e-2, "Q4_1": 8e-3, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 5e-5,
+}  # fmt: skip
+
+
+def model_of(path: Path, kinds: tuple[str, ...]) -> Path:
+    """A model whose matrices are of these types, one after the other."""
+    raw: dict[str, Any] = {}
+    for index, (name, shape) in enumerate(tensor_shapes(WIDE).items()):
+        if len(shape) == 2:
+            kind = kinds[index % len(kinds)]
+            packed = blocks(kind, *shape, index, scale=SCALES.get(kind, 1.0))
+            if kind in ("F32", "F16", "BF16"):
+                values = weights(WIDE, index)[name] * np.float32(0.3)
+                packed = {
+                    "F32": values,
+                    "F16": values.astype(np.float16),
+                    "BF16": (values.view(np.uint32) >> 16).astype(np.uint16),
+                }[kind].view(np.uint8)
+            raw[name] = (packed, gguf.GGMLQuantizationType[kind])
+    return write_gguf(path, config=WIDE, raw=raw)
+
+
+@pytest.mark.parametrize("kinds", [*((k,) for k in SUPPORTED_TYPES), SUPPORTED_TYPES])
+def test_logits_are_numpys_over_the_dequantised_weights(
+    host_device: Device, tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
+    path, prompt = model_of(tmp_path / "m.gguf", kinds), [5, 9, 200, 31, 7, 7, 120]
+    found = {}
+    for name, way in (("packed", nullcontext()), ("numpy", kernels_packed.without_extension())):
+        with way, Decoder(host_device, path, stop_tokens=(), threads=2) as decoder:
+            assert decoder.backend.name == name
+            decoder.prefill(prompt)
+            found[name] = [decoder.logits()]
+            for token in (3, 80, 11):
+                decoder.prefill([token])
+                found[name].append(decoder.logits())
+    for one, other in zip(found["packed"], found["numpy"], strict=True):
+        close(one, other, 1e-5)
+
+
+def test_the_same_bits_however_a_prompt_and_a_batch_are_cut(
+    host_device: Device, tmp_path: Path
+) -> None:
+    path, prompt = model_of(tmp_path / "m.gguf", SUPPORTED_TYPES), list(range(3, 40))
+    logits = {}
+    for threads, rows in ((1, 64), (2, 8), (5, 2), (1, 1)):
+        with Decoder(
+            host_device, path, stop_tokens=(), threads=threads, max_rows=max(rows, 2), slots=2
+        ) as decoder:
+            decoder.prefill(prompt[:5], 1)
+            for start in range(0, len(prompt), rows):
+                decoder.prefill(prompt[start : start + rows])
+            first = decoder.logits()
+            decoder.decode_batch((0, 1))
+            logits[threads, rows] = first, decoder.logits(0), decoder.logits(1)
+    first, *others = logits.values()
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def test_weights_take_the_files_bytes_and_little_more(host_device: Device, tmp_path: Path) -> None:
+    path = model_of(tmp_path / "m.gguf", ("Q4_1",))
+    with open_checkpoint(path) as checkpoint, Decoder(host_device, checkpoint) as decoder:
+        stored = sum(checkpoint.raw(name).size for name in checkpoint.tensor_names())
+        assert stored <= decoder.weights.nbytes < stored + 256 * len(decoder.weights.tensors)
+        embed = decoder.weights.buffer("embed")
+        assert embed.dtype == np.uint8 and embed.nbytes < 280 * 256 * 20 / 32 + 256
+
+
+def test_a_truncated_weight_poisons_the_device_and_is_named(tmp_path: Path) -> None:
+    with open_device("host") as device:
+        decoder = Decoder(device, model_of(tmp_path / "m.gguf", ("Q8_0",)), stop_tokens=())
+        decoder.weights.buffer("w_down", 1).array[:8] = 0
+        with pytest.raises(ContextPoisonedError, match=r"down_residual.*no packed matrix"):
+            decoder.prefill([1, 2, 3])

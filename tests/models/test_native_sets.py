@@ -1,0 +1,76 @@
+"""The compiled kernels without Python: every instruction set gives the bits written down here, on
+this processor and on others, as far as compilers and emulators are installed.
+
+`native_check.c` prints a digest of all results.  Sets with a fused multiply-add share one, whatever
+the processor; plain C rounds products before it adds them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import ostinato
+from ostinato.models import kernels_packed
+
+NATIVE = Path(ostinato.__file__).parent / "models" / "native"
+CHECK = Path(__file__).parent / "native_check.c"
+FUSED, PLAIN = "a4be4cb877f0549f", "9c28f7b20f211ba6"
+EXPECTED = {"avx512": FUSED, "avx2": FUSED, "neon": FUSED, "plain": PLAIN}
+
+COMPILER = shutil.which("cc")
+ARM_COMPILER = shutil.which("aarch64-linux-gnu-gcc")
+X86_EMULATOR = shutil.which("qemu-x86_64-static") or shutil.which("qemu-x86_64")
+ARM_EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+
+
+def build(compiler: str, out: Path) -> Path:
+    sources = [NATIVE / f"{name}.c" for name in ("avx512", "avx2", "neon", "plain")]
+    flags = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-static"]
+    subprocess.run(
+        [compiler, *flags, f"-I{NATIVE}", *sources, CHECK, "-lm", "-o", out],
+        check=True,
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if COMPILER is None:
+        pytest.skip("there is no C compiler here")
+    return build(COMPILER, tmp_path_factory.mktemp("native") / "check")
+
+
+def digests(*command: str | Path) -> dict[str, str]:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def test_every_set_of_this_processor_gives_the_same_bits(program: Path) -> None:
+    found = digests(program)
+    assert found == {name: EXPECTED[name] for name in found}
+    assert "plain" in found
+    if kernels_packed.compiled():
+        assert tuple(found) == kernels_packed._extension.INSTRUCTIONS
+
+
+@pytest.mark.skipif(X86_EMULATOR is None, reason="needs qemu-user")
+@pytest.mark.parametrize(
+    ("processor", "sets"), [("Haswell", ("avx2", "plain")), ("Nehalem", ("plain",))]
+)
+def test_older_x86_processors(program: Path, processor: str, sets: tuple[str, ...]) -> None:
+    assert X86_EMULATOR is not None
+    found = digests(X86_EMULATOR, "-cpu", processor, program)
+    assert found == {name: EXPECTED[name] for name in sets}
+
+
+@pytest.mark.skipif(
+    ARM_COMPILER is None or ARM_EMULATOR is None, reason="needs an Arm compiler and qemu-user"
+)
+def test_arm(tmp_path: Path) -> None:
+    assert ARM_COMPILER is not None and ARM_EMULATOR is not None
+    found = digests(ARM_EMULATOR, build(ARM_COMPILER, tmp_path / "check"))
+    assert found == {"neon": FUSED, "plain": PLAIN}
