@@ -33,8 +33,8 @@ from ostinato.bench.llama_peer import LLAMA_CPP, LlamaCpp
 from ostinato.bench.prompts import prompt_tokens
 from ostinato.bench.ways import DecoderWay, Way
 from ostinato.models import Decoder
-from ostinato.models.kernels_packed import default_threads, description
-from ostinato.models.store import pull
+from ostinato.models.files.store import pull
+from ostinato.models.host.packed_kernels import default_threads, description
 
 OURS = "ostinato"
 COLUMNS = (

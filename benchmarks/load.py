@@ -35,9 +35,9 @@ import ostinato as ost
 from benchmarks import common
 from ostinato.bench.shapes import shape_named
 from ostinato.models import Checkpoint, LlamaConfig
-from ostinato.models.checkpoint import JsonTokenizerSource, RawTensor
 from ostinato.models.config import tensor_shapes
-from ostinato.models.dequantise import BLOCK_TYPES, dequantise_rows
+from ostinato.models.files.checkpoint import JsonTokenizerSource, RawTensor
+from ostinato.models.files.dequantise import BLOCK_TYPES, dequantise_rows
 from ostinato.models.weights import load_weights
 
 _PIECE = 64 << 20  # bytes

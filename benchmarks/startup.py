@@ -23,7 +23,7 @@ from typing import Any
 
 import ostinato as ost
 from benchmarks import common
-from ostinato.models import store
+from ostinato.models.files import store
 
 CONTEXT = 512
 _SECONDS = 300

@@ -130,6 +130,6 @@ def open_test_device(name: str, config: pytest.Config) -> Device:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The file of SmolLM2-135M-Instruct, fetched on first use."""
-    from ostinato.models import store
+    from ostinato.models.files import store
 
     return store.pull("smollm2-135m")

@@ -27,8 +27,8 @@ from benchmarks import (
 )
 from ostinato.device import Device
 from ostinato.driver import launcher
-from ostinato.models.dequantise import BLOCK_TYPES
-from ostinato.models.open import open_checkpoint
+from ostinato.models.files.dequantise import BLOCK_TYPES
+from ostinato.models.files.open import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT_KEYS = {

@@ -27,7 +27,7 @@ from benchmarks.kernels.checks import Bench, Case, cases, run_checks
 from benchmarks.kernels.timing import BANDWIDTH, StepBench
 from ostinato.bench.shapes import SHAPES
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda_shapes import Tuning, default_tuning
+from ostinato.models.cuda.shapes import Tuning, default_tuning
 
 if TYPE_CHECKING:
     from benchmarks.kernels.rig import Gpu

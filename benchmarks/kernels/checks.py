@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from ostinato.models.config import LlamaConfig, tensor_shapes
-from ostinato.models.kernels_cuda import CudaLaunch, lower, workspace_bytes
-from ostinato.models.kernels_cuda_shapes import Tuning
-from ostinato.models.kernels_host import HOST_KERNELS
+from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
+from ostinato.models.cuda.shapes import Tuning
+from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.plan import rope_table
 from ostinato.models.program import (
     ACTIVE,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.models.kernels_cuda import CudaLaunch
+from ostinato.models.cuda.lowering import CudaLaunch
 from ostinato.modules import CompileOptions
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.models.kernels_cuda import CudaLaunch
+from ostinato.models.cuda.lowering import CudaLaunch
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.kernels.rig import Gpu, Memory
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda import CudaLaunch, lower, workspace_bytes
-from ostinato.models.kernels_cuda_shapes import Tuning
+from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
+from ostinato.models.cuda.shapes import Tuning
 from ostinato.models.plan import rope_table
 from ostinato.models.program import (
     ACTIVE,

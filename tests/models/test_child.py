@@ -25,7 +25,7 @@ from ostinato.errors import (
     NotAvailableError,
     UnsupportedModelError,
 )
-from ostinato.models.child import Child
+from ostinato.models.text.child import Child
 
 pytest.importorskip("resource")
 MEMORY = 256 << 20

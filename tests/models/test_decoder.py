@@ -15,7 +15,7 @@ from ostinato.errors import ClosedError, InputError, ModelError, NotAvailableErr
 from ostinato.models.backend import backend_for
 from ostinato.models.config import LlamaConfig, RopeScaling
 from ostinato.models.decoder import Decoder
-from ostinato.models.open import open_checkpoint
+from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import STATE
 from ostinato.models.sampling import GREEDY, SamplingOptions, sample

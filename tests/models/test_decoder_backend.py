@@ -16,11 +16,11 @@ from ostinato.driver.signature import Access
 from ostinato.driver.stream import Operation
 from ostinato.errors import NotAvailableError, UnsupportedModelError
 from ostinato.graph.order import dependencies
-from ostinato.models import kernels_cuda as kc
 from ostinato.models.backend import CudaBackend, backend_for
 from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda import lowering as kc
+from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.decoder import Decoder
-from ostinato.models.kernels_cuda_shapes import default_tuning
 from ostinato.models.plan import PlanSizes
 from ostinato.models.program import Bound, decode_program, loop_call
 from tests.models.model_files import CONFIG, write_gguf

@@ -18,10 +18,10 @@ from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
 from ostinato.driver.host.kernel import HostKernel, HostLaunch
-from ostinato.models import kernels_cuda as kc
 from ostinato.models.backend import BoundLaunch
+from ostinato.models.cuda import lowering as kc
+from ostinato.models.cuda.shapes import Tuning, default_tuning
 from ostinato.models.decoder import Decoder
-from ostinato.models.kernels_cuda_shapes import Tuning, default_tuning
 from ostinato.models.sampling import GREEDY
 from tests.models.test_decoder_gpu import RELATIVE, checkpoint_of, difference, tokens_of
 

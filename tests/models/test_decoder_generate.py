@@ -11,8 +11,8 @@ import pytest
 
 from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, ModelFormatError
+from ostinato.models.files.open import open_checkpoint
 from ostinato.models.generate import TextGenerator
-from ostinato.models.open import open_checkpoint
 from ostinato.models.ring import TokenRing
 from ostinato.models.sampling import SamplingOptions
 from tests.models.model_files import write_folder, write_gguf
@@ -225,7 +225,7 @@ def test_a_folder_and_an_open_checkpoint(host_device: Device, tmp_path: Path) ->
 def test_a_known_name_is_looked_up(
     host_device: Device, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ostinato.models import store
+    from ostinato.models.files import store
 
     monkeypatch.setattr(store, "resolve", {"tiny": tiny}.__getitem__)
     with TextGenerator(host_device, "tiny") as generator:

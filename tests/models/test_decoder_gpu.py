@@ -24,10 +24,10 @@ from ostinato.driver.api import EdgeType
 from ostinato.errors import DownloadError, UnsupportedModelError
 from ostinato.graph import record
 from ostinato.models.backend import BoundLaunch
-from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.decoder import Decoder
-from ostinato.models.open import open_checkpoint
+from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.files.open import open_checkpoint
 from ostinato.models.sampling import SamplingOptions, sample
 from tests.conftest import open_test_device
 

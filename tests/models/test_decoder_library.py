@@ -13,11 +13,11 @@ import pytest
 from ostinato.bench.random_weights import MemoryCheckpoint
 from ostinato.device import Device
 from ostinato.errors import InputError, NotAvailableError, UnsupportedModelError
-from ostinato.models import products
 from ostinato.models.backend import CudaBackend, HostBackend
-from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.cuda import products
 from ostinato.models.decoder import Decoder
+from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.plan import PlanSizes
 from tests.models.emulated import EmulatedGpu, NumpyProducts
 from tests.models.test_decoder_gpu import RELATIVE, difference

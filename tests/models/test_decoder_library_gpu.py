@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ostinato.device import Device
+from ostinato.models.cuda.products import MatrixProduct, Products, open_products
 from ostinato.models.decoder import Decoder
-from ostinato.models.products import MatrixProduct, Products, open_products
 from tests.conftest import open_test_device
 from tests.models import proof
 from tests.models.proof import RELATIVE, difference, expected

@@ -13,8 +13,8 @@ import pytest
 import threadpoolctl
 
 from ostinato.device import open_device
-from ostinato.models import kernels_packed
 from ostinato.models.decoder import Decoder
+from ostinato.models.host import packed_kernels as kernels_packed
 from ostinato.models.sampling import SamplingOptions
 
 REFERENCE: dict[str, Any] = json.loads(

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ostinato.device import Device
-from ostinato.models.checkpoint import RawTensor, to_bfloat16
-from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
-from ostinato.models.dequantise_cuda import dequantise_on_device, staged_bytes
-from ostinato.models.open import open_checkpoint
+from ostinato.models.cuda.dequantise import dequantise_on_device, staged_bytes
+from ostinato.models.files.checkpoint import RawTensor, to_bfloat16
+from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
+from ostinato.models.files.open import open_checkpoint
 from ostinato.models.weights import load_weights
 from tests.conftest import open_test_device
 from tests.models.emulated import EmulatedModules
@@ -113,7 +113,7 @@ def test_rows_of_heads_come_back_in_half_split_order(
     device: Device, monkeypatch: pytest.MonkeyPatch, staged: int, kind: str, heads: int
 ) -> None:
     """In one piece, in some, and a head or a row at a time."""
-    monkeypatch.setattr("ostinato.models.dequantise_cuda._MOST_STAGED", staged)
+    monkeypatch.setattr("ostinato.models.cuda.dequantise._MOST_STAGED", staged)
     wanted = bits(kind, 24, 2 if kind != "F16" else 37)
     stored = permute(wanted, heads) if heads else wanted.copy()
     found = on_host(kind, wanted, np.float32)

@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
-from ostinato.models import chat, tokenizer, tokenizer_gguf
-from ostinato.models.chat import ChatTemplate
-from ostinato.models.checkpoint import GgufTokenizerSource, JsonTokenizerSource
-from ostinato.models.child import Child
-from ostinato.models.open import open_checkpoint
-from ostinato.models.tokenizer import load_tokenizer
+from ostinato.models.files.checkpoint import GgufTokenizerSource, JsonTokenizerSource
+from ostinato.models.files.open import open_checkpoint
+from ostinato.models.text import chat, tokenizer, tokenizer_gguf
+from ostinato.models.text.chat import ChatTemplate
+from ostinato.models.text.child import Child
+from ostinato.models.text.tokenizer import load_tokenizer
 from tests.models.model_files import byte_tokens, write_folder, write_gguf
 
 GIB = 1 << 30
@@ -428,7 +428,7 @@ def test_nasty_json(folder: Path, tmp_path: Path, name: str, file: str) -> None:
 def test_template_in_a_file_that_is_hostile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renderer = Child("ostinato.models.chat_child", seconds=0.3, memory=256 << 20)
+    renderer = Child("ostinato.models.text.chat_child", seconds=0.3, memory=256 << 20)
     monkeypatch.setattr(chat, "_renderer", renderer)
     template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     path = write_gguf(tmp_path / "m.gguf", metadata={"tokenizer.chat_template": template})
@@ -479,7 +479,7 @@ def test_a_pipe_that_comes_in_between(
     os.mkfifo(tmp_path / "pipe")
     looked_at = (folder / "config.json").stat()
     monkeypatch.setattr(type(tmp_path), "stat", lambda self: looked_at)
-    from ostinato.models.files import read_file
+    from ostinato.models.files.reading import read_file
 
     with pytest.raises(ModelFormatError, match="no regular file"):
         read_file(tmp_path / "pipe", 100)

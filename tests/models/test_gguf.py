@@ -18,10 +18,10 @@ from ostinato.errors import (
     ModelFormatError,
     UnsupportedModelError,
 )
-from ostinato.models.checkpoint import GgufTokenizerSource, to_bfloat16
 from ostinato.models.config import rope_inverse_frequencies
-from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
-from ostinato.models.open import open_checkpoint
+from ostinato.models.files.checkpoint import GgufTokenizerSource, to_bfloat16
+from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
+from ostinato.models.files.open import open_checkpoint
 from tests.models.model_files import CONFIG, gguf_name, weights, write_gguf
 
 # K-quants need rows of 256.
@@ -116,8 +116,8 @@ def test_load_in_pieces_is_the_whole(
     path = write_gguf(tmp_path / "m.gguf", kind=kind)
     with open_checkpoint(path) as checkpoint:
         wanted = {name: checkpoint.tensor(name) for name in checkpoint.tensor_names()}
-    monkeypatch.setattr("ostinato.models.checkpoint._PIECE_VALUES", 64 * 27)
-    monkeypatch.setattr("ostinato.models.checkpoint._BLOCK_VALUES", 64 * 5)
+    monkeypatch.setattr("ostinato.models.files.checkpoint._PIECE_VALUES", 64 * 27)
+    monkeypatch.setattr("ostinato.models.files.checkpoint._BLOCK_VALUES", 64 * 5)
     with open_checkpoint(path) as checkpoint:
         for dtype in (np.float32, np.uint16):
             found = {name: np.full(v.shape, 7, dtype) for name, v in wanted.items()}
@@ -134,7 +134,7 @@ def test_long_lists_of_strings_are_read_in_windows(
     tokens = [chr(0x4E00 + i) * (i * i % 41) for i in range(280)]
     path = write_gguf(tmp_path / "m.gguf", metadata={"tokenizer.ggml.tokens": tokens})
     for window in (1 << 20, 1, 8, 50, 51, 97):
-        monkeypatch.setattr("ostinato.models.gguf_header._WINDOW", window)
+        monkeypatch.setattr("ostinato.models.files.gguf_header._WINDOW", window)
         with open_checkpoint(path) as checkpoint:
             assert isinstance(checkpoint.tokenizer, GgufTokenizerSource)
             assert checkpoint.tokenizer.metadata["tokenizer.ggml.tokens"] == tokens

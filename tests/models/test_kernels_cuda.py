@@ -21,10 +21,10 @@ from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.signature import Signature
 from ostinato.errors import UnsupportedModelError
-from ostinato.models import kernels_cuda as kc
-from ostinato.models import kernels_cuda_shapes as shapes
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_host import HOST_KERNELS
+from ostinato.models.cuda import lowering as kc
+from ostinato.models.cuda import shapes
+from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.program import Bound, decode_program, loop_call
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.cubin import kernel_resources

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ostinato.models.config import LlamaConfig, RopeScaling, rope_inverse_frequencies
-from ostinato.models.kernels_host import HOST_KERNELS
+from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.plan import rope_table
 from ostinato.models.program import (
     ACTIVE,
@@ -203,7 +203,7 @@ def test_attention(heads: int, kv_heads: int, size: int, count: int, first: int)
 
 
 def test_attention_of_a_long_piece_is_cut_into_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ostinato.models import kernels_host
+    from ostinato.models.host import kernels as kernels_host
 
     monkeypatch.setattr(kernels_host, "_CHUNK", 100)
     test_attention(3, 1, 6, 33, 31)

@@ -18,9 +18,9 @@ from ostinato.driver.signature import Access, Signature
 from ostinato.driver.stream import Operation
 from ostinato.errors import UnsupportedModelError
 from ostinato.graph.order import dependencies
-from ostinato.models import kernels_cuda as kc
-from ostinato.models import kernels_cuda_library as kl
-from ostinato.models.kernels_cuda_shapes import default_tuning
+from ostinato.models.cuda import library as kl
+from ostinato.models.cuda import lowering as kc
+from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.program import ACTIVE, SAMPLED_ROWS, Bound, decode_program, loop_call
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.cubin import kernel_resources

@@ -18,12 +18,12 @@ import pytest
 from ostinato.device import Device, open_device
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.errors import ContextPoisonedError, InputError, SettingsError
-from ostinato.models import kernels_packed
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.decoder import Decoder
-from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
-from ostinato.models.kernels_host import HOST_KERNELS
-from ostinato.models.open import open_checkpoint
+from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
+from ostinato.models.files.open import open_checkpoint
+from ostinato.models.host import packed_kernels as kernels_packed
+from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.packed import PackedMatrix, PackedPart
 from ostinato.models.plan import rope_table
 from ostinato.models.program import ACTIVE, FROM_STATE, SAMPLE
@@ -569,7 +569,7 @@ def test_many_callers_of_one_pool_each_get_their_own_results() -> None:
 PROGRAM = """
 import os, sys, threading, time
 import numpy as np
-from ostinato.models import kernels_packed
+from ostinato.models.host import packed_kernels as kernels_packed
 from tests.models.test_kernels_packed import *
 
 layout = PackedMatrix(256, (PackedPart("Q8_0", 400),))

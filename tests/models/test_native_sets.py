@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import ostinato
-from ostinato.models import kernels_packed
+from ostinato.models.host import packed_kernels as kernels_packed
 
 NATIVE = Path(ostinato.__file__).parent / "models" / "native"
 CHECK = Path(__file__).parent / "native_check.c"

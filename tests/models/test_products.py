@@ -11,7 +11,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import KernelNodeParams
 from ostinato.errors import NotAvailableError
-from ostinato.models.products import LibraryProducts, MatrixProduct
+from ostinato.models.cuda.products import LibraryProducts, MatrixProduct
 
 PRODUCT = MatrixProduct(4, 6, 8, accumulate=True)
 

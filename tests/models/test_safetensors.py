@@ -11,8 +11,8 @@ import pytest
 import safetensors.numpy
 
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
-from ostinato.models.checkpoint import JsonTokenizerSource, to_bfloat16
-from ostinato.models.open import open_checkpoint
+from ostinato.models.files.checkpoint import JsonTokenizerSource, to_bfloat16
+from ostinato.models.files.open import open_checkpoint
 from tests.models.model_files import CONFIG, hf_config, hf_name, weights, write_folder, write_gguf
 
 INDEX = "model.safetensors.index.json"

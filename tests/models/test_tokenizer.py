@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.errors import InputError, ModelError, ModelFormatError, UnsupportedModelError
-from ostinato.models.checkpoint import GgufTokenizerSource, JsonTokenizerSource
-from ostinato.models.tokenizer import Tokenizer, load_tokenizer
-from ostinato.models.tokenizer_parts import guarded
+from ostinato.models.files.checkpoint import GgufTokenizerSource, JsonTokenizerSource
+from ostinato.models.text.tokenizer import Tokenizer, load_tokenizer
+from ostinato.models.text.tokenizer_parts import guarded
 from tests.models.model_files import (
     CONFIG,
     TEMPLATE,
@@ -330,7 +330,7 @@ def test_where_templates_may_stand(tmp_path: Path) -> None:
 
 
 def test_smollm2_as_transformers_has_it(smollm2_path: Path) -> None:
-    from ostinato.models.open import open_checkpoint
+    from ostinato.models.files.open import open_checkpoint
 
     reference = json.loads(REFERENCE.read_text())
     with open_checkpoint(smollm2_path) as checkpoint:

@@ -24,14 +24,14 @@ from ostinato.driver.api import LaunchConfig
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.errors import CompileError, InputError, NotAvailableError
 from ostinato.graph import prepare
-from ostinato.models import kernels_cuda as kc
-from ostinato.models import kernels_cuda_shapes as shapes
-from ostinato.models import tuning as choosing
-from ostinato.models import tuning_bench, tuning_store
 from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda import lowering as kc
+from ostinato.models.cuda import shapes, tuning_store
+from ostinato.models.cuda import tunings as choosing
+from ostinato.models.cuda.tuning_store import TuningKey, TuningStore, decode_tuning, encode_tuning
 from ostinato.models.program import decode_program
-from ostinato.models.tuning_bench import StepMeter
-from ostinato.models.tuning_candidates import (
+from ostinato.models.tune import meter as tuning_bench
+from ostinato.models.tune.candidates import (
     attention_shapes,
     block_variants,
     expected_gains,
@@ -39,8 +39,8 @@ from ostinato.models.tuning_candidates import (
     product_shapes,
     start_variants,
 )
-from ostinato.models.tuning_store import TuningKey, TuningStore, decode_tuning, encode_tuning
-from ostinato.models.tuning_sweep import Progress, sweep
+from ostinato.models.tune.meter import StepMeter
+from ostinato.models.tune.sweep import Progress, sweep
 from ostinato.models.weights import load_weights
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.cubin import kernel_resources

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ostinato.device import Device
-from ostinato.models.open import open_checkpoint
+from ostinato.models.files.open import open_checkpoint
 from ostinato.models.weights import load_weights
 from tests.models.model_files import write_gguf
 

@@ -8,7 +8,7 @@ from typing import Any
 import ostinato as ost
 from benchmarks.kernels.emulator import Emulator
 from ostinato.driver.host.kernel import HostKernel, HostLaunch
-from ostinato.models.kernels_cuda import CudaLaunch
+from ostinato.models.cuda.lowering import CudaLaunch
 from ostinato.modules import CompileOptions
 from ostinato.relational.chain import KERNELS, source
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ostinato.errors import InputError
 from ostinato.models import Checkpoint, LlamaConfig
-from ostinato.models.checkpoint import JsonTokenizerSource, RawTensor
+from ostinato.models.files.checkpoint import JsonTokenizerSource, RawTensor
 
 __all__ = ["MemoryCheckpoint", "RandomCheckpoint", "random_checkpoint"]
 

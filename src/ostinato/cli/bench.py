@@ -214,7 +214,7 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def _draw(picture: str, path: Path) -> None:
-    from ostinato.models.files import write_file
+    from ostinato.models.files.reading import write_file
 
     write_file(path, picture)
     print(f"drawn to {path}")

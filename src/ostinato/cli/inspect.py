@@ -11,7 +11,7 @@ import typer
 
 from ostinato.cli.arguments import expanded, ready_file
 from ostinato.cli.progress import fetched
-from ostinato.models.files import write_file
+from ostinato.models.files.reading import write_file
 
 __all__ = ["inspect"]
 
@@ -46,7 +46,7 @@ def inspect(
     """Capture a step of the model and show its graph: nodes, arguments, edges."""
     from ostinato.device import open_device
     from ostinato.models.decoder import Decoder
-    from ostinato.models.open import open_checkpoint
+    from ostinato.models.files.open import open_checkpoint
 
     if as_json and dot:
         raise typer.BadParameter("--json or --dot, not both", param_hint="--dot")

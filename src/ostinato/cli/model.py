@@ -10,7 +10,7 @@ import typer
 from ostinato import settings
 from ostinato.cli.arguments import require_readable
 from ostinato.cli.progress import byte_progress
-from ostinato.models import store
+from ostinato.models.files import store
 
 __all__ = ["app"]
 

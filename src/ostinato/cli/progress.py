@@ -37,7 +37,7 @@ def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 def fetched(model: str) -> Path:
     """The path of a model, which is fetched first if need be, with a word about it and a bar."""
     from ostinato.errors import ModelError
-    from ostinato.models import store
+    from ostinato.models.files import store
 
     try:
         return store.resolve(model, download=False)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from ostinato.device import Device
     from ostinato.models import Checkpoint, LlamaConfig
-    from ostinato.models.kernels_cuda_shapes import Tuning
-    from ostinato.models.tuning_store import StoredTuning, TuningStore
-    from ostinato.models.tuning_sweep import Progress, SweepResult
+    from ostinato.models.cuda.shapes import Tuning
+    from ostinato.models.cuda.tuning_store import StoredTuning, TuningStore
+    from ostinato.models.tune.sweep import Progress, SweepResult
 
 __all__ = ["tune"]
 
@@ -71,7 +71,7 @@ def tune(
     host device has nothing to tune.
     """
     from ostinato.device import open_device
-    from ostinato.models.tuning_store import TuningStore
+    from ostinato.models.cuda.tuning_store import TuningStore
 
     if show_list and clear:
         raise typer.BadParameter("--list or --clear, not both", param_hint="--clear")
@@ -142,11 +142,11 @@ def _tune(
 ) -> None:
     import numpy as np
 
-    from ostinato.models.kernels_cuda_shapes import require_supported
-    from ostinato.models.tuning import choose_tuning, rule_tuning
-    from ostinato.models.tuning_bench import StepMeter
-    from ostinato.models.tuning_store import TuningKey
-    from ostinato.models.tuning_sweep import sweep
+    from ostinato.models.cuda.shapes import require_supported
+    from ostinato.models.cuda.tuning_store import TuningKey
+    from ostinato.models.cuda.tunings import choose_tuning, rule_tuning
+    from ostinato.models.tune.meter import StepMeter
+    from ostinato.models.tune.sweep import sweep
     from ostinato.models.weights import load_weights
 
     gpu, count = device.properties.name, device.properties.multiprocessors
@@ -197,8 +197,8 @@ def _show(
     result: SweepResult,
     path: Path | None,
 ) -> None:
-    from ostinato.models.kernels_cuda_shapes import shape_key
-    from ostinato.models.tuning_store import encode_tuning
+    from ostinato.models.cuda.shapes import shape_key
+    from ostinato.models.cuda.tuning_store import encode_tuning
 
     if settings.as_json:
         summary = {
@@ -250,7 +250,7 @@ def _shapes_table(before: Tuning, after: Tuning) -> Table:
     """What each kernel gets; what changed is set off."""
     from rich.table import Table
 
-    from ostinato.models.tuning_store import encode_tuning
+    from ostinato.models.cuda.tuning_store import encode_tuning
 
     table = Table(box=None, header_style="bold")
     for column in ("", "before", "after"):
@@ -294,8 +294,8 @@ def _progress(title: str, seconds: float) -> Iterator[Callable[[Progress], None]
 def _in_use(model: str | None, shape: str | None, rows: int, device: str | None) -> dict[str, Any]:
     """Which tuning a decoder on this device gets, and where it comes from."""
     from ostinato.device import open_device
-    from ostinato.models.kernels_cuda_shapes import shape_key
-    from ostinato.models.tuning import choose_tuning
+    from ostinato.models.cuda.shapes import shape_key
+    from ostinato.models.cuda.tunings import choose_tuning
 
     title, open_weights = _source(model, shape)
     with closing(open_weights()) as checkpoint:
@@ -316,7 +316,7 @@ def _in_use(model: str | None, shape: str | None, rows: int, device: str | None)
 
 
 def _list(store: TuningStore, as_json: bool, in_use: dict[str, Any] | None) -> None:
-    from ostinato.models.kernels_cuda_shapes import TUNED
+    from ostinato.models.cuda.shapes import TUNED
 
     entries = store.entries()
     if as_json:

@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING
 from ostinato.models.extra import require_extra
 
 if TYPE_CHECKING:
-    from ostinato.models.checkpoint import Checkpoint as Checkpoint
     from ostinato.models.config import LlamaConfig as LlamaConfig
     from ostinato.models.conversation import Conversation as Conversation
     from ostinato.models.conversation import ConversationStatistics as ConversationStatistics
     from ostinato.models.decoder import Decoder as Decoder
     from ostinato.models.decoder_statistics import DecoderStatistics as DecoderStatistics
+    from ostinato.models.files.checkpoint import Checkpoint as Checkpoint
+    from ostinato.models.files.open import open_checkpoint as open_checkpoint
     from ostinato.models.generate import TextGenerator as TextGenerator
     from ostinato.models.generation import Generation as Generation
     from ostinato.models.generation import Summary as Summary
-    from ostinato.models.open import open_checkpoint as open_checkpoint
     from ostinato.models.program import KernelCall as KernelCall
     from ostinato.models.program import decode_program as decode_program
     from ostinato.models.program import describe as describe
     from ostinato.models.run import BatchRun as BatchRun
     from ostinato.models.run import TokenRun as TokenRun
     from ostinato.models.sampling import SamplingOptions as SamplingOptions
-    from ostinato.models.tokenizer import Tokenizer as Tokenizer
-    from ostinato.models.tokenizer import load_tokenizer as load_tokenizer
+    from ostinato.models.text.tokenizer import Tokenizer as Tokenizer
+    from ostinato.models.text.tokenizer import load_tokenizer as load_tokenizer
 
 _HOMES = {
     "BatchRun": "run",
-    "Checkpoint": "checkpoint",
+    "Checkpoint": "files.checkpoint",
     "Conversation": "conversation",
     "ConversationStatistics": "conversation",
     "Decoder": "decoder",
@@ -44,11 +44,11 @@ _HOMES = {
     "Summary": "generation",
     "TextGenerator": "generate",
     "TokenRun": "run",
-    "Tokenizer": "tokenizer",
+    "Tokenizer": "text.tokenizer",
     "decode_program": "program",
     "describe": "program",
-    "load_tokenizer": "tokenizer",
-    "open_checkpoint": "open",
+    "load_tokenizer": "text.tokenizer",
+    "open_checkpoint": "files.open",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves the loader, dir() and this

@@ -20,10 +20,10 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.program import SAMPLED_ROWS, Argument, KernelCall
 
 if TYPE_CHECKING:
-    from ostinato.models.kernels_cuda import CudaLaunch
-    from ostinato.models.kernels_cuda_library import Lowered, ProductCall
-    from ostinato.models.kernels_cuda_shapes import Tuning
-    from ostinato.models.products import Product, Products
+    from ostinato.models.cuda.library import Lowered, ProductCall
+    from ostinato.models.cuda.lowering import CudaLaunch
+    from ostinato.models.cuda.products import Product, Products
+    from ostinato.models.cuda.shapes import Tuning
     from ostinato.modules import ModuleCache
 
 __all__ = [
@@ -172,8 +172,8 @@ class HostBackend:
     library = ""
 
     def __init__(self, device: Device, *, threads: int | None = None) -> None:
-        from ostinato.models import kernels_packed
-        from ostinato.models.kernels_host import HOST_KERNELS
+        from ostinato.models.host import packed_kernels as kernels_packed
+        from ostinato.models.host.kernels import HOST_KERNELS
 
         self._modules = device.modules
         self.packed = kernels_packed.compiled()
@@ -245,7 +245,7 @@ class CudaBackend:
     _LEAST: ClassVar[tuple[int, int]] = (8, 0)  # bfloat16 on the tensor cores
 
     def __init__(self, device: Device, *, library_rows: LibraryRows = "auto") -> None:
-        from ostinato.models.products import open_products
+        from ostinato.models.cuda.products import open_products
 
         self._modules = device.modules
         self._properties = device.properties
@@ -264,7 +264,7 @@ class CudaBackend:
 
     def piece_rows(self, config: LlamaConfig) -> int:
         """Many where a library multiplies, as far as the attention has counters for them."""
-        from ostinato.models.kernels_cuda_library import most_rows
+        from ostinato.models.cuda.library import most_rows
 
         return SAMPLED_ROWS if self._products is None else most_rows(config)
 
@@ -276,7 +276,7 @@ class CudaBackend:
 
     def _multiplies(self, config: LlamaConfig, rows: int) -> bool:
         """Whether the library does in a step of so many rows."""
-        from ostinato.models.kernels_cuda_library import library_rows_for
+        from ostinato.models.cuda.library import library_rows_for
 
         least = self._library_rows
         if least == "auto":
@@ -293,8 +293,8 @@ class CudaBackend:
         return self._tunings[key]
 
     def _find_tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
-        from ostinato.models.kernels_cuda_library import library_tuning
-        from ostinato.models.tuning import choose_tuning
+        from ostinato.models.cuda.library import library_tuning
+        from ostinato.models.cuda.tunings import choose_tuning
 
         gpu, count = self._properties.name, self._properties.multiprocessors
         if rows > SAMPLED_ROWS:
@@ -309,8 +309,8 @@ class CudaBackend:
         ).tuning
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
-        from ostinato.models.kernels_cuda_library import most_rows
-        from ostinato.models.kernels_cuda_shapes import require_supported
+        from ostinato.models.cuda.library import most_rows
+        from ostinato.models.cuda.shapes import require_supported
 
         require_supported(config, sampled)
         if rows > SAMPLED_ROWS and self._products is None:
@@ -321,8 +321,8 @@ class CudaBackend:
         require_supported(config, rows, most=max(SAMPLED_ROWS, most_rows(config)))
 
     def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
-        from ostinato.models.kernels_cuda import workspace_bytes
-        from ostinato.models.kernels_cuda_library import library_workspace_bytes
+        from ostinato.models.cuda.library import library_workspace_bytes
+        from ostinato.models.cuda.lowering import workspace_bytes
 
         found = []
         for count in rows:
@@ -334,7 +334,7 @@ class CudaBackend:
         return max(found)
 
     def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
-        from ostinato.models.kernels_cuda_library import library_buffers
+        from ostinato.models.cuda.library import library_buffers
 
         if self._products is None or not self._multiplies(config, rows):
             return {}
@@ -343,8 +343,8 @@ class CudaBackend:
     def _lower(
         self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
     ) -> tuple[Lowered, ...]:
-        from ostinato.models.kernels_cuda import lower
-        from ostinato.models.kernels_cuda_library import lower_with_library
+        from ostinato.models.cuda.library import lower_with_library
+        from ostinato.models.cuda.lowering import lower
 
         tuning = self._tuning(config, rows, context)
         if not self._multiplies(config, rows):
@@ -357,7 +357,7 @@ class CudaBackend:
         self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
     ) -> tuple[BoundCall, ...]:
         """Sources and macros differ by rows; what is not compiled yet is compiled side by side."""
-        from ostinato.models.kernels_cuda import CudaLaunch
+        from ostinato.models.cuda.lowering import CudaLaunch
 
         lowered = self._lower(program, config, rows, context)
         launches = [one for one in lowered if isinstance(one, CudaLaunch)]

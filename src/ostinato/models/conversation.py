@@ -22,7 +22,7 @@ from typing import Protocol
 
 from ostinato.errors import InputError, ModelFormatError
 from ostinato.models.arguments import quoted
-from ostinato.models.files import read_json, write_file
+from ostinato.models.files.reading import read_json, write_file
 from ostinato.models.generation import Generation, Generator
 from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.stop_strings import checked_stops

@@ -27,10 +27,10 @@ from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
 from ostinato.models.arguments import quoted, token_ids, whole
 from ostinato.models.backend import Backend, LibraryRows, backend_for
-from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.config import LlamaConfig
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
-from ostinato.models.open import open_checkpoint
+from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import OPTIONS, SAMPLED_ROWS, STOP_TOKENS, KernelCall
 from ostinato.models.ring import TokenRing

@@ -24,16 +24,16 @@ from ostinato import Device
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import InputError
 from ostinato.models.arguments import quoted, token_ids, whole
-from ostinato.models.chat import DEFAULT_TEMPLATE, ChatTemplate, prepare
-from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.conversation import MAX_ANSWER, Conversation
 from ostinato.models.decoder import Decoder
+from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.files.open import open_checkpoint
 from ostinato.models.generation import Generation
-from ostinato.models.open import open_checkpoint
 from ostinato.models.run import RunOptions
 from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.stop_strings import checked_stops
-from ostinato.models.tokenizer import Tokenizer, load_tokenizer, read_chat_template
+from ostinato.models.text.chat import DEFAULT_TEMPLATE, ChatTemplate, prepare
+from ostinato.models.text.tokenizer import Tokenizer, load_tokenizer, read_chat_template
 
 __all__ = ["TextGenerator"]
 
@@ -41,7 +41,7 @@ __all__ = ["TextGenerator"]
 class TextGenerator(Closeable):
     """A decoder with its tokenizer and chat template.
 
-    `model`: a GGUF file or a folder, a known name (fetched on first use, see `models.store`), or an
+    `model`: a GGUF file or a folder, a known name (fetched on first use, see `models.files.store`), or an
     open checkpoint.  Other options are the decoder's.  Raises what `Decoder` raises, and
     DownloadError.
     """
@@ -236,6 +236,6 @@ def _load_tokenizer(checkpoint: Checkpoint, loading: Future[Tokenizer]) -> None:
 def _resolve(model: str | Path) -> str | Path:
     if isinstance(model, Path):
         return model
-    from ostinato.models.store import resolve
+    from ostinato.models.files.store import resolve
 
     return resolve(model)

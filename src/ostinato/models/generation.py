@@ -13,7 +13,7 @@ from ostinato.errors import ClosedError
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import SamplingOptions
 from ostinato.models.stop_strings import StopMatcher
-from ostinato.models.tokenizer import IncrementalDecoder, Tokenizer
+from ostinato.models.text.tokenizer import IncrementalDecoder, Tokenizer
 
 __all__ = ["Generation", "Generator", "Summary"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ostinato.models.config import LlamaConfig
-from ostinato.models.dequantise_cuda import dequantise_source
-from ostinato.models.kernels_cuda import CudaLaunch, lower
-from ostinato.models.kernels_cuda_library import library_tuning, lower_with_library
-from ostinato.models.kernels_cuda_shapes import default_tuning
+from ostinato.models.cuda.dequantise import dequantise_source
+from ostinato.models.cuda.library import library_tuning, lower_with_library
+from ostinato.models.cuda.lowering import CudaLaunch, lower
+from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.program import SAMPLED_ROWS, decode_program, loop_call
 from ostinato.modules.catalog import KernelCheck
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.errors import InputError
-from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
+from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
 
 __all__ = ["PackedMatrix", "PackedPart"]
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from ostinato import Buffer, Device
 from ostinato.errors import ClosedError
-from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.packed import PackedMatrix, PackedPart
 
 __all__ = ["Weights", "load_weights"]
@@ -165,7 +165,7 @@ def _packed_matrix(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) ->
 
 def _dequantise(device: Device, checkpoint: Checkpoint, weights: Weights) -> None:
     """The file's bytes as they are, to be converted there."""
-    from ostinato.models.dequantise_cuda import dequantise_on_device, staged_bytes
+    from ostinato.models.cuda.dequantise import dequantise_on_device, staged_bytes
 
     staging = device.empty(staged_bytes(map(checkpoint.raw, checkpoint.tensor_names())))
     with staging, device.create_stream() as stream:

@@ -1,6 +1,6 @@
 /* ostinato.models._native: the layer program's host kernels on packed weights.
  *
- * models/kernels_packed.py says what it is for; models/kernels_host.py is the same in NumPy, and
+ * models/host/packed_kernels.py says what it is for; models/host/kernels.py is the same in NumPy, and
  * serves where this was not built.  A kernel checks that everything it touches lies inside of its
  * arguments, lets go of the GIL, and shares its rows out to a pool of threads.
  *

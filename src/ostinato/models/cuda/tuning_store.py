@@ -29,8 +29,8 @@ from typing import Any
 from ostinato import settings
 from ostinato.errors import NotAvailableError
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda_block import BlockShape
-from ostinato.models.kernels_cuda_shapes import (
+from ostinato.models.cuda.block import BlockShape
+from ostinato.models.cuda.shapes import (
     PRODUCTS,
     AttentionShape,
     MatrixShape,
@@ -38,7 +38,7 @@ from ostinato.models.kernels_cuda_shapes import (
     VectorShape,
     shape_key,
 )
-from ostinato.models.tuning_candidates import problems_of
+from ostinato.models.tune.candidates import problems_of
 
 __all__ = [
     "SCHEMA",

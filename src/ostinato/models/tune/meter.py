@@ -21,8 +21,8 @@ from ostinato import Device, GraphExec, Kernel, Operation, Stream, capture, copy
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import CompileError, ContextPoisonedError, DriverError, InputError
 from ostinato.models.backend import load_kernel
-from ostinato.models.kernels_cuda import CudaLaunch, lower, workspace_bytes
-from ostinato.models.kernels_cuda_shapes import PRODUCTS, Tuning
+from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
+from ostinato.models.cuda.shapes import PRODUCTS, Tuning
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, ROW, SAMPLE, STATE, decode_program
 from ostinato.models.weights import Weights

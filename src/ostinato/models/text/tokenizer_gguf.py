@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
-from ostinato.models.checkpoint import GgufTokenizerSource
-from ostinato.models.tokenizer_parts import TokenizerParts, guarded
+from ostinato.models.files.checkpoint import GgufTokenizerSource
+from ostinato.models.text.tokenizer_parts import TokenizerParts, guarded
 
 __all__ = ["SUPPORTED_PRE_TOKENIZERS", "parts_from_gguf"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ostinato.errors import ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
-from ostinato.models.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
+from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
 
 __all__ = ["GgufHeader", "GgufTensor", "read_header"]
 

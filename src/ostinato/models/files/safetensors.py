@@ -19,10 +19,15 @@ import numpy.typing as npt
 
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
-from ostinato.models.checkpoint import Checkpoint, JsonTokenizerSource, RawTensor, check_tensors
 from ostinato.models.config import LlamaConfig
-from ostinato.models.dequantise import dequantise_rows
-from ostinato.models.files import MAX_JSON, forget, map_file, parse_object, read_json, unmap
+from ostinato.models.files.checkpoint import (
+    Checkpoint,
+    JsonTokenizerSource,
+    RawTensor,
+    check_tensors,
+)
+from ostinato.models.files.dequantise import dequantise_rows
+from ostinato.models.files.reading import MAX_JSON, forget, map_file, parse_object, read_json, unmap
 
 __all__ = ["SUPPORTED_DTYPES", "SafetensorsCheckpoint", "open_folder"]
 

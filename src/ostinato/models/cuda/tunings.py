@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda_shapes import (
+from ostinato.models.cuda.shapes import (
     TUNED,
     Tuning,
     default_tuning,
@@ -19,7 +19,7 @@ from ostinato.models.kernels_cuda_shapes import (
     require_supported,
     shape_key,
 )
-from ostinato.models.tuning_store import TuningKey, TuningStore
+from ostinato.models.cuda.tuning_store import TuningKey, TuningStore
 
 __all__ = ["ChosenTuning", "Origin", "choose_tuning", "rule_tuning"]
 

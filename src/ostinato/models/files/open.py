@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ostinato.errors import ModelError
-from ostinato.models.checkpoint import Checkpoint
-from ostinato.models.gguf_reader import open_gguf
-from ostinato.models.safetensors_reader import open_folder
+from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.files.gguf import open_gguf
+from ostinato.models.files.safetensors import open_folder
 
 __all__ = ["open_checkpoint"]
 

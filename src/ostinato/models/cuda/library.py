@@ -29,9 +29,10 @@ import numpy as np
 
 from ostinato import LaunchConfig, Source
 from ostinato.errors import UnsupportedModelError
-from ostinato.models import kernels_cuda as kc
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda_shapes import (
+from ostinato.models.cuda import lowering as kc
+from ostinato.models.cuda.products import PIECE_ROWS, MatrixProduct
+from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     MAX_ROWS,
     Tuning,
@@ -39,7 +40,6 @@ from ostinato.models.kernels_cuda_shapes import (
     products_of,
     require_supported,
 )
-from ostinato.models.products import PIECE_ROWS, MatrixProduct
 from ostinato.models.program import Argument, Bound, KernelCall
 from ostinato.modules import CompileOptions
 

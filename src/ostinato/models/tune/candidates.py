@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda_block import block_problem, block_shapes
-from ostinato.models.kernels_cuda_shapes import (
+from ostinato.models.cuda.block import block_problem, block_shapes
+from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     PRODUCTS,
     START_NEXT,

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import Buffer, LaunchConfig, Source, Stream, launch
-from ostinato.models.checkpoint import RawTensor
-from ostinato.models.dequantise import SUPPORTED_TYPES
-from ostinato.models.kernels_cuda import source_of
+from ostinato.models.cuda.lowering import source_of
+from ostinato.models.files.checkpoint import RawTensor
+from ostinato.models.files.dequantise import SUPPORTED_TYPES
 
 if TYPE_CHECKING:
     from ostinato.modules import ModuleCache

@@ -1,6 +1,6 @@
 """A model's weights on disk, whatever the format: one interface, canonical names, float32.
 
-`models.open.open_checkpoint` takes a `.gguf` file or a folder with `config.json`, `*.safetensors`
+`open.open_checkpoint` takes a `.gguf` file or a folder with `config.json`, `*.safetensors`
 and `tokenizer.json`.  What it gives maps the file and reads a tensor when it is asked for.
 
 Canonical names: `embed`, `layers.{i}.attn_norm`, `.wq .wk .wv .wo`, `.mlp_norm`,

@@ -27,7 +27,7 @@ import numpy as np
 from ostinato import HostKernel, settings
 from ostinato.driver.signature import Parameter, Signature
 from ostinato.models.arguments import whole
-from ostinato.models.kernels_host import HOST_KERNELS
+from ostinato.models.host.kernels import HOST_KERNELS
 
 __all__ = [
     "MOST_THREADS",

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from ostinato.errors import InputError
 from ostinato.models.config import LlamaConfig
-from ostinato.models.kernels_cuda_shapes import BLOCKED, PRODUCTS, Tuning
-from ostinato.models.tuning_candidates import (
+from ostinato.models.cuda.shapes import BLOCKED, PRODUCTS, Tuning
+from ostinato.models.tune.candidates import (
     attention_shapes,
     block_variants,
     expected_gains,

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from ostinato.errors import InputError, ModelError, ModelFormatError
 from ostinato.models.arguments import quoted, whole
-from ostinato.models.checkpoint import GgufTokenizerSource, TokenizerSource
-from ostinato.models.child import Child
-from ostinato.models.files import read_file, read_json
-from ostinato.models.tokenizer_parts import MAX_IDS, TokenizerParts
+from ostinato.models.files.checkpoint import GgufTokenizerSource, TokenizerSource
+from ostinato.models.files.reading import read_file, read_json
+from ostinato.models.text.child import Child
+from ostinato.models.text.tokenizer_parts import MAX_IDS, TokenizerParts
 
 __all__ = ["IncrementalDecoder", "Tokenizer", "load_tokenizer", "read_chat_template"]
 
@@ -64,7 +64,7 @@ class Tokenizer:
 
     `vocabulary`: how many ids there are, special ones included.  `bos_id`: begin of sequence, or
     None.  `eos_ids`: every id that ends an answer, the file's own first.  `special_ids`: control
-    tokens.  `chat_template`: jinja source (see `models.chat`), or None.  `where`: its file.
+    tokens.  `chat_template`: jinja source (see `models.text.chat`), or None.  `where`: its file.
     """
 
     def __init__(self, parts: TokenizerParts, chat_template: str | None = None) -> None:
@@ -192,7 +192,7 @@ def load_tokenizer(source: TokenizerSource, *, vocabulary: int | None = None) ->
     rows = MAX_IDS if vocabulary is None else whole(vocabulary, "vocabulary", 1)
     try:
         if isinstance(source, GgufTokenizerSource):
-            from ostinato.models.tokenizer_gguf import parts_from_gguf
+            from ostinato.models.text.tokenizer_gguf import parts_from_gguf
 
             parts = parts_from_gguf(source, rows)
         else:

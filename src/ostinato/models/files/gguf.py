@@ -11,11 +11,16 @@ import numpy.typing as npt
 
 from ostinato.errors import ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
-from ostinato.models.checkpoint import Checkpoint, GgufTokenizerSource, RawTensor, check_tensors
 from ostinato.models.config import LlamaConfig
-from ostinato.models.dequantise import dequantise_rows
-from ostinato.models.files import forget, map_file, unmap
-from ostinato.models.gguf_header import GgufHeader, GgufTensor, read_header
+from ostinato.models.files.checkpoint import (
+    Checkpoint,
+    GgufTokenizerSource,
+    RawTensor,
+    check_tensors,
+)
+from ostinato.models.files.dequantise import dequantise_rows
+from ostinato.models.files.gguf_header import GgufHeader, GgufTensor, read_header
+from ostinato.models.files.reading import forget, map_file, unmap
 
 __all__ = ["GgufCheckpoint", "open_gguf"]
 
