@@ -73,7 +73,7 @@ def bench(
         str,
         typer.Option(
             help="all that are installed, none, or some of: "
-            "transformers,torch.cuda.graph,torch.compile."
+            "transformers,torch.cuda.graph,torch.compile,llama.cpp."
         ),
     ] = "all",
     rounds: Annotated[int, typer.Option(min=1, help="In which all take turns, at most.")] = 5,

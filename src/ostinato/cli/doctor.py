@@ -53,6 +53,7 @@ def doctor(
 def findings() -> dict[str, Any]:
     """Everything `doctor` says, as plain data.  Never raises for something that is missing."""
     from ostinato.driver import launcher
+    from ostinato.models.host import packed_kernels
 
     return {
         "ostinato": {
@@ -61,6 +62,7 @@ def findings() -> dict[str, Any]:
             "platform": platform.platform(),
             "processors": os.cpu_count(),
             "replay call": launcher.description(),
+            "CPU kernels": packed_kernels.description(),
         },
         "cuda": _device("cuda:0"),
         "host": _device("host"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +24,6 @@ def speaker(
     from ostinato.models.generate import TextGenerator
 
     if threads is not None:
-        # For what reads the settings and is not given it as an argument.
-        os.environ["OSTINATO_THREADS"] = str(threads)
         options["threads"] = threads
     with open_device(device) as opened:  # a wrong name is found before a model is fetched
         path = fetched(model)

@@ -226,7 +226,7 @@ def load_kernel(modules: ModuleCache, launch: CudaLaunch) -> Kernel:
 class CudaBackend:
     """CUDA kernels, in bfloat16 with float32 sums; compiled for one model and number of rows.
     In steps of `library_rows` and more rows a library multiplies, where there is one
-    (`kernels_cuda_library`).
+    (`cuda.library`).
 
     Their launches are programmatic: each may start while the one before it still runs, and waits on
     the device for that one alone, which stands for all earlier ones because it waited too.  So they

@@ -9,7 +9,7 @@
 `[…]` is a product of the library, all else kernels of ours (`kernels/pieces.cu`, `attention.cu`).
 Products read bfloat16 (`product_in`) and give float32 (`product_out`), so what is rounded is what
 our own kernels round; the residual stays float32.  The ends (`embed`, `head`, `sample`, `advance`)
-are those of `kernels_cuda`; where a step samples only in its last row, `head` and what follows are
+are those of `lowering`; where a step samples only in its last row, `head` and what follows are
 launched for that row as in a step of one.
 
 `lower_with_library` is pure and needs no GPU.  Not guaranteed: the bits of steps without one.
@@ -136,7 +136,7 @@ def library_tuning(
 
 def library_workspace_bytes(config: LlamaConfig, *, rows: int, tuning: Tuning) -> int:
     """Bytes of our own kernels' workspace in such a step, without a last row's: see
-    `kernels_cuda.workspace_bytes` of one row for that."""
+    `lowering.workspace_bytes` of one row for that."""
     return _LibraryCut(config, rows, tuning, tuning).workspace_bytes
 
 

@@ -3,7 +3,7 @@
     launches = lower(program, config, rows=1, slots=1, context=2048, tuning=…)
 
 gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  The kernels
-(`kernels/*.cu`) have the names and parameters of `kernels_host`, and are compiled for one shape:
+(`kernels/*.cu`) have the names and parameters of `host.kernels`, and are compiled for one shape:
 
     rows == 1      matvec.cu    float32 activations, weights straight into registers
                    attention_block.cu  a layer's first three calls in one launch, by the tuning

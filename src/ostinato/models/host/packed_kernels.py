@@ -1,7 +1,7 @@
 """The layer program's kernels on packed weights, compiled: what a decoder on the CPU runs where the
 extension `_native` was built.  Its sources are in `native/`.
 
-They are host kernels as those of `kernels_host`, and take their place one by one: the same names
+They are host kernels as those of `host.kernels`, and take their place one by one: the same names
 and parameters, except that matrices are `PackedMatrix` bytes.  What chooses and advances tokens
 stays in NumPy.  Weights are dequantised in registers, to the values of `dequantise_rows` bit by
 bit; sums are float32.  Which instructions do it is found out when the program runs.

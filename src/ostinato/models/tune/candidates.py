@@ -1,7 +1,7 @@
 """What a sweep may try: shapes that are legal for a model, the promising ones first.  Pure.
 
 `problems_of` is the one place that knows what the kernels can be compiled for and launched with; a
-tuning from a file is held to it as well.  Not here: how fast anything is (`tuning_sweep`).
+tuning from a file is held to it as well.  Not here: how fast anything is (`tune.sweep`).
 """
 
 from __future__ import annotations
