@@ -41,8 +41,8 @@ __all__ = ["TextGenerator"]
 class TextGenerator(Closeable):
     """A decoder with its tokenizer and chat template.
 
-    `model`: a GGUF file or a folder, a known name (fetched on first use, see `models.files.store`), or an
-    open checkpoint.  Other options are the decoder's.  Raises what `Decoder` raises, and
+    `model`: a GGUF file or a folder, a known name (fetched on first use, see `models.files.store`),
+    or an open checkpoint.  Other options are the decoder's.  Raises what `Decoder` raises, and
     DownloadError.
     """
 
