@@ -7,6 +7,8 @@ import pty
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import TracebackType
 
 from tests.cli.commands import environment
@@ -19,6 +21,7 @@ print("its terminal", flush=True)
 from ostinato.__main__ import main
 main()
 """
+PROMPTS = ("> ", ". ")
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
@@ -63,13 +66,33 @@ class Terminal:
     def send(self, keys: str | bytes) -> None:
         os.write(self._mine, keys if isinstance(keys, bytes) else keys.encode())
 
+    def settle(self) -> None:
+        """Waits until the command waits, for keys as a rule.
+
+        Between the prompt and the wait for keys Python takes a signal and handles it only after the
+        next key: a person cannot press Ctrl-C in that moment, but a test can.
+        """
+        quiet = 0
+        while quiet < 3 and self.process.poll() is None:
+            try:
+                stat = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii")
+                quiet = quiet + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
+            except OSError:  # not Linux
+                quiet += 1
+            time.sleep(0.02)
+
     def until(self, text: str) -> str:
-        """Reads until a text appears that was not there at the last call; what was said since."""
+        """Reads until a text appears that was not there at the last call; what was said since.
+
+        After a prompt, also until the command waits for keys.
+        """
         while (at := self.said.find(text, self._seen)) < 0:
             more = self._read()
             assert more, f"{text!r} did not come: {self.said!r}"
         since = self.said[self._seen : at]
         self._seen = at + len(text)
+        if text in PROMPTS:
+            self.settle()
         return since
 
     def end(self) -> int:
