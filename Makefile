@@ -30,8 +30,8 @@ setup: $(VENV)/.dev
 demo: $(VENV)/.runtime          ## a real model answers a prompt, through captured graphs
 	$(BIN)/ostinato generate "$(PROMPT)" --max-tokens 64
 
-test: $(VENV)/.dev              ## the tests that need no GPU, with coverage: minutes on two cores
-	$(TESTS) -m "not slow" --cov --cov-report=term:skip-covered $(ARGS)
+test: $(VENV)/.dev              ## the tests that need no GPU: minutes on two cores
+	$(TESTS) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.dev          ## the slow ones too, and new random examples
 	$(TESTS) --hypothesis-profile=random --cov --cov-report=term:skip-covered $(ARGS)

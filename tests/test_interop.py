@@ -14,14 +14,14 @@ import pytest
 import ostinato as ost
 from ostinato.errors import NotAvailableError
 
-LIBRARIES = ("torch", "cupy", "numba", "triton", "transformers")
+LIBRARIES = ("torch", "cupy", "numba", "triton")
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_missing_library_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [m for m in sys.modules if m.startswith("ostinato.interop.")]:
         monkeypatch.delitem(sys.modules, module)
-    for library in ("torch", "cupy", "numba", "transformers"):
+    for library in ("torch", "cupy", "numba"):
         monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
     with pytest.raises(NotAvailableError, match=r"is not installed .* install"):
         importlib.import_module(f"ostinato.interop.{name}")

@@ -125,7 +125,10 @@ def asked(cache: ModuleCache, source: Source, options: CompileOptions) -> int | 
         return "does not compile"
 
 
-@pytest.mark.parametrize("what", ["compiled", "from disk", "header changed", "fails"])
+@pytest.mark.parametrize(
+    "what",
+    ["compiled", "from disk", pytest.param("header changed", marks=pytest.mark.slow), "fails"],
+)
 def test_at_every_line(tmp_path: Path, quick, monkeypatch, what: str) -> None:
     monkeypatch.setattr(inputs, "_SETTLED_NS", -(10**18))  # else it is compiled twice
     text = "nonsense" if what == "fails" else TEXT
@@ -227,6 +230,7 @@ def test_the_workers_pool_at_every_line(tmp_path: Path, monkeypatch, quick) -> N
     assert len(lines) > 20, "it was traced"
 
 
+@pytest.mark.slow
 def test_while_headers_are_unpacked(tmp_path: Path, monkeypatch) -> None:
     library = compiler_module.toolchain.library()
     from ostinato.modules.toolkit import bundled_headers
