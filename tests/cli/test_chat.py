@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from dataclasses import replace
@@ -165,8 +166,11 @@ def test_control_c_stops_an_answer_and_not_the_program(
         assert terminal.end() == 0
     (_, question), (_, answer) = saved(file)
     assert question == "one" and answer
-    shown = "".join(terminal.said.replace("^C", "").split())  # it may stand within a line
-    assert "".join(answer.split()) in shown
+    # ^C may stand within a line, and a random model writes control characters.
+    shown, kept = (
+        re.sub(r"[^A-Za-z0-9<>|]", "", text.replace("^C", "")) for text in (terminal.said, answer)
+    )
+    assert kept in shown
 
 
 def test_control_c_twice_at_the_empty_prompt_ends(options: tuple[str, ...], tmp_path: Path) -> None:
