@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +24,7 @@ from ostinato.__main__ import main
 main()
 """
 PROMPTS = ("> ", ". ")
+PATIENCE = 300.0  # against hangs alone
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
@@ -33,6 +36,11 @@ class Terminal:
 
     def __init__(self, *arguments: str, **environ: str) -> None:
         self._mine, theirs = pty.openpty()
+        modes = termios.tcgetattr(theirs)
+        # By default, Ctrl-C drops output that was not read yet, and shows ^C anywhere within it.
+        # Here it drops nothing and shows one byte, which `said` leaves out.
+        modes[3] = modes[3] & ~termios.ECHOCTL | termios.NOFLSH
+        termios.tcsetattr(theirs, termios.TCSANOW, modes)
         self.process = subprocess.Popen(
             [sys.executable, "-c", ON_ITS_TERMINAL, *arguments],
             env=environment(TERM="xterm", **environ),
@@ -61,7 +69,7 @@ class Terminal:
 
     @property
     def said(self) -> str:
-        return _CONTROLS.sub("", self._raw.decode("utf-8", "replace"))
+        return _CONTROLS.sub("", self._raw.replace(b"\x03", b"").decode("utf-8", "replace"))
 
     def send(self, keys: str | bytes) -> None:
         os.write(self._mine, keys if isinstance(keys, bytes) else keys.encode())
@@ -102,9 +110,21 @@ class Terminal:
         return self.process.wait()
 
     def _read(self) -> bytes:
+        ready, _, _ = select.select([self._mine], [], [], PATIENCE)
+        assert ready, f"the command says no more: {self.said!r}"
         try:
             more = os.read(self._mine, 4096)
         except OSError:  # what Linux says of a terminal whose last user is gone
             return b""
         self._raw += more
         return more
+
+
+def on_a_terminal(text: str) -> str:
+    """What a terminal gets of a model's text: signs in place of control characters."""
+    signs = (
+        {i: 0x2400 + i for i in range(0x20)}
+        | {0x7F: 0x2421}
+        | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+    )
+    return text.translate(signs | {0x09: "\t", 0x0A: "\r\n"})

@@ -33,7 +33,7 @@ from ostinato.cli.arguments import (
 )
 from ostinato.cli.endings import FAILED
 from ostinato.cli.progress import prompt_progress
-from ostinato.cli.speaker import sampling_options, speaker
+from ostinato.cli.speaker import sampling_options, show, speaker
 from ostinato.errors import InputError, ModelError
 
 if TYPE_CHECKING:
@@ -298,7 +298,8 @@ class _Session:
                         piece = next(answer, None)
                     if piece is None:
                         break
-                    shown += _show(piece)
+                    show(piece)
+                    shown += len(piece)
             except KeyboardInterrupt:
                 stopped = True
             except (InputError, ModelError) as error:
@@ -307,7 +308,7 @@ class _Session:
             if stopped:
                 _note("(stopped; the message is not kept)")
             return
-        _show(answer.text[shown:] + "\n")  # what came and was not shown when Ctrl-C did
+        show(answer.text[shown:] + "\n")  # what came and was not shown when Ctrl-C did
         if stopped:
             kept = "what was shown is kept" if answer.text else "the message is not kept"
             _note(f"(stopped; {kept})")
@@ -368,9 +369,3 @@ class _Session:
     def _fail(self, words: str) -> None:
         self.failed = True
         _note(words)
-
-
-def _show(piece: str) -> int:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
-    return len(piece)

@@ -32,7 +32,7 @@ from ostinato.cli.arguments import (
 )
 from ostinato.cli.endings import INTERRUPTED
 from ostinato.cli.progress import prompt_progress
-from ostinato.cli.speaker import sampling_options, speaker
+from ostinato.cli.speaker import sampling_options, show, speaker
 
 __all__ = ["generate"]
 
@@ -138,8 +138,7 @@ def generate(
             try:
                 for piece in answer:
                     if not as_json:
-                        sys.stdout.write(_line(text=piece) if stream_json else piece)
-                        sys.stdout.flush()
+                        show(_line(text=piece) if stream_json else piece)
             except KeyboardInterrupt:
                 interrupted = True
         summary = answer.summary()
