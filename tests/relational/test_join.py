@@ -107,10 +107,13 @@ def test_many_equal_keys_are_no_long_chain(host_joiner: Joiner) -> None:
     np.testing.assert_array_equal(np.sort(right), np.arange(rows))
 
 
-def test_matches_that_are_few_and_far_between(joiner: Joiner) -> None:
+@pytest.mark.sanitize
+@pytest.mark.parametrize("times", [1, 700])
+def test_matches_that_are_few_and_far_between(joiner: Joiner, times: int) -> None:
     """One tile of the output spans more left rows than `materialize` keeps at hand."""
-    left = np.arange(5000)
-    check(joiner, column(left), column([0, 3, 2500, 4999, 4999, 9000]))
+    left = np.arange(9000)
+    right = np.repeat([0, 3, 2500, 2501, 4999, 4999, 8999, 10_000], times)
+    check(joiner, column(left), column(right))
 
 
 @pytest.mark.sanitize

@@ -75,7 +75,7 @@ def test_grids_follow_the_key(kind: JoinKind) -> None:
         blocks = -(-rows // 256)
         build = grids.get("insert", 0)
         assert grids["begin"] == 1 and grids["probe"] == blocks + build
-        assert grids["materialize"] == min(-(-rows // 1024), 8 * 132) + build
+        assert grids["materialize"] == min(-(-rows // 1024), 16 * 132) + build
         levels = [one for one in chain if one.kernel in ("scan", "add")]
         assert len(levels) == max(0, key.scan.kernels - 2)  # without `probe` and `materialize`
         scanned = [one.grid for one in levels if one.kernel == "scan"]

@@ -19,7 +19,7 @@ __all__ = ["KERNELS", "Launch", "chain_of", "source"]
 
 KERNELS = tuple(kernel.name for kernel in HOST_KERNELS)
 _BUILD_BLOCKS = 4
-_TILE_BLOCKS = 8
+_TILE_BLOCKS = 16
 """Blocks for each multiprocessor, of kernels that loop: over the right side, over the output."""
 
 

@@ -48,7 +48,13 @@ DEVICE void start_next() {}
 
 constexpr u32 THREADS = 256, WARPS = THREADS / 32, FULL = 0xffffffffu;
 constexpr u32 ITEMS = TILE / THREADS;
-constexpr u32 SPAN = 1024;  // left rows whose offsets `materialize` keeps in shared memory
+constexpr u32 SPAN = 2048;  // left rows that `materialize` keeps in shared memory at most
+constexpr u32 STRIDE = TILE + THREADS;  // how many of them it reads at a time
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr u32 RESIDENT = 8;  // its blocks on a multiprocessor: all threads that there may be
+#else
+constexpr u32 RESIDENT = 4;  // with more of them the compiler spills registers
+#endif
 static_assert(TILE % THREADS == 0, "tile");
 
 template <class T> DEVICE T* pointer(u64 address) { return reinterpret_cast<T*>(address); }
@@ -156,6 +162,9 @@ KERNEL __launch_bounds__(THREADS) insert(Block* block) {
     u32* const slot_of = pointer<u32>(block->slot_of);
     u32* const rank = pointer<u32>(block->rank);
     const u32 lane = threadIdx.x % 32;
+    // A look at a slot before it is claimed keeps rows with equal keys from claiming it in turns.  With few
+    // rows that costs less than the look.
+    const bool look = rows > 1 << 16;
     for (u64 first = static_cast<u64>(blockIdx.x) * THREADS; first < rows;
          first += static_cast<u64>(gridDim.x) * THREADS) {
         const u64 wide = first + threadIdx.x;
@@ -169,7 +178,7 @@ KERNEL __launch_bounds__(THREADS) insert(Block* block) {
             // The table is at most half full, so there is an empty slot.
             while (true) {
                 u64* const owner = reinterpret_cast<u64*>(slots + at);
-                u64 seen = fresh(owner);
+                u64 seen = look ? fresh(owner) : 0;
                 if (!seen) seen = atomicCAS(owner, 0ull, own);
                 if (!seen) break;
                 if (static_cast<u32>(seen >> 32) == tag_of(hash) &&
@@ -202,11 +211,12 @@ KERNEL __launch_bounds__(THREADS) starts(Block* block) {
     for (u64 first = static_cast<u64>(blockIdx.x) * THREADS; first < rows;
          first += static_cast<u64>(gridDim.x) * THREADS) {
         const u64 row = first + threadIdx.x;
-        u32 at = 0, count = 0;
-        if (row < rows && fresh(rank + row) == 0) {  // one row of each group
+        u32 at = 0, place = 1, count = 0;
+        if (row < rows) {
             at = fresh(slot_of + row);
-            count = fresh(&slots[at].count);
+            place = fresh(rank + row);
         }
+        if (place == 0) count = fresh(&slots[at].count);  // one row of each group
         u64 sum;
         const u32 before = static_cast<u32>(scanned(count, sum));
         if (threadIdx.x == 0) given = sum ? atomicAdd(&block->groups, static_cast<u32>(sum)) : 0;
@@ -229,12 +239,17 @@ DEVICE void fill_groups(const Block* block, u32 first_block) {
             static_cast<u32>(row);
 }
 
-// All blocks' work is in memory; the last block tells the host.
-DEVICE void finish(Block* block) {
+// How many of `blocks` blocks have work if each takes `each` things at a time; at least one.
+DEVICE u32 busy(u64 things, u32 each, u32 blocks) {
+    return static_cast<u32>(max(min((things + each - 1) / each, static_cast<u64>(blocks)), 1ull));
+}
+
+// This block's work is in memory; the last of `blocks` that call it tells the host.
+DEVICE void finish(Block* block, u32 blocks) {
     __syncthreads();
     if (threadIdx.x) return;
     __threadfence();
-    if (atomicAdd(&block->ticket, 1u) != gridDim.x - 1) return;
+    if (atomicAdd(&block->ticket, 1u) != blocks - 1) return;
     __threadfence();
     Done* const done = pointer<Done>(block->done);
     if (!done) return;
@@ -246,8 +261,10 @@ DEVICE void finish(Block* block) {
 
 KERNEL __launch_bounds__(THREADS) fill(Block* block) {
     begin_kernel();
+    const u32 blocks = busy(block->right_rows, THREADS, gridDim.x);
+    if (blockIdx.x >= blocks) return;
     fill_groups(block, 0);
-    finish(block);
+    finish(block, blocks);
 }
 
 KERNEL __launch_bounds__(THREADS) probe(Block* block, u32 probe_blocks) {
@@ -325,6 +342,12 @@ KERNEL __launch_bounds__(THREADS) add(Block* block, u32 level, u32 own, u32 abov
     sums[own + at] = fresh(sums + own + at) + fresh(sums + above + blockIdx.x);
 }
 
+// Rows of the result that this join writes.
+DEVICE u64 written(const Block* block) {
+    const u64 total = fresh(&block->total);
+    return fresh(&block->overflow) ? 0 : total;
+}
+
 // Where the matches of a left row start in the output.
 struct Offsets {
     const u32* in_block;
@@ -337,96 +360,109 @@ struct Offsets {
     }
 };
 
-// A search by all threads of a block for the last left row whose matches start at or before `output`.
-// Rows before `first` are known to, rows from `first + size` on are known not to.
-struct Search {
-    u32 output, first, size;
-
-    DEVICE u32 step() const { return (size + THREADS - 1) / THREADS; }
-    DEVICE bool passed(const Offsets& offsets) const {  // by this thread's sample
-        const u64 ahead = static_cast<u64>(threadIdx.x) * step();
-        return ahead < size && offsets[first + static_cast<u32>(ahead)] <= output;
-    }
-    DEVICE void narrow(u32 samples_passed) {  // the first always does
-        const u32 skipped = (samples_passed - 1) * step();
-        size = min(step(), size - skipped);
+// The last of `size` block sums that is `output` or less, searched by all threads of a block; the first
+// is 0.
+DEVICE u32 last_block(const u64* sums, u32 size, u32 output) {
+    u32 first = 0;
+    while (size > 1) {
+        const u32 step = (size + THREADS - 1) / THREADS;
+        const u64 ahead = static_cast<u64>(threadIdx.x) * step;
+        const bool passed = ahead < size && fresh(sums + first + ahead) <= output;
+        const u32 skipped = (__syncthreads_count(passed) - 1) * step;
+        size = min(step, size - skipped);
         first += skipped;
     }
-};
+    return first;
+}
 
-KERNEL __launch_bounds__(THREADS) materialize(Block* block, u32 tile_blocks) {
-    __shared__ u32 near[SPAN];
+KERNEL __launch_bounds__(THREADS, RESIDENT) materialize(Block* block, u32 tile_blocks) {
+    __shared__ u32 near[SPAN], places[SPAN], last_row;
     begin_kernel();
+    const u64 slot_count = static_cast<u64>(block->mask) + 1;
+    const u32 others = gridDim.x - tile_blocks;
+    const u32 clearing = block->clear && others ? busy(slot_count, THREADS, others) : 0;
     if (blockIdx.x >= tile_blocks) {  // the probe is over: the table is emptied for the next join
-        if (block->clear) {
-            uint4* const slots = pointer<uint4>(block->slots);
-            const u64 count = static_cast<u64>(block->mask) + 1;
-            const u64 stride = static_cast<u64>(gridDim.x - tile_blocks) * THREADS;
-            for (u64 at = static_cast<u64>(blockIdx.x - tile_blocks) * THREADS + threadIdx.x;
-                 at < count; at += stride)
-                slots[at] = make_uint4(0, 0, 0, 0);
-        }
-        finish(block);
+        const u32 own = blockIdx.x - tile_blocks;
+        if (own >= clearing) return;
+        uint4* const slots = pointer<uint4>(block->slots);
+        for (u64 at = own * THREADS + threadIdx.x; at < slot_count; at += clearing * THREADS)
+            slots[at] = make_uint4(0, 0, 0, 0);
+        finish(block, busy(written(block), TILE, tile_blocks) + clearing);
         return;
     }
-    const u64 total = fresh(&block->overflow) ? 0 : fresh(&block->total);
+    const u64 total = written(block);
+    const u32 tiling = busy(total, TILE, tile_blocks);
+    if (blockIdx.x >= tiling) return;
     const Offsets offsets(block);
     const u32* const found = pointer<const u32>(block->found);
     const u32* const grouped = pointer<const u32>(block->grouped);
     u32* const left_out = pointer<u32>(block->left_out);
     u32* const right_out = pointer<u32>(block->right_out);
     const u32 rows = block->left_rows;
-    for (u64 start = static_cast<u64>(blockIdx.x) * TILE; start < total;
-         start += static_cast<u64>(tile_blocks) * TILE) {
-        const u64 end = min(start + TILE, total);
-        Search low{static_cast<u32>(start), 0, rows}, high{static_cast<u32>(end - 1), 0, rows};
-        if (rows <= SPAN) {  // all of them fit: no search
-            low.size = high.size = 1;
-            high.first = rows - 1;
-        }
-        while (low.size > 1 || high.size > 1) {  // they shrink together
-            const bool below = low.passed(offsets), above = high.passed(offsets);
-            low.narrow(__syncthreads_count(below));
-            high.narrow(__syncthreads_count(above));
-        }
-        const u32 span = high.first - low.first + 1;
-        const bool close = span <= SPAN;
-        if (close) {
-            for (u32 i = threadIdx.x; i < span; i += THREADS) near[i] = offsets[low.first + i];
+    const u32 row_blocks = static_cast<u32>((static_cast<u64>(rows) + THREADS - 1) / THREADS);
+    // Each block has tiles one after the other: where one ends the next begins.
+    const u64 tiles = (total + TILE - 1) / TILE, each = (tiles + tile_blocks - 1) / tile_blocks;
+    const u64 begin = blockIdx.x * each * TILE, stop = min(begin + each * TILE, total);
+    // The matches of this row start at or before those of the tile.
+    u32 first = begin < stop && rows > SPAN
+                    ? last_block(offsets.blocks, row_blocks, static_cast<u32>(begin)) * THREADS
+                    : 0;
+    for (u64 start = begin; start < stop; start += TILE) {
+        const u32 end = static_cast<u32>(min(start + TILE, total));
+        // Rows from `first` on, until the matches of one start behind the tile: where they start, and what
+        // to add to the number of an output for its place in `grouped`.
+        const u32 most = min(rows - first, SPAN);
+        u32 span = 0;
+        do {
+            const u32 next = min(span + STRIDE, most);
+            for (u32 i = span + threadIdx.x; i < next; i += THREADS) {
+                const u32 offset = offsets[first + i];
+                near[i] = offset;
+                places[i] = fresh(found + first + i) - offset;
+            }
             __syncthreads();
+            span = next;
+        } while (span < most && near[span - 1] < end);
+        // Where many rows have no match, not all of them fit: they are read where they are needed.
+        const bool close = first + span == rows || near[span - 1] >= end;
+        if (!close) {
+            const u64 last = last_block(offsets.blocks, row_blocks, end - 1);
+            span = static_cast<u32>(min((last + 1) * THREADS, static_cast<u64>(rows))) - first;
         }
         // All items of a thread together, so that their reads overlap.
         u32 output[ITEMS];
-        u32 at[ITEMS];  // left rows, from low.first
+        u32 at[ITEMS];  // left rows, from `first`
 #pragma unroll
         for (u32 i = 0; i < ITEMS; i++) {
-            output[i] = static_cast<u32>(min(start + i * THREADS + threadIdx.x, end - 1));
+            output[i] = min(static_cast<u32>(start) + i * THREADS + threadIdx.x, end - 1);
             at[i] = 0;
         }
         for (u32 ahead = span > 1 ? 1u << (31 - __clz(span - 1)) : 0; ahead; ahead /= 2) {
 #pragma unroll
             for (u32 i = 0; i < ITEMS; i++) {
                 const u32 next = at[i] + ahead;
-                if (next < span &&
-                    (close ? near[next] : offsets[low.first + next]) <= output[i])
+                if (next < span && (close ? near[next] : offsets[first + next]) <= output[i])
                     at[i] = next;
             }
         }
         u32 place[ITEMS];
 #pragma unroll
         for (u32 i = 0; i < ITEMS; i++) {
-            const u32 offset = close ? near[at[i]] : offsets[low.first + at[i]];
-            place[i] = fresh(found + low.first + at[i]) + output[i] - offset;
+            const u32 row = first + at[i];
+            place[i] = output[i] + (close ? places[at[i]] : fresh(found + row) - offsets[row]);
         }
 #pragma unroll
         for (u32 i = 0; i < ITEMS; i++) {
             const u32 right = fresh(grouped + place[i]);
             if (start + i * THREADS + threadIdx.x < end) {
-                left_out[output[i]] = low.first + at[i];
+                left_out[output[i]] = first + at[i];
                 right_out[output[i]] = right;
             }
         }
-        __syncthreads();  // `near` is read
+        // The next tile's matches are of the last output's row or of later ones.
+        if (threadIdx.x == THREADS - 1) last_row = first + at[ITEMS - 1];
+        __syncthreads();  // all have read what is near
+        first = last_row;
     }
-    finish(block);
+    finish(block, tiling + clearing);
 }
