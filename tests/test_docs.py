@@ -60,7 +60,7 @@ def test_links_in_the_docs_lead_somewhere() -> None:
 
 
 def test_generated_pages_are_fresh() -> None:
-    result = run("tools/make_docs.py", "--check")
+    result = run("-m", "tools.make_docs", "--check")
     assert result.returncode == 0, result.stdout + result.stderr
 
 

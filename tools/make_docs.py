@@ -1,8 +1,8 @@
-"""Writes the generated docs: docs/cli.md from the --help texts, docs/errors.md from
-ostinato.errors, pictures from captures.
+"""Writes what is generated in the docs: docs/cli.md from the --help texts, docs/errors.md from
+ostinato.errors, pictures from captures, measured figures from benchmarks/results.
 
-python tools/make_docs.py           writes them
-python tools/make_docs.py --check   says which are not as they would be written; exit status 1
+python -m tools.make_docs           writes them
+python -m tools.make_docs --check   says which are not as they would be written; exit status 1
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ostinato import errors, settings
 from ostinato.cli import app
 from ostinato.relational import JoinKey, JoinKind
 from ostinato.relational.chain import KERNELS, chain_of, source
+from tools import figures
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -131,7 +132,7 @@ def errors_page() -> str:
     return "\n".join(lines) + "\n" + rows
 
 
-PAGES = {
+WRITTEN = {
     "docs/cli.md": cli_page,
     "docs/errors.md": errors_page,
     "docs/graph.svg": graph_picture,
@@ -142,8 +143,11 @@ PAGES = {
 def main() -> int:
     check = "--check" in sys.argv[1:]
     stale = []
-    for name, make in PAGES.items():
-        path, text = ROOT / name, make()
+    texts = {name: make() for name, make in WRITTEN.items()}
+    for name in figures.PAGES:
+        texts[name] = figures.filled((ROOT / name).read_text(encoding="utf-8"))
+    for name, text in texts.items():
+        path = ROOT / name
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         stale.append(name)
