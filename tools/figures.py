@@ -50,9 +50,9 @@ _TABLE = re.compile(
     r"(<!-- table: (?P<name>\w+), written by make docs -->\n).*?(?=<!-- end -->)", re.S
 )
 _LIST = re.compile(r"<!-- figures\n(?P<lines>.*?)-->", re.S)
-_UNIT = r"(?:µs|ms|s|seconds|tok/s|tokens a second|[GT]B/s|[GM]B|KiB|%|times|×)"
+_UNIT = r"(?:\s(?:µs|ms|s|seconds|tok/s|tokens a second|[GT]B/s|[GM]B|KiB|times|× C)|\s?%)"
 _BETWEEN = r"(?:,|,? (?:and|or|to|of|beside|against|instead of)| ×)"
-_MEASURED = re.compile(rf"(?<![\w.,-])(?:{NUMBER}{_BETWEEN} )*{NUMBER}\s?{_UNIT}(?!\w)")
+_MEASURED = re.compile(rf"(?<![\w.,-])(?:{NUMBER}{_BETWEEN} )*{NUMBER}{_UNIT}(?!\w)")
 _MEASURED_CELL = re.compile(rf"\|\s*\**(?:\d[\d,]*\.\d+|\d{{1,3}}(?:,\d{{3}})+)\**(?=\s*\|)")
 
 
