@@ -53,7 +53,7 @@ _LIST = re.compile(r"<!-- figures\n(?P<lines>.*?)-->", re.S)
 _UNIT = r"(?:\s(?:µs|ms|s|seconds|tok/s|tokens a second|[GT]B/s|[GM]B|KiB|times|× C)|\s?%)"
 _BETWEEN = r"(?:,|,? (?:and|or|to|of|beside|against|instead of)| ×)"
 _MEASURED = re.compile(rf"(?<![\w.,-])(?:{NUMBER}{_BETWEEN} )*{NUMBER}{_UNIT}(?!\w)")
-_MEASURED_CELL = re.compile(rf"\|\s*\**(?:\d[\d,]*\.\d+|\d{{1,3}}(?:,\d{{3}})+)\**(?=\s*\|)")
+_MEASURED_CELL = re.compile(r"\|\s*\**(?:\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+)\**(?=\s*\|)")
 
 
 class FigureError(Exception):
@@ -143,9 +143,7 @@ def _paragraph_start(page: str, end: int) -> int:
     return max(page.rfind("\n\n", 0, end), page.rfind("-->\n", 0, end) + 2) + 2
 
 
-def _follow(
-    text: str, lines: Iterable[str]
-) -> tuple[str, list[str], set[tuple[int, int]]]:
+def _follow(text: str, lines: Iterable[str]) -> tuple[str, list[str], set[tuple[int, int]]]:
     """A paragraph and its list with the files' values, and where its figures stand in the text."""
     document: Any = None
     position, new_lines, spans = 0, [], set()
@@ -179,12 +177,12 @@ def _source(line: str) -> Any:
     if line.endswith(".json"):
         return results(line)
     name, _, heading = line.partition(": ")
-    if not (ROOT / name).is_file():
-        raise FigureError(f"{line!r} is neither a figure nor a file")
+    if name in PAGES or not (ROOT / name).is_file():
+        raise FigureError(f"{line!r} is neither a figure nor a file that can say one")
     text = (ROOT / name).read_text(encoding="utf-8")
     if not heading:
         return text
-    before, found, rest = text.partition(f"\n## {heading}\n")
+    _, found, rest = text.partition(f"\n## {heading}\n")
     if not found:
         raise FigureError(f"{name} has no entry {heading!r}")
     return rest.partition("\n## ")[0]
@@ -202,7 +200,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def _launched(name: str, launched_by: Sequence[tuple[str, str]], **more: Any) -> Iterator[list[str]]:
+def _launched(
+    name: str, launched_by: Sequence[tuple[str, str]], **more: Any
+) -> Iterator[list[str]]:
     for title, by in launched_by:
         found = row(results(name)["rows"], {"launched by": by, **more})
         yield [title, f"{found['median_us']:.1f}", f"{found['times_c']:.2f}"]
@@ -328,7 +328,12 @@ def floor() -> Iterable[str]:
         ceiling = results(f"decode-{name}-{H100}")["ceiling"]
         read, position = ceiling["weight_bytes"], ceiling["bytes_per_position"]
         rows.append(
-            [shape, _size(read), f"{1e6 * read / speed:,.0f}", f"{1e6 * 500 * position / speed:.1f}"]
+            [
+                shape,
+                _size(read),
+                f"{1e6 * read / speed:,.0f}",
+                f"{1e6 * 500 * position / speed:.1f}",
+            ]
         )
     return _table(("shape", "weights", "µs to read them", "and 500 positions, µs more"), rows)
 
@@ -411,7 +416,10 @@ def host() -> Iterable[str]:
 
     return _table(
         ("ostinato / llama.cpp", *types),
-        ([title, *(cell(kind, machine, field) for kind in types)] for title, machine, field in lines),
+        (
+            [title, *(cell(kind, machine, field) for kind in types)]
+            for title, machine, field in lines
+        ),
     )
 
 
