@@ -140,7 +140,11 @@ def _paragraphs(page: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _paragraph_start(page: str, end: int) -> int:
-    return max(page.rfind("\n\n", 0, end), page.rfind("-->\n", 0, end) + 2) + 2
+    """Behind the last blank line or comment before `end`."""
+    ends = [
+        page.rfind(mark, 0, end) + len(mark) for mark in ("\n\n", "-->\n") if mark in page[:end]
+    ]
+    return max(ends, default=0)
 
 
 def _follow(text: str, lines: Iterable[str]) -> tuple[str, list[str], set[tuple[int, int]]]:

@@ -212,7 +212,10 @@ def main() -> int:
     stale = []
     texts = {name: make() for name, make in WRITTEN.items()}
     for name in figures.PAGES:
-        texts[name] = figures.filled((ROOT / name).read_text(encoding="utf-8"))
+        try:
+            texts[name] = figures.filled((ROOT / name).read_text(encoding="utf-8"))
+        except figures.FigureError as error:
+            raise SystemExit(f"{name}: {error}") from error
     texts["docs/design.md"] = with_lines(texts["docs/design.md"])
     for name, text in texts.items():
         path = ROOT / name
