@@ -7,6 +7,7 @@ python -m tools.make_docs --check   says which are not as they would be written;
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import re
@@ -24,6 +25,9 @@ import typer
 
 import ostinato as ost
 from ostinato import errors, settings
+from ostinato.bench.floor import Bandwidth
+from ostinato.bench.plot import profile_svg
+from ostinato.bench.profile import Profile, ProfileRow
 from ostinato.cli import app
 from ostinato.relational import JoinKey, JoinKind
 from ostinato.relational.chain import KERNELS, chain_of, source
@@ -101,6 +105,36 @@ def join_picture() -> str:
                 config = one.config(programmatic=True)
                 ost.launch(stream, kernels[one.kernel], config, *first, block, *one.numbers)
         return without_addresses(capture.graph.to_svg())
+
+
+def profile_picture(shape: str) -> str:
+    """A step's profile on an H100, drawn from its results file as `ostinato bench` draws it."""
+    result = figures.results(f"profile-{shape}-{figures.H100}")
+    ceiling, summary, settings = result["ceiling"], result["summary"], result["settings"]
+    fields = [field.name for field in dataclasses.fields(ProfileRow)]
+    rows = tuple(ProfileRow(**{name: row[name] for name in fields}) for row in result["rows"])
+    layers = max(row.launches for row in rows)
+    # The file has launches in order without names: first and last kernels run once, the others in
+    # every layer.
+    of_layer = [row.name for row in rows if row.launches == layers]
+    names: list[str] = []
+    for row in rows:
+        names += [row.name] if row.launches == 1 else of_layer * layers * (row.name == of_layer[0])
+    profile = Profile(
+        batch=settings["batch"],
+        position=settings["position"],
+        step_us=summary["step_us"],
+        start_us=summary["start_us"],
+        gap_us=summary["gap_us_per_launch"],
+        event_us=summary["event_us"],
+        alone_us=summary["alone_us"],
+        floor_us=ceiling["floor_us"],
+        bandwidth=Bandwidth(ceiling["bandwidth_gb_per_s"] * 1e9, 0, ceiling["bandwidth"]),
+        rows=rows,
+        launch_names=tuple(names),
+        launch_us=tuple(summary["launch_us"]),
+    )
+    return profile_svg(shape, result["machine"]["device"], profile)
 
 
 def without_addresses(picture: str) -> str:
@@ -204,6 +238,8 @@ WRITTEN = {
     "docs/errors.md": errors_page,
     "docs/graph.svg": graph_picture,
     "docs/join.svg": join_picture,
+    "docs/profile-135M.svg": lambda: profile_picture("135M"),
+    "docs/profile-1B.svg": lambda: profile_picture("1B"),
 }
 
 
