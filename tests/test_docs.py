@@ -7,12 +7,18 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import ostinato as ost
+from tools import figures
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -27,20 +33,59 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def samples(page: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.S | re.M)
+
+
 def test_the_code_in_the_readme_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OSTINATO_DEVICE", "host")
     names: dict[str, object] = {}
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
-    assert len(blocks) == 2
-    for block in blocks:
+    assert len(samples("README.md")) == 2
+    for block in samples("README.md"):
         exec(compile(block, "README.md", "exec"), names)
     out = capsys.readouterr().out
     assert "scale" in out
     assert "launches_replayed=2" in out
     assert "quarantined={}" in out
     names["device"].close()  # type: ignore[attr-defined]
+
+
+def test_the_code_in_the_readme_has_types(tmp_path: Path) -> None:
+    """Where the package is installed: as a user's own mypy sees it."""
+    program = tmp_path / "readme.py"
+    program.write_text("\n".join(samples("README.md")), encoding="utf-8")
+    checker = ("-m", "mypy", "--strict", "--config-file=", f"--cache-dir={tmp_path}", str(program))
+    result = run(*checker, MYPYPATH=str(ROOT / "src"))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_error_in_the_readme_is_the_error(host_device: ost.Device) -> None:
+    stream = host_device.create_stream()
+    with pytest.raises(ost.errors.CaptureBrokenError) as caught, ost.capture(stream):
+        stream.synchronize()
+    (shown,) = re.findall(r"^```\nCaptureBrokenError: (.*?)^```", README, flags=re.S | re.M)
+    said = re.sub(r"at \S+:\d+", "at app.py:41", str(caught.value))
+    assert " ".join(said.split()) == " ".join(shown.split())
+
+
+def test_the_code_on_joins_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSTINATO_DEVICE", "host")
+    (block,) = samples("docs/relational.md")
+    column = np.arange(4)
+    left = {"key": column, "a": column, "b": column + 1}
+    right = {"key": column[::-1].copy(), "a": column, "c": column + 1}
+    names: dict[str, object] = {"ost": ost, "left": left, "right": right}
+    exec(compile(block, "relational.md", "exec"), names)
+    assert len(names["result"]) == 4  # type: ignore[arg-type]
+
+
+def test_only_pages_that_are_run_have_code() -> None:
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        has_code = "```python" in page.read_text(encoding="utf-8")
+        assert has_code == (page.name == "relational.md"), page.name
 
 
 def test_the_commands_in_the_readme_exist() -> None:
@@ -50,24 +95,94 @@ def test_the_commands_in_the_readme_exist() -> None:
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     for command in re.findall(r"^\$ ostinato ([a-z]+(?: list)?)", README, flags=re.M):
         assert f"`ostinato {command}`" in page, command
+    for extras in re.findall(r"ostinato\[([\w,]+)\]", README):
+        assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
 
 
 def test_links_in_the_docs_lead_somewhere() -> None:
+    """The README's are absolute, since the package index shows it too."""
+    repository = PROJECT["urls"]["Repository"]
+    raw = repository.replace("github.com", "raw.githubusercontent.com")
+    ours = re.compile(rf"(?:{re.escape(repository)}/(?:blob|tree)|{re.escape(raw)})/main/")
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
-        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            if "://" not in link:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+            inside = ours.match(link)
+            if inside:
+                assert (ROOT / link[inside.end() :]).exists(), f"{page.name} links to {link}"
+            elif "://" not in link:
+                assert page.name != "README.md", f"{link} is relative"
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
 def test_generated_pages_are_fresh() -> None:
-    result = run("tools/make_docs.py", "--check")
+    result = run("-m", "tools.make_docs", "--check")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_numbers_come_from_results_that_are_there() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for name in re.findall(r"benchmarks/results/[\w./-]+\.json", page.read_text("utf-8")):
-            json.loads((ROOT / name).read_text(encoding="utf-8"))
+@pytest.mark.parametrize("page", figures.PAGES)
+def test_measured_figures_come_from_results(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert figures.unlisted(text) == []
+    for name in re.findall(r"[\w-]+-(?:nvidia|host)-[\w-]+\.json", text):
+        json.loads((figures.RESULTS / name).read_text(encoding="utf-8"))
+
+
+SENTENCE = """A kernel takes 1.6 ms, and {} ms until its first launch is done.
+<!-- figures
+modules-nvidia-h200.json
+{}
+-->
+"""
+PLACES = "1.6 = rows[library=ostinato].disk_loaded_ms\n{} = rows[library=ostinato].disk_launched_ms"
+
+
+def test_a_figure_that_is_not_the_results_is_mended() -> None:
+    stale = SENTENCE.format("40.1", PLACES.format("40.1"))
+    assert figures.filled(stale) == SENTENCE.format("48.2", PLACES.format("48.2"))
+    assert figures.unlisted(stale) == []
+
+
+def test_a_table_is_written_whole() -> None:
+    begin = "<!-- table: modules, written by make docs -->\n"
+    page = figures.filled(f"{begin}| 12.5 |\n<!-- end -->")
+    assert "| cuda.core | 9.0 | 9.0 |" in page and "12.5" not in page
+    assert figures.unlisted(page) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (
+            "48.2 = rows[library=ostinato].disk_launched_ms\n1.6 = rows[library=CuPy].again_us",
+            "no 1.6 behind",
+        ),
+        ("1.6 = rows[library=nobody].disk_loaded_ms", "0 rows"),
+        ("1.6 = rows[processes=7].disk_loaded_ms", "3 rows"),
+        ("1.6 = machine.device", "no number"),
+        ("1.6 = summary.no_such", "no_such"),
+        ("no/such/file", "nor a file"),
+        ("README.md\n1.6", "nor a file"),
+        ("docs/log.md: no such entry\n1.6", "no entry"),
+        ("docs/log.md: BLAS threads and other processes\n1.6", "does not say 1.6"),
+    ],
+)
+def test_a_list_of_figures_that_cannot_be_followed_is_an_error(lines: str, why: str) -> None:
+    with pytest.raises(figures.FigureError, match=why):
+        figures.filled(SENTENCE.format("48.2", lines))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("It takes 1.2 to 1.4 µs.", ["1.2 to 1.4 µs"]),
+        ("Faster: 93 %, 4,664 tok/s.", ["93 %", "4,664 tok/s"]),
+        ("| C | 1.5 | **4,664** |", ["1.5", "**4,664**"]),
+        (SENTENCE.format("48.2", "1.6 = rows[library=ostinato].disk_loaded_ms"), ["48.2 ms"]),
+        ("A prompt of 512 tokens, SmolLM2-135M, `verify=100`, python 3.11, H100 80GB.", []),
+    ],
+)
+def test_a_figure_that_is_not_listed_is_found(text: str, found: list[str]) -> None:
+    assert figures.unlisted(text) == found
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "examples").glob("[a-z]*.py")))

@@ -1,15 +1,17 @@
-"""Writes the generated docs: docs/cli.md from the --help texts, docs/errors.md from
-ostinato.errors, pictures from captures.
+"""Writes what is generated in the docs: docs/cli.md from the --help texts, docs/errors.md from
+ostinato.errors, pictures from captures, measured figures from benchmarks/results.
 
-python tools/make_docs.py           writes them
-python tools/make_docs.py --check   says which are not as they would be written; exit status 1
+python -m tools.make_docs           writes them
+python -m tools.make_docs --check   says which are not as they would be written; exit status 1
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import re
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -23,9 +25,13 @@ import typer
 
 import ostinato as ost
 from ostinato import errors, settings
+from ostinato.bench.floor import Bandwidth
+from ostinato.bench.plot import profile_svg
+from ostinato.bench.profile import Profile, ProfileRow
 from ostinato.cli import app
 from ostinato.relational import JoinKey, JoinKind
 from ostinato.relational.chain import KERNELS, chain_of, source
+from tools import figures
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -101,6 +107,36 @@ def join_picture() -> str:
         return without_addresses(capture.graph.to_svg())
 
 
+def profile_picture(shape: str) -> str:
+    """A step's profile on an H100, drawn from its results file as `ostinato bench` draws it."""
+    result = figures.results(f"profile-{shape}-{figures.H100}")
+    ceiling, summary, settings = result["ceiling"], result["summary"], result["settings"]
+    fields = [field.name for field in dataclasses.fields(ProfileRow)]
+    rows = tuple(ProfileRow(**{name: row[name] for name in fields}) for row in result["rows"])
+    layers = max(row.launches for row in rows)
+    # The file has launches in order without names: first and last kernels run once, the others in
+    # every layer.
+    of_layer = [row.name for row in rows if row.launches == layers]
+    names: list[str] = []
+    for row in rows:
+        names += [row.name] if row.launches == 1 else of_layer * layers * (row.name == of_layer[0])
+    profile = Profile(
+        batch=settings["batch"],
+        position=settings["position"],
+        step_us=summary["step_us"],
+        start_us=summary["start_us"],
+        gap_us=summary["gap_us_per_launch"],
+        event_us=summary["event_us"],
+        alone_us=summary["alone_us"],
+        floor_us=ceiling["floor_us"],
+        bandwidth=Bandwidth(ceiling["bandwidth_gb_per_s"] * 1e9, 0, ceiling["bandwidth"]),
+        rows=rows,
+        launch_names=tuple(names),
+        launch_us=tuple(summary["launch_us"]),
+    )
+    return profile_svg(shape, result["machine"]["device"], profile)
+
+
 def without_addresses(picture: str) -> str:
     # Addresses differ from run to run: numbered in the order in which they appear.
     found = dict.fromkeys(re.findall(r"0x[0-9a-f]{6,}", picture))
@@ -131,19 +167,94 @@ def errors_page() -> str:
     return "\n".join(lines) + "\n" + rows
 
 
-PAGES = {
+BEFORE = {
+    "errors, settings, device, …": (6, 1204),
+    "driver": (43, 10144),
+    "memory": (5, 732),
+    "modules": (19, 3656),
+    "graph": (21, 5544),
+    "state": (3, 306),
+    "cache": (7, 1063),
+    "replay": (11, 2212),
+    "interop": (6, 485),
+    "models": (62, 13085),
+    "models/native": (0, 0),
+    "relational": (11, 2278),
+    "bench": (15, 2544),
+    "cli": (14, 2302),
+}
+"""Files and lines by package at dc1d0c8, the last commit before the layout of today."""
+_LINES = re.compile(r"(?<=<!-- lines: counted by make docs -->\n).*?(?=<!-- end -->)", re.S)
+_ROW = re.compile(r"^\| `?([^`|]+?)`? \| \d+ \| [\d,]+ \| (\d+) \| ([\d,]+) \|$", re.M)
+
+
+def counted() -> dict[str, tuple[int, int]]:
+    """Files and lines by package, as they are: Python, C and CUDA, blank lines and comments too."""
+    counts = dict.fromkeys(BEFORE, (0, 0))
+    package = ROOT / "src" / "ostinato"
+    for path in package.rglob("*"):
+        if path.suffix in (".py", ".c", ".h", ".cu", ".cuh") or path.name == "py.typed":
+            folders = path.relative_to(package).parts[:-1]
+            name = folders[0] if folders else next(iter(BEFORE))
+            if folders[:2] == ("models", "native"):
+                name = "models/native"
+            files, lines = counts.get(name, (0, 0))
+            counts[name] = files + 1, lines + len(path.read_bytes().splitlines())
+    return counts
+
+
+def with_lines(page: str) -> str:
+    """The page of the design with its table of lines.  It is left as it is while it is near, so
+    that a change of the code does not always change the docs."""
+    (found,) = _LINES.finditer(page)
+    now = counted()
+    said = {name: int(lines.replace(",", "")) for name, _, lines in _ROW.findall(found[0])}
+    said.pop("all", None)
+    if said.keys() == now.keys() and all(
+        abs(lines - now[name][1]) <= max(100, lines // 10) for name, lines in said.items()
+    ):
+        return page
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=7", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    rows = {name: (*BEFORE.get(name, (0, 0)), *now[name]) for name in now}
+    rows["all"] = tuple(map(sum, zip(*rows.values(), strict=True)))
+    table = [
+        f"| package | files before | lines | files after `{commit}` | lines |",
+        "|---|---|---|---|---|",
+    ]
+    for name, numbers in rows.items():
+        title = name if " " in name or name == "all" else f"`{name}`"
+        table.append(f"| {title} | {' | '.join(f'{number:,}' for number in numbers)} |")
+    return page[: found.start()] + "\n".join(table) + "\n" + page[found.end() :]
+
+
+WRITTEN = {
     "docs/cli.md": cli_page,
     "docs/errors.md": errors_page,
     "docs/graph.svg": graph_picture,
     "docs/join.svg": join_picture,
+    "docs/profile-135M.svg": lambda: profile_picture("135M"),
+    "docs/profile-1B.svg": lambda: profile_picture("1B"),
 }
 
 
 def main() -> int:
     check = "--check" in sys.argv[1:]
     stale = []
-    for name, make in PAGES.items():
-        path, text = ROOT / name, make()
+    texts = {name: make() for name, make in WRITTEN.items()}
+    for name in figures.PAGES:
+        try:
+            texts[name] = figures.filled((ROOT / name).read_text(encoding="utf-8"))
+        except figures.FigureError as error:
+            raise SystemExit(f"{name}: {error}") from error
+    texts["docs/design.md"] = with_lines(texts["docs/design.md"])
+    for name, text in texts.items():
+        path = ROOT / name
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         stale.append(name)

@@ -92,7 +92,7 @@ class ClosedUnderAGraph(Programme):
     cause=Cause.FROZEN,
 )
 class SharedKey(Programme):
-    """A draft and a target model share one key, and so the graph of whoever came first."""
+    """A draft and a target model share one key, and so the graph of the model that came first."""
 
     def make(self) -> None:
         self.x = self.array([1] * 8)
@@ -137,7 +137,7 @@ class SharedKey(Programme):
     right_eagerly=False,
 )
 class InputWritten(Programme):
-    """The step prepares its input in place; who fills it once finds it changed at the next call."""
+    """The step prepares its input in place: a caller that fills it once has others next time."""
 
     def make(self) -> None:
         self.x, self.out, self.zero = self.array([3] * 8), self.zeros(8), self.zeros(8)
@@ -193,7 +193,7 @@ class GridTooSmall(Programme):
     right_eagerly=False,
 )
 class OutputAccumulates(Programme):
-    """A product is added to its output, which nobody clears: right the first time."""
+    """A product is added to its output, which no launch clears: right only the first time."""
 
     def make(self) -> None:
         self.x, self.out = self.array([1] * 8), self.zeros(8)

@@ -58,7 +58,7 @@ class SideStreamNotForked(_TwoOutputs):
 class OtherLibraryElsewhere(_TwoOutputs):
     """Another library launches on a stream, or a device, that is not captured.
 
-    It does not go through this library, so nobody counts its launches.  Right: it is given the
+    It does not go through this library, so its launches are not counted.  Right: it is given the
     stream.
     """
 
@@ -73,7 +73,7 @@ class OtherLibraryElsewhere(_TwoOutputs):
 
 @plant(Caught.CHECK, r"slot 'theirs' .*\(the graph lacks work of the step", cause=Cause.FROZEN)
 class HelperThread(_TwoOutputs):
-    """A helper thread launches a part, and nobody looks at the error that it gets in a capture."""
+    """A helper thread launches a part; its error in a capture is ignored."""
 
     def make(self) -> None:
         super().make()
@@ -118,7 +118,7 @@ class BuilderLacksALaunch(_TwoOutputs):
     thread="vllm-project/vllm#42444",
 )
 class PlanOfTheWarmUp(Programme):
-    """Warm-up and capture share a plan, so making it is not in the graph, and never redone.
+    """Warm-up and capture share a plan: the work that makes it is not in the graph, nor done again.
 
     Right: each step has a plan of its own, the captured one too.
     """
@@ -238,7 +238,7 @@ class HostBytesInARecording(Programme):
     right_eagerly=False,
 )
 class ForkedTooEarly(Programme):
-    """A fork is recorded before the launch whose result it needs: right on most days."""
+    """A fork is recorded before the launch whose result it needs, and is usually late enough."""
 
     options = {"warmups": 0}  # noqa: RUF012
 

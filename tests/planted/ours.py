@@ -756,7 +756,7 @@ _FAULTS = (
     # --- caches
     Fault(
         "held-graph-is-closed",
-        "An eviction closes a graph that somebody holds.",
+        "An eviction closes a graph that is held for replays.",
         "ostinato.cache.table:Table.remove",
         "if entry.leases:",
         "if False:",

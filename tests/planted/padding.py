@@ -19,7 +19,7 @@ from tests.planted.programme import INPUT, OUTPUT, STATE, Caught, Programme, Val
     cause=Cause.PADDING,
 )
 class PaddedRowsWriteALiveSlot(Programme):
-    """Padded rows are scattered too, to the slot that they happen to name: another request's."""
+    """Padded rows are scattered too, to the row of another request that their index names."""
 
     rows = 3
 
@@ -117,7 +117,7 @@ class PaddingReachesASum(Programme):
     cause=Cause.PADDING_WRITTEN,
 )
 class PaddingAdvancesState(Programme):
-    """State is advanced for as many rows as the bucket has; the last one's turn comes later."""
+    """State is advanced for all rows of the bucket; a row that is used later starts too far."""
 
     calls = 6
 
@@ -152,7 +152,7 @@ class PaddingAdvancesState(Programme):
     thread="vllm-project/vllm#8068",
 )
 class BeyondTheCapacity(Programme):
-    """The rows fit their bucket, and another quantity has outgrown the buffer that it counts in."""
+    """The rows fit their bucket, and another size is larger than the buffer that it measures."""
 
     def make(self) -> None:
         self.x, self.table, self.out = self.array([1] * 16), self.array([2] * 4), self.zeros(16)

@@ -1,0 +1,493 @@
+"""Measured figures of README.md and docs/, taken from the files that they were measured in.
+
+A table is written whole by a function of `TABLES`, between two comments:
+
+    <!-- table: replay_cost, written by make docs -->
+    <!-- end -->
+
+A figure in a sentence is listed in a comment right after its paragraph, with the others of the
+paragraph in the order of the text, the file of benchmarks/results and the place in it:
+
+    A kernel comes from disk in 1.6 ms.
+    <!-- figures
+    modules-nvidia-h200.json
+    1.6 = rows[library=ostinato].disk_loaded_ms
+    -->
+
+`filled` writes the file's value in both places, with as many decimals as the page has.  A place may
+be a product or quotient: `100 * rows[batch=8; way=capture].of_floor`.  A figure that no results
+file has is listed without a place, under the file of the repository that says it (`docs/log.md:
+its heading` for an entry of the log); it must stand there as it stands in the page.
+
+`unlisted` finds figures with a unit of time, speed or size that neither way covers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PAGES", "TABLES", "FigureError", "filled", "unlisted"]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+# docs/log.md is history; docs/cli.md and docs/errors.md are written whole.
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/correctness.md",
+    "docs/design.md",
+    "docs/performance.md",
+    "docs/relational.md",
+)
+
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+_TABLE = re.compile(
+    r"(<!-- table: (?P<name>\w+), written by make docs -->\n).*?(?=<!-- end -->)", re.S
+)
+_LIST = re.compile(r"<!-- figures\n(?P<lines>.*?)-->", re.S)
+_UNIT = r"(?:\s(?:µs|ms|s|seconds|tok/s|tokens a second|[GT]B/s|[GM]B|KiB|times|× C)|\s?%)"
+_BETWEEN = r"(?:,|,? (?:and|or|to|of|beside|against|instead of)| ×)"
+_MEASURED = re.compile(rf"(?<![\w.,-])(?:{NUMBER}{_BETWEEN} )*{NUMBER}{_UNIT}(?!\w)")
+_MEASURED_CELL = re.compile(r"\|\s*\**(?:\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+)\**(?=\s*\|)")
+
+
+class FigureError(Exception):
+    """A figure's comment cannot be followed: says the page's words and why."""
+
+
+# ------------------------------------------------------------------------------- figures in a text
+
+
+@functools.cache
+def results(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def value_at(document: Any, place: str) -> float:
+    """`rows[kernels=1; launched by=C].median_us`, and products and quotients of such places."""
+    first, *others = re.split(r" ([*/]) ", place)
+    value = _one_value(document, first)
+    for operator, operand in zip(others[::2], others[1::2], strict=True):
+        by = _one_value(document, operand)
+        value = value * by if operator == "*" else value / by
+    return value
+
+
+def _one_value(document: Any, place: str) -> float:
+    if re.fullmatch(NUMBER, place):
+        return float(place.replace(",", ""))
+    for key, wanted in re.findall(r"([^.\[]+)(?:\[([^\]]*)\])?\.?", place):
+        document = document[int(key) if isinstance(document, list) else key]
+        if wanted:
+            document = row(document, dict(pair.split("=", 1) for pair in wanted.split("; ")))
+    if not isinstance(document, int | float):
+        raise FigureError(f"{place} is no number but {document!r:.60}")
+    return float(document)
+
+
+def row(rows: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, Any]:
+    """The one row with these values."""
+    found = [r for r in rows if all(str(r.get(k)) == str(v) for k, v in wanted.items())]
+    if len(found) != 1:
+        raise FigureError(f"{len(found)} rows have {wanted}")
+    return found[0]
+
+
+def written(value: float, like: str) -> str:
+    """The value with as many decimals as the text has."""
+    return f"{value:,.{len(like.partition('.')[2])}f}"
+
+
+def filled(page: str) -> str:
+    """The page with its tables and figures as the files have them.  Raises FigureError."""
+
+    def table(found: re.Match[str]) -> str:
+        return found[1] + "\n".join(TABLES[found["name"]]()) + "\n"
+
+    page = _TABLE.sub(table, page)
+    for found in reversed(list(_LIST.finditer(page))):
+        start = _paragraph_start(page, found.start())
+        text, lines, _ = _follow(page[start : found.start()], found["lines"].splitlines())
+        comment = "\n".join(["<!-- figures", *lines, "-->"])
+        page = page[:start] + text + comment + page[found.end() :]
+    return page
+
+
+def unlisted(page: str) -> list[str]:
+    """What reads like a measured figure and is neither in a written table nor in a list."""
+    page = re.sub(r"^```.*?^```", "", page, flags=re.S | re.M)
+    page = re.sub(r"<!-- ([\w ]+:.*?) -->.*?<!-- end -->", "", page, flags=re.S)
+    found = []
+    for text, lines in _paragraphs(page):
+        _, _, spans = _follow(text, lines)
+        for match in (*_MEASURED.finditer(text), *_MEASURED_CELL.finditer(text)):
+            numbers = re.compile(NUMBER).finditer(text, match.start(), match.end())
+            if any((number.start(), number.end()) not in spans for number in numbers):
+                found.append(match[0].strip("| "))
+    return found
+
+
+def _paragraphs(page: str) -> Iterator[tuple[str, list[str]]]:
+    """Each paragraph with the lines of its list of figures, if it has one."""
+    for block in re.split(r"\n\s*\n", page):
+        text, listed, rest = block.partition("<!-- figures\n")
+        yield text, rest.partition("-->")[0].splitlines() if listed else []
+
+
+def _paragraph_start(page: str, end: int) -> int:
+    """Behind the last blank line or comment before `end`."""
+    ends = [
+        page.rfind(mark, 0, end) + len(mark) for mark in ("\n\n", "-->\n") if mark in page[:end]
+    ]
+    return max(ends, default=0)
+
+
+def _follow(text: str, lines: Iterable[str]) -> tuple[str, list[str], set[tuple[int, int]]]:
+    """A paragraph and its list with the files' values, and where its figures stand in the text."""
+    document: Any = None
+    position, new_lines, spans = 0, [], set()
+    for line in lines:
+        figure, equals, place = line.partition(" = ")
+        if not re.fullmatch(NUMBER, figure):
+            document = _source(line)
+            new_lines.append(line)
+            continue
+        found = re.compile(rf"(?<![\w.,]){re.escape(figure)}(?!\d|[.,]\d)").search(text, position)
+        if found is None:
+            raise FigureError(f"{line!r}: no {figure} behind the figure before it in: {text}")
+        if equals:
+            try:
+                new = written(value_at(document, place), figure)
+            except (FigureError, KeyError, TypeError, ValueError) as error:
+                raise FigureError(f"{line!r} cannot be looked up: {error!r}") from error
+        elif isinstance(document, str) and re.search(rf"(?<![\d.,]){figure}(?!\d)", document):
+            new = figure
+        else:
+            raise FigureError(f"{line!r}: the file above it does not say {figure}")
+        text = text[: found.start()] + new + text[found.end() :]
+        position = found.start() + len(new)
+        spans.add((found.start(), position))
+        new_lines.append(f"{new} = {place}" if equals else new)
+    return text, new_lines, spans
+
+
+def _source(line: str) -> Any:
+    """What a line names: a results file, a file of the repository, or an entry of the log."""
+    if line.endswith(".json"):
+        return results(line)
+    name, _, heading = line.partition(": ")
+    if name in PAGES or not (ROOT / name).is_file():
+        raise FigureError(f"{line!r} is neither a figure nor a file that can say one")
+    text = (ROOT / name).read_text(encoding="utf-8")
+    if not heading:
+        return text
+    _, found, rest = text.partition(f"\n## {heading}\n")
+    if not found:
+        raise FigureError(f"{name} has no entry {heading!r}")
+    return rest.partition("\n## ")[0]
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+H100 = "nvidia-h100-80gb-hbm3.json"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for cells in rows:
+        yield f"| {' | '.join(cells)} |"
+
+
+def _launched(
+    name: str, launched_by: Sequence[tuple[str, str]], **more: Any
+) -> Iterator[list[str]]:
+    for title, by in launched_by:
+        found = row(results(name)["rows"], {"launched by": by, **more})
+        yield [title, f"{found['median_us']:.1f}", f"{found['times_c']:.2f}"]
+
+
+def replay_cost() -> Iterable[str]:
+    ways = (
+        ("a loop in C around cuGraphLaunch", "C"),
+        ("**ostinato**, `GraphExec.launch`", "ostinato compiled, GraphExec.launch"),
+        ("CuPy", "CuPy"),
+        ("cuda.bindings", "cuda.bindings"),
+        ("**ostinato**, `HeldReplay.launch`", "ostinato compiled, HeldReplay.launch"),
+        ("**ostinato**, `GraphExec.launch`, no C compiler", "ostinato ctypes, GraphExec.launch"),
+        ("PyTorch", "PyTorch"),
+        ("cuda.core", "cuda.core"),
+        ("**ostinato**, a call of a `GraphedStep`", "ostinato compiled, GraphedStep"),
+    )
+    name = "replay_cost-nvidia-h200.json"
+    few, many = (list(_launched(name, ways, kernels=kernels)) for kernels in (1, 280))
+    rows = [[*one, *other[1:]] for one, other in zip(few, many, strict=True)]
+    rows.sort(key=lambda cells: float(cells[2]))
+    return _table(("launched by", "1 kernel, µs", "× C", "280 kernels, µs", "× C"), rows)
+
+
+def launch_cost() -> Iterable[str]:
+    ways = (
+        ("`cuLaunchKernelEx` in C", "C"),
+        ("**ostinato**, `launch`", "ostinato, launch"),
+        ("cuda.core", "cuda.core"),
+        ("CuPy", "CuPy"),
+        ("cuda.bindings", "cuda.bindings"),
+        ("PyTorch, an operation", "PyTorch"),
+    )
+    return _table(("launched by", "µs", "× C"), _launched(f"launch_cost-{H100}", ways))
+
+
+def change_cost() -> Iterable[str]:
+    names = {
+        "patch one": "`patch` of one argument",
+        "rebind all": "`rebind` of every pointer",
+        "update": "`update` from another graph",
+        "recapture": "capture again and instantiate",
+    }
+    rows = results(f"change_cost-{H100}")["rows"]
+    for_each = (
+        (name, row(rows, {"change": key, "by": "ostinato"}), row(rows, {"change": key, "by": "C"}))
+        for key, name in names.items()
+    )
+    return _table(
+        ("change", "ostinato, µs", "C, µs", "× C"),
+        (
+            (name, _short(ours["median_us"]), _short(c["median_us"]), f"{ours['times_c']:.1f}")
+            for name, ours, c in for_each
+        ),
+    )
+
+
+def modules() -> Iterable[str]:
+    rows = results("modules-nvidia-h200.json")["rows"]
+    columns = ("disk_loaded_ms", "disk_launched_ms", "disk_total_ms")
+    return _table(
+        ("a kernel from disk, ms", "until loaded", "until its first launch is done",
+         "the same, from the start of the process"),
+        ([r["library"], *(f"{r[c]:,.1f}" for c in columns)] for r in rows),
+    )  # fmt: skip
+
+
+_BATCHES = f"decode-1B-batches-prompt-{H100}"
+_PEERS = ("transformers", "torch.cuda.graph", "torch.compile")
+
+
+def decode() -> Iterable[str]:
+    shapes = [("SmolLM2-135M", f"decode-135M-prompt-{H100}", 1)]
+    shapes += [("Llama-3.2-1B", _BATCHES, batch) for batch in (1, 8, 32, 64)]
+    rows = []
+    for shape, name, batch in shapes:
+        ways = {w: _decoded(name, w, batch=batch) for w in (*_PEERS, "capture")}
+        speeds = [_count(ways[peer]["tokens_per_second"]) for peer in _PEERS]
+        ours = ways["capture"]
+        rows.append(
+            [f"{shape}, {batch}", *speeds, f"**{_count(ours['tokens_per_second'])}**", _share(ours)]
+        )
+    return _table(("shape, sequences", *_PEERS, "**one graph a token**", "of the floor"), rows)
+
+
+def batches() -> Iterable[str]:
+    numbers = (1, 8, 32, 64)
+    return _columns(
+        ("sequences", *map(str, numbers)),
+        ("tokens a second", [_decoded(_BATCHES, "capture", batch=n) for n in numbers], _speed),
+        ("of the floor", [_decoded(_BATCHES, "capture", batch=n) for n in numbers], _share),
+        ("torch.compile", [_decoded(_BATCHES, "torch.compile", batch=n) for n in numbers], _speed),
+    )
+
+
+def contexts() -> Iterable[str]:
+    name = f"decode-1B-contexts-{H100}"
+    places = (0, 128, 500, 2048, 8191)
+    ours = [_decoded(name, "capture", context=place) for place in places]
+    return _columns(
+        ("from position", *map(_count, places)),
+        ("one graph a token, tokens a second", ours, _speed),
+        ("of the floor", ours, _share),
+        ("launch by launch", [_decoded(name, "eager", context=p) for p in places], _speed),
+        ("a loop of 16 tokens a launch", [_decoded(name, "while 16", context=p) for p in places],
+         _speed),
+    )  # fmt: skip
+
+
+def shapes() -> Iterable[str]:
+    for_each = ((s, _decoded(f"decode-{s}-{H100}", "capture")) for s in ("360M", "8B"))
+    return _table(
+        ("shape", "tokens a second", "of the floor"),
+        ((shape, _speed(found), _share(found)) for shape, found in for_each),
+    )
+
+
+def floor() -> Iterable[str]:
+    files = {"135M": "135M", "360M": "360M", "1B": "1B-contexts", "8B": "8B"}
+    speed = results(f"kernels-{H100}")["ceiling"]["bytes_per_second"]
+    rows = []
+    for shape, name in files.items():
+        ceiling = results(f"decode-{name}-{H100}")["ceiling"]
+        read, position = ceiling["weight_bytes"], ceiling["bytes_per_position"]
+        rows.append(
+            [
+                shape,
+                _size(read),
+                f"{1e6 * read / speed:,.0f}",
+                f"{1e6 * 500 * position / speed:.1f}",
+            ]
+        )
+    return _table(("shape", "weights", "µs to read them", "and 500 positions, µs more"), rows)
+
+
+def profile() -> Iterable[str]:
+    rows = []
+    for shape in ("135M", "1B"):
+        for r in results(f"profile-{shape}-{H100}")["rows"]:
+            times = (f"{r[key]:.2f}" for key in ("us", "alone_us", "floor_us"))
+            rows.append([shape, f"`{r['name']}`", str(r["launches"]), *times])
+    head = ("shape", "kernel", "launches", "µs it adds", "alone", "its bytes alone")
+    return _table(head, rows)
+
+
+def attention() -> Iterable[str]:
+    rows = results(f"kernels-{H100}")["rows"]
+    cells = [("135M", 20), ("135M", 500), ("360M", 20), ("360M", 500)]
+    whats = {"attention as three launches": "three launches, µs a step", "rule": "one launch"}
+    lines = [
+        (title, [row(rows, {"shape": s, "position": p, "what": what}) for s, p in cells])
+        for what, title in whats.items()
+    ]
+    return _columns(
+        ("", *(f"{shape} at {position}" for shape, position in cells)),
+        *((title, found, lambda r: f"{r['us']:.0f}") for title, found in lines),
+        ("of the floor", lines[1][1], _share),
+    )
+
+
+def startup() -> Iterable[str]:
+    rows = results(f"startup-{H100}")["rows"]
+    names = {"plan": "buffers", "process start to first token": "together"}
+    return _table(
+        ("phase", "ms"),
+        ((names.get(r["phase"], r["phase"]), f"{r['median_ms']:,.0f}") for r in rows),
+    )
+
+
+def load() -> Iterable[str]:
+    rows = results(f"load-{H100}")["rows"]
+    ways = {
+        "the bytes alone": "the bytes alone, copied",
+        "device": "**converted by the device**",
+        "host, 4 threads": "by the host, 4 threads",
+        "host, 16 threads": "by the host, 16 threads",
+        "gguf and torch": "`gguf`, then torch",
+    }
+    types = ("Q4_0", "Q8_0")
+    sizes = {t: row(rows, {"type": t, "way": "device"})["gigabytes"] for t in types}
+    return _columns(
+        ("ms", *(f"{t}, {sizes[t]:.2f} GB" for t in types)),
+        *(
+            (title, [row(rows, {"type": t, "way": way}) for t in types],
+             lambda r: f"{r['median_ms']:,.0f}")
+            for way, title in ways.items()
+        ),
+    )  # fmt: skip
+
+
+def host() -> Iterable[str]:
+    rows = results("host-host-x86-64-numpy-2-4-6.json")["rows"]
+    types = ("Q4_1", "BF16", "F32")
+    lines = (
+        ("decode, tok/s", "idle", "tokens_per_second"),
+        ("decode, one core busy", "one core busy", "tokens_per_second"),
+        ("a prompt of 256, tok/s", "idle", "prompt_tokens_per_second"),
+        ("a prompt, one core busy", "one core busy", "prompt_tokens_per_second"),
+        ("memory at the most, MB", "idle", "memory_mb"),
+    )
+
+    def cell(kind: str, machine: str, field: str) -> str:
+        ours, theirs = (
+            row(rows, {"type": kind, "machine": machine, "way": way})[field]
+            for way in ("ostinato", "llama.cpp")
+        )
+        first, second = f"{ours:.0f}", f"{theirs:.0f}"
+        if field == "memory_mb":
+            return f"{first} / {second}"
+        return f"**{first}** / {second}" if ours > theirs else f"{first} / **{second}**"
+
+    return _table(
+        ("ostinato / llama.cpp", *types),
+        (
+            [title, *(cell(kind, machine, field) for kind in types)]
+            for title, machine, field in lines
+        ),
+    )
+
+
+def join() -> Iterable[str]:
+    rows = results("join-nvidia-h200.json")["rows"]
+    small, mixed, large = "1,000", "1,000 to 100,000", "10,000,000 x 1,000,000"
+    lines = (
+        ("1,000 rows, count not read back", small, "inner, not read", ""),
+        ("the same, with an index", small, "indexed, not read", ""),
+        ("1,000 rows, count read back", small, "inner, read", "pyarrow, read"),
+        ("the same, with an index", small, "indexed, read", ""),
+        ("1,000 to 100,000 rows, not read back", mixed, "inner, not read", ""),
+        ("1,000 to 100,000 rows, read back", mixed, "inner, read", "pyarrow, read"),
+        ("10,000,000 × 1,000,000 rows", large, "inner", ""),
+        ("the same, with an index", large, "indexed", ""),
+    )
+
+    def cells(sizes: str, way: str, peer: str) -> Iterator[str]:
+        for by in (f"replay, {way}", f"eager, {way}", peer):
+            measured = by and not (sizes == large and by.startswith("eager"))
+            found = row(rows, {"rows": sizes, "joined by": by}) if measured else None
+            yield _short(found["us"]) if found else ""
+
+    return _table(
+        ("joins", "by replay, µs", "eager launches", "pyarrow, CPU"),
+        ([title, *cells(*where)] for title, *where in lines),
+    )
+
+
+def _columns(
+    head: Sequence[str], *lines: tuple[str, Sequence[dict[str, Any]], Callable[[Any], str]]
+) -> Iterable[str]:
+    return _table(head, ([title, *map(show, found)] for title, found, show in lines))
+
+
+def _decoded(name: str, way: str, **wanted: int) -> dict[str, Any]:
+    return row(results(name)["rows"], {"kind": "decode", "way": way, **wanted})
+
+
+def _speed(found: dict[str, Any]) -> str:
+    return _count(found["tokens_per_second"])
+
+
+def _share(found: dict[str, Any]) -> str:
+    return f"{100 * found['of_floor']:.0f} %"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _short(us: float) -> str:
+    """Three figures, or all before the point."""
+    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+TABLES: dict[str, Callable[[], Iterable[str]]] = {
+    table.__name__: table
+    for table in (
+        replay_cost, launch_cost, change_cost, modules, decode, batches, contexts, shapes, floor,
+        profile, attention, startup, load, host, join,
+    )
+}  # fmt: skip
