@@ -1,12 +1,16 @@
-"""What pyproject.toml cannot say: two extension modules, each of which may be missing.
+"""What pyproject.toml cannot say: two extension modules, each of which may be missing, and links.
 
 `src/ostinato/driver/_launch.c` makes replays and launches cheaper, the C files in
 `src/ostinato/models/native` decode on a CPU from packed weights.  Without a C compiler the package
 installs and works without them (`ostinato doctor` says so), and its wheel is one for any machine.
+The README's links are relative, so that they work in every copy of the repository; a package index
+shows them with the project's address before them.
 """
 
+import re
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -59,7 +63,19 @@ class BdistWheel(bdist_wheel):
         super().run()
 
 
+def page() -> str:
+    """The README as a package index shows it."""
+    here = Path(__file__).parent
+    project = tomllib.loads((here / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    whole = f"{project['urls']['Repository']}/blob/main/"
+    text = (here / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\1{whole.replace('/blob/', '/raw/')}", text)
+    return re.sub(r"((?<!!)\[[^]]*\]\()(?!https?:|#)", rf"\1{whole}", text)
+
+
 setup(
+    long_description=page(),
+    long_description_content_type="text/markdown",
     ext_modules=[LAUNCH, NATIVE] if BUILD else [],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if BUILD else {},
     cmdclass={"bdist_wheel": BdistWheel},

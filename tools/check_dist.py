@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +74,18 @@ def environment(folder: Path, *requirements: str) -> Path:
     return programs
 
 
+def check_page(wheel: Path) -> None:
+    """The page that a package index makes of the README: its links lead out of it."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        page = archive.read(name).decode()
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    relative = [link for link in links if not link.startswith(("https://", "#"))]
+    assert links and not relative, relative
+    if ".invalid/" in page:
+        print("before a release: set the project's address in pyproject.toml, [project.urls]")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--demo", action="store_true", help="answer a prompt with the real model")
@@ -83,6 +97,7 @@ def main() -> int:
         (wheel,) = (path for path in files if path.suffix == ".whl")
         run(sys.executable, "-m", "twine", "check", "--strict", *files)
         run(sys.executable, "-m", "check_wheel_contents", wheel)
+        check_page(wheel)
 
         bare = environment(folder / "bare", str(wheel))
         run(bare / "python", "-c", BARE)
