@@ -209,7 +209,7 @@ def test_programmatic_edges_are_dashed(host_device: Device) -> None:
     assert "⇢0" in to_table(graph.outline())
     assert "style=dashed" in to_dot(graph.outline())
     svg = to_svg(graph.outline())
-    assert "1 programmatic edge<" in svg and 'class="edge early"' in svg
+    assert "1 programmatic edge<" in svg and 'class="early"' in svg
 
 
 # --- Graphviz

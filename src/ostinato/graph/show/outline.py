@@ -48,6 +48,7 @@ __all__ = [
     "arguments_text",
     "body_titles",
     "bytes_text",
+    "count_text",
     "details",
     "function_text",
     "kind_text",
@@ -113,7 +114,7 @@ class Outline:
         parts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         edges = sum(1 for _ in self.walk_edges())
         kinds_text = f" ({parts})" if parts else ""
-        return f"{_count(len(nodes), 'node')}{kinds_text}, {_count(edges, 'edge')}"
+        return f"{count_text(len(nodes), 'node')}{kinds_text}, {count_text(edges, 'edge')}"
 
 
 def read_outline(
@@ -189,7 +190,8 @@ def body_titles(kind: ConditionalKind, size: int) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------ words for things
 
 
-def _count(number: int, what: str) -> str:
+def count_text(number: int, what: str) -> str:
+    """ "1 node", "2 nodes"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
