@@ -99,9 +99,9 @@ _FAULTS = (
     Fault(
         "step-runs-on-lost-state",
         "A step runs on although an earlier check could not put its memory back.",
-        "ostinato.replay.step:GraphedStep._require_state",
-        "if self._lost is not None:",
-        "if False:",
+        "ostinato.replay.policy:decide",
+        "s.quarantine[0] is Reason.STATE_LOST:",
+        "False:",
         (STEP + "test_state_that_a_check_cannot_put_back_is_said",),
     ),
     Fault(

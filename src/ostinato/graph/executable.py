@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ostinato.driver.api import (
@@ -49,6 +50,7 @@ from ostinato.graph.manifest import Touch, dangling, touches, walk
 from ostinato.graph.node import Node
 from ostinato.graph.rebind import RebindReport, plan_rebind
 from ostinato.graph.shadow import Now, Shadow
+from ostinato.graph.show.outline import count_text
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target, range_of
 
@@ -58,6 +60,15 @@ _HALF_DONE = (
     "a change of this executable failed, and so did taking it back, so what it would run is not "
     "known; instantiate its graph again"
 )
+
+
+def _leaving() -> int:
+    """Stands for the launch on a closed stream."""
+    raise AssertionError("a launch on a closed stream")
+
+
+def _forget(prepared: dict[Stream, Callable[[], int]], stream: Stream) -> None:
+    prepared.pop(stream, None)
 
 
 class _Release:
@@ -93,7 +104,7 @@ class UpdateReport:
     nodes: int
 
     def __str__(self) -> str:
-        return f"{self.nodes} node{'s' * (self.nodes != 1)} updated"
+        return f"{count_text(self.nodes, 'node')} updated"
 
 
 class GraphExec(Launcher, Closeable):
@@ -238,10 +249,17 @@ class GraphExec(Launcher, Closeable):
         if call is None:
             call = self.context.driver.exec_prepare_launch(handle, stream.handle)
             with self._lock:
-                for old in [s for s in self._prepared if s.closed]:
-                    del self._prepared[old]
+                self._forget_closed()
                 self._prepared[stream] = call
         return call
+
+    def _forget_closed(self) -> None:
+        """Forgets each closed stream once its work is done: until then a launch of this may run
+        there, and what it uses must not be given back."""
+        for stream, call in tuple(self._prepared.items()):
+            if stream.closed and call is not _leaving:
+                self._prepared[stream] = _leaving
+                self.context.retire(partial(_forget, self._prepared, stream), (stream,))
 
     def _launch_slowly(self, stream: Stream) -> None:
         """A launch on another stream than the last, or one that a tap is told of.
