@@ -15,6 +15,7 @@ import numpy as np
 
 from ostinato import (
     Buffer,
+    Closeable,
     Device,
     GraphCache,
     GraphExec,
@@ -22,10 +23,9 @@ from ostinato import (
     capture,
     fill,
     launch,
+    new_lock,
     open_device,
 )
-from ostinato.driver.closeable import Closeable
-from ostinato.driver.forking import new_lock
 from ostinato.errors import ClosedError, DriverError, InputError, OutOfMemoryError
 from ostinato.relational.block import SLOT
 from ostinato.relational.chain import KERNELS, chain_of, source
