@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: a model that is ready to speak."""
+"""What `generate` and `chat` share: an open model with its generator."""
 
 from __future__ import annotations
 

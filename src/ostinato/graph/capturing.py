@@ -153,7 +153,7 @@ class _Session:
             except ContextPoisonedError as error:
                 self.failure = error
                 return True
-            except ClosedError:  # nothing is left to end; in a forked child there never was
+            except ClosedError:  # it has ended, or this is a forked child, where there is none
                 return True
             except DriverError as error:
                 self.failure = self.failure or error
@@ -194,7 +194,7 @@ class _Session:
         try:
             nodes = driver.graph_nodes(into.handle)
         except (ClosedError, ContextPoisonedError):
-            return  # nobody can launch it any more
+            return  # nothing can launch it any more
         except DriverError as error:
             into.lose(
                 "a capture into this graph broke, and the driver destroyed the graph with it "
@@ -206,7 +206,7 @@ class _Session:
                 if node not in before:
                     driver.graph_remove_node(node)
         except (ClosedError, ContextPoisonedError):
-            pass  # nobody can launch it any more
+            pass  # nothing can launch it any more
         except DriverError as error:
             into.keep.extend(self.keep)
             into.only_to_read = (

@@ -63,7 +63,7 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
 
 
 def _require_types(what: str, kernel: object, config: object, stream: object = None) -> None:
-    """Raises InputError for arguments that are not what their places ask for."""
+    """Raises InputError for arguments of the wrong type."""
     from ostinato.modules import Kernel
 
     order = (

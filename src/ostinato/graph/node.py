@@ -215,7 +215,7 @@ def given_reach(data: bytes, owners: Iterable[object]) -> dict[int, int]:
     """
     given: dict[int, int] = {}
     for owner in owners:
-        with suppress(InputError):  # the kernel itself, or what says no range
+        with suppress(InputError):  # the kernel itself, or an object without memory
             memory = range_of(owner)
             given[memory.address] = max(memory.nbytes, given.get(memory.address, 0))
     words = (

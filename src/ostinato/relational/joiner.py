@@ -1,9 +1,9 @@
 """`Joiner`: joins on one stream, each a replay of its key's graph.
 
 The parameters of a join go through a ring of pinned memory (`ring`), so no call but the launch
-reaches the driver.  If a launch fails or is interrupted, nobody knows what the device did: the ring
-is *uncertain* until the joiner has waited for the stream, and has set the device's count of turns
-and the table again.
+reaches the driver.  If a launch fails or is interrupted, it is not known what the device did: the
+ring is *uncertain* until the joiner has waited for the stream, and has set the device's count of
+turns and the table again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class JoinIndex(Closeable):
 
 
 class PendingJoin:
-    """A join that was submitted; nobody has to ask for its result."""
+    """A join that was submitted.  It may be dropped without asking for its result."""
 
     def __init__(
         self, joiner: Joiner, left: KeyColumns, right: KeyColumns | JoinIndex, capacity: int
@@ -153,7 +153,7 @@ class Joiner(Closeable):
         self._workspace = Workspace(device, self.stream)
         self._outputs = OutputPool(device)
         self._ring = Ring(device, self.stream)
-        # Captured work goes elsewhere, so that a capture keeps no other thread from the stream.
+        # Captures have a stream of their own, so that other threads can use `stream` meanwhile.
         self._captures = device.create_stream()
         self._closed = False
         self._lock = new_lock()
@@ -399,7 +399,7 @@ class Joiner(Closeable):
     def close(self) -> None:
         """Waits for the joins under way and gives all memory back but that of results.  Idempotent.
 
-        Joins whose result was not asked for by then have none.
+        Joins whose `result()` was not called before have no result then.
         """
         with self._lock:
             if self._closed:

@@ -25,7 +25,7 @@ class Action(enum.Enum):
 
 
 class Reason(enum.StrEnum):
-    """Why."""
+    """The reason of a decision."""
 
     REPLAYED = "the graph of this key is there"
     FIRST_USE = "the graph of this key is made now"

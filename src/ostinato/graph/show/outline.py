@@ -1,6 +1,6 @@
-"""A graph read once, with all that is inside of it, and words for what is in it.
+"""Outlines: a graph read once with its child graphs and bodies, and its parts as text.
 
-What shows graphs (`render`, `svg`) and compares them (`diff`) reads outlines, and no graph.
+`render`, `svg` and `diff` read outlines and never a graph.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def bytes_text(nbytes: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what would move a terminal's cursor, or what XML and UTF-8 have no words for."""
+    """The text, with characters replaced that move a terminal's cursor or that XML cannot hold."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
