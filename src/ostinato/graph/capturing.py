@@ -500,6 +500,10 @@ def capture(
     Nothing runs.  The capture ends on every path: an exception in the block is raised again as it
     was, unless it is the driver's refusal of something that cannot be captured, which becomes a
     CaptureBrokenError naming the line.  Raises what `Capture.begin` and `Capture.end` raise.
+
+        with ost.capture(stream) as capture:
+            ost.launch(stream, kernel, config, x, n)
+        run = capture.graph.instantiate(upload=stream)
     """
     under_way = Capture(stream, mode=mode, pool=pool, into=into, contained=contained, trace=trace)
     # All inside: an interruption may come before any line, also right after `begin`.
@@ -524,7 +528,10 @@ def capture_function(
     pool: CapturePool | None = None,
     trace: bool = False,
 ) -> Graph:
-    """Captures what `work()` submits to `stream`.  Ends and cleans up as `capture` does."""
+    """Captures what `work()` submits to `stream`.  Ends and cleans up as `capture` does.
+
+    graph = ost.capture_function(stream, lambda: step(stream))
+    """
     with capture(stream, mode=mode, pool=pool, trace=trace) as under_way:
         work()
     return under_way.graph

@@ -115,6 +115,9 @@ class GraphExec(Launcher, Closeable):
     executable never overlap.  Changes apply to later launches; one under way keeps what it began
     with.  Thread-safe for changes; `launch` may be called from several threads, whose order the
     caller must see to.
+
+        run.rebind({x: y})
+        run.launch(stream)
     """
 
     def __init__(self, graph: Graph, release: _Release) -> None:

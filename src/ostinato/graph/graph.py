@@ -484,6 +484,11 @@ class Graph(Closeable):
         return diff(self.outline(readable=False), other.outline(readable=False))
 
     # --- lifetime
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "lost" if self._lost else "open"
+        adopted = "" if self.owned else ", not owned"
+        return f"<Graph {self._handle:#x} on {self.context.driver.name}, {state}{adopted}>"
+
     @property
     def closed(self) -> bool:
         return self._closed
@@ -510,6 +515,10 @@ class Conditional:
         self.bodies: tuple[Graph, ...] = tuple(
             _Body(graph, body) for body in node.conditional.bodies
         )
+
+    def __repr__(self) -> str:
+        kind = self.node.conditional.kind.name
+        return f"<Conditional {kind}, node {self.node.index}, {len(self.bodies)} bodies>"
 
 
 def _any_closed(owners: Iterable[object]) -> bool:

@@ -141,6 +141,9 @@ class Node:
     places: Mapping[int, str] = field(default_factory=dict, compare=False, repr=False)
     """Words for addresses that it holds, where they lie in buffers with names; for showing."""
 
+    def __repr__(self) -> str:
+        return f"<Node {self.index} {self.kind.name} {self.name!r}>"
+
     def _as(self, kind: type[P]) -> P:
         if not isinstance(self.params, kind):
             wanted = kind.__name__.removesuffix("NodeParams")

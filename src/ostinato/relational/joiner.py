@@ -55,7 +55,7 @@ class JoinIndex(Closeable):
         """Row numbers, those with equal keys beside each other; uint32."""
 
     def __repr__(self) -> str:
-        return f"<JoinIndex of {self.columns!r}>"
+        return f"<JoinIndex of {self.columns!r}{', closed' * self.table.closed}>"
 
     def __len__(self) -> int:
         return self.columns.rows
@@ -83,7 +83,7 @@ class PendingJoin:
         self._result: JoinResult | None = None
 
     def __repr__(self) -> str:
-        return f"<PendingJoin {self._key}>"
+        return f"<PendingJoin {self._key}, {'done' if self.done else 'under way'}>"
 
     @property
     def done(self) -> bool:
@@ -161,7 +161,8 @@ class Joiner(Closeable):
         self._counts = dict.fromkeys(_COUNTED, 0)
 
     def __repr__(self) -> str:
-        return f"<Joiner on {self.device.name}, {len(self.cache)} graphs>"
+        state = ", closed" if self._closed else ""
+        return f"<Joiner on {self.device.name}, {len(self.cache)} graphs{state}>"
 
     # --- what users call
     def columns(self, table: Table, on: On) -> KeyColumns:

@@ -238,7 +238,10 @@ class GraphedStep(Closeable):
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
-        return f"<GraphedStep {self.name!r} on {self.stream!r}, {len(self._keys)} graphs>"
+        state = "" if self._finalizer.alive else ", closed"
+        refused = "" if self._broken is None else f", serves no key: {self._broken[0]}"
+        graphs = f"{len(self._keys)} graphs{refused}{state}"
+        return f"<GraphedStep {self.name!r} on {self.stream!r}, {graphs}>"
 
     # --- sizes and keys
     def size(self, name: str) -> DeviceScalar:
