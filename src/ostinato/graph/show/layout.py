@@ -2,7 +2,7 @@
 
 1. Rows: a box is below all that it depends on; an edge that passes rows gets a point in each, so
    that no edge runs through a box.
-2. Order: rows are sorted by the mean place of their neighbours, for the fewest crossings.
+2. Order: rows are sorted by the mean place of their neighbours, so that few edges cross.
 3. Place: every point is as near to the middle of its neighbours as its row allows.
 4. Columns: a high picture is cut into columns, which are read like those of a newspaper.
 """
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,27 +91,13 @@ class _Layout:
         self._place()
 
     def _order(self) -> None:
-        best, fewest = [[*row] for row in self.rows], self._crossings()
-        for sweep in range(8):
+        for sweep in range(24):
             near, step = (self.below, -1) if sweep % 2 else (self.above, 1)
             for fixed, row in pairwise(self.rows[::step]):
                 at = {p: k for k, p in enumerate(fixed)}
                 mean = {p: float(k) for k, p in enumerate(row)}
                 mean |= {p: sum(at[q] for q in near[p]) / len(near[p]) for p in row if near[p]}
                 row.sort(key=mean.__getitem__)
-            if (crossings := self._crossings()) < fewest:
-                best, fewest = [[*row] for row in self.rows], crossings
-        self.rows = best
-
-    def _crossings(self) -> int:
-        total = 0
-        for upper, lower in pairwise(self.rows):
-            at = {p: k for k, p in enumerate(lower)}
-            seen: list[int] = []
-            for end in (k for p in upper for k in sorted(at[q] for q in self.below[p])):
-                total += len(seen) - bisect_right(seen, end)
-                insort(seen, end)
-        return total
 
     def _place(self) -> None:
         for row in self.rows:
