@@ -571,6 +571,14 @@ _FAULTS = (
         (FOOTGUNS + "test_what_a_launch_under_way_points_at_is_kept_through_a_change",),
     ),
     Fault(
+        "closed-stream-is-forgotten",
+        "A launch on a stream that was closed still runs, and what it uses is let go of.",
+        "ostinato.graph.executable:GraphExec._forget_closed",
+        "self.context.retire(partial(_forget, self._prepared, stream), (stream,))",
+        "_forget(self._prepared, stream)",
+        (FOOTGUNS + "test_a_launch_on_a_closed_stream_is_waited_for",),
+    ),
+    Fault(
         "signature-of-another-function",
         "A node that was set to another function is patched by the names of the old one.",
         "ostinato.graph.shadow:Shadow._changed",

@@ -44,7 +44,7 @@ def _escaped(text: str) -> str:
 
 
 def title(text: str) -> str:
-    """Inside an element: the text that is shown when the pointer is over it."""
+    """In front of elements: the text that is shown when the pointer is over one of them."""
     return element("title", _escaped(text))
 
 

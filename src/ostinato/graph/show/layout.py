@@ -71,8 +71,11 @@ class _Layout:
         self.x: dict[int, float] = {}  # the middle of each point; 0 is the middle of its column
         self.rows: list[list[int]] = []
         layer = {i: n for n, row in enumerate(layers(range(len(boxes)), links)) for i in row}
-        for i in {a for a, _ in links} - {b for _, b in links}:  # near to what waits for it
-            layer[i] = min(layer[b] for a, b in links if a == i) - 1
+        after: dict[int, list[int]] = defaultdict(list)
+        for a, b in links:
+            after[a].append(layer[b])
+        for i in after.keys() - {b for _, b in links}:  # near to what waits for it
+            layer[i] = min(after[i]) - 1
         for _, members in groupby(sorted(layer, key=lambda i: (layer[i], i)), layer.get):
             row = [*members]
             self.rows += [row[k : k + _WIDEST] for k in range(0, len(row), _WIDEST)]

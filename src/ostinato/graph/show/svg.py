@@ -67,13 +67,12 @@ def to_svg(top: Outline, *, max_nodes: int = 200) -> str:
     """
     drawing, legend = _draw(top, max(2, max_nodes)), _legend(top)
     count = sum(1 for _ in top.walk())
+    heading = f"graph of {count_text(count, 'node')}" if count else "empty graph"
     margin, head = 24.0, 66.0
     width = max(drawing.width, legend.width, 220.0) + 2 * margin
     lines = [
         element("defs", _ARROWS),
-        label(
-            margin, 29, f"graph of {count_text(count, 'node')}" if count else "empty graph", "title"
-        ),
+        label(margin, 29, heading, "title"),
         group(margin, 40, legend.lines),
         group((width - drawing.width) / 2, head, drawing.lines),
     ]
@@ -113,8 +112,12 @@ class _Unit:
 def _draw(body: Outline, max_nodes: int, within: Sequence[int] | None = None) -> Drawing:
     """A body, or (`within`) some of its nodes."""
     chosen = range(len(body.nodes)) if within is None else within
-    edges = {(e.source, e.target): e.programmatic for e in body.edges}
-    edges = {ends: early for ends, early in edges.items() if {*ends} <= {*chosen}}
+    inside = set(chosen)
+    edges = {
+        (e.source, e.target): e.programmatic
+        for e in body.edges
+        if e.source in inside and e.target in inside
+    }
     order = [*chain.from_iterable(layers(chosen, edges))]
     units = [_Unit((i,)) for i in order]
     if within is None and len(order) > max_nodes:
@@ -137,9 +140,8 @@ def _unit(body: Outline, unit: _Unit, max_nodes: int, width: float) -> Drawing:
     if count > 1:
         texts = f"… {count} nodes not drawn", f"nodes {first} to {last}"
         width = max(width, 28 + len(texts[0]) * _CHARACTER)
-        return Drawing(
-            width, _HEIGHT, [rect(0, 0, width, _HEIGHT, class_="gap", rx=6), *_two(*texts)]
-        )
+        lines = [rect(0, 0, width, _HEIGHT, class_="gap", rx=6), *_two(*texts)]
+        return Drawing(width, _HEIGHT, lines)
     node = body.nodes[first]
     if not body.inner[first]:
         return _box(node, width)
@@ -167,9 +169,9 @@ def _box(node: Node, width: float = 120.0) -> Drawing:
     else:
         below = shorten(details(node), 30) or kind_text(node.kind)
     width = max(width, 28 + len(name) * _CHARACTER, 36 + len(below + number) * _SMALL)
-    tip = title(_tooltip(node))
     lines = [
-        rect(0, 0, width, _HEIGHT, tip, class_="box", rx=6, fill=fill, stroke=stroke),
+        title(_tooltip(node)),
+        rect(0, 0, width, _HEIGHT, class_="box", rx=6, fill=fill, stroke=stroke),
         element("path", d="M6 0.5a5.5 5.5 0 0 0-5.5 5.5v28a5.5 5.5 0 0 0 5.5 5.5z", fill=stroke),
         *_two(name, below),
         label(width - 8, 31.5, number, "number", "end"),
@@ -191,7 +193,8 @@ def _frame(
     width = max(inside + gutter, len(name) * _CHARACTER) + 2 * pad
     height = top + (max((d.height for _, d in parts), default=0.0) or 20.0) + inset + pad
     lines = [
-        rect(0, 0, width, height, title(tip), class_="frame", rx=8, fill=fill, stroke=stroke),
+        title(tip),
+        rect(0, 0, width, height, class_="frame", rx=8, fill=fill, stroke=stroke),
         label(pad, 19, name, "name"),
     ]
     x = (width - gutter - inside) / 2
