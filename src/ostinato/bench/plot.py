@@ -113,13 +113,16 @@ def decode_svg(subject: str, machine: str, rows: Sequence[Row]) -> str:
         return sheet.svg(name)
     batch, context = min((row.batch, row.context) for row in rows)
     _comparison(sheet, name, [r for r in rows if (r.batch, r.context) == (batch, context)], colours)
-    for axis, other in (("context", "batch"), ("batch", "context")):
+    for axis, other, what in (
+        ("context", "batch", "over positions in the cache"),
+        ("batch", "context", "of all sequences together"),
+    ):
         places: dict[int, set[int]] = {}
         for row in rows:
             places.setdefault(getattr(row, other), set()).add(getattr(row, axis))
         at = max(sorted(places), key=lambda value: len(places[value]))
         if len(places[at]) > 1:
-            sheet.heading(f"by {axis}", f"tokens a second of all sequences together, {other} {at}")
+            sheet.heading(f"by {axis}", f"tokens a second {what}, {other} {at}")
             _chart(sheet, axis, [row for row in rows if getattr(row, other) == at], colours)
     return sheet.svg(name)
 
