@@ -169,6 +169,57 @@ def test_what_a_launch_under_way_points_at_is_kept_through_a_change(
     assert alive() is None
 
 
+@pytest.mark.parametrize("end", ["closed", "rebound"])
+def test_a_launch_on_a_closed_stream_is_waited_for(device: Device, end: str) -> None:
+    """Another stream that the executable is uploaded on later has nothing to wait for."""
+
+    class Tensor:
+        def __init__(self, buffer: ost.Buffer) -> None:
+            self.range, self.buffer = buffer.range, buffer
+
+    first, second = device.create_stream(), device.create_stream()
+    x, theirs, out = ones(device), ones(device), device.zeros(N, np.float32)
+    run = ost.capture_function(
+        first, lambda: ost.launch(first, kernel(device, "add"), config(N), x, x, out, N)
+    ).instantiate(upload=first)
+    tensor = Tensor(theirs)
+    alive = weakref.ref(tensor)
+    run.rebind([(x, tensor)])
+    device.synchronize()
+    with HeldStream(first):
+        run.launch(first)
+        first.close()
+        run.upload(second)
+        if end == "closed":
+            run.close()
+        else:
+            run.rebind([(tensor, x)])
+        del tensor
+        gc.collect()
+        device.context.collect()
+        assert alive() is not None, "the launch under way still reads it"
+    device.synchronize()
+    assert alive() is None
+    assert (out.to_numpy(second) == 2).all()
+
+
+def test_closed_streams_are_forgotten(device: Device, stream: ost.Stream) -> None:
+    run = ost.Graph.create(device).instantiate()
+    gone = []
+    for _ in range(5):
+        other = device.create_stream()
+        run.launch(other)
+        gone.append(weakref.ref(other))
+        other.close()
+        del other
+        run.launch(stream)
+        device.synchronize()
+        run.upload(device.create_stream())
+    gc.collect()
+    device.synchronize()
+    assert not any(ref() for ref in gone[:-1])
+
+
 def test_a_step_with_state_advances_once_a_call(device: Device, stream: ost.Stream) -> None:
     counter = device.zeros(1, np.int32)
     cache = ost.GraphCache(device)

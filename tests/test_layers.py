@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -57,6 +58,10 @@ CIRCLES = {
     ),
 }
 
+# Packages that use the library as its users do: names of `ostinato`, and of these modules of it.
+USERS = ("relational", "interop")
+PUBLIC = ("cache", "errors", "replay", "settings", "testing")
+
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -93,6 +98,28 @@ def test_imports_point_down(path: Path) -> None:
                 continue  # `from ostinato import launch`: the public names
             allowed = RANKS[other] < RANKS[package] or (package, other) in NEIGHBOURS
             assert allowed, f"{package} (rank {RANKS[package]}) imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_upper_packages_use_public_names(path: Path) -> None:
+    package = package_of(path)
+    if package not in USERS:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                private = alias.name.startswith("ostinato.")
+                assert not private, f"{path.name} imports {alias.name}: import names of ostinato"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ostinato"):
+            home = str(node.module)
+            if home.startswith(f"ostinato.{package}"):
+                continue
+            assert home == "ostinato" or home.removeprefix("ostinato.") in PUBLIC, (
+                f"{path.name} imports from {home}: export under ostinato what it needs"
+            )
+            public = importlib.import_module(home).__all__
+            for alias in node.names:
+                assert alias.name in public, f"{path.name}: {home}.{alias.name} is not public"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from ostinato.driver.api import LaunchConfig as LaunchConfig
     from ostinato.driver.api import MemoryRange as MemoryRange
     from ostinato.driver.api import NodeKind as NodeKind
+    from ostinato.driver.closeable import Closeable as Closeable
+    from ostinato.driver.forking import new_lock as new_lock
     from ostinato.driver.host.kernel import HostKernel as HostKernel
+    from ostinato.driver.host.kernel import HostLaunch as HostLaunch
     from ostinato.driver.host.kernel import host_kernel as host_kernel
     from ostinato.driver.stream import Event as Event
     from ostinato.driver.stream import Operation as Operation
@@ -71,6 +74,7 @@ _HOMES = {
     "Capture": "graph",
     "CaptureMode": "driver.api",
     "CapturePool": "memory",
+    "Closeable": "driver.closeable",
     "ConditionalKind": "driver.api",
     "Device": "device",
     "DeviceArray": "state",
@@ -82,6 +86,7 @@ _HOMES = {
     "GraphExec": "graph",
     "GraphedStep": "replay",
     "HostKernel": "driver.host.kernel",
+    "HostLaunch": "driver.host.kernel",
     "InstantiateFlags": "driver.api",
     "Kernel": "modules",
     "LaunchConfig": "driver.api",
@@ -104,6 +109,7 @@ _HOMES = {
     "host_kernel": "driver.host.kernel",
     "launch": "graph",
     "lift": "graph",
+    "new_lock": "driver.forking",
     "open_device": "device",
     "prepare": "graph",
     "record": "graph",

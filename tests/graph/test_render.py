@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -209,7 +211,7 @@ def test_programmatic_edges_are_dashed(host_device: Device) -> None:
     assert "⇢0" in to_table(graph.outline())
     assert "style=dashed" in to_dot(graph.outline())
     svg = to_svg(graph.outline())
-    assert "1 programmatic edge<" in svg and 'class="edge early"' in svg
+    assert "1 programmatic edge<" in svg and 'class="early"' in svg
 
 
 # --- Graphviz
@@ -349,17 +351,78 @@ def walk(element: ET.Element, x: float = 0, y: float = 0) -> Iterator[tuple[floa
         yield from walk(child, x, y)
 
 
+def is_box(rectangle: tuple[float, ...]) -> bool:
+    return abs(rectangle[3] - rectangle[1] - 40) < 0.01
+
+
 def inside(svg: str) -> None:
     """Nothing lies outside of the picture, and no box on part of another."""
     width, height = size(svg)
     rectangles = list(walk(ET.fromstring(svg)))
     for left, top, right, bottom in rectangles:
         assert left >= 0 and top >= 0 and right <= width and bottom <= height
-    drawn = [r for r in rectangles if r[3] - r[1] == 40]
+    drawn = [r for r in rectangles if is_box(r)]
     for number, a in enumerate(drawn):
         for b in drawn[:number]:
             apart = a[0] >= b[2] or b[0] >= a[2] or a[1] >= b[3] or b[1] >= a[3]
             assert apart, "two boxes lie on each other"
+
+
+def way(data: str) -> list[tuple[float, float]]:
+    """Points along the data of a path."""
+    points: list[tuple[float, float]] = []
+    for letter, text in re.findall(r"([MLVCQ])([^MLVCQ]*)", data):
+        numbers = [float(number) for number in text.split()]
+        if letter == "V":
+            numbers.insert(0, points[-1][0])
+        ends = list(zip(numbers[::2], numbers[1::2], strict=True))
+        curve = ends if letter == "M" else [points[-1], *ends]
+        for step in range(1, 11):
+            t, level = step / 10, curve
+            while len(level) > 1:  # de Casteljau
+                level = [
+                    (a[0] + (b[0] - a[0]) * t, a[1] + (b[1] - a[1]) * t)
+                    for a, b in itertools.pairwise(level)
+                ]
+            points.append(level[0])
+    return points
+
+
+def clear(svg: str) -> None:
+    """Each edge leaves a box at its lower border, reaches one at its upper border, and passes
+    through none; for a graph with nothing inside its nodes."""
+    root = ET.fromstring(svg)
+    (drawn,) = (g for g in root if g.tag == f"{SVG}g" and any(c.tag == f"{SVG}g" for c in g))
+    rectangles = [r for g in drawn if g.tag == f"{SVG}g" for r in walk(g) if is_box(r)]
+    edges = [way(p.get("d", "")) for p in drawn if p.tag == f"{SVG}path"]
+    near = 0.11  # numbers have one decimal
+    for edge in edges:
+        (x, y), (to_x, to_y) = edge[0], edge[-1]
+        assert any(abs(r[3] - y) < near and r[0] < x < r[2] for r in rectangles)
+        assert any(abs(r[1] - to_y) < near and r[0] < to_x < r[2] for r in rectangles)
+        for left, top, right, bottom in rectangles:
+            assert not any(
+                left + near < px < right - near and top + near < py < bottom - near
+                for px, py in edge
+            ), "an edge runs through a box"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_edges_pass_beside_boxes(host_device: Device, seed: int) -> None:
+    rng = random.Random(seed)
+    graph, nodes = ost.Graph.create(host_device), list[ost.Node]()
+    for number in range(rng.choice([5, 40, 160])):
+        after = rng.sample(nodes[-9:], min(len(nodes), rng.randint(0, 1 + seed % 3)))
+        nodes.append(graph.add(named(f"step {number}"), after))
+    svg = to_svg(graph.outline())
+    edges = [p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class") == "edge"]
+    assert len(edges) == len(graph.edges) + bool(graph.edges), "each edge, and the legend's"
+    clear(svg)
+    inside(svg)
+
+
+def test_edges_between_columns_pass_beside_boxes(device: Device) -> None:
+    clear(to_svg(chain(device, 80).outline()))
 
 
 @settings(deadline=None, max_examples=60)

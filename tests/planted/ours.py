@@ -99,9 +99,9 @@ _FAULTS = (
     Fault(
         "step-runs-on-lost-state",
         "A step runs on although an earlier check could not put its memory back.",
-        "ostinato.replay.step:GraphedStep._require_state",
-        "if self._lost is not None:",
-        "if False:",
+        "ostinato.replay.policy:decide",
+        "s.quarantine[0] is Reason.STATE_LOST:",
+        "False:",
         (STEP + "test_state_that_a_check_cannot_put_back_is_said",),
     ),
     Fault(
@@ -569,6 +569,14 @@ _FAULTS = (
         "self.context.retire(old.clear, tuple(self._prepared))",
         "old.clear()",
         (FOOTGUNS + "test_what_a_launch_under_way_points_at_is_kept_through_a_change",),
+    ),
+    Fault(
+        "closed-stream-is-forgotten",
+        "A launch on a stream that was closed still runs, and what it uses is let go of.",
+        "ostinato.graph.executable:GraphExec._forget_closed",
+        "self.context.retire(partial(_forget, self._prepared, stream), (stream,))",
+        "_forget(self._prepared, stream)",
+        (FOOTGUNS + "test_a_launch_on_a_closed_stream_is_waited_for",),
     ),
     Fault(
         "signature-of-another-function",

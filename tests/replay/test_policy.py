@@ -15,7 +15,11 @@ situations = st.builds(
     enabled=st.booleans(),
     profiling=st.booleans(),
     inside_capture=st.booleans(),
-    quarantine=st.sampled_from([None, (Reason.BUILD_FAILED, "why"), (Reason.HOST_STATE, "why")]),
+    quarantine=st.none()
+    | st.tuples(
+        st.sampled_from([Reason.BUILD_FAILED, Reason.HOST_STATE, Reason.STATE_LOST]),
+        st.just("why"),
+    ),
     unmet=st.sampled_from([(), ("workspace",)]),
     over_buckets=st.none() | st.just("70 is over 64"),
     has_graph=st.booleans(),
@@ -44,7 +48,7 @@ def test_a_graph_is_used_only_when_nothing_speaks_against_it(s: Situation) -> No
         assert not s.has_graph
         assert s.records or s.runs >= s.warmups
     if not free:
-        refused = decision.reason is Reason.HOST_STATE
+        refused = decision.reason in (Reason.HOST_STATE, Reason.STATE_LOST)
         assert decision.action is (Action.REFUSE if refused else Action.EAGER)
         assert decision.reason not in (Reason.REPLAYED, Reason.FIRST_USE, Reason.WARMING_UP)
 
@@ -79,6 +83,11 @@ def test_it_is_pure(s: Situation) -> None:
             Situation(quarantine=(Reason.HOST_STATE, "argument 0"), enabled=False),
             Action.EAGER,
             Reason.GRAPHS_OFF,
+        ),
+        (  # an eager run would read it too
+            Situation(quarantine=(Reason.STATE_LOST, "slot x"), enabled=False),
+            Action.REFUSE,
+            Reason.STATE_LOST,
         ),
     ],
 )

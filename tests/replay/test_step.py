@@ -379,9 +379,14 @@ def test_state_that_a_check_cannot_put_back_is_said(host_device: Device) -> None
         rows.step(rows=8)
     assert "slots 'x', 'total' is not valid" in str(raised.value)
     rows.step.run = rows.run
-    for call in (rows.step, rows.step.hold):
+    assert rows.step.hold(rows=8).reason is Reason.STATE_LOST
+    for size in (8, 3):
         with pytest.raises(StateLostError):
-            call(rows=8)
+            rows.step(rows=size)
+    rows.step.enabled = False
+    with pytest.raises(StateLostError):  # an eager run would read the lost state
+        rows.step(rows=8)
+    rows.step.enabled = True
     rows.x.copy_from(x, rows.stream)
     rows.total.copy_from(x, rows.stream)
     rows.step.release(rows=8)

@@ -1,4 +1,4 @@
-"""Who takes part in a comparison, and what a run of one gives."""
+"""The interface of a contestant in a comparison, and the record of one run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Contestant", "Timed", "Times", "random_tokens", "record"]
 class Timed:
     """One run of a contestant.
 
-    `seconds`: from the call until the last token of every sequence is in the caller's hand.
+    `seconds`: from the call until it has returned the last token of every sequence.
     `arrivals`: seconds from the call to each token of the first sequence, where they come one by
     one.  `tokens`: what was chosen, by sequence, where the contestant reads all of it.
     """
@@ -27,11 +27,11 @@ class Timed:
 
 
 class Contestant(Protocol):
-    """Something that decodes.
+    """A way of decoding, or a library that decodes.
 
-    `ours`: its tokens must be those of our other ways, bit for bit.  `multiple`: a run of it is to
-    have a multiple of so many tokens, since they come from one launch.  `no_prompts`: why it is not
-    asked to take prompts, or nothing.
+    `ours`: its tokens must be those of our other ways, bit for bit.  `multiple`: a run must decode
+    a multiple of so many tokens, because each launch gives so many.  `no_prompts`: why its prompts
+    are not measured; empty if they are.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Contestant(Protocol):
         """Makes ready for `batch` sequences of so many positions.  May compile and capture."""
 
     def place(self, batch: int, context: int) -> None:
-        """The next token of each sequence is to take position `context`, with as many positions
-        in its cache before it.  Not timed."""
+        """Sets each sequence to position `context`, with so many positions in its cache.  Not
+        timed."""
 
     def decode(self, tokens: int) -> Timed:
         """Decodes so many tokens of each sequence, from where it is."""
@@ -53,11 +53,11 @@ class Contestant(Protocol):
         """How many tokens of such a prompt it takes at once."""
 
     def prompt(self, tokens: Sequence[int]) -> Timed:
-        """Takes a prompt into the empty cache of one sequence, until the token chosen after it is
-        in the caller's hand; `tokens` of the answer is that one alone, where it is ours."""
+        """Reads a prompt into the empty cache of one sequence and returns once the next token is
+        chosen; `tokens` of the result is that token alone, of our ways."""
 
     def details(self) -> dict[str, object]:
-        """What is worth knowing of it beside its times, for the results."""
+        """Further facts for the results, beside its times."""
 
     def close(self) -> None:
         """Gives its memory back.  Idempotent."""

@@ -1,4 +1,4 @@
-"""All contestants decode in turns, point by point; what comes of it as rows.
+"""Measures all contestants in turns, point by point, and gives the results as rows.
 
 A point is a number of sequences (batch) and of positions in their caches before the first token
 (context).  At each point every contestant is warmed up, then all take turns for some rounds; a
@@ -80,7 +80,7 @@ class DecodeResult:
     traffic: Traffic | None = None
     versions: dict[str, str] = field(default_factory=dict)
     library: str = ""
-    """What multiplied in steps of many rows besides our kernels, or why nothing did."""
+    """Which library multiplied in steps of many rows, or why none did."""
 
 
 def measure(
@@ -90,12 +90,12 @@ def measure(
     *,
     log: Callable[[str], None] = lambda _: None,
 ) -> DecodeResult:
-    """Runs the whole comparison.  `opened` gives the checkpoint anew for every decoder; `log` is
-    told what goes on.
+    """Runs the whole comparison.
 
-    What a peer cannot do is noted as skipped, and so is a way of ours for which the memory does not
-    suffice; whatever else our ways raise is raised.  Raises InputError first, for options that
-    do not fit the model.
+    `opened` gives the checkpoint anew for every decoder; `log` gets lines about the progress.  A
+    peer that fails is noted as skipped, and so is a way of ours that does not fit into memory; all
+    other exceptions of our ways are raised.  Raises InputError first, for options that do not fit
+    the model.
     """
     with opened() as checkpoint:
         config, path = checkpoint.config, checkpoint.path if checkpoint.has_file else None
@@ -232,7 +232,8 @@ class _Contest:
         ready: Callable[[Contestant], None],
         turn: Callable[[Contestant, int], Timed],
     ) -> tuple[list[Contestant], dict[str, list[Timed]]]:
-        """Each is made ready, then they take turns; those that came through, and their runs."""
+        """Makes each ready and runs them in turns; returns those that did not fail, with their
+        runs."""
         share = time.monotonic() + self.left() / self.points_left
         takers: list[Contestant] = []
         for one in contestants:
@@ -254,7 +255,8 @@ class _Contest:
         return takers, runs
 
     def _tries(self, contestant: Contestant, where: str, act: Callable[[], None]) -> bool:
-        """Whether `act` did not raise.  A peer's exception is noted; one of ours goes on."""
+        """Calls `act` and returns whether it succeeded.  A peer's exception is noted, one of ours
+        raised."""
         try:
             act()
         except Exception as error:
@@ -266,7 +268,7 @@ class _Contest:
         return True
 
     def _ready(self, contestant: Contestant, point: Point) -> int:
-        """Warms it up; how many tokens a run of it is to have."""
+        """Warms it up; returns how many tokens a run of it decodes."""
         tokens, multiple = self.options.tokens, contestant.multiple
         contestant.reserve(point.batch, min(point.first + tokens + 1, self.config.context_length))
         few = _whole(min(tokens, max(_WARMUP_TOKENS, 2 * multiple)), multiple)

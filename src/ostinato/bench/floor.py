@@ -2,8 +2,8 @@
 
 The bandwidth is measured in the same run as what is compared with it.  On a GPU by a kernel that
 reads 2 GiB and writes nothing, and by a copy of as much (bytes read and written); the faster one
-counts, so that the floor is not too kind.  On the host by NumPy's own matrix-vector products over
-matrices like a small model's, which is what a decode step there consists of; the fastest run
+counts, so that no step can be below the floor.  On the host by NumPy's own matrix-vector products
+over matrices like a small model's, which is what a decode step there consists of; the fastest run
 counts, since other processes use the same cores.
 """
 
@@ -60,7 +60,7 @@ class Bandwidth:
 
     @property
     def best(self) -> float:
-        """What the floor is taken over."""
+        """The bandwidth that the floor is computed with."""
         return max(self.read, self.copy)
 
 

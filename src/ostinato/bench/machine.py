@@ -1,4 +1,4 @@
-"""What was measured on, and with what: the part of a result that makes it comparable."""
+"""The machine, the libraries and the commit of a measurement, which make results comparable."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def commit() -> str:
 
 
 def machine(device: ost.Device) -> dict[str, object]:
-    """What was measured on, and with what."""
+    """The machine and the versions, for a result."""
     properties = device.properties
     versions = {}
     for name in _LIBRARIES:

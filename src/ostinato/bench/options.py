@@ -1,4 +1,4 @@
-"""What a comparison is asked for, and the points at which that is measured.  Pure."""
+"""The options of a comparison, and the points at which it measures.  Pure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """What is compared.
+    """The options of a comparison.
 
-    `batches`, `contexts`: see above.  `tokens`: of each sequence in a run.  `tokens_per_launch`:
-    numbers above 1 are each a way with a WHILE node, whose runs have the next lower multiple.
+    `batches`, `contexts`: see `ostinato.bench.decode`.  `tokens`: of each sequence in a run.
+    `tokens_per_launch`: each number above 1 is a way with a WHILE node, whose runs have the next
+    lower multiple.
     `prompts`: lengths of prompts to measure as well; our decoders then have room for the longest.
     `library_rows`: as for `Decoder`.  `peers`: names from `peers.PEERS`.  `rounds`: at most; fewer
     when the time runs short, but one at least.  `seconds`: a point is given its share of what is
@@ -95,7 +96,7 @@ class Point:
 
 
 def points_of(options: DecodeOptions, config: LlamaConfig) -> list[list[Point]]:
-    """The points in series; one set of decoders serves a series, whose contexts fall."""
+    """The points in series.  One set of decoders serves a series; its contexts decrease."""
 
     def point(batch: int, context: int) -> Point:
         return Point(batch, context, min(context, config.context_length - options.tokens))

@@ -42,7 +42,7 @@ def first_line(error: BaseException) -> str:
 class Peers:
     """The peers that were asked for and can run here, on one model that they share.
 
-    `skipped` says why the others cannot.  `left` tells the seconds that there are.  `path`: the
+    `skipped` says why the others cannot.  `left()` returns the seconds that remain.  `path`: the
     model's file, if it is one.
     """
 
@@ -81,7 +81,7 @@ class Peers:
         self.contestants += [Peer(name, self._library, self._model, left) for name in wanted]
 
     def _open(self, device: ost.Device, config: LlamaConfig, positions: int) -> str:
-        """Makes the model; or says why not."""
+        """Makes the model.  Returns why it could not, or an empty text."""
         if device.capabilities.source_language != "cuda":
             return f"runs on CUDA devices, and this is {device.name}"
         missing = [n for n in ("torch", "transformers") if importlib.util.find_spec(n) is None]
@@ -133,8 +133,8 @@ class Peer:
         """What making it ready took the last time: compiling, capturing."""
 
     def reserve(self, batch: int, positions: int) -> None:
-        """Its cache is to have room for so many positions, as few as will do: its attention reads
-        all of them, used or not.  Raises what the library does, or TimeoutError."""
+        """Makes a cache of so many positions and few more: its attention reads all of them, used or
+        not.  Raises what the library raises, and TimeoutError."""
         length = -(-positions // _ROUND) * _ROUND
         if self._loop is not None and self._at == (batch, length):
             return

@@ -15,8 +15,8 @@ On the CPU nothing overlaps, and a difference of two such times would be mostly 
 `alone_us`.
 
 `alone_us`: from an event node before the launch to one after it, less what the same two event nodes
-measure with nothing between.  Nothing overlaps then, so that it holds the launch, the whole kernel
-and its draining; by how much the sum of these exceeds the step is the overlap.
+measure with nothing between.  Nothing overlaps then, so it includes the launch, the whole kernel
+and its draining; the sum of these less the step's time is the overlap.
 
 `gap_us`: what a launch costs with nothing in it, from one to the next: the step's graph with an
 empty kernel in place of every kernel, in the same launch shape and with the same edges.
@@ -68,7 +68,7 @@ class ProfileRow:
 
     @property
     def of_floor(self) -> float:
-        """1 would be: as fast as the memory can give the bytes."""
+        """1 is as fast as the memory can deliver the bytes."""
         return self.floor_us / self.us if self.us > _LEAST else 0.0
 
     def as_dict(self) -> dict[str, object]:

@@ -53,7 +53,7 @@ class Replays:
     ) -> None:
         self.device, self.stream, self.operations = device, stream, list(operations)
         self.log = log
-        # Where the process computes by itself a step is slow, and nothing runs behind its back.
+        # On the host device a step is slow, and nothing runs asynchronously.
         slow = device.capabilities.host_memory_is_device_memory
         self.burst = 1 if slow else _BURST
         self.rounds = min(rounds, 3) if slow else rounds
@@ -64,7 +64,8 @@ class Replays:
         self.log(f"capturing {count} beginnings of the step")
         graphs = [self._captured(self._hollow(self.operations[:1]))]
         graphs += [self._captured(self.operations[: n + 1]) for n in range(count)]
-        # Behind this one the host gets ahead.  Not the whole step, which would write tokens.
+        # While this one runs, the host submits the timed ones. Not the whole step: it writes
+        # tokens.
         ahead = graphs[-2]
         times: list[list[float]] = [[] for _ in graphs]
         try:
@@ -154,7 +155,7 @@ class Replays:
         return [ost.prepare(kernel, config) for config in configs]
 
     def _time(self, graph: ost.GraphExec, ahead: ost.GraphExec) -> float:
-        """A replay out of a burst of them, which the host has put there before it begins."""
+        """The time of one replay in a burst that is submitted before the first one begins."""
         begin, end = (self.device.create_event(timing=True) for _ in range(2))
         if self.burst > 1:
             for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a table on the terminal, a result file, one line of JSON.
+"""The results of a benchmark: a table on the terminal, a result file, one line of JSON.
 
 A result is plain data, `"schema": "ostinato.benchmark/1"`: `benchmark`, `ceiling` (the physics
 that bounds the numbers, with the numbers), `summary`, `machine`, `settings`, `rows` (one record a
@@ -56,7 +56,8 @@ class Result:
         }
 
     def write(self, folder: Path) -> Path:
-        """The file it was written to, whole or not at all; the folder is made.  Raises OSError."""
+        """Writes the file, whole or not at all, makes its folder, and returns its path.  Raises
+        OSError."""
         slug = re.sub(r"[^a-z0-9]+", "-", str(self.machine["device"]).lower()).strip("-")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.benchmark}-{slug}.json"

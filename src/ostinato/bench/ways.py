@@ -63,9 +63,8 @@ class DecoderWay:
         """The decoder was made with room for all points."""
 
     def place(self, batch: int, context: int) -> None:
-        """The next token takes position `context` in each slot, and the state on the device says
-        so; at context 0 the host does.  What the cache holds already is kept, so points of falling
-        contexts cost one step."""
+        """Sets each sequence to position `context` in the state on the device, or on the host at
+        context 0.  What the cache holds is kept, so a smaller context costs one step."""
         decoder, first = self.decoder, max(1, context)
         self._slots = tuple(range(batch))
         for slot in self._slots:
@@ -112,7 +111,7 @@ class DecoderWay:
         return min(tokens, self.decoder.plan.sizes.rows)
 
     def prompt(self, tokens: Sequence[int]) -> Timed:
-        """In slot 0, which is empty afterwards."""
+        """In sequence 0, which is empty afterwards."""
         self.decoder.reset(0)
         begin = time.perf_counter()
         first = self.decoder.prefill(tokens)

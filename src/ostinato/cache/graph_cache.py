@@ -70,6 +70,10 @@ class GraphCache(Closeable):
     recently used leave, but never the one that was just put in.  Bytes are given, measured or
     estimated: `cache.budget` says how, and how well.  Not guaranteed: that free device memory rises
     after an eviction; the driver keeps the memory for the next graphs, which is why a budget helps.
+
+        cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(64), budget="512 MiB")
+        cache.get_or_capture("decode", make)
+        cache.replay("decode", stream)
     """
 
     def __init__(

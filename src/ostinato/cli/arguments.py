@@ -1,4 +1,4 @@
-"""What commands are given: looked at before the work, not after minutes of it.
+"""The arguments of commands, which are checked before the work begins.
 
 Options that several commands have are here by name, with their help.
 """
@@ -54,7 +54,7 @@ def expanded(path: Path | None) -> Path | None:
 
 
 def text(value: str | None) -> str | None:
-    """For what is said to a model: bytes that are no text in the locale's encoding are refused."""
+    """For text that goes to a model: refuses bytes that are no text in the locale's encoding."""
     try:
         (value or "").encode()
     except UnicodeEncodeError:
@@ -66,15 +66,15 @@ def text(value: str | None) -> str | None:
 
 
 def finite(value: float | None) -> float | None:
-    """For options that take a number: nan and inf are none."""
+    """For options that take a number: refuses nan and inf."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is no number to reckon with")
     return value
 
 
 def require_readable(folder: Path) -> None:
-    """Raises OSError for a folder that is there and cannot be looked into: to the library, whose
-    caches are optional, it is as if it were empty."""
+    """Raises OSError for a folder that is there and cannot be looked into: the library itself,
+    whose caches are optional, takes it for an empty one."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder):
         pass
 

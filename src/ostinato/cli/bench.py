@@ -227,13 +227,13 @@ def _finish(result: object, out: Path | None) -> None:
     try:
         if out is not None:
             print(f"results: {result.write(out)}")
-    finally:  # what took minutes is not lost for a full disk
+    finally:  # a full disk must not lose what took minutes
         print(result.line())
 
 
 @contextmanager
 def _status() -> Iterator[Callable[[str], None]]:
-    """A word on what goes on, on the error stream: one line that changes on a terminal."""
+    """Shows the progress on the error stream: one line that changes, on a terminal."""
     if not sys.stderr.isatty():
         begin = time.monotonic()
 

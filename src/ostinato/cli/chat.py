@@ -123,7 +123,7 @@ class _Interrupts:
     """Ctrl-C raises KeyboardInterrupt in the blocks that may end anywhere, and only there.
 
     Outside of them it is kept for the next such block, so that no output is cut or written twice.
-    Pressed a second time meanwhile, it raises at once: something does not go on.
+    Pressed a second time meanwhile, it raises at once, since the program may hang.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class _Interrupts:
 
 
 class _Input:
-    """Messages from standard input: typed, with what was typed before at hand, or piped in."""
+    """Messages from standard input: typed, with a history of what was typed before, or piped in."""
 
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
@@ -222,7 +222,7 @@ class _Input:
         return read.decode().rstrip("\r\n") if read else None
 
     def drop(self) -> bool:
-        """Forgets what an interruption left half typed; whether there was something."""
+        """Drops what was half typed when Ctrl-C came; returns whether there was something."""
         readline = sys.modules.get("readline")
         edited = self._editing and readline is not None and readline.get_line_buffer() != ""
         dropped = self._begun or edited
@@ -231,10 +231,10 @@ class _Input:
 
 
 class _Session:
-    """Reads messages and commands, and answers, until the input ends or somebody ends it.
+    """Reads messages and commands, and answers, until the input ends or the user ends it.
 
-    `spell`: makes the library's messages name options as they are typed.  `failed`: some message
-    could not be answered, some command not be done.
+    `spell`: makes the library's messages name options as they are typed.  `failed`: whether a
+    message could not be answered, or a command failed.
     """
 
     def __init__(
@@ -277,7 +277,8 @@ class _Session:
                 self._answer(message)
 
     def _interrupted(self) -> bool:
-        """Ctrl-C where a message is typed: drops what was typed.  Whether the user wants to go."""
+        """Ctrl-C while a message is typed: drops the text; returns whether the user wants to
+        leave."""
         typed = self._input.drop()
         if self._leaving and not typed:
             _note("")
@@ -308,7 +309,7 @@ class _Session:
             if stopped:
                 _note("(stopped; the message is not kept)")
             return
-        show(answer.text[shown:] + "\n")  # what came and was not shown when Ctrl-C did
+        show(answer.text[shown:] + "\n")  # what had come but was not shown before Ctrl-C
         if stopped:
             kept = "what was shown is kept" if answer.text else "the message is not kept"
             _note(f"(stopped; {kept})")
@@ -321,7 +322,7 @@ class _Session:
                   "--max-context makes room)")  # fmt: skip
 
     def _command(self, line: str) -> bool:
-        """Does what a line with a slash says; whether the conversation goes on."""
+        """Runs a command line; returns whether the conversation goes on."""
         name, _, argument = line.strip().partition(" ")
         argument = argument.strip()
         conversation = self._conversation

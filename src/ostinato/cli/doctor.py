@@ -96,7 +96,7 @@ def _device(name: str) -> dict[str, Any] | str:
 
 
 def _library() -> str:
-    """What multiplies in prompts and large batches besides our own kernels."""
+    """The library that multiplies in prompts and large batches, or why there is none."""
     from ostinato.driver.cuda.blas import load_cublaslt
 
     try:

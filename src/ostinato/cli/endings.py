@@ -2,7 +2,7 @@
 
 0        done
 1        it failed
-2        it cannot be asked for: a bad option, argument or setting; nothing was done
+2        a bad option, argument or setting; nothing was done
 128 + n  ended by signal n: interrupted (130), terminated (143), hung up (129); 141 if the
          reader of the output went away (`| head`), of which nothing is said
 """
@@ -68,14 +68,14 @@ def ending(command: Callable[[], object]) -> int:
             if found.status == 0:  # of two failures the first is the reason
                 found = _ending_of(error)
     if found.words:
-        with contextlib.suppress(OSError, ValueError):  # nobody is there to be told
+        with contextlib.suppress(OSError, ValueError):  # the error stream is closed, too
             print(found.words, file=sys.stderr, flush=True)
     return found.status
 
 
 def _flush() -> None:
-    """What is still buffered belongs to the command.  Where it cannot be written it is dropped:
-    the interpreter would try once more at its end, and end with a status of its own."""
+    """Flushes the output as a part of the command.  What cannot be written is dropped: the
+    interpreter would try again at its end, and exit with another status."""
     if sys.stdout is None:
         return
     try:
@@ -153,11 +153,11 @@ def own_process() -> Iterator[None]:
     everything, and what it cannot show is lost.
     """
     sys.stdin = sys.stdin or open(_nowhere(os.O_RDONLY), closefd=False)  # noqa: SIM115
-    # For reading alone: whoever writes is told.
+    # Opened for reading, so that writing to it raises an error.
     sys.stdout = _stream(sys.stdout, _Output, os.O_RDONLY)
     sys.stderr = _stream(sys.stderr, _Errors, os.O_WRONLY)
     handlers = {**dict.fromkeys(_FATAL, _raiser()), signal.SIGINT: signal.default_int_handler}
-    # Who is to ignore one, as under `nohup`, goes on ignoring it.
+    # A signal that was ignored before, as under `nohup`, stays ignored.
     taken = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
     for number in taken:
         signal.signal(number, handlers[number])
@@ -170,8 +170,8 @@ def own_process() -> Iterator[None]:
 
 
 def _raiser() -> Callable[[int, FrameType | None], None]:
-    """A handler for all of them.  What follows at once says the same (`timeout` sends two), and
-    would break off the closing; later ones are meant anew."""
+    """The handler of these signals.  A signal right after another repeats it (`timeout` sends two)
+    and is ignored, since it would interrupt the closing; a later one raises again."""
     last = -math.inf
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -192,7 +192,7 @@ def _nowhere(flags: int) -> int:
 
 
 class _Output(io.FileIO):
-    """Says of an error that it was this stream's."""
+    """Notes in an error that this stream raised it."""
 
     def write(self, data: Any) -> int:
         try:
@@ -202,7 +202,7 @@ class _Output(io.FileIO):
 
 
 class _Errors(io.FileIO):
-    """Words about the work never end the work."""
+    """Drops errors of the error stream: messages about the work must not end it."""
 
     def write(self, data: Any) -> int:
         try:
@@ -212,7 +212,7 @@ class _Errors(io.FileIO):
 
 
 def _stream(given: TextIO | None, kind: type[io.FileIO], flags: int) -> TextIO:
-    """The same stream with our hand on its errors."""
+    """The same stream (or none), with errors handled by `kind`."""
     descriptor = _nowhere(flags) if given is None else given.fileno()
     raw = kind(descriptor, "wb", closefd=False)
     return io.TextIOWrapper(

@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command, given without the program's name; returns the exit status."""
 
     def command() -> None:
-        # Not by calling `app`, which has endings of its own for what ours are about.
+        # Not by calling `app`, which handles errors and exit statuses in its own way.
         parsed = typer.main.get_command(app)
         try:
             with parsed.make_context("ostinato", list(arguments)) as context:

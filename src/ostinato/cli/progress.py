@@ -26,7 +26,7 @@ def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
     console = Console(stderr=True)
     name, columns = TextColumn("{task.description}"), (BarColumn(), DownloadColumn())
-    still = not console.is_terminal  # nothing there but an empty line at the end
+    still = not console.is_terminal  # without a terminal rich prints only an empty line
     with Progress(
         name, *columns, TransferSpeedColumn(), console=console, transient=True, disable=still
     ) as bar:
@@ -35,7 +35,7 @@ def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def fetched(model: str) -> Path:
-    """The path of a model, which is fetched first if need be, with a word about it and a bar."""
+    """The path of a model; fetches it first if it is not there, with a message and a bar."""
     from ostinato.errors import ModelError
     from ostinato.models.files import store
 
@@ -55,7 +55,7 @@ def fetched(model: str) -> Path:
 
 @contextmanager
 def busy(title: str, *, quiet: bool = False) -> Iterator[None]:
-    """A bar that moves while the block runs, for work of which nobody knows how far it is."""
+    """A bar that moves while the block runs, for work whose length is not known."""
     if quiet or not sys.stderr.isatty():
         yield
         return

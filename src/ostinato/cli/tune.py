@@ -247,7 +247,7 @@ def _times_table(result: SweepResult, rows: int) -> Table:
 
 
 def _shapes_table(before: Tuning, after: Tuning) -> Table:
-    """What each kernel gets; what changed is set off."""
+    """The shape of each kernel; changed ones stand out."""
     from rich.table import Table
 
     from ostinato.models.cuda.tuning_store import encode_tuning
@@ -277,7 +277,7 @@ def _progress(title: str, seconds: float) -> Iterator[Callable[[Progress], None]
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    still = not console.is_terminal  # nothing there but an empty line at the end
+    still = not console.is_terminal  # without a terminal rich prints only an empty line
     with Bars(*columns, console=console, transient=True, disable=still) as bars:
         task = bars.add_task(title, total=seconds)
 

@@ -10,7 +10,11 @@ __all__ = ["Closeable"]
 
 
 class Closeable(ABC):
-    """An owner: `close()` gives back what it owns, and so does the end of a `with` block."""
+    """Base of everything that has `close()`, which the end of a `with` block calls.
+
+    with ost.open_device() as device:
+        ...
+    """
 
     __slots__ = ()
 

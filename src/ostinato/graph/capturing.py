@@ -153,7 +153,7 @@ class _Session:
             except ContextPoisonedError as error:
                 self.failure = error
                 return True
-            except ClosedError:  # nothing is left to end; in a forked child there never was
+            except ClosedError:  # it has ended, or this is a forked child, where there is none
                 return True
             except DriverError as error:
                 self.failure = self.failure or error
@@ -194,7 +194,7 @@ class _Session:
         try:
             nodes = driver.graph_nodes(into.handle)
         except (ClosedError, ContextPoisonedError):
-            return  # nobody can launch it any more
+            return  # nothing can launch it any more
         except DriverError as error:
             into.lose(
                 "a capture into this graph broke, and the driver destroyed the graph with it "
@@ -206,7 +206,7 @@ class _Session:
                 if node not in before:
                     driver.graph_remove_node(node)
         except (ClosedError, ContextPoisonedError):
-            pass  # nobody can launch it any more
+            pass  # nothing can launch it any more
         except DriverError as error:
             into.keep.extend(self.keep)
             into.only_to_read = (
@@ -500,6 +500,10 @@ def capture(
     Nothing runs.  The capture ends on every path: an exception in the block is raised again as it
     was, unless it is the driver's refusal of something that cannot be captured, which becomes a
     CaptureBrokenError naming the line.  Raises what `Capture.begin` and `Capture.end` raise.
+
+        with ost.capture(stream) as capture:
+            ost.launch(stream, kernel, config, x, n)
+        run = capture.graph.instantiate(upload=stream)
     """
     under_way = Capture(stream, mode=mode, pool=pool, into=into, contained=contained, trace=trace)
     # All inside: an interruption may come before any line, also right after `begin`.
@@ -524,7 +528,10 @@ def capture_function(
     pool: CapturePool | None = None,
     trace: bool = False,
 ) -> Graph:
-    """Captures what `work()` submits to `stream`.  Ends and cleans up as `capture` does."""
+    """Captures what `work()` submits to `stream`.  Ends and cleans up as `capture` does.
+
+    graph = ost.capture_function(stream, lambda: step(stream))
+    """
     with capture(stream, mode=mode, pool=pool, trace=trace) as under_way:
         work()
     return under_way.graph

@@ -2,8 +2,8 @@
 
 The driver has no getters on an executable, so what was set is shadowed here: `params(node)` is
 what the next launch will use.  Every change is all or nothing: what the driver refuses, and what an
-interruption cuts short, is undone node by node before the error is raised.  Where even that fails,
-nobody knows what the executable holds, and it refuses every later launch.
+interruption cuts short, is undone node by node before the error is raised.  If that fails too, it
+is not known what the executable holds, and every later launch raises GraphError.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ostinato.driver.api import (
@@ -49,6 +50,7 @@ from ostinato.graph.manifest import Touch, dangling, touches, walk
 from ostinato.graph.node import Node
 from ostinato.graph.rebind import RebindReport, plan_rebind
 from ostinato.graph.shadow import Now, Shadow
+from ostinato.graph.show.outline import count_text
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target, range_of
 
@@ -60,8 +62,17 @@ _HALF_DONE = (
 )
 
 
+def _leaving() -> int:
+    """Stands for the launch on a closed stream."""
+    raise AssertionError("a launch on a closed stream")
+
+
+def _forget(prepared: dict[Stream, Callable[[], int]], stream: Stream) -> None:
+    prepared.pop(stream, None)
+
+
 class _Release:
-    """Gives the driver's executable back, once, however often it is asked to."""
+    """Destroys the driver's executable once; later calls do nothing."""
 
     def __init__(self, context: Context, handle: ExecHandle) -> None:
         self.handle = handle
@@ -70,7 +81,7 @@ class _Release:
         self._done = False
 
     def retire(self, prepared: Mapping[Stream, object]) -> None:
-        """It is destroyed, and what its nodes point at let go, once its own last launch on the
+        """Destroys it, and releases what its nodes point at, once its last launch on each of the
         streams that it was prepared for is done."""
         self._context.retire(self._destroy, tuple(prepared))
 
@@ -93,7 +104,7 @@ class UpdateReport:
     nodes: int
 
     def __str__(self) -> str:
-        return f"{self.nodes} node{'s' * (self.nodes != 1)} updated"
+        return f"{count_text(self.nodes, 'node')} updated"
 
 
 class GraphExec(Launcher, Closeable):
@@ -102,8 +113,11 @@ class GraphExec(Launcher, Closeable):
     It keeps its graph alive, and with it what the nodes point at, and every buffer it was rebound
     or patched to.  It refuses to launch once memory that it points at was closed.  Launches of one
     executable never overlap.  Changes apply to later launches; one under way keeps what it began
-    with.  Thread-safe for changes; `launch` may be called from several threads, in an order that is
-    then the caller's affair.
+    with.  Thread-safe for changes; `launch` may be called from several threads, whose order the
+    caller must see to.
+
+        run.rebind({x: y})
+        run.launch(stream)
     """
 
     def __init__(self, graph: Graph, release: _Release) -> None:
@@ -189,14 +203,15 @@ class GraphExec(Launcher, Closeable):
 
     # --- memory that is given back
     def _watch(self, owners: Iterable[object]) -> None:
-        """Asks the owners to say when their memory is given back."""
+        """Registers with the owners: they call `memory_closed` when their memory is given back."""
         for owner in {id(owner): owner for owner in owners}.values():
             watch = getattr(owner, "watch", None)
             if callable(watch):
                 watch(self)
 
     def memory_closed(self, memory: MemoryRange) -> None:
-        """Called by what owns memory that this points at, or did: the next launch looks."""
+        """Called by the owner of memory that this points at, or did; the next launch checks its
+        pointers."""
         self._given_back.append(memory)
         self.cool()
 
@@ -238,16 +253,23 @@ class GraphExec(Launcher, Closeable):
         if call is None:
             call = self.context.driver.exec_prepare_launch(handle, stream.handle)
             with self._lock:
-                for old in [s for s in self._prepared if s.closed]:
-                    del self._prepared[old]
+                self._forget_closed()
                 self._prepared[stream] = call
         return call
 
-    def _launch_slowly(self, stream: Stream) -> None:
-        """A launch on another stream than the last, or one that a tap is told of.
+    def _forget_closed(self) -> None:
+        """Forgets each closed stream once its work is done: until then a launch of this may run
+        there, and what it uses must not be given back."""
+        for stream, call in tuple(self._prepared.items()):
+            if stream.closed and call is not _leaving:
+                self._prepared[stream] = _leaving
+                self.context.retire(partial(_forget, self._prepared, stream), (stream,))
 
-        A recording notes it.  Into a capture it is refused: the driver would refuse it as well
-        (status 900, measured on driver 580), but break the capture.
+    def _launch_slowly(self, stream: Stream) -> None:
+        """A launch on another stream than the last one, or while a tap listens.
+
+        A recording notes the launch. On a stream that captures it raises CaptureError: the driver
+        would refuse it too (status 900, measured on driver 580) and break the capture.
         """
         if not isinstance(stream, Stream):
             raise InputError(
@@ -258,13 +280,13 @@ class GraphExec(Launcher, Closeable):
         if not self.context.taps:
             stays = False
             try:
-                # Noted before it is hot: a child that is forked in between finds it and cools it.
+                # Listed before it is hot, so that a child that is forked in between can cool it.
                 self.context.keep_hot(self)
                 self._heat(stream, call)
-                # Asked afterwards: whatever taps or closes meanwhile cools it or is seen here.
+                # Checked afterwards: a tap or a close in between has cooled it, or is seen here.
                 open_ = not (self._closed or self._unusable or self._given_back or stream.closed)
                 stays = self.context.keep_hot(self) and open_
-            finally:  # an interruption in between, too: nothing would cool it
+            finally:  # also after an interruption: nothing else would cool it
                 if not stays:
                     self.cool()
             if call():
@@ -275,7 +297,7 @@ class GraphExec(Launcher, Closeable):
                 "an executable cannot be launched into a capture; capture the work itself, or add "
                 "its definition to a graph with Graph.add_child (the capture goes on)"
             )
-        # A graph of this launch would hold the definition.
+        # A graph that is made of this launch holds the definition.
         if self.graph.closed:
             stream.enter("a graph whose definition is closed", Entry.ONCE)
             self._launch_checked(stream)
@@ -492,7 +514,7 @@ class GraphExec(Launcher, Closeable):
             )
 
     def set_enabled(self, node: Node | int, enabled: bool) -> None:
-        """Switches a kernel, memcpy or memset node on or off; off, it only joins."""
+        """Switches a kernel, memcpy or memset node on or off; one that is off keeps its edges."""
         with self._lock:
             found = self._shadow.node(node)
             if found.kind not in (NodeKind.KERNEL, NodeKind.MEMCPY, NodeKind.MEMSET):
@@ -566,7 +588,7 @@ class GraphExec(Launcher, Closeable):
             return UpdateReport(len(handles))
 
     def _finish_update(self, graph: Graph, now: Now) -> None:
-        """After an interruption that may have come before or after the driver took the graph."""
+        """Finishes an update that was interrupted before or after the driver took the graph."""
         before = self._give_up()
         outcome = self.context.driver.exec_update(self.handle, graph.handle)
         if outcome.verdict is UpdateVerdict.SUCCESS:
@@ -614,8 +636,8 @@ class GraphExec(Launcher, Closeable):
         self._unusable = before
 
     def _give_up(self) -> str:
-        """No launch from here on, until a change is known to be whole; what spoke against launches
-        before."""
+        """Makes every launch raise until a change is known to be complete. Returns the reason for
+        which launches raised before, or an empty text."""
         before, self._unusable = self._unusable, _HALF_DONE
         self.cool()
         return before

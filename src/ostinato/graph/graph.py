@@ -55,9 +55,12 @@ NodeRef = Node | NodeHandle
 class Graph(Closeable):
     """A graph definition (CUgraph).
 
-    Got from a capture, a recording, `Graph.create`, or `Graph.adopt` for one that another library
+    Made by a capture, a recording, `Graph.create`, or `Graph.adopt` for one that another library
     made.  It keeps alive what its nodes point at, as far as this library put it there; an adopted
     graph keeps its `owner`.  Changing a definition does not change executables made before.
+
+        graph = ost.capture_function(stream, work)
+        run = graph.instantiate(upload=stream)
     """
 
     def __init__(
@@ -103,9 +106,8 @@ class Graph(Closeable):
         """A graph that another library made, by its raw handle.
 
         It is never destroyed by us; `owner` is kept alive as long as this object or an executable
-        made from it is.  `only_to_read` is why it must not be launched by this library, if it must
-        not: then whatever would make an executable of it raises GraphError.  Raises InputError for
-        a null handle.
+        made from it is.  `only_to_read` is the reason why this library must not launch it; making
+        an executable of it then raises GraphError.  Raises InputError for a null handle.
         """
         if not handle:
             raise InputError(
@@ -132,7 +134,7 @@ class Graph(Closeable):
 
     @property
     def owned(self) -> bool:
-        """Whether it is ours to destroy; an adopted graph, and a conditional body, is not."""
+        """Whether this object destroys it; False for an adopted graph and a conditional body."""
         return self._finalizer is not None
 
     @property
@@ -254,13 +256,13 @@ class Graph(Closeable):
         self.labels[handle] = NodeLabel(operation, line or caller_line())
         if child is not None:
             self._label_copies(child.labels, child.handle, handle)
-        # As a rule the last, but the driver's order is its own.
+        # Mostly the last one, but CUDA does not document the order.
         return self._read_node(driver.graph_nodes(self.handle).index(handle), handle)
 
     def _label_copies(
         self, labels: Mapping[NodeHandle, NodeLabel], original: GraphHandle, node: NodeHandle
     ) -> None:
-        """What is known of a graph's nodes holds for the copies that a child graph node has."""
+        """Notes what is known of a graph's nodes for their copies in a child graph node."""
         driver = self.context.driver
         params = driver.node_params(node)
         assert isinstance(params, ChildGraphNodeParams)
@@ -394,7 +396,8 @@ class Graph(Closeable):
         return Conditional(self, node)
 
     def add_edges(self, edges: Sequence[tuple[NodeRef, NodeRef]]) -> None:
-        """Adds plain dependencies (first, then second).  Raises GraphError if a cycle would be."""
+        """Adds plain dependencies (first, then second).  Raises GraphError if that makes a
+        cycle."""
         plain = [
             Edge(
                 a.handle if isinstance(a, Node) else a,
@@ -436,8 +439,8 @@ class Graph(Closeable):
     def outline(self, *, readable: bool = True) -> Outline:
         """The graph read once, with all that is inside of it.
 
-        `readable`: for people; kernels have their names as they were written, so that two of one
-        name are not told apart, and addresses those of buffers.
+        `readable`: for people: kernels have their names in the source, which overloads share, and
+        addresses the names of their buffers.
         """
         from ostinato.graph.show.outline import read_outline
 
@@ -481,12 +484,17 @@ class Graph(Closeable):
         return diff(self.outline(readable=False), other.outline(readable=False))
 
     # --- lifetime
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "lost" if self._lost else "open"
+        adopted = "" if self.owned else ", not owned"
+        return f"<Graph {self._handle:#x} on {self.context.driver.name}, {state}{adopted}>"
+
     @property
     def closed(self) -> bool:
         return self._closed
 
     def close(self) -> None:
-        """Destroys an own definition (an adopted one is let go).  Idempotent.
+        """Destroys the definition; an adopted one is only released.  Idempotent.
 
         Executables made from it go on working, but can no longer be patched.
         """
@@ -507,6 +515,10 @@ class Conditional:
         self.bodies: tuple[Graph, ...] = tuple(
             _Body(graph, body) for body in node.conditional.bodies
         )
+
+    def __repr__(self) -> str:
+        kind = self.node.conditional.kind.name
+        return f"<Conditional {kind}, node {self.node.index}, {len(self.bodies)} bodies>"
 
 
 def _any_closed(owners: Iterable[object]) -> bool:

@@ -25,6 +25,9 @@ def prepare(kernel: Kernel, config: LaunchConfig, *args: object) -> Operation:
 
     Arguments: buffers and other device arrays for pointers, numbers for scalars, bytes for structs.
     Raises InputError that names the parameter that does not fit.
+
+        operation = ost.prepare(kernel, ost.LaunchConfig(grid=8, block=256), x, n)
+        stream.submit(operation)
     """
     _require_types("prepare", kernel, config)
     params = KernelNodeParams(kernel.function, config, kernel.arguments(*args))
@@ -37,6 +40,8 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
     """Launches a kernel on a stream, or into the capture or recording under way on it.
 
     Arguments as for `prepare`.  Raises InputError, DriverError.
+
+        ost.launch(stream, kernel, ost.LaunchConfig(grid=8, block=256), x, n)
     """
     try:
         context = stream.context
@@ -63,7 +68,7 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
 
 
 def _require_types(what: str, kernel: object, config: object, stream: object = None) -> None:
-    """Raises InputError for arguments that are not what their places ask for."""
+    """Raises InputError for arguments of the wrong type."""
     from ostinato.modules import Kernel
 
     order = (

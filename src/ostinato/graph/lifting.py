@@ -1,13 +1,13 @@
 """Lift: work that a library put into a capture becomes operations of our own.
 
-A library (cuBLASLt, say) takes a stream and decides by itself what it launches.  Captured once,
-that is there to read: functions, shapes, argument bytes.  As operations it runs eagerly, in
+A library (cuBLASLt, say) takes a stream and decides by itself what it launches.  A capture shows
+what it launched: functions, shapes, argument bytes.  As operations it runs eagerly, in
 captures, in recordings and in the bodies of loops, like any launch of ours, and the library is not
 called again.  It is the same work by construction: a replay of the captured graph would run nothing
 else.
 
 Not guaranteed: what the library does on the host besides.  It must keep the kernels loaded, so it
-must stay loaded itself, and memory that it named in their arguments must stay its own.
+must stay loaded itself, and memory that it named in their arguments must stay allocated to it.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ it anew each time, so it follows every patch and rebinding.
 A pointer is what a signature calls one, what the launch was given as a buffer, an address field of
 a memcpy, memset or memory node, or an aligned word that lies in an allocation that `find` knows.
 How far it is used is what the launch was given there, or all that a copy or fill covers; where
-neither is known, up to the end of the allocation.  A false alarm costs a capture; a pointer missed
-would cost an answer.  Not seen: what a host function or a pointer in device memory leads to.
+neither is known, up to the end of the allocation.  A number taken for a pointer costs a capture; a
+pointer that is missed gives a wrong answer.  Not seen: what a host function or a pointer in device
+memory leads to.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def walk(settings: Settings, find: Find) -> Iterator[tuple[Setting, Touch]]:
 def touches(settings: Settings, target: MemoryRange, allocation: MemoryRange | None) -> bool:
     """Whether any pointer is used inside `target`.
 
-    `allocation` is the live allocation around the target, if it is alive: what points into it in
-    front of the target, nobody knows how far, may reach the target.
+    `allocation` is the live allocation around the target, if it is alive: a pointer in front of the
+    target whose extent is not known may reach the target.
     """
     if not target.nbytes:
         return False
@@ -117,7 +118,7 @@ def _has_open_owner(setting: Setting, touch: Touch) -> bool:
     for owner in (*setting.owners.values(), *setting.node.keep):
         try:
             holds = range_of(owner).holds(touch.range.address)
-        except InputError:  # the kernel itself, or what says no range
+        except InputError:  # the kernel itself, or an object without memory
             continue
         if holds and not _is_closed(owner):
             return True

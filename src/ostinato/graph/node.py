@@ -141,6 +141,9 @@ class Node:
     places: Mapping[int, str] = field(default_factory=dict, compare=False, repr=False)
     """Words for addresses that it holds, where they lie in buffers with names; for showing."""
 
+    def __repr__(self) -> str:
+        return f"<Node {self.index} {self.kind.name} {self.name!r}>"
+
     def _as(self, kind: type[P]) -> P:
         if not isinstance(self.params, kind):
             wanted = kind.__name__.removesuffix("NodeParams")
@@ -215,7 +218,7 @@ def given_reach(data: bytes, owners: Iterable[object]) -> dict[int, int]:
     """
     given: dict[int, int] = {}
     for owner in owners:
-        with suppress(InputError):  # the kernel itself, or what says no range
+        with suppress(InputError):  # the kernel itself, or an object without memory
             memory = range_of(owner)
             given[memory.address] = max(memory.nbytes, given.get(memory.address, 0))
     words = (

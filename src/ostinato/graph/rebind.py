@@ -36,6 +36,7 @@ from ostinato.driver.signature import Parameter, Signature
 from ostinato.errors import ClosedError, InputError
 from ostinato.graph.changes import Change, Place, Setting
 from ostinato.graph.node import Node
+from ostinato.graph.show.outline import count_text
 from ostinato.memory.ranges import Target, range_of
 
 __all__ = [
@@ -91,12 +92,10 @@ class RebindReport:
         return len({word.node_index for word in self.words})
 
     def __str__(self) -> str:
-        def count(number: int, what: str) -> str:
-            return f"{number} {what}{'s' * (number != 1)}"
-
-        lines = [f"{count(len(self.words), 'pointer')} of {count(self.nodes, 'node')} rebound"]
+        pointers, nodes = count_text(len(self.words), "pointer"), count_text(self.nodes, "node")
+        lines = [f"{pointers} of {nodes} rebound"]
         if self.left:
-            lines[0] += f", {count(len(self.left), 'word')} left as they were:"
+            lines[0] += f", {count_text(len(self.left), 'word')} left as they were:"
         for left in self.left:
             place = f"node {left.node_index} ({left.node_name}), {left.place}"
             lines.append(f"  {place}: {left.value:#x}: {left.why}")

@@ -26,6 +26,7 @@ from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import CaptureBrokenError, CaptureError, DriverError, GraphError
 from ostinato.graph.graph import Graph
 from ostinato.graph.order import Recorded
+from ostinato.graph.show.outline import count_text
 
 __all__ = ["Recording", "build_graph", "record"]
 
@@ -56,6 +57,10 @@ class Recording:
         self._inside: set[Event] = set()
         """Events whose last record was inside."""
         self._broken: _Break | None = None
+
+    def __repr__(self) -> str:
+        broken = ", broken" if self._found() is not None else ""
+        return f"<Recording of {count_text(len(self), 'operation')} on {self.stream!r}{broken}>"
 
     def _found(self) -> _Break | None:
         """What broke the recording, or would break it now; None if a graph can be built."""
@@ -139,6 +144,10 @@ def record(stream: Stream) -> Iterator[Recording]:
     """Notes what the `with` block runs on `stream`; `recording.build()` makes the graph.
 
     Raises CaptureError if the stream is capturing: then nothing would run.
+
+        with ost.record(stream) as recording:
+            answer = step(stream)
+        run = recording.build().instantiate(upload=stream)
     """
     if stream.capture_info.status is not CaptureStatus.NONE:
         raise CaptureError("a stream that is capturing runs nothing that could be recorded")

@@ -98,7 +98,7 @@ class Shadow:
         graph, handles = self._now.updated
         new = _some(graph, handles)
         # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another order;
-        # what is set here goes by a node's place.
+        # what is set here belongs to a node's index.
         same = [n.kind for n in first] == [n.kind for n in new]
         if not same or _links(self._edges, first) != _links(graph.edges, new):
             raise UpdateRefusedError(
@@ -181,7 +181,8 @@ class Shadow:
         return Now(updated=(graph, handles))
 
     def commit(self, now: Now) -> list[object]:
-        """The driver took it; what was pointed at before and may not be any more."""
+        """Stores a record that the driver took. Returns what was pointed at before and may not be
+        now."""
         before = self._now
         if now.updated is not before.updated:
             # Read only when a single node is asked for: an update by itself stays one call.
@@ -200,7 +201,7 @@ class Shadow:
         ]
 
     def clear(self) -> None:
-        """Lets go of what was set: the executable is gone."""
+        """Releases what was set, after the executable was destroyed."""
         self._now = Now()
 
 
@@ -214,7 +215,7 @@ def _given(node: Node) -> Setting:
 def _kept_reach(
     before: KernelNodeParams, now: KernelNodeParams, reach: Mapping[int, int]
 ) -> dict[int, int]:
-    """Of what was known of words, what still holds: for those that are as they were."""
+    """What was known of words, for those that did not change."""
     old, new = before.arguments.data, now.arguments.data
     same = before.function == now.function and len(old) == len(new)
     return {at: n for at, n in reach.items() if same and old[at : at + 8] == new[at : at + 8]}

@@ -1,4 +1,4 @@
-"""Finds the line of any Python, foreign libraries too, after which a capture is broken.
+"""Finds the line of Python, also in other libraries, after which a capture is broken.
 
 After every line that runs on the capturing thread, the stream's capture status is asked.  With
 `sys.monitoring` on Python 3.12 and later (PEP 669), `sys.settrace` before; either way it is slow
@@ -23,7 +23,7 @@ __all__ = ["LineTrace"]
 class LineTrace:
     """Watches one capture from `start` to `stop`; `broken_at` is the line, once it is known.
 
-    The line is the last one that began before the status turned: the innermost such line of any
+    The line is the last one that began before the status changed: the innermost such line of any
     file outside this package.
     """
 

@@ -1,7 +1,7 @@
 """Triton: its kernels on our streams.
 
-Triton launches on torch's current stream and takes torch tensors, so this is torch's door with
-Triton's rule beside it: a kernel compiles and loads at its first launch of each specialisation,
+Triton launches on torch's current stream and takes torch tensors, so this is `interop.torch` with
+one more rule: a kernel compiles and loads at its first launch of each specialisation,
 and that breaks a capture.  `warm` makes that first launch before.
 """
 

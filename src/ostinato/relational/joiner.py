@@ -1,9 +1,9 @@
 """`Joiner`: joins on one stream, each a replay of its key's graph.
 
 The parameters of a join go through a ring of pinned memory (`ring`), so no call but the launch
-reaches the driver.  If a launch fails or is interrupted, nobody knows what the device did: the ring
-is *uncertain* until the joiner has waited for the stream, and has set the device's count of turns
-and the table again.
+reaches the driver.  If a launch fails or is interrupted, it is not known what the device did: the
+ring is *uncertain* until the joiner has waited for the stream, and has set the device's count of
+turns and the table again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from ostinato import (
     Buffer,
+    Closeable,
     Device,
     GraphCache,
     GraphExec,
@@ -22,10 +23,9 @@ from ostinato import (
     capture,
     fill,
     launch,
+    new_lock,
     open_device,
 )
-from ostinato.driver.closeable import Closeable
-from ostinato.driver.forking import new_lock
 from ostinato.errors import ClosedError, DriverError, InputError, OutOfMemoryError
 from ostinato.relational.block import SLOT
 from ostinato.relational.chain import KERNELS, chain_of, source
@@ -55,7 +55,7 @@ class JoinIndex(Closeable):
         """Row numbers, those with equal keys beside each other; uint32."""
 
     def __repr__(self) -> str:
-        return f"<JoinIndex of {self.columns!r}>"
+        return f"<JoinIndex of {self.columns!r}{', closed' * self.table.closed}>"
 
     def __len__(self) -> int:
         return self.columns.rows
@@ -71,7 +71,7 @@ class JoinIndex(Closeable):
 
 
 class PendingJoin:
-    """A join that was submitted; nobody has to ask for its result."""
+    """A join that was submitted.  It may be dropped without asking for its result."""
 
     def __init__(
         self, joiner: Joiner, left: KeyColumns, right: KeyColumns | JoinIndex, capacity: int
@@ -83,7 +83,7 @@ class PendingJoin:
         self._result: JoinResult | None = None
 
     def __repr__(self) -> str:
-        return f"<PendingJoin {self._key}>"
+        return f"<PendingJoin {self._key}, {'done' if self.done else 'under way'}>"
 
     @property
     def done(self) -> bool:
@@ -153,7 +153,7 @@ class Joiner(Closeable):
         self._workspace = Workspace(device, self.stream)
         self._outputs = OutputPool(device)
         self._ring = Ring(device, self.stream)
-        # Captured work goes elsewhere, so that a capture keeps no other thread from the stream.
+        # Captures have a stream of their own, so that other threads can use `stream` meanwhile.
         self._captures = device.create_stream()
         self._closed = False
         self._lock = new_lock()
@@ -161,7 +161,8 @@ class Joiner(Closeable):
         self._counts = dict.fromkeys(_COUNTED, 0)
 
     def __repr__(self) -> str:
-        return f"<Joiner on {self.device.name}, {len(self.cache)} graphs>"
+        state = ", closed" if self._closed else ""
+        return f"<Joiner on {self.device.name}, {len(self.cache)} graphs{state}>"
 
     # --- what users call
     def columns(self, table: Table, on: On) -> KeyColumns:
@@ -399,7 +400,7 @@ class Joiner(Closeable):
     def close(self) -> None:
         """Waits for the joins under way and gives all memory back but that of results.  Idempotent.
 
-        Joins whose result was not asked for by then have none.
+        Joins whose `result()` was not called before have no result then.
         """
         with self._lock:
             if self._closed:

@@ -1,4 +1,4 @@
-"""What a join gives, and what a joiner answers of itself."""
+"""The result of a join, and the statistics of a joiner."""
 
 from __future__ import annotations
 
@@ -82,6 +82,6 @@ class JoinStatistics:
     output_bytes: int
     """Result buffers that wait for later joins."""
     kernels_compiled: int
-    """By the device's module cache, for whoever asked."""
+    """By the device's module cache, for all its users."""
     cache: CacheStatistics
     """Of the graphs: `captures`, `hits`, and a line for each key."""

@@ -1,4 +1,4 @@
-"""The ring of pinned memory through which a joiner and the device speak.
+"""The ring of pinned memory through which a joiner and the device communicate.
 
     host                       entry and word of turn % depth   device, in stream order
     enter: pack the block ───▶ entry ───────────────────────▶ begin: block, state = turn + 1
@@ -6,7 +6,7 @@
     look, wait ◀────────────── DONE ◀──────────────────────── the last block of the last kernel
 
 An entry is used again only once its turn is done.  `begin` takes an entry only if it is of the next
-turn; so a graph that somebody else launches does nothing.
+turn; so a graph that other code launches does nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from ostinato import Buffer, Device, Stream
-from ostinato.driver.forking import new_lock
+from ostinato import Buffer, Device, Stream, new_lock
 from ostinato.errors import ClosedError, GraphError
 from ostinato.relational.block import DONE, MAX_BYTES, RING_DEPTH, RING_PITCH, pack
 
@@ -135,7 +134,7 @@ class Ring:
         looks = 0
         while not self.look(turn):
             if self._closed:
-                raise ClosedError("the joiner was closed, and nobody had asked for this result")
+                raise ClosedError("the joiner was closed before this result was asked for")
             looks += 1
             if looks < _SPINS:
                 continue

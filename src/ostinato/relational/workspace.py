@@ -1,4 +1,4 @@
-"""Memory of joins: what they work in, and what their results lie in.  Both are used again.
+"""Memory of joins: scratch memory and result buffers.  Both are used again.
 
 Everything here is used in the order of one stream, so memory that a join has left may be given to
 the next one without a wait.

@@ -45,6 +45,10 @@ class HeldReplay(Closeable):
         self._finalizer = weakref.finalize(self, context.retire, lease.close)
         self._finalizer.atexit = False
 
+    def __repr__(self) -> str:
+        state = ", closed" if self._replay is _let_go else ""
+        return f"<HeldReplay, {self.launches} launches{state}>"
+
     @property
     def launches(self) -> int:
         """Replays so far."""

@@ -25,7 +25,7 @@ class Action(enum.Enum):
 
 
 class Reason(enum.StrEnum):
-    """Why."""
+    """The reason of a decision."""
 
     REPLAYED = "the graph of this key is there"
     FIRST_USE = "the graph of this key is made now"
@@ -36,6 +36,7 @@ class Reason(enum.StrEnum):
     BUILD_FAILED = "building the graph failed before"
     MISMATCH = "the replay gave another answer than the eager run"
     HOST_STATE = "the step keeps state on the host, which a capture or a check has advanced"
+    STATE_LOST = "a check could not put back what it had changed"
     PRECONDITION = "a precondition is not met"
     OVER_BUCKETS = "the size is over the largest bucket"
     OVER_SLOT = "the bucket has more rows than a slot"
@@ -51,7 +52,7 @@ class Situation:
     profiling: bool = False
     inside_capture: bool = False
     quarantine: tuple[Reason, str] | None = None
-    """Why this key is run eagerly from now on, or not at all; and the text of the error."""
+    """Why this key runs eagerly from now on, or is refused; and the text of the error."""
     unmet: tuple[str, ...] = ()
     """Names of the preconditions that are not met."""
     over_buckets: str | None = None
@@ -83,6 +84,8 @@ _REPLAY = Decision(Action.REPLAY, Reason.REPLAYED)
 def decide(situation: Situation) -> Decision:
     """The decision for a situation.  The first rule that holds wins, in this order."""
     s = situation
+    if s.quarantine is not None and s.quarantine[0] is Reason.STATE_LOST:
+        return Decision(Action.REFUSE, *s.quarantine)  # an eager run would read lost state too
     if not s.enabled:
         return Decision(Action.EAGER, Reason.GRAPHS_OFF)
     if s.profiling:

@@ -58,6 +58,9 @@ class ReplayProfile:
 
     `printer` takes the printed lines; without one they go to the log, at level INFO.  A sink is
     called with each event on the replaying thread; what it raises goes to the caller.
+
+        step = ost.GraphedStep(run, stream=stream, cache=cache, profile=ost.ReplayProfile())
+        step.profile.percentiles("launch").p50
     """
 
     def __init__(
@@ -76,6 +79,9 @@ class ReplayProfile:
         self._count = 0
         self._lock = new_lock()
         self._nvtx = _nvtx()
+
+    def __repr__(self) -> str:
+        return f"<ReplayProfile of {self._count} replays, {len(self._events)} kept>"
 
     @property
     def events(self) -> tuple[ReplayEvent, ...]:

@@ -222,13 +222,11 @@ class GraphedStep(Closeable):
         self._sizes = DeviceSizes(stream.context)
         self._check_limit = parse_bytes(check_limit)
         self._last_check: CheckReport | None = None
-        self._lost: str | None = None
-        """Why the content of the slots is not valid; None if it is."""
         self._calls: OrderedDict[tuple[tuple[str, object], ...], _Call] = OrderedDict()
         self._buckets = cache.buckets
         self._states: OrderedDict[StepKey, _KeyState] = OrderedDict()
         self._broken: tuple[Reason, str] | None = None
-        """Why every call raises, and the text of the error; None if calls are served."""
+        """Why no key is served until `release`, and the text of the error."""
         self._keys: set[Hashable] = set()
         """Keys under which this step put graphs into the cache."""
         self._counts = Counts()
@@ -240,7 +238,10 @@ class GraphedStep(Closeable):
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
-        return f"<GraphedStep {self.name!r} on {self.stream!r}, {len(self._keys)} graphs>"
+        state = "" if self._finalizer.alive else ", closed"
+        refused = "" if self._broken is None else f", serves no key: {self._broken[0]}"
+        graphs = f"{len(self._keys)} graphs{refused}{state}"
+        return f"<GraphedStep {self.name!r} on {self.stream!r}, {graphs}>"
 
     # --- sizes and keys
     def size(self, name: str) -> DeviceScalar:
@@ -310,10 +311,6 @@ class GraphedStep(Closeable):
         return state
 
     # --- calling
-    def _require_state(self) -> None:
-        if self._lost is not None:
-            raise StateLostError(self._lost)
-
     def __call__(self, **sizes: int) -> Decision:
         """Runs the step once for these sizes; returns what was done and why.  Does not wait.
 
@@ -322,7 +319,6 @@ class GraphedStep(Closeable):
         check could not put back what it changed; ContextPoisonedError; ClosedError.
         """
         with self._lock, self.stream.turn.lock:
-            self._require_state()
             call = self._call(sizes)
             state = self._state(call.key)
             self._counts.called(sum(call.sizes.values()), sum(call.buckets.values()))
@@ -335,7 +331,9 @@ class GraphedStep(Closeable):
             if decision.action is Action.BUILD:
                 return self._build(call, state, decision)
             if decision.action is Action.REFUSE:
-                raise VerificationError(f"{call.key}: {decision.detail}")
+                lost = decision.reason is Reason.STATE_LOST
+                refusal = StateLostError if lost else VerificationError
+                raise refusal(f"{call.key}: {decision.detail}")
             return self._run_eager(call, state, decision)
 
     def prepare(self, **sizes: int) -> Decision:
@@ -362,12 +360,11 @@ class GraphedStep(Closeable):
         """The graph of these sizes, for many replays in a row that each cost only a launch.
 
         Makes the graph first if the next call would capture it.  Returns a Decision, and holds
-        nothing, if a call would do more than replay (run eagerly, record, check): call the step
-        then.  `enabled`, `preconditions` and the other conditions are not looked at again while the
-        graph is held.  Raises ContextPoisonedError, InputError and StateLostError as a call does.
+        nothing, if a call would do more than replay (run eagerly, record, check) or would raise:
+        call the step then.  `enabled`, `preconditions` and the other conditions are not looked at
+        again while the graph is held.  Raises ContextPoisonedError and InputError as a call does.
         """
         with self._lock, self.stream.turn.lock:
-            self._require_state()
             call = self._call(sizes)
             state = self._state(call.key)
             with self.cache.hold(call.key) as executable:
@@ -557,7 +554,7 @@ class GraphedStep(Closeable):
         try:
             finding = look() if look is not None else None
         except StateLostError as lost:
-            self._lost = str(lost)
+            self._broken = (Reason.STATE_LOST, str(lost))
             raise
         if finding is not None:
             return self._mismatched(call, state, finding)
@@ -581,7 +578,7 @@ class GraphedStep(Closeable):
         VerificationError, the state on the host; for a StateLostError, the content of the slots.
         """
         with self._lock:
-            self._lost = self._broken = None
+            self._broken = None
             state = self._states.get(self.key(**sizes))
             if state is not None:
                 state.quarantine, state.refusals = None, 0
@@ -609,7 +606,7 @@ class GraphedStep(Closeable):
         except NotLaunched as refused:
             return self._refused(call, state, str(refused))
         except StateLostError as lost:
-            self._lost = str(lost)
+            self._broken = (Reason.STATE_LOST, str(lost))
             raise
         self._last_check = report
         self._counts.verified += 1

@@ -1,11 +1,11 @@
 """What differs between two graphs: nodes added, removed and changed, argument by argument.
 
-Nodes have no names that last, so they are matched by their order: first those that are alike in
+Nodes have no stable names, so they are matched by their order: first those that are alike in
 all that is compared, then what lies between them by kind and name, then by kind alone.  So one
 inserted launch is one addition, not a change of every launch after it, and also between kernels
 of the same name.
 
-Not compared, for they are bound to differ between equal graphs: handles of functions (their
+Not compared, because they differ between equal graphs: handles of functions (their
 names are), of child graphs and of conditions (which of the graph's conditions it is, is), and the
 Python lines.  Addresses and events are compared: to use another buffer is a difference.
 """
@@ -299,7 +299,7 @@ class _Conditions:
         if types == {"cond"}:
             if one.raw in self.stands_for:
                 return self.stands_for[one.raw] == two.raw
-            # Conditions that no node asks are all alike.
+            # Conditions that no node tests are equal.
             return one.raw == two.raw or not {one.raw, two.raw} & self._known
         # Without a signature a condition looks like any word.
         untyped = types <= {"cond", ""} and self.stands_for.get(one.raw) == two.raw

@@ -1,369 +1,216 @@
 """Where the boxes and edges of a picture go: a layered layout, in pixels.
 
-    layer ─ longest path from the sources, wide layers split          _layers
-    order ─ barycentres, the order with the fewest crossings kept     _order
-    place ─ straight over parents and children as far as they fit     _place
-    wrap ─ the layers run down in columns, as text does in a paper    _wrap
-
-Edges that pass layers go through points of their own in each ("ghosts"), so that no edge runs
-through a box.
+1. Rows: a box is below all that it depends on; an edge that passes rows gets a point in each, so
+   that no edge runs through a box.
+2. Order: rows are sorted by the mean place of their neighbours, so that few edges cross.
+3. Place: every point is as near to the middle of its neighbours as its row allows.
+4. Columns: a high picture is cut into columns, which are read like those of a newspaper.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
-from bisect import bisect_right, insort
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from itertools import accumulate, count, groupby, islice, pairwise
+from operator import add
 
-__all__ = ["Drawing", "Layout", "px", "rounded", "topological"]
+from ostinato.graph.show.drawing import Drawing, bend, element, group, px
 
-_GAP_X, _GAP_Y = 22.0, 22.0
-_LANE = 7.0
+__all__ = ["edge", "lay_out", "layers"]
+
+_GAP = 22.0  # between boxes of a row, and between rows
+_LANE = 7.0  # between edges that run to the next column
 _WIDEST = 8  # boxes side by side
-_ASPECT = 1.5  # width to height that columns aim at
-_TALLEST = 640.0  # what is lower than this is not wrapped
+_ASPECT = 1.5  # width to height of a picture with columns
+_TALLEST = 1000.0  # what is lower than this is not cut into columns
+_PASSING = 3  # edges that may run from one column into the next
+
+
+def layers(points: Iterable[int], links: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """The points by the length of the longest path to each: every link goes to a later layer."""
+    sorter = TopologicalSorter[int](dict.fromkeys(points, ()))
+    for a, b in links:
+        sorter.add(b, a)
+    sorter.prepare()
+    found: list[list[int]] = []
+    while sorter.is_active():
+        found.append(sorted(sorter.get_ready()))
+        sorter.done(*found[-1])
+    return found
+
+
+def edge(path: str, look: str) -> str:
+    return element("path", class_=look, d=path, marker_end=f"url(#ostinato-{look})")
+
+
+def lay_out(boxes: Sequence[Drawing], links: Mapping[tuple[int, int], str]) -> Drawing:
+    """The boxes and the links between them (by index) with their looks, as one drawing."""
+    return _Layout(boxes, links).drawing() if boxes else Drawing(0.0, 0.0, [])
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    width: float
-    height: float
-    lines: list[str]
+class _Spot:
+    """Where a point is: its column, its middle, top and bottom of its row, and its own."""
+
+    column: int
+    x: float
+    row: tuple[float, float]
+    own: tuple[float, float]
 
 
-@dataclass(slots=True, eq=False)
-class _Column:
-    rows: list[int]
-    axis: float = 0.0
-    right: float = 0.0
-    bottom: float = 0.0
-    onward: int = 0
-    """How many edges go on in the next column; each has a lane of its own on the way."""
-    used: int = 0
-    """How many of the lanes are drawn."""
+class _Layout:
+    """Points are boxes (by index) and, with higher numbers, points of edges that pass a row."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a point's row is."""
-
-    column: _Column
-    top: float
-    bottom: float
-
-
-@dataclass(slots=True)
-class Layout:
-    """Boxes of given sizes and the edges between them (true: programmatic), laid out.
-
-    Points are boxes (by index) and ghosts (beyond), in `rows` from top to bottom.
-    """
-
-    sizes: list[tuple[float, float]]
-    links: dict[tuple[int, int], bool]
-    firsts: set[int]
-    """Boxes that begin one of several runs that are alike: good ones to begin a column with."""
-    rows: list[list[int]] = field(default_factory=list)
-    routes: list[tuple[list[int], bool]] = field(default_factory=list)
-    """An edge as points, one a row from its source's to its target's."""
-    x: dict[int, float] = field(default_factory=dict)
-    """The middle of each point, from its column's axis."""
-    places: dict[int, _Place] = field(default_factory=dict)
-    _above: dict[int, list[int]] = field(default_factory=dict)
-    _below: dict[int, list[int]] = field(default_factory=dict)
-
-    def width(self, point: int) -> float:
-        return self.sizes[point][0] if point < len(self.sizes) else 8.0
-
-    def height(self, point: int) -> float:
-        return self.sizes[point][1] if point < len(self.sizes) else 0.0
-
-    def drawing(self, boxes: Sequence[Drawing]) -> Drawing:
-        if not boxes:
-            return Drawing(0.0, 0.0, [])
-        self._layers()
+    def __init__(self, boxes: Sequence[Drawing], links: Mapping[tuple[int, int], str]) -> None:
+        self.boxes, self.links = boxes, links
+        self.above: dict[int, list[int]] = defaultdict(list)
+        self.below: dict[int, list[int]] = defaultdict(list)
+        self.x: dict[int, float] = {}  # the middle of each point; 0 is the middle of its column
+        self.rows: list[list[int]] = []
+        layer = {i: n for n, row in enumerate(layers(range(len(boxes)), links)) for i in row}
+        after: dict[int, list[int]] = defaultdict(list)
+        for a, b in links:
+            after[a].append(layer[b])
+        for i in after.keys() - {b for _, b in links}:  # near to what waits for it
+            layer[i] = min(after[i]) - 1
+        for _, members in groupby(sorted(layer, key=lambda i: (layer[i], i)), layer.get):
+            row = [*members]
+            self.rows += [row[k : k + _WIDEST] for k in range(0, len(row), _WIDEST)]
+        row_of = {i: r for r, row in enumerate(self.rows) for i in row}
+        points = count(len(boxes))
+        self.routes: dict[tuple[int, int], list[int]] = {}  # each link as points, one a row
+        for a, b in sorted(links):
+            between = self.rows[row_of[a] + 1 : row_of[b]]
+            route = self.routes[a, b] = [a, *islice(points, len(between)), b]
+            for row, point in zip(between, route[1:], strict=False):
+                row.append(point)
+            for upper, lower in pairwise(route):
+                self.above[lower].append(upper)
+                self.below[upper].append(lower)
         self._order()
         self._place()
-        return self._wrap(boxes)
-
-    def _layers(self) -> None:
-        count = len(self.sizes)
-        order = topological(range(count), list(self.links))
-        before: dict[int, list[int]] = {}
-        after: dict[int, list[int]] = {}
-        for a, b in self.links:
-            before.setdefault(b, []).append(a)
-            after.setdefault(a, []).append(b)
-        layer: dict[int, int] = {}
-        for i in order:
-            layer[i] = max((layer[a] + 1 for a in before.get(i, ())), default=0)
-        for i in reversed(order):  # What waits for nothing is drawn near to what waits for it.
-            if i in after and i not in before:
-                layer[i] = min(layer[b] for b in after[i]) - 1
-        ranks: dict[int, list[int]] = {}
-        for i in order:
-            ranks.setdefault(layer[i], []).append(i)
-        self.rows = [
-            members[k : k + _WIDEST]
-            for _, members in sorted(ranks.items())
-            for k in range(0, len(members), _WIDEST)
-        ]
-        row = {i: r for r, members in enumerate(self.rows) for i in members}
-        ghost = itertools.count(count)
-        for (a, b), early in sorted(self.links.items()):
-            route = [a]
-            for r in range(row[a] + 1, row[b]):
-                route.append(next(ghost))
-                self.rows[r].append(route[-1])
-            self.routes.append(([*route, b], early))
-            for upper, lower in itertools.pairwise([*route, b]):
-                self._above.setdefault(lower, []).append(upper)
-                self._below.setdefault(upper, []).append(lower)
 
     def _order(self) -> None:
-        """Rows in the order of their neighbours' barycentres; the best of a few sweeps."""
-        best, fewest = [list(r) for r in self.rows], self._crossings()
-        for sweep in range(8):
-            if not fewest:
-                break
-            down = sweep % 2 == 0
-            near = self._above if down else self._below
-            for r in range(1, len(self.rows)) if down else range(len(self.rows) - 2, -1, -1):
-                beside = self.rows[r - 1 if down else r + 1]
-                at = {p: k for k, p in enumerate(beside)}
-                own = {p: float(k) for k, p in enumerate(self.rows[r])}
-                for p in own:
-                    places = [at[q] for q in near.get(p, ())]
-                    if places:
-                        own[p] = sum(places) / len(places)
-                self.rows[r].sort(key=own.__getitem__)
-            crossings = self._crossings()
-            if crossings < fewest:
-                best, fewest = [list(r) for r in self.rows], crossings
-        self.rows = best
-
-    def _crossings(self) -> int:
-        total = 0
-        for upper, lower in itertools.pairwise(self.rows):
-            at = {p: k for k, p in enumerate(lower)}
-            seen: list[int] = []
-            for p in upper:
-                ends = sorted(at[q] for q in self._below.get(p, ()))
-                total += sum(len(seen) - bisect_right(seen, end) for end in ends)
-                for end in ends:
-                    insort(seen, end)
-        return total
+        for sweep in range(24):
+            near, step = (self.below, -1) if sweep % 2 else (self.above, 1)
+            for fixed, row in pairwise(self.rows[::step]):
+                at = {p: k for k, p in enumerate(fixed)}
+                mean = {p: float(k) for k, p in enumerate(row)}
+                mean |= {p: sum(at[q] for q in near[p]) / len(near[p]) for p in row if near[p]}
+                row.sort(key=mean.__getitem__)
 
     def _place(self) -> None:
-        gaps = [
-            [(self.width(a) + self.width(b)) / 2 + _GAP_X for a, b in itertools.pairwise(row)]
-            for row in self.rows
-        ]
-        for row, gap in zip(self.rows, gaps, strict=True):
-            middle = sum(gap) / 2
-            for p, along in zip(row, itertools.accumulate(gap, initial=0.0), strict=True):
-                self.x[p] = along - middle
-        both, down, up = (self._above, self._below), (self._above,), (self._below,)
-        for nears in (*(down, up) * 4, both, both, both, both):
-            backwards = nears is up
-            for r in reversed(range(len(self.rows))) if backwards else range(len(self.rows)):
-                wanted = [self._wanted(p, nears) for p in self.rows[r]]
-                weights = [1.0 if p < len(self.sizes) else 4.0 for p in self.rows[r]]
-                self.x.update(zip(self.rows[r], _settle(wanted, gaps[r], weights), strict=True))
+        for row in self.rows:
+            self._settle(row, [0.0] * len(row))
+        for sweep in range(16):
+            for row in self.rows[:: -1 if sweep % 2 else 1]:
+                self._settle(row, [self._wanted(p) for p in row])
 
-    def _wanted(self, p: int, nears: Sequence[dict[int, list[int]]]) -> float:
-        """Where a point would be straight over or under its neighbours.
+    def _wanted(self, p: int) -> float:
+        """The middle of a point's neighbours.  Long edges pull more, so that they get straight."""
+        near = self.above[p] + self.below[p]
+        pulls = [(1.0, 2.0, 8.0)[(p >= len(self.boxes)) + (q >= len(self.boxes))] for q in near]
+        total = sum(pull * self.x[q] for pull, q in zip(pulls, near, strict=True))
+        return total / sum(pulls) if near else self.x[p]
 
-        An edge that passes several rows pulls more the more of it is between ghosts: straight.
-        """
-        total = weight = 0.0
-        for q in itertools.chain.from_iterable(near.get(p, ()) for near in nears):
-            pull = (1.0, 2.0, 8.0)[(p >= len(self.sizes)) + (q >= len(self.sizes))]
-            total, weight = total + pull * self.x[q], weight + pull
-        return total / weight if weight else self.x[p]
+    def _settle(self, row: Sequence[int], wanted: Sequence[float]) -> None:
+        """Moves the points of a row as near as can be to where they are wanted, in their order and
+        without overlaps: weighted least squares by pooling (isotonic regression)."""
+        gaps = ((self._width(a) + self._width(b)) / 2 + _GAP for a, b in pairwise(row))
+        offsets = [*accumulate(gaps, initial=0.0)]
+        pools: list[tuple[float, float, int]] = []  # place, weight, number of points
+        for p, want, offset in zip(row, wanted, offsets, strict=True):
+            place, weight, points = want - offset, 1.0 if p < len(self.boxes) else 4.0, 1
+            while pools and pools[-1][0] > place:
+                before, more, others = pools.pop()
+                place = (place * weight + before * more) / (weight + more)
+                weight, points = weight + more, points + others
+            pools.append((place, weight, points))
+        levels = (place for place, _, points in pools for _ in range(points))
+        self.x.update(zip(row, map(add, levels, offsets), strict=True))
 
-    def _wrap(self, boxes: Sequence[Drawing]) -> Drawing:
-        """Cuts the rows into columns, and draws."""
-        columns = [_Column(rows) for rows in self._columns()]
-        x = 0.0
-        for column in columns[:-1]:
-            column.onward = self._onward(column.rows[-1] + 1)
-        most = max(c.onward for c in columns)
-        for column in columns:
-            left, right = self._extent(column.rows)
-            column.axis, column.right = x - left, x + right - left
-            x = column.right + (24 + _LANE * column.onward if column is not columns[-1] else 0)
-            y = 18 + _LANE * most if most else 0.0
-            for r in column.rows:
-                column.bottom = y + self._row_height(r)
-                self.places.update({p: _Place(column, y, column.bottom) for p in self.rows[r]})
-                y = column.bottom + self._gap_below(r)
-        lines = [
-            f'<path class="edge{" early" * early}" d="{self._path(route)}" '
-            f'marker-end="url(#ostinato-{"early" if early else "arrow"})"/>'
-            for route, early in self.routes
-        ]
-        for p, box in enumerate(boxes):
-            left, top = self._middle(p) - box.width / 2, self._ends(p)[0]
-            lines.append(f'<g transform="translate({px(left)} {px(top)})">')
-            lines += [*box.lines, "</g>"]
-        return Drawing(x, max(c.bottom + _LANE * c.onward + 8 * bool(most) for c in columns), lines)
+    def _width(self, p: int) -> float:
+        return self.boxes[p].width if p < len(self.boxes) else 8.0
 
-    def _middle(self, p: int) -> float:
-        return self.places[p].column.axis + self.x[p]
+    def _height(self, r: int) -> float:
+        return max(self.boxes[p].height for p in self.rows[r] if p < len(self.boxes))
 
-    def _ends(self, p: int) -> tuple[float, float]:
-        """Top and bottom of a box in its row; a ghost is as high as the row."""
-        place = self.places[p]
-        if p >= len(self.sizes):
-            return place.top, place.bottom
-        spare = (place.bottom - place.top - self.height(p)) / 2
-        return place.top + spare, place.bottom - spare
+    def _step(self, r: int) -> float:
+        """From a row's top to the next one's: more where edges run far to the side."""
+        runs = (abs(self.x[p] - self.x[q]) for p in self.rows[r] for q in self.below[p])
+        return self._height(r) + _GAP + min(26.0, max(runs, default=0.0) / 8)
 
-    def _path(self, route: Sequence[int]) -> str:
-        x, y = self._middle(route[0]), self._ends(route[0])[1]
-        path = [f"M{px(x)} {px(y)}"]
-        for a, b in itertools.pairwise(route):
-            here, there = self.places[a], self.places[b]
-            x, (top, bottom) = self._middle(b), self._ends(b)
-            path.append(f"V{px(here.bottom)}" if self._ends(a)[1] != here.bottom else "")
-            if here.column is there.column:
-                half = (here.bottom + there.top) / 2
-                start = self._middle(a)
-                path.append(
-                    f"V{px(there.top)}"
-                    if abs(start - x) < 0.05
-                    else f"C{px(start)} {px(half)} {px(x)} {px(half)} {px(x)} {px(there.top)}"
-                )
-            else:
-                lane = _LANE * here.column.used
-                here.column.used += 1
-                low, high = here.bottom + 9 + lane, there.top - 12 - lane
-                side = here.column.right + 12 + lane
-                way = [(self._middle(a), here.bottom), (self._middle(a), low), (side, low)]
-                way += [(side, high), (x, high), (x, there.top)]
-                path.append(rounded(way).replace("M", "L", 1))
-            end = top if b == route[-1] else bottom
-            path.append(f"V{px(end)}" if end != there.top else "")
-        return "".join(path)
+    def _extent(self, rows: Iterable[int]) -> tuple[float, float]:
+        ends = [(self.x[p], self._width(p) / 2) for r in rows for p in self.rows[r]]
+        return min(x - half for x, half in ends), max(x + half for x, half in ends)
 
-    def _row_height(self, r: int) -> float:
-        return max(self.height(p) for p in self.rows[r])
-
-    def _gap_below(self, r: int) -> float:
-        """More room where edges run far to the side."""
-        far = 0.0
-        if r + 1 < len(self.rows):
-            lower = set(self.rows[r + 1])
-            for p in self.rows[r]:
-                for q in self._below.get(p, ()):
-                    far = max(far, abs(self.x[p] - self.x[q]) if q in lower else 0.0)
-        return _GAP_Y + min(26.0, far / 8)
-
-    def _extent(self, rows: Sequence[int]) -> tuple[float, float]:
-        points = [p for r in rows for p in self.rows[r]]
-        return (
-            min(self.x[p] - self.width(p) / 2 for p in points),
-            max(self.x[p] + self.width(p) / 2 for p in points),
-        )
-
-    def _columns(self) -> list[list[int]]:
-        """The rows of each column: one column, or as many as make a good shape."""
-        steps = [self._row_height(r) + self._gap_below(r) for r in range(len(self.rows))]
-        begins = {r for r, row in enumerate(self.rows) if self.firsts & set(row)}
-        best, least = [list(range(len(steps)))], math.inf
-        most = 24 if sum(steps) > _TALLEST else 1
-        for count, room in itertools.product(range(1, most + 1), (1.0, 1.04, 1.1, 1.2)):
-            columns = self._cut(steps, begins, sum(steps) / count * room + 1)
-            extents = [self._extent(rows) for rows in columns]
-            width = sum(right - left + 30 for left, right in extents)
-            height = max(sum(steps[r] for r in rows) for rows in columns)
-            waste = 1 - sum(steps) / (len(columns) * height)
-            cost = abs(math.log(width / height / _ASPECT)) + waste
-            if len(columns) > 1:
-                onward = max(self._onward(rows[0]) for rows in columns[1:])
-                amid = sum(rows[0] not in begins for rows in columns[1:]) / len(columns)
-                cost += math.inf if waste > 0.35 else 0.25 + 0.4 * (onward - 1) + 0.2 * amid
-            if cost < least:
-                best, least = columns, cost
-        return best
-
-    def _cut(self, steps: Sequence[float], begins: set[int], height: float) -> list[list[int]]:
-        """Columns not higher than `height`, cut where few edges go on and a run begins."""
-        columns: list[list[int]] = []
-        start = 0
-        while start < len(steps):
-            sums = itertools.accumulate(itertools.islice(steps, start, None))
-            end = start + max(1, sum(1 for _ in itertools.takewhile(lambda y: y <= height, sums)))
-            if end < len(steps):
-                end = min(
-                    range(end, max(start, (start + end) // 2), -1),
-                    key=lambda r: (self._onward(r), r not in begins),
-                )
-            columns.append(list(range(start, end)))
-            start = end
-        return columns
-
-    def _onward(self, r: int) -> int:
+    def _passing(self, r: int) -> int:
         """How many edges run from row r - 1 into row r."""
-        return sum(len(self._below.get(p, ())) for p in self.rows[r - 1])
+        return sum(len(self.below[p]) for p in self.rows[r - 1])
+
+    def _columns(self) -> list[range]:
+        """The rows of each column, which ends where few edges go on."""
+        tops = [*accumulate((self._step(r) for r in range(len(self.rows))), initial=0.0)]
+        left, right = self._extent(range(len(self.rows)))
+        columns = math.sqrt(_ASPECT * tops[-1] / (right - left)) if tops[-1] > _TALLEST else 1
+        cuts = [0]
+        for share in range(round(columns), 1, -1):
+            top = tops[cuts[-1]]
+            tall = (tops[-1] - top) / share
+            near = [r for r, y in enumerate(tops[:-1]) if 0.7 <= (y - top) / tall <= 1.15]
+            rank = [(self._passing(r), abs(tops[r] - top - tall), r) for r in near]
+            if rank and min(rank)[0] <= _PASSING:
+                cuts.append(min(rank)[2])
+        return [range(a, b) for a, b in pairwise([*cuts, len(self.rows)])]
+
+    def drawing(self) -> Drawing:
+        columns = self._columns()
+        onward = [_LANE * self._passing(rows.stop) for rows in columns[:-1]] + [0.0]
+        top = 18 + max(onward) if len(columns) > 1 else 0.0
+        spots: dict[int, _Spot] = {}
+        rights: list[float] = []
+        x = high = 0.0
+        for column, rows in enumerate(columns):
+            left, right = self._extent(rows)
+            y = top
+            for r in rows:
+                bottom = y + self._height(r)
+                for p in self.rows[r]:
+                    spare = bottom - y - self.boxes[p].height if p < len(self.boxes) else 0.0
+                    own = y + spare / 2, bottom - spare / 2
+                    spots[p] = _Spot(column, x - left + self.x[p], (y, bottom), own)
+                high = max(high, bottom + (onward[column] + 8 if top else 0.0))
+                y += self._step(r)
+            rights.append(x + right - left)
+            x = rights[-1] + 24 + onward[column]
+        lanes = [count() for _ in columns]
+        lines = []
+        for ends, look in sorted(self.links.items()):
+            spot = [spots[p] for p in self.routes[ends]]
+            path = f"M{px(spot[0].x)} {px(spot[0].own[1])}"
+            for a, b in pairwise(spot):
+                lane = 0.0 if a.column == b.column else _LANE * next(lanes[a.column])
+                end = b.own[0] if b is spot[-1] else b.own[1]
+                path += f"V{px(a.row[1])}" if a.row[1] != a.own[1] else ""
+                path += _link(a, b, rights[a.column] + 12 + lane, lane)
+                path += f"V{px(end)}" if end != b.row[0] else ""
+            lines.append(edge(path, look))
+        for p, box in enumerate(self.boxes):
+            lines.append(group(spots[p].x - box.width / 2, spots[p].own[0], box.lines))
+        return Drawing(rights[-1], high, lines)
 
 
-def _settle(
-    wanted: Sequence[float], gaps: Sequence[float], weights: Sequence[float]
-) -> list[float]:
-    """Places in the given order, at least `gaps` apart, as near as can be to the wanted ones.
-
-    Weighted least squares by pooling neighbours that would overlap (isotonic regression).
-    """
-    offsets = list(itertools.accumulate(gaps, initial=0.0))
-    pools: list[tuple[float, float, int]] = []  # place, weight, number of points
-    for want, offset, heavy in zip(wanted, offsets, weights, strict=True):
-        place, weight, count = want - offset, heavy, 1
-        while pools and pools[-1][0] > place:
-            before, more, others = pools.pop()
-            place = (place * weight + before * more) / (weight + more)
-            weight, count = weight + more, count + others
-        pools.append((place, weight, count))
-    level = itertools.chain.from_iterable([place] * count for place, _, count in pools)
-    return [a + b for a, b in zip(level, offsets, strict=True)]
-
-
-def rounded(points: Sequence[tuple[float, float]], radius: float = 6.0) -> str:
-    """A path along straight lines with rounded corners."""
-    path = [f"M{px(points[0][0])} {px(points[0][1])}"]
-    for before, (x, y), after in zip(points, points[1:], points[2:], strict=False):
-        corners = []
-        for other in (before, after):
-            length = math.dist(other, (x, y)) or 1.0
-            r = min(radius, length / 2) / length
-            corners.append(f"{px(x + (other[0] - x) * r)} {px(y + (other[1] - y) * r)}")
-        path.append(f"L{corners[0]}Q{px(x)} {px(y)} {corners[1]}")
-    path.append(f"L{px(points[-1][0])} {px(points[-1][1])}")
-    return "".join(path)
-
-
-def topological(chosen: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
-    """An order that the edges allow, by index wherever they leave the choice."""
-    waiting = Counter(b for _, b in edges)
-    followers: dict[int, list[int]] = {}
-    for a, b in edges:
-        followers.setdefault(a, []).append(b)
-    ready = [i for i in chosen if not waiting[i]]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        order.append(heapq.heappop(ready))
-        for b in followers.get(order[-1], ()):
-            waiting[b] -= 1
-            if not waiting[b]:
-                heapq.heappush(ready, b)
-    return order
-
-
-def px(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
+def _link(a: _Spot, b: _Spot, side: float, lane: float) -> str:
+    """From the bottom of a row to the top of the next; by way of `side` into the next column."""
+    low, high = a.row[1], b.row[0]
+    if a.column != b.column:
+        under, over = low + 9 + lane, high - 12 - lane
+        way = [(a.x, low), (a.x, under), (side, under), (side, over), (b.x, over), (b.x, high)]
+        return bend(way).replace("M", "L", 1)
+    if abs(a.x - b.x) < 0.05:
+        return f"V{px(high)}"
+    half = px((low + high) / 2)
+    return f"C{px(a.x)} {half} {px(b.x)} {half} {px(b.x)} {px(high)}"

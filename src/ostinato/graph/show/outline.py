@@ -1,6 +1,6 @@
-"""A graph read once, with all that is inside of it, and words for what is in it.
+"""Outlines: a graph read once with its child graphs and bodies, and its parts as text.
 
-What shows graphs (`render`, `svg`) and compares them (`diff`) reads outlines, and no graph.
+`render`, `svg` and `diff` read outlines and never a graph.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ __all__ = [
     "arguments_text",
     "body_titles",
     "bytes_text",
+    "count_text",
     "details",
     "function_text",
     "kind_text",
@@ -113,7 +114,7 @@ class Outline:
         parts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         edges = sum(1 for _ in self.walk_edges())
         kinds_text = f" ({parts})" if parts else ""
-        return f"{_count(len(nodes), 'node')}{kinds_text}, {_count(edges, 'edge')}"
+        return f"{count_text(len(nodes), 'node')}{kinds_text}, {count_text(edges, 'edge')}"
 
 
 def read_outline(
@@ -189,7 +190,8 @@ def body_titles(kind: ConditionalKind, size: int) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------ words for things
 
 
-def _count(number: int, what: str) -> str:
+def count_text(number: int, what: str) -> str:
+    """ "1 node", "2 nodes"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
@@ -212,7 +214,7 @@ def bytes_text(nbytes: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what would move a terminal's cursor, or what XML and UTF-8 have no words for."""
+    """The text, with characters replaced that move a terminal's cursor or that XML cannot hold."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 

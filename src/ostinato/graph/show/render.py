@@ -146,7 +146,7 @@ def to_json(top: Outline, device: str) -> dict[str, object]:
     Schema "ostinato.graph/1": `device`, `nodes` and `edges`.  A node has `index`, `kind`, `name`,
     `params`, `arguments` (bytes in hex; `value` null where the type is not known), `children`
     (title, nodes and edges of its child graph or bodies) and `location`.  Addresses and handles
-    are numbers, and numbers that JSON has no words for are "nan", "inf" and "-inf".
+    are numbers, and numbers that JSON cannot hold are "nan", "inf" and "-inf".
     """
     return {"schema": SCHEMA, "device": device, **_body_json(top)}
 
