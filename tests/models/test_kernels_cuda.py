@@ -1,7 +1,7 @@
 """The CUDA kernels: that all compile clean, that launches fit the program, and what they compute.
 
-Without a GPU they are compiled with NVRTC, and run on the CPU by the emulator of
-`benchmarks.kernels` on small shapes; with one, every kernel is checked on the device.
+Without a GPU they are compiled with NVRTC, and run on the CPU by `tests.emulator` on small shapes;
+with one, every kernel is checked on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import pytest
 
 import ostinato as ost
 from benchmarks.kernels import checks
-from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.signature import Signature
 from ostinato.errors import UnsupportedModelError
@@ -28,6 +27,7 @@ from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.program import Bound, decode_program, loop_call
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.cubin import kernel_resources
+from tests.emulator.emulator import Emulator
 
 
 def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.api import KernelNodeParams, MemoryRange
 from ostinato.driver.signature import Access, Signature
@@ -24,6 +23,7 @@ from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.program import ACTIVE, SAMPLED_ROWS, Bound, decode_program, loop_call
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.cubin import kernel_resources
+from tests.emulator.emulator import Emulator
 from tests.models.emulated import from_bf16, to_bf16
 from tests.models.test_kernels_cuda import SHAPES, SMALL, OnDevice, config_of, on_architectures
 
