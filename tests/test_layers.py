@@ -18,6 +18,7 @@ SOURCE = Path(ostinato.__file__).parent
 # The one table.  A package imports only packages of lower ranks, and itself.
 RANKS = {
     "errors": 0,
+    "files": 0,
     "settings": 0,
     "driver": 1,
     "memory": 2,
@@ -38,7 +39,7 @@ RANKS = {
 NEIGHBOURS = {("settings", "errors")}
 # Where a foreign library may be imported.
 HOMES = {
-    "cuda": ("driver/cuda", "modules/compiler.py"),
+    "cuda": ("driver/cuda", "modules/nvrtc.py"),
     "torch": ("interop/torch.py", "bench/transformers_loop.py"),
     "cupy": ("interop/cupy.py",),
     "numba": ("interop/numba.py",),

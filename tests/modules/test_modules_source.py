@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from ostinato.driver.host.kernel import host_kernel
 from ostinato.errors import InputError
 from ostinato.modules import CompileOptions, Source
-from ostinato.modules.keys import digest_of
-from ostinato.modules.options import (
+from ostinato.modules.source import (
     as_options,
+    as_source,
+    digest_of,
     flags_of,
     include_dirs,
     pre_includes,
     reads_files,
 )
-from ostinato.modules.source import as_source
 
 PARTS = st.lists(st.one_of(st.none(), st.integers(), st.text(), st.binary()), max_size=6)
 

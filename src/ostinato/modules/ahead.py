@@ -25,8 +25,7 @@ from ostinato.driver.closeable import Closeable
 from ostinato.errors import OstinatoError
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.disk import DiskStore
-from ostinato.modules.options import CompileOptions
-from ostinato.modules.source import Source
+from ostinato.modules.source import CompileOptions, Source
 
 __all__ = ["CompilerPool"]
 

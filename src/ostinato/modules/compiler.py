@@ -26,24 +26,27 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ostinato.errors import CompileError, InputError
-from ostinato.modules.inputs import Inputs, Observation, observe
-from ostinato.modules.keys import SCHEMA, digest_of
-from ostinato.modules.nvrtc import Answer, Nvrtc, Toolchain
-from ostinato.modules.options import (
+from ostinato.driver.api import Driver
+from ostinato.errors import CompileError, InputError, NotAvailableError
+from ostinato.modules.headers import Inputs, Observation, Toolkit, bundled_headers, observe
+from ostinato.modules.nvrtc import Answer, Nvrtc, Toolchain, installed_headers
+from ostinato.modules.source import (
+    SCHEMA,
     CompileOptions,
+    Source,
+    digest_of,
     flags_of,
     include_dirs,
     pre_includes,
     reads_files,
 )
-from ostinato.modules.source import Source
-from ostinato.modules.toolkit import Toolkit, bundled_headers
 
 __all__ = [
     "Compiled",
     "Failure",
     "Plan",
+    "Question",
+    "ask",
     "check_ptx",
     "compile_plan",
     "compiler_identity",
@@ -66,16 +69,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_$][\w$]*\Z")
 _ERROR_LINE = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error", re.M)
 
 
-def _load_with_pathfinder() -> str | None:
-    try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib
-    except ImportError:
-        return None
-    path: str | None = load_nvidia_dynamic_lib("nvrtc").abs_path
-    return path
-
-
-toolchain = Toolchain(_load_with_pathfinder)
+toolchain = Toolchain()
 """The compiler of this process."""
 
 
@@ -172,22 +166,8 @@ def _toolkit(library: Nvrtc) -> Toolkit | None:
     own = bundled_headers(library, unpack=True)
     if own is not None:
         return own
-    root = _installed_toolkit(library.file.identity)
+    root = installed_headers()
     return None if root is None else Toolkit(root)
-
-
-@functools.cache
-def _installed_toolkit(_compiler: str) -> str | None:
-    try:
-        from cuda.pathfinder import find_nvidia_header_directory
-
-        for library in ("cudart", "nvrtc"):
-            found = find_nvidia_header_directory(library)
-            if found:
-                return os.path.normpath(str(found))
-    except Exception:
-        return None
-    return None
 
 
 # ----------------------------------------------------------------------------------------- planning
@@ -249,6 +229,49 @@ def plan_compilation(
         key=digest_of(parts),
         unknown=unknown,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, with its key.  `plan` is None for host functions."""
+
+    source: Source
+    key: bytes
+    plan: Plan | None
+
+
+def ask(driver: Driver, source: Source, name: str, options: CompileOptions) -> Question:
+    """The question with its key.  Asks the driver what it speaks, and not which one it is.
+
+    Raises NotAvailableError for a source without this device's language, and what
+    `plan_compilation` raises.
+    """
+    capabilities = driver.capabilities
+    if capabilities.source_language == "host":
+        if not source.host:
+            raise NotAvailableError(
+                f"{driver.name} runs host functions and {source.name!r} has none: give it "
+                f"host kernels (Source(…, host=[{name}])), or open a CUDA device"
+            )
+        # By identity: the functions live as long as the module, so an id is not used again.
+        functions = sorted(source.host.items())
+        parts: list[str | bytes | int | None] = [SCHEMA, "host", source.name]
+        for entry, function in functions:
+            parts += [entry, id(function)]
+        return Question(source, digest_of(parts), None)
+    if not source.has_device_code:
+        raise NotAvailableError(
+            f"{driver.name} runs compiled code and {source.name!r} has host functions alone: "
+            "give it CUDA C++ too (Source(cuda=…)), or open the host device"
+        )
+    if source.kind != "cuda" and source.kind not in capabilities.image_kinds:
+        raise NotAvailableError(
+            f"{driver.name} does not load {source.kind}; it takes "
+            f"{', '.join(sorted(capabilities.image_kinds))}"
+        )
+    expressions = (name,) if source.kind == "cuda" and is_expression(name) else ()
+    plan = plan_compilation(source, options, driver.properties.compute_capability, expressions)
+    return Question(source, plan.key, plan)
 
 
 def is_expression(name: str) -> bool:
@@ -365,7 +388,7 @@ def _failure(library: Nvrtc, plan: Plan, answer: Answer, *, lasting: bool) -> Fa
 
 def is_current(inputs: Inputs) -> bool:
     """Whether the code that was made of these would be made of the same again."""
-    if inputs.toolkit is not None and inputs.toolkit != _installed_toolkit(compiler_identity()):
+    if inputs.toolkit is not None and inputs.toolkit != installed_headers():
         return False
     return inputs.unchanged()
 

@@ -44,10 +44,10 @@ from pathlib import Path
 from ostinato import settings
 from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError
+from ostinato.files import TEMPORARY_PREFIX, UntrustedError, open_regular, write_private
 from ostinato.modules.compiler import Compiled
-from ostinato.modules.inputs import Inputs
-from ostinato.modules.keys import DIGEST_BYTES, SCHEMA
-from ostinato.modules.safe_file import UntrustedError, open_regular
+from ostinato.modules.headers import Inputs
+from ostinato.modules.source import DIGEST_BYTES, SCHEMA
 
 __all__ = ["DiskStatistics", "DiskStore", "StoredKernel"]
 
@@ -56,7 +56,6 @@ _log = logging.getLogger(__name__)
 _MAGIC = b"OSTINATO"
 _HEADER = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s")
 _SUFFIX = ".kernel"
-_TEMPORARY = ".tmp-"
 _MAX_FILE = 1 << 28
 _KEY_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z")
 _STALE_SECONDS = 3600.0
@@ -171,7 +170,7 @@ class DiskStore:
         path = self.path(key)
         try:
             self._make_folder()
-            self._write(path, data)
+            write_private(path, data)
         except IsADirectoryError:
             _log.warning("kernel file %s is not written: a folder has its name; remove it", path)
             return False
@@ -193,17 +192,6 @@ class DiskStore:
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise UntrustedError(f"others may write to {self.folder}; run chmod go-w on it")
         self._ready = True
-
-    def _write(self, path: Path, data: bytes) -> None:
-        temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
-        try:
-            with open(temporary, "xb", opener=_open_private) as file:
-                file.write(data)
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
 
     def _switch_off(self, why: str) -> None:
         with self._lock:
@@ -235,7 +223,7 @@ class DiskStore:
                 for item in items:
                     with contextlib.suppress(OSError):
                         status = item.stat(follow_symlinks=False)
-                        if item.name.startswith(_TEMPORARY):
+                        if item.name.startswith(TEMPORARY_PREFIX):
                             # Left by a process that died while it wrote.
                             if time.time() - status.st_mtime > _STALE_SECONDS:
                                 Path(item.path).unlink()
@@ -279,10 +267,6 @@ def _remove(path: Path) -> bool:
             remove()
             return True
     return False
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
 
 
 def _encode(key: bytes, compiled: Compiled, name: str, arch: str) -> bytes:

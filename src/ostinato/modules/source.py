@@ -13,15 +13,56 @@ the arguments of the CUDA kernels of the same names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.signature import Signature
 from ostinato.errors import InputError
-from ostinato.modules.keys import digest_of
 
-__all__ = ["BINARY_KINDS", "Source", "as_source"]
+__all__ = [
+    "BINARY_KINDS",
+    "DIGEST_BYTES",
+    "SCHEMA",
+    "CompileOptions",
+    "Source",
+    "as_options",
+    "as_source",
+    "digest_of",
+    "flags_of",
+    "include_dirs",
+    "pre_includes",
+    "reads_files",
+]
+
+DIGEST_BYTES = 32
+
+# Part of every key and of every file: raised whenever the meaning of either changes.
+SCHEMA = 2
+
+
+def digest_of(parts: Iterable[str | bytes | int | None]) -> bytes:
+    """The key of an ordered list of parts.  Text, bytes, numbers and None never collide."""
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"ostinato-key")
+    for part in parts:
+        if part is None:
+            state.update(b"N")
+            continue
+        if isinstance(part, bytes):
+            kind, raw = b"B", part
+        elif isinstance(part, str):
+            kind, raw = b"T", part.encode("utf-8", "surrogatepass")
+        else:
+            kind, raw = b"I", str(int(part)).encode()
+        state.update(kind + len(raw).to_bytes(8, "little"))
+        state.update(raw)
+    return state.digest()
+
+
+# ------------------------------------------------------------------------------------------ sources
 
 BINARY_KINDS = frozenset({"ptx", "cubin", "fatbin"})
 """Kinds of `Source.data`: code that is compiled already, or that the driver itself assembles."""
@@ -170,3 +211,133 @@ def as_source(value: Source | str | HostKernel) -> Source:
     raise InputError(
         f"{type(value).__name__} is no kernel source; give a Source, CUDA C++ text or a host kernel"
     )
+
+
+# ------------------------------------------------------------------------------------------ options
+
+_ARCH = re.compile(r"(sm|compute)_\d+[af]?\Z")
+_OWN_FIELD = re.compile(r"--?(gpu-architecture|arch)\b")
+_INCLUDE_DIR = re.compile(r"(?:-I|--include-path)=?\s*(?P<path>.*)\Z", re.DOTALL)
+_PRE_INCLUDE = re.compile(r"(?:-include|--pre-include)=?(?P<path>.*)\Z", re.DOTALL)
+# Flags that make the compiler, or the assembler after it, read files that it does not list as
+# headers, search folders that are not named, or that hand on what is not known here.
+_READS_FILES = re.compile(
+    r"--?(?:(?:use|create)[-_]pch|pch|use-bundled|options-file|optf|Xcudafe)|@|.*ptxas.*(?:file|@)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """Options of one compilation; equal options give equal code.
+
+    `std` is the C++ dialect; `defines` macros (a mapping, or pairs; None defines without a value);
+    `include` folders searched for headers, in order; `max_registers` a limit for each thread;
+    `line_info` keeps source lines for profilers; `arch` overrides the device's own architecture
+    ("sm_90a", or "compute_90" for PTX); `extra` goes to the compiler as it is.
+
+    Raises InputError for a value that no compiler takes.
+    """
+
+    std: str = "c++17"
+    defines: tuple[tuple[str, str | None], ...] | Mapping[str, str | None] = ()
+    include: tuple[str, ...] | Sequence[str] = ()
+    fast_math: bool = False
+    max_registers: int | None = None
+    line_info: bool = False
+    arch: str | None = None
+    extra: tuple[str, ...] | Sequence[str] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for what, value in (("include", self.include), ("extra", self.extra)):
+            if isinstance(value, str):
+                raise InputError(f"{what}={value!r}: a list is needed")
+        macros = dict(self.defines)
+        put = object.__setattr__
+        put(self, "defines", tuple((k, None if v is None else str(v)) for k, v in macros.items()))
+        put(self, "include", tuple(str(path) for path in self.include))
+        put(self, "extra", tuple(str(flag) for flag in self.extra))
+        if self.arch is not None and not _ARCH.match(self.arch):
+            raise InputError(f"arch={self.arch!r}: like 'sm_90', 'sm_90a' or 'compute_90'")
+        if self.max_registers is not None and not 16 <= self.max_registers <= 255:
+            raise InputError(f"max_registers={self.max_registers}: 16 to 255 are possible")
+        for flag in self.extra:
+            if _OWN_FIELD.match(flag):
+                raise InputError(f"extra flag {flag!r}: the architecture is the option `arch`")
+        put(
+            self,
+            "_hash",
+            hash(
+                (
+                    *(self.std, self.defines, self.include, self.fast_math),
+                    *(self.max_registers, self.line_info, self.arch, self.extra),
+                )
+            ),
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+DEFAULT = CompileOptions()
+
+
+def as_options(value: CompileOptions | Sequence[str]) -> CompileOptions:
+    """Options as given, or plain compiler flags as options."""
+    if isinstance(value, CompileOptions):
+        return value
+    if isinstance(value, str):
+        raise InputError(f"options={value!r}: give a list of flags, or CompileOptions")
+    return CompileOptions(extra=tuple(value)) if value else DEFAULT
+
+
+def flags_of(options: CompileOptions) -> tuple[str, ...]:
+    """The compiler's command line without the architecture, which the compiler has a say in."""
+    flags = [f"--std={options.std}"]
+    for name, value in dict(options.defines).items():
+        flags.append(
+            f"--define-macro={name}" if value is None else f"--define-macro={name}={value}"
+        )
+    flags += [f"--include-path={path}" for path in options.include]
+    if options.fast_math:
+        flags.append("--use_fast_math")
+    if options.max_registers is not None:
+        flags.append(f"--maxrregcount={options.max_registers}")
+    if options.line_info:
+        flags.append("--generate-line-info")
+    return (*flags, *options.extra)
+
+
+def _values(flags: Sequence[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
+    """The values of a flag that is written as -Ixxx, --flag=xxx, or as two words."""
+    found: list[str] = []
+    pending = False
+    for flag in flags:
+        if pending:
+            found.append(flag)
+            pending = False
+            continue
+        match = pattern.match(flag)
+        if match is None:
+            continue
+        if match["path"] or flag.endswith("="):
+            found.append(match["path"])
+        else:
+            pending = True
+    return tuple(found)
+
+
+def include_dirs(flags: Sequence[str]) -> tuple[str, ...]:
+    """The folders that a command line searches for headers."""
+    return _values(flags, _INCLUDE_DIR)
+
+
+def pre_includes(flags: Sequence[str]) -> tuple[str, ...]:
+    """The headers that a command line includes before the source."""
+    return _values(flags, _PRE_INCLUDE)
+
+
+def reads_files(flags: Sequence[str]) -> bool:
+    """Whether the compiler would read files that this library cannot follow."""
+    return any(_READS_FILES.match(flag) for flag in flags)
