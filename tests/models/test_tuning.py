@@ -396,6 +396,26 @@ def test_other_kernel_code_has_no_stored_tuning(
     assert "other kernel code" in str(entry.problem)
 
 
+def test_a_built_in_tuning_comes_before_the_rule_and_after_the_store(
+    store: TuningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built_in = replace(shapes.default_tuning(SMALL), programmatic=False)
+    monkeypatch.setitem(shapes.TUNED, (GPU, shapes.shape_key(SMALL), 1), built_in)
+    assert chosen(store) == choosing.ChosenTuning(built_in, choosing.Origin.BUILT_IN)
+    save(store)
+    assert chosen(store).origin is choosing.Origin.STORED
+
+
+def test_every_built_in_tuning_is_legal() -> None:
+    for (gpu, key, rows), tuning in shapes.TUNED.items():
+        hidden, inner, heads, kv_heads, head_size, vocabulary = map(int, key.split("-"))
+        config = config_of(
+            heads, kv_heads, head_size, hidden=hidden, inner=inner, vocabulary=vocabulary
+        )
+        assert shapes.shape_key(config) == key
+        assert problems_of(config, rows, tuning) == (), gpu
+
+
 def changed(path: Path, **changes: Any) -> None:
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | changes))

@@ -142,9 +142,9 @@ def _tune(
 ) -> None:
     import numpy as np
 
-    from ostinato.models.cuda.shapes import default_tuning, require_supported
+    from ostinato.models.cuda.shapes import require_supported
     from ostinato.models.cuda.tuning_store import TuningKey
-    from ostinato.models.cuda.tunings import choose_tuning
+    from ostinato.models.cuda.tunings import choose_tuning, rule_tuning
     from ostinato.models.tune.meter import StepMeter
     from ostinato.models.tune.sweep import sweep
     from ostinato.models.weights import load_weights
@@ -156,16 +156,16 @@ def _tune(
         require_supported(config, rows)
         weights = load_weights(device, checkpoint, np.uint16)
     clusters = device.capabilities.clusters
-    sizes: dict[str, Any] = {"rows": rows, "multiprocessors": count, "clusters": clusters}
-    rule = default_tuning(config, **sizes)
-    # Only something faster replaces what an earlier search stored.
-    start = choose_tuning(config, context=_CONTEXT, gpu=gpu, store=store, **sizes)
+    known: dict[str, Any] = {"gpu": gpu, "multiprocessors": count, "clusters": clusters}
+    rule = rule_tuning(config, rows=rows, **known)
+    # What an earlier search stored is only to be replaced by something faster.
+    start = choose_tuning(config, rows=rows, context=_CONTEXT, store=store, **known)
     with (
         closing(weights),
         StepMeter(device, weights, rows=rows, positions=max(contexts)) as meter,
         _progress(f"{title} on {gpu}", settings.seconds) as tell,
     ):
-        meter.trust(rule)
+        meter.trust(rule.tuning)
         result = sweep(
             config,
             start.tuning,
@@ -316,10 +316,13 @@ def _in_use(model: str | None, shape: str | None, rows: int, device: str | None)
 
 
 def _list(store: TuningStore, as_json: bool, in_use: dict[str, Any] | None) -> None:
+    from ostinato.models.cuda.shapes import TUNED
+
     entries = store.entries()
     if as_json:
         stored = [_row(entry) for entry in entries]
-        data = {"folder": str(store.folder), "stored": stored}
+        built_in = [{"gpu": g, "shape": s, "rows": r} for g, s, r in TUNED]
+        data = {"folder": str(store.folder), "stored": stored, "built_in": built_in}
         print(json.dumps(data | ({"in_use": in_use} if in_use else {})))
         return
     from rich.console import Console
@@ -329,14 +332,20 @@ def _list(store: TuningStore, as_json: bool, in_use: dict[str, Any] | None) -> N
     table = Table(box=None, header_style="bold")
     for column in ("GPU", "shape", "rows", "from", "us a step by context"):
         table.add_column(column)
+    hidden = set()
     for entry in entries:
         row = _row(entry)
         times = ", ".join(f"{c}: {us:.0f}" for c, us in (entry.after or {}).items())
         if entry.problem:
             times = f"not used: {entry.problem}"
+        elif entry.key is not None:
+            hidden.add((entry.key.gpu, entry.key.shape, entry.key.rows))
         # What a file says of itself is text, never markup.
         cells = (row["gpu"], row["shape"], row["rows"], "stored", times)
         table.add_row(*(Text(str(cell)) for cell in cells))
+    for gpu, shape, rows in TUNED:
+        said = "a stored one is used instead" if (gpu, shape, rows) in hidden else ""
+        table.add_row(gpu, shape, str(rows), "built-in", said)
     if table.rows:
         Console().print(table)
     print(f"{len(entries)} stored in {store.folder}; everything else is by the default rule")

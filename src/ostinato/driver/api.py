@@ -111,6 +111,16 @@ class Capabilities:
     source_language: str
     """What kernels are written in here: "cuda" (CUDA C++) or "host" (registered functions)."""
 
+    @property
+    def compiles_cuda(self) -> bool:
+        """Whether kernels in CUDA C++ are compiled for this device."""
+        return self.source_language == "cuda"
+
+    @property
+    def runs_host_functions(self) -> bool:
+        """Whether kernels are Python functions (`driver.host.kernel.HostKernel`)."""
+        return self.source_language == "host"
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:

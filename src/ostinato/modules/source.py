@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from os import PathLike
 from types import MappingProxyType
 
 from ostinato.driver.host.kernel import HostKernel
@@ -68,7 +69,22 @@ BINARY_KINDS = frozenset({"ptx", "cubin", "fatbin"})
 """Kinds of `Source.data`: code that is compiled already, or that the driver itself assembles."""
 
 
-class Source:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Content:
+    """`Source` as it is kept."""
+
+    cuda: str | None
+    data: bytes
+    kind: str
+    host: Mapping[str, HostKernel]
+    signatures: Mapping[str, Signature]
+    headers: Mapping[str, str]
+    name: str
+    _host: tuple[tuple[str, int], ...]
+    """Host kernels by identity: the functions live as long as the source."""
+
+
+class Source(_Content):
     """Kernels under one name, immutable.  Equal sources have the same content.
 
     `cuda` is CUDA C++ text.  `data` with `kind` "ptx" (text or bytes), "cubin" or "fatbin" is
@@ -80,15 +96,7 @@ class Source:
     Raises InputError for a kind that is not known, for text and data together, or for nothing.
     """
 
-    __slots__ = ("_hash", "_host", "cuda", "data", "headers", "host", "kind", "name", "signatures")
-
-    cuda: str | None
-    data: bytes
-    kind: str
-    host: Mapping[str, HostKernel]
-    signatures: Mapping[str, Signature]
-    headers: Mapping[str, str]
-    name: str
+    __slots__ = ()
 
     def __init__(
         self,
@@ -122,25 +130,20 @@ class Source:
             raise InputError(f"source {name!r} is empty: give CUDA C++, data or host kernels")
         if cuda is not None and "\0" in cuda:
             raise InputError(f"source {name!r}: CUDA C++ text cannot hold a zero byte")
-        put = object.__setattr__
-        put(self, "cuda", cuda)
-        put(self, "data", raw)
-        put(self, "kind", kind)
-        put(self, "host", MappingProxyType(functions))
-        put(self, "_host", tuple(sorted((n, id(f)) for n, f in functions.items())))
-        put(
-            self,
-            "signatures",
-            MappingProxyType(
-                {
-                    entry: Signature.parse(text) if isinstance(text, str) else text
-                    for entry, text in (signatures or {}).items()
-                }
-            ),
+        parsed = {
+            entry: Signature.parse(text) if isinstance(text, str) else text
+            for entry, text in (signatures or {}).items()
+        }
+        super().__init__(
+            cuda,
+            raw,
+            kind,
+            MappingProxyType(functions),
+            MappingProxyType(parsed),
+            MappingProxyType(dict(headers or {})),
+            name,
+            tuple(sorted((n, id(f)) for n, f in functions.items())),
         )
-        put(self, "headers", MappingProxyType(dict(headers or {})))
-        put(self, "name", name)
-        put(self, "_hash", hash((cuda, raw, kind, name, self._host, tuple(self.headers))))
 
     @property
     def has_device_code(self) -> bool:
@@ -168,11 +171,8 @@ class Source:
             parts += [header, self.headers[header]]
         return digest_of(parts)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Source cannot be changed (tried to set {name!r}); make another")
-
     def __hash__(self) -> int:
-        return self._hash
+        return hash((self.cuda, self.data, self.kind, self.name, self._host, tuple(self.headers)))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -180,8 +180,7 @@ class Source:
         if not isinstance(other, Source):
             return NotImplemented
         return (
-            self._hash == other._hash
-            and self.cuda == other.cuda
+            self.cuda == other.cuda
             and self.data == other.data
             and self.kind == other.kind
             and self.name == other.name
@@ -195,9 +194,6 @@ class Source:
         if self.host:
             languages.append(f"host[{', '.join(self.host)}]")
         return f"<Source {self.name!r}: {' + '.join(languages)}>"
-
-    _hash: int
-    _host: tuple[tuple[str, int], ...]
 
 
 def as_source(value: Source | str | HostKernel) -> Source:
@@ -228,7 +224,20 @@ _READS_FILES = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class CompileOptions:
+class _OptionFields:
+    """`CompileOptions` as they are kept, every list a tuple."""
+
+    std: str
+    defines: tuple[tuple[str, str | None], ...]
+    include: tuple[str, ...]
+    fast_math: bool
+    max_registers: int | None
+    line_info: bool
+    arch: str | None
+    extra: tuple[str, ...]
+
+
+class CompileOptions(_OptionFields):
     """Options of one compilation; equal options give equal code.
 
     `std` is the C++ dialect; `defines` macros (a mapping, or pairs; None defines without a value);
@@ -239,45 +248,40 @@ class CompileOptions:
     Raises InputError for a value that no compiler takes.
     """
 
-    std: str = "c++17"
-    defines: tuple[tuple[str, str | None], ...] | Mapping[str, str | None] = ()
-    include: tuple[str, ...] | Sequence[str] = ()
-    fast_math: bool = False
-    max_registers: int | None = None
-    line_info: bool = False
-    arch: str | None = None
-    extra: tuple[str, ...] | Sequence[str] = ()
-    _hash: int = field(init=False, repr=False, compare=False)
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        for what, value in (("include", self.include), ("extra", self.extra)):
+    def __init__(
+        self,
+        std: str = "c++17",
+        defines: Mapping[str, str | None] | Iterable[tuple[str, str | None]] = (),
+        include: Iterable[str | PathLike[str]] = (),
+        fast_math: bool = False,
+        max_registers: int | None = None,
+        line_info: bool = False,
+        arch: str | None = None,
+        extra: Iterable[str] = (),
+    ) -> None:
+        for what, value in (("include", include), ("extra", extra)):
             if isinstance(value, str):
                 raise InputError(f"{what}={value!r}: a list is needed")
-        macros = dict(self.defines)
-        put = object.__setattr__
-        put(self, "defines", tuple((k, None if v is None else str(v)) for k, v in macros.items()))
-        put(self, "include", tuple(str(path) for path in self.include))
-        put(self, "extra", tuple(str(flag) for flag in self.extra))
-        if self.arch is not None and not _ARCH.match(self.arch):
-            raise InputError(f"arch={self.arch!r}: like 'sm_90', 'sm_90a' or 'compute_90'")
-        if self.max_registers is not None and not 16 <= self.max_registers <= 255:
-            raise InputError(f"max_registers={self.max_registers}: 16 to 255 are possible")
-        for flag in self.extra:
+        flags = tuple(str(flag) for flag in extra)
+        if arch is not None and not _ARCH.match(arch):
+            raise InputError(f"arch={arch!r}: like 'sm_90', 'sm_90a' or 'compute_90'")
+        if max_registers is not None and not 16 <= max_registers <= 255:
+            raise InputError(f"max_registers={max_registers}: 16 to 255 are possible")
+        for flag in flags:
             if _OWN_FIELD.match(flag):
                 raise InputError(f"extra flag {flag!r}: the architecture is the option `arch`")
-        put(
-            self,
-            "_hash",
-            hash(
-                (
-                    *(self.std, self.defines, self.include, self.fast_math),
-                    *(self.max_registers, self.line_info, self.arch, self.extra),
-                )
-            ),
+        super().__init__(
+            std,
+            tuple((k, None if v is None else str(v)) for k, v in dict(defines).items()),
+            tuple(str(path) for path in include),
+            fast_math,
+            max_registers,
+            line_info,
+            arch,
+            flags,
         )
-
-    def __hash__(self) -> int:
-        return self._hash
 
 
 DEFAULT = CompileOptions()

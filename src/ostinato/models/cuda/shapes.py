@@ -16,6 +16,7 @@ __all__ = [
     "PRODUCTS",
     "STARTING",
     "START_NEXT",
+    "TUNED",
     "AttentionShape",
     "MatrixShape",
     "Product",
@@ -179,6 +180,11 @@ def require_supported(config: LlamaConfig, rows: int = 1, *, most: int = MAX_ROW
 
 
 # ------------------------------------------------------------------------------------ tuned shapes
+
+
+TUNED: dict[tuple[str, str, int], Tuning] = {}
+"""What `ostinato tune` found, by GPU name, `shape_key` and the number of rows; where it gains more
+than the rule below can give."""
 
 
 def shape_key(config: LlamaConfig) -> str:

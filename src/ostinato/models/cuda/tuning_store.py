@@ -18,6 +18,8 @@ import hashlib
 import json
 import logging
 import math
+import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -26,7 +28,6 @@ from typing import Any
 
 from ostinato import settings
 from ostinato.errors import NotAvailableError
-from ostinato.files import write_private
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.block import BlockShape
 from ostinato.models.cuda.shapes import (
@@ -215,10 +216,17 @@ class TuningStore:
             "made": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         path = self.folder / key.name
+        temporary = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self._locked():
-                write_private(path, (json.dumps(record, indent=1) + "\n").encode())
+                try:
+                    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                    temporary.replace(path)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        temporary.unlink()
+                    raise
         except OSError as error:
             raise NotAvailableError(
                 f"the tuning cannot be written to {self.folder}: {error}; OSTINATO_CACHE_DIR names "
