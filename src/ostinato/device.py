@@ -34,16 +34,17 @@ class Device(Closeable):
         """Kernels compiled once and loaded once on this device."""
         self._copies: Stream | None = None
         self._lock = new_lock()
-        # The silent last resort: gives a dropped device's threads and memory back.
+        # For a device that is dropped without `close()`: gives its threads and memory back.
         self._finalizer = weakref.finalize(self, driver.close)
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
-        return f"<Device {self.name}: {self.properties.name}>"
+        state = " closed" if self.context.closed else ""
+        return f"<Device {self.name}: {self.properties.name}{state}>"
 
     @property
     def driver(self) -> Driver:
-        """The seam below, for what has no door here."""
+        """The driver, for calls that this class does not have."""
         return self.context.driver
 
     @property

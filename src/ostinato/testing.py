@@ -83,6 +83,10 @@ class FaultyDriver(_WrappedDriver):
         """Those set and not yet spent."""
         self._guard = threading.Lock()
 
+    def __repr__(self) -> str:
+        made, left = len(self.calls), len(self.faults)
+        return f"<FaultyDriver over {self.inner.name}: {made} calls made, {left} faults to come>"
+
     def fail(
         self, call: str, status: int = Status.INVALID_VALUE, *, at: int = 1, times: int = 1
     ) -> Fault:
@@ -209,6 +213,11 @@ class HeldStream:
         self._at_most = at_most
         self._gate = threading.Event()
         self._reached = threading.Event()
+
+    def __repr__(self) -> str:
+        held = self._reached.is_set() and not self._gate.is_set()
+        state = "held" if held else "released" if self._gate.is_set() else "not held yet"
+        return f"<HeldStream {self._handle:#x} on {self._driver.name}, {state}>"
 
     def __enter__(self) -> Self:
         gate, reached, at_most = self._gate, self._reached, self._at_most

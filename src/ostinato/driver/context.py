@@ -451,6 +451,7 @@ class Context:
     # --- lifetime
     @property
     def closed(self) -> bool:
+        """Whether the device was closed, or this is a forked child."""
         return self._closed
 
     def require_open(self) -> None:

@@ -80,9 +80,15 @@ class Event(Closeable):
         )
         self._finalizer.atexit = False
 
+    def __repr__(self) -> str:
+        timing = " with timing" if self.timing else ""
+        state = "" if self._finalizer.alive else " closed"
+        return f"<Event {self.handle:#x}{timing} on {self.context.driver.name}{state}>"
+
     @property
     def done(self) -> bool:
-        """Whether the work before its last record is done.  Status 907 if that was captured."""
+        """Whether the work before its last record is done.  Raises DriverError (status 907) if it
+        was last recorded in a capture."""
         with self.context.reporting():
             return self.context.driver.event_query(self.handle)
 

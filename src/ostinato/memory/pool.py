@@ -92,8 +92,14 @@ class CapturePool(Closeable):
         if reserve:
             self._slabs.append(allocate(context, reserve))
 
+    def __repr__(self) -> str:
+        kept = f"{sum(slab.nbytes for slab in self._slabs)} bytes"
+        where = self.context.driver.name
+        return f"<CapturePool {self.name!r} of {kept} on {where}, {self._state.value}>"
+
     @property
     def state(self) -> PoolState:
+        """Whether it allocates now."""
         return self._state
 
     def require_open(self, what: str) -> None:

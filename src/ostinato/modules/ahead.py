@@ -68,6 +68,10 @@ class CompilerPool(Closeable):
         self._workers: list[_Worker] = []
         self._closed = False
 
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<CompilerPool of {self.processes} processes, {len(self._workers)} started{state}>"
+
     def compile(self, variants: Sequence[Variant]) -> int:
         """Returns when all of these are in the store that can be; how many were not before.
 

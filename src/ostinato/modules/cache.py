@@ -161,6 +161,11 @@ class ModuleCache(Closeable):
         self._known_failures = self._failures = 0
         self._closed = False
 
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        kept = f"{len(self._store)} modules, {self._store.nbytes} bytes"
+        return f"<ModuleCache {kept} on {self.context.driver.name}{state}>"
+
     def get_or_compile(
         self,
         source: AnySource,

@@ -112,6 +112,10 @@ class DiskStore:
         self._off: str | None = None
         self._counts: Counter[str] = Counter()
 
+    def __repr__(self) -> str:
+        state = "" if self._off is None else f", off: {self._off}"
+        return f"<DiskStore {self._folder or 'in the cache folder'}{state}>"
+
     @property
     def folder(self) -> Path:
         """Where the files are; it may not exist yet."""

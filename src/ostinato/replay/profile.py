@@ -77,6 +77,9 @@ class ReplayProfile:
         self._lock = new_lock()
         self._nvtx = _nvtx()
 
+    def __repr__(self) -> str:
+        return f"<ReplayProfile of {self._count} replays, {len(self._events)} kept>"
+
     @property
     def events(self) -> tuple[ReplayEvent, ...]:
         """The latest events, oldest first."""

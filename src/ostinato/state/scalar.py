@@ -44,16 +44,25 @@ class DeviceArray(Closeable):
             raise InputError(f"{nbytes} bytes: device state holds 1 to {_LARGEST} bytes")
         self._ring = StagingRing(context, self.buffer.nbytes, depth=depth)
 
+    def __repr__(self) -> str:
+        kind, shape = self.dtype.name, list(self.shape) or ""
+        state = " closed" if self.closed else ""
+        at, where = f"{self.range.address:#x}", self.buffer.context.driver.name
+        return f"<{type(self).__name__} {kind}{shape} at {at} on {where}{state}>"
+
     @property
     def address(self) -> int:
+        """Where it begins.  Raises ClosedError after `close()`."""
         return self.buffer.address
 
     @property
     def range(self) -> MemoryRange:
+        """Its address and bytes; after `close()` those that it had."""
         return self.buffer.range
 
     @property
     def closed(self) -> bool:
+        """Whether the memory was given back."""
         return self.buffer.closed
 
     def watch(self, watcher: Watcher) -> None:
