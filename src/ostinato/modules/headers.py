@@ -1,8 +1,8 @@
-"""What a compilation read from disk, and whether all of that is still so.
+"""The header files of a compilation: which were read, whether they changed, and the compiler's own.
 
-The compiler itself says which files it opened (`Answer.opened`) and where it was asked
-`__has_include` (`Nvrtc.references`).  From that follow the other places where a header would have
-been found, had there been one: a header that appears there makes the code outdated as well.
+The compiler itself lists the files that it opened (`Answer.opened`) and the places where a source
+asks `__has_include` (`Nvrtc.references`).  From these follow the other places where a header would
+have been found first: a header that appears there makes the code outdated too.
 
     files     were read                               valid while their content is the same
     there     were found by __has_include             valid while they are there
@@ -10,10 +10,12 @@ been found, had there been one: a header that appears there makes the code outda
                                                       whose folders are missing too, the highest,
                                                       with a slash at its end
 
-Bundled headers of the compiler are no inputs: the compiler's identity stands for them, and they are
-compared with their digests whenever they are read (`toolkit`).
+A recent NVRTC bundles its own headers (cuda_fp16.h, mma.h, <cuda/std/…>), which always fit it.
+They are unpacked once for each NVRTC, 26 MB, into a folder of the cache, with a file of their
+digests.  They are no inputs, because the compiler's identity covers them.  When a compilation reads
+one, it is compared with its digest, and a folder that does not fit is unpacked again.
 
-What cannot be told is said by `unknown`; such code is used once and kept nowhere.
+`Inputs.unknown` is the reason if the inputs cannot be known; such code is used once and not kept.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ _STALE_SECONDS = 3600.0
 class Toolkit:
     """A folder of headers.
 
-    `digests` has those of bundled headers, by the path in the folder; None for an installed
-    toolkit, whose headers may change like anyone's.
+    `digests`: those of bundled headers, by their paths in the folder; None for an installed
+    toolkit, whose headers may change.
     """
 
     root: str
@@ -56,7 +58,7 @@ class Toolkit:
 
     @property
     def folders(self) -> tuple[str, str]:
-        """What the compiler searches.  CUDA 13 has <cuda/std/…> and <nv/target> one folder down."""
+        """The folders to search.  CUDA 13 has <cuda/std/…> and <nv/target> one folder down."""
         return (self.root, f"{self.root}/cccl")
 
     def owns(self, path: str) -> bool:
@@ -74,9 +76,9 @@ class Toolkit:
 
 
 def bundled_headers(library: Nvrtc, *, unpack: bool = False) -> Toolkit | None:
-    """The compiler's own headers; None if it has none, or they are, or can be, unpacked nowhere.
+    """The compiler's own headers, unpacked; None if it has none, or no folder can hold them.
 
-    With `unpack` what is damaged is replaced.
+    Without `unpack`, None too if they are not unpacked yet; with it, a damaged folder is replaced.
     """
     import tempfile
 
@@ -95,15 +97,15 @@ def bundled_headers(library: Nvrtc, *, unpack: bool = False) -> Toolkit | None:
 
 def _name(file: CompilerFile) -> str:
     user = os.getuid() if hasattr(os, "getuid") else 0
-    # Copies of one library share their headers; a note is what tells apart one like no other.
+    # Copies of one library share their headers; a note makes a library unlike all others.
     note = "".join(c for c in file.note if c.isdecimal())
     return f"ostinato-nvrtc-{file.nbytes:x}-{file.mtime_ns:x}{note and '-' + note}-{user}"
 
 
 def _unpacked(folder: Path) -> Toolkit | None:
-    """A folder that this user has unpacked, as its digests tell; whether they fit is not looked at.
+    """A folder that this user has unpacked, without comparing the digests; else None.
 
-    Raises OSError if the folder cannot be looked at, or is another's.
+    Raises OSError if the folder cannot be read, or belongs to another user.
     """
     try:
         status = folder.lstat()
@@ -122,7 +124,7 @@ def _unpacked(folder: Path) -> Toolkit | None:
 
 
 def _unpack(library: Nvrtc, folder: Path) -> Toolkit | None:
-    """Unpacks to a folder of its own, which then takes the place.  Raises OSError."""
+    """Unpacks to a temporary folder, which is then renamed to `folder`.  Raises OSError."""
     import tempfile
 
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -149,7 +151,7 @@ def _unpack(library: Nvrtc, folder: Path) -> Toolkit | None:
 
 
 def _digests(root: str) -> Iterator[tuple[str, str]]:
-    """Of the headers in a folder and those below it, by their paths in it.  Raises OSError."""
+    """The digests of all headers below a folder, by their paths in it.  Raises OSError."""
     for folder, _, names in os.walk(root):
         for name in names:
             path = f"{folder}/{name}"
@@ -165,7 +167,7 @@ def _content_digest(data: bytes) -> bytes:
 
 # ------------------------------------------------------------------------------------------- inputs
 
-# A file that changes twice within its clock's grain looks unchanged; the coarsest is 2 s.
+# A file that changes twice within the resolution of file times (2 s at most) looks unchanged.
 _SETTLED_NS = 2_000_000_000
 
 _SPLICE = re.compile(rb"(?:\\|\?\?/)[ \t\f\v]*\r?\n")
@@ -173,10 +175,10 @@ _SPLICE = re.compile(rb"(?:\\|\?\?/)[ \t\f\v]*\r?\n")
 _MAY_ASK = re.compile(rb"has_include|(?<!\w)_(?:_(?:h(?:a(?:s(?:_\w{0,6})?)?)?)?)?(?!\w)")
 _NAMED = rb'\s*\(\s*(?:<(?P<angle>[^>\n]+)>|"(?P<quote>[^"\n]+)")\s*\)'
 _PROBE = re.compile(rb"__has_include" + _NAMED)
-# In headers of the toolkit a macro hands the name on as it is.
+# In headers of the toolkit a macro passes the name on unchanged.
 _CALL = re.compile(rb"\w+" + _NAMED)
 _NO_PROBE = re.compile(rb"(?:\bdefined\s*\(?|\bifn?def|\belifn?def)\s*\Z")
-# After these, the compiler's line numbers and file names are the text's own idea.
+# After these, the compiler's line numbers and file names are those that the text chose.
 _RENUMBERED = re.compile(rb"(?:#|%:|\?\?=)(?:\s|/\*.*?\*/)*(?:line\b|\d)", re.DOTALL)
 
 Stamp = tuple[int, int, int, int]
@@ -186,8 +188,8 @@ Stamp = tuple[int, int, int, int]
 class InputFile:
     """A header as it was read.
 
-    `stamp` is size, modification time, change time and inode; None if it had changed so recently
-    that these cannot tell another change.
+    `stamp`: size, modification time, change time and inode; None if the file had changed so
+    recently that another change might leave them equal.
     """
 
     path: str
@@ -207,10 +209,10 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What code was made of, apart from what its key covers.
+    """The files that code was made of, besides what its key covers.
 
-    `toolkit` is the folder of an installed toolkit, if that had a part in it; which one is
-    installed is checked by `compiler.is_current`.  `unknown` says why this is not all.
+    `toolkit`: the folder of an installed toolkit, if its headers were read; `compiler.is_current`
+    checks that it is still the installed one.  `unknown`: why this list may not be complete.
     """
 
     files: tuple[InputFile, ...] = ()
@@ -230,7 +232,7 @@ class Inputs:
 
     @property
     def fixed(self) -> bool:
-        """Whether the code stays right for the process: at most an installed toolkit was read."""
+        """Whether the process may keep the code unchecked: it read an installed toolkit at most."""
         paths = [*(file.path for file in self.files), *self.there, *self.missing]
         root = self.toolkit
         return self.unknown is None and all(root and path.startswith(f"{root}/") for path in paths)
@@ -262,10 +264,11 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """`settled`: no input changed so recently that the compiler may have read something else.
+    """The inputs of one run of the compiler.
 
-    `probed`: __has_include was asked, or may have been.  `damaged`: a bundled header is not what it
-    was unpacked as.
+    `settled`: no input changed so recently that the compiler may have read something else.
+    `probed`: __has_include was asked, or may have been.  `damaged`: a bundled header does not have
+    its digest.
     """
 
     inputs: Inputs
@@ -315,7 +318,7 @@ def observe(
         else:
             files.append(read.file)
             settled = settled and read.file.stamp is not None
-        # Bundled headers ask only for one another, unless there are other folders.
+        # Without other folders, bundled headers ask only for one another.
         if read is not None and (folders or not bundled):
             ambiguous = ambiguous or path in texts
             texts[path] = read.data
@@ -360,8 +363,8 @@ def _earlier_places(
 ) -> Iterable[str]:
     """Where the opened files were looked for before they were found.
 
-    The name that was searched is the path without one of the folders; where several fit, all count,
-    with angle brackets and with quotes.
+    The name that was searched is the path without one of the folders.  If several folders fit, all
+    count, with angle brackets and with quotes.
     """
     for item in opened:
         beside = outside if item.includer is None else (_parent(item.includer),)
@@ -391,7 +394,7 @@ def _names(
     memory: Mapping[str, str],
     toolkit: Toolkit | None,
 ) -> set[_Name] | None:
-    """What is asked for; None if the texts do not say it plainly."""
+    """The names that are asked for; None if the texts do not show them."""
     own = (text for path, text in texts.items() if not _inside(toolkit, path))
     if references is None or any(map(_RENUMBERED.search, own)):
         return None
@@ -403,7 +406,7 @@ def _names(
             continue
         line = b"".join(lines.get(at.file, [])[at.line - 1 : at.line])
         before, rest = line[: at.column - 1], line[at.column - 1 :]
-        # A macro counts at the place of its use: then the text there is another.
+        # For a macro the compiler gives the place of its use, where the text is another.
         match = (_CALL if trusted else _PROBE).match(rest)
         if match is not None:
             name = os.fsdecode(match["angle"] or match["quote"])

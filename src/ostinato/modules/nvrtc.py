@@ -57,10 +57,10 @@ __all__ = [
 _MOST_REMEMBERED = 1 << 16  # bytes of the file that remembers where NVRTC is
 _INSTALL = "install it with: pip install 'ostinato[cuda13]' (or 'ostinato[cuda12]')"
 
-# Texts in memory lie in a folder that cannot exist.  Else NVRTC would look for their #includes in
-# the folder that the process happens to stand in; and its flag against that, --no-source-include,
-# also keeps headers on disk from finding those beside them (as mma.h has to).  Messages still show
-# a text's own name, which #line gives it.
+# Texts in memory get names in a folder that cannot exist.  Otherwise NVRTC would search their
+# #includes in the current folder.  Its flag against that, --no-source-include, also keeps headers
+# on disk from including those beside them (as mma.h does).  #line gives each text its own name,
+# which messages show.
 _NOWHERE = "/proc/ostinato-memory"
 
 # The first and the last text that the compiler lists as included; both are its own.
@@ -112,7 +112,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What NVRTC says to one program.  `status` is nvrtcResult, 0 for success.
+    """NVRTC's result for one program.  `status` is nvrtcResult, 0 for success.
 
     `lowered` gives the entry name for each C++ name expression.  `opened` is every file on disk
     that was read as a header, also up to an error; None if the compiler does not tell.
@@ -126,7 +126,7 @@ class Answer:
 
 
 class Nvrtc:
-    """A loaded NVRTC.  `file` is what was loaded, to the best of what the system tells.
+    """A loaded NVRTC.  `file` is what was loaded, as far as the system knows.
 
     Raises OSError if the file cannot be loaded or is no NVRTC.
     """
@@ -151,7 +151,7 @@ class Nvrtc:
         numbers = (ctypes.c_int * count.value)()
         self._ask("nvrtcGetSupportedArchs", numbers)
         self.architectures: tuple[int, ...] = tuple(sorted(numbers))
-        """What it compiles for: 90 is compute capability 9.0."""
+        """The architectures it compiles for: 90 is compute capability 9.0."""
 
     def __repr__(self) -> str:
         return f"<Nvrtc {self}>"
@@ -179,10 +179,10 @@ class Nvrtc:
         *,
         ptx: bool = False,
     ) -> Answer:
-        """One program from creation to destruction; to a cubin, or to PTX.
+        """Compiles one program to a cubin, or to PTX.
 
-        `headers` are found by their names before any file.  The text and they include from disk
-        what `flags` name folders of, and nothing beside them.
+        `headers` are found by their names before any file.  Files are searched only in the folders
+        that `flags` name.
         """
         from tempfile import TemporaryDirectory  # not needed where nothing is compiled
 
@@ -207,15 +207,15 @@ class Nvrtc:
         """
         from tempfile import TemporaryDirectory
 
-        # ValueError: not even the last one.
+        # ValueError: there is no reference, not even the last one.
         with (
             suppress(OSError, ValueError),
             TemporaryDirectory(prefix="ostinato-") as folder,
         ):
             uses = Path(folder, "uses")
-            made = ("--dependencies", f"--output={folder}/made")  # nothing is wanted but no code
+            made = ("--dependencies", f"--output={folder}/made")  # so that no code is made
             tracing = _to_front_end(*made, f"--xref={uses}")
-            # Asked last of all: where this is missing the list is not whole.
+            # The last question of all: a list without it is not whole.
             last = f'{text}\n#if __has_include("{_NOWHERE}/last")\n#endif\n'
             self._compile(last, name, headers, (*flags, *tracing), (), False)
             *found, end = (
@@ -278,13 +278,13 @@ class Nvrtc:
 
 
 def _named(text: str, name: str) -> str:
-    """A text that the compiler calls `name`."""
+    """A text for which messages show `name`."""
     shown = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
     return f'#line 1 "{shown}"\n{text}'
 
 
 def _files_in_memory(headers: Mapping[str, str]) -> dict[str, str]:
-    """Each header under its name, with nothing in it but an include of its text from nowhere."""
+    """Each header under its name, which includes its text by a name in `_NOWHERE`."""
     files = {}
     for number, (name, text) in enumerate(headers.items()):
         files[name] = f'#include "{_NOWHERE}/{number}"\n'
@@ -301,8 +301,8 @@ def _opened(
 ) -> tuple[Opened, ...] | None:
     """A name a line, after as many spaces as there are headers around it.
 
-    None for what is no listing, or not `whole`.  Names with line ends in them are not told apart;
-    the plan sees to that.
+    None if it is no listing, or not `whole`.  A name with a line end in it would be misread;
+    `plan_compilation` excludes those.
     """
     first, *lines = os.fsdecode(listing).split("\n")
     if first != _FIRST or (whole and lines[-2:] != [_LAST, ""]):

@@ -41,7 +41,7 @@ __all__ = [
 
 DIGEST_BYTES = 32
 
-# Part of every key and of every file: raised whenever the meaning of either changes.
+# Part of every key and of every file; must be raised whenever the meaning of either changes.
 SCHEMA = 2
 
 
@@ -87,13 +87,16 @@ class _Content:
 class Source(_Content):
     """Kernels under one name, immutable.  Equal sources have the same content.
 
+        SCALE = ost.Source(CUDA_TEXT, host=[scale], name="scale.cu")
+        kernel = device.modules.get_or_compile(SCALE, "scale")
+
     `cuda` is CUDA C++ text.  `data` with `kind` "ptx" (text or bytes), "cubin" or "fatbin" is
     compiled code instead.  `host` are the functions for the host driver, by entry name.
     `signatures` gives the parameters of entries (text as in `driver.signature`); those of host
     kernels are known.  `headers` are texts that `#include` finds by name, before any folder.
     `name` is shown in the compiler's messages.
 
-    Raises InputError for a kind that is not known, for text and data together, or for nothing.
+    Raises InputError for an unknown kind, for text and data together, and for an empty source.
     """
 
     __slots__ = ()
@@ -157,7 +160,7 @@ class Source(_Content):
         return sum(len(t) for t in texts) + len(self.data)
 
     def signature(self, entry: str) -> Signature | None:
-        """The parameters of an entry, where known: given, else those of the host kernel."""
+        """The parameters of an entry: those in `signatures`, else the host kernel's, else None."""
         given = self.signatures.get(entry)
         if given is not None:
             return given
@@ -215,8 +218,8 @@ _ARCH = re.compile(r"(sm|compute)_\d+[af]?\Z")
 _OWN_FIELD = re.compile(r"--?(gpu-architecture|arch)\b")
 _INCLUDE_DIR = re.compile(r"(?:-I|--include-path)=?\s*(?P<path>.*)\Z", re.DOTALL)
 _PRE_INCLUDE = re.compile(r"(?:-include|--pre-include)=?(?P<path>.*)\Z", re.DOTALL)
-# Flags that make the compiler, or the assembler after it, read files that it does not list as
-# headers, search folders that are not named, or that hand on what is not known here.
+# Flags that make the compiler or the assembler read files that it does not list as headers, search
+# folders that are not named, or pass options on that are not known here.
 _READS_FILES = re.compile(
     r"--?(?:(?:use|create)[-_]pch|pch|use-bundled|options-file|optf|Xcudafe)|@|.*ptxas.*(?:file|@)",
     re.DOTALL,
@@ -297,7 +300,7 @@ def as_options(value: CompileOptions | Sequence[str]) -> CompileOptions:
 
 
 def flags_of(options: CompileOptions) -> tuple[str, ...]:
-    """The compiler's command line without the architecture, which the compiler has a say in."""
+    """The compiler's flags without the architecture, which depends on the compiler too."""
     flags = [f"--std={options.std}"]
     for name, value in dict(options.defines).items():
         flags.append(
@@ -314,7 +317,7 @@ def flags_of(options: CompileOptions) -> tuple[str, ...]:
 
 
 def _values(flags: Sequence[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
-    """The values of a flag that is written as -Ixxx, --flag=xxx, or as two words."""
+    """The values of a flag that is written as -Ixxx, as --flag=xxx, or as two words."""
     found: list[str] = []
     pending = False
     for flag in flags:

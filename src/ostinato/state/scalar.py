@@ -24,6 +24,9 @@ _LARGEST = 64 << 10
 class DeviceArray(Closeable):
     """A small array of values or structs at one device address, set as a whole in one copy.
 
+        positions = ost.DeviceArray(device, 4, "i4")
+        positions.set([0, 7, 7, 9], stream)
+
     `dtype` may be any NumPy number or struct dtype; the whole is at most 64 KiB.  Writes go
     through pinned memory in stream order, so no replay reads a half-written value.
     """
@@ -112,6 +115,9 @@ class DeviceArray(Closeable):
 
 class DeviceScalar(DeviceArray):
     """One typed value (or one struct) at a fixed address, updated in stream order.
+
+        length = ost.DeviceScalar(device, "u4", initial=1, stream=stream)
+        length.set(2, stream)
 
     `initial`, if given, is set on `stream`.
     """
