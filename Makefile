@@ -48,8 +48,8 @@ format: $(VENV)/.dev
 native: $(VENV)/.dev            ## what is compiled, beside its sources; one build for all Pythons
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77"
 	$(BIN)/python setup.py --quiet build_ext --inplace --force
-	$(BIN)/python -c "from ostinato.driver.launcher import *; print(description()); exit(not compiled())"
-	$(BIN)/python -c "from ostinato.models.host.packed_kernels import *; print(description()); exit(not compiled())"
+	$(BIN)/python -c "from ostinato.driver import launcher as l; print(l.description()); exit(not l.compiled())"
+	$(BIN)/python -c "from ostinato.models.host import packed_kernels as k; print(k.description()); exit(not k.compiled())"
 
 dist: $(VENV)/.dev              ## wheel and sdist, checked, and used in environments of their own
 	$(BIN)/python tools/check_dist.py --demo

@@ -167,7 +167,10 @@ class Device(Closeable):
 def open_device(name: str | int | None = None) -> Device:
     """Opens a device: "host" (or "cpu"), "cuda", "cuda:0", …; a number is that of a GPU.
 
-    Without a name: OSTINATO_DEVICE, else "cuda:0" where there is one, else "host".
+        device = ost.open_device()          # the fastest there is
+        device = ost.open_device("host")    # the CPU
+
+    Without a name: OSTINATO_DEVICE, else "cuda:0" if there is a GPU, else "host".
     Raises NoCudaError if a CUDA device is named and there is none, InputError for an unknown name,
     SettingsError for an unknown name in OSTINATO_DEVICE.
     """

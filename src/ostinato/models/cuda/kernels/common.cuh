@@ -1,7 +1,7 @@
 // What all kernels of the decoder share: rows, bfloat16, loads, programmatic launch, reductions.
 //
 // Compiled by NVRTC for one shape (macros; see lowering.py).  No header of the toolkit is needed.
-// Tests compile the kernels as C++ and define EMULATED: then they define what stands below for a GPU.
+// Tests compile the kernels as C++, with EMULATED and their own definitions in place of a GPU's.
 //
 // Memory rules, which every kernel keeps:
 // * Weights, norms and the rope table never change while a step runs: they may be read before
