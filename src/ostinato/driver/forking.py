@@ -36,10 +36,10 @@ _hooked = threading.Event()
 
 
 def new_lock() -> Any:
-    """A threading.RLock that is free in a forked child, whoever held it in the parent.
+    """A threading.RLock that is free in a forked child, whichever thread held it in the parent.
 
-    What the lock guards may be inconsistent in the child.  That does no harm: it belongs to a
-    device, which is switched off there.
+    For what belongs to a device: a call in the child then raises ClosedError instead of hanging.
+    What the lock guards may be half-written in the child.
     """
     lock = threading.RLock()
     _locks.add(lock)
