@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kernels --out DIR [--shapes 135M,1B] [--emulate] [--skip-checks]`
+"""`python -m benchmarks.kernels --out DIR [--shapes 135M,1B] [--skip-checks]`
 
 Checks every CUDA kernel against NumPy, then times one decode step as a graph.  Prints a table, and
 ends with one line of JSON; `DIR/kernels-{device}.json` has the same.  The kernels are cut by the
@@ -11,7 +11,6 @@ latency of 94 and 84 dependent kernels.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -49,7 +48,6 @@ CHECKED = {
     "head 96, group 5": (_config(5, 1, 96, inner=1000, vocabulary=77), (1, 6, 17)),
     "head 16": (_config(5, 1, 16, inner=48, vocabulary=33), (1, 8)),
 }
-QUICK = ("head 128, group 4", "group 8", "head 80")
 
 
 def check(machine: Any, names: Any, *, clusters: bool = False) -> dict[str, Any]:
@@ -91,15 +89,8 @@ def repeat_check(machine: Any, times: int) -> None:
 def main() -> int:
     parser = common.options(__doc__)
     parser.add_argument("--shapes", default="135M,1B", help="shapes to time")
-    parser.add_argument("--emulate", action="store_true", help="checks on the CPU, no timing")
     parser.add_argument("--skip-checks", action="store_true")
     chosen = parser.parse_args()
-    if chosen.emulate:
-        from benchmarks.kernels.emulator import Emulator
-
-        print(json.dumps({"benchmark": "kernels", "checks": check(Emulator(), QUICK)}))
-        return 0
-
     from benchmarks.kernels.rig import Gpu
 
     gpu = Gpu()

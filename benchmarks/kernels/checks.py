@@ -1,6 +1,7 @@
 """Every kernel against its NumPy namesake, on random inputs, on any machine that can launch it.
 
-A machine has `array`, `read`, `write`, `launch` and `synchronize` (emulator.Emulator, rig.Gpu).
+A machine has `array`, `read`, `write`, `launch` and `synchronize`: rig.Gpu, and
+the emulator of the tests.
 After each launch what the kernel may write is compared, what it may not write must be as it was,
 and the next kernel starts from the device's own results: an error is the kernel's own.
 """

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ostinato.bench.random_weights import MemoryCheckpoint
 from ostinato.device import Device, open_device
 from ostinato.driver.api import EdgeType
 from ostinato.errors import DownloadError, UnsupportedModelError
@@ -30,6 +29,7 @@ from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.sampling import SamplingOptions, sample
 from tests.conftest import open_test_device
+from tests.models.random_models import MemoryCheckpoint
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.bench.random_weights import MemoryCheckpoint
 from ostinato.device import Device
 from ostinato.errors import InputError, NotAvailableError, UnsupportedModelError
 from ostinato.models.backend import CudaBackend, HostBackend
@@ -20,6 +19,7 @@ from ostinato.models.decoder import Decoder
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.plan import PlanSizes
 from tests.models.emulated import EmulatedGpu, NumpyProducts
+from tests.models.random_models import MemoryCheckpoint
 from tests.models.test_decoder_gpu import RELATIVE, difference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")

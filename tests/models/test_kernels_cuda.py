@@ -1,14 +1,13 @@
 """The CUDA kernels: that all compile clean, that launches fit the program, and what they compute.
 
-Without a GPU they are compiled with NVRTC, and run on the CPU by the emulator of
-`benchmarks.kernels` on small shapes; with one, every kernel is checked on the device.
+Without a GPU they are compiled with NVRTC, and run on the CPU by `tests.emulator` on small shapes;
+with one, every kernel is checked on the device.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 
 import ostinato as ost
 from benchmarks.kernels import checks
-from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.signature import Signature
 from ostinato.errors import UnsupportedModelError
@@ -25,9 +23,8 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda import shapes
 from ostinato.models.host.kernels import HOST_KERNELS
-from ostinato.models.program import Bound, decode_program, loop_call
-from ostinato.modules.compiler import compile_plan, plan_compilation
-from ostinato.modules.cubin import kernel_resources
+from ostinato.models.program import Bound, decode_program
+from tests.emulator.emulator import Emulator
 
 
 def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
@@ -50,53 +47,6 @@ def in_clusters(config: LlamaConfig, context: int = 2048) -> shapes.Tuning:
 
 def distinct(launches: tuple[kc.CudaLaunch, ...]) -> list[kc.CudaLaunch]:
     return list({(one.source, one.options): one for one in launches}.values())
-
-
-# ------------------------------------------------------------------------------------------ compile
-
-
-def on_architectures(shapes: Iterable[str]) -> Any:
-    """Each shape on each architecture: all but one of a shape's are slow."""
-    architectures = ["sm_90", "sm_100", "sm_80"]
-    return pytest.mark.parametrize(
-        ("shape", "arch"),
-        [
-            pytest.param(shape, arch, marks=() if i % 3 == k else pytest.mark.slow)
-            for i, shape in enumerate(shapes)
-            for k, arch in enumerate(architectures)
-        ],
-    )
-
-
-@on_architectures(SHAPES)
-def test_every_kernel_compiles_without_warnings_or_local_memory(shape: str, arch: str) -> None:
-    config = SHAPES[shape]
-    program = (*decode_program(config), loop_call())
-    wanted = [
-        one
-        for rows in (1, 16)
-        for one in distinct(kc.lower(program, config, rows=rows, context=2048))
-    ]
-    if arch != "sm_80":
-        tuning = in_clusters(config)
-        wanted += distinct(kc.lower(program, config, rows=1, context=2048, tuning=tuning))
-
-    def compile_one(launch: kc.CudaLaunch) -> tuple[kc.CudaLaunch, str, bytes]:
-        options = replace(launch.options, arch=arch)
-        made = compile_plan(plan_compilation(launch.source, options, (9, 0)))
-        return launch, made.log, made.data
-
-    with ThreadPoolExecutor(2) as pool:
-        for launch, log, image in pool.map(compile_one, wanted):
-            assert log == ""
-            for kernel in kernel_resources(image):
-                where = f"{launch.source.name}: {kernel.name}"
-                assert kernel.frame == 0, f"{where} uses {kernel.frame} bytes of local memory"
-                assert kernel.shared + launch.config.shared <= 200 * 1024, where
-                slots = Signature.parse(kc.SIGNATURES[kernel.name]).layout
-                assert kernel.parameters == slots, where
-                threads = kernel.max_threads or 1024
-                assert kernel.registers * threads <= 1 << 16, f"{where} does not fit"
 
 
 # ----------------------------------------------------------------------------------------- lowering

@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.kernels import checks
-from benchmarks.kernels.emulator import Emulator
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
@@ -42,8 +41,8 @@ from ostinato.models.tune.candidates import (
 from ostinato.models.tune.meter import StepMeter
 from ostinato.models.tune.sweep import Progress, sweep
 from ostinato.models.weights import load_weights
-from ostinato.modules.compiler import compile_plan, plan_compilation
-from ostinato.modules.cubin import kernel_resources
+from tests.emulator.emulator import Emulator
+from tests.kernel_checks import KernelCheck, check
 
 GPU = "Test GPU 80GB"
 
@@ -150,9 +149,7 @@ def test_the_attention_in_clusters_compiles_without_local_memory(name: str, arch
     launches = kc.lower(decode_program(config), config, rows=1, context=8192, tuning=tuning)
     one = next(launch for launch in launches if launch.kernel == "attention")
     assert one.config.cluster == (8, 1, 1)
-    code = compile_plan(plan_compilation(one.source, replace(one.options, arch=arch), (9, 0)))
-    (kernel,) = kernel_resources(code.data)
-    assert (code.log, kernel.frame) == ("", 0)
+    assert check(KernelCheck(name, one.source, one.options), arch).problems == ()
 
 
 @pytest.mark.parametrize("name", ["135M", "8B"])
@@ -186,12 +183,8 @@ def test_candidates_compile_and_fit_the_registers(name: str) -> None:
     for one in (replace(tuning, attention=widest), turned):
         launches = kc.lower(decode_program(config), config, rows=1, context=2048, tuning=one)
         for launch in {(o.source, o.options): o for o in launches}.values():
-            options = replace(launch.options, arch="sm_90")
-            made_code = compile_plan(plan_compilation(launch.source, options, (9, 0)))
-            assert made_code.log == ""
-            for kernel in kernel_resources(made_code.data):
-                assert kernel.frame == 0, f"{kernel.name} spills: {one}"
-                assert kernel.registers * (kernel.max_threads or 1024) <= 1 << 16, kernel.name
+            report = check(KernelCheck(name, launch.source, launch.options), "sm_90")
+            assert report.problems == (), one
 
 
 def test_places_to_start_are_all_tried() -> None:

@@ -18,11 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato import files
 from ostinato.errors import Status, driver_error
+from ostinato.files import UntrustedError
 from ostinato.modules import DiskStore
 from ostinato.modules import disk as disk_module
 from ostinato.modules.compiler import Compiled
-from ostinato.modules.safe_file import UntrustedError
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
 from tests.modules.disk_worker import source
 
@@ -221,7 +222,7 @@ def test_a_full_disk_costs_speed_alone(tmp_path: Path, monkeypatch, caplog) -> N
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(disk_module, "_open_private", full)
+    monkeypatch.setattr(files, "_open_private", full)
     for number in range(3):
         assert len(cache.get_or_compile(kernel_text(number), "k").info.parameters) == number + 1
     warned = [r for r in caplog.records if "not kept on disk" in r.message]
@@ -236,7 +237,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(store: DiskStore, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk_module, "open", Torn, raising=False)
+        patch.setattr(files, "open", Torn, raising=False)
         assert not store.save(KEY, CODE)
     assert list(store.folder.iterdir()) == []
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ostinato.errors import CompileError
 from ostinato.modules import CompileOptions, DiskStore, ModuleCache, Source
 from ostinato.modules.compiler import is_current, plan_compilation, toolchain
-from ostinato.modules.options import flags_of
+from ostinato.modules.source import flags_of
 from tests.modules.cubin_loader import CubinLoader, make_cache, needs_nvrtc
 
 pytestmark = needs_nvrtc()

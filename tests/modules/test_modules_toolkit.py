@@ -13,9 +13,8 @@ from ostinato.errors import CompileError
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules import compiler as compiler_module
 from ostinato.modules.compiler import compile_plan, is_current, plan_compilation
-from ostinato.modules.nvrtc import Answer
-from ostinato.modules.nvrtc_file import CompilerFile
-from ostinato.modules.toolkit import Toolkit, bundled_headers
+from ostinato.modules.headers import Toolkit, bundled_headers
+from ostinato.modules.nvrtc import Answer, CompilerFile
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
 
 pytestmark = needs_nvrtc()
@@ -184,7 +183,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str 
     """The compiler has no headers of its own; the folder of an installed toolkit can be chosen."""
     found: dict[str, str | None] = {"root": None}
     monkeypatch.setattr(compiler_module, "bundled_headers", lambda library, unpack=False: None)
-    monkeypatch.setattr(compiler_module, "_installed_toolkit", lambda compiler: found["root"])
+    monkeypatch.setattr(compiler_module, "installed_headers", lambda: found["root"])
     return found
 
 
@@ -210,7 +209,7 @@ def test_an_installed_toolkits_headers_are_used(installed, tmp_path: Path) -> No
 
 
 def test_where_it_is_installed_is_cuda_pathfinders_to_say() -> None:
-    found = compiler_module._installed_toolkit("any")
+    found = compiler_module.installed_headers()
     assert found is None or Path(found).is_dir()
 
 

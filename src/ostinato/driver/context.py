@@ -56,7 +56,7 @@ class Entry(enum.Enum):
 
 
 class Tap(Protocol):
-    """Gets the work that is submitted to streams: a capture, a recording, a count."""
+    """Receives the work that is submitted to streams, as captures and recordings do."""
 
     needs_access: bool
     """Whether operations must have the memory that they read and write."""
@@ -89,7 +89,7 @@ class Tap(Protocol):
 
 
 class Hot(Protocol):
-    """Something with a shortcut that is valid only without taps and until a stream is closed."""
+    """Something with a shortcut that is valid while there is no tap and its stream is open."""
 
     def cool(self) -> None:
         """Drops the shortcut; `Context.keep_hot` allows it again."""
@@ -97,7 +97,7 @@ class Hot(Protocol):
 
 
 class Watcher(Protocol):
-    """Something that points at memory that it does not own, such as an executable graph."""
+    """Something that points at memory of other owners, such as an executable graph."""
 
     def memory_closed(self, memory: MemoryRange) -> None:
         """Called when memory that it watches is given back.  May be called on any thread."""
@@ -348,7 +348,7 @@ class Context:
         return self.collect() if self._incoming else self.retired
 
     def _take_in(self) -> None:
-        """Moves what finalisers noted to the waiting objects."""
+        """Moves the objects that finalisers noted to the waiting ones."""
         while self._incoming:
             self._waiting.append(self._incoming.popleft())
 
@@ -451,6 +451,7 @@ class Context:
     # --- lifetime
     @property
     def closed(self) -> bool:
+        """Whether the device was closed, or this is a forked child."""
         return self._closed
 
     def require_open(self) -> None:

@@ -1,4 +1,4 @@
-"""What a kernel takes: a signature in words, and Python values packed into its parameter buffer.
+"""Signatures of kernels as text, and Python values packed into a parameter buffer by them.
 
 A signature is text such as ``"x: *f32, y: *const f32, out: *out f32, n: u32"``:
 
@@ -6,8 +6,8 @@ A signature is text such as ``"x: *f32, y: *const f32, out: *out f32, n: u32"``:
 * ``i8 u8 i16 u16 f16 bf16 i32 u32 f32 i64 u64 f64`` scalars;
 * ``cond`` a conditional handle; ``bytes[24]`` a struct by value (aligned to 8).
 
-Both drivers pack by it; the recorder takes a launch's reads and writes from it.  The layout is C's:
-each parameter aligned to its own size, as nvcc lays out a kernel's parameters.
+Both drivers pack arguments by it; the recorder takes a launch's reads and writes from it.  The
+layout is C's: each parameter aligned to its own size, as nvcc lays out a kernel's parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Access(enum.Flag):
 
 
 class _Scalar(NamedTuple):
-    """A type of single numbers: NumPy's for it, and its code in the module `struct`."""
+    """A type of single numbers: its NumPy type, and its code in the module `struct`."""
 
     dtype: np.dtype[Any]
     code: str

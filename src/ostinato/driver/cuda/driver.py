@@ -1,7 +1,7 @@
 """The CUDA driver: the protocol of `driver.api` on a real GPU, through libcuda.
 
-`CudaDriver` opens the device.  The calls are in the files beside this one, each built on those
-below it; what is remembered of a handle is with the calls that use it:
+`CudaDriver` opens the device.  The calls are in the files beside this one, each file uses
+those below it, and keeps what it must remember of a handle:
 
     executables      instantiate, launch, change, update
     graphs           definitions, their nodes and edges
@@ -40,7 +40,7 @@ class CudaDriver(ExecCalls):
     """One GPU through its primary context, which other libraries of the process share.
 
     Handles are the driver's own, so that graphs, streams and events of torch, CuPy or cuda.core
-    can be used as they are.  A destroyed handle is not always recognised: CUDA may crash on it.
+    can be used directly.  CUDA does not always recognise a destroyed handle, and may crash on it.
     Any thread may call.  Raises NoCudaError with what is missing and the line that installs it.
     """
 
@@ -86,8 +86,8 @@ class CudaDriver(ExecCalls):
 
     @contextmanager
     def made_current(self) -> Iterator[None]:
-        """Our context is the calling thread's inside the block: for libraries that take whichever
-        is current.  What was current before is so again afterwards."""
+        """Makes our context current on the calling thread for a `with` block, for libraries that
+        use the current context.  Restores the one before."""
         self._call("made_current", "cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -95,7 +95,7 @@ class CudaDriver(ExecCalls):
             self._calls["cuCtxPopCurrent_v2"](byref(ctypes.c_void_p()))
 
     def close(self) -> None:
-        """Ends this object's use of the context, which stays: it is the process's, not ours."""
+        """Ends this object's use of the primary context, which other libraries may still use."""
         if isinstance(self._off, str):  # closed already
             return
         with suppress(OstinatoError):  # poisoned, say: there is nothing left to give back
@@ -152,7 +152,8 @@ def _import_device() -> Any:
 def _start(ordinal: int) -> tuple[Libcuda, ctypes.c_int | None]:
     """libcuda, and the device whose primary context was made and is to be released.
 
-    None if it could not be made: cuda.core will say why.  Raises NoCudaError.
+    The latter is None if it could not be made: opening it with cuda.core then raises the reason.
+    Raises NoCudaError.
     """
     lib = Libcuda()
     _check_device(lib, ordinal)
@@ -174,7 +175,7 @@ def gpu_count() -> int:
 
 
 def _check_device(lib: Libcuda, ordinal: int) -> None:
-    """Raises NoCudaError where there is no such GPU, before anything touches it."""
+    """Raises NoCudaError if there is no such GPU, before anything touches it."""
     count = ctypes.c_int()
     for symbol, arguments in (("cuInit", (0,)), ("cuDeviceGetCount", (byref(count),))):
         status = lib[symbol](*arguments)

@@ -108,6 +108,9 @@ def host_kernel(
 ) -> Callable[[Callable[..., object]], HostKernel]:
     """Makes a kernel of a function `f(launch, …)`; `name` is its entry name, else the function's.
 
+        @ost.host_kernel("x: *f32, factor: f32, n: u32")
+        def scale(launch, x, factor, n): x[:n] *= factor
+
     Raises InputError for a signature that cannot be read.
     """
     parsed = Signature.parse(signature)

@@ -162,7 +162,6 @@ def _source(name: str) -> Source:
 def source_of(name: str, signatures: Mapping[str, str]) -> Source:
     """A .cu file with the headers beside it."""
     headers = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
-    headers["emulate.h"] = ""  # named in common.cuh for the emulator of benchmarks/kernels alone
     return Source(
         (_FOLDER / f"{name}.cu").read_text(),
         signatures=signatures,

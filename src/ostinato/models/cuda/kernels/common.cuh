@@ -1,7 +1,7 @@
 // What all kernels of the decoder share: rows, bfloat16, loads, programmatic launch, reductions.
 //
-// Compiled by NVRTC for one shape (macros; see kernels_cuda.py), and as C++ by the emulator of
-// benchmarks/kernels, which defines EMULATED.  No header of the toolkit is needed.
+// Compiled by NVRTC for one shape (macros; see lowering.py).  No header of the toolkit is needed.
+// Tests compile the kernels as C++, with EMULATED and their own definitions in place of a GPU's.
 //
 // Memory rules, which every kernel keeps:
 // * Weights, norms and the rope table never change while a step runs: they may be read before
@@ -37,9 +37,7 @@ struct alignas(16) Row {
     int token, position, slot, flags;
 };
 
-#ifdef EMULATED
-#include "emulate.h"
-#else
+#ifndef EMULATED
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__ void

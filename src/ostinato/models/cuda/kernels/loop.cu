@@ -3,12 +3,7 @@
 // In a file of its own, because only a driver that has conditional nodes can load it.
 #include "common.cuh"
 
-#ifdef EMULATED
-typedef u64 cudaGraphConditionalHandle;  // where the value goes
-static void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value) {
-    *reinterpret_cast<unsigned int*>(handle) = value;
-}
-#else
+#ifndef EMULATED
 // The device runtime's; the compiler and the driver know it without a header or a library.
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(
     cudaGraphConditionalHandle handle, unsigned int value);
