@@ -92,11 +92,6 @@ class Graph(Closeable):
             )
             self._finalizer.atexit = False
 
-    def __repr__(self) -> str:
-        state = " closed" if self._closed else " unusable" if self._lost else ""
-        owner = "" if self.owner is None else f" of {type(self.owner).__name__}"
-        return f"<Graph {self._handle:#x}{owner} on {self.context.driver.name}{state}>"
-
     @classmethod
     def create(cls, device: Context | HasContext) -> Graph:
         """An empty graph to build by hand."""
