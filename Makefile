@@ -49,7 +49,7 @@ native: $(VENV)/.dev            ## what is compiled, beside its sources; one bui
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77"
 	$(BIN)/python setup.py --quiet build_ext --inplace --force
 	$(BIN)/python -c "from ostinato.driver import launcher as l; print(l.description()); exit(not l.compiled())"
-	$(BIN)/python -c "from ostinato.models import kernels_packed as k; print(k.description()); exit(not k.compiled())"
+	$(BIN)/python -c "from ostinato.models.host import packed_kernels as k; print(k.description()); exit(not k.compiled())"
 
 dist: $(VENV)/.dev              ## wheel and sdist, checked, and used in environments of their own
 	$(BIN)/python tools/check_dist.py --demo

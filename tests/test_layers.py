@@ -169,6 +169,17 @@ def test_nothing_outside_the_driver_asks_which_driver_it_is() -> None:
             assert sign not in text, f"{path.name} contains {sign}: ask for a capability"
 
 
+def test_nothing_outside_the_driver_compares_what_kernels_are_written_in() -> None:
+    """`Capabilities.compiles_cuda`, `runs_host_functions` and `Driver.cuda_context` answer that."""
+    for path in FILES:
+        if package_of(path) == "driver":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                words = ast.unparse(node)
+                assert "source_language" not in words, f"{path.name}: {words}"
+
+
 def test_frozen_records_are_written_only_while_they_are_made() -> None:
     wrong: list[str] = []
     for path in FILES:

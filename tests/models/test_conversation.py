@@ -15,8 +15,8 @@ from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, ModelFormatError
 from ostinato.models.conversation import Conversation
 from ostinato.models.generate import TextGenerator
-from ostinato.models.ring import TokenRing
 from ostinato.models.sampling import SamplingOptions
+from ostinato.models.stepper import TokenRing
 from tests.models.model_files import CONFIG, write_gguf
 
 HOT = SamplingOptions(temperature=1.5, seed=3, repetition_penalty=1.2)

@@ -12,9 +12,8 @@ import pytest
 
 from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, ModelError, NotAvailableError
-from ostinato.models.backend import backend_for
 from ostinato.models.config import LlamaConfig, RopeScaling
-from ostinato.models.decoder import Decoder
+from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import STATE

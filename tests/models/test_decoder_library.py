@@ -13,11 +13,12 @@ import pytest
 from ostinato.bench.random_weights import MemoryCheckpoint
 from ostinato.device import Device
 from ostinato.errors import InputError, NotAvailableError, UnsupportedModelError
-from ostinato.models.backend import CudaBackend, HostBackend
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.cuda import products
+from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.decoder import Decoder
 from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.host.backend import HostBackend
 from ostinato.models.plan import PlanSizes
 from tests.models.emulated import EmulatedGpu, NumpyProducts
 from tests.models.test_decoder_gpu import RELATIVE, difference
@@ -74,7 +75,7 @@ def library(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nu
     def backend_for(device: Device, *, library_rows: int | None, **_: object) -> CudaBackend:
         return CudaBackend(EmulatedGpu(device), library_rows=library_rows)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(products, "open_products", open_products)
+    monkeypatch.setattr("ostinato.models.cuda.backend.open_products", open_products)
     monkeypatch.setattr("ostinato.models.decoder.backend_for", backend_for)
     yield found
 

@@ -18,9 +18,9 @@ from ostinato.device import Device
 from ostinato.errors import CaptureError, ClosedError, GraphError, InputError, ModelError
 from ostinato.graph import Graph, capture
 from ostinato.models.decoder import Decoder
-from ostinato.models.ring import TokenRing
 from ostinato.models.sampling import SamplingOptions
 from ostinato.models.sequences import Sequence
+from ostinato.models.stepper import TokenRing
 from tests.conftest import open_test_device
 from tests.models.random_models import RandomModel, llama
 
@@ -689,8 +689,8 @@ def test_a_device_without_conditional_nodes_says_so(
 def test_a_driver_that_refuses_programmatic_launches_in_a_loop_gets_plain_ones(
     host_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    instantiate, bind = Graph.instantiate, "ostinato.models.backend.HostBackend.bind"
-    from ostinato.models.backend import HostBackend
+    instantiate, bind = Graph.instantiate, "ostinato.models.host.backend.HostBackend.bind"
+    from ostinato.models.host.backend import HostBackend
 
     plain_bind = HostBackend.bind
     refused = []

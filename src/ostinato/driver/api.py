@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias
 
@@ -39,6 +40,7 @@ __all__ = [
     "ConditionalHandle",
     "ConditionalKind",
     "ConditionalNodeParams",
+    "CudaContext",
     "DeviceProperties",
     "Dim3",
     "Driver",
@@ -110,6 +112,16 @@ class Capabilities:
     """What `module_load` takes: "cubin", "ptx", "fatbin", "host"."""
     source_language: str
     """What kernels are written in here: "cuda" (CUDA C++) or "host" (registered functions)."""
+
+    @property
+    def compiles_cuda(self) -> bool:
+        """Whether kernels in CUDA C++ are compiled for this device."""
+        return self.source_language == "cuda"
+
+    @property
+    def runs_host_functions(self) -> bool:
+        """Whether kernels are Python functions (`driver.host.kernel.HostKernel`)."""
+        return self.source_language == "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -598,6 +610,19 @@ class UpdateOutcome:
 # -------------------------------------------------------------------------------------- the driver
 
 
+class CudaContext(Protocol):
+    """A CUDA context, for libraries that work in whichever is current on the calling thread."""
+
+    @property
+    def context(self) -> int:
+        """The primary context (CUcontext)."""
+        ...
+
+    def made_current(self) -> AbstractContextManager[None]:
+        """Makes the context current on the calling thread for a `with` block."""
+        ...
+
+
 class Driver(Protocol):
     """One device context.  Every call may raise `DriverError`; sizes are bytes unless said."""
 
@@ -611,6 +636,11 @@ class Driver(Protocol):
 
     @property
     def properties(self) -> DeviceProperties: ...
+
+    @property
+    def cuda_context(self) -> CudaContext | None:
+        """The CUDA context that other libraries of the process can work in; None without one."""
+        ...
 
     def close(self) -> None:
         """Gives the context back.  Idempotent; never raises."""

@@ -24,25 +24,24 @@ import numpy.typing as npt
 
 from ostinato import Device, Graph, GraphCache, Stream
 from ostinato.driver.closeable import Closeable
-from ostinato.errors import ClosedError, InputError
+from ostinato.errors import ClosedError, InputError, NotAvailableError
 from ostinato.models.arguments import quoted, token_ids, whole
-from ostinato.models.backend import Backend, LibraryRows, backend_for
+from ostinato.models.backend import Backend, LibraryRows
 from ostinato.models.config import LlamaConfig
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import OPTIONS, SAMPLED_ROWS, STOP_TOKENS, KernelCall
-from ostinato.models.ring import TokenRing
 from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.sequences import Slots
-from ostinato.models.stepper import Stepper
-from ostinato.models.steps import DecoderSteps
+from ostinato.models.step_graphs import StepGraphs
+from ostinato.models.stepper import Stepper, TokenRing
 from ostinato.models.weights import Weights, load_weights
 from ostinato.replay import Decision
 
-__all__ = ["DEFAULT_CONTEXT", "Decoder"]
+__all__ = ["DEFAULT_CONTEXT", "Decoder", "backend_for"]
 
 DEFAULT_CONTEXT = 2048
 """Positions a slot has if nobody says otherwise, and the model was trained for as many."""
@@ -125,6 +124,7 @@ class Decoder(Closeable):
                     self.backend.dtype,
                     packed=self.backend.packed,
                     threads=threads,
+                    convert=self.backend.convert,
                 )
         finally:
             if checkpoint is not model:
@@ -140,7 +140,7 @@ class Decoder(Closeable):
             self.weights.close()
             raise
         try:
-            self._steps = DecoderSteps(
+            self._steps = StepGraphs(
                 device,
                 self.backend,
                 self.plan,
@@ -417,6 +417,30 @@ class Decoder(Closeable):
         self._steps.close()
         self.plan.close()
         self.weights.close()
+
+
+def backend_for(
+    device: Device, *, library_rows: LibraryRows = "auto", threads: int | None = None
+) -> Backend:
+    """The backend for a device, by the kernels that it can run.
+
+    `library_rows`: see `LibraryRows`.  `threads`: of kernels that run on the CPU; see
+    `packed_kernels`.
+    Raises NotAvailableError where there are no kernels for it, InputError, SettingsError.
+    """
+    can = device.capabilities
+    if can.runs_host_functions:
+        from ostinato.models.host.backend import HostBackend
+
+        return HostBackend(device, threads=threads)
+    if can.compiles_cuda:
+        from ostinato.models.cuda.backend import CudaBackend
+
+        return CudaBackend(device, library_rows=library_rows)
+    raise NotAvailableError(
+        f"the decoder has no kernels in {can.source_language!r} yet, which {device.name} needs; "
+        'open_device("host") runs it on the CPU'
+    )
 
 
 def _stop_tokens(tokens: Iterable[int], config: LlamaConfig) -> tuple[int, ...]:

@@ -46,7 +46,6 @@ __all__ = [
     "STOP_TOKENS",
     "Bound",
     "KernelCall",
-    "Work",
     "decode_program",
     "describe",
     "loop_call",
@@ -112,21 +111,11 @@ loop's "condition", or a constant."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """How much a call computes, from which a backend takes its launch shape: `outputs` values for
-    each row, each from `inputs` values."""
-
-    outputs: int
-    inputs: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One launch: the kernel's name, its arguments by parameter, and how much work it is."""
+    """One launch: the kernel's name, and its arguments by parameter."""
 
     kernel: str
     arguments: tuple[tuple[str, Argument], ...]
-    work: Work
 
     def __str__(self) -> str:
         return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in self.arguments)})"
@@ -159,7 +148,6 @@ def loop_call(start: int = 0) -> KernelCall:
     """
     return _call(
         "continue_loop",
-        Work(1),
         condition="condition",
         counter=Bound("counter"),
         rows=Bound("rows"),
@@ -183,8 +171,8 @@ def describe(program: Sequence[KernelCall]) -> str:
     return "\n".join(lines)
 
 
-def _call(kernel: str, work: Work, **arguments: Argument) -> KernelCall:
-    return KernelCall(kernel, tuple(arguments.items()), work)
+def _call(kernel: str, **arguments: Argument) -> KernelCall:
+    return KernelCall(kernel, tuple(arguments.items()))
 
 
 class _Sizes:
@@ -197,7 +185,6 @@ class _Sizes:
         c = self.config
         return _call(
             "embed",
-            Work(c.hidden),
             rows=Bound("rows"),
             state=Bound("state"),
             live=Bound("live"),
@@ -220,7 +207,6 @@ class _Sizes:
         return (
             _call(
                 "norm_qkv_rope",
-                Work(c.query_size + 2 * c.kv_size, c.hidden),
                 live=live,
                 x=x,
                 norm=Bound("attn_norm", layer),
@@ -238,7 +224,6 @@ class _Sizes:
             ),
             _call(
                 "attention",
-                Work(c.query_size),
                 live=live,
                 q=q,
                 cache=cache,
@@ -252,7 +237,6 @@ class _Sizes:
             ),
             _call(
                 "output_residual",
-                Work(c.hidden, c.query_size),
                 live=live,
                 attended=attended,
                 weight=Bound("wo", layer),
@@ -264,7 +248,6 @@ class _Sizes:
             ),
             _call(
                 "norm_gate_up",
-                Work(2 * c.inner, c.hidden),
                 live=live,
                 x=x,
                 norm=Bound("mlp_norm", layer),
@@ -278,7 +261,6 @@ class _Sizes:
             ),
             _call(
                 "down_residual",
-                Work(c.hidden, c.inner),
                 live=live,
                 inner=inner,
                 weight=Bound("w_down", layer),
@@ -297,7 +279,6 @@ class _Sizes:
         return (
             _call(
                 "head",
-                Work(c.vocabulary, c.hidden),
                 live=live,
                 x=Bound("x", last=last),
                 norm=Bound("final_norm"),
@@ -311,7 +292,6 @@ class _Sizes:
             ),
             _call(
                 "sample",
-                Work(1, c.vocabulary),
                 live=live,
                 logits=logits,
                 options=Bound("options"),
@@ -324,7 +304,6 @@ class _Sizes:
             ),
             _call(
                 "advance",
-                Work(1),
                 live=live,
                 chosen=chosen,
                 options=Bound("options"),

@@ -30,7 +30,7 @@ def ask(driver: Driver, source: Source, name: str, options: CompileOptions) -> Q
     `plan_compilation` raises.
     """
     capabilities = driver.capabilities
-    if capabilities.source_language == "host":
+    if capabilities.runs_host_functions:
         if not source.host:
             raise NotAvailableError(
                 f"{driver.name} runs host functions and {source.name!r} has none: give it "

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from ctypes import byref
 from typing import Any
 
-from ostinato.driver.api import Capabilities, DeviceProperties, StreamHandle
+from ostinato.driver.api import Capabilities, CudaContext, DeviceProperties, StreamHandle
 from ostinato.driver.cuda.executables import ExecCalls
 from ostinato.driver.cuda.libcuda import INSTALL, Libcuda
 from ostinato.driver.cuda.modules import IMAGE_KINDS
@@ -78,6 +78,10 @@ class CudaDriver(ExecCalls):
     @property
     def properties(self) -> DeviceProperties:
         return self._properties
+
+    @property
+    def cuda_context(self) -> CudaContext:
+        return self
 
     @property
     def context(self) -> int:

@@ -14,14 +14,14 @@ writes, and eager, captured, recorded and in loops it is the same.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import numpy as np
 
 from ostinato import Buffer, Device, Operation, Stream, capture, lift
+from ostinato.driver.api import CudaContext
 from ostinato.driver.cuda.blas import (
     Cublaslt,
-    HasBlasContext,
     MatrixProduct,
     Planned,
     load_cublaslt,
@@ -83,8 +83,11 @@ def open_products(
         library = load_cublaslt()
     except NotAvailableError as error:
         return None, f"not used: {error}"
+    context = device.driver.cuda_context
+    if context is None:
+        return None, f"not used: {device.name} has no CUDA context, which cuBLASLt works in"
     where = "large steps" if rows == "auto" else f"steps of {rows} rows and more"
-    return LibraryProducts(device, library), f"{library}, for {where}"
+    return LibraryProducts(device, context, library), f"{library}, for {where}"
 
 
 class LibraryProducts:
@@ -92,8 +95,9 @@ class LibraryProducts:
 
     workspace_bytes = _WORKSPACE
 
-    def __init__(self, device: Device, library: Cublaslt) -> None:
+    def __init__(self, device: Device, context: CudaContext, library: Cublaslt) -> None:
         self._device = device
+        self._context = context
         self._library = library
         self._known: dict[MatrixProduct, LibraryProduct] = {}
         self._stream: Stream | None = None
@@ -102,11 +106,9 @@ class LibraryProducts:
         """An algorithm for it.  Raises NotAvailableError if the library has none."""
         known = self._known.get(product)
         if known is None:
-            # Whoever compiles CUDA C++ for a device has a context there that the library can use.
-            driver = cast(HasBlasContext, self._device.driver)
-            handle = self._library.handle(driver)
+            handle = self._library.handle(self._context)
             self._stream = self._stream or self._device.create_stream()
-            planned = handle.plan(driver, product, _WORKSPACE)
+            planned = handle.plan(self._context, product, _WORKSPACE)
             known = self._known[product] = LibraryProduct(self._device, self._stream, planned)
         return known
 

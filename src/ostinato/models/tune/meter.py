@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ostinato import Device, GraphExec, Kernel, Operation, Stream, capture, copy, prepare
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import CompileError, ContextPoisonedError, DriverError, InputError
-from ostinato.models.backend import load_kernel
+from ostinato.models.cuda.backend import load_kernel
 from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
 from ostinato.models.cuda.shapes import PRODUCTS, Tuning
 from ostinato.models.plan import BufferPlan, PlanSizes
@@ -54,7 +54,7 @@ def _narrowed(launch: CudaLaunch, tuning: Tuning) -> CompileOptions:
 
 
 class StepMeter(Closeable):
-    """One shape's buffers on a device, for timing steps of `rows` rows (`tuning_sweep.Meter`).
+    """One shape's buffers on a device, for timing steps of `rows` rows (`tune.sweep.Meter`).
 
     `weights`: on the device, bfloat16; the caller closes them.  `positions`: the largest context
     that will be asked for.  The KV cache holds noise.  Raises OutOfMemoryError.
@@ -74,7 +74,7 @@ class StepMeter(Closeable):
         self._base: Tuning | None = None
         self._compilers: CompilerPool | None = None
         disk = device.modules.disk
-        if disk is not None and device.capabilities.source_language == "cuda":
+        if disk is not None and device.capabilities.compiles_cuda:
             capability = device.properties.compute_capability
             self._compilers = CompilerPool(capability, folder=disk.folder)
         try:

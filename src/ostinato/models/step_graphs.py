@@ -43,7 +43,7 @@ from ostinato.models.plan import BufferPlan
 from ostinato.models.program import Argument, decode_program, loop_call
 from ostinato.replay import Action, Decision, HeldReplay, Reason, StepStatistics
 
-__all__ = ["DecoderSteps"]
+__all__ = ["StepGraphs"]
 
 # By whether the step samples.
 _NAMES = {False: "prefill", True: "decode"}
@@ -51,7 +51,7 @@ _NAMES = {False: "prefill", True: "decode"}
 _POISON_ROWS = (-2, 1 << 30)
 
 
-class DecoderSteps:
+class StepGraphs:
     """Runs a step of so many rows, or several of them: eagerly, or by their graph.
 
     Launches are prepared once for each bucket: for single rows when this is made, for others before
