@@ -202,8 +202,20 @@ def _dim3(value: int | Sequence[int], what: str) -> Dim3:
     return (x, y, z)
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class LaunchConfig:
+@dataclass(frozen=True, slots=True)
+class _LaunchFields:
+    """`LaunchConfig` as it is kept, every size with three dimensions."""
+
+    grid: Dim3
+    block: Dim3
+    shared: int
+    cluster: Dim3 | None
+    cooperative: bool
+    programmatic: bool
+    priority: int | None
+
+
+class LaunchConfig(_LaunchFields):
     """How a kernel is launched.
 
     `grid`, `block` and `cluster` take a number or up to three of them (x, y, z); `shared` is
@@ -213,13 +225,7 @@ class LaunchConfig:
     Raises InputError for sizes below 1.  Upper limits are the driver's, checked at launch.
     """
 
-    grid: Dim3
-    block: Dim3
-    shared: int
-    cluster: Dim3 | None
-    cooperative: bool
-    programmatic: bool
-    priority: int | None
+    __slots__ = ()
 
     def __init__(
         self,
@@ -234,14 +240,16 @@ class LaunchConfig:
     ) -> None:
         if shared < 0:
             raise InputError(f"shared={shared}: bytes of dynamic shared memory cannot be negative")
-        put = object.__setattr__
-        put(self, "grid", _dim3(grid, "grid"))
-        put(self, "block", _dim3(block, "block"))
-        put(self, "shared", int(shared))
-        put(self, "cluster", None if cluster is None else _dim3(cluster, "cluster"))
-        put(self, "cooperative", bool(cooperative))
-        put(self, "programmatic", bool(programmatic))
-        put(self, "priority", priority)
+        _LaunchFields.__init__(  # and not super(): 0.1 us of every launch with a config of its own
+            self,
+            _dim3(grid, "grid"),
+            _dim3(block, "block"),
+            int(shared),
+            None if cluster is None else _dim3(cluster, "cluster"),
+            bool(cooperative),
+            bool(programmatic),
+            priority,
+        )
 
     @property
     def plain(self) -> bool:

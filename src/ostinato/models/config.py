@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.errors import ModelFormatError, UnsupportedModelError
-from ostinato.models.arguments import quoted, whole
+from ostinato.models.arguments import plain, quoted
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
@@ -75,7 +75,8 @@ class LlamaConfig:
     divisor per rotated pair (head_size / 2); at most one of the two is set.
     `eos_token_ids`: what the model file itself calls end of sequence; the tokenizer may know more.
 
-    Raises ModelFormatError on sizes that make no sense; `where` begins its message.
+    Sizes are plain ints: products of NumPy's would wrap around.  Raises InputError for others,
+    ModelFormatError for sizes that make no sense; `where` begins its message.
     """
 
     hidden: int
@@ -97,10 +98,9 @@ class LlamaConfig:
 
     def __post_init__(self, where: str) -> None:
         for name, limit in _LIMITS.items():
-            value = whole(getattr(self, name), f"{where}: {name}")
+            value = plain(getattr(self, name), f"{where}: {name}")
             if not 1 <= value <= limit:
                 raise ModelFormatError(f"{where}: {name} is {value}, must be 1 to {limit}")
-            object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
             raise ModelFormatError(
                 f"{where}: heads is {self.heads}, must be a multiple of kv_heads ({self.kv_heads})"

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ostinato import Buffer, Device, DeviceArray, PowersOfTwo
 from ostinato.errors import InputError
-from ostinato.models.arguments import whole
+from ostinato.models.arguments import plain
 from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
 from ostinato.models.program import (
     OPTIONS,
@@ -48,7 +48,7 @@ class PlanSizes:
 
     def __post_init__(self) -> None:
         for name in ("rows", "slots", "context", "ring"):
-            object.__setattr__(self, name, whole(getattr(self, name), name, 1))
+            plain(getattr(self, name), name, 1)
         if self.slots > self.rows:
             raise InputError(f"{self.slots} slots cannot step together in {self.rows} rows")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
 
 from ostinato.errors import InputError
 
@@ -30,7 +31,20 @@ _READS_FILES = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class CompileOptions:
+class _OptionFields:
+    """`CompileOptions` as they are kept, every list a tuple."""
+
+    std: str
+    defines: tuple[tuple[str, str | None], ...]
+    include: tuple[str, ...]
+    fast_math: bool
+    max_registers: int | None
+    line_info: bool
+    arch: str | None
+    extra: tuple[str, ...]
+
+
+class CompileOptions(_OptionFields):
     """Options of one compilation; equal options give equal code.
 
     `std` is the C++ dialect; `defines` macros (a mapping, or pairs; None defines without a value);
@@ -41,45 +55,40 @@ class CompileOptions:
     Raises InputError for a value that no compiler takes.
     """
 
-    std: str = "c++17"
-    defines: tuple[tuple[str, str | None], ...] | Mapping[str, str | None] = ()
-    include: tuple[str, ...] | Sequence[str] = ()
-    fast_math: bool = False
-    max_registers: int | None = None
-    line_info: bool = False
-    arch: str | None = None
-    extra: tuple[str, ...] | Sequence[str] = ()
-    _hash: int = field(init=False, repr=False, compare=False)
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        for what, value in (("include", self.include), ("extra", self.extra)):
+    def __init__(
+        self,
+        std: str = "c++17",
+        defines: Mapping[str, str | None] | Iterable[tuple[str, str | None]] = (),
+        include: Iterable[str | PathLike[str]] = (),
+        fast_math: bool = False,
+        max_registers: int | None = None,
+        line_info: bool = False,
+        arch: str | None = None,
+        extra: Iterable[str] = (),
+    ) -> None:
+        for what, value in (("include", include), ("extra", extra)):
             if isinstance(value, str):
                 raise InputError(f"{what}={value!r}: a list is needed")
-        macros = dict(self.defines)
-        put = object.__setattr__
-        put(self, "defines", tuple((k, None if v is None else str(v)) for k, v in macros.items()))
-        put(self, "include", tuple(str(path) for path in self.include))
-        put(self, "extra", tuple(str(flag) for flag in self.extra))
-        if self.arch is not None and not _ARCH.match(self.arch):
-            raise InputError(f"arch={self.arch!r}: like 'sm_90', 'sm_90a' or 'compute_90'")
-        if self.max_registers is not None and not 16 <= self.max_registers <= 255:
-            raise InputError(f"max_registers={self.max_registers}: 16 to 255 are possible")
-        for flag in self.extra:
+        flags = tuple(str(flag) for flag in extra)
+        if arch is not None and not _ARCH.match(arch):
+            raise InputError(f"arch={arch!r}: like 'sm_90', 'sm_90a' or 'compute_90'")
+        if max_registers is not None and not 16 <= max_registers <= 255:
+            raise InputError(f"max_registers={max_registers}: 16 to 255 are possible")
+        for flag in flags:
             if _OWN_FIELD.match(flag):
                 raise InputError(f"extra flag {flag!r}: the architecture is the option `arch`")
-        put(
-            self,
-            "_hash",
-            hash(
-                (
-                    *(self.std, self.defines, self.include, self.fast_math),
-                    *(self.max_registers, self.line_info, self.arch, self.extra),
-                )
-            ),
+        super().__init__(
+            std,
+            tuple((k, None if v is None else str(v)) for k, v in dict(defines).items()),
+            tuple(str(path) for path in include),
+            fast_math,
+            max_registers,
+            line_info,
+            arch,
+            flags,
         )
-
-    def __hash__(self) -> int:
-        return self._hash
 
 
 DEFAULT = CompileOptions()

@@ -14,6 +14,7 @@ the arguments of the CUDA kernels of the same names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from ostinato.driver.host.kernel import HostKernel
@@ -27,7 +28,22 @@ BINARY_KINDS = frozenset({"ptx", "cubin", "fatbin"})
 """Kinds of `Source.data`: code that is compiled already, or that the driver itself assembles."""
 
 
-class Source:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Content:
+    """`Source` as it is kept."""
+
+    cuda: str | None
+    data: bytes
+    kind: str
+    host: Mapping[str, HostKernel]
+    signatures: Mapping[str, Signature]
+    headers: Mapping[str, str]
+    name: str
+    _host: tuple[tuple[str, int], ...]
+    """Host kernels by identity: the functions live as long as the source."""
+
+
+class Source(_Content):
     """Kernels under one name, immutable.  Equal sources have the same content.
 
     `cuda` is CUDA C++ text.  `data` with `kind` "ptx" (text or bytes), "cubin" or "fatbin" is
@@ -39,15 +55,7 @@ class Source:
     Raises InputError for a kind that is not known, for text and data together, or for nothing.
     """
 
-    __slots__ = ("_hash", "_host", "cuda", "data", "headers", "host", "kind", "name", "signatures")
-
-    cuda: str | None
-    data: bytes
-    kind: str
-    host: Mapping[str, HostKernel]
-    signatures: Mapping[str, Signature]
-    headers: Mapping[str, str]
-    name: str
+    __slots__ = ()
 
     def __init__(
         self,
@@ -81,25 +89,20 @@ class Source:
             raise InputError(f"source {name!r} is empty: give CUDA C++, data or host kernels")
         if cuda is not None and "\0" in cuda:
             raise InputError(f"source {name!r}: CUDA C++ text cannot hold a zero byte")
-        put = object.__setattr__
-        put(self, "cuda", cuda)
-        put(self, "data", raw)
-        put(self, "kind", kind)
-        put(self, "host", MappingProxyType(functions))
-        put(self, "_host", tuple(sorted((n, id(f)) for n, f in functions.items())))
-        put(
-            self,
-            "signatures",
-            MappingProxyType(
-                {
-                    entry: Signature.parse(text) if isinstance(text, str) else text
-                    for entry, text in (signatures or {}).items()
-                }
-            ),
+        parsed = {
+            entry: Signature.parse(text) if isinstance(text, str) else text
+            for entry, text in (signatures or {}).items()
+        }
+        super().__init__(
+            cuda,
+            raw,
+            kind,
+            MappingProxyType(functions),
+            MappingProxyType(parsed),
+            MappingProxyType(dict(headers or {})),
+            name,
+            tuple(sorted((n, id(f)) for n, f in functions.items())),
         )
-        put(self, "headers", MappingProxyType(dict(headers or {})))
-        put(self, "name", name)
-        put(self, "_hash", hash((cuda, raw, kind, name, self._host, tuple(self.headers))))
 
     @property
     def has_device_code(self) -> bool:
@@ -127,11 +130,8 @@ class Source:
             parts += [header, self.headers[header]]
         return digest_of(parts)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Source cannot be changed (tried to set {name!r}); make another")
-
     def __hash__(self) -> int:
-        return self._hash
+        return hash((self.cuda, self.data, self.kind, self.name, self._host, tuple(self.headers)))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -139,8 +139,7 @@ class Source:
         if not isinstance(other, Source):
             return NotImplemented
         return (
-            self._hash == other._hash
-            and self.cuda == other.cuda
+            self.cuda == other.cuda
             and self.data == other.data
             and self.kind == other.kind
             and self.name == other.name
@@ -154,9 +153,6 @@ class Source:
         if self.host:
             languages.append(f"host[{', '.join(self.host)}]")
         return f"<Source {self.name!r}: {' + '.join(languages)}>"
-
-    _hash: int
-    _host: tuple[tuple[str, int], ...]
 
 
 def as_source(value: Source | str | HostKernel) -> Source:
