@@ -757,7 +757,7 @@ _FAULTS = (
     Fault(
         "held-graph-is-closed",
         "An eviction closes a graph that somebody holds.",
-        "ostinato.cache.table:Table.remove",
+        "ostinato.cache.graph_cache:Table.remove",
         "if entry.leases:",
         "if False:",
         (
@@ -778,7 +778,7 @@ _FAULTS = (
     Fault(
         "replaced-graph-is-replayed",
         "A graph that was put in the place of another is not the one that is replayed.",
-        "ostinato.cache.table:Table.put",
+        "ostinato.cache.graph_cache:Table.put",
         "self.entries[key] = entry",
         "self.entries.setdefault(key, before or entry)",
         (FOOTGUNS + "test_a_replaced_graph_is_not_replayed",),

@@ -86,7 +86,8 @@ class Slots:
 
     def __getitem__(self, slot: int) -> Sequence:
         """Raises InputError if there is no such slot."""
-        slot = whole(slot, "slot")
+        if type(slot) is not int:
+            slot = whole(slot, "slot")
         if not 0 <= slot < len(self._sequences):
             raise InputError(f"slot {slot} of {len(self._sequences)}: there is no such slot")
         return self._sequences[slot]

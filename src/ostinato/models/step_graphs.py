@@ -81,10 +81,13 @@ class StepGraphs:
         """Spent on kernels: compiling or finding them, loading, preparing their launches."""
         self._prepared: dict[int, dict[bool, tuple[Operation, ...]]] = {}
         self._bounds: dict[int, tuple[BoundCall, ...]] = {}
+        self._buckets = plan.sizes.buckets
+        self._ready: set[int] = set()
+        """Numbers of rows whose bucket is prepared."""
         self._prepare(1)
         self.launches: int = len(self._prepared[1][True])
         """How many launches a step of one row is that samples."""
-        self.cache = GraphCache(device, buckets=plan.sizes.buckets, budget=graph_budget)
+        self.cache = GraphCache(device, buckets=self._buckets, budget=graph_budget)
         self.stream: Stream = device.create_stream()
         self._times: OperationTimes | None = None
         self.last_decision: Decision | None = None
@@ -99,7 +102,6 @@ class StepGraphs:
             preconditions={
                 "weights loaded": lambda: plan.weights.loaded,
                 "workspace ready": lambda: plan.prepared,
-                "output head present": lambda: plan.weights.has_head,
             },
         )
         self._steps = {
@@ -115,14 +117,16 @@ class StepGraphs:
 
         More than once only if it samples and all active rows are FROM_STATE.
         """
-        self._prepare(self.cache.buckets.bucket(rows))
+        if rows not in self._ready:
+            self._make_ready(rows)
         step = self._steps[sampled] if tokens == 1 else self._loop(tokens)
         self.last_decision = step(rows=rows)
         return self.last_decision
 
     def hold(self, rows: int, *, tokens: int = 1) -> HeldReplay | Decision:
         """The graph of that for many launches in a row, or why there is none; see `GraphedStep`."""
-        self._prepare(self.cache.buckets.bucket(rows))
+        if rows not in self._ready:
+            self._make_ready(rows)
         step = self._steps[True] if tokens == 1 else self._loop(tokens)
         held = step.hold(rows=rows)
         if isinstance(held, HeldReplay):
@@ -136,12 +140,17 @@ class StepGraphs:
 
     def _submit(self, sampled: bool, stream: Stream, *, rows: int) -> None:
         # Launches are made for buckets: rows that are not active are padding to every kernel.
-        operations = self._prepared[self.cache.buckets.bucket(rows)][sampled]
+        operations = self._prepared[self._buckets.bucket(rows)][sampled]
         if self._times is not None:
             self._times.run(stream, operations)
             return
         for operation in operations:
             stream.submit(operation)
+
+    def _make_ready(self, rows: int) -> None:
+        """Makes the launches of the bucket of so many rows."""
+        self._prepare(self._buckets.bucket(rows))
+        self._ready.add(rows)
 
     def _prepare(self, rows: int) -> None:
         """Makes the launches of a bucket, unless they are there: never inside a capture, since it
@@ -176,7 +185,7 @@ class StepGraphs:
         largest = self._largest
         if (rows := min(tokens, largest)) > self._plan.sizes.sampled_rows:
             try:
-                self._prepare(self.cache.buckets.bucket(rows))
+                self._prepare(self._buckets.bucket(rows))
             except NotAvailableError:
                 if self._largest == largest:
                     raise
@@ -267,7 +276,7 @@ class StepGraphs:
 
     def graph(self, rows: int, *, sampled: bool) -> Graph:
         """The graph of a step of so many rows (or of their bucket), captured for reading."""
-        bucket = self.cache.buckets.bucket(rows)
+        bucket = self._buckets.bucket(rows)
         self._prepare(bucket)
         with capture(self.stream) as under_way:
             for operation in self._prepared[bucket][sampled]:
@@ -299,6 +308,7 @@ class StepGraphs:
         for step in (*self._steps.values(), *self._loops.values()):
             step.close()
         self.cache.close()
+        self._ready.clear()
         self._prepared.clear()
         self._bounds.clear()
         self.stream.close()

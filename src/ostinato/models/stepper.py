@@ -149,9 +149,14 @@ class Stepper:
 
         Raises InputError if one has no token to go on from, ModelError if the logits hold NaN.
         """
-        with self.phases.measure("decode", len(sequences)):
+        phases, begin = self.phases, time.perf_counter()
+        try:
             self._set_rows(decode_rows(self._rows, sequences, device_state=device_state))
-            return self._sampled(sequences)
+            chosen = self._sampled(sequences)
+            phases.tokens["decode"] += len(chosen)
+            return chosen
+        finally:
+            phases.seconds["decode"] += time.perf_counter() - begin
 
     def _sampled(self, sequences: list[Sequence], piece: Items[int] = ()) -> list[int]:
         """Runs a step that samples once for each sequence; what was chosen.

@@ -63,12 +63,6 @@ class Weights:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.tensors.values())
 
-    @property
-    def has_head(self) -> bool:
-        """Whether there is an output head: one of its own, or the tied embedding."""
-        name = "embed" if self.config.tied_embeddings else "head"
-        return name in self.tensors and not self.tensors[name].closed
-
     def buffer(self, name: str, layer: int | None = None) -> Buffer:
         """A tensor by its name in the program.  Raises ClosedError once it is gone."""
         key = name if layer is None else f"layers.{layer}.{name}"
