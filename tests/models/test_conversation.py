@@ -46,7 +46,7 @@ def in_cache(generator: TextGenerator) -> tuple[tuple[int, ...], bytes, bytes]:
     decoder = generator.decoder
     tokens = decoder.tokens()
     cache = decoder.plan.buffers["cache"].to_numpy(decoder.stream)
-    # [layers, 2, slots, kv_heads, context, head_size]; the last token's are not there yet.
+    # [layers, 2, sequences, kv_heads, context, head_size]; the last token's are not there yet.
     used = np.ascontiguousarray(cache[..., : len(tokens) - 1, :])
     return tokens, used.tobytes(), decoder.plan.buffers["logits"].to_numpy(decoder.stream).tobytes()
 

@@ -555,7 +555,7 @@ def test_attention_in_clusters_agrees_with_numpy(rows: int, shape: tuple[int, ..
     )
     assert problems_of(SMALL, rows, tuning) == ()
     bench = checks.Bench(
-        Emulator(), SMALL, max_rows=rows, slots=2, context=110, tunings={rows: tuning}
+        Emulator(), SMALL, max_rows=rows, sequences=2, context=110, tunings={rows: tuning}
     )
     wanted = ("position 0", "position 31", "position 55", "position 109", "batch", "piece")
     chosen_cases = [c for c in checks.cases(bench, rows) if c.name.startswith(wanted)]
@@ -668,4 +668,6 @@ def test_a_sweep_on_the_device(cuda_device: Device, store: TuningStore, rows: in
 def test_turned_products_agree_with_numpy(cuda_device: Device) -> None:
     from tests.models.test_kernels_cuda import OnDevice
 
-    checks.run_checks(OnDevice(cuda_device), SMALL, (1,), slots=3, context=600, tunings={1: TURNED})
+    checks.run_checks(
+        OnDevice(cuda_device), SMALL, (1,), sequences=3, context=600, tunings={1: TURNED}
+    )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["tune"]
 
 _CONTEXT = 2048
-"""Positions of a slot that shapes are chosen for; those of longer ones follow from them."""
+"""Positions of a sequence that shapes are chosen for; those of longer ones follow from them."""
 
 
 def tune(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ostinato.errors import InputError
 
-__all__ = ["number", "plain", "quoted", "shown", "token_ids", "whole"]
+__all__ = ["number", "quoted", "shown", "token_ids", "whole"]
 
 _LONGEST = 160
 _quote = reprlib.Repr()
@@ -43,14 +43,6 @@ def whole(value: object, name: str, least: int | None = None, most: int | None =
         low = "at most" if least is None else f"{least} to"
         wanted = f"{least} or more" if most is None else f"{low} {most}"
         raise InputError(f"{name} is {quoted(found)}, must be {wanted}")
-    return found
-
-
-def plain(value: object, name: str, least: int | None = None) -> int:
-    """`value` if it is an int itself, and `least` or more.  Raises InputError as `whole` does."""
-    found = whole(value, name, least)
-    if type(value) is not int:
-        raise InputError(f"{name} is {quoted(value)}, must be a plain int: int(…) makes one")
     return found
 
 

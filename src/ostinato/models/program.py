@@ -2,11 +2,11 @@
 
 A step works on *rows*.  A row is one token of one sequence:
 
-    {token, position, slot, flags}        four int32: `ROW`
+    {token, position, sequence, flags}        four int32: `ROW`
 
-`slot` says whose sequence it is (its place in the KV cache), `position` where in it.  Rows of one
-slot at rising positions are a piece of a prompt; rows of different slots are a batch.  Rows without
-`ACTIVE` pad a bucket: they write nothing that anybody reads.  Nothing but the number of rows is
+`sequence` says whose sequence it is (its place in the KV cache), `position` where in it.  Rows of
+one sequence at rising positions are a piece of a prompt; rows of different sequences are a batch.
+Rows without `ACTIVE` pad a bucket: nothing that they write is read.  Only the number of rows is
 frozen in a captured step: tokens, positions and lengths are read on the device, and they are
 advanced there too.
 
@@ -54,18 +54,19 @@ __all__ = [
 ACTIVE = 1
 """The row is computed; without it the row is padding, whatever else it holds."""
 SAMPLE = 2
-"""The row gets logits and a next token, and its slot's state is advanced."""
+"""The row gets logits and a next token, and its sequence's state is advanced."""
 FROM_STATE = 4
-"""Token and position are the slot's state, not the row's; and the row pads once that stopped."""
+"""Token and position are the sequence's state, not the row's; and the row pads once that
+stopped."""
 
 ROW = np.dtype(
-    [("token", np.int32), ("position", np.int32), ("slot", np.int32), ("flags", np.int32)]
+    [("token", np.int32), ("position", np.int32), ("sequence", np.int32), ("flags", np.int32)]
 )
 STATE = np.dtype(
     [("token", np.int32), ("position", np.int32), ("length", np.int32), ("stopped", np.int32)]
 )
-"""Of one slot, written by `advance`: the sampled token, the position it will take, the KV length
-once it is there (position + 1), and whether the sequence is at its end."""
+"""Of one sequence, written by `advance`: the sampled token, the position it will take, the KV
+length once it is there (position + 1), and whether the sequence is at its end."""
 OPTIONS = np.dtype(
     [
         ("temperature", np.float64),
@@ -77,16 +78,17 @@ OPTIONS = np.dtype(
         ("repetition_penalty", np.float64),
     ]
 )
-"""How a slot samples (see `sampling.SamplingOptions`).  `limit`: a token that would take this
-position or a later one stops the slot."""
+"""How a sequence samples (see `sampling.SamplingOptions`).  `limit`: a token that would take this
+position or a later one stops the sequence."""
 RING = np.dtype([("token", np.int32), ("tag", np.int32)])
-"""Where the host finds tokens: entry `position % size` of the slot's ring; `tag` is
+"""Where the host finds tokens: entry `position % size` of the sequence's ring; `tag` is
 2 * position + stopped, so that one 8-byte word says which token it is.  A negative tag is none yet;
 a negative token says that the logits held NaN."""
 
 SAMPLED_ROWS = 64
-"""A step of more rows is a piece of one slot's prompt: its active rows come last, at positions that
-rise by one, and only the last one may be SAMPLE.  See `PlanSizes` for where batches are larger."""
+"""A step of more rows is a piece of one sequence's prompt: its active rows come last, at positions
+that rise by one, and only the last one may be SAMPLE.  See `PlanSizes` for where batches are
+larger."""
 STOP_TOKENS = 16
 """How many end tokens the device holds; unused ones are -1."""
 
@@ -106,8 +108,8 @@ class Bound:
 
 
 Argument: TypeAlias = Bound | str | int | float
-"""A buffer, the name of a size that the step decides ("rows", "slots", "context", "ring") or of the
-loop's "condition", or a constant."""
+"""A buffer, the name of a size that the step decides ("rows", "sequences", "context", "ring") or of
+the loop's "condition", or a constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def loop_call(start: int = 0) -> KernelCall:
         rows=Bound("rows"),
         state=Bound("state"),
         row_count="rows",
-        slots="slots",
+        sequences="sequences",
         start=start,
     )
 
@@ -194,7 +196,7 @@ class _Sizes:
             row_count="rows",
             hidden=c.hidden,
             vocabulary=c.vocabulary,
-            slots="slots",
+            sequences="sequences",
             context="context",
         )
 
@@ -218,7 +220,7 @@ class _Sizes:
                 row_count="rows",
                 hidden=c.hidden,
                 **heads,
-                slots="slots",
+                sequences="sequences",
                 context="context",
                 epsilon=c.norm_epsilon,
             ),
@@ -231,7 +233,7 @@ class _Sizes:
                 workspace=workspace,
                 row_count="rows",
                 **heads,
-                slots="slots",
+                sequences="sequences",
                 context="context",
                 scale=1.0 / math.sqrt(c.head_size),
             ),

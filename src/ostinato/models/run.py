@@ -227,7 +227,7 @@ class TokenRun(Run[int]):
 
 
 class BatchRun(Run[dict[int, int]]):
-    """One token of each sequence that has not stopped, by slot, for each step."""
+    """One token of each sequence that has not stopped, by sequence, for each step."""
 
     def _item(self, sequences: list[Sequence], chosen: list[int]) -> dict[int, int]:
-        return {s.slot: token for s, token in zip(sequences, chosen, strict=True)}
+        return {s.index: token for s, token in zip(sequences, chosen, strict=True)}

@@ -87,7 +87,7 @@ class StepGraphs:
         self._prepare(1)
         self.launches: int = len(self._prepared[1][True])
         """How many launches a step of one row is that samples."""
-        self.cache = GraphCache(device, buckets=self._buckets, budget=graph_budget)
+        self.graph_cache = GraphCache(device, buckets=self._buckets, budget=graph_budget)
         self.stream: Stream = device.create_stream()
         self._times: OperationTimes | None = None
         self.last_decision: Decision | None = None
@@ -95,7 +95,7 @@ class StepGraphs:
         self._new_step = partial(
             GraphedStep,
             stream=self.stream,
-            cache=self.cache,
+            cache=self.graph_cache,
             slots=_slots_to_verify(plan) if verify != "off" else (),
             enabled=graphs,
             verify=verify,
@@ -216,7 +216,7 @@ class StepGraphs:
                 for _ in range(tokens):
                     self._submit(True, stream, **sizes)
 
-            # Nothing to warm up: a slot has a token to go on from only after a first step.
+            # Nothing to warm up: a sequence has a token to go on from only after a first step.
             step = self._new_step(
                 submit,
                 name=f"decode x {tokens}",
@@ -307,7 +307,7 @@ class StepGraphs:
         """Gives graphs and stream back once their work is done.  Idempotent."""
         for step in (*self._steps.values(), *self._loops.values()):
             step.close()
-        self.cache.close()
+        self.graph_cache.close()
         self._ready.clear()
         self._prepared.clear()
         self._bounds.clear()

@@ -46,22 +46,22 @@ class TokenRing:
         self._array = ring.array
         self._words = [memoryview(row.view(np.int64)) for row in ring.array]
         self.size: int = ring.shape[1]
-        """Tokens of a slot that may be there and not yet taken."""
+        """Tokens of a sequence that may be there and not yet taken."""
         self._stream = stream
         self._spins = spins
 
     def forget(self, sequence: Sequence, step: int) -> None:
         """Clears the entry that a token will take; no step that writes it may be under way."""
-        self._words[sequence.slot][(sequence.length + step) % self.size] = -1
+        self._words[sequence.index][(sequence.length + step) % self.size] = -1
 
     def forget_all(self, sequence: Sequence) -> None:
-        """Clears all entries of a slot; no step of it may be under way."""
-        self._array[sequence.slot]["tag"] = -1
+        """Clears all entries of a sequence; no step of it may be under way."""
+        self._array[sequence.index]["tag"] = -1
 
     def word(self, sequence: Sequence, step: int) -> tuple[int, bool]:
         """(token, whether the sequence stopped there); the token is negative if the logits held
         NaN.  Only once it is there."""
-        word = self._words[sequence.slot][(sequence.length + step) % self.size]
+        word = self._words[sequence.index][(sequence.length + step) % self.size]
         token = word & 0xFFFFFFFF
         return token if token < 1 << 31 else -1, bool(word >> 32 & 1)
 
@@ -69,7 +69,7 @@ class TokenRing:
         words, size = self._words, self.size
         for sequence in sequences:
             position = sequence.length + step
-            if words[sequence.slot][position % size] >> 33 != position:
+            if words[sequence.index][position % size] >> 33 != position:
                 return True
         return False
 
@@ -131,7 +131,7 @@ class Stepper:
                 last = start + largest >= len(tokens)
                 end = self._plan.sizes.piece_end(len(piece))
                 rows = prompt_rows(
-                    self._rows, sequence.slot, piece, sequence.length, sample=last, end=end
+                    self._rows, sequence.index, piece, sequence.length, sample=last, end=end
                 )
                 self._set_rows(rows)
                 if last:
@@ -185,8 +185,8 @@ class Stepper:
         for sequence, (token, _) in zip(sequences, words, strict=True):
             if token < 0:
                 raise ModelError(
-                    f"slot {sequence.slot}, position {sequence.length + step}: the logits hold "
-                    "NaN, so no token can be chosen; the weights may be damaged"
+                    f"sequence {sequence.index}, position {sequence.length + step}: the logits "
+                    "hold NaN, so no token can be chosen; the weights may be damaged"
                 )
         for sequence, (token, stopped) in zip(sequences, words, strict=True):
             # By place: an interruption between these lines must not leave the token there twice.

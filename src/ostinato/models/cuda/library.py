@@ -65,10 +65,10 @@ PIECE_SIGNATURES = {
     "norm_rows": _LIVE + "x: *const f32, norm: *const f32, out: *out bf16, row_count: u32, "
     "hidden: u32, epsilon: f32",
     "rope_rows": _LIVE + "sums: *const f32, rope: *const f32, cache: *bf16, q: *out f32, "
-    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32",
+    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32",
     "round_rows": _LIVE + "attended: *const f32, out: *out bf16, row_count: u32, width: u32",
     "piece_attention": _LIVE + "q: *const f32, cache: *const bf16, out: *out bf16, "
-    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32, "
+    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
     "scale: f32",
     "silu_rows": _LIVE + "sums: *const f32, out: *out bf16, row_count: u32, width: u32",
 }

@@ -251,7 +251,7 @@ def default_tuning(
     """Shapes by rule, for a GPU that nobody has tuned for; what the rule says was measured on an
     H100 (docs/performance.md).
 
-    `context`: positions of a slot.  `clusters`: whether the device has them.
+    `context`: positions of a sequence.  `clusters`: whether the device has them.
     Raises UnsupportedModelError, also for over `most` rows.
     """
     require_supported(config, rows, most=most)

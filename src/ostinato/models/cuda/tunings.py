@@ -96,8 +96,8 @@ def choose_tuning(
 ) -> ChosenTuning:
     """The tuning for steps of `rows` rows on a GPU by name, and its origin.
 
-    `context`: positions of a slot.  `clusters`: whether the device has them.  A stored tuning that
-    is damaged or does not fit is not used, and a warning says why.
+    `context`: positions of a sequence.  `clusters`: whether the device has them.  A stored tuning
+    that is damaged or does not fit is not used, and a warning says why.
     Raises UnsupportedModelError.
     """
     default = default_tuning(

@@ -68,7 +68,7 @@ class StepMeter(Closeable):
                 f"context {positions}: the model was trained for {self.config.context_length} "
                 f"positions, and {context} are needed to time a step there"
             )
-        sizes = PlanSizes(rows=rows, slots=rows, context=context)
+        sizes = PlanSizes(rows=rows, sequences=rows, context=context)
         self.plan = BufferPlan.allocate(device, weights, sizes, workspace=_WORKSPACE)
         self._program = decode_program(self.config)
         self._base: Tuning | None = None
@@ -84,7 +84,7 @@ class StepMeter(Closeable):
             stops = np.full(self.plan.stops.buffer.shape, -1, np.int32)
             self.plan.stops.set(stops, self.stream)
             table = np.zeros(rows, ROW)
-            table["slot"], table["flags"] = np.arange(rows), ACTIVE | SAMPLE | FROM_STATE
+            table["sequence"], table["flags"] = np.arange(rows), ACTIVE | SAMPLE | FROM_STATE
             self.plan.rows.set(table, self.stream)
             options = np.zeros(rows, OPTIONS)
             options["top_p"], options["limit"] = 1.0, context
@@ -153,7 +153,7 @@ class StepMeter(Closeable):
         return prepare(self._kernel(launch), launch.config, *arguments)
 
     def _reset(self, context: int) -> None:
-        """Every row decodes the next token of its slot, from this position."""
+        """Every row decodes the next token of its sequence, from this position."""
         state = np.zeros(self.rows, STATE)
         state["token"], state["position"], state["length"] = 1, context, context + 1
         buffer = self.plan.buffers["state"]
