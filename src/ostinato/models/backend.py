@@ -20,8 +20,9 @@ from ostinato.models.program import Argument, KernelCall
 __all__ = ["Backend", "BoundCall", "BoundLaunch", "Buffers", "LibraryRows", "Resolve"]
 
 LibraryRows: TypeAlias = int | Literal["auto"] | None
-"""From how many rows on a step multiplies with a library where there is one: by `library_rows_for`,
-or never.  A piece of a prompt with more than SAMPLED_ROWS does so unless that is never."""
+"""The least number of rows of a step that multiplies with a library: a number, "auto" for that of
+`library_rows_for`, or None for never.  Pieces of a prompt of more than SAMPLED_ROWS rows always
+multiply with it, unless this is None."""
 Resolve = Callable[[Argument], object]
 Buffers = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
@@ -53,7 +54,7 @@ class BoundLaunch:
     arguments: tuple[tuple[str, Argument], ...]
 
     def operations(self, resolve: Resolve) -> tuple[Operation, ...]:
-        """The launch with what stands for its arguments."""
+        """The launch, with what `resolve` gives for its arguments."""
         values = (resolve(value) for _, value in self.arguments)
         return (prepare(self.kernel, self.config, *values),)
 
@@ -71,11 +72,11 @@ class Backend(Protocol):
 
     `dtype` is that of matrices and of the KV cache: float32, or uint16 for the bits of bfloat16.
     `packed`: matrices stay as the file packs them (`PackedMatrix`), and `dtype` is the cache's.
-    `library`: the one that multiplies in steps of many rows, or why there is none; empty where that
-    is no question.
-    `spins`: kernels run beside the interpreter, so that the host may look for a token without a
-    pause; where they need its lock that would hold them up.  A ring entry reaches the host in one
-    store in either case, so what it finds is whole.
+    `library`: the library that multiplies in steps of many rows, or why none does; empty for a
+    device that has no such libraries.
+    `spins`: the host may look for a token in a busy loop.  Off where kernels need the interpreter's
+    lock, which such a loop would keep from them.  A ring entry is written in one store in either
+    case, so the host never reads half of one.
     """
 
     name: str
@@ -88,17 +89,19 @@ class Backend(Protocol):
 
     @property
     def library(self) -> str:
-        """See above."""
+        """See the class."""
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
         """Raises UnsupportedModelError for a model, or steps of up to `rows` rows of which up to
         `sampled` sample, that the kernels cannot compute."""
 
     def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
-        """Bytes of workspace that serve steps of all these numbers of rows; to be zero at first."""
+        """Bytes of workspace for steps of any of these numbers of rows.  The caller must fill it
+        with zeros once."""
 
     def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
-        """Shapes and dtypes of what its kernels need besides for steps of up to `rows` rows."""
+        """Further buffers that its kernels need for steps of up to `rows` rows, by name: shapes and
+        dtypes."""
 
     def bind(
         self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int

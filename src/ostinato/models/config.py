@@ -1,8 +1,8 @@
 """What a Llama-family model is, as data: sizes, rope, token ids.  Pure: no file is touched here.
 
 Built from a Hugging Face `config.json` (`LlamaConfig.from_hf`) or from GGUF metadata
-(`LlamaConfig.from_gguf`).  Both come from strangers, so every size has an upper bound far above
-any published model: a hostile file fails here, before anything is allocated.
+(`LlamaConfig.from_gguf`).  Neither is trusted: every size has an upper bound far above any
+published model, so a hostile file fails here, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Typed look-ups in a mapping that a stranger wrote."""
+    """Typed look-ups in a mapping from an untrusted file."""
 
     values: Mapping[str, object]
     where: str

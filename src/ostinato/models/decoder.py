@@ -44,7 +44,7 @@ from ostinato.replay import Decision
 __all__ = ["DEFAULT_CONTEXT", "Decoder", "backend_for"]
 
 DEFAULT_CONTEXT = 2048
-"""Positions a sequence has if nobody says otherwise, and the model was trained for as many."""
+"""Positions of a sequence if `max_context` is None; fewer if the model was trained for fewer."""
 
 
 class Decoder(Closeable):
@@ -52,7 +52,7 @@ class Decoder(Closeable):
 
     `model`: a path for `open_checkpoint`, or an open checkpoint (then the caller closes it; it is
     not needed after construction).  `max_context`: positions of each sequence; `DEFAULT_CONTEXT` or
-    the model's own if that is less.  `sequences`: sequences at once.  `max_rows`: rows of the
+    the model's own if that is less.  `sequences`: how many at once.  `max_rows`: rows of the
     largest step, so the size of a prompt's pieces; what suits the device and the context if None.
     `library_rows`: steps of so many rows and more multiply with cuBLASLt where it is installed
     (`statistics().library` says so, or why not); "auto" goes by the model's size (8 for 1B, 64 for
@@ -69,7 +69,7 @@ class Decoder(Closeable):
     conversion where the host does it.
 
     Raises ModelError (UnsupportedModelError before anything is loaded), CompileError,
-    OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder are not to overlap.
+    OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder must not overlap.
     After an exception in a step its sequences can be reset and used again, unless it was a
     ContextPoisonedError.
     """

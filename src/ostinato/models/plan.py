@@ -119,9 +119,9 @@ class BufferPlan:
         """Allocates everything for the largest step.  Raises OutOfMemoryError, InputError.
 
         `workspace`: bytes that the kernels need beside the named buffers, `more`: shapes and dtypes
-        of buffers that only some kernels know (both from `Backend`).  All but the KV cache is zero
-        at first: counters in the workspace start from it, and no kernel meets what was never
-        written.  Of the cache only positions that were written are read.
+        of buffers that only some kernels know (both from `Backend`).  All but the KV cache is
+        filled with zeros: counters in the workspace start from zero, and kernels read whole
+        buffers.  Of the KV cache only positions that were written are read.
         """
         c, context = weights.config, device.context
         f32 = np.float32

@@ -15,7 +15,7 @@ advanced there too.
     head  sample  advance                                 only in a step that samples
 
 Several steps can be one launch: a graph with a WHILE node whose body is a step and one kernel more,
-which counts down and looks whether any row of the step has a token to come.
+which counts down and checks whether any row of the step has not stopped.
 
     continue_loop (starts the count)   while: embed … advance  continue_loop (counts down)
 

@@ -162,8 +162,8 @@ def sample(
     scaled logit is at least log(min_p), rounded to float32; then the first of them, likeliest first
     and lower index first on ties, whose running sum exceeds `uniform(seed, position)` of theirs.
 
-    A NaN logit counts as minus infinity, so that an index always comes back: who must know that the
-    model broke looks for NaN in the logits, and says so.  If all are minus infinity it is 0; if one
+    A NaN logit counts as minus infinity, so that an index is always returned: the caller must look
+    for NaN in the logits to find a broken model.  If all are minus infinity it is 0; if one
     is plus infinity it is the first such.  Raises InputError for other shapes and bad options.
     """
     options = SamplingOptions(temperature, top_k, top_p, seed, min_p, repetition_penalty)

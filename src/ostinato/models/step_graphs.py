@@ -1,7 +1,7 @@
-"""The decoder's graphed steps over one program: "prefill", "decode", which samples, and loops of
-"decode": several tokens a launch.
+"""The decoder's graphed steps over one program: "prefill"; "decode", which samples; and loops of
+"decode", which give several tokens a launch.
 
-A loop's graph is made by hand around the step, whatever kernels that has:
+The graph of a loop is built node by node around the launches of the step:
 
     continue_loop (starts the count)  ->  WHILE: the step's launches  ->  continue_loop (counts)
 
@@ -86,7 +86,7 @@ class StepGraphs:
         """Numbers of rows whose bucket is prepared."""
         self._prepare(1)
         self.launches: int = len(self._prepared[1][True])
-        """How many launches a step of one row is that samples."""
+        """How many launches a step has that samples one row."""
         self.graph_cache = GraphCache(device, buckets=self._buckets, budget=graph_budget)
         self.stream: Stream = device.create_stream()
         self._times: OperationTimes | None = None
@@ -134,7 +134,7 @@ class StepGraphs:
         return held
 
     def ran_eagerly(self, decision: Decision) -> bool:
-        """Whether a step that was run so was launched operation by operation."""
+        """Whether a step with this decision was launched operation by operation."""
         recorded = decision.action is Action.BUILD and self._build == "record"
         return decision.action is Action.EAGER or recorded
 
@@ -172,15 +172,16 @@ class StepGraphs:
             operations = self._operations(bound, rows)
         finally:
             self.kernel_seconds += time.perf_counter() - begin
-        # A step that does not sample is the beginning of one that does; its end is a launch a call.
+        # A step that does not sample is one that does without its ending, which has one launch for
+        # each call of the program.
         self._bounds[rows] = bound
         ending = len(self.programs[True]) - len(self.programs[False])
         self._prepared[rows] = {True: operations, False: operations[: len(operations) - ending]}
 
     def largest_piece(self, tokens: int) -> int:
-        """How many tokens of a prompt of so many one step takes at most.
+        """The most tokens that one step takes of a prompt of `tokens` tokens.
 
-        Fewer than the plan has rows once the library failed that large steps need.
+        Fewer than the plan has rows after the library failed that large steps need.
         """
         largest = self._largest
         if (rows := min(tokens, largest)) > self._plan.sizes.sampled_rows:
@@ -207,8 +208,8 @@ class StepGraphs:
 
     # --- loops
     def _loop(self, tokens: int) -> GraphedStep:
-        """The step that is so many steps.  Eagerly it runs them all: those after the end of all
-        rows find only padding."""
+        """The step that does `tokens` steps of "decode".  An eager run does all of them, also when
+        every row has stopped before: then the rows are padding."""
         step = self._loops.get(tokens)
         if step is None:
 

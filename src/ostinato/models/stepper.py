@@ -99,7 +99,7 @@ class TokenRing:
 
 
 class Stepper:
-    """Steps of one decoder.  Calls are not to overlap."""
+    """Steps of one decoder.  Calls must not overlap."""
 
     def __init__(
         self, plan: BufferPlan, steps: StepGraphs, ring: TokenRing, phases: Phases
@@ -120,7 +120,8 @@ class Stepper:
         tokens: Items[int],
         progress: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Puts tokens behind what the cache holds of a sequence, in pieces; the token after them.
+        """Puts tokens behind what the KV cache holds of a sequence, in pieces; returns the token
+        that is chosen after them.
 
         Raises ModelError if the logits hold NaN.
         """
@@ -145,7 +146,7 @@ class Stepper:
         return chosen
 
     def together(self, sequences: list[Sequence], *, device_state: bool) -> list[int]:
-        """One more token of each, in one step that is waited for.
+        """Returns one more token of each, by one step; waits for it.
 
         Raises InputError if one has no token to go on from, ModelError if the logits hold NaN.
         """
@@ -159,7 +160,7 @@ class Stepper:
             phases.seconds["decode"] += time.perf_counter() - begin
 
     def _sampled(self, sequences: list[Sequence], piece: Items[int] = ()) -> list[int]:
-        """Runs a step that samples once for each sequence; what was chosen.
+        """Runs a step that samples once for each sequence; returns what was chosen.
 
         `piece`: the step is the end of this one sequence's prompt, else one token of each.
         """
@@ -180,7 +181,7 @@ class Stepper:
         return chosen
 
     def _take(self, sequences: list[Sequence], step: int, piece: Items[int] = ()) -> list[int]:
-        """What is in the ring becomes the sequences' own, of all or of none."""
+        """Takes the tokens from the ring into the sequences: all of them, or none."""
         words = [self.ring.word(sequence, step) for sequence in sequences]
         for sequence, (token, _) in zip(sequences, words, strict=True):
             if token < 0:
@@ -220,7 +221,8 @@ class Stepper:
         return chosen
 
     def end_ahead(self, sequences: list[Sequence], *, further: bool) -> None:
-        """No more steps are launched.  `further`: there may be tokens that nobody took."""
+        """No more steps are launched.  `further`: the device may have computed tokens that were not
+        taken."""
         for sequence in sequences:
             if not sequence.stopped:
                 sequence.on_device, sequence.ahead = not further, further

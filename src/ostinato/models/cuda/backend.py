@@ -48,10 +48,10 @@ class BoundProduct:
     call: ProductCall
 
     programmatic: ClassVar[bool] = False
-    """A library's kernels know nothing of it."""
+    """A library's kernels do not support programmatic launch."""
 
     def with_programmatic(self, programmatic: bool) -> BoundProduct:
-        """The same."""
+        """The same: it cannot be changed."""
         return self
 
     def operations(self, resolve: Resolve) -> tuple[Operation, ...]:
@@ -81,12 +81,12 @@ class CudaBackend:
     (`cuda.library`).
 
     Their launches are programmatic: each may start while the one before it still runs, and waits on
-    the device for that one alone, which stands for all earlier ones because it waited too.  So they
-    must form a chain.  A stream and a capture of it do.  A recorded graph has its edges from what
-    kernels read and write, and is the same chain as long as every kernel touches what the one just
-    before it wrote (tests/models/test_decoder_backend.py holds the signatures to that); only then
-    does `graph.recording` give the edge a programmatic type.  A kernel outside of the chain would
-    have to be launched without.
+    the device for that one alone.  That one has waited for its own predecessor, so the wait covers
+    all earlier kernels, as long as the launches form a chain.  In a stream and in its captures they
+    do.  A recorded graph has its edges from what kernels read and write; it is the same chain if
+    every kernel touches what the one just before it wrote (tests/models/test_decoder_backend.py
+    checks the signatures for that), and only then does `graph.recording` make the edge
+    programmatic.  A kernel outside of the chain must be launched without.
     """
 
     name = "cuda"
@@ -114,7 +114,7 @@ class CudaBackend:
         self._products, self.library = open_products(device, library_rows)
 
     def piece_rows(self, config: LlamaConfig) -> int:
-        """Many where a library multiplies, as far as the attention has counters for them."""
+        """`most_rows` where a library multiplies, else as many as our own products take."""
         return SAMPLED_ROWS if self._products is None else most_rows(config)
 
     def give_up_library(self, reason: str) -> bool:
@@ -124,7 +124,7 @@ class CudaBackend:
         return True
 
     def _multiplies(self, config: LlamaConfig, rows: int) -> bool:
-        """Whether the library does in a step of so many rows."""
+        """Whether the library multiplies in a step of so many rows."""
         least = self._library_rows
         if least == "auto":
             least = library_rows_for(config)
@@ -133,7 +133,8 @@ class CudaBackend:
         return rows >= min(least, SAMPLED_ROWS + 1)  # ours do not go further
 
     def _tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
-        """Looked up once: what is stored may change, and the workspace was made for the first."""
+        """Looked up once and kept: the workspace is sized for the first answer, and what is stored
+        may change."""
         key = (config, rows, context)
         if key not in self._tunings:
             self._tunings[key] = self._find_tuning(config, rows, context)

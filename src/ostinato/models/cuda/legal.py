@@ -1,6 +1,6 @@
 """Which launch shapes the CUDA kernels can be compiled for and launched with.  Pure.
 
-`problems_of` is the one place that knows; a tuning from a file is held to it as well.
+The sweep tries only shapes that `problems_of` accepts, and a tuning from a file must pass it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def problems_of(
 ) -> tuple[str, ...]:
     """Why the kernels cannot be compiled or launched so, in words; empty if they can.
 
-    Takes whatever a file may hold: values of a wrong type are said, too.  `clusters`: whether the
-    device has them.
+    Values may be of any type, as a file may hold them; a wrong type is a reason too.  `clusters`:
+    whether the device has them.
     """
     found = []
     for name, product in products_of(config).items():

@@ -158,7 +158,7 @@ def lower_with_library(
     made: list[Lowered] = []
     for call in program:
         for one in cut.lower(call):
-            # Early only from one of ours to the next: the library's kernels know nothing of it.
+            # Programmatic only between two kernels of ours: the library's do not support it.
             early = tuning.programmatic and bool(made) and isinstance(made[-1], kc.CudaLaunch)
             if isinstance(one, kc.CudaLaunch):
                 one = replace(one, config=replace(one.config, programmatic=early))
@@ -176,7 +176,7 @@ class _LibraryCut:
 
     def __init__(self, config: LlamaConfig, rows: int, tuning: Tuning, single: Tuning) -> None:
         self.config, self.rows = config, rows
-        # What a tuned start was measured for stands before other kernels here.
+        # Without the tuning's `start_next`: it was measured with other kernels as neighbours.
         self.own = kc.Cut(config, rows, replace(tuning, start_next={}, block=None))
         self.single = kc.Cut(config, 1, single)
 

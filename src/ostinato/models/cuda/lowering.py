@@ -8,7 +8,7 @@ gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  
     rows == 1      matvec.cu    float32 activations, weights straight into registers
                    attention_block.cu  a layer's first three calls in one launch, by the tuning
     rows 2 to 64   matmul.cu    tensor cores, inputs of the products rounded to bfloat16
-    more, and from some rows on, where a library multiplies: kernels_cuda_library
+    more, and from some rows on, where a library multiplies: see cuda.library
     any            attention.cu (split over the KV length), step.cu (embed, advance), sample.cu,
                    loop.cu (continue_loop)
 

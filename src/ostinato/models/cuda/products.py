@@ -7,9 +7,9 @@ all rows.  With many rows, a library's pipelines through shared memory are faste
     product = products.product(MatrixProduct(…))  the algorithm, once for each shape
     product.operations(weight=…, inputs=…, out=…, workspace=…)
 
-The library is asked once for each product of a step: its call is captured, and what it launched is
-lifted out (`ostinato.lift`).  So a step is operations of ours only, with what each reads and
-writes, and eager, captured, recorded and in loops it is the same.
+The library is called once for each product of a step: the call is captured, and what it launched is
+lifted out of the graph (`ostinato.lift`).  So a step consists of our own operations, with what each
+reads and writes, and is the same in eager runs, captures, recordings and loops.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Products(Protocol):
     """A library that multiplies matrices."""
 
     workspace_bytes: int
-    """Of device memory that its products share; they are never to run side by side."""
+    """Device memory that its products share: two of them must never run side by side."""
 
     def product(self, product: MatrixProduct) -> Product:
         """Chooses an algorithm, once.  Not inside a capture.  Raises NotAvailableError."""
@@ -126,10 +126,11 @@ class LibraryProduct:
     def operations(
         self, name: str, *, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer
     ) -> tuple[Operation, ...]:
-        """The library's call on these buffers, captured and lifted; what they hold stays.
+        """The library's call on these buffers, captured and lifted; it does not run.
 
-        The first time it is tried out on other ones, which loads the library's kernels.  Raises
-        NotAvailableError if what the library launches cannot be launched by us with the same bits.
+        The first time, the call is tried out on other buffers, which loads the library's kernels.
+        Raises NotAvailableError if what the library launches cannot be launched by us with the same
+        bits.
         """
         try:
             if not self._tried:
@@ -159,7 +160,7 @@ class LibraryProduct:
             )
 
     def _call(self, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer) -> None:
-        """The library's own call."""
+        """Calls the library."""
         self._planned(
             self._stream.handle,
             weight=weight.address,
@@ -192,5 +193,5 @@ class LibraryProduct:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of a workspace of its own."""
+        """What this product alone needs."""
         return max(256, self._planned.workspace_bytes)

@@ -1,4 +1,4 @@
-"""How the decoder's CUDA kernels are cut into blocks: shapes, rules, and what was tuned.  Pure."""
+"""How the decoder's CUDA kernels are cut into blocks: shapes and rules.  Pure."""
 
 from __future__ import annotations
 
@@ -248,8 +248,8 @@ def default_tuning(
     clusters: bool = False,
     most: int = MAX_ROWS,
 ) -> Tuning:
-    """Shapes by rule, for a GPU that nobody has tuned for; what the rule says was measured on an
-    H100 (docs/performance.md).
+    """Shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100
+    (docs/performance.md).
 
     `context`: positions of a sequence.  `clusters`: whether the device has them.
     Raises UnsupportedModelError, also for over `most` rows.
@@ -391,7 +391,7 @@ def power_of_two_from(n: int) -> int:
 def block_problem(shape: BlockShape, config: LlamaConfig) -> str | None:
     """Why the kernel cannot be compiled or launched so, in words; None if it can.
 
-    Takes what a file may hold: values of a wrong type are said, too.
+    Values may be of any type, as a file may hold them; a wrong type is a reason too.
     """
     s, c = shape, config
     for name in type(s).__dataclass_fields__:
@@ -442,6 +442,7 @@ def block_shapes(config: LlamaConfig, multiprocessors: int) -> tuple[BlockShape,
 
 
 def block_rule(config: LlamaConfig, multiprocessors: int) -> BlockShape | None:
-    """The shape for a GPU that nobody has tuned for; None where three launches are better."""
+    """The shape by rule, for a GPU without a stored tuning; None where three launches are
+    better."""
     shapes = block_shapes(config, multiprocessors)
     return shapes[0] if shapes else None

@@ -112,7 +112,7 @@ def choose_tuning(
 
 @functools.cache
 def sources_digest() -> str:
-    """Of everything that the kernels with a shape of their own are compiled from."""
+    """The digest of every source that kernels with tunable shapes are compiled from."""
     state = hashlib.sha256()
     for path in (_KERNELS / name for name in _SOURCES):
         state.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -135,7 +135,7 @@ class TuningKey:
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """The name of the file."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"
 
@@ -169,10 +169,10 @@ def encode_tuning(tuning: Tuning) -> dict[str, Any]:
 
 
 def decode_tuning(data: object, base: Tuning) -> Tuning:
-    """The tuning from plain data; what the data does not speak of is as in `base`.
+    """The tuning from plain data; what the data leaves out is taken from `base`.
 
-    Raises ValueError that says what is wrong.  Whether the kernels can be launched so is for
-    `problems_of` to say.
+    Raises ValueError that says what is wrong.  `problems_of` checks whether the
+    kernels can be launched so.
     """
     wanted = {*PRODUCTS.values(), "attention", "block", "start_next", "programmatic"}
     if not isinstance(data, dict) or set(data) != wanted:
@@ -284,7 +284,8 @@ class TuningStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Any:
-        """One writer at a time.  Raises OSError, also if another holds on for a minute."""
+        """Holds the lock that every writer takes.  Raises OSError, also after a minute of
+        waiting."""
         from filelock import FileLock, Timeout
 
         try:
@@ -303,7 +304,7 @@ class TuningStore:
         return tuple(_of_now(stored) for stored in found)
 
     def clear(self) -> int:
-        """Removes every file; how many."""
+        """Removes every file; returns how many."""
         removed = 0
         for stored in self.entries():
             with contextlib.suppress(OSError):
@@ -321,7 +322,7 @@ def _of_now(stored: StoredTuning) -> StoredTuning:
 
 
 def _read(path: Path) -> StoredTuning | None:
-    """A file by its own word; None if there is none."""
+    """What a file says, not yet compared with the kernels; None if there is no such file."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)

@@ -166,8 +166,8 @@ def _config(header: GgufHeader, data: memoryview, path: Path) -> LlamaConfig:
     factors = by_name.get(_ROPE_FACTORS)
     return LlamaConfig.from_gguf(
         header.metadata,
-        # Without the embedding `check_tensors` will say what is missing, or, before it, the
-        # architecture is refused by name: both say more than this function could.
+        # Without the embedding the architecture is refused by name, or `check_tensors` raises an
+        # error that names what is missing: both are better than an error here.
         vocabulary=1 if embed is None else embed.shape[0],
         tied_embeddings="output.weight" not in by_name,
         rope_factors=None if factors is None else _factors(factors, data, path),
@@ -311,7 +311,7 @@ class _Cursor:
         return value
 
     def count(self, what: str, limit: int, smallest: int) -> int:
-        """A count of things of `smallest` bytes or more, checked before anyone loops over it."""
+        """A count of things of `smallest` bytes or more, checked before it bounds a loop."""
         value = self.u64(what)
         if value > min(limit, (self._end - self.position) // smallest):
             raise self.damaged(f"{what} is {value}, more than this file can hold or than {limit}")

@@ -34,11 +34,11 @@ class HostBackend:
         self._source = Source(host=kernels, name="decoder")
 
     def piece_rows(self, config: LlamaConfig) -> int:
-        """As many as a batch may have."""
+        """SAMPLED_ROWS: more rows are not faster."""
         return SAMPLED_ROWS
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
-        """Every model that has a config, and any number of rows."""
+        """Supports every model that has a config, and any number of rows."""
 
     def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
         """Room for the widest product of each row, and for what is multiplied."""
@@ -47,21 +47,22 @@ class HostBackend:
         return max(rows) * (widest + c.hidden) * 4
 
     def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
-        """None."""
+        """No further ones."""
         return {}
 
     def give_up_library(self, reason: str) -> bool:
-        """There is none."""
+        """There is no library."""
         return False
 
     def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Buffer]]) -> bool:
-        """Never: its memory is the process's own, where the checkpoint converts into."""
+        """Never: device memory is the process's own, and the checkpoint converts into it."""
         return False
 
     def bind(
         self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
     ) -> tuple[BoundCall, ...]:
-        """A host kernel does the whole grid in one call; the shape only tells readers how much."""
+        """A host kernel does the whole grid in one call; the launch shape is for readers of
+        graphs."""
         get, shape = self._modules.get_or_compile, LaunchConfig(grid=rows, block=1)
         return tuple(
             BoundLaunch(get(self._source, call.kernel), shape, call.arguments) for call in program

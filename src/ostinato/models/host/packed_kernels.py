@@ -60,7 +60,7 @@ def compiled() -> bool:
 
 
 def description() -> str:
-    """What decodes on the CPU and, if it is not the compiled kernels, why, in words."""
+    """Which kernels decode on the CPU, in words; and why, if they are not the compiled ones."""
     if _extension is None:
         return f"NumPy; of the compiled kernels: {_missing or 'left out'}"
     return f"compiled, {_extension.INSTRUCTIONS[0]}, {default_threads()} threads"
@@ -79,8 +79,8 @@ def without_extension() -> Iterator[None]:
 
 
 def default_threads() -> int:
-    """How many threads work where nobody says otherwise: as many as there are processors for this
-    process, 16 at most.  OSTINATO_THREADS says otherwise; raises SettingsError if it cannot."""
+    """The number of threads if none is given: OSTINATO_THREADS, else as many as this process has
+    processors, 16 at most.  Raises SettingsError for a variable that is no such number."""
     wanted = settings.THREADS.read()
     if wanted is not None:
         return min(wanted, MOST_THREADS)
@@ -103,7 +103,8 @@ def _quota(path: Path) -> int:
 def packed_kernels(threads: int | None = None) -> Mapping[str, HostKernel]:
     """The kernels by name, on so many threads; `default_threads` if None.
 
-    Decoders with the same number share the threads: who finds them at work does its own alone.
+    Decoders with the same number share the threads; a kernel that finds them busy runs on the
+    thread that called it.
     Raises InputError for a number that is none, SettingsError as `default_threads`.
     """
     count = default_threads() if threads is None else whole(threads, "threads", 1, MOST_THREADS)

@@ -131,7 +131,7 @@ class StepMeter(Closeable):
         return load_kernel(self.device.modules, launch)
 
     def _try_kernel(self, launch: CudaLaunch) -> None:
-        """What does not compile or load is met again, and said, when it is measured."""
+        """Loads kernels.  Errors are dropped here: measuring such a tuning raises them again."""
         try:
             self._kernel(launch)
         except ContextPoisonedError:
@@ -197,7 +197,7 @@ class StepMeter(Closeable):
         return statistics.median(found)
 
     def trust(self, tuning: Tuning) -> None:
-        """Takes a tuning's results as right: those of others are compared with them."""
+        """Makes a tuning the reference, with whose results those of others are compared."""
         self._base = tuning
 
     def problem(self, tuning: Tuning) -> str | None:
