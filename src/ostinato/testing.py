@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHandle
+from ostinato.driver.api import Capabilities, CudaContext, DeviceProperties, Driver, StreamHandle
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError, Status, driver_error
 
@@ -132,6 +132,10 @@ class FaultyDriver(_WrappedDriver):
     def properties(self) -> DeviceProperties:
         return self.inner.properties
 
+    @property
+    def cuda_context(self) -> CudaContext | None:
+        return self.inner.cuda_context
+
     def close(self) -> None:
         self.inner.close()
 
@@ -182,7 +186,7 @@ def _no_shortcut(*_: object) -> None:
     """Returns None: so every launch is a `launch_kernel`, which can be made to fail."""
 
 
-_NEVER_FAIL = frozenset({"name", "capabilities", "properties", "close"})
+_NEVER_FAIL = frozenset({"name", "capabilities", "properties", "cuda_context", "close"})
 
 
 class HeldStream:

@@ -42,6 +42,7 @@ class EmulatedGpu:
 
     def __init__(self, device: Device) -> None:
         self.name = "emulated"
+        self.driver = device.driver  # which has no CUDA context
         self.modules = EmulatedModules(device)
         self.properties = replace(
             device.properties, compute_capability=(9, 0), multiprocessors=132, name="emulated"

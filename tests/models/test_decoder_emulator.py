@@ -56,6 +56,9 @@ class EmulatedBackend:
     def give_up_library(self, reason: str) -> bool:
         return False
 
+    def convert(self, checkpoint: Any, tensors: Any) -> bool:
+        return False
+
     def require_supported(self, config: Any, rows: int, sampled: int = 1) -> None:
         pass
 

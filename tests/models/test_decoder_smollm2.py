@@ -41,7 +41,7 @@ def decoder(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Deco
     with (
         chosen,
         open_device("host") as device,
-        Decoder(device, smollm2_path, max_context=512, slots=2, stop_tokens=()) as opened,
+        Decoder(device, smollm2_path, max_context=512, sequences=2, stop_tokens=()) as opened,
     ):
         assert opened.backend.packed == (request.param == "packed")
         yield opened

@@ -184,7 +184,9 @@ BLOCKS = {
 def test_an_attention_block_agrees_with_numpy_on_the_emulator(block: str) -> None:
     config = replace(SMALL, layers=2)
     tuning = replace(in_clusters(config, 150), block=BLOCKS[block])
-    bench = checks.Bench(Emulator(), config, max_rows=1, slots=2, context=150, tunings={1: tuning})
+    bench = checks.Bench(
+        Emulator(), config, max_rows=1, sequences=2, context=150, tunings={1: tuning}
+    )
     wanted = ("position 0", "position 64", "position 149", "stopped")
     done = [bench.check(case) for case in checks.cases(bench, 1) if case.name in wanted]
     assert len(done) == len(wanted)
@@ -194,7 +196,7 @@ def test_an_attention_block_agrees_with_numpy_on_the_emulator(block: str) -> Non
 @pytest.mark.parametrize("rows", [1, 3])
 def test_kernels_agree_with_numpy_on_the_emulator(rows: int) -> None:
     config = replace(SMALL, layers=1)
-    bench = checks.Bench(Emulator(), config, max_rows=rows, slots=2, context=70)
+    bench = checks.Bench(Emulator(), config, max_rows=rows, sequences=2, context=70)
     for case in list(checks.cases(bench, rows))[::3]:
         bench.check(case)
 
@@ -213,7 +215,7 @@ def check_sampling(bench: checks.Bench) -> None:
 def test_sampling_agrees_with_numpy_on_the_emulator(vocabulary: int) -> None:
     """Also where the logits are read four at a time."""
     config = replace(SMALL, layers=1, vocabulary=vocabulary)
-    check_sampling(checks.Bench(Emulator(), config, max_rows=1, slots=2, context=70))
+    check_sampling(checks.Bench(Emulator(), config, max_rows=1, sequences=2, context=70))
 
 
 # ----------------------------------------------------------------------------------------- on a GPU
@@ -269,14 +271,16 @@ GPU_CASES = {
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_kernels_agree_with_numpy(cuda_device: Device, name: str) -> None:
     config, rows = GPU_CASES[name]
-    checks.run_checks(OnDevice(cuda_device), config, rows, slots=5, context=600)
+    checks.run_checks(OnDevice(cuda_device), config, rows, sequences=5, context=600)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_sampling_agrees_with_numpy(cuda_device: Device, name: str) -> None:
     config = replace(GPU_CASES[name][0], layers=1)
-    check_sampling(checks.Bench(OnDevice(cuda_device), config, max_rows=1, slots=2, context=3000))
+    check_sampling(
+        checks.Bench(OnDevice(cuda_device), config, max_rows=1, sequences=2, context=3000)
+    )
 
 
 @pytest.mark.gpu
@@ -290,7 +294,7 @@ def test_clusters_agree_with_numpy(cuda_device: Device, name: str, together: boo
     if not together:
         tuning = replace(tuning, block=None)
     machine = OnDevice(cuda_device)
-    checks.run_checks(machine, config, (1,), slots=2, context=1300, tunings={1: tuning})
+    checks.run_checks(machine, config, (1,), sequences=2, context=1300, tunings={1: tuning})
 
 
 # Every kernel and both ways to multiply (vectors, matrices) in tiny blocks of work: racecheck slows
@@ -309,7 +313,7 @@ SMALL_CASES = {
 @pytest.mark.parametrize("name", SMALL_CASES)
 def test_small_kernels_agree_with_numpy(cuda_device: Device, name: str, rows: int) -> None:
     machine = OnDevice(cuda_device)
-    checks.run_checks(machine, SMALL_CASES[name], (rows,), slots=3, context=70)
+    checks.run_checks(machine, SMALL_CASES[name], (rows,), sequences=3, context=70)
 
 
 @pytest.mark.gpu
@@ -321,14 +325,14 @@ def test_small_clusters_agree_with_numpy(cuda_device: Device, block: str) -> Non
     config = SMALL_CASES["tiny head 64"]
     tuning = replace(in_clusters(config, 300), block=BLOCKS.get(block))
     machine = OnDevice(cuda_device)
-    checks.run_checks(machine, config, (1,), slots=2, context=300, tunings={1: tuning})
+    checks.run_checks(machine, config, (1,), sequences=2, context=300, tunings={1: tuning})
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_step_gives_the_same_bits_every_time(cuda_device: Device, rows: int) -> None:
     machine = OnDevice(cuda_device)
-    bench = checks.Bench(machine, SHAPES["smollm2-135m"], max_rows=rows, slots=8, context=600)
+    bench = checks.Bench(machine, SHAPES["smollm2-135m"], max_rows=rows, sequences=8, context=600)
     case = next(iter(checks.cases(bench, rows)))
     case.rows["position"] = 500 + np.arange(rows)
     bench.set_case(case)

@@ -188,15 +188,17 @@ def check_attention(
         if isinstance(one, kc.CudaLaunch) and one.kernel == "piece_attention"
     )
     rng = np.random.default_rng(rows + heads)
-    slots, context, slot = 3, begin + rows - padding, 1
+    sequences, context, sequence = 3, begin + rows - padding, 1
     live = np.zeros((rows, 4), np.int32)
     live[:padding] = (5, 1 << 30, 77, 0)  # padding, whatever it holds
     live[padding:, 1] = begin + np.arange(rows - padding)
-    live[padding:, 2:] = slot, ACTIVE
+    live[padding:, 2:] = sequence, ACTIVE
     q = rng.standard_normal((rows, heads, head_size)).astype(np.float32)
     q[:padding] = np.nan
     cache = from_bf16(
-        to_bf16(rng.standard_normal((2, slots, kv_heads, context, head_size)).astype(np.float32))
+        to_bf16(
+            rng.standard_normal((2, sequences, kv_heads, context, head_size)).astype(np.float32)
+        )
     )
     device = {
         "live": machine.array(live),
@@ -204,7 +206,7 @@ def check_attention(
         "cache": machine.array(to_bf16(cache)),
         "product_in": machine.array(np.full((rows, heads * head_size), 0x7FFF, np.uint16)),
     }
-    sizes = {"rows": rows, "slots": slots, "context": context}
+    sizes = {"rows": rows, "sequences": sequences, "context": context}
     values = {
         name: device[value.name] if isinstance(value, Bound) else sizes.get(value, value)
         for name, value in launch.arguments
@@ -216,7 +218,7 @@ def check_attention(
     for row in range(padding, rows):
         end = int(live[row, 1]) + 1
         for head in range(heads):
-            keys, content = cache[:, slot, head // (heads // kv_heads), :end].astype(np.float64)
+            keys, content = cache[:, sequence, head // (heads // kv_heads), :end].astype(np.float64)
             scores = keys @ q[row, head] * head_size**-0.5
             shares = np.exp(scores - scores.max())
             wanted = shares @ content / shares.sum()

@@ -25,16 +25,16 @@ from ostinato.errors import CompileError, InputError, NotAvailableError
 from ostinato.graph import prepare
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
-from ostinato.models.cuda import shapes, tuning_store
+from ostinato.models.cuda import shapes
 from ostinato.models.cuda import tunings as choosing
-from ostinato.models.cuda.tuning_store import TuningKey, TuningStore, decode_tuning, encode_tuning
+from ostinato.models.cuda.legal import problems_of
+from ostinato.models.cuda.tunings import TuningKey, TuningStore, decode_tuning, encode_tuning
 from ostinato.models.program import decode_program
 from ostinato.models.tune import meter as tuning_bench
 from ostinato.models.tune.candidates import (
     attention_shapes,
     block_variants,
     expected_gains,
-    problems_of,
     product_shapes,
     start_variants,
 )
@@ -390,30 +390,10 @@ def test_other_kernel_code_has_no_stored_tuning(
     store: TuningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store)
-    monkeypatch.setattr(tuning_store, "sources_digest", lambda: "0" * 32)
+    monkeypatch.setattr(choosing, "sources_digest", lambda: "0" * 32)
     assert chosen(store).origin is choosing.Origin.DEFAULT
     (entry,) = store.entries()
     assert "other kernel code" in str(entry.problem)
-
-
-def test_a_built_in_tuning_comes_before_the_rule_and_after_the_store(
-    store: TuningStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built_in = replace(shapes.default_tuning(SMALL), programmatic=False)
-    monkeypatch.setitem(shapes.TUNED, (GPU, shapes.shape_key(SMALL), 1), built_in)
-    assert chosen(store) == choosing.ChosenTuning(built_in, choosing.Origin.BUILT_IN)
-    save(store)
-    assert chosen(store).origin is choosing.Origin.STORED
-
-
-def test_every_built_in_tuning_is_legal() -> None:
-    for (gpu, key, rows), tuning in shapes.TUNED.items():
-        hidden, inner, heads, kv_heads, head_size, vocabulary = map(int, key.split("-"))
-        config = config_of(
-            heads, kv_heads, head_size, hidden=hidden, inner=inner, vocabulary=vocabulary
-        )
-        assert shapes.shape_key(config) == key
-        assert problems_of(config, rows, tuning) == (), gpu
 
 
 def changed(path: Path, **changes: Any) -> None:
@@ -568,7 +548,7 @@ def test_attention_in_clusters_agrees_with_numpy(rows: int, shape: tuple[int, ..
     )
     assert problems_of(SMALL, rows, tuning) == ()
     bench = checks.Bench(
-        Emulator(), SMALL, max_rows=rows, slots=2, context=110, tunings={rows: tuning}
+        Emulator(), SMALL, max_rows=rows, sequences=2, context=110, tunings={rows: tuning}
     )
     wanted = ("position 0", "position 31", "position 55", "position 109", "batch", "piece")
     chosen_cases = [c for c in checks.cases(bench, rows) if c.name.startswith(wanted)]
@@ -681,4 +661,6 @@ def test_a_sweep_on_the_device(cuda_device: Device, store: TuningStore, rows: in
 def test_turned_products_agree_with_numpy(cuda_device: Device) -> None:
     from tests.models.test_kernels_cuda import OnDevice
 
-    checks.run_checks(OnDevice(cuda_device), SMALL, (1,), slots=3, context=600, tunings={1: TURNED})
+    checks.run_checks(
+        OnDevice(cuda_device), SMALL, (1,), sequences=3, context=600, tunings={1: TURNED}
+    )

@@ -765,7 +765,7 @@ _FAULTS = (
     Fault(
         "held-graph-is-closed",
         "An eviction closes a graph that is held for replays.",
-        "ostinato.cache.table:Table.remove",
+        "ostinato.cache.graph_cache:Table.remove",
         "if entry.leases:",
         "if False:",
         (
@@ -786,7 +786,7 @@ _FAULTS = (
     Fault(
         "replaced-graph-is-replayed",
         "A graph that was put in the place of another is not the one that is replayed.",
-        "ostinato.cache.table:Table.put",
+        "ostinato.cache.graph_cache:Table.put",
         "self.entries[key] = entry",
         "self.entries.setdefault(key, before or entry)",
         (FOOTGUNS + "test_a_replaced_graph_is_not_replayed",),

@@ -175,7 +175,8 @@ class Context:
         # and a finaliser may close objects; that call of `collect` must not go through them too.
         self._looking: object = None
         self._destroying: set[object] = set()
-        self._captures: dict[object, _UnderWay] = {}
+        self.captures: dict[object, _UnderWay] = {}
+        """The captures of this library that are under way, by token.  Only read it."""
         self._abandoned: deque[Callable[[], None]] = deque()
         self._turns: weakref.WeakValueDictionary[int, Turn] = weakref.WeakValueDictionary()
         self._closed = False
@@ -204,7 +205,7 @@ class Context:
     @property
     def captures_under_way(self) -> int:
         """How many captures this library has begun and not ended on this context."""
-        return len(self._captures)
+        return len(self.captures)
 
     def capture_begun(self, token: object, *, exclusive: bool = False) -> None:
         """From here on this thread destroys nothing; with `exclusive`, no thread does.
@@ -213,14 +214,14 @@ class Context:
         until no other thread is destroying anything.  `capture_ended` needs the same `token`.
         """
         with self._idle:
-            self._captures[token] = _UnderWay(threading.get_ident(), exclusive)
+            self.captures[token] = _UnderWay(threading.get_ident(), exclusive)
             while exclusive and self._destroying:
                 self._idle.wait()
 
     def capture_ended(self, token: object) -> None:
         """Undoes `capture_begun`, and destroys the waiting objects that can be.  Idempotent."""
         with self._lock:
-            self._captures.pop(token, None)
+            self.captures.pop(token, None)
         self.collect()
 
     def abandon(self, end: Callable[[], None]) -> None:
@@ -362,17 +363,17 @@ class Context:
         return waiting
 
     def _must_wait(self) -> bool:
-        if not self._captures:
+        if not self.captures:
             return False
         me = threading.get_ident()
-        under_way = self._captures.values()
+        under_way = self.captures.values()
         if any(one.thread == me or one.exclusive for one in under_way):
             return True
         return self.retired <= _BACKLOG
 
     def _reached(self, item: _Retired) -> bool:
         """Moves an object on by as many states as possible.  True once its marks are reached."""
-        if item.quiet and self._captures:
+        if item.quiet and self.captures:
             return False
         try:
             if not item.past and not self._marks_reached(item):

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ostinato.driver.stream import Stream
 
 __all__ = [
-    "PLAIN_CODES",
     "KernelTarget",
     "Launcher",
     "PythonLauncher",
@@ -117,16 +116,12 @@ def prepare(function: Any, executable: int, stream: int) -> Callable[[], int]:
     return partial(function, ctypes.c_void_p(executable), ctypes.c_void_p(stream))
 
 
-PLAIN_CODES = frozenset("bBhHiIqQfdP")
-"""The codes that `packer` takes: those of `struct` for numbers, and P for an address."""
-
-
 def packer(codes: str, slots: Sequence[ParameterSlot]) -> Pack:
     """A function that packs the values of one launch into bytes.
 
     It returns None if a value does not have exactly the type of its slot; `Signature.pack` then
-    converts the value or raises the error.  `codes`: one of `PLAIN_CODES` for each slot.  An
-    address is an int, an object with an `address`, or one that `signature.address_of` knows.
+    converts the value or raises the error.  `codes`: one of `signature.PLAIN_CODES` for each slot.
+    An address is an int, an object with an `address`, or one that `signature.address_of` knows.
     """
     if _extension is not None:
         offsets = tuple(slot.offset for slot in slots)

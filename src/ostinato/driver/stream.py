@@ -149,7 +149,7 @@ class Stream(Closeable):
 
         Only on CUDA: NotAvailableError elsewhere.
         """
-        if self.context.driver.capabilities.source_language != "cuda":
+        if self.context.driver.cuda_context is None:
             raise NotAvailableError(f"a stream of {self.context.driver.name} is no CUDA stream")
         return 0, self.enter("giving the stream to another library", Entry.GIVE)
 

@@ -25,8 +25,8 @@ from ostinato.driver.api import (
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
-from ostinato.driver.launcher import PLAIN_CODES, packer
-from ostinato.driver.signature import Signature, pack_untyped
+from ostinato.driver.launcher import packer
+from ostinato.driver.signature import PLAIN_CODES, Signature, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
 
 __all__ = ["Kernel", "LoadedModule"]
@@ -220,14 +220,7 @@ class Kernel:
             return KernelArguments(data, self.slots)
         if self.signature is None:
             return pack_untyped(self.slots, values)
-        packed = self.signature.pack(values)
-        if packed.layout == self.slots:
-            return packed
-        # A struct by value may be aligned otherwise than the signature can say.
-        moved = bytearray(max((s.offset + s.size for s in self.slots), default=0))
-        for index, slot in enumerate(self.slots):
-            moved[slot.offset : slot.offset + slot.size] = packed.raw(index)
-        return KernelArguments(bytes(moved), self.slots)
+        return self.signature.pack(values, self.slots)
 
     def allow_shared(self, nbytes: int) -> None:
         """Lets launches ask for up to `nbytes` of dynamic shared memory a block (over 48 KiB).

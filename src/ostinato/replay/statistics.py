@@ -55,12 +55,6 @@ class Counts:
     padded: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
-    def called(self, used: int, padded: int) -> None:
-        """One call, with its real and its bucketed sizes."""
-        self.calls += 1
-        self.used += used
-        self.padded += padded
-
     def ran_eagerly(self, launches: int, reason: Reason) -> None:
         """One eager run, of so many operations."""
         self.eager += 1

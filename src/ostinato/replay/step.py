@@ -35,6 +35,7 @@ from ostinato.errors import (
     ClosedError,
     ContextPoisonedError,
     InputError,
+    OstinatoError,
     StateLostError,
     VerificationError,
 )
@@ -52,7 +53,7 @@ from ostinato.replay.check import Cause, CheckReport, Finding, check_replay, wat
 from ostinato.replay.held import HeldCounts, HeldReplay
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide
 from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
-from ostinato.replay.sizes import DeviceSizes, StepKey, bucket_of, checked_sizes
+from ostinato.replay.sizes import Call, DeviceSizes, StepKey, bucket_of, checked_sizes
 from ostinato.replay.slots import Slot, check_slots
 from ostinato.replay.statistics import Counts, StepStatistics
 from ostinato.settings import ReplaySettings
@@ -77,21 +78,6 @@ Work: TypeAlias = Callable[..., object]
 """What a step runs: submits work of the given sizes to the stream."""
 Builder: TypeAlias = Callable[..., GraphExec]
 """Makes the executable of the given (bucketed) sizes, uploaded on the stream or not."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The real and the bucketed sizes of one call, and the key of its graph."""
-
-    key: StepKey
-    sizes: dict[str, int]
-    buckets: dict[str, int]
-    over_buckets: str | None = None
-    over_slot: str | None = None
-
-    @property
-    def padded(self) -> bool:
-        return self.sizes != self.buckets
 
 
 @dataclass(slots=True, eq=False)
@@ -214,6 +200,7 @@ class GraphedStep(Closeable):
         if profile is not None and (settings is None or settings.profile is None):
             settings = replace(settings or ReplaySettings(), profile=True)
         self.settings = _settings.replay_settings(settings)
+        self._plain = self.settings.plain
         self.profile = profile
         if self.profile is None and self.settings.profile:
             every, printer = self.settings.print_every, _print if self.settings.printed else None
@@ -222,7 +209,7 @@ class GraphedStep(Closeable):
         self._sizes = DeviceSizes(stream.context)
         self._check_limit = parse_bytes(check_limit)
         self._last_check: CheckReport | None = None
-        self._calls: OrderedDict[tuple[tuple[str, object], ...], _Call] = OrderedDict()
+        self._calls: OrderedDict[tuple[tuple[str, object], ...], Call] = OrderedDict()
         self._buckets = cache.buckets
         self._states: OrderedDict[StepKey, _KeyState] = OrderedDict()
         self._broken: tuple[Reason, str] | None = None
@@ -262,7 +249,7 @@ class GraphedStep(Closeable):
             raise InputError(call.over_buckets)
         return call.key
 
-    def _call(self, sizes: Mapping[str, int]) -> _Call:
+    def _call(self, sizes: Mapping[str, int]) -> Call:
         """The sizes in buckets.  Raises InputError for no size or one over a slot, ClosedError."""
         self._require_open()
         if self._buckets is not self.cache.buckets:
@@ -278,7 +265,7 @@ class GraphedStep(Closeable):
             _remember(self._calls, given, known)
         return known
 
-    def _bucketed(self, sizes: dict[str, int]) -> _Call:
+    def _bucketed(self, sizes: dict[str, int]) -> Call:
         for slot in self.slots:
             slot.rows(sizes)
         schemes, over_buckets = self._buckets, None
@@ -297,7 +284,8 @@ class GraphedStep(Closeable):
             None,
         )
         key = StepKey(self.name, self._identity, tuple(sorted(buckets.items())))
-        return _Call(key, sizes, buckets, over_buckets, over_slot)
+        sums = sum(sizes.values()), sum(buckets.values())
+        return Call(key, sizes, buckets, *sums, over_buckets, over_slot)
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:
@@ -319,9 +307,11 @@ class GraphedStep(Closeable):
         check could not put back what it changed; ContextPoisonedError; ClosedError.
         """
         with self._lock, self.stream.turn.lock:
-            call = self._call(sizes)
+            call, counts = self._call(sizes), self._counts
             state = self._state(call.key)
-            self._counts.called(sum(call.sizes.values()), sum(call.buckets.values()))
+            counts.calls += 1
+            counts.used += call.used
+            counts.padded += call.room
             # Held, so that another thread's eviction cannot close it before it is launched.
             with self.cache.hold(call.key) as executable:
                 executable = self._usable(call, executable)
@@ -387,14 +377,14 @@ class GraphedStep(Closeable):
                 return decision
             self._sizes.set(call.sizes, self.stream)
             replay: Callable[[], None] = partial(executable.launch, self.stream)
-            if not self.settings.plain or self._sizes.asked:
+            if not self._plain or self._sizes.asked:
                 replay = partial(self._replay_held, call, executable)
-            counts = HeldCounts(sum(call.sizes.values()), sum(call.buckets.values()))
+            counts = HeldCounts(call.used, call.room)
             lease.callback(self._let_go, counts)
             self._held.append(counts)
             return HeldReplay(self.stream.context, replay, lease, counts)
 
-    def _replay_held(self, call: _Call, executable: GraphExec) -> None:
+    def _replay_held(self, call: Call, executable: GraphExec) -> None:
         self._sizes.set(call.sizes, self.stream)
         try:
             run_replay(call.key, executable, self.stream, self.settings, self.profile)
@@ -407,7 +397,7 @@ class GraphedStep(Closeable):
             self._held.remove(counts)
             self._counts.replays(counts)
 
-    def _usable(self, call: _Call, executable: GraphExec | None) -> GraphExec | None:
+    def _usable(self, call: Call, executable: GraphExec | None) -> GraphExec | None:
         """The executable; None, and it is taken out of the cache, if memory that it points at was
         closed, or a change of it failed half way."""
         if executable is None or not executable.suspect or executable.usable:
@@ -415,12 +405,12 @@ class GraphedStep(Closeable):
         self.cache.evict(call.key)
         return None
 
-    def _situation(self, call: _Call, state: _KeyState, has_graph: bool) -> Situation:
+    def _situation(self, call: Call, state: _KeyState, has_graph: bool) -> Situation:
         context = self.stream.context
         return Situation(
             enabled=self.enabled,
             profiling=self.profiling,
-            inside_capture=context.captures_under_way > 0
+            inside_capture=bool(context.captures)
             and self.stream.capture_info.status is not CaptureStatus.NONE,
             quarantine=self._broken or state.quarantine,
             unmet=tuple(name for name, met in self.preconditions.items() if not met())
@@ -434,7 +424,7 @@ class GraphedStep(Closeable):
             records=self.build == "record",
         )
 
-    def _run_eager(self, call: _Call, state: _KeyState, decision: Decision) -> Decision:
+    def _run_eager(self, call: Call, state: _KeyState, decision: Decision) -> Decision:
         """Runs the call launch by launch, at its real sizes."""
         if decision.reason is Reason.INSIDE_CAPTURE:
             self._sizes.begin_in_capture(call.sizes)
@@ -454,10 +444,11 @@ class GraphedStep(Closeable):
 
     # --- replaying
     def _replay(
-        self, call: _Call, state: _KeyState, executable: GraphExec, decision: Decision
+        self, call: Call, state: _KeyState, executable: GraphExec, decision: Decision
     ) -> Decision:
         state.replays += 1
-        self._sizes.set(call.sizes, self.stream)
+        if self._sizes.complete is not call.sizes:
+            self._sizes.set(call.sizes, self.stream)
         if self.verify != "off" and self._is_due(call, state, executable):
             return self._checked(call, state, executable, decision)
         try:
@@ -467,17 +458,26 @@ class GraphedStep(Closeable):
         state.refusals = 0
         return decision
 
-    def _is_due(self, call: _Call, state: _KeyState, executable: GraphExec) -> bool:
+    def _is_due(self, call: Call, state: _KeyState, executable: GraphExec) -> bool:
         if not state.is_checked(executable, call.padded):
             return True
         return isinstance(self.verify, int) and state.replays % self.verify == 0
 
-    def _launch(self, call: _Call, executable: GraphExec) -> None:
-        run_replay(call.key, executable, self.stream, self.settings, self.profile)
+    def _launch(self, call: Call, executable: GraphExec) -> None:
+        """One replay.  Raises as `run_replay` does."""
+        if self._plain:
+            try:
+                executable.launch(self.stream)
+            except ContextPoisonedError:
+                raise
+            except OstinatoError as error:
+                raise NotLaunched(str(error)) from error
+        else:
+            run_replay(call.key, executable, self.stream, self.settings, self.profile)
         self._counts.replayed += 1
         self._counts.launches_replayed += 1
 
-    def _refused(self, call: _Call, state: _KeyState, why: str) -> Decision:
+    def _refused(self, call: Call, state: _KeyState, why: str) -> Decision:
         """Drops the graph, and runs the call eagerly."""
         state.refusals += 1
         if state.refusals >= _REFUSALS:
@@ -488,7 +488,7 @@ class GraphedStep(Closeable):
         return self._run_eager(call, state, decision)
 
     # --- building
-    def _build(self, call: _Call, state: _KeyState, decision: Decision) -> Decision:
+    def _build(self, call: Call, state: _KeyState, decision: Decision) -> Decision:
         if self.build == "record":
             return self._build_by_record(call, state, decision)
         failure = self._make_graph(call, state)
@@ -500,7 +500,7 @@ class GraphedStep(Closeable):
                 return self._run_eager(call, state, decision)
             return self._replay(call, state, executable, decision)
 
-    def _make_graph(self, call: _Call, state: _KeyState) -> Decision | None:
+    def _make_graph(self, call: Call, state: _KeyState) -> Decision | None:
         """Captures the step and installs its graph; returns a Decision if that failed."""
         self._sizes.begin(call.sizes, self.stream)
 
@@ -519,7 +519,7 @@ class GraphedStep(Closeable):
         return self._install(call, state, make)
 
     def _install(
-        self, call: _Call, state: _KeyState, make: Callable[[], GraphExec]
+        self, call: Call, state: _KeyState, make: Callable[[], GraphExec]
     ) -> Decision | None:
         """Puts the executable of `make` into the cache; quarantines the key if `make` raises."""
         try:
@@ -532,7 +532,7 @@ class GraphedStep(Closeable):
         self._counts.built += 1
         return None
 
-    def _build_by_record(self, call: _Call, state: _KeyState, decision: Decision) -> Decision:
+    def _build_by_record(self, call: Call, state: _KeyState, decision: Decision) -> Decision:
         """Records a real run at the bucketed sizes and builds the graph; the answer of the run is
         kept, also if the graph cannot be built."""
         self._sizes.begin(call.sizes, self.stream)
@@ -585,7 +585,7 @@ class GraphedStep(Closeable):
 
     # --- checking
     def _checked(
-        self, call: _Call, state: _KeyState, executable: GraphExec, decision: Decision
+        self, call: Call, state: _KeyState, executable: GraphExec, decision: Decision
     ) -> Decision:
         def eager() -> Sequence[Operation]:
             with operations(self.stream.context) as made:
@@ -615,7 +615,7 @@ class GraphedStep(Closeable):
             return decision
         return self._mismatched(call, state, report.finding)
 
-    def _mismatched(self, call: _Call, state: _KeyState, finding: Finding) -> Decision:
+    def _mismatched(self, call: Call, state: _KeyState, finding: Finding) -> Decision:
         """After a failed check, with all memory as before the call: runs the call eagerly.
 
         Raises VerificationError if strict, or if the step keeps state on the host.

@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from contextlib import AbstractContextManager
 from ctypes import byref
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from ostinato.driver.api import CudaContext
 from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError, NotAvailableError
 
 __all__ = [
     "BlasHandle",
     "Cublaslt",
-    "HasBlasContext",
     "MatrixProduct",
     "Planned",
     "explain_blas_status",
@@ -78,19 +77,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cublasLtMatmulAlgoGetHeuristic": (*(_P,) * 7, ctypes.c_int, _P, _P),
     "cublasLtMatmul": (*(_P,) * 14, ctypes.c_size_t, _P),
 }
-
-
-class HasBlasContext(Protocol):
-    """The CUDA driver, as far as a handle needs it."""
-
-    @property
-    def context(self) -> int:
-        """The primary context (CUcontext)."""
-        ...
-
-    def made_current(self) -> AbstractContextManager[None]:
-        """Our context is the calling thread's inside the block."""
-        ...
 
 
 class _HeuristicResult(ctypes.Structure):
@@ -202,7 +188,7 @@ class Cublaslt:
             where = f" for {about}" if about else ""
             raise NotAvailableError(f"{symbol}{where} gave {explain_blas_status(status)} ({self})")
 
-    def handle(self, driver: HasBlasContext) -> BlasHandle:
+    def handle(self, driver: CudaContext) -> BlasHandle:
         """The device's handle, made at the first use.
 
         It is never destroyed: graphs may hold the library's kernels for any time, and destroying
@@ -225,7 +211,7 @@ class BlasHandle:
         self.library = library
         self.value = handle
 
-    def plan(self, driver: HasBlasContext, product: MatrixProduct, workspace: int) -> Planned:
+    def plan(self, driver: CudaContext, product: MatrixProduct, workspace: int) -> Planned:
         """Descriptors and an algorithm that takes at most `workspace` bytes.
 
         Not inside a capture.  Raises NotAvailableError if the library has none.
@@ -239,7 +225,7 @@ class Planned:
     bytes, as every allocation is."""
 
     def __init__(
-        self, handle: BlasHandle, driver: HasBlasContext, product: MatrixProduct, workspace: int
+        self, handle: BlasHandle, driver: CudaContext, product: MatrixProduct, workspace: int
     ) -> None:
         self.product = product
         self._handle = handle

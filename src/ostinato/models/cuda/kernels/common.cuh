@@ -34,7 +34,7 @@ typedef unsigned short bf16;  // the bits; no arithmetic in this type
 constexpr int ACTIVE = 1, SAMPLE = 2, FROM_STATE = 4;
 
 struct alignas(16) Row {
-    int token, position, slot, flags;
+    int token, position, sequence, flags;
 };
 
 #ifndef EMULATED

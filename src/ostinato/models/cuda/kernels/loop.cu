@@ -14,7 +14,7 @@ extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(
 // only the first step would compute them.
 KERNEL __launch_bounds__(64)
     continue_loop(cudaGraphConditionalHandle condition, int* counter, const int* rows,
-                  const int* state, u32 row_count, u32 slots, u32 start) {
+                  const int* state, u32 row_count, u32 sequences, u32 start) {
     __shared__ bool any;
     const int index = threadIdx.x;
     if (index == 0) any = false;
@@ -23,9 +23,9 @@ KERNEL __launch_bounds__(64)
     if (index < ROWS) {
         const Row row = load_row(rows, index);
         if ((row.flags & (ACTIVE | SAMPLE)) == (ACTIVE | SAMPLE) &&
-            static_cast<u32>(row.slot) < slots) {
+            static_cast<u32>(row.sequence) < sequences) {
             bool live = start > 0;
-            if (row.flags & FROM_STATE) live = load_row(state, row.slot).flags == 0;  // stopped
+            if (row.flags & FROM_STATE) live = load_row(state, row.sequence).flags == 0;  // stopped
             if (live) any = true;
         }
     }
