@@ -144,9 +144,9 @@ def decode_program(
 def loop_call(start: int = 0) -> KernelCall:
     """The kernel that decides whether a loop goes on with another step.
 
-    With `start` it stands before the loop, which will then do so many steps at most; without, it
-    ends the loop's body.  The loop goes on only as long as a row that is FROM_STATE has not
-    stopped, so no step runs after all have.
+    With `start` it is launched before the loop, which then does `start` steps at most; without, it
+    is the last kernel of the loop's body.  The loop goes on only as long as a row that is
+    FROM_STATE has not stopped, so no step runs after all have.
     """
     return _call(
         "continue_loop",

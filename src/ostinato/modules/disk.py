@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, shared by processes.  No file is believed before it is checked.
+"""Compiled kernels on disk, shared by processes.  Every file is checked before it is used.
 
 One file for each key, named by it.  `Compiled.inputs` has the header files that it was made of; the
 caller must check those.

@@ -168,8 +168,8 @@ class CudaCalls:
         return self._in_context(view)
 
     def memory_range(self, address: int) -> MemoryRange | None:
-        # The plural call answers zeros for an address that is nobody's, where the singular one and
-        # cuMemGetAddressRange fail.  It answers for pinned, managed, pool and mapped memory too.
+        # For an address in no allocation the plural call returns zeros, where the singular one and
+        # cuMemGetAddressRange fail.  It knows pinned, managed, pool and mapped memory too.
         start, size = ctypes.c_uint64(), ctypes.c_size_t()
         data = (ctypes.c_void_p * 2)(ctypes.addressof(start), ctypes.addressof(size))
         status = self._status(

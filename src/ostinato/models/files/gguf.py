@@ -201,7 +201,10 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What stands before the data.  Metadata values: int, float, bool, str, or a list of one."""
+    """What the file has before the tensors' data.
+
+    Metadata values: int, float, bool, str, or a list of one of them.
+    """
 
     metadata: dict[str, object]
     tensors: tuple[GgufTensor, ...]

@@ -204,7 +204,7 @@ KERNEL __launch_bounds__(32 * WARPS)
             deliver(item, maximum, sum, value);
         }
         if (units > 1) __threadfence();
-        sync_cluster<CLUSTER>();  // nobody leaves while others read its memory
+        sync_cluster<CLUSTER>();  // a block must not end while others read its memory
         if (units == 1 || split % CLUSTER) return;
     }
 

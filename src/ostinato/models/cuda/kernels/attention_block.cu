@@ -292,7 +292,7 @@ KERNEL __launch_bounds__(THREADS)
             }
         }
     }
-    wait_for_bytes(&shared.arrivals[1]);  // after which nobody sends anything here
+    wait_for_bytes(&shared.arrivals[1]);  // the last bytes that are sent to this block
     if (blocks > 1) {
         for (int item = thread; item < WIDTH; item += THREADS) {
             const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;

@@ -157,12 +157,12 @@ template <int BLOCKS> DEVICE float load_of_block(const float* own, int rank) {
     return v;
 }
 
-// Values sent to another block's shared memory, and there counted: whoever waits for so many bytes
-// sees what they carried, after one way through the chip.  A barrier would take two, since it first
-// waits until all that was stored has arrived.
+// Values are stored in another block's shared memory, and their bytes are counted there.  A thread
+// that has waited for so many bytes sees the values, after one transfer between multiprocessors.  A
+// cluster barrier takes two, since it first waits until all stores have arrived.
 //
-// One thread says how many bytes a block expects, before it arrives at its cluster; nobody sends
-// before having waited for the cluster, and nobody ends while bytes are on the way to it.
+// One thread sets how many bytes a block expects, before it arrives at the cluster's barrier.  A block
+// sends only after it has waited for that barrier, and must not end while bytes are sent to it.
 DEVICE void expect_bytes(u64* arrivals, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
     const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));

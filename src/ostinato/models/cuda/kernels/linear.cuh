@@ -4,7 +4,7 @@
 // Outputs are made in *pairs*, because three of five need two at once: rope turns dimensions i and
 // i + size / 2 of a head, the MLP multiplies gate i with up i, and the residual is read and written
 // two floats at a time.  `weight_row(pair, which)` says which two rows of the [out, in] matrix those
-// are; whoever computes a pair holds both sums in one thread and calls `finish`.
+// are; the thread that computes a pair has both sums and calls `finish`.
 //
 // Bytes: every weight once (2 * OUTPUTS * INPUTS).  All else comes from L2.
 #pragma once

@@ -9,8 +9,8 @@ extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(
     cudaGraphConditionalHandle handle, unsigned int value);
 #endif
 
-// One block; a thread a row.  With `start` it stands before the loop and sets the count, else it
-// ends the loop's body and counts one step.  Rows that are not FROM_STATE stay what they are, so
+// One block; a thread a row.  With `start` it is launched before the loop and sets the count, else it is
+// the last of the loop's body and counts one step.  Rows that are not FROM_STATE stay what they are, so
 // only the first step would compute them.
 KERNEL __launch_bounds__(64)
     continue_loop(cudaGraphConditionalHandle condition, int* counter, const int* rows,

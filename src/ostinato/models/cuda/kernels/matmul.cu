@@ -18,7 +18,7 @@
 // the last of them to finish adds up what all of them left in the workspace.  Orders are fixed.
 //
 // Rows that are not wanted (padding; for the head all that do not sample) are left out before
-// anything is read: the others are numbered through, and tiles of 8 rows with nobody are skipped.
+// anything is read: the others get consecutive numbers, and empty tiles of 8 rows are skipped.
 #include "linear.cuh"
 
 constexpr int ROW_TILES = ceil_div(ROWS, 8), PADDED_ROWS = ROW_TILES * 8;

@@ -9,11 +9,11 @@
 // Blocks are a row, or a part of one, so that a few rows fill many multiprocessors.  Nothing here is
 // compiled for a number of rows.
 //
-// A library's kernel neither waits nor lets others start early: whatever stands beside one is
-// launched without (`LaunchConfig.programmatic`), and then both calls do nothing.
+// A library's kernel does not use programmatic launch.  So the kernels before and after it are launched
+// without it (`LaunchConfig.programmatic`), and then both calls do nothing.
 //
-// Padding rows become zeros where a product reads them: what stood there before could be anything, and
-// a NaN would make the next check of the memory loud about rows that nobody reads.
+// Padding rows become zeros where a product reads them.  They may hold anything before, and a NaN in
+// them would make a check of the memory report rows that no kernel uses.
 #include "linear.cuh"
 
 constexpr int QUERY = HEADS * HEAD_SIZE, QKV = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;
