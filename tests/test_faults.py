@@ -645,11 +645,3 @@ def test_a_fault_at_every_call(name: str, kind: str, caplog: pytest.LogCaptureFi
         assert all(more > 0 for more in left.values()), (at, outcome.struck[0], left)
         assert left.keys() <= refused, (at, outcome.struck[0], left)
     assert at > 1, "the scenario makes calls"
-
-
-@pytest.fixture(autouse=True)
-def _quick_collections() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

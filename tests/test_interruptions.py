@@ -271,12 +271,3 @@ def test_memory_is_given_back(device: Device, step_size: int) -> None:
     # Lost is what an interruption meets inside the driver's own calls: whether it freed something
     # is not known then, and to free it twice could take another owner's memory.
     assert (free - device.memory_info()[0]) // 1000 < len(points) // 4
-
-
-@pytest.fixture(autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Each interruption is followed by a collection, which need not look at all that was before."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
