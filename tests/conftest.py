@@ -28,6 +28,7 @@ from tests.sources import preload
 hypothesis.settings.register_profile(
     "same",
     derandomize=True,
+    max_examples=50,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
