@@ -11,8 +11,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +28,7 @@ from ostinato.replay import HeldReplay
 from ostinato.testing import FaultyDriver
 from tests.relational.tables import expected, pairs
 from tests.sources import config, kernel, preload
-
-N = 16
+from tests.sums import N, Sums, assert_sound
 
 DESTRUCTIONS = {
     "mem_free": "memory",
@@ -43,55 +41,18 @@ DESTRUCTIONS = {
 """Calls that leave what they are to destroy, if they are refused."""
 
 
-class World:
+class World(Sums):
     """A device whose calls can fail, and a graph on it: three times out = a + a."""
 
     def __init__(self) -> None:
         self.faults = FaultyDriver(HostDriver(total_memory=1 << 24))
-        self.device = preload(Device(self.faults))
-        self.stream = self.device.create_stream()
+        super().__init__(preload(Device(self.faults)))
         self.side = self.device.create_stream()
-        self.a, self.b = (self.device.array(np.full(N, v, np.float32)) for v in (3, 5))
-        self.outs = [self.device.zeros(N, np.float32) for _ in range(3)]
-        self.graph = self.captured(self.a)
-        self.other = self.captured(self.b)
-        self.run = self.graph.instantiate(upload=self.stream)
         self.run.launch(self.stream)
         self.stream.synchronize()
 
-    def captured(self, source: ost.Buffer) -> ost.Graph:
-        return ost.capture_function(self.stream, lambda: self.submit(source))
-
-    def submit(self, source: ost.Buffer) -> None:
-        for out in self.outs:
-            add = kernel(self.device, "add")
-            ost.launch(self.stream, add, config(N), source, source, out, N)
-
-    def clear(self) -> None:
-        for out in self.outs:
-            ost.fill(self.stream, out, 0)
-
-    def seen(self) -> list[float]:
-        """The last element of each output."""
-        return [float(out.to_numpy(self.stream)[-1]) for out in self.outs]
-
-    def answers(self, run: ost.GraphExec | None = None) -> list[float]:
-        """What a launch gives now."""
-        self.clear()
-        (run or self.run).launch(self.stream)
-        return self.seen()
-
     def assert_sound(self) -> None:
-        """Nothing is under way, nothing listens, and the streams work."""
-        self.device.context.collect()
-        assert self.device.context.captures_under_way == 0
-        assert self.device.context.taps == ()
-        for stream in (self.stream, self.side):
-            assert not stream.is_capturing
-            done = threading.Event()
-            stream.call(done.set)
-            stream.synchronize()
-            assert done.is_set()
+        assert_sound(self.device, self.stream, self.side)
 
 
 def census(faults: FaultyDriver) -> dict[str, int]:

@@ -20,6 +20,7 @@ from ostinato.modules.compiler import compile_plan, compiler_identity, confirmed
 from ostinato.modules.nvrtc import Opened, Reference, Toolchain
 from ostinato.modules.nvrtc_file import CompilerFile, expected_file
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
+from tests.processes import child_environment
 
 nvrtc = needs_nvrtc()
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files as on Linux")
@@ -120,7 +121,7 @@ def run_fresh(code: str, *arguments: str, **variables: str) -> str:
     answer = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables},
+        env=child_environment(**variables),
         capture_output=True,
         text=True,
         check=False,
