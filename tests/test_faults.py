@@ -577,6 +577,7 @@ def _run(name: str, at: int = 0, status: int = 1, times: int = 1) -> _Outcome:
 LONG = {name for name in SCENARIOS if name.startswith(("step", "cache"))}
 QUICK: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LONG, ("refused", "all from here")),
+    "step_strict": ("refused",),
     **dict.fromkeys(("join", "join_eager", "joiner"), ("refused",)),
 }
 CASES = [
