@@ -575,26 +575,35 @@ def _run(name: str, at: int = 0, status: int = 1, times: int = 1) -> _Outcome:
 
 
 LONG = {name for name in SCENARIOS if name.startswith(("step", "cache"))}
+STRIDE = 3
 QUICK: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LONG, ("refused", "all from here")),
     "step_strict": ("refused",),
     **dict.fromkeys(("join", "join_eager", "joiner"), ("refused",)),
 }
+"""What fails of scenarios with hundreds of calls in the usual run, at every STRIDE-th of them."""
 CASES = [
-    (name, kind)
-    if kind in QUICK.get(name, KINDS)
-    else pytest.param(name, kind, marks=pytest.mark.slow)
+    pytest.param(
+        name, kind, 1, marks=pytest.mark.slow if name in QUICK else (), id=f"{name}-{kind}"
+    )
     for name in SCENARIOS
     for kind in KINDS
 ]
+SPARSE = [
+    pytest.param(name, kind, STRIDE, id=f"{name}-{kind}-every {STRIDE}rd")
+    for name, kinds in QUICK.items()
+    for kind in kinds
+]
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_a_fault_at_every_call(name: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("name", "kind", "stride"), CASES + SPARSE)
+def test_a_fault_at_every_call(
+    name: str, kind: str, stride: int, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.ERROR, "ostinato")  # what a refused destruction says, thousandfold
     status, times = KINDS[kind]
     clean = _run(name).left
-    for at in itertools.count(1):
+    for at in itertools.count(1, stride):
         outcome = _run(name, at, status, times)
         if not outcome.struck:
             break

@@ -18,18 +18,16 @@ from tests.interrupted import every, interrupt, lines
 from tests.sources import config, kernel
 from tests.sums import N, Sums, assert_sound
 
-STEP = 5
-"""Every so many lines in the usual run; `--all-lines` takes each."""
-
 
 @pytest.fixture
 def device(host_device: Device) -> Device:
     return host_device
 
 
-@pytest.fixture
+@pytest.fixture(params=[10, pytest.param(3, marks=pytest.mark.slow)])
 def step_size(request: pytest.FixtureRequest) -> int:
-    return 1 if request.config.getoption("--all-lines") else STEP
+    """Every so many lines are interrupted; with `--all-lines` each is."""
+    return 1 if request.config.getoption("--all-lines") else request.param
 
 
 def shadow(sums: Sums) -> list[float]:

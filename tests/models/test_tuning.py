@@ -171,7 +171,7 @@ def test_there_is_something_to_try(name: str, rows: int) -> None:
 )
 def test_candidates_compile_and_fit_the_registers(name: str) -> None:
     """The likeliest of each kind with and without turns; all of them would take minutes.  What the
-    rule's own tuning launches too is compiled in test_kernels_cuda."""
+    rule's own tuning launches too is compiled by other tests."""
     config = CONFIGS[name]
     tuning = turned = rule = shapes.default_tuning(config)
     for stage in shapes.PRODUCTS.values():
