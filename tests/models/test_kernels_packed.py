@@ -29,6 +29,7 @@ from ostinato.models.plan import rope_table
 from ostinato.models.program import ACTIVE, FROM_STATE, SAMPLE
 from tests.models.model_files import weights, write_gguf
 from tests.models.test_kernels_host import NAN, config_of, live_rows, random
+from tests.processes import child_environment
 
 pytestmark = pytest.mark.skipif(
     not kernels_packed.compiled(), reason="the extension was not built here"
@@ -632,7 +633,7 @@ def test_threads_in_a_process_of_their_own(way: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM + WAYS[way] + "\nprint('done')"],
         capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), "."])},
+        env=child_environment(),
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == "done\n", done.stdout + done.stderr
 

@@ -26,6 +26,7 @@ from ostinato.modules import disk as disk_module
 from ostinato.modules.compiler import Compiled
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
 from tests.modules.disk_worker import source
+from tests.processes import child_environment
 
 nvrtc = needs_nvrtc()
 posix = pytest.mark.skipif(not hasattr(os, "getuid"), reason="users and modes are POSIX's")
@@ -370,7 +371,7 @@ def start_worker(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.modules.disk_worker", str(folder)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=child_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

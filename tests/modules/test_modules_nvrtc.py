@@ -20,6 +20,7 @@ from ostinato.modules import nvrtc as nvrtc_module
 from ostinato.modules.compiler import compile_plan, compiler_identity, confirmed, plan_compilation
 from ostinato.modules.nvrtc import CompilerFile, Opened, Reference, Toolchain, expected_file, locate
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
+from tests.processes import child_environment
 
 nvrtc = needs_nvrtc()
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files as on Linux")
@@ -119,7 +120,7 @@ def run_fresh(code: str, *arguments: str, **variables: str) -> str:
     answer = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables},
+        env=child_environment(**variables),
         capture_output=True,
         text=True,
         check=False,

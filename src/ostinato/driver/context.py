@@ -306,9 +306,11 @@ class Context:
 
         `quiet`: and only while no thread captures, since `destroy` waits for the device.
         Safe in finalisers: touches nothing but a deque.  Streams are marked at the next `collect`,
-        so work submitted in between is waited for as well.
+        so work submitted in between is waited for as well.  Nothing is noted once the device is
+        closed: the driver has destroyed it, and what `destroy` holds must be free to go.
         """
-        self._incoming.append(_Retired(destroy, tuple(streams), quiet))
+        if not self._closed:
+            self._incoming.append(_Retired(destroy, tuple(streams), quiet))
 
     def collect(self) -> int:
         """Destroys what can be destroyed now, and returns how many objects still wait.
