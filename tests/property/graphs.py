@@ -344,8 +344,8 @@ class GraphRules(World):
         on, ops = self.lane(lane), [self.op(spec) for spec in specs]
         into = None
         if where % 2 and self.definitions and how != "empty":
-            into = self.definitions[where % len(self.definitions)].graph
-            into = None if into.closed else into
+            of = self.definitions[where % len(self.definitions)]
+            into = None if of.graph.closed or (how == "sync" and of.single) else of.graph
             if into is not None and how == "sync":
                 into = into.clone()  # it goes with the capture
         before = None if into is None else [node.handle for node in into.nodes]
