@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
@@ -19,6 +20,7 @@ from ostinato.driver.api import (
     EventRecordNodeParams,
     EventWaitNodeParams,
     FreeNodeParams,
+    FrozenGraph,
     GraphHandle,
     HostNodeParams,
     InstantiateFlags,
@@ -26,6 +28,7 @@ from ostinato.driver.api import (
     LaunchConfig,
     MemcpyNodeParams,
     MemOp,
+    MemoryRange,
     MemsetNodeParams,
     NodeHandle,
     NodeKind,
@@ -40,6 +43,7 @@ from ostinato.graph.launching import prepare
 from ostinato.graph.node import Argument, Node, NodeLabel, decode_arguments
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
+from ostinato.memory.ranges import KnownRanges
 
 if TYPE_CHECKING:
     from ostinato.graph.executable import GraphExec
@@ -160,32 +164,52 @@ class Graph(Closeable):
     @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes in the driver's order, child graphs and conditional bodies inside."""
-        return self._read(self.handle)
+        find = KnownRanges(self.context.driver.memory_range)
+        return self._read(self.handle, find)
 
-    def _read(self, handle: GraphHandle) -> tuple[Node, ...]:
-        driver = self.context.driver
+    def _read(self, handle: GraphHandle, find: KnownRanges) -> tuple[Node, ...]:
+        frozen = self.context.driver.graph_freeze(handle, shown=True)
         return tuple(
-            self._read_node(index, node) for index, node in enumerate(driver.graph_nodes(handle))
+            self.read_node(frozen, index, find, partial(self._read, find=find))
+            for index in range(len(frozen.nodes))
         )
 
-    def _read_node(self, index: int, handle: NodeHandle) -> Node:
-        driver = self.context.driver
-        kind, params = driver.node_kind(handle), driver.node_params(handle)
+    def read_node(
+        self,
+        frozen: FrozenGraph,
+        index: int,
+        find: Callable[[int], MemoryRange | None],
+        inside: Callable[[GraphHandle], tuple[Node, ...]],
+    ) -> Node:
+        """One node of what was frozen.  `inside` reads a child graph or a body."""
+        return self._node(
+            index, frozen.nodes[index], frozen.kind(index), frozen.params(index), find, inside
+        )
+
+    def _node(
+        self,
+        index: int,
+        handle: NodeHandle,
+        kind: NodeKind,
+        params: NodeParams,
+        find: Callable[[int], MemoryRange | None],
+        inside: Callable[[GraphHandle], tuple[Node, ...]],
+    ) -> Node:
         label = self.labels.get(handle)
         operation = None if label is None else label.operation
         name, signature = kind.name.lower(), None if operation is None else operation.signature
         arguments: tuple[Argument, ...] = ()
         children: tuple[tuple[Node, ...], ...] = ()
         if isinstance(params, KernelNodeParams):
-            name = driver.function_info(params.function).name
-            arguments = decode_arguments(params, signature, driver.memory_range)
+            name = self.context.driver.function_info(params.function).name
+            arguments = decode_arguments(params, signature, find)
         elif isinstance(params, HostNodeParams) and params.function is not None:
             name = getattr(params.function, "__qualname__", name)
         elif isinstance(params, ChildGraphNodeParams):
-            children = (self._read(params.graph),)
+            children = (inside(params.graph),)
         elif isinstance(params, ConditionalNodeParams):
             name = params.kind.name.lower()
-            children = tuple(self._read(body) for body in params.bodies)
+            children = tuple(inside(body) for body in params.bodies)
         return Node(
             index,
             handle,
@@ -199,12 +223,18 @@ class Graph(Closeable):
             children,
         )
 
+    def _read_one(self, index: int, handle: NodeHandle) -> Node:
+        driver = self.context.driver
+        find = KnownRanges(driver.memory_range)
+        kind, params = driver.node_kind(handle), driver.node_params(handle)
+        return self._node(index, handle, kind, params, find, partial(self._read, find=find))
+
     def node(self, index: int) -> Node:
         """One node by its index in the driver's order.  Raises InputError if there is none."""
         handles = self.context.driver.graph_nodes(self.handle)
         if not 0 <= index < len(handles):
             raise InputError(f"node {index}: the graph has {len(handles)} nodes")
-        return self._read_node(index, handles[index])
+        return self._read_one(index, handles[index])
 
     def __len__(self) -> int:
         """The number of nodes, without those inside child graphs and bodies."""
@@ -256,8 +286,7 @@ class Graph(Closeable):
         self.labels[handle] = NodeLabel(operation, line or caller_line())
         if child is not None:
             self._label_copies(child.labels, child.handle, handle)
-        # Mostly the last one, but CUDA does not document the order.
-        return self._read_node(driver.graph_nodes(self.handle).index(handle), handle)
+        return self._read_one(driver.graph_node_index(self.handle, handle), handle)
 
     def _label_copies(
         self, labels: Mapping[NodeHandle, NodeLabel], original: GraphHandle, node: NodeHandle
