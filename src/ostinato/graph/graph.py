@@ -28,7 +28,6 @@ from ostinato.driver.api import (
     LaunchConfig,
     MemcpyNodeParams,
     MemOp,
-    MemoryRange,
     MemsetNodeParams,
     NodeHandle,
     NodeKind,
@@ -178,7 +177,7 @@ class Graph(Closeable):
         self,
         frozen: FrozenGraph,
         index: int,
-        find: Callable[[int], MemoryRange | None],
+        find: KnownRanges,
         inside: Callable[[GraphHandle], tuple[Node, ...]],
     ) -> Node:
         """One node of what was frozen.  `inside` reads a child graph or a body."""
@@ -192,7 +191,7 @@ class Graph(Closeable):
         handle: NodeHandle,
         kind: NodeKind,
         params: NodeParams,
-        find: Callable[[int], MemoryRange | None],
+        find: KnownRanges,
         inside: Callable[[GraphHandle], tuple[Node, ...]],
     ) -> Node:
         label = self.labels.get(handle)
@@ -202,7 +201,7 @@ class Graph(Closeable):
         children: tuple[tuple[Node, ...], ...] = ()
         if isinstance(params, KernelNodeParams):
             name = self.context.driver.function_info(params.function).name
-            arguments = decode_arguments(params, signature, find)
+            arguments = decode_arguments(params, signature, find, find.notes)
         elif isinstance(params, HostNodeParams) and params.function is not None:
             name = getattr(params.function, "__qualname__", name)
         elif isinstance(params, ChildGraphNodeParams):
@@ -227,7 +226,10 @@ class Graph(Closeable):
         driver = self.context.driver
         find = KnownRanges(driver.memory_range)
         kind, params = driver.node_kind(handle), driver.node_params(handle)
-        return self._node(index, handle, kind, params, find, partial(self._read, find=find))
+        return self._node(index, handle, kind, params, find, self._read_inside)
+
+    def _read_inside(self, handle: GraphHandle) -> tuple[Node, ...]:
+        return self._read(handle, KnownRanges(self.context.driver.memory_range))
 
     def node(self, index: int) -> Node:
         """One node by its index in the driver's order.  Raises InputError if there is none."""
@@ -286,7 +288,12 @@ class Graph(Closeable):
         self.labels[handle] = NodeLabel(operation, line or caller_line())
         if child is not None:
             self._label_copies(child.labels, child.handle, handle)
-        return self._read_one(driver.graph_node_index(self.handle, handle), handle)
+        index = driver.graph_node_index(self.handle, handle)
+        if isinstance(params, KernelNodeParams) and params.config.plain and not edge_data:
+            # It holds what it was given: nothing is to be read back.
+            find = KnownRanges(driver.memory_range)
+            return self._node(index, handle, NodeKind.KERNEL, params, find, self._read_inside)
+        return self._read_one(index, handle)
 
     def _label_copies(
         self, labels: Mapping[NodeHandle, NodeLabel], original: GraphHandle, node: NodeHandle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.signature import array_interface
@@ -24,6 +24,8 @@ class KnownRanges:
         self._find = find
         self._starts: list[int] = []
         self._known: list[MemoryRange] = []
+        self.notes: dict[Any, Any] = {}
+        """For who reads through it: what it made of the ranges."""
 
     def __call__(self, address: int) -> MemoryRange | None:
         """The live allocation that holds an address."""
