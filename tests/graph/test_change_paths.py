@@ -268,6 +268,22 @@ def test_a_patched_buffer_lives_as_long_as_it_is_pointed_at(rig: Rig) -> None:
         assert seen() is None
 
 
+def test_a_rebound_buffer_lives_as_long_as_it_is_pointed_at(rig: Rig) -> None:
+    cells, rng = rig.buffers(), random.Random(5)
+    state = launches(rng, cells)
+    with rig.graph(state) as graph, graph.instantiate() as run:
+        first = rig.device.zeros(CELL, np.float32)
+        seen, memory = weakref.ref(first), first.range
+        run.rebind({state[0].a: first})
+        del first
+        gc.collect()
+        assert seen() is not None
+        run.rebind({memory: cells[0]})
+        rig.device.synchronize()
+        gc.collect()
+        assert seen() is None
+
+
 def test_closed_memory_that_a_patcher_pointed_at_is_noticed(rig: Rig) -> None:
     cells, rng = rig.buffers(), random.Random(6)
     with rig.graph(launches(rng, cells)) as graph, graph.instantiate() as run:
