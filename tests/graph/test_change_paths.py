@@ -223,6 +223,22 @@ def test_a_patcher_refuses_what_a_patch_refuses(rig: Rig) -> None:
         patch(3)
 
 
+def test_a_rebinding_follows_a_patch_that_nothing_read(rig: Rig) -> None:
+    """Nothing asks what the node holds between a rebinding, the patch, and the next rebinding."""
+    cells, rng = rig.buffers(), random.Random(10)
+    state = launches(rng, cells[:2])
+    with rig.graph(state) as graph, graph.instantiate() as run:
+        run.rebind({cells[0]: cells[2], cells[1]: cells[3]})
+        run.patch(0, "a", cells[4])
+        run.patch(1, "b", cells[2])
+        run.rebind({cells[4]: cells[5], cells[2]: cells[6]})
+        became = {cells[0]: cells[6], cells[1]: cells[3]}
+        for one in state:
+            one.a, one.b, one.out = became[one.a], became[one.b], became[one.out]
+        state[0].a, state[1].b = cells[5], cells[6]
+        rig.check(run, state)
+
+
 def test_an_empty_node_has_nothing_to_patch(rig: Rig) -> None:
     if rig.stub is not None:
         pytest.skip("it has kernels only")

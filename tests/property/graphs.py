@@ -344,10 +344,10 @@ class GraphRules(World):
         on, ops = self.lane(lane), [self.op(spec) for spec in specs]
         into = None
         if where % 2 and self.definitions and how != "empty":
-            into = self.definitions[where % len(self.definitions)].graph
-            into = None if into.closed else into
-            if into is not None and how == "sync":
-                into = into.clone()  # it goes with the capture
+            chosen = self.definitions[where % len(self.definitions)]
+            if not (chosen.graph.closed or (chosen.single and how == "sync")):
+                # With "sync" it goes with the capture.
+                into = chosen.graph.clone() if how == "sync" else chosen.graph
         before = None if into is None else [node.handle for node in into.nodes]
 
         def attempt() -> None:

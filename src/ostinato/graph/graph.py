@@ -216,7 +216,7 @@ class Graph(Closeable):
             name,
             params,
             arguments,
-            None if label is None else label.location,
+            None if label is None else _location(label, find),
             signature,
             () if operation is None else operation.keep,
             children,
@@ -576,3 +576,12 @@ class _Body(Graph):
 def _count(nodes: tuple[Node, ...], kind: NodeKind | None) -> int:
     own = sum(1 for n in nodes if kind is None or n.kind is kind)
     return own + sum(_count(body, kind) for n in nodes for body in n.children)
+
+
+def _location(label: NodeLabel, find: KnownRanges) -> str | None:
+    """The label's line in words; of many nodes that one line made, once."""
+    line = label.line
+    if line not in find.notes:
+        find.notes[line] = label.location
+    found: str | None = find.notes[line]
+    return found

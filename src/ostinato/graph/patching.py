@@ -124,8 +124,7 @@ def write_one(run: Run, write: Write) -> None:
         watch = getattr(owner, "watch", None)
         if callable(watch):
             watch(run)
-    if not live.dirty:
-        run._shadow.touch(live)
+    run._shadow.touch(live)
     try:
         if live.setter.set(write.place, write.raw) == 0:
             write.note(run)
@@ -282,9 +281,8 @@ class Argument:
         if raw is None or self._pointer or place in live.owners or place in live.reach:
             write_one(run, self._write(run, live, raw, value))
             return
-        if not live.dirty:  # a number, which points at nothing: only bytes change
-            run._shadow.touch(live)
-        try:
+        run._shadow.touch(live)
+        try:  # a number, which points at nothing: only bytes change
             status = live.setter.set(place, raw)
         except DriverError as error:
             raise refused(live.node, error) from error
