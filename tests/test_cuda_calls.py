@@ -135,6 +135,8 @@ CALLS: dict[str, Callable[[CudaDriver], object]] = {
     "node_in_clone": lambda d: d.node_in_clone(NODE, GRAPH),
     "graph_nodes": lambda d: d.graph_nodes(GRAPH),
     "graph_edges": lambda d: d.graph_edges(GRAPH),
+    "graph_freeze": lambda d: d.graph_freeze(GRAPH),
+    "graph_node_index": lambda d: d.graph_node_index(GRAPH, NODE),
     "graph_add_edges": lambda d: d.graph_add_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
     "graph_remove_edges": lambda d: d.graph_remove_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
     "graph_remove_node": lambda d: d.graph_remove_node(NODE),
@@ -163,7 +165,7 @@ for _name, _params in NODES.items():
 # What calls nothing by itself, or needs more than libcuda.
 APART = {
     *("name", "capabilities", "properties", "close", "pinned_view", "memory_view"),
-    *("exec_prepare_launch", "function_prepare_launch", "cuda_context"),
+    *("exec_prepare_launch", "function_prepare_launch", "exec_prepare_kernel", "cuda_context"),
 }
 
 STUB = r"""
@@ -173,6 +175,12 @@ int cuFuncGetParamInfo() { calls++; return status ? status : 1; }  /* no paramet
 int cuGraphKernelNodeGetParams_v2(void *node, unsigned *params) {
     for (int i = 2; i < 8; i++) params[i] = 1;  /* grid and block */
     calls++;
+    return status;
+}
+int cuGraphGetNodes(void *graph, void **nodes, unsigned long *count) {
+    calls++;
+    *count = 1;
+    if (nodes) *nodes = (void *)6;
     return status;
 }
 int cuGraphNodeGetType(void *node, int *type) { calls++; *type = kind; return status; }

@@ -76,6 +76,14 @@ class CudaCalls:
             return self._calls[symbol](*args)
         return self._in_context(partial(self._calls[symbol], *args))
 
+    def _within(self, seam: str, call: Callable[[], T]) -> T:
+        """Makes a call that is none of `_calls` as `_status` makes those."""
+        if self._off is not None:
+            self._require_on(seam)
+        slot, reference = self._current.slot_and_reference
+        self._get_current(reference)
+        return call() if slot.value == self._context else self._in_context(call)
+
     def _in_context(self, call: Callable[[], T]) -> T:
         """Makes a call with our context current, where another one is, or none."""
         slot, reference = self._current.slot_and_reference
