@@ -9,6 +9,7 @@ lacks is done in another way, or refused in words.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import re
 import shutil
@@ -442,6 +443,27 @@ def test_capabilities_say_what_is_lacking(opened: Callable[..., Rig]) -> None:
     assert [len(lacks[version]) for version in ("12.4", "12.8", "13.0", "13.2")] == [2, 1, 1, 0]
     assert "(from CUDA 12.8)" in lacks["12.4"][0]
     assert all(feature.words in lacks["12.4"][at] for at, feature in enumerate(FEATURES))
+
+
+def test_doctor_says_what_is_lacking(
+    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doctor = importlib.import_module("ostinato.cli.doctor")
+    library = SimpleNamespace(version=(13, 0))
+    toolchain = SimpleNamespace(library=lambda: library)
+    monkeypatch.setattr("ostinato.modules.compiler.toolchain", toolchain)
+    opened("12.4")  # `doctor` opens the same
+    found = doctor.findings()["cuda"]
+    assert (found["driver"], found["branches"]) == ("12.4", "no")
+    assert "SWITCH node (from CUDA 12.8)" in found["lacks"]
+    assert (
+        'NVRTC 13.0 compiles (from CUDA 13.0): update the driver, or pip install "ostinato['
+        in (found["lacks"])
+    )
+    library.version = (12, 9)
+    assert "NVRTC" not in doctor.findings()["cuda"]["lacks"]
+    opened("13.2")
+    assert doctor.findings()["cuda"]["lacks"] == "nothing"
 
 
 def test_elapsed_time_is_asked_in_the_newest_way(opened: Callable[..., Rig]) -> None:

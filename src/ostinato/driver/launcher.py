@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +34,7 @@ __all__ = [
     "description",
     "function_call",
     "kernel_call",
+    "load_extension",
     "packer",
     "prepare",
     "without_extension",
@@ -84,14 +86,21 @@ class PythonLauncher:
         raise NotImplementedError
 
 
-_extension: Any = None
-_missing = ""
-try:
-    _extension = importlib.import_module("ostinato.driver._launch")
-except ModuleNotFoundError:
-    _missing = "it was not built: no C compiler, or no Python.h, at installation"
-except ImportError as error:  # built for another processor, or against another libc
-    _missing = f"it cannot be loaded: {error}"
+def load_extension(name: str) -> tuple[Any, str]:
+    """A compiled module of this library, or None and the reason why there is none, in words."""
+    if "t" in getattr(sys, "abiflags", ""):
+        # Neither built nor looked for: a free-threaded CPython 3.13 would load the file of another
+        # Python (.abi3.so) from a shared tree, and crash.
+        return None, "it needs a Python with the GIL, which guards its state"
+    try:
+        return importlib.import_module(name), ""
+    except ModuleNotFoundError:
+        return None, "it was not built: no C compiler, or no Python.h, at installation"
+    except ImportError as error:  # built for another processor, or against another libc
+        return None, f"it cannot be loaded: {error}"
+
+
+_extension, _missing = load_extension("ostinato.driver._launch")
 
 if TYPE_CHECKING:
     Launcher = PythonLauncher

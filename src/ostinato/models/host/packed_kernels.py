@@ -13,18 +13,17 @@ kernels do not guarantee.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
 from ostinato import HostKernel, settings
+from ostinato.driver.launcher import load_extension
 from ostinato.driver.signature import Parameter, Signature
 from ostinato.models.arguments import whole
 from ostinato.models.host.kernels import HOST_KERNELS
@@ -44,14 +43,7 @@ MOST_THREADS = 1024
 _DEFAULT_MOST = 16
 _PACKED = ("table", "weight")  # the parameters that are matrices
 
-_extension: Any = None
-_missing = ""
-try:
-    _extension = importlib.import_module("ostinato.models._native")
-except ModuleNotFoundError:
-    _missing = "it was not built: no C compiler, or no Python.h, at installation"
-except ImportError as error:  # built for another processor, or against another libc
-    _missing = f"it cannot be loaded: {error}"
+_extension, _missing = load_extension("ostinato.models._native")
 
 
 def compiled() -> bool:
