@@ -101,6 +101,9 @@ class Capabilities:
     """What a driver can do.  Code above the drivers asks this, never which driver it is."""
 
     conditional_nodes: bool
+    """IF with one body, and WHILE."""
+    conditional_branches: bool
+    """IF with an ELSE body too, and SWITCH."""
     batch_memory_ops: bool
     memory_nodes: bool
     """Alloc and free nodes."""
@@ -114,6 +117,8 @@ class Capabilities:
     """What `module_load` takes: "cubin", "ptx", "fatbin", "host"."""
     source_language: str
     """What kernels are written in here: "cuda" (CUDA C++) or "host" (registered functions)."""
+    lacks: tuple[str, ...] = ()
+    """What a newer driver for the same device can do, in words, with the version that it takes."""
 
     @property
     def compiles_cuda(self) -> bool:

@@ -62,7 +62,6 @@ class ExecCalls(GraphCalls):
                 "graph_instantiate",
                 _INSTANTIATE_RESULTS.get(params.result_out, ""),
                 node=params.hErrNode_out,
-                symbol=symbol,
             )
         return ExecHandle(executable.value)
 

@@ -17,6 +17,7 @@ from ostinato.driver.api import (
     BatchMemOpNodeParams,
     ChildGraphNodeParams,
     ConditionalHandle,
+    ConditionalKind,
     ConditionalNodeParams,
     Edge,
     EdgeData,
@@ -337,7 +338,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         del keep  # what `raw` points to had to live until here
         if status:
             self._host_functions.release(number)
-            raise self._error(status, seam, type(params).__name__, symbol="cuGraphAddNode_v2")
+            raise self._error(status, seam, type(params).__name__)
         handle = NodeHandle(node.value)
         if isinstance(params, KernelNodeParams):
             self._set_attributes_or_remove(seam, handle, params.config)
@@ -391,6 +392,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
                 raw.type = NodeKind.BATCH_MEM_OP
                 return self._fill_batch(seam, raw.memOp, params)
             case ConditionalNodeParams():
+                if params.kind is ConditionalKind.SWITCH or params.size > 1:
+                    self._require_on(seam)
+                    self._lib.require(cu.BRANCHES)
                 raw.type = NodeKind.CONDITIONAL
                 raw.conditional.handle = params.handle
                 raw.conditional.type = int(params.kind)
@@ -519,14 +523,14 @@ class GraphCalls(StreamCalls, ModuleCalls):
         del keep  # what `given` points to had to live until here
         if status:
             self._host_functions.release(number)
-            raise self._error(status, seam, node=node, symbol=symbol)
+            raise self._error(status, seam, node=node)
         return number
 
     def _change(self, seam: str, node: int, symbol: str, *args: object) -> None:
         """Makes a call that changes `node`; the error names the node."""
         status = self._status(seam, symbol, *args)
         if status:
-            raise self._error(status, seam, node=node, symbol=symbol)
+            raise self._error(status, seam, node=node)
 
     def _get(self, seam: str, symbol: str, node: int) -> int:
         out = ctypes.c_uint64()
@@ -600,8 +604,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
             self._call(seam, "cuGraphNodeGetParams", node, byref(raw))
             return read_conditional(raw.conditional)
         return OpaqueNodeParams(
-            "a conditional node that another library made; this driver has no call to read it "
-            "(cuGraphNodeGetParams, from CUDA 13.2)"
+            "a conditional node that another library made: reading it needs a driver for CUDA "
+            f"{cu.in_words(cu.READ_CONDITIONAL.since)} or later; this one is for "
+            f"{cu.in_words(self._lib.version)}"
         )
 
     # --- kernel nodes

@@ -109,7 +109,9 @@ class StreamCalls(CudaCalls):
 
     def event_elapsed(self, start: EventHandle, end: EventHandle) -> float:
         milliseconds = ctypes.c_float()
-        self._call("event_elapsed", "cuEventElapsedTime_v2", byref(milliseconds), start, end)
+        newest = self._lib.has("cuEventElapsedTime_v2")
+        symbol = "cuEventElapsedTime_v2" if newest else "cuEventElapsedTime"
+        self._call("event_elapsed", symbol, byref(milliseconds), start, end)
         return milliseconds.value
 
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:

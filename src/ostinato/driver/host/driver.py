@@ -151,6 +151,7 @@ class HostDriver:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             conditional_nodes=True,
+            conditional_branches=True,
             batch_memory_ops=True,
             memory_nodes=True,
             programmatic_launch=True,
