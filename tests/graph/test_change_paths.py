@@ -300,6 +300,23 @@ def test_a_rebound_buffer_lives_as_long_as_it_is_pointed_at(rig: Rig) -> None:
         assert seen() is None
 
 
+def test_a_closed_executable_lets_go_of_what_it_was_rebound_to(rig: Rig) -> None:
+    cells, rng = rig.buffers(), random.Random(9)
+    state = launches(rng, cells)
+    with rig.graph(state) as graph, graph.instantiate() as run:
+        first = rig.device.zeros(CELL, np.float32)
+        seen = weakref.ref(first)
+        run.rebind({state[0].a: first})
+        run.patch(1, "b", first)
+        del first
+        gc.collect()
+        assert seen() is not None
+        run.close()
+        rig.device.synchronize()
+        gc.collect()
+        assert seen() is None
+
+
 def test_closed_memory_that_a_patcher_pointed_at_is_noticed(rig: Rig) -> None:
     cells, rng = rig.buffers(), random.Random(6)
     with rig.graph(launches(rng, cells)) as graph, graph.instantiate() as run:

@@ -384,6 +384,7 @@ class Shadow:
         self._now = Now()
         self._drop(tuple(self._live))
         self._dirty = []
+        self._given = {}  # a `Live` writes owners into the setting that it was made of
 
 
 def _given(node: Node) -> Setting:
