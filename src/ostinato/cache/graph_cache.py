@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -19,13 +20,14 @@ from types import TracebackType
 from ostinato.cache.buckets import Buckets, PowersOfTwo
 from ostinato.cache.budget import Footprint, MemoryMeter, footprint, parse_bytes
 from ostinato.cache.flight import Flight, Flights
-from ostinato.cache.statistics import CacheStatistics
+from ostinato.cache.limits import CaptureLimits, Refusal, Refused, refuse
+from ostinato.cache.statistics import CacheStatistics, KeyStatistics
 from ostinato.cache.table import Entry, Table
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
-from ostinato.errors import ClosedError, InputError
+from ostinato.errors import CaptureLimitError, ClosedError, InputError
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.manifest import Touch
 from ostinato.memory.ranges import Target, range_of
@@ -70,6 +72,7 @@ class GraphCache(Closeable):
     recently used leave, but never the one that was just put in.  Bytes are given, measured or
     estimated: `cache.budget` says how, and how well.  Not guaranteed: that free device memory rises
     after an eviction; the driver keeps the memory for the next graphs, which is why a budget helps.
+    `limits` are for captures: their time, and how often one key is captured.
 
         cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(64), budget="512 MiB")
         cache.get_or_capture("decode", make)
@@ -83,12 +86,14 @@ class GraphCache(Closeable):
         buckets: Buckets | None = None,
         budget: int | str | None = None,
         max_graphs: int | None = None,
+        limits: CaptureLimits | None = None,
     ) -> None:
         context = context_of(device)
         if max_graphs is not None and max_graphs < 1:
             raise InputError(f"max_graphs={max_graphs}: 1 or more, or None for no limit")
         self.context = context
         self.buckets: Buckets = PowersOfTwo() if buckets is None else buckets
+        self.limits = CaptureLimits() if limits is None else limits
         # Reentrant, because the garbage collector may run a user's finaliser, which may use the
         # cache, between any two lines here.
         self._lock = new_lock()
@@ -98,6 +103,9 @@ class GraphCache(Closeable):
         self._hits = self._misses = self._installed = 0
         self._captures = self._failures = self._joined = 0
         self._capture_seconds = 0.0
+        self._refused: Counter[Refusal] = Counter()
+        self._spent: deque[tuple[float, float]] = deque()
+        """When each capture ended and how long it took: those inside the limits' window."""
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -164,6 +172,7 @@ class GraphCache(Closeable):
             if entry is None:
                 self._require_open()
                 self._misses += 1
+                self._table.miss(key)
                 return None
             self._hits += 1
             entry.leases += 1
@@ -197,7 +206,8 @@ class GraphCache(Closeable):
         Like `get`, this does not keep the executable from being evicted: launch it with `replay`.
         Not guaranteed: that an eviction during a capture also evicts the graph of that capture.
         Raises CaptureError, instead of waiting for ever, if `make` asks for the key that its own
-        thread is capturing, directly or through other threads; InputError, ClosedError.
+        thread is capturing, directly or through other threads; CaptureLimitError, and calls `make`
+        not at all, if the cache's limits refuse the capture; InputError, ClosedError.
         """
         entry = self._known(key)
         if entry is not None:
@@ -213,6 +223,8 @@ class GraphCache(Closeable):
                         return entry.executable
                     other = self._flights.board(flight)
                     self._joined += other is not None and not joined
+                    if other is None:
+                        self._begin_capture(key)
                 if other is None:
                     return self._capture(flight, make, nbytes)
                 joined = True
@@ -222,14 +234,56 @@ class GraphCache(Closeable):
             del flight, other  # they hold errors whose tracebacks hold this frame
 
     def _known(self, key: Hashable, *, hit: bool = True) -> Entry | None:
-        """The entry under a key, used; None if there is none.  Raises ClosedError."""
+        """The entry under a key, which is a use if `hit`; None if there is none.
+
+        Raises ClosedError."""
         with self._lock:
-            entry = self._table.use(key)
+            entry = self._table.use(key) if hit else self._table.entries.get(key)
             if entry is None:
                 self._require_open()
             else:
                 self._hits += hit
             return entry
+
+    def refusal(self, key: Hashable) -> Refused | None:
+        """Why a capture of this key would be refused now; None if it would not.  Not a use."""
+        limits = self.limits
+        if limits.per_key is None and limits.seconds is None:
+            return None
+        with self._lock:
+            return refuse(
+                limits,
+                spent=self._recent_seconds(),
+                uses=self._table.uses(key),
+                captured_at=self._table.captured_at(key),
+            )
+
+    def _recent_seconds(self) -> float:
+        """How long captures took inside the limits' window."""
+        window = self.limits.window
+        if window is None:
+            return self._capture_seconds
+        since = time.monotonic() - window
+        while self._spent and self._spent[0][0] <= since:
+            self._spent.popleft()
+        return sum(seconds for _, seconds in self._spent)
+
+    def _begin_capture(self, key: Hashable) -> None:
+        """Notes that a capture begins.  Raises CaptureLimitError.  Call under the lock."""
+        refused, record = self.refusal(key), self._table.record(key)
+        if refused is not None:
+            record.refused[refused.reason] += 1
+            self._refused[refused.reason] += 1
+            self._table.miss(key)
+            self._misses += 1
+            raise CaptureLimitError(
+                f"key {key!r} is not captured: {refused}. Run its work eagerly, or give the cache "
+                "a larger budget or other limits"
+            )
+        if self.limits.per_key is not None:
+            if record.captured_at.maxlen != self.limits.per_key:
+                record.captured_at = deque(record.captured_at, self.limits.per_key)
+            record.captured_at.append(self._table.uses(key))
 
     def _capture(
         self, flight: Flight, make: Callable[[], GraphExec], nbytes: int | None
@@ -240,7 +294,7 @@ class GraphCache(Closeable):
                 executable = self._checked(make())
             seconds = time.perf_counter() - started
             taken = meter.taken if flight.alone else None
-            charge = footprint(executable, given=nbytes, taken=taken)
+            charge = footprint(executable, given=nbytes, taken=taken, free=meter.free)
             try:
                 self._put(flight.key, executable, charge, 1e3 * seconds)
             except ClosedError:  # the cache was closed meanwhile: nothing else has the executable
@@ -252,11 +306,22 @@ class GraphCache(Closeable):
             raise
         finally:
             with self._lock:
-                self._captures += landed
-                self._failures += not landed
-                self._capture_seconds += time.perf_counter() - started
+                self._end_capture(flight.key, landed, time.perf_counter() - started)
             del flight  # as above
         return executable
+
+    def _end_capture(self, key: Hashable, landed: bool, seconds: float) -> None:
+        """Counts a capture.  Call under the lock."""
+        record = self._table.record(key)
+        self._captures += landed
+        self._failures += not landed
+        self._capture_seconds += seconds
+        record.captures += landed
+        record.failures += not landed
+        record.capture_seconds += seconds
+        if self.limits.window is not None:
+            self._spent.append((time.monotonic(), seconds))
+        self._table.schedule.note(key, "captured" if landed else "failed")
 
     def _checked(self, executable: GraphExec) -> GraphExec:
         if not isinstance(executable, GraphExec):
@@ -284,7 +349,10 @@ class GraphCache(Closeable):
         with self._lock:
             self._require_open()
             out = self._table.put(key, Entry(executable, charge, capture_ms))
-            self._installed += capture_ms is None
+            if capture_ms is None:
+                self._installed += 1
+                self._table.record(key).installed += 1
+                self._table.schedule.note(key, "installed")
         self._close(out)
 
     # --- taking out
@@ -371,8 +439,28 @@ class GraphCache(Closeable):
                 replaced=table.replaced,
                 evictions=table.evictions,
                 over_budget=table.over_budget,
-                keys=table.key_statistics(),
+                keys=table.all_statistics(),
+                limits=self.limits,
+                refused={reason.value: count for reason, count in self._refused.items()},
+                shared_growth=table.blocks.grown,
+                gone=table.gone_statistics(),
+                forgotten=table.records.forgotten,
             )
+
+    def key_statistics(self, key: Hashable) -> KeyStatistics | None:
+        """The line of one key, with or without a graph; None if nothing is known of it."""
+        with self._lock:
+            return self._table.key_statistics(key)
+
+    def schedule_digest(self) -> str:
+        """Which keys were used, missed, captured and installed until now, and in which order.
+
+        64 hexadecimal digits, equal in all processes that made the same calls in the same order:
+        for ranks to compare.  `cache.schedule` says how a key counts.  An eviction shows in the
+        misses after it.  A graph that is held counts once, however often it is launched.
+        """
+        with self._lock:
+            return self._table.schedule.digest()
 
     def _require_open(self) -> None:
         if self._closed:

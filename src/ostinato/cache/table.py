@@ -15,18 +15,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
-from ostinato.cache.budget import Footprint
+from ostinato.cache.budget import Footprint, SharedBlocks
+from ostinato.cache.records import KeyRecord, Reason, Records, evictions
+from ostinato.cache.schedule import Schedule
 from ostinato.cache.statistics import Evictions, KeyStatistics
 from ostinato.errors import InputError
 from ostinato.graph.executable import GraphExec
 
-__all__ = ["Entry", "Reason", "Table"]
-
-Reason = Literal["asked", "touching", "budget", "count", "replaced", "closed"]
-"""Why an entry leaves; the first four are evictions."""
+__all__ = ["Entry", "Table"]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -39,6 +37,9 @@ class Entry:
     hits: int = 0
     leases: int = 0
     leaving: bool = False
+    used: bytes = b""
+    """What stands for a use of it in the schedule."""
+    record: KeyRecord = field(default_factory=KeyRecord)
 
 
 class Table:
@@ -52,20 +53,55 @@ class Table:
         self.leaving: weakref.WeakSet[Entry] = weakref.WeakSet()
         """Weak: a lease that an interruption lost must not keep a graph for ever."""
         self.over_budget = 0
+        self.blocks = SharedBlocks()
+        self.records = Records()
+        self.schedule = Schedule()
         self._left: Counter[Reason] = Counter()
+        self._latest: Entry | None = None
+        """The last of the entries, if it was used or put in last."""
 
     @property
     def nbytes(self) -> int:
         """The sum of the bytes that the entries are charged with."""
-        return sum(entry.footprint.nbytes for entry in self.entries.values())
+        return sum(self.charge(entry).nbytes for entry in self.entries.values())
+
+    def charge(self, entry: Entry) -> Footprint:
+        """The bytes that an entry is charged with, as of now."""
+        return self.blocks.share(entry.footprint)
 
     def use(self, key: Hashable) -> Entry | None:
         """The entry under a key.  Counts a hit, and makes it the most recently used."""
         entry = self.entries.get(key)
         if entry is not None:
-            self.entries.move_to_end(key)
+            if entry is not self._latest:  # mostly it is, and hashing a key takes a while
+                self.entries.move_to_end(key)
+                self._latest = entry
             entry.hits += 1
+            self.schedule.add(entry.used)
         return entry
+
+    def miss(self, key: Hashable) -> None:
+        """A use that found no entry."""
+        self.records.of(key).misses += 1
+        self.schedule.note(key, "missed")
+
+    def record(self, key: Hashable) -> KeyRecord:
+        """The record of a key, whether it has an entry or not."""
+        entry = self.entries.get(key)
+        return self.records.of(key) if entry is None else entry.record
+
+    def uses(self, key: Hashable) -> int:
+        """Hits and misses of a key."""
+        entry = self.entries.get(key)
+        record = self.records.gone.get(key) if entry is None else entry.record
+        hits = 0 if entry is None else entry.hits
+        return hits if record is None else hits + record.hits + record.misses
+
+    def captured_at(self, key: Hashable) -> tuple[int, ...]:
+        """How many uses of a key there were when each of its last captures began."""
+        entry = self.entries.get(key)
+        record = self.records.gone.get(key) if entry is None else entry.record
+        return () if record is None else tuple(record.captured_at)
 
     def release(self, entry: Entry) -> bool:
         """Ends one lease.  True if the entry has left and this was the last."""
@@ -82,15 +118,32 @@ class Table:
         InputError if it is elsewhere in the table: it would be closed twice.
         """
         self._require_free(key, entry.executable)
+        used = self.schedule.mark(key, "used")  # first: a key of a user's class may raise here
         before = self.entries.get(key)
         out: list[Entry] = []
         if before is not None and before.executable is entry.executable:
             before.footprint = entry.footprint
+            entry = before
             self.entries.move_to_end(key)
         else:
             out += self.remove([key], "replaced")
+            entry.used = used
+            entry.record = self.records.take(key)
             self.entries[key] = entry
+        self._latest = entry
+        self._measure(entry)
         return out + self._trim()
+
+    def _measure(self, entry: Entry) -> None:
+        """Notes what the capture of an entry told about the blocks that entries share."""
+        footprint = entry.footprint
+        if footprint.grown is None or footprint.free is None:
+            return
+        if len(self.entries) == 1 and not self.leaving:
+            self.blocks = SharedBlocks()
+        others = [e.footprint for e in (*self.entries.values(), *self.leaving) if e is not entry]
+        estimated = sum(each.nbytes for each in others if each.grown is not None)
+        self.blocks.note(footprint.grown, footprint.free, estimated, footprint.nbytes)
 
     def _require_free(self, key: Hashable, executable: GraphExec) -> None:
         for other, entry in self.entries.items():
@@ -113,6 +166,11 @@ class Table:
             if entry is None:
                 continue
             self._left[reason] += 1
+            entry.record.left[reason] += 1
+            entry.record.hits += entry.hits
+            self.records.keep(key, entry.record)
+            if entry is self._latest:
+                self._latest = None
             entry.leaving = True
             if entry.leases:
                 self.leaving.add(entry)
@@ -129,7 +187,7 @@ class Table:
             nbytes = self.nbytes
             while nbytes > self.budget and len(self.entries) > 1:
                 key, entry = next(iter(self.entries.items()))
-                nbytes -= entry.footprint.nbytes
+                nbytes -= self.charge(entry).nbytes
                 out += self.remove([key], "budget")
             self.over_budget += nbytes > self.budget
         return out
@@ -141,14 +199,36 @@ class Table:
 
     @property
     def evictions(self) -> Evictions:
-        left = self._left
-        return Evictions(left["asked"], left["touching"], left["budget"], left["count"])
+        return evictions(self._left)
 
-    def key_statistics(self) -> tuple[KeyStatistics, ...]:
-        """A line for each key, from the least to the most recently used."""
-        return tuple(
-            KeyStatistics(
-                key, e.hits, e.footprint.nbytes, e.footprint.source, capture_ms=e.capture_ms
-            )
-            for key, e in self.entries.items()
+    def key_statistics(self, key: Hashable) -> KeyStatistics | None:
+        """The line of one key; None if nothing is known of it."""
+        entry = self.entries.get(key)
+        record = self.records.gone.get(key) if entry is None else entry.record
+        return None if record is None else self._line(key, record, entry)
+
+    def all_statistics(self) -> tuple[KeyStatistics, ...]:
+        """A line for each key with an entry, from the least to the most recently used."""
+        return tuple(self._line(key, e.record, e) for key, e in self.entries.items())
+
+    def gone_statistics(self) -> tuple[KeyStatistics, ...]:
+        """A line for each key that has no entry, the latest last."""
+        return tuple(self._line(key, r, None) for key, r in self.records.gone.items())
+
+    def _line(self, key: Hashable, record: KeyRecord, entry: Entry | None) -> KeyStatistics:
+        charge = None if entry is None else self.charge(entry)
+        return KeyStatistics(
+            key,
+            hits=record.hits + (0 if entry is None else entry.hits),
+            nbytes=0 if charge is None else charge.nbytes,
+            nbytes_source=None if charge is None else charge.source,
+            capture_ms=None if entry is None else entry.capture_ms,
+            misses=record.misses,
+            captures=record.captures,
+            capture_failures=record.failures,
+            refused={reason.value: count for reason, count in record.refused.items()},
+            all_captures_ms=1e3 * record.capture_seconds,
+            installed=record.installed,
+            replaced=record.left["replaced"],
+            evictions=evictions(record.left),
         )
