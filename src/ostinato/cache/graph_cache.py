@@ -321,7 +321,7 @@ class GraphCache(Closeable):
         record.capture_seconds += seconds
         if self.limits.window is not None:
             self._spent.append((time.monotonic(), seconds))
-        self._table.schedule.note(key, "captured" if landed else "failed")
+        self._table.note(key, "captured" if landed else "failed")
 
     def _checked(self, executable: GraphExec) -> GraphExec:
         if not isinstance(executable, GraphExec):
@@ -352,7 +352,7 @@ class GraphCache(Closeable):
             if capture_ms is None:
                 self._installed += 1
                 self._table.record(key).installed += 1
-                self._table.schedule.note(key, "installed")
+                self._table.note(key, "installed")
         self._close(out)
 
     # --- taking out
@@ -460,7 +460,7 @@ class GraphCache(Closeable):
         misses after it.  A graph that is held counts once, however often it is launched.
         """
         with self._lock:
-            return self._table.schedule.digest()
+            return self._table.schedule_digest()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -65,16 +65,10 @@ class Schedule:
 
     def __init__(self) -> None:
         self._trail: list[bytes] = []
-        """Marks of the latest events, not yet in the digest."""
+        """The latest events, not yet in the digest."""
         self._state = hashlib.blake2b(digest_size=32, person=b"ostinato-order")
-        self._flushed = 0
         self._numbers: OrderedDict[Hashable, int] = OrderedDict()
         self._numbered = 0
-
-    @property
-    def events(self) -> int:
-        """How many there were."""
-        return self._flushed + len(self._trail)
 
     def mark(self, key: Hashable, event: Event) -> bytes:
         """What stands for an event of a key, in every process."""
@@ -96,20 +90,25 @@ class Schedule:
 
     def note(self, key: Hashable, event: Event) -> None:
         """Adds an event."""
-        self.add(self.mark(key, event))
+        self.add(self.mark(key, event), 1)
 
-    def add(self, mark: bytes) -> None:
-        """Adds an event by its mark."""
-        self._trail.append(mark)
+    def add(self, mark: bytes, times: int) -> None:
+        """Adds an event that happened so many times in a row."""
+        self._trail.append(mark + times.to_bytes(8, "little"))
         if len(self._trail) >= _FLUSH:
             self._flush()
 
     def _flush(self) -> None:
         self._state.update(b"".join(self._trail))
-        self._flushed += len(self._trail)
         self._trail.clear()
 
-    def digest(self) -> str:
-        """Of all events so far, as 64 hexadecimal digits."""
+    def digest(self, mark: bytes, times: int) -> str:
+        """Of all events so far and one more that may go on, as 64 hexadecimal digits.
+
+        `times` 0: no other one.
+        """
         self._flush()
-        return self._state.hexdigest()
+        state = self._state.copy()
+        if times:
+            state.update(mark + times.to_bytes(8, "little"))
+        return state.hexdigest()

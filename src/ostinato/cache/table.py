@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from ostinato.cache.budget import Footprint, SharedBlocks
 from ostinato.cache.records import KeyRecord, Reason, Records, evictions
-from ostinato.cache.schedule import Schedule
+from ostinato.cache.schedule import Event, Schedule
 from ostinato.cache.statistics import Evictions, KeyStatistics
 from ostinato.errors import InputError
 from ostinato.graph.executable import GraphExec
@@ -55,10 +55,12 @@ class Table:
         self.over_budget = 0
         self.blocks = SharedBlocks()
         self.records = Records()
-        self.schedule = Schedule()
         self._left: Counter[Reason] = Counter()
+        self._schedule = Schedule()
         self._latest: Entry | None = None
-        """The last of the entries, if it was used or put in last."""
+        """The last of the entries, if it was used or put in last; and its hits before.  Uses of it
+        in a row are one event of the schedule, so that they cost nothing more."""
+        self._hits_before = 0
 
     @property
     def nbytes(self) -> int:
@@ -73,17 +75,34 @@ class Table:
         """The entry under a key.  Counts a hit, and makes it the most recently used."""
         entry = self.entries.get(key)
         if entry is not None:
-            if entry is not self._latest:  # mostly it is, and hashing a key takes a while
+            if entry is not self._latest:
                 self.entries.move_to_end(key)
-                self._latest = entry
+                self._begin_uses(entry)
             entry.hits += 1
-            self.schedule.add(entry.used)
         return entry
+
+    def _begin_uses(self, entry: Entry | None) -> None:
+        """Ends the uses in a row of one entry, and begins those of another, or of none."""
+        latest, before = self._latest, self._hits_before
+        self._latest, self._hits_before = entry, 0 if entry is None else entry.hits
+        if latest is not None and latest.hits > before:
+            self._schedule.add(latest.used, latest.hits - before)
+
+    def note(self, key: Hashable, event: Event) -> None:
+        """Adds an event to the schedule."""
+        self._begin_uses(None)
+        self._schedule.note(key, event)
+
+    def schedule_digest(self) -> str:
+        """Of all events so far."""
+        latest = self._latest
+        times = 0 if latest is None else latest.hits - self._hits_before
+        return self._schedule.digest(b"" if latest is None else latest.used, times)
 
     def miss(self, key: Hashable) -> None:
         """A use that found no entry."""
         self.records.of(key).misses += 1
-        self.schedule.note(key, "missed")
+        self.note(key, "missed")
 
     def record(self, key: Hashable) -> KeyRecord:
         """The record of a key, whether it has an entry or not."""
@@ -118,7 +137,7 @@ class Table:
         InputError if it is elsewhere in the table: it would be closed twice.
         """
         self._require_free(key, entry.executable)
-        used = self.schedule.mark(key, "used")  # first: a key of a user's class may raise here
+        used = self._schedule.mark(key, "used")  # first: a key of a user's class may raise here
         before = self.entries.get(key)
         out: list[Entry] = []
         if before is not None and before.executable is entry.executable:
@@ -130,7 +149,7 @@ class Table:
             entry.used = used
             entry.record = self.records.take(key)
             self.entries[key] = entry
-        self._latest = entry
+        self._begin_uses(entry)
         self._measure(entry)
         return out + self._trim()
 
@@ -170,7 +189,7 @@ class Table:
             entry.record.hits += entry.hits
             self.records.keep(key, entry.record)
             if entry is self._latest:
-                self._latest = None
+                self._begin_uses(None)
             entry.leaving = True
             if entry.leases:
                 self.leaving.add(entry)
