@@ -123,7 +123,7 @@ _FAULTS = (
     Fault(
         "padding-is-checked-without-any",
         "A graph that was checked without padding is not checked again once it has some.",
-        "ostinato.replay.step:_KeyState.is_checked",
+        "ostinato.replay.key_state:KeyState.is_checked",
         "return known and (self.checked_padded or not padded)",
         "return known",
         (FOOTGUNS + "test_a_first_check_without_padding_is_repeated_with_some",),
@@ -173,7 +173,7 @@ _FAULTS = (
     Fault(
         "rebuilt-graph-is-not-checked",
         "A graph that was evicted and made again is replayed without a check.",
-        "ostinato.replay.step:_KeyState.is_checked",
+        "ostinato.replay.key_state:KeyState.is_checked",
         " and self.checked() is executable",
         "",
         (FOOTGUNS + "test_a_graph_that_was_made_again_is_checked_again",),
@@ -288,7 +288,7 @@ _FAULTS = (
         "failed-capture-is-not-run",
         "A capture fails, and the call that needed it runs nothing.",
         "ostinato.replay.step:GraphedStep._build",
-        "return self._run_eager(call, state, failure)",
+        "return self._fall_back(call, state, failure.reason, failure.detail)",
         "return failure",
         (FOOTGUNS + "test_a_failed_capture_has_run_nothing",),
     ),
@@ -296,8 +296,8 @@ _FAULTS = (
         "refused-replay-is-not-run",
         "The driver refuses a replay, and the call runs nothing.",
         "ostinato.replay.step:GraphedStep._refused",
-        "return self._run_eager(call, state, decision)",
-        "return decision",
+        "return self._fall_back(call, state, Reason.REFUSED, why)",
+        "return Decision(Action.EAGER, Reason.REFUSED, why)",
         (STEP + "test_a_refused_replay_is_run_eagerly",),
     ),
     Fault(

@@ -12,7 +12,7 @@ import numpy as np
 
 import ostinato as ost
 from ostinato.cache import Buckets, Multiples
-from ostinato.errors import CaptureError, ClosedError, InputError, OstinatoError
+from ostinato.errors import CaptureError, ClosedError, EagerRunError, InputError, OstinatoError
 from ostinato.replay import Action, HeldReplay, Reason, StepKey
 from tests.property.engine import BYTE, booleans, integers, rule, sampled, tuples
 from tests.property.kernels import config, kernel
@@ -461,6 +461,10 @@ class StepRules(World):
         self.order(modelled.lane, modelled.boxes)
         try:
             decision = step(**sizes)
+        except EagerRunError:
+            assert step.strict
+            self.look(modelled.lane, modelled.boxes, "a strict step refused, and nothing ran")
+            return
         except _Interrupted:
             assert work.fail == "first"
             self.look(modelled.lane, modelled.boxes, "the function raised")

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Self
 
 from ostinato.driver.context import Context
-from ostinato.errors import ClosedError, DriverError, InputError
+from ostinato.errors import ClosedError, InputError
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.node import Node
 
@@ -161,19 +161,22 @@ class SharedBlocks:
 class MemoryMeter:
     """By how many bytes free device memory fell inside the `with` block.
 
-    `taken` is None where the driver could not say; `free` is what was free at the end of the block.
-    Not guaranteed: that it was this block's work,
-    if other threads or processes allocate meanwhile.
+    What the context gave back meanwhile, of objects that were closed before, is added.  `taken` is
+    None where the driver could not say; `free` is what was free at the end of the block.  Not
+    guaranteed: that it was this block's work, if other threads or processes allocate meanwhile.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._before: int | None = None
+        self._given_back = 0
         self.taken: int | None = None
         self.free: int | None = None
 
     def __enter__(self) -> Self:
-        self._before = self._read()
+        self._context.measuring(True)
+        self._given_back = self._context.given_back
+        self._before = self._context.free_memory()
         return self
 
     def __exit__(
@@ -182,15 +185,12 @@ class MemoryMeter:
         value: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self._context.measuring(False)
         if self._before is not None and kind is None:
-            self.free = self._read()
-            self.taken = None if self.free is None else self._before - self.free
-
-    def _read(self) -> int | None:
-        try:
-            return self._context.driver.memory_info()[0]
-        except DriverError:
-            return None  # a later call that uses the driver raises; a size need not
+            self.free = self._context.free_memory()
+            if self.free is not None:
+                back = self._context.given_back - self._given_back
+                self.taken = self._before - self.free + back
 
 
 def footprint(
