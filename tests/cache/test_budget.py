@@ -243,3 +243,24 @@ def test_graphs_in_one_block_are_charged_with_their_share(
         cache.get_or_capture("new", lambda: two_nodes(host_device))
         (line,) = cache.statistics().keys
         assert line.nbytes_source is FootprintSource.ESTIMATED, "an empty cache begins anew"
+
+
+@pytest.mark.alone
+def test_memory_that_is_given_back_in_a_capture_hides_nothing(device: Device) -> None:
+    """A capture that takes 16 MiB while 16 MiB of a closed buffer are given back took 16 MiB."""
+    stream = device.create_stream()
+    old = [device.empty(16 << 20)]
+    kept = []
+
+    def make() -> ost.GraphExec:
+        old.pop().close()
+        stream.synchronize()
+        device.context.collect()
+        kept.append(device.empty(16 << 20))
+        return two_nodes(device)
+
+    with ost.GraphCache(device) as cache:
+        cache.get_or_capture("a", make)
+        (key,) = cache.statistics().keys
+        assert key.nbytes_source is FootprintSource.MEASURED
+        assert 16 << 20 <= key.nbytes <= (16 << 20) + 2 * BLOCK_BYTES

@@ -143,7 +143,7 @@ def test_a_cache_under_load(device: Device, number: int) -> None:
         assert line.us.count <= line.replayed and line.us.p50 <= line.us.p99
 
     # What was to happen has happened.
-    assert 0 < cache.evictions.budget and 0 < cache.evictions.asked < cache.evictions.total
+    assert cache.evictions.budget > 0 and 0 < cache.evictions.asked < cache.evictions.total
     assert cache.evictions.touching and load.failed
     for expected in (Reason.BUILD_FAILED, Reason.RECAPTURED, Reason.WARMING_UP):
         assert step.eager_reasons[expected.value]
