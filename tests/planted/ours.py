@@ -13,6 +13,8 @@ __all__ = ["FAULTS"]
 FOOTGUNS = "tests/test_footguns.py::"
 STEP = "tests/replay/test_step.py::"
 EXECUTABLE = "tests/graph/test_executable.py::"
+STEP_KEYS = "tests/replay/test_step_keys.py::"
+BUDGET = "tests/cache/test_budget.py::"
 CACHE = "tests/cache/test_graph_cache.py::"
 THREADS = "tests/cache/test_graph_cache_threads.py::"
 MANIFEST = "tests/cache/test_manifest.py::"
@@ -799,6 +801,52 @@ _FAULTS = (
         "return None",
         (FOOTGUNS + "test_an_adopted_graph_is_seen_to_touch_memory",),
         "sgl-project/sglang#27140",
+    ),
+    Fault(
+        "key-is-captured-for-ever",
+        "A key that is evicted and captured over and over is not stopped by the cache's limits.",
+        "ostinato.cache.limits:refuse",
+        "if recent >= limits.per_key:",
+        "if False:",
+        (
+            STEP_KEYS + "test_a_key_that_is_captured_again_and_again_runs_eagerly",
+            "tests/cache/test_limits.py::test_a_key_that_is_captured_again_and_again_is_refused",
+        ),
+    ),
+    Fault(
+        "strict-step-runs-eagerly",
+        "A strict step that has no graph to replay runs eagerly without a word.",
+        "ostinato.replay.policy:fall_back",
+        "Action.REFUSE if strict else Action.EAGER",
+        "Action.EAGER",
+        (STEP_KEYS + "test_a_strict_step_raises_and_runs_nothing",),
+    ),
+    Fault(
+        "destruction-hides-growth",
+        "Memory that is given back inside a capture makes what the capture took look like nothing.",
+        "ostinato.cache.budget:MemoryMeter.__exit__",
+        "self._before - self.free + back",
+        "self._before - self.free + 0 * back",
+        (
+            BUDGET + "test_memory_that_is_given_back_in_a_capture_hides_nothing",
+            "tests/replay/test_load.py::test_a_cache_under_load",
+        ),
+    ),
+    Fault(
+        "blocks-count-again-and-again",
+        "Blocks that graphs gave back still count, so a full cache keeps fewer and fewer graphs.",
+        "ostinato.cache.budget:SharedBlocks.note",
+        "self.grown -= back",
+        "self.grown -= 0 * back",
+        (BUDGET + "test_graphs_in_one_block_are_charged_with_their_share",),
+    ),
+    Fault(
+        "schedule-without-repeats",
+        "Processes that replayed a key a different number of times have the same digest.",
+        "ostinato.cache.table:Table.schedule_digest",
+        "latest.hits - self._hits_before",
+        "latest.hits > self._hits_before",
+        ("tests/cache/test_schedule.py::test_where_a_digest_is_asked_for_changes_nothing",),
     ),
     Fault(
         "kernel-key-without-options",

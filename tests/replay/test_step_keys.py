@@ -172,6 +172,30 @@ def graph_of(device: Device) -> ost.GraphExec:
     return graph.instantiate()
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_graph_that_another_thread_evicts_at_once(
+    device: Device, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Counting(device, warmups=0, strict=strict)
+    get_or_capture = case.cache.get_or_capture
+
+    def evicted(key: object, make: Callable[[], ost.GraphExec]) -> ost.GraphExec:
+        made = get_or_capture(key, make)
+        case.cache.evict(key)
+        return made
+
+    monkeypatch.setattr(case.cache, "get_or_capture", evicted)
+    if strict:
+        with pytest.raises(EagerRunError, match="evicted the graph"):
+            case.step(rows=1)
+        assert case.value == 0
+    else:
+        decision = case.step(rows=1)
+        assert (decision.action, decision.reason) == (Action.EAGER, Reason.EVICTED)
+        assert case.value == 1
+        assert case.step.statistics().eager_reasons == {Reason.EVICTED.value: 1}
+
+
 # --- strict
 def unmet(case: Counting) -> None:
     case.step.preconditions = {"workspace ready": lambda: False}

@@ -72,7 +72,8 @@ class GraphCache(Closeable):
     recently used leave, but never the one that was just put in.  Bytes are given, measured or
     estimated: `cache.budget` says how, and how well.  Not guaranteed: that free device memory rises
     after an eviction; the driver keeps the memory for the next graphs, which is why a budget helps.
-    `limits` are for captures: their time, and how often one key is captured.
+    `limits` are for captures: their time, and how often one key is captured.  Set the attribute
+    anew to change them.
 
         cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(64), budget="512 MiB")
         cache.get_or_capture("decode", make)
@@ -457,7 +458,8 @@ class GraphCache(Closeable):
 
         64 hexadecimal digits, equal in all processes that made the same calls in the same order:
         for ranks to compare.  `cache.schedule` says how a key counts.  An eviction shows in the
-        misses after it.  A graph that is held counts once, however often it is launched.
+        misses after it.  A graph that is held counts once, however often it is launched.  Calls of
+        several threads at once come in any order, so their digests cannot be compared.
         """
         with self._lock:
             return self._table.schedule_digest()
