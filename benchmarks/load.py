@@ -36,6 +36,7 @@ from benchmarks import common
 from ostinato.bench.shapes import shape_named
 from ostinato.models import Checkpoint, LlamaConfig
 from ostinato.models.config import tensor_shapes
+from ostinato.models.cuda.dequantise import convert_on_device
 from ostinato.models.files.checkpoint import JsonTokenizerSource, RawTensor
 from ostinato.models.files.dequantise import BLOCK_TYPES, dequantise_rows
 from ostinato.models.weights import load_weights
@@ -185,7 +186,8 @@ class Loaded:
 def ours(device: ost.Device, checkpoint: RandomFile, threads: int | None = None) -> Loaded:
     """`threads`: by the host, with so many; by the device if None."""
     checkpoint.has_file = threads is None
-    made = load_weights(device, checkpoint, np.uint16, threads=threads)
+    convert = partial(convert_on_device, device)
+    made = load_weights(device, checkpoint, np.uint16, threads=threads, convert=convert)
     reads = {name: partial(device.to_numpy, buffer) for name, buffer in made.tensors.items()}
     return Loaded(reads, made.close)
 

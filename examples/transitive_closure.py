@@ -54,7 +54,7 @@ def random_edges(rng: np.random.Generator, nodes: int) -> Pairs:
 
 def main() -> None:
     rng = np.random.default_rng(20)
-    nodes, graphs = 240, 25
+    nodes, graphs = 240, 10
     with ost.open_device() as device, Joiner(device) as joiner:
         paths = 0
         for _ in range(graphs):

@@ -28,6 +28,7 @@ from tests.sources import preload
 hypothesis.settings.register_profile(
     "same",
     derandomize=True,
+    max_examples=50,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
@@ -68,8 +69,10 @@ def _share(text: str) -> tuple[int, int]:
     return share
 
 
-def pytest_collection_finish() -> None:
-    """What is there by now, thousands of tests, stays: a collection need not look at it again."""
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """What is there by now stays, thousands of tests and what others left: collections, of which
+    some tests make hundreds, need not look at it again.  It is never thawed."""
     gc.collect()
     gc.freeze()
 

@@ -121,7 +121,7 @@ def main(name: str, way: str) -> None:
         ]
         for thread in threads:
             thread.start()
-        for _ in range(20):
+        for _ in range(10):
             fork(parent)
         stop.set()
         for thread in threads:

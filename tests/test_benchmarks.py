@@ -29,6 +29,7 @@ from ostinato.device import Device
 from ostinato.driver import launcher
 from ostinato.models.files.dequantise import BLOCK_TYPES
 from ostinato.models.files.open import open_checkpoint
+from tests.models.model_files import write_gguf
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT_KEYS = {
@@ -260,13 +261,15 @@ def test_the_cpu_beside_llama_cpp_idle_and_busy(
     assert all(row["tokens_per_second"] > 0 and row["memory_mb"] > 100 for row in ours)
 
 
-def test_a_copy_in_another_type_holds_the_same_values(smollm2_path: Path, tmp_path: Path) -> None:
-    original, copied = (
-        open_checkpoint(smollm2_path),
-        open_checkpoint(host.model_of("F32", tmp_path)),
-    )
+def test_a_copy_in_another_type_holds_the_same_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_gguf(tmp_path / "model.gguf", kind="Q4_1")
+    monkeypatch.setattr(host, "pull", lambda name: model)
+    original, copied = open_checkpoint(model), open_checkpoint(host.model_of("F32", tmp_path))
     with original, copied:
         assert copied.config == original.config
-        for name in ("embed", "layers.3.wq", "layers.29.w_down", "final_norm"):
+        assert original.raw("layers.1.wq").type == "Q4_1"
+        for name in ("embed", "layers.1.wq", "layers.1.w_down", "final_norm"):
             assert copied.raw(name).type == "F32"
             assert np.array_equal(copied.tensor(name), original.tensor(name))

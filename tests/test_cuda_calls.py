@@ -163,7 +163,7 @@ for _name, _params in NODES.items():
 # What calls nothing by itself, or needs more than libcuda.
 APART = {
     *("name", "capabilities", "properties", "close", "pinned_view", "memory_view"),
-    *("exec_prepare_launch", "function_prepare_launch"),
+    *("exec_prepare_launch", "function_prepare_launch", "cuda_context"),
 }
 
 STUB = r"""
@@ -216,7 +216,8 @@ class Rig:
             name="stub", compute_capability=(9, 0), properties=found, set_current=lambda: None
         )
         monkeypatch.setattr(cuda_driver, "_import_device", lambda: lambda _: device)
-        monkeypatch.setattr(cuda_driver, "_start", lambda _: (Libcuda(str(path)), None))
+        monkeypatch.setattr(cuda_driver, "Libcuda", lambda: Libcuda(str(path)))
+        monkeypatch.setattr(cuda_driver, "_start", lambda lib, ordinal: None)
         self.driver = CudaDriver()
 
     def _number(self, name: str) -> Any:

@@ -32,6 +32,7 @@ from ostinato.driver.api import (
     OpaqueNodeParams,
     ParameterSlot,
 )
+from ostinato.driver.cuda import driver as cuda_driver
 from ostinato.driver.cuda import launch as cuda_kernel
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.driver import CudaDriver
@@ -87,12 +88,26 @@ def test_no_driver_says_what_to_install() -> None:
     assert "libcuda" in str(caught.value)
 
 
+@pytest.mark.skipif(_has_libcuda(), reason="this machine has libcuda")
+def test_without_a_driver_cuda_core_is_not_imported() -> None:
+    """That would be 35 MB and half a second in every process on a machine with no GPU."""
+    script = (
+        "import sys, ostinato\n"
+        "with ostinato.open_device() as device: assert device.name == 'host'\n"
+        "assert not [m for m in sys.modules if m == 'cuda' or m.startswith('cuda.')]\n"
+    )
+    environment = {n: v for n, v in os.environ.items() if n != "OSTINATO_DEVICE"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+
+
 def test_no_library_says_what_to_install() -> None:
     with pytest.raises(NoCudaError, match=re.escape(INSTALL_LINE)):
         Libcuda("libcuda-of-no-machine.so.1")
 
 
 def test_no_cuda_core_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "Libcuda", dict)
+    monkeypatch.setattr(cuda_driver, "_start", lambda lib, ordinal: None)
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(NoCudaError, match=re.escape(INSTALL_LINE)) as caught:
         CudaDriver()

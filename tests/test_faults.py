@@ -11,8 +11,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +28,7 @@ from ostinato.replay import HeldReplay
 from ostinato.testing import FaultyDriver
 from tests.relational.tables import expected, pairs
 from tests.sources import config, kernel, preload
-
-N = 16
+from tests.sums import N, Sums, assert_sound
 
 DESTRUCTIONS = {
     "mem_free": "memory",
@@ -43,55 +41,18 @@ DESTRUCTIONS = {
 """Calls that leave what they are to destroy, if they are refused."""
 
 
-class World:
+class World(Sums):
     """A device whose calls can fail, and a graph on it: three times out = a + a."""
 
     def __init__(self) -> None:
         self.faults = FaultyDriver(HostDriver(total_memory=1 << 24))
-        self.device = preload(Device(self.faults))
-        self.stream = self.device.create_stream()
+        super().__init__(preload(Device(self.faults)))
         self.side = self.device.create_stream()
-        self.a, self.b = (self.device.array(np.full(N, v, np.float32)) for v in (3, 5))
-        self.outs = [self.device.zeros(N, np.float32) for _ in range(3)]
-        self.graph = self.captured(self.a)
-        self.other = self.captured(self.b)
-        self.run = self.graph.instantiate(upload=self.stream)
         self.run.launch(self.stream)
         self.stream.synchronize()
 
-    def captured(self, source: ost.Buffer) -> ost.Graph:
-        return ost.capture_function(self.stream, lambda: self.submit(source))
-
-    def submit(self, source: ost.Buffer) -> None:
-        for out in self.outs:
-            add = kernel(self.device, "add")
-            ost.launch(self.stream, add, config(N), source, source, out, N)
-
-    def clear(self) -> None:
-        for out in self.outs:
-            ost.fill(self.stream, out, 0)
-
-    def seen(self) -> list[float]:
-        """The last element of each output."""
-        return [float(out.to_numpy(self.stream)[-1]) for out in self.outs]
-
-    def answers(self, run: ost.GraphExec | None = None) -> list[float]:
-        """What a launch gives now."""
-        self.clear()
-        (run or self.run).launch(self.stream)
-        return self.seen()
-
     def assert_sound(self) -> None:
-        """Nothing is under way, nothing listens, and the streams work."""
-        self.device.context.collect()
-        assert self.device.context.captures_under_way == 0
-        assert self.device.context.taps == ()
-        for stream in (self.stream, self.side):
-            assert not stream.is_capturing
-            done = threading.Event()
-            stream.call(done.set)
-            stream.synchronize()
-            assert done.is_set()
+        assert_sound(self.device, self.stream, self.side)
 
 
 def census(faults: FaultyDriver) -> dict[str, int]:
@@ -615,26 +576,36 @@ def _run(name: str, at: int = 0, status: int = 1, times: int = 1) -> _Outcome:
     return _Outcome(struck, left)
 
 
-LONG = {name for name in SCENARIOS if name.startswith(("step", "cache"))}
+LONG = [name for name in SCENARIOS if name.startswith(("step", "cache"))]
+STRIDE = 3
 QUICK: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LONG, ("refused", "all from here")),
+    "step_strict": ("refused",),
     **dict.fromkeys(("join", "join_eager", "joiner"), ("refused",)),
 }
+"""What fails of scenarios with hundreds of calls in the usual run, at every STRIDE-th of them."""
 CASES = [
-    (name, kind)
-    if kind in QUICK.get(name, KINDS)
-    else pytest.param(name, kind, marks=pytest.mark.slow)
+    pytest.param(
+        name, kind, 1, marks=pytest.mark.slow if name in QUICK else (), id=f"{name}-{kind}"
+    )
     for name in SCENARIOS
     for kind in KINDS
 ]
+SPARSE = [
+    pytest.param(name, kind, STRIDE, id=f"{name}-{kind}-every {STRIDE}rd")
+    for name, kinds in QUICK.items()
+    for kind in kinds
+]
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_a_fault_at_every_call(name: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("name", "kind", "stride"), CASES + SPARSE)
+def test_a_fault_at_every_call(
+    name: str, kind: str, stride: int, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.ERROR, "ostinato")  # what a refused destruction says, thousandfold
     status, times = KINDS[kind]
     clean = _run(name).left
-    for at in itertools.count(1):
+    for at in itertools.count(1, stride):
         outcome = _run(name, at, status, times)
         if not outcome.struck:
             break
@@ -647,11 +618,3 @@ def test_a_fault_at_every_call(name: str, kind: str, caplog: pytest.LogCaptureFi
         assert all(more > 0 for more in left.values()), (at, outcome.struck[0], left)
         assert left.keys() <= refused, (at, outcome.struck[0], left)
     assert at > 1, "the scenario makes calls"
-
-
-@pytest.fixture(autouse=True)
-def _quick_collections() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

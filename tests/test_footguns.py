@@ -1848,3 +1848,22 @@ def test_a_capture_that_is_dropped_ends(device: Device, stream: ost.Stream) -> N
     ost.fill(stream, x, 7)  # runs: nothing is captured any more
     assert (x.to_numpy(stream) == 7).all()
     assert device.context.captures_under_way == 0
+
+
+def test_a_closed_device_lets_go_of_what_was_still_alive(device: Device) -> None:
+    """What is dropped later is not kept to be destroyed: the driver has destroyed it."""
+
+    def closed_under_all() -> list[weakref.ref[object]]:
+        stream, x = device.create_stream(), ones(device)
+        graph = ost.capture_function(
+            stream, lambda: ost.launch(stream, kernel(device, "fill"), config(N), x, 1.0, N)
+        )
+        run = graph.instantiate(upload=stream)
+        run.launch(stream)
+        device.close()
+        return [weakref.ref(one) for one in (stream, x, graph, run)]
+
+    left = closed_under_all()
+    gc.collect()
+    assert [one() for one in left] == [None] * len(left)
+    assert device.context.retired == 0

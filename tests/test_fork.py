@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.device import Device
+from tests.processes import child_environment
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 
@@ -25,7 +26,7 @@ def test_a_forked_child_says_what_is_wrong_and_ends(device: Device, way: str) ->
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=child_environment(),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("the parent goes on\n"), done.stdout + done.stderr

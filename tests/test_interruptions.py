@@ -5,9 +5,8 @@ On the host, where everything but NumPy and the interpreter is this package's ow
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,10 +16,7 @@ from ostinato.device import Device
 from ostinato.driver.api import KernelNodeParams
 from tests.interrupted import every, interrupt, lines
 from tests.sources import config, kernel
-
-N = 16
-STEP = 5
-"""Every so many lines in the usual run; `--all-lines` takes each."""
+from tests.sums import N, Sums, assert_sound
 
 
 @pytest.fixture
@@ -28,57 +24,21 @@ def device(host_device: Device) -> Device:
     return host_device
 
 
-@pytest.fixture
+@pytest.fixture(params=[10, pytest.param(3, marks=pytest.mark.slow)])
 def step_size(request: pytest.FixtureRequest) -> int:
-    return 1 if request.config.getoption("--all-lines") else STEP
+    """Every so many lines are interrupted; with `--all-lines` each is."""
+    return 1 if request.config.getoption("--all-lines") else request.param
 
 
-class Sums:
-    """out = a + a by three nodes, captured; `b` to go to."""
-
-    def __init__(self, device: Device) -> None:
-        self.device, self.stream = device, device.create_stream()
-        self.a, self.b = (device.array(np.full(N, v, np.float32)) for v in (3, 5))
-        self.outs = [device.zeros(N, np.float32) for _ in range(3)]
-        self.graph = self.captured(self.a)
-        self.run = self.graph.instantiate(upload=self.stream)
-
-    def captured(self, source: ost.Buffer) -> ost.Graph:
-        return ost.capture_function(self.stream, lambda: self.submit(source))
-
-    def submit(self, source: ost.Buffer) -> None:
-        for out in self.outs:
-            add = kernel(self.device, "add")
-            ost.launch(self.stream, add, config(N), source, source, out, N)
-
-    def answers(self) -> list[float]:
-        """What a launch gives now."""
-        for out in self.outs:
-            ost.fill(self.stream, out, 0)
-        self.run.launch(self.stream)
-        return [float(out.to_numpy(self.stream)[-1]) for out in self.outs]
-
-    def shadow(self) -> list[float]:
-        """What `params` says that a launch will give."""
-        said = []
-        for index in range(3):
-            params = self.run.params(index)
-            assert isinstance(params, KernelNodeParams)
-            address = int.from_bytes(params.arguments.raw(0), "little")
-            said.append({self.a.address: 6.0, self.b.address: 10.0}[address])
-        return said
-
-
-def assert_sound(device: Device, stream: ost.Stream) -> None:
-    """Nothing is under way, nothing listens, and the stream works."""
-    device.context.collect()
-    assert not stream.is_capturing
-    assert device.context.captures_under_way == 0
-    assert device.context.taps == ()
-    done = threading.Event()
-    stream.call(done.set)
-    stream.synchronize()
-    assert done.is_set(), "synchronize came back before the work was done"
+def shadow(sums: Sums) -> list[float]:
+    """What `params` says that a launch will give."""
+    said = []
+    for index in range(3):
+        params = sums.run.params(index)
+        assert isinstance(params, KernelNodeParams)
+        address = int.from_bytes(params.arguments.raw(0), "little")
+        said.append({sums.a.address: 6.0, sums.b.address: 10.0}[address])
+    return said
 
 
 def test_a_capture_always_ends(device: Device, step_size: int) -> None:
@@ -137,7 +97,6 @@ CHANGES: dict[str, Callable[[Sums], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_made_or_not(device: Device, step_size: int, change: str) -> None:
     sums = Sums(device)
-    sums.other = sums.captured(sums.b)
     run = CHANGES[change]
     before = sums.run.handle
     run(sums)
@@ -150,7 +109,7 @@ def test_a_change_is_made_or_not(device: Device, step_size: int, change: str) ->
         seen = sums.answers()
         assert seen in ([6, 6, 6], after), where
         if change in ("rebind", "update"):
-            assert sums.shadow() == seen, where
+            assert shadow(sums) == seen, where
         run(sums)
         assert sums.answers() == after, where
     assert before
@@ -244,7 +203,9 @@ def test_a_step_goes_on(device: Device, step_size: int, build: str, verify: obje
 
     # Checks read and write a lot: every line of them would take minutes.
     stride = step_size * (4 if verify == 1 else 1)
-    for at in every(lines(lambda: calls(fresh())), stride):
+    count = lines(lambda: calls(fresh()))
+    device.synchronize()  # that step's stream is not the others'
+    for at in every(count, stride):
         step = fresh()
         where = interrupt(lambda: calls(step), at)  # noqa: B023
         assert_sound(device, step.stream)
@@ -266,17 +227,11 @@ def test_memory_is_given_back(device: Device, step_size: int) -> None:
     free = device.memory_info()[0]
     points = list(every(lines(work), step_size))
     for at in points:
+        # The driver adds up here what is live.  In `work` it would run a line for each allocation:
+        # one that is lost moved the next interruption to the same place, which lost one again.
+        device.memory_info()
         interrupt(work, at)
         device.synchronize()
     # Lost is what an interruption meets inside the driver's own calls: whether it freed something
     # is not known then, and to free it twice could take another owner's memory.
     assert (free - device.memory_info()[0]) // 1000 < len(points) // 4
-
-
-@pytest.fixture(autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Each interruption is followed by a collection, which need not look at all that was before."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

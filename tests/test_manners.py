@@ -15,6 +15,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import InputError, NoCudaError, NotAvailableError
 from ostinato.graph.show.demangle import demangled
+from tests.processes import child_environment
 from tests.sources import config, kernel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -243,7 +244,7 @@ def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**os.environ, "OSTINATO_DEVICE": "host", "PYTHONPATH": path},
+        env=child_environment(OSTINATO_DEVICE="host", PYTHONPATH=path),
         capture_output=True,
         text=True,
         timeout=500,

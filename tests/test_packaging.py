@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -37,3 +38,11 @@ def test_what_is_compiled_is_what_setup_names() -> None:
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     assert sources and all(f'"{source}"' in setup for source in sources)
     assert setup.count('.c"') == len(sources)
+
+
+def test_what_the_makefile_imports_is_there() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    statements = re.findall(r'python -c "(from ostinato\.[^;]+);', makefile)
+    assert len(statements) == 2
+    for statement in statements:
+        exec(statement, {})

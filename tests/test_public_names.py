@@ -5,10 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
+from collections.abc import Callable
 
 import pytest
 
 import ostinato
+import ostinato as ost
+from ostinato import testing
+from ostinato.modules import CompilerPool, DiskStore
 
 MODULES = [
     name
@@ -51,3 +56,98 @@ def test_every_error_is_ours() -> None:
         if inspect.isclass(value) and issubclass(value, Exception):
             assert issubclass(value, errors.OstinatoError)
             assert public in (errors.__doc__ or ""), f"{public} is not in the tree at the top"
+
+
+# --------------------------------------------------------------------------------------- __repr__
+
+
+@ost.host_kernel("x: *f32")
+def double(launch: object, x: object) -> None: ...
+
+
+def faults(device: ost.Device) -> testing.FaultyDriver:
+    driver = testing.FaultyDriver(device.driver)
+    driver.fail("mem_alloc")
+    return driver
+
+
+HANDLE, HOST = r"0x[0-9a-f]+", "on host"
+# A public class: how one is made, how it shows itself, and how it does when it is closed.
+# Those of the graph layer are in tests/graph/test_reprs.py.
+REPRS: dict[str, tuple[Callable[[ost.Device], object], str, str]] = {
+    "Device": (lambda d: d, r"<Device host: .+", r"<Device host: .+ closed>"),
+    "Stream": (
+        lambda d: d.create_stream(),
+        rf"<Stream {HANDLE} {HOST}>",
+        rf"<Stream {HANDLE} {HOST} closed>",
+    ),
+    "Event": (
+        lambda d: d.create_event(timing=True),
+        rf"<Event {HANDLE} with timing {HOST}>",
+        rf"<Event {HANDLE} with timing {HOST} closed>",
+    ),
+    "Buffer": (
+        lambda d: d.empty((2, 3), "f4", name="x"),
+        rf"<Buffer 'x' float32\[2, 3\] at {HANDLE} {HOST}>",
+        rf"<Buffer 'x' float32\[2, 3\] at {HANDLE} {HOST} closed>",
+    ),
+    "CapturePool": (
+        lambda d: d.pool(reserve=512, name="p"),
+        rf"<CapturePool 'p' of 512 bytes {HOST}, open>",
+        rf"<CapturePool 'p' of 0 bytes {HOST}, closed>",
+    ),
+    "DeviceArray": (
+        lambda d: ost.DeviceArray(d, 3, "i4"),
+        rf"<DeviceArray int32\[3\] at {HANDLE} {HOST}>",
+        rf"<DeviceArray int32\[3\] at {HANDLE} {HOST} closed>",
+    ),
+    "DeviceScalar": (
+        lambda d: ost.DeviceScalar(d, "f4"),
+        rf"<DeviceScalar float32 at {HANDLE} {HOST}>",
+        rf"<DeviceScalar float32 at {HANDLE} {HOST} closed>",
+    ),
+    "Kernel": (
+        lambda d: d.modules.get_or_compile(double, "double"),
+        rf"<Kernel 'double' of 'double' {HOST}>",
+        "",
+    ),
+    "Source": (
+        lambda d: ost.Source("text", host=[double], name="a.cu"),
+        r"<Source 'a\.cu': cuda \+ host\[double\]>",
+        "",
+    ),
+    "ModuleCache": (
+        lambda d: d.modules,
+        rf"<ModuleCache 1 modules, \d+ bytes {HOST}>",
+        rf"<ModuleCache 0 modules, 0 bytes {HOST}, closed>",
+    ),
+    "DiskStore": (lambda d: DiskStore("/a"), "<DiskStore /a>", ""),
+    "CompilerPool": (
+        lambda d: CompilerPool((9, 0), processes=2),
+        "<CompilerPool of 2 processes, 0 started>",
+        "<CompilerPool of 2 processes, 0 started, closed>",
+    ),
+    "FaultyDriver": (faults, "<FaultyDriver over host: 0 calls made, 1 faults to come>", ""),
+    "HeldStream": (
+        lambda d: testing.HeldStream(d.create_stream()),
+        rf"<HeldStream {HANDLE} {HOST}, not held yet>",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPRS)
+def test_an_object_shows_its_state(name: str, host_device: ost.Device) -> None:
+    make, opened, closed = REPRS[name]
+    made = make(host_device)
+    assert re.fullmatch(opened, repr(made)), repr(made)
+    if closed:
+        made.close()
+        assert re.fullmatch(closed, repr(made)), repr(made)
+
+
+def test_every_public_class_has_a_repr_of_its_own() -> None:
+    for name in ostinato.__all__:
+        value = getattr(ostinato, name)
+        if inspect.isclass(value) and not inspect.isabstract(value):
+            assert value.__repr__ is not object.__repr__, name

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kernels --out DIR [--shapes 135M,1B] [--emulate] [--skip-checks]`
+"""`python -m benchmarks.kernels --out DIR [--shapes 135M,1B] [--skip-checks]`
 
 Checks every CUDA kernel against NumPy, then times one decode step as a graph.  Prints a table, and
 ends with one line of JSON; `DIR/kernels-{device}.json` has the same.  The kernels are cut by the
@@ -11,7 +11,6 @@ latency of 94 and 84 dependent kernels.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -49,7 +48,6 @@ CHECKED = {
     "head 96, group 5": (_config(5, 1, 96, inner=1000, vocabulary=77), (1, 6, 17)),
     "head 16": (_config(5, 1, 16, inner=48, vocabulary=33), (1, 8)),
 }
-QUICK = ("head 128, group 4", "group 8", "head 80")
 
 
 def check(machine: Any, names: Any, *, clusters: bool = False) -> dict[str, Any]:
@@ -59,7 +57,7 @@ def check(machine: Any, names: Any, *, clusters: bool = False) -> dict[str, Any]
         started = time.perf_counter()
         context = 777 if config.hidden > 500 else 150
         tunings = {1: default_tuning(config, context=context, clusters=clusters)}
-        errors = run_checks(machine, config, rows, slots=5, context=context, tunings=tunings)
+        errors = run_checks(machine, config, rows, sequences=5, context=context, tunings=tunings)
         found[name] = errors
         shown = " ".join(f"{kernel} {error:.1e}" for kernel, error in errors.items() if error)
         print(
@@ -72,7 +70,7 @@ def repeat_check(machine: Any, times: int) -> None:
     """One step again and again from the same state: the same bits."""
     config, _ = CHECKED["135M"]
     for rows in (1, 8):
-        bench = Bench(machine, config, max_rows=rows, slots=8, context=600)
+        bench = Bench(machine, config, max_rows=rows, sequences=8, context=600)
         batch = [c for c in cases(bench, rows) if c.name.startswith(("position 299", "batch"))]
         case: Case = batch[-1] if batch else next(iter(cases(bench, rows)))
         case.rows["position"] = 500 - np.arange(rows)
@@ -91,15 +89,8 @@ def repeat_check(machine: Any, times: int) -> None:
 def main() -> int:
     parser = common.options(__doc__)
     parser.add_argument("--shapes", default="135M,1B", help="shapes to time")
-    parser.add_argument("--emulate", action="store_true", help="checks on the CPU, no timing")
     parser.add_argument("--skip-checks", action="store_true")
     chosen = parser.parse_args()
-    if chosen.emulate:
-        from benchmarks.kernels.emulator import Emulator
-
-        print(json.dumps({"benchmark": "kernels", "checks": check(Emulator(), QUICK)}))
-        return 0
-
     from benchmarks.kernels.rig import Gpu
 
     gpu = Gpu()
@@ -134,7 +125,7 @@ def main() -> int:
 def _of_shape(gpu: Gpu, name: str, clusters: bool) -> Iterator[dict[str, Any]]:
     """Steps, pieces of prompts, sampling, and a step kernel by kernel."""
     config = SHAPES[name]
-    bench = StepBench(gpu, config, slots=64 if name == "1B" else 1, context=2048)
+    bench = StepBench(gpu, config, sequences=64 if name == "1B" else 1, context=2048)
     rule = partial(default_tuning, config, multiprocessors=gpu.multiprocessors, context=2048)
     single = rule(clusters=clusters)
     steps: list[tuple[str, int, Tuning, tuple[int, ...]]] = [("rule", 1, single, (20, 500))]
@@ -143,7 +134,7 @@ def _of_shape(gpu: Gpu, name: str, clusters: bool) -> Iterator[dict[str, Any]]:
         steps.append(("attention as three launches", 1, apart, (20, 500)))
     steps += [("rule", rows, rule(rows=rows), (500,)) for rows in (8, 32, 64)]
     for label, rows, tuning, positions in steps:
-        if rows > bench.slots:
+        if rows > bench.sequences:
             continue
         for position in positions:
             us, floor = bench.time_step(rows, tuning, position), bench.floor(rows, position)

@@ -1,6 +1,7 @@
 """Every kernel against its NumPy namesake, on random inputs, on any machine that can launch it.
 
-A machine has `array`, `read`, `write`, `launch` and `synchronize` (emulator.Emulator, rig.Gpu).
+A machine has `array`, `read`, `write`, `launch` and `synchronize`: rig.Gpu, and
+the emulator of the tests.
 After each launch what the kernel may write is compared, what it may not write must be as it was,
 and the next kernel starts from the device's own results: an error is the kernel's own.
 """
@@ -57,7 +58,7 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Case:
-    """One step: its rows, and how slots sample."""
+    """One step: its rows, and how sequences sample."""
 
     name: str
     rows: np.ndarray
@@ -74,13 +75,13 @@ class Bench:
         config: LlamaConfig,
         *,
         max_rows: int,
-        slots: int,
+        sequences: int,
         context: int,
         seed: int = 0,
         tunings: dict[int, Tuning] | None = None,
     ) -> None:
         self.machine, self.config = machine, config
-        self.slots, self.context, self.ring = slots, context, 16
+        self.sequences, self.context, self.ring = sequences, context, 16
         self.tunings = tunings or {}
         self.random = random = np.random.default_rng(seed)
         c = config
@@ -99,7 +100,7 @@ class Bench:
                 [host.pop(at + "w_gate"), host.pop(at + "w_up")]
             )
         matrices = {name for name, values in host.items() if values.ndim == 2}
-        cache = random.standard_normal((c.layers, 2, slots, c.kv_heads, context, c.head_size))
+        cache = random.standard_normal((c.layers, 2, sequences, c.kv_heads, context, c.head_size))
         host["cache"] = from_bf16(to_bf16(cache))
         self.halves = matrices | {"cache"}
         nan = np.float32(np.nan)
@@ -110,17 +111,17 @@ class Bench:
             ("inner", c.inner),
         ):
             host[name] = np.full((max_rows, width), nan)
-        host["logits"] = np.full((slots, c.vocabulary), nan)
-        host["adjusted"] = np.full((slots, c.vocabulary), nan)
-        host["history"] = random.integers(c.vocabulary, size=(slots, context), dtype=np.int32)
+        host["logits"] = np.full((sequences, c.vocabulary), nan)
+        host["adjusted"] = np.full((sequences, c.vocabulary), nan)
+        host["history"] = random.integers(c.vocabulary, size=(sequences, context), dtype=np.int32)
         host["rope"] = rope_table(c, context)
         host["live"] = np.full((max_rows, 4), 77, np.int32)
         host["rows"] = np.zeros((max_rows, 4), np.int32)
         host["chosen"] = np.full(max_rows, 77, np.int32)
-        host["state"] = np.zeros((slots, 4), np.int32)
-        host["options"] = np.zeros((slots, OPTIONS.itemsize // 8), np.uint64)
+        host["state"] = np.zeros((sequences, 4), np.int32)
+        host["options"] = np.zeros((sequences, OPTIONS.itemsize // 8), np.uint64)
         host["stops"] = np.full(STOP_TOKENS, -1, np.int32)
-        host["ring"] = np.full((slots, self.ring, 2), -1, np.int32)
+        host["ring"] = np.full((sequences, self.ring, 2), -1, np.int32)
         self.host = host
         self.device = {
             name: machine.array(to_bf16(values) if name in self.halves else values)
@@ -153,7 +154,12 @@ class Bench:
                 return where["cache"][value.layer]
             return where[f"layers.{value.layer}.{value.name}"]
         if isinstance(value, str):
-            sizes = {"rows": rows, "slots": self.slots, "context": self.context, "ring": self.ring}
+            sizes = {
+                "rows": rows,
+                "sequences": self.sequences,
+                "context": self.context,
+                "ring": self.ring,
+            }
             return sizes[value]
         return value
 
@@ -170,7 +176,7 @@ class Bench:
         for name, values in (
             ("rows", case.rows.view(np.int32).reshape(-1, 4)),
             ("state", case.state.view(np.int32).reshape(-1, 4)),
-            ("options", case.options.view(np.uint64).reshape(self.slots, -1)),
+            ("options", case.options.view(np.uint64).reshape(self.sequences, -1)),
         ):
             self.host[name][: len(values)] = values
             self.machine.write(self.device[name], self.host[name])
@@ -261,8 +267,8 @@ class Bench:
             return 0.0
         if name == "cache":
             written = np.zeros(host.shape, bool)
-            for _, position, slot, _ in live[active]:
-                written[:, :, slot, :, position] = True
+            for _, position, sequence, _ in live[active]:
+                written[:, :, sequence, :, position] = True
             assert np.array_equal(new[~written], old[~written]), f"{where}: wrote elsewhere"
             # Each rounds to bfloat16 by itself: half a unit in the last place of 8 bits and more.
             good = np.abs(new - host) <= 2.0**-7 * np.abs(host) + limit * 2
@@ -294,21 +300,21 @@ class Bench:
 
 def cases(bench: Bench, rows: int) -> Iterator[Case]:
     """Steps of `rows` rows: single tokens, batches, pieces of prompts, mixtures, padding."""
-    c, random, slots, context = bench.config, bench.random, bench.slots, bench.context
+    c, random, sequences, context = bench.config, bench.random, bench.sequences, bench.context
     on = ACTIVE | SAMPLE
 
     def made(name: str, values: Sequence[tuple[int, int, int, int]], stopped: bool = False) -> Case:
         table = np.full((rows, 4), (-5, 1 << 30, 99, SAMPLE), np.int32)
         if values:
             table[: len(values)] = values
-        state = np.zeros(slots, STATE)
-        for slot in range(slots):
+        state = np.zeros(sequences, STATE)
+        for sequence in range(sequences):
             position = int(random.integers(context))
-            state[slot] = (int(random.integers(c.vocabulary)), position, position + 1, stopped)
-        options = np.zeros(slots, OPTIONS)
-        for slot in range(slots):
-            options[slot] = _OPTIONS[int(random.integers(len(_OPTIONS)))]
-            options[slot]["seed"] = random.integers(1 << 63)
+            state[sequence] = (int(random.integers(c.vocabulary)), position, position + 1, stopped)
+        options = np.zeros(sequences, OPTIONS)
+        for sequence in range(sequences):
+            options[sequence] = _OPTIONS[int(random.integers(len(_OPTIONS)))]
+            options[sequence]["seed"] = random.integers(1 << 63)
         return Case(name, table.view(ROW).reshape(-1), state, options)
 
     def token() -> int:
@@ -318,21 +324,23 @@ def cases(bench: Bench, rows: int) -> Iterator[Case]:
         edges = {0, 1, 2, 31, 32, 33, 63, 64, 127, 128, context // 2, context - 2, context - 1}
         for position in sorted(p for p in edges if 0 <= p < context):
             yield made(
-                f"position {position}", [(token(), position, int(random.integers(slots)), on)]
+                f"position {position}", [(token(), position, int(random.integers(sequences)), on)]
             )
-        yield made("from state", [(0, 0, slots - 1, on | FROM_STATE)])
+        yield made("from state", [(0, 0, sequences - 1, on | FROM_STATE)])
         yield made("stopped", [(0, 0, 0, on | FROM_STATE)], stopped=True)
         yield made("no sample", [(token(), 3, 0, ACTIVE)])
         yield made("padding", [])
         return
-    count = min(rows, slots)
-    batch = [(token(), int(random.integers(context)), slot, on) for slot in range(count)]
+    count = min(rows, sequences)
+    batch = [(token(), int(random.integers(context)), sequence, on) for sequence in range(count)]
     yield made(f"batch of {count} in {rows}", batch)
     mixed = [(t, p, s, f if i % 3 else f & ~ACTIVE) for i, (t, p, s, f) in enumerate(batch)]
     yield made(f"gaps in {rows}", mixed)
-    yield made(f"states in {rows}", [(0, 0, slot, on | FROM_STATE) for slot in range(count)])
+    yield made(
+        f"states in {rows}", [(0, 0, sequence, on | FROM_STATE) for sequence in range(count)]
+    )
     for start, length in ((0, rows), (min(37, context - rows), rows), (1, max(1, rows // 2))):
-        piece = [(token(), start + i, slots - 1, ACTIVE) for i in range(length)]
+        piece = [(token(), start + i, sequences - 1, ACTIVE) for i in range(length)]
         piece[-1] = (*piece[-1][:3], on)
         yield made(f"piece of {length} at {start} in {rows}", piece)
     yield made(f"padding in {rows}", [])
@@ -378,7 +386,7 @@ def run_checks(
     config: LlamaConfig,
     rows: Sequence[int],
     *,
-    slots: int = 3,
+    sequences: int = 3,
     context: int = 150,
     seed: int = 0,
     tunings: dict[int, Tuning] | None = None,
@@ -388,7 +396,7 @@ def run_checks(
         machine,
         config,
         max_rows=max(rows),
-        slots=slots,
+        sequences=sequences,
         context=context,
         seed=seed,
         tunings=tunings,

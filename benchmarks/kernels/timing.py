@@ -33,9 +33,9 @@ class StepBench:
     """Random weights and all buffers of one shape on a GPU."""
 
     def __init__(
-        self, gpu: Gpu, config: LlamaConfig, *, slots: int = 1, context: int = 2048
+        self, gpu: Gpu, config: LlamaConfig, *, sequences: int = 1, context: int = 2048
     ) -> None:
-        self.gpu, self.config, self.slots, self.context = gpu, config, slots, context
+        self.gpu, self.config, self.sequences, self.context = gpu, config, sequences, context
         self.ring = 256
         c = config
         random = np.random.default_rng(0)
@@ -57,8 +57,10 @@ class StepBench:
         self.where["final_norm"] = gpu.array(ones)
         if not c.tied_embeddings:
             self.where["head"] = self._noisy((c.vocabulary, c.hidden))
-        self.where["cache"] = self._noisy((c.layers, 2, slots, c.kv_heads, context, c.head_size))
-        rows = max(slots, 64)
+        self.where["cache"] = self._noisy(
+            (c.layers, 2, sequences, c.kv_heads, context, c.head_size)
+        )
+        rows = max(sequences, 64)
         for name, count in (
             ("x", c.hidden),
             ("q", c.query_size),
@@ -67,17 +69,17 @@ class StepBench:
         ):
             self.where[name] = gpu.empty((rows, count), np.float32)
         for name in ("logits", "adjusted"):
-            self.where[name] = gpu.empty((slots, c.vocabulary), np.float32)
-        self.where["history"] = gpu.array(np.zeros((slots, context), np.int32))
+            self.where[name] = gpu.empty((sequences, c.vocabulary), np.float32)
+        self.where["history"] = gpu.array(np.zeros((sequences, context), np.int32))
         self.where["rope"] = gpu.array(rope_table(c, context))
         self.where["live"] = gpu.array(np.zeros((rows, 4), np.int32))
         self.where["rows"] = gpu.array(np.zeros((rows, 4), np.int32))
         self.where["chosen"] = gpu.array(np.zeros(rows, np.int32))
-        self.where["state"] = gpu.array(np.zeros((slots, 4), np.int32))
-        self.where["options"] = gpu.array(np.zeros((slots, OPTIONS.itemsize // 8), np.uint64))
+        self.where["state"] = gpu.array(np.zeros((sequences, 4), np.int32))
+        self.where["options"] = gpu.array(np.zeros((sequences, OPTIONS.itemsize // 8), np.uint64))
         self.where["stops"] = gpu.array(np.full(STOP_TOKENS, -1, np.int32))
         self.where["ring"], self.ring_host = gpu.pinned(
-            np.full((slots, self.ring, 2), -1, np.int32)
+            np.full((sequences, self.ring, 2), -1, np.int32)
         )
         self.where["workspace"] = gpu.array(np.zeros(1 << 24, np.uint8))
 
@@ -115,13 +117,13 @@ class StepBench:
         return c.layers * sum(sizes.values()) + head
 
     def set_position(self, rows: int, position: int, options: tuple[float, ...] = ()) -> None:
-        """Every row decodes the next token of its slot, from this position."""
+        """Every row decodes the next token of its sequence, from this position."""
         table = np.zeros((self.where["rows"].shape[0], 4), np.int32)
         table[:rows, 2] = np.arange(rows)
         table[:rows, 3] = ACTIVE | SAMPLE | FROM_STATE
-        state = np.zeros(self.slots, STATE)
+        state = np.zeros(self.sequences, STATE)
         state["token"], state["position"], state["length"] = 1, position, position + 1
-        chosen = np.zeros(self.slots, OPTIONS)
+        chosen = np.zeros(self.sequences, OPTIONS)
         chosen["top_p"], chosen["limit"], chosen["repetition_penalty"] = 1.0, 1 << 30, 1.0
         if options:
             chosen["temperature"], chosen["top_p"], chosen["top_k"] = options
@@ -129,7 +131,7 @@ class StepBench:
         # A step without `sample` goes on with this token.
         self.gpu.write(self.where["chosen"], np.ones(self.where["chosen"].shape, np.int32))
         self.gpu.write(self.where["state"], state.view(np.int32).reshape(-1, 4))
-        self.gpu.write(self.where["options"], chosen.view(np.uint64).reshape(self.slots, -1))
+        self.gpu.write(self.where["options"], chosen.view(np.uint64).reshape(self.sequences, -1))
 
     def launches(self, rows: int, tuning: Tuning) -> tuple[CudaLaunch, ...]:
         need = workspace_bytes(self.config, rows=rows, context=self.context, tuning=tuning)
@@ -138,7 +140,12 @@ class StepBench:
         return lower(program, self.config, rows=rows, context=self.context, tuning=tuning)
 
     def submit(self, launches: Iterable[CudaLaunch], rows: int) -> None:
-        sizes = {"rows": rows, "slots": self.slots, "context": self.context, "ring": self.ring}
+        sizes = {
+            "rows": rows,
+            "sequences": self.sequences,
+            "context": self.context,
+            "ring": self.ring,
+        }
         for launch in launches:
             values: dict[str, Any] = {}
             for name, value in launch.arguments:
@@ -172,7 +179,7 @@ class StepBench:
             self.gpu.destroy(executable)
 
     def time_piece(self, rows: int, tuning: Tuning, position: int) -> float:
-        """µs of a piece of a prompt: rows of slot 0 from `position`, none of which samples."""
+        """µs of a piece of a prompt: rows of sequence 0 from `position`, none of which samples."""
         program = decode_program(self.config, sampled=False)
         launches = lower(program, self.config, rows=rows, context=self.context, tuning=tuning)
         table = np.zeros((self.where["rows"].shape[0], 4), np.int32)

@@ -23,9 +23,12 @@ __all__ = ["Device", "open_device"]
 
 
 class Device(Closeable):
-    """One opened device.  `close()` or `with` gives it back.
+    """One opened device, made by `open_device`.  `close()` or the end of `with` gives it back.
 
-    Everything made from it belongs to it and is of no use after it is closed.
+        with ost.open_device("host") as device:
+            x = device.array([1.0, 2.0], "f4")
+
+    What was made on it cannot be used after it is closed.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -34,16 +37,17 @@ class Device(Closeable):
         """Kernels compiled once and loaded once on this device."""
         self._copies: Stream | None = None
         self._lock = new_lock()
-        # The silent last resort: gives a dropped device's threads and memory back.
+        # For a device that is dropped without `close()`: gives its threads and memory back.
         self._finalizer = weakref.finalize(self, driver.close)
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
-        return f"<Device {self.name}: {self.properties.name}>"
+        state = " closed" if self.context.closed else ""
+        return f"<Device {self.name}: {self.properties.name}{state}>"
 
     @property
     def driver(self) -> Driver:
-        """The seam below, for what has no door here."""
+        """The driver, for calls that this class does not have."""
         return self.context.driver
 
     @property
@@ -67,10 +71,10 @@ class Device(Closeable):
         return Stream(self.context, handle, owned=True)
 
     def adopt_stream(self, stream: object) -> Stream:
-        """Another library's stream, through its `__cuda_stream__`; it stays the library's.
+        """Another library's stream, through its `__cuda_stream__`; the library still owns it.
 
         Raises InputError if the object has no such method (give it as an object of its library,
-        not as a bare number) or answers something else than (version, handle).
+        not as a bare number) or returns something else than (version, handle).
         """
         if isinstance(stream, Stream):
             return stream
@@ -92,7 +96,7 @@ class Device(Closeable):
     ) -> Buffer:
         """Device memory; its content is undefined.  Raises OutOfMemoryError.
 
-        `name`: what tables and pictures of graphs call it, here and below.
+        `name`: shown in tables and pictures of graphs, as in the methods below.
         """
         return allocate(self.context, shape, dtype, name=name)
 
@@ -163,9 +167,12 @@ class Device(Closeable):
 def open_device(name: str | int | None = None) -> Device:
     """Opens a device: "host" (or "cpu"), "cuda", "cuda:0", …; a number is that of a GPU.
 
-    Without a name: OSTINATO_DEVICE, else "cuda:0" where there is one, else "host".
-    Raises NoCudaError if a CUDA device is asked for by name and there is none, InputError for a
-    name that is none, SettingsError for an OSTINATO_DEVICE that is none.
+        device = ost.open_device()          # the fastest there is
+        device = ost.open_device("host")    # the CPU
+
+    Without a name: OSTINATO_DEVICE, else "cuda:0" if there is a GPU, else "host".
+    Raises NoCudaError if a CUDA device is named and there is none, InputError for an unknown name,
+    SettingsError for an unknown name in OSTINATO_DEVICE.
     """
     if name is not None and name != "":
         return Device(_driver(name))
@@ -196,7 +203,7 @@ def _driver(name: str | int) -> Driver:
 
 
 def _names() -> list[str]:
-    """What can be opened here."""
+    """The names of the devices that can be opened here."""
     from ostinato.driver.cuda.driver import gpu_count
 
     return ['"host" (or "cpu")', *(f'"cuda:{i}"' for i in range(gpu_count()))]

@@ -8,7 +8,7 @@
     │   └── NoCudaError             no GPU, no driver, or no `cuda` extra
     ├── DriverError                 a driver call failed; carries the status
     │   ├── OutOfMemoryError        status 2                                     (also MemoryError)
-    │   ├── NotReadyError           status 600: asked too early
+    │   ├── NotReadyError           status 600: the work is not finished yet
     │   ├── ContextPoisonedError    sticky (700, 719, …): nothing on this context works
     │   └── StreamCaptureError      statuses 900 to 908
     ├── CaptureError                a capture could not be begun, or did not give a graph
@@ -17,10 +17,10 @@
     │   ├── PoolSealedError         a capture would need memory from a sealed pool
     │   └── CaptureLimitError       a cache has captured as much as its limits allow
     ├── GraphError                  a graph could not be built, read, instantiated or changed
-    │   ├── NodeKindError           asked a node for what another kind of node has
+    │   ├── NodeKindError           this kind of node does not have what was asked for
     │   └── UpdateRefusedError      the executable stays as it was; names node and reason
     ├── VerificationError           a replay gave another answer than the eager run
-    ├── StateLostError              a check could not put back what it had changed
+    ├── StateLostError              a check could not restore the state that it had changed
     ├── EagerRunError               a strict step would have run eagerly; nothing ran
     ├── CompileError                the compiler refused the source; carries its log
     └── ModelError                  a model cannot be found, read or run
@@ -275,11 +275,15 @@ def explain(status: int) -> StatusMeaning:
 
 
 class OstinatoError(Exception):
-    """Everything this library raises on purpose."""
+    """Base of every error that this library raises on purpose.
+
+    except ost.OstinatoError as error:
+        print(error)
+    """
 
 
 class SettingsError(OstinatoError):
-    """A setting has a value that cannot be read; says the variable, the value and what it takes."""
+    """A setting has a value that cannot be read; names variable, value and valid values."""
 
 
 class InputError(OstinatoError, ValueError):
@@ -333,11 +337,11 @@ class OutOfMemoryError(DriverError, MemoryError):
 
 
 class NotReadyError(DriverError):
-    """Asked before the work was finished; not a failure."""
+    """The work was not finished when it was queried; not a failure."""
 
 
 class ContextPoisonedError(DriverError):
-    """A kernel failed: every later call on this context fails.  Not a failed capture."""
+    """A kernel failed: every later call on this context fails.  Not raised for a failed capture."""
 
 
 class StreamCaptureError(DriverError):
@@ -347,7 +351,7 @@ class StreamCaptureError(DriverError):
 def driver_error(
     status: int, call: str, detail: str = "", *, node: int | None = None
 ) -> DriverError:
-    """The error of the class that fits the status."""
+    """An error of the class for this status: DriverError or one of its subclasses."""
     kind: type[DriverError] = DriverError
     if status == Status.OUT_OF_MEMORY:
         kind = OutOfMemoryError
@@ -380,7 +384,7 @@ class CaptureBrokenError(CaptureError):
 
 
 class PoolSealedError(CaptureError):
-    """A capture would need memory from a sealed pool; says how much and who asked."""
+    """A capture would need memory from a sealed pool; says what needs it."""
 
 
 class CaptureLimitError(CaptureError):
@@ -392,7 +396,7 @@ class GraphError(OstinatoError):
 
 
 class NodeKindError(GraphError):
-    """A node was asked for what another kind of node has."""
+    """This kind of node does not have the attribute that was asked for."""
 
 
 class UpdateRefusedError(GraphError):
@@ -411,7 +415,7 @@ class VerificationError(OstinatoError):
 
 
 class StateLostError(OstinatoError):
-    """A check could not put back what it had changed; says which slots must be written again."""
+    """A check could not restore the state that it had changed; names the slots to write again."""
 
 
 class EagerRunError(OstinatoError):
@@ -419,7 +423,7 @@ class EagerRunError(OstinatoError):
 
 
 class CompileError(OstinatoError):
-    """The compiler refused the source; `log` holds its words, with line numbers."""
+    """The compiler refused the source; `log` holds its messages, with line numbers."""
 
     def __init__(self, message: str, *, log: str = "") -> None:
         self.log = log

@@ -1,6 +1,6 @@
-"""Every `OSTINATO_*` variable, read when it is asked for and never at import.
+"""Every `OSTINATO_*` variable, read when its value is needed and never at import.
 
-The environment is one source of settings; every use has a typed argument that wins over it.
+Each use of a variable has a typed argument too, which takes precedence.
 """
 
 from __future__ import annotations
@@ -108,13 +108,17 @@ ALL: tuple[Variable[object], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """What happens around each replay of a graph.  None: as the environment says, or as below.
+    """What happens around each replay of a graph.
+
+        step = ost.GraphedStep(…, settings=ost.ReplaySettings(profile=True))
+
+    The environment, else the default given here, decides a field that is None.
 
     `profile` (off; on if OSTINATO_PROFILE is present): time upload, launch and synchronise of each
     replay.  `upload`: upload the executable before each launch.  It costs about 1 µs and gains
     nothing after the first, so it is off; on while profiling, unless OSTINATO_SKIP_UPLOAD is "1".
     `synchronize`: wait for each replay to finish before returning.  Off; on while profiling, unless
-    OSTINATO_SKIP_SYNC is "1", because otherwise nothing says how long the device worked.
+    OSTINATO_SKIP_SYNC is "1", because without it the time on the device is not measured.
     `print_every` (64, or OSTINATO_PROFILE_EVERY): one profiled replay in so many is printed.
     """
 
@@ -144,7 +148,7 @@ class ResolvedReplaySettings:
 def replay_settings(
     given: ReplaySettings | None = None, environ: Mapping[str, str] | None = None
 ) -> ResolvedReplaySettings:
-    """What was given, and where that says nothing, what the environment says.
+    """The fields that were given; the environment, or the default, for those that are None.
 
     Raises SettingsError for a variable that cannot be read, InputError for `print_every` below 1.
     """
@@ -168,7 +172,7 @@ def replay_settings(
 
 
 def graphs_enabled(given: bool | None = None, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether steps may use graphs: what was given, else no only if OSTINATO_NO_GRAPHS is "1"."""
+    """Whether steps may use graphs: `given`, else True unless OSTINATO_NO_GRAPHS is "1"."""
     return not NO_GRAPHS.read(environ) if given is None else given
 
 

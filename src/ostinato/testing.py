@@ -1,4 +1,4 @@
-"""Tools for testing code that uses this library: faults on demand, and streams that stand still.
+"""Tools for testing code that uses this library: faults on demand, and streams that are held.
 
 faults = FaultyDriver(HostDriver())
 device = Device(faults)
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHandle
+from ostinato.driver.api import Capabilities, CudaContext, DeviceProperties, Driver, StreamHandle
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError, Status, driver_error
 
@@ -51,7 +51,7 @@ class Fault:
     fired: int = 0
 
     def strikes(self, call: str) -> bool:
-        """Counts one call; whether it is to fail."""
+        """Counts one call; returns whether it must fail."""
         if self.call is not None and self.call != call:
             return False
         self.seen += 1
@@ -62,7 +62,7 @@ class Fault:
 
     @property
     def spent(self) -> bool:
-        """Whether it has fired as often as it should."""
+        """Whether all its `times` calls have failed."""
         return self.fired >= self.times
 
 
@@ -80,8 +80,12 @@ class FaultyDriver(_WrappedDriver):
         self.calls: list[str] = []
         """The names of all calls made so far, in order, failed ones too."""
         self.faults: list[Fault] = []
-        """Those set and not yet spent."""
+        """The faults that are set and not yet spent."""
         self._guard = threading.Lock()
+
+    def __repr__(self) -> str:
+        made, left = len(self.calls), len(self.faults)
+        return f"<FaultyDriver over {self.inner.name}: {made} calls made, {left} faults to come>"
 
     def fail(
         self, call: str, status: int = Status.INVALID_VALUE, *, at: int = 1, times: int = 1
@@ -127,6 +131,10 @@ class FaultyDriver(_WrappedDriver):
     @property
     def properties(self) -> DeviceProperties:
         return self.inner.properties
+
+    @property
+    def cuda_context(self) -> CudaContext | None:
+        return self.inner.cuda_context
 
     def close(self) -> None:
         self.inner.close()
@@ -175,10 +183,10 @@ class FaultyDriver(_WrappedDriver):
 
 
 def _no_shortcut(*_: object) -> None:
-    """Every launch is a `launch_kernel`, which can be made to fail."""
+    """Returns None: so every launch is a `launch_kernel`, which can be made to fail."""
 
 
-_NEVER_FAIL = frozenset({"name", "capabilities", "properties", "close"})
+_NEVER_FAIL = frozenset({"name", "capabilities", "properties", "cuda_context", "close"})
 
 
 class HeldStream:
@@ -210,6 +218,11 @@ class HeldStream:
         self._gate = threading.Event()
         self._reached = threading.Event()
 
+    def __repr__(self) -> str:
+        held = self._reached.is_set() and not self._gate.is_set()
+        state = "held" if held else "released" if self._gate.is_set() else "not held yet"
+        return f"<HeldStream {self._handle:#x} on {self._driver.name}, {state}>"
+
     def __enter__(self) -> Self:
         gate, reached, at_most = self._gate, self._reached, self._at_most
 
@@ -229,15 +242,15 @@ class HeldStream:
         self.release()
 
     def wait_until_held(self, timeout: float = 10.0) -> bool:
-        """Waits until the work submitted before is done and the stream stands; False if late."""
+        """Waits until the work submitted before is done; False if `timeout` seconds pass first."""
         return self._reached.wait(timeout)
 
     def release(self) -> None:
-        """Lets the stream go on.  Idempotent; from any thread."""
+        """Lets the stream run again.  Idempotent; any thread may call."""
         self._gate.set()
 
     def release_after(self, seconds: float) -> None:
-        """Lets it go on after a while, as the caller does something that waits for it."""
+        """Lets the stream run again after `seconds`, while the caller waits for its work."""
         timer = threading.Timer(seconds, self.release)
         timer.daemon = True
         timer.start()

@@ -140,8 +140,13 @@ class Clock:
     perf_counter = monotonic = tick
 
 
+def set_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    for module in ("graph_cache", "limits"):
+        monkeypatch.setattr(f"ostinato.cache.{module}.time", clock)
+
+
 def test_the_time_of_captures_is_limited(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ostinato.cache.graph_cache.time", Clock())
+    set_clock(monkeypatch, Clock())
     with ost.GraphCache(device, limits=CaptureLimits(seconds=3)) as cache:
         made = []
         with pytest.raises(CaptureLimitError, match="at most 3 s"):
@@ -157,7 +162,7 @@ def test_the_time_of_captures_is_limited(device: Device, monkeypatch: pytest.Mon
 
 def test_a_window_of_time_passes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("ostinato.cache.graph_cache.time", clock)
+    set_clock(monkeypatch, clock)
     with ost.GraphCache(device, limits=CaptureLimits(seconds=1, window=50)) as cache:
         cache.get_or_capture("a", lambda: graph_of(device))
         refused = cache.refusal("b")

@@ -61,13 +61,22 @@ def test_many_events_are_not_kept() -> None:
     schedule = Schedule()
     for _ in range(10_000):
         schedule.note("a", "used")
-    assert len(schedule._trail) < 5000
+    assert len(schedule.trail) < 5000
 
 
 def graph_of(device: Device) -> ost.GraphExec:
     graph = ost.Graph.create(device.context)
     graph.add_empty()
     return graph.instantiate()
+
+
+def test_many_hits_of_keys_in_turn_are_not_kept(device: Device) -> None:
+    with ost.GraphCache(device) as cache:
+        for key in "ab":
+            cache.install(key, graph_of(device))
+        for _ in range(5_000):
+            assert cache.get("a") and cache.get("b")
+        assert len(cache._table._schedule.trail) < 5000
 
 
 def played(device: Device, calls: str, *, unknown: bool = False, ask_at: int = -1) -> str:

@@ -273,7 +273,8 @@ def test_control_c_ends_with_the_summary(smollm2_path: Path) -> None:
 def test_a_signal_ends_a_generation(number: signal.Signals, words: bytes, tmp_path: Path) -> None:
     config = replace(CONFIG, context_length=1 << 16)
     model = write_gguf(tmp_path / "tiny.gguf", config=config)
-    options = ("--model", str(model), "--max-tokens", str(1 << 16), "--temperature", "1")
+    # The likeliest tokens go on until the context is full; drawn ones may be over after a few.
+    options = ("--model", str(model), "--max-tokens", str(1 << 16))
     process = start("generate", "ab", *options)
     assert process.stdout is not None
     assert process.stdout.read(5)  # the first tokens are out

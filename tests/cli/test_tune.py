@@ -14,7 +14,7 @@ from ostinato.bench.random_weights import random_checkpoint
 from ostinato.device import Device
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import shapes
-from ostinato.models.cuda.tuning_store import TuningKey, TuningStore
+from ostinato.models.cuda.tunings import TuningKey, TuningStore
 from ostinato.models.tune import meter as tuning_bench
 from ostinato.models.tune import sweep as tuning_sweep
 from ostinato.models.tune.sweep import SweepResult

@@ -5,13 +5,13 @@ Each script runs in a process of its own, for a poisoned context is of no use to
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
 
 from ostinato.device import Device
+from tests.processes import child_environment
 
 HEAD = """
 import sys
@@ -118,7 +118,7 @@ refused("synchronize", stream.synchronize)
 def run_script(body: str, device: Device) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", HEAD + body + '\nprint("done")\n', device.name],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=child_environment(),
         capture_output=True,
         text=True,
         check=False,

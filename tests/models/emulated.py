@@ -3,7 +3,6 @@ NumPy, all on the host driver."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,15 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 import ostinato as ost
-from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
 from ostinato.driver.host.kernel import HostKernel, HostLaunch
 from ostinato.driver.signature import Signature
 from ostinato.errors import NotAvailableError
-from ostinato.models.cuda.lowering import CudaLaunch
 from ostinato.models.cuda.products import MatrixProduct
 from ostinato.modules import CompileOptions
+from tests.emulator.emulator import Emulator
 
 
 class EmulatedModules:
@@ -32,22 +30,7 @@ class EmulatedModules:
     def get_or_compile(
         self, source: ost.Source, name: str, *, options: CompileOptions | None = None
     ) -> Any:
-        signature = source.signatures[name]
-        names = [parameter.name for parameter in signature.parameters]
-        made = options or CompileOptions()
-        self._emulator.expect(source, made, name)
-
-        def run(how: HostLaunch, *values: Any) -> None:
-            given = dict(zip(names, values, strict=True))
-            handle, wanted = given.get("condition"), ctypes.c_uint32()
-            if handle is not None:  # the emulated runtime writes it where the handle says
-                given["condition"] = ctypes.addressof(wanted)
-            config = LaunchConfig(how.grid, how.block, how.shared, cluster=how.cluster)
-            self._emulator.launch(CudaLaunch(name, source, made, config, ()), given)
-            if handle is not None:
-                how.set_conditional(handle, wanted.value)
-
-        host = HostKernel(name, run, signature)
+        host = self._emulator.host_kernel(source, name, options)
         return self._modules.get_or_compile(host, name)
 
     def preload(self, kernels: Iterable[Any]) -> None:
@@ -59,6 +42,7 @@ class EmulatedGpu:
 
     def __init__(self, device: Device) -> None:
         self.name = "emulated"
+        self.driver = device.driver  # which has no CUDA context
         self.modules = EmulatedModules(device)
         self.properties = replace(
             device.properties, compute_capability=(9, 0), multiprocessors=132, name="emulated"

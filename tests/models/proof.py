@@ -67,12 +67,12 @@ class Way:
         else:
             assert len(list(decoder.run(count=count, **self.run))) == count
 
-    def decode_batch(self, decoder: Decoder, slots: Sequence[int], count: int) -> None:
+    def decode_batch(self, decoder: Decoder, sequences: Sequence[int], count: int) -> None:
         if self.run is None:
             for _ in range(count):
-                decoder.decode_batch(slots)
+                decoder.decode_batch(sequences)
         else:
-            assert len(list(decoder.run_batch(slots, count=count, **self.run))) == count
+            assert len(list(decoder.run_batch(sequences, count=count, **self.run))) == count
 
     def check(self, decoder: Decoder) -> None:
         """That it went that way."""

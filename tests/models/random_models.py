@@ -8,23 +8,40 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.bench.random_weights import MemoryCheckpoint
+from ostinato.bench.random_weights import MadeCheckpoint
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.files.checkpoint import Checkpoint
 
-__all__ = ["RandomModel", "llama"]
+__all__ = ["MemoryCheckpoint", "RandomModel", "llama"]
 
 
 def llama(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
     """A config whose hidden width is that of its heads unless it is given."""
     values = {"hidden": heads * head_size, "layers": 3, "context_length": 777, **sizes}
     return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
+
+
+class MemoryCheckpoint(MadeCheckpoint):
+    """Weights of a function: `fill(name, out)` writes a tensor's values into a float32 array, or
+    their bits as bfloat16 into a uint16 one."""
+
+    def __init__(
+        self, config: LlamaConfig, fill: Callable[[str, npt.NDArray[Any]], None], name: str
+    ) -> None:
+        super().__init__(config, name)
+        self._fill = fill
+
+    def load(self, into: Mapping[str, npt.NDArray[Any]], *, threads: int = 2) -> None:
+        """As `Checkpoint.load`, one tensor after the other."""
+        for name, out in into.items():
+            self._fill(name, out)
 
 
 @functools.cache

@@ -87,7 +87,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def generator(host_device: Device, tiny: Path) -> Iterator[TextGenerator]:
-    with TextGenerator(host_device, tiny, slots=np.int64(2), max_context=np.int32(64)) as opened:
+    with TextGenerator(
+        host_device, tiny, sequences=np.int64(2), max_context=np.int32(64)
+    ) as opened:
         opened.decoder.set_stop_tokens(())
         yield opened
 
@@ -131,23 +133,23 @@ Call = Callable[[TextGenerator, Any], object]
 CALLS: dict[str, Call] = {
     "generate max_tokens": lambda g, n: g.generate([1], max_tokens=n),
     "generate tokens_per_launch": lambda g, n: g.generate([1], tokens_per_launch=n),
-    "set_sampling slot": lambda g, n: g.decoder.set_sampling(SamplingOptions(), n),
+    "set_sampling sequence": lambda g, n: g.decoder.set_sampling(SamplingOptions(), n),
     "set_sampling limit": lambda g, n: g.decoder.set_sampling(SamplingOptions(), limit=n),
     "set_stop_tokens": lambda g, n: g.decoder.set_stop_tokens([n]),
     "tokens": lambda g, n: g.decoder.tokens(n),
     "stopped": lambda g, n: g.decoder.stopped(n),
     "reset": lambda g, n: g.decoder.reset(n),
     "truncate count": lambda g, n: g.decoder.truncate(n),
-    "truncate slot": lambda g, n: g.decoder.truncate(1, n),
+    "truncate sequence": lambda g, n: g.decoder.truncate(1, n),
     "prefill token": lambda g, n: g.decoder.prefill([n]),
-    "prefill slot": lambda g, n: g.decoder.prefill([3], n),
+    "prefill sequence": lambda g, n: g.decoder.prefill([3], n),
     "decode": lambda g, n: g.decoder.decode(n),
     "decode_batch": lambda g, n: g.decoder.decode_batch([n]),
-    "run slot": lambda g, n: g.decoder.run(n),
+    "run sequence": lambda g, n: g.decoder.run(n),
     "run count": lambda g, n: g.decoder.run(count=n),
     "run tokens_per_launch": lambda g, n: g.decoder.run(tokens_per_launch=n),
     "run ahead": lambda g, n: g.decoder.run(ahead=n),
-    "run_batch slots": lambda g, n: g.decoder.run_batch([0, n] if n == 1 else [n]),
+    "run_batch sequences": lambda g, n: g.decoder.run_batch([0, n] if n == 1 else [n]),
     "logits": lambda g, n: g.decoder.logits(n),
     "graph": lambda g, n: g.decoder.graph(n),
     "decode ids": lambda g, n: g.tokenizer.decode([n]),
@@ -175,7 +177,7 @@ def test_every_whole_number_may_be_numpys_and_nothing_else(
     CALLS[what](generator, np.int64(1))
 
 
-OPTIONS = ["slots", "max_rows", "max_context", "library_rows", "warmups", "threads"]
+OPTIONS = ["sequences", "max_rows", "max_context", "library_rows", "warmups", "threads"]
 
 
 @pytest.mark.parametrize("option", OPTIONS)

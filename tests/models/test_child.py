@@ -26,6 +26,7 @@ from ostinato.errors import (
     UnsupportedModelError,
 )
 from ostinato.models.text.child import Child
+from tests.processes import child_environment
 
 pytest.importorskip("resource")
 MEMORY = 256 << 20
@@ -216,7 +217,7 @@ def run(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", head + textwrap.dedent(code)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=child_environment(),
         capture_output=True,
         text=True,
         timeout=100,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.errors import ModelFormatError, UnsupportedModelError
+from ostinato.errors import InputError, ModelFormatError, UnsupportedModelError
 from ostinato.models.config import (
     LlamaConfig,
     RopeScaling,
@@ -186,3 +186,18 @@ def test_tensors_of_a_model() -> None:
     assert "head" not in shapes
     untied = dataclasses.replace(CONFIG, tied_embeddings=False)
     assert tensor_shapes(untied)["head"] == (280, 64)
+
+
+def test_sizes_of_numpy_become_plain_ints() -> None:
+    """Products of NumPy's 32-bit numbers would wrap around."""
+    names = ("hidden", "layers", "heads", "kv_heads", "head_size", "inner")
+    sizes = dict(zip(names, (64, 1, 2, 1, 32, 96), strict=True))
+    config = LlamaConfig(
+        **{name: np.int32(size) for name, size in sizes.items()},
+        vocabulary=np.int32(100),
+        context_length=np.int32(64),
+    )
+    assert config == LlamaConfig(**sizes, vocabulary=100, context_length=64)
+    assert all(type(getattr(config, name)) is int for name in sizes)
+    with pytest.raises(InputError, match="layers"):
+        dataclasses.replace(config, layers=1.5)

@@ -15,8 +15,8 @@ from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, ModelFormatError
 from ostinato.models.conversation import Conversation
 from ostinato.models.generate import TextGenerator
-from ostinato.models.ring import TokenRing
 from ostinato.models.sampling import SamplingOptions
+from ostinato.models.stepper import TokenRing
 from tests.models.model_files import CONFIG, write_gguf
 
 HOT = SamplingOptions(temperature=1.5, seed=3, repetition_penalty=1.2)
@@ -46,7 +46,7 @@ def in_cache(generator: TextGenerator) -> tuple[tuple[int, ...], bytes, bytes]:
     decoder = generator.decoder
     tokens = decoder.tokens()
     cache = decoder.plan.buffers["cache"].to_numpy(decoder.stream)
-    # [layers, 2, slots, kv_heads, context, head_size]; the last token's are not there yet.
+    # [layers, 2, sequences, kv_heads, context, head_size]; the last token's are not there yet.
     used = np.ascontiguousarray(cache[..., : len(tokens) - 1, :])
     return tokens, used.tobytes(), decoder.plan.buffers["logits"].to_numpy(decoder.stream).tobytes()
 

@@ -12,9 +12,8 @@ import pytest
 
 from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, ModelError, NotAvailableError
-from ostinato.models.backend import backend_for
 from ostinato.models.config import LlamaConfig, RopeScaling
-from ostinato.models.decoder import Decoder
+from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import STATE
@@ -191,13 +190,13 @@ def test_device_state_is_token_position_and_length(decoder: Decoder) -> None:
 
 
 def test_addresses_and_logits_stay_where_they_are(host_device: Device, tiny: Path) -> None:
-    with Decoder(host_device, tiny, stop_tokens=(), slots=3) as decoder:
+    with Decoder(host_device, tiny, stop_tokens=(), sequences=3) as decoder:
         buffers = decoder.plan.buffers
         before = {name: buffer.address for name, buffer in buffers.items()}
         decoder.prefill(PROMPT)
         single = decoder.logits(0)
-        for slot in (1, 2):
-            decoder.prefill(PROMPT, slot)
+        for sequence in (1, 2):
+            decoder.prefill(PROMPT, sequence)
         decoder.decode_batch((0, 1, 2))
         decoder.truncate(len(PROMPT), 0)
         decoder.decode(0)  # the prompt's last token again, alone after a batch
@@ -264,7 +263,9 @@ def test_the_captured_graph_can_be_read(decoder: Decoder) -> None:
     assert names == [call.kernel for call in decoder.program()]
     assert len(decoder.graph(3, sampled=False).nodes) == len(names) - 3
     assert str(decoder.program()[-2]).startswith("sample(live=live, logits=logits, options=options")
-    assert repr(decoder) == ("<Decoder of 2 layers, hidden 64, on host: 1 slots of 128 positions>")
+    assert repr(decoder) == (
+        "<Decoder of 2 layers, hidden 64, on host: 1 sequences of 128 positions>"
+    )
 
 
 # -------------------------------------------------------------------------------------- batches
@@ -275,35 +276,35 @@ def test_a_batch_equals_single_sequences(host_device: Device, tiny: Path, count:
     prompts = [PROMPT[: 3 + 2 * i] for i in range(count)]
     with Decoder(host_device, tiny, stop_tokens=()) as single:
         expected = [generate(single, 8, prompt) for prompt in prompts]
-    with Decoder(host_device, tiny, stop_tokens=(), slots=count, max_rows=8) as decoder:
-        first = [decoder.prefill(prompt, slot) for slot, prompt in enumerate(prompts)]
+    with Decoder(host_device, tiny, stop_tokens=(), sequences=count, max_rows=8) as decoder:
+        first = [decoder.prefill(prompt, sequence) for sequence, prompt in enumerate(prompts)]
         steps = [first, *(decoder.decode_batch(range(count)) for _ in range(7))]
         assert [list(column) for column in zip(*steps, strict=True)] == expected
-        # In another order, and some alone: slots are what counts, not rows.
-        for slot in range(count):
-            decoder.truncate(len(prompts[slot]) + 1, slot)
+        # In another order, and some alone: sequences are what counts, not rows.
+        for sequence in range(count):
+            decoder.truncate(len(prompts[sequence]) + 1, sequence)
         order = list(reversed(range(count)))
-        assert decoder.decode_batch(order) == [expected[slot][1] for slot in order]
+        assert decoder.decode_batch(order) == [expected[sequence][1] for sequence in order]
         assert decoder.decode(count - 1) == expected[count - 1][2]
-        assert decoder.decode_batch(order[1:]) == [expected[slot][2] for slot in order[1:]]
+        assert decoder.decode_batch(order[1:]) == [expected[sequence][2] for sequence in order[1:]]
 
 
 def test_poison_in_padding_reaches_nothing(host_device: Device, tiny: Path) -> None:
-    with Decoder(host_device, tiny, stop_tokens=(), slots=3, max_rows=4) as decoder:
-        for slot in range(3):
-            decoder.prefill(PROMPT[: 4 + slot], slot)
+    with Decoder(host_device, tiny, stop_tokens=(), sequences=3, max_rows=4) as decoder:
+        for sequence in range(3):
+            decoder.prefill(PROMPT[: 4 + sequence], sequence)
         tokens = decoder.decode_batch((0, 1, 2))
-        logits = [decoder.logits(slot) for slot in range(3)]
+        logits = [decoder.logits(sequence) for sequence in range(3)]
         buffers = decoder.plan.buffers
         cache = decoder.device.to_numpy(buffers["cache"])
-        for slot in range(3):
-            decoder.truncate(5 + slot, slot)
+        for sequence in range(3):
+            decoder.truncate(5 + sequence, sequence)
         for name in ("x", "q", "attended", "inner", "workspace"):
             buffers[name].array[...] = np.nan
         buffers["chosen"].array[...] = -1
         assert decoder.decode_batch((0, 1, 2)) == tokens  # 3 rows in a bucket of 4
-        for slot in range(3):
-            assert decoder.logits(slot).tobytes() == logits[slot].tobytes()
+        for sequence in range(3):
+            assert decoder.logits(sequence).tobytes() == logits[sequence].tobytes()
         assert decoder.device.to_numpy(buffers["cache"]).tobytes() == cache.tobytes()
 
 
@@ -375,7 +376,7 @@ def test_stops_at_an_end_token(decoder: Decoder) -> None:
     while not decoder.stopped():
         again.append(decoder.decode())
     assert again == tokens[: end + 1]
-    with pytest.raises(InputError, match="slot 0 has stopped"):
+    with pytest.raises(InputError, match="sequence 0 has stopped"):
         decoder.decode()
     decoder.set_stop_tokens(())
     assert decoder.decode() == tokens[end + 1], "it goes on once the token is no end any more"
@@ -409,7 +410,7 @@ def test_truncate_takes_tokens_back(decoder: Decoder) -> None:
     assert decoder.tokens() == (*PROMPT, *tokens[:3])
     assert [decoder.decode() for _ in range(5)] == tokens[3:]
     decoder.truncate(0)
-    with pytest.raises(InputError, match="slot 0 has no token to decode"):
+    with pytest.raises(InputError, match="sequence 0 has no token to decode"):
         decoder.decode()
 
 
@@ -461,7 +462,7 @@ def test_a_budget_of_one_graph_costs_captures_and_no_answers(
         tokens = generate(decoder, 6)
     with Decoder(host_device, tiny, stop_tokens=(), graph_budget=1, warmups=0) as decoder:
         assert [generate(decoder, 6) for _ in range(3)] == [tokens] * 3
-        assert len(decoder.cache) == 1
+        assert len(decoder.graph_cache) == 1
         assert decoder.statistics().graphs_captured == 6
 
 
@@ -475,7 +476,6 @@ def test_weights_in_bfloat16_and_through_ordinary_memory(
             patch.setattr(type(host_device), "capabilities", apart)
             loaded = load_weights(host_device, checkpoint, np.uint16)
         assert loaded.loaded
-        assert loaded.has_head
         for name in ("wq", "wk", "wv"):
             assert f"layers.1.{name}" not in loaded.tensors
         fused = np.concatenate([checkpoint.bfloat16(f"layers.1.w{part}") for part in "qkv"])
@@ -514,7 +514,7 @@ def test_nan_logits_are_an_error(host_device: Device, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "broken.gguf", values)
     with (
         Decoder(host_device, path) as decoder,
-        pytest.raises(ModelError, match="slot 0, position 11: the logits hold NaN"),
+        pytest.raises(ModelError, match="sequence 0, position 11: the logits hold NaN"),
     ):
         decoder.prefill(PROMPT)
 
@@ -527,8 +527,8 @@ def test_nan_logits_are_an_error(host_device: Device, tmp_path: Path) -> None:
         (lambda d: d.prefill([1.5]), r"tokens\[0\] is 1.5, must be a token id"),
         (lambda d: d.prefill([280]), "token 280 is outside the vocabulary of 280"),
         (lambda d: d.prefill([-1]), "token -1 is outside"),
-        (lambda d: d.prefill([1], 1), "slot 1 of 1"),
-        (lambda d: d.decode(), "slot 0 has no token to decode"),
+        (lambda d: d.prefill([1], 1), "sequence 1: there is no such"),
+        (lambda d: d.decode(), "sequence 0 has no token to decode"),
         (lambda d: d.decode_batch(()), "one or more are needed"),
         (lambda d: d.decode_batch((0, 0)), "each once"),
         (lambda d: d.truncate(1), "1 cannot be kept"),
@@ -548,8 +548,8 @@ def test_wrong_calls(decoder: Decoder, call: Any, message: str) -> None:
     [
         ({"max_context": 129}, "trained for 1 to 128"),
         ({"max_context": 0}, "max_context is 0"),
-        ({"slots": 0}, "slots is 0"),
-        ({"slots": 65}, "65 slots cannot step together"),
+        ({"sequences": 0}, "sequences is 0"),
+        ({"sequences": 65}, "65 sequences cannot step together"),
         ({"max_rows": 0}, "rows is 0"),
     ],
 )

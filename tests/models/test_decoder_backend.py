@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from ostinato.driver.signature import Access
 from ostinato.driver.stream import Operation
 from ostinato.errors import NotAvailableError, UnsupportedModelError
 from ostinato.graph.order import dependencies
-from ostinato.models.backend import CudaBackend, backend_for
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
+from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.cuda.shapes import default_tuning
-from ostinato.models.decoder import Decoder
+from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.plan import PlanSizes
 from ostinato.models.program import Bound, decode_program, loop_call
 from tests.models.model_files import CONFIG, write_gguf
@@ -71,6 +72,7 @@ class FakeDevice:
     capabilities: Any
     modules: FakeModules = field(default_factory=FakeModules)
     name: str = "cuda:0"
+    driver: Any = field(default_factory=lambda: SimpleNamespace(cuda_context=None))
 
 
 @pytest.fixture

@@ -26,12 +26,12 @@ from tests.models.proof import (
 )
 from tests.models.random_models import RandomModel
 
-SLOTS = 64
+SEQUENCES = 64
 BATCH = replace(SHAPES[FIRST], layers=2, context_length=61)
 
 
-def prompt_of(slot: int) -> list[int]:
-    return RandomModel(BATCH).tokens(1 + slot * 7 % 40, seed=slot)
+def prompt_of(sequence: int) -> list[int]:
+    return RandomModel(BATCH).tokens(1 + sequence * 7 % 40, seed=sequence)
 
 
 @dataclass(frozen=True)
@@ -63,34 +63,34 @@ def poison(decoder: Decoder, *names: str) -> None:
 @on_both("count", host=[1, 3, 8, 64], cuda=[1, 2, 3, 4, 7, 8, 13, 16, 31, 32, 50, 64])
 def test_a_batch_is_right_and_writes_only_where_it_should(machine: Device, count: int) -> None:
     """Every buffer is NaN at first, so that reading what was never written would be seen too."""
-    bound, others = RELATIVE[kind(machine)], range(count, SLOTS)
-    with open_decoder(machine, BATCH, slots=SLOTS) as decoder:
+    bound, others = RELATIVE[kind(machine)], range(count, SEQUENCES)
+    with open_decoder(machine, BATCH, sequences=SEQUENCES) as decoder:
         poison(decoder, "cache", "logits")
         blank = Snapshot.of(decoder)
-        written = np.zeros((SLOTS, BATCH.context_length), bool)
-        for slot in range(count):
-            decoder.prefill(prompt_of(slot), slot)
-            written[slot, : len(prompt_of(slot))] = True
+        written = np.zeros((SEQUENCES, BATCH.context_length), bool)
+        for sequence in range(count):
+            decoder.prefill(prompt_of(sequence), sequence)
+            written[sequence, : len(prompt_of(sequence))] = True
         before = Snapshot.of(decoder)
         first = None
         for _ in range(3):  # eager, captured, replayed
-            for slot in range(count):
-                decoder.truncate(len(prompt_of(slot)) + 1, slot)
+            for sequence in range(count):
+                decoder.truncate(len(prompt_of(sequence)) + 1, sequence)
             poison(decoder, "x", "q", "attended", "inner")
             decoder.decode_batch(range(count))
             after = Snapshot.of(decoder)
-            # Its own position of each slot, and nothing else.  [layers, 2, slots, kv_heads,
-            # context, head_size] to [slots, context, rest]:
+            # Its own position of each sequence, and nothing else.  [layers, 2, sequences, kv_heads,
+            # context, head_size] to [sequences, context, rest]:
             now, then, never = (
-                s.cache.transpose(2, 4, 0, 1, 3, 5).reshape(SLOTS, BATCH.context_length, -1)
+                s.cache.transpose(2, 4, 0, 1, 3, 5).reshape(SEQUENCES, BATCH.context_length, -1)
                 for s in (after, before, blank)
             )
             assert now[written].tobytes() == then[written].tobytes()
             untouched = ~written
-            for slot in range(count):
-                own = len(prompt_of(slot))
-                untouched[slot, own] = False
-                assert not np.isnan(values_in(now[slot, own])).any()
+            for sequence in range(count):
+                own = len(prompt_of(sequence))
+                untouched[sequence, own] = False
+                assert not np.isnan(values_in(now[sequence, own])).any()
             assert now[untouched].tobytes() == never[untouched].tobytes()
             for name in ("logits", "state", "ring"):
                 idle, as_was = getattr(after, name)[others], getattr(blank, name)[others]
@@ -98,14 +98,14 @@ def test_a_batch_is_right_and_writes_only_where_it_should(machine: Device, count
             first = first or after.logits.tobytes()
             assert after.logits.tobytes() == first
         assert after.ring.dtype == RING
-        for slot in range(count):
-            tokens = decoder.tokens(slot)
-            assert tokens[:-2] == tuple(prompt_of(slot))
+        for sequence in range(count):
+            tokens = decoder.tokens(sequence)
+            assert tokens[:-2] == tuple(prompt_of(sequence))
             theirs = expected(BATCH, tokens[:-1], (len(tokens) - 2,))[0]
-            error = difference(after.logits[slot], theirs)
-            assert error < bound, f"slot {slot}: {error:.1e}"
-            assert tokens[-1] == int(after.logits[slot].argmax())
-            assert after.ring[slot, len(tokens) - 1]["token"] == tokens[-1]
+            error = difference(after.logits[sequence], theirs)
+            assert error < bound, f"sequence {sequence}: {error:.1e}"
+            assert tokens[-1] == int(after.logits[sequence].argmax())
+            assert after.ring[sequence, len(tokens) - 1]["token"] == tokens[-1]
         assert not decoder.statistics().quarantined
 
 
@@ -120,40 +120,40 @@ def values_in(cache: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 def test_a_row_does_not_depend_on_the_others_of_its_bucket(machine: Device, bucket: int) -> None:
     """The same launches: so the same bits, whether the other rows pad or hold other sequences."""
     few = bucket // 2 + 1
-    with open_decoder(machine, BATCH, slots=SLOTS) as decoder:
-        for slot in range(bucket):
-            decoder.prefill(prompt_of(slot), slot)
+    with open_decoder(machine, BATCH, sequences=SEQUENCES) as decoder:
+        for sequence in range(bucket):
+            decoder.prefill(prompt_of(sequence), sequence)
 
-        def logits_of(slots: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
-            for slot in slots:
-                decoder.truncate(len(prompt_of(slot)) + 1, slot)
-            decoder.decode_batch(slots)
-            return {slot: decoder.logits(slot) for slot in slots}
+        def logits_of(sequences: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
+            for sequence in sequences:
+                decoder.truncate(len(prompt_of(sequence)) + 1, sequence)
+            decoder.decode_batch(sequences)
+            return {sequence: decoder.logits(sequence) for sequence in sequences}
 
         for _ in range(3):
             full, part = logits_of(range(bucket)), logits_of(range(few))
             backwards = logits_of(range(bucket - 1, -1, -1))
-            for slot in range(few):
-                assert part[slot].tobytes() == full[slot].tobytes()
-            for slot in range(bucket):
-                assert difference(backwards[slot], full[slot]) < RELATIVE[kind(machine)]
-        for slot in (0, bucket - 1):  # and by itself, in a bucket of one
-            alone = logits_of([slot])
-            assert difference(alone[slot], full[slot]) < RELATIVE[kind(machine)]
+            for sequence in range(few):
+                assert part[sequence].tobytes() == full[sequence].tobytes()
+            for sequence in range(bucket):
+                assert difference(backwards[sequence], full[sequence]) < RELATIVE[kind(machine)]
+        for sequence in (0, bucket - 1):  # and by itself, in a bucket of one
+            alone = logits_of([sequence])
+            assert difference(alone[sequence], full[sequence]) < RELATIVE[kind(machine)]
 
 
 @on_both("count", host=[5], cuda=[2, 5, 64])
 def test_every_way_gives_the_same_bits_for_a_batch(machine: Device, count: int) -> None:
     bits = {}
     for name, way in WAYS.items():
-        with open_decoder(machine, BATCH, slots=count, **way.options) as decoder:
+        with open_decoder(machine, BATCH, sequences=count, **way.options) as decoder:
             for attempt in range(2):
                 decoder.reset()
-                for slot in range(count):
-                    decoder.prefill(prompt_of(slot), slot)
+                for sequence in range(count):
+                    decoder.prefill(prompt_of(sequence), sequence)
                 way.decode_batch(decoder, range(count), 2 * PER_LAUNCH + 3)
-                tokens = [decoder.tokens(slot) for slot in range(count)]
-                logits = [decoder.logits(slot).tobytes() for slot in range(count)]
+                tokens = [decoder.tokens(sequence) for sequence in range(count)]
+                logits = [decoder.logits(sequence).tobytes() for sequence in range(count)]
                 bits[name, attempt] = tokens, logits, Snapshot.of(decoder).state.tobytes()
             way.check(decoder)
     differing = [key for key, found in bits.items() if found != bits["eager", 0]]

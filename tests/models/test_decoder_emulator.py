@@ -6,7 +6,6 @@ test_decoder_gpu.py.
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 from functools import partial
 from typing import Any
@@ -14,15 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
-from ostinato.driver.host.kernel import HostKernel, HostLaunch
 from ostinato.models.backend import BoundLaunch
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.shapes import Tuning, default_tuning
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import GREEDY
+from tests.emulator.emulator import Emulator
 from tests.models.test_decoder_gpu import RELATIVE, checkpoint_of, difference, tokens_of
 
 SHAPE = "group 3, head 64, tied"
@@ -58,6 +56,9 @@ class EmulatedBackend:
     def give_up_library(self, reason: str) -> bool:
         return False
 
+    def convert(self, checkpoint: Any, tensors: Any) -> bool:
+        return False
+
     def require_supported(self, config: Any, rows: int, sampled: int = 1) -> None:
         pass
 
@@ -77,19 +78,8 @@ class EmulatedBackend:
         return tuple(BoundLaunch(kernels[o.kernel], shape, o.arguments) for o in lowered)
 
     def kernel(self, launch: kc.CudaLaunch) -> Any:
-        names = [name for name, _ in launch.arguments]
-        self.emulator.expect(launch.source, launch.options, launch.kernel)
-
-        def run(how: HostLaunch, *values: Any) -> None:
-            given = dict(zip(names, values, strict=True))
-            handle, wanted = given.get("condition"), ctypes.c_uint32()
-            if handle is not None:  # the emulated runtime writes it where the handle says
-                given["condition"] = ctypes.addressof(wanted)
-            self.emulator.launch(launch, given)
-            if handle is not None:
-                how.set_conditional(handle, wanted.value)
-
-        host = HostKernel(launch.kernel, run, launch.signature)
+        known = (launch.source, launch.kernel, launch.options, launch.config)
+        host = self.emulator.host_kernel(*known)
         return self.device.modules.get_or_compile(host, launch.kernel)
 
 

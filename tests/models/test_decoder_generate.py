@@ -13,8 +13,8 @@ from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, ModelFormatError
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.generate import TextGenerator
-from ostinato.models.ring import TokenRing
 from ostinato.models.sampling import SamplingOptions
+from ostinato.models.stepper import TokenRing
 from tests.models.model_files import write_folder, write_gguf
 
 HOT = SamplingOptions(temperature=5.0, seed=3)

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ostinato.bench.random_weights import MemoryCheckpoint
 from ostinato.device import Device, open_device
 from ostinato.driver.api import EdgeType
 from ostinato.errors import DownloadError, UnsupportedModelError
@@ -30,6 +29,7 @@ from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.sampling import SamplingOptions, sample
 from tests.conftest import open_test_device
+from tests.models.random_models import MemoryCheckpoint
 
 pytestmark = pytest.mark.gpu
 
@@ -275,21 +275,22 @@ def test_a_batch_agrees_with_single_sequences(gpu: Device, count: int) -> None:
             single.reset()
             single.prefill(prompt + after)
             wanted.append(single.logits())
-    with open_decoder(gpu, FIRST, slots=count + 1) as decoder:
-        for slot, (prompt, after) in enumerate(zip(prompts, follow, strict=True)):
-            decoder.prefill(prompt + after, slot)
+    with open_decoder(gpu, FIRST, sequences=count + 1) as decoder:
+        for sequence, (prompt, after) in enumerate(zip(prompts, follow, strict=True)):
+            decoder.prefill(prompt + after, sequence)
         before = decoder.device.to_numpy(decoder.plan.buffers["cache"])
         for _ in range(4):  # the last token again, all in one step: eager, captured, replayed
-            for slot in range(count):
-                decoder.truncate(len(prompts[slot]) + 5, slot)
+            for sequence in range(count):
+                decoder.truncate(len(prompts[sequence]) + 5, sequence)
             decoder.decode_batch(range(count))
-            for slot, theirs in enumerate(wanted):
-                assert difference(decoder.logits(slot), theirs) < RELATIVE
+            for sequence, theirs in enumerate(wanted):
+                assert difference(decoder.logits(sequence), theirs) < RELATIVE
         after_all = decoder.device.to_numpy(decoder.plan.buffers["cache"])
-        # [layers, 2, slots, kv_heads, context, head_size]: nothing but the own position is written.
-        for slot in range(count):
-            length = len(prompts[slot]) + 4
-            one, other = before[:, :, slot, :, :length], after_all[:, :, slot, :, :length]
+        # [layers, 2, sequences, kv_heads, context, head_size]: nothing but the own position is
+        # written.
+        for sequence in range(count):
+            length = len(prompts[sequence]) + 4
+            one, other = before[:, :, sequence, :, :length], after_all[:, :, sequence, :, :length]
             assert one.tobytes() == other.tobytes()
         steps = [decoder.decode_batch(range(count)) for _ in range(3)]
         assert all(len(step) == count for step in steps)
@@ -297,20 +298,20 @@ def test_a_batch_agrees_with_single_sequences(gpu: Device, count: int) -> None:
 
 
 def test_poison_in_padding_reaches_nothing(gpu: Device) -> None:
-    with open_decoder(gpu, FIRST, slots=5, max_rows=8) as decoder:
-        for slot in range(5):
-            decoder.prefill(tokens_of(FIRST, 4 + slot, seed=slot), slot)
+    with open_decoder(gpu, FIRST, sequences=5, max_rows=8) as decoder:
+        for sequence in range(5):
+            decoder.prefill(tokens_of(FIRST, 4 + sequence, seed=sequence), sequence)
         tokens = decoder.decode_batch(range(5))
-        logits = [decoder.logits(slot).tobytes() for slot in range(5)]
+        logits = [decoder.logits(sequence).tobytes() for sequence in range(5)]
         cache = decoder.device.to_numpy(decoder.plan.buffers["cache"])
         for _ in range(3):  # eagerly was the first; now by graph, 5 rows in a bucket of 8
-            for slot in range(5):
-                decoder.truncate(5 + slot, slot)
+            for sequence in range(5):
+                decoder.truncate(5 + sequence, sequence)
             for name in ("x", "q", "attended", "inner"):
                 buffer = decoder.plan.buffers[name]
                 buffer.copy_from(np.full(buffer.shape, np.nan, np.float32), decoder.stream)
             assert decoder.decode_batch(range(5)) == tokens
-            assert [decoder.logits(slot).tobytes() for slot in range(5)] == logits
+            assert [decoder.logits(sequence).tobytes() for sequence in range(5)] == logits
             again = decoder.device.to_numpy(decoder.plan.buffers["cache"])
             assert again.tobytes() == cache.tobytes()
 

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.bench.random_weights import MemoryCheckpoint
 from ostinato.device import Device
 from ostinato.errors import InputError, NotAvailableError, UnsupportedModelError
-from ostinato.models.backend import CudaBackend, HostBackend
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.cuda import products
+from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.decoder import Decoder
 from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.host.backend import HostBackend
 from ostinato.models.plan import PlanSizes
 from tests.models.emulated import EmulatedGpu, NumpyProducts
+from tests.models.random_models import MemoryCheckpoint
 from tests.models.test_decoder_gpu import RELATIVE, difference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
@@ -74,7 +75,7 @@ def library(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nu
     def backend_for(device: Device, *, library_rows: int | None, **_: object) -> CudaBackend:
         return CudaBackend(EmulatedGpu(device), library_rows=library_rows)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(products, "open_products", open_products)
+    monkeypatch.setattr("ostinato.models.cuda.backend.open_products", open_products)
     monkeypatch.setattr("ostinato.models.decoder.backend_for", backend_for)
     yield found
 
@@ -165,39 +166,39 @@ def test_every_way_gives_the_same_bits(
 def test_a_batch_agrees_with_the_host(
     host_device: Device, library: NumpyProducts, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    with open_decoder(host_device, slots=count, max_context=40) as decoder:
-        for slot in range(count):
-            decoder.prefill(prompt(1 + slot % 3, seed=slot), slot)
+    with open_decoder(host_device, sequences=count, max_context=40) as decoder:
+        for sequence in range(count):
+            decoder.prefill(prompt(1 + sequence % 3, seed=sequence), sequence)
         library.asked.clear()
         for _ in range(2):
             decoder.decode_batch(range(count))
         bucket = 1 << (count - 1).bit_length()
         assert {one.rows for one in library.asked} == {min(bucket, 64)}
-        batched = [decoder.logits(slot) for slot in range(count)]
-        tokens = [decoder.tokens(slot) for slot in range(count)]
+        batched = [decoder.logits(sequence) for sequence in range(count)]
+        tokens = [decoder.tokens(sequence) for sequence in range(count)]
     monkeypatch.setattr("ostinato.models.decoder.backend_for", lambda d, **_: HostBackend(d))
     with open_decoder(host_device, max_context=40) as single:
-        for slot in range(count):
+        for sequence in range(count):
             single.reset()
-            single.prefill(tokens[slot][:-1])
-            assert difference(batched[slot], single.logits()) < RELATIVE
+            single.prefill(tokens[sequence][:-1])
+            assert difference(batched[sequence], single.logits()) < RELATIVE
 
 
 def test_a_loop_gives_the_tokens_of_single_steps(
     host_device: Device, library: NumpyProducts
 ) -> None:
-    slots = range(16)
-    with open_decoder(host_device, slots=16, max_context=40, build="record") as decoder:
+    sequences = range(16)
+    with open_decoder(host_device, sequences=16, max_context=40, build="record") as decoder:
         given = {}
         for way in ("steps", "loop"):
             decoder.reset()
-            for slot in slots:
-                decoder.prefill(prompt(1, seed=slot), slot)
+            for sequence in sequences:
+                decoder.prefill(prompt(1, seed=sequence), sequence)
             if way == "steps":
-                given[way] = [decoder.decode_batch(slots) for _ in range(4)]
+                given[way] = [decoder.decode_batch(sequences) for _ in range(4)]
             else:
-                run = decoder.run_batch(slots, count=4, tokens_per_launch=2)
-                given[way] = [[one[slot] for slot in slots] for one in run]
+                run = decoder.run_batch(sequences, count=4, tokens_per_launch=2)
+                given[way] = [[one[sequence] for sequence in sequences] for one in run]
         assert given["loop"] == given["steps"]
         numbers = decoder.statistics()
         assert not numbers.quarantined and not numbers.one_by_one
@@ -254,7 +255,7 @@ def test_the_library_multiplies_from_the_rows_asked_for(
 
 def test_more_than_64_rows_cannot_all_sample(host_device: Device, library: NumpyProducts) -> None:
     with pytest.raises(UnsupportedModelError, match="128 rows"):
-        open_decoder(host_device, slots=65, max_rows=128)
+        open_decoder(host_device, sequences=65, max_rows=128)
 
 
 def test_the_reason_is_said_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,12 +287,12 @@ def test_large_pieces_on_the_host_give_what_small_ones_do(
 
 
 def test_where_a_piece_ends() -> None:
-    sizes = PlanSizes(rows=512, slots=3)
+    sizes = PlanSizes(rows=512, sequences=3)
     assert list(sizes.buckets) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     assert sizes.sampled_rows == 64
     assert [sizes.piece_end(n) for n in (1, 33, 64, 65, 128, 129, 300, 512)] == [
         *(1, 33, 64, 128, 128, 256, 512, 512)
     ]
     # Where larger batches are possible, their steps sample in every row.
-    assert PlanSizes(rows=128, slots=100).piece_end(70) == 70
+    assert PlanSizes(rows=128, sequences=100).piece_end(70) == 70
     assert PlanSizes(rows=48).piece_end(40) == 40

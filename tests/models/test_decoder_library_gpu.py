@@ -116,46 +116,46 @@ def test_prompts_in_large_pieces_agree_with_float32(gpu: Device, shape: str) -> 
 @pytest.mark.parametrize("count", [16, 40, 64])
 def test_batches_agree_with_steps_of_one(gpu: Device, count: int) -> None:
     config = SHAPES[FIRST]
-    with open_decoder(gpu, config, slots=64, max_context=64) as decoder:
-        for slot in range(count):
-            decoder.prefill(RandomModel(config).tokens(3 + slot % 9, seed=slot), slot)
+    with open_decoder(gpu, config, sequences=64, max_context=64) as decoder:
+        for sequence in range(count):
+            decoder.prefill(RandomModel(config).tokens(3 + sequence % 9, seed=sequence), sequence)
         for _ in range(4):  # eager, captured, replayed
             decoder.decode_batch(range(count))
-        logits = [decoder.logits(slot) for slot in range(count)]
-        tokens = [decoder.tokens(slot) for slot in range(count)]
+        logits = [decoder.logits(sequence) for sequence in range(count)]
+        tokens = [decoder.tokens(sequence) for sequence in range(count)]
         assert used(decoder)
     with open_decoder(gpu, config, max_context=64, library_rows=None) as single:
-        for slot in range(0, count, 5):
+        for sequence in range(0, count, 5):
             single.reset()
-            single.prefill(tokens[slot][:-1])
-            assert difference(logits[slot], single.logits()) < LIMIT
+            single.prefill(tokens[sequence][:-1])
+            assert difference(logits[sequence], single.logits()) < LIMIT
 
 
 # -------------------------------------------------------------- eager, captured, recorded, repeated
 
 
-def run(decoder: Decoder, slots: int = 16) -> list[bytes]:
+def run(decoder: Decoder, sequences: int = 16) -> list[bytes]:
     """Prompts of all buckets, and batches: all logits."""
     config, found = decoder.config, []
     for count in (20, 64, 100, 256, 300, 550):
         decoder.reset()
         decoder.prefill(RandomModel(config).tokens(count, seed=count))
         found.append(decoder.logits().tobytes())
-    for slot in range(slots):
-        decoder.prefill(RandomModel(config).tokens(5, seed=slot), slot)
+    for sequence in range(sequences):
+        decoder.prefill(RandomModel(config).tokens(5, seed=sequence), sequence)
     for _ in range(3):
-        decoder.decode_batch(range(slots))
-        found += [decoder.logits(slot).tobytes() for slot in range(slots)]
+        decoder.decode_batch(range(sequences))
+        found += [decoder.logits(sequence).tobytes() for sequence in range(sequences)]
     return found
 
 
 @pytest.mark.parametrize("options", [{}, {"build": "record"}, {"verify": "first"}, {"warmups": 0}])
 def test_every_way_gives_the_same_bits(gpu: Device, options: dict[str, Any]) -> None:
     config = SHAPES[FIRST]
-    with open_decoder(gpu, config, slots=16, graphs=False) as eager:
+    with open_decoder(gpu, config, sequences=16, graphs=False) as eager:
         wanted = run(eager)
         assert used(eager)
-    with open_decoder(gpu, config, slots=16, **options) as decoder:
+    with open_decoder(gpu, config, sequences=16, **options) as decoder:
         for _ in range(3):
             assert run(decoder) == wanted
         assert used(decoder)
@@ -164,21 +164,21 @@ def test_every_way_gives_the_same_bits(gpu: Device, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("build", ["capture", "record"])
 def test_a_loop_gives_the_bits_of_single_steps(gpu: Device, build: str) -> None:
-    config, slots = SHAPES[FIRST], range(16)
-    with open_decoder(gpu, config, slots=16, max_context=64, build=build) as decoder:
+    config, sequences = SHAPES[FIRST], range(16)
+    with open_decoder(gpu, config, sequences=16, max_context=64, build=build) as decoder:
         found = []
         for way in ("steps", "loop"):
             decoder.reset()
-            for slot in slots:
-                decoder.prefill(RandomModel(config).tokens(4, seed=slot), slot)
+            for sequence in sequences:
+                decoder.prefill(RandomModel(config).tokens(4, seed=sequence), sequence)
             if way == "steps":
                 for _ in range(8):
-                    decoder.decode_batch(slots)
+                    decoder.decode_batch(sequences)
             else:
-                assert len(list(decoder.run_batch(slots, count=8, tokens_per_launch=4))) == 8
-            tokens = [decoder.tokens(slot) for slot in slots]
-            decoder.decode_batch(slots)
-            found.append((tokens, [decoder.logits(slot).tobytes() for slot in slots]))
+                assert len(list(decoder.run_batch(sequences, count=8, tokens_per_launch=4))) == 8
+            tokens = [decoder.tokens(sequence) for sequence in sequences]
+            decoder.decode_batch(sequences)
+            found.append((tokens, [decoder.logits(sequence).tobytes() for sequence in sequences]))
         assert found[0] == found[1]
         assert used(decoder)
         assert not decoder.statistics().one_by_one
@@ -187,7 +187,7 @@ def test_a_loop_gives_the_bits_of_single_steps(gpu: Device, build: str) -> None:
 def test_a_hundred_repeats_give_the_same_bits(gpu: Device) -> None:
     config = SHAPES[FIRST]
     tokens = RandomModel(config).tokens(512, seed=8)
-    with open_decoder(gpu, config, slots=16) as decoder:
+    with open_decoder(gpu, config, sequences=16) as decoder:
         seen = set()
         for _ in range(100):
             decoder.reset()
@@ -195,14 +195,14 @@ def test_a_hundred_repeats_give_the_same_bits(gpu: Device) -> None:
             seen.add(decoder.logits().tobytes())
         assert len(seen) == 1
         batches = set()
-        for slot in range(16):
-            decoder.prefill(tokens[slot : slot + 9], slot)
-        lengths = [len(decoder.tokens(slot)) for slot in range(16)]
+        for sequence in range(16):
+            decoder.prefill(tokens[sequence : sequence + 9], sequence)
+        lengths = [len(decoder.tokens(sequence)) for sequence in range(16)]
         for _ in range(100):
             decoder.decode_batch(range(16))
-            batches.add(b"".join(decoder.logits(slot).tobytes() for slot in range(16)))
-            for slot in range(16):
-                decoder.truncate(lengths[slot], slot)
+            batches.add(b"".join(decoder.logits(sequence).tobytes() for sequence in range(16)))
+            for sequence in range(16):
+                decoder.truncate(lengths[sequence], sequence)
         assert len(batches) == 1
         assert used(decoder)
 
@@ -211,7 +211,7 @@ def test_padding_reaches_nothing(gpu: Device) -> None:
     """Whatever stands in what pads a piece or a batch, the rest is the same."""
     config = SHAPES[FIRST]
     tokens = RandomModel(config).tokens(200, seed=8)
-    with open_decoder(gpu, config, slots=20) as decoder:
+    with open_decoder(gpu, config, sequences=20) as decoder:
         seen = set()
         for value in (0.0, 1e30, float("nan")):
             for name in ("x", "q", "attended", "product_in", "product_out"):
@@ -222,10 +222,10 @@ def test_padding_reaches_nothing(gpu: Device) -> None:
             decoder.reset()
             decoder.prefill(tokens)
             logits = [decoder.logits()]
-            for slot in range(20):
-                decoder.prefill(tokens[slot : slot + 9], slot)
+            for sequence in range(20):
+                decoder.prefill(tokens[sequence : sequence + 9], sequence)
             decoder.decode_batch(range(20))
-            logits += [decoder.logits(slot) for slot in range(20)]
+            logits += [decoder.logits(sequence) for sequence in range(20)]
             seen.add(b"".join(one.tobytes() for one in logits))
         assert len(seen) == 1
         assert used(decoder)
@@ -233,7 +233,7 @@ def test_padding_reaches_nothing(gpu: Device) -> None:
 
 def test_a_step_is_kernels_of_ours_and_of_the_library(gpu: Device) -> None:
     """The graph says what runs; nothing in it is a child graph or a host call."""
-    with open_decoder(gpu, SHAPES[FIRST], slots=16) as decoder:
+    with open_decoder(gpu, SHAPES[FIRST], sequences=16) as decoder:
         decoder.prefill(RandomModel(SHAPES[FIRST]).tokens(100, seed=1))
         for graph in (decoder.graph(128), decoder.graph(16)):
             kinds = {node.kind.name for node in graph.nodes}

@@ -181,16 +181,18 @@ def test_a_step_gives_the_same_bits_each_time(machine: Device, rows: int, repeat
     """Logits, tokens, and what goes into the cache."""
     config = DEEP[kind(machine)]
     start = config.context_length * 2 // 3
-    with open_decoder(machine, config, slots=rows) as decoder:
-        for slot in range(rows):
-            decoder.prefill(RandomModel(config).tokens(start + 3 * slot, seed=slot), slot)
-        lengths = [len(decoder.tokens(slot)) for slot in range(rows)]
+    with open_decoder(machine, config, sequences=rows) as decoder:
+        for sequence in range(rows):
+            decoder.prefill(
+                RandomModel(config).tokens(start + 3 * sequence, seed=sequence), sequence
+            )
+        lengths = [len(decoder.tokens(sequence)) for sequence in range(rows)]
         seen = set()
         for _ in range(repeats):
-            for slot, length in enumerate(lengths):
-                decoder.truncate(length, slot)
+            for sequence, length in enumerate(lengths):
+                decoder.truncate(length, sequence)
             tokens = decoder.decode_batch(range(rows))
-            bits = [decoder.logits(slot).tobytes() for slot in range(rows)]
+            bits = [decoder.logits(sequence).tobytes() for sequence in range(rows)]
             seen.add(hash((tuple(tokens), *bits)))
         numbers = decoder.statistics()
     assert len(seen) == 1, f"{len(seen)} different answers"

@@ -18,9 +18,9 @@ from ostinato.device import Device
 from ostinato.errors import CaptureError, ClosedError, GraphError, InputError, ModelError
 from ostinato.graph import Graph, capture
 from ostinato.models.decoder import Decoder
-from ostinato.models.ring import TokenRing
 from ostinato.models.sampling import SamplingOptions
 from ostinato.models.sequences import Sequence
+from ostinato.models.stepper import TokenRing
 from tests.conftest import open_test_device
 from tests.models.random_models import RandomModel, llama
 
@@ -42,8 +42,8 @@ def where(request: pytest.FixtureRequest) -> Iterator[Device]:
 def open_decoder(device: Device, **options: Any) -> Decoder:
     options = {"max_context": CONTEXT, "stop_tokens": (), **options}
     decoder = Decoder(device, MODEL.checkpoint(), **options)
-    for slot in range(options.get("slots", 1)):
-        decoder.set_sampling(HOT, slot)
+    for sequence in range(options.get("sequences", 1)):
+        decoder.set_sampling(HOT, sequence)
     return decoder
 
 
@@ -81,7 +81,7 @@ def written(where: Device) -> bytes:
 
 
 def past(decoder: Decoder) -> bytes:
-    """Keys and values of the positions that slot 0 has."""
+    """Keys and values of the positions that sequence 0 has."""
     cache = decoder.plan.buffers["cache"].to_numpy(decoder.stream)
     return cache[:, :, 0, :, : len(decoder.tokens()) - 1].tobytes()
 
@@ -186,7 +186,7 @@ def test_ends_at_an_end_token_and_no_step_runs_after_it(
         assert [first, *decoder.run(tokens_per_launch=tokens_per_launch)] == tokens[: end + 1]
         assert decoder.stopped()
         assert decoder.logits().tobytes() == wanted["PROMPT logits"][end]
-        with pytest.raises(InputError, match="slot 0 has stopped"):
+        with pytest.raises(InputError, match="sequence 0 has stopped"):
             decoder.run()
     if tokens_per_launch > 1:
         # Launches that came too late counted nothing down: the loop did not even begin.
@@ -460,10 +460,10 @@ def test_logits_of_a_device_that_is_further_are_refused(
         list(decoder.run(count=5, tokens_per_launch=per_launch))  # graphs are there
         under_way = decoder.run(tokens_per_launch=per_launch)
         next(under_way)
-        with pytest.raises(InputError, match="the device is further in slot 0"):
+        with pytest.raises(InputError, match="the device is further in sequence 0"):
             decoder.logits()
         under_way.close()
-        with pytest.raises(InputError, match="the device is further in slot 0"):
+        with pytest.raises(InputError, match="the device is further in sequence 0"):
             decoder.logits()
         at = len(decoder.tokens()) - len(PROMPT) - 1
         decoder.truncate(len(decoder.tokens()) - 1)
@@ -481,8 +481,8 @@ def test_logits_after_each_token_with_nothing_ahead(
             assert decoder.logits().tobytes() == wanted["PROMPT logits"][index]
 
 
-def test_logits_of_slots_outside_of_a_run_stay_readable(where: Device) -> None:
-    with open_decoder(where, slots=2, max_rows=2) as decoder:
+def test_logits_of_sequences_outside_of_a_run_stay_readable(where: Device) -> None:
+    with open_decoder(where, sequences=2, max_rows=2) as decoder:
         decoder.prefill(OTHER, 1)
         logits = decoder.logits(1).tobytes()
         decoder.prefill(PROMPT, 0)
@@ -498,57 +498,57 @@ def test_logits_of_slots_outside_of_a_run_stay_readable(where: Device) -> None:
 @pytest.mark.parametrize("build", ["capture", "record"])
 @pytest.mark.parametrize("tokens_per_launch", [1, 4, 16])
 def test_a_batch_in_one_run(where: Device, tokens_per_launch: int, build: str) -> None:
-    """Four slots, one of which ends earlier; as many rows to the end, so the same graph."""
+    """Four sequences, one of which ends earlier; as many rows to the end, so the same graph."""
     limits = {0: 9 + 30, 1: 9 + 11, 2: 9 + 30, 3: 9 + 30}
-    options: dict[str, Any] = {"slots": 4, "max_rows": 4}
+    options: dict[str, Any] = {"sequences": 4, "max_rows": 4}
 
     def begin(decoder: Decoder) -> dict[int, list[int]]:
         decoder.reset()
-        for slot, limit in limits.items():
-            decoder.set_sampling(replace(HOT, seed=slot), slot, limit=limit)
+        for sequence, limit in limits.items():
+            decoder.set_sampling(replace(HOT, seed=sequence), sequence, limit=limit)
         return {s: [decoder.prefill(MODEL.tokens(9, seed=s), s)] for s in limits}
 
     with open_decoder(where, graphs=False, **options) as eager:
         wanted = begin(eager)
-        while live := [slot for slot in limits if not eager.stopped(slot)]:
-            for slot, token in zip(live, eager.decode_batch(live), strict=True):
-                wanted[slot].append(token)
-    assert [len(wanted[slot]) for slot in limits] == [31, 12, 31, 31]
+        while live := [sequence for sequence in limits if not eager.stopped(sequence)]:
+            for sequence, token in zip(live, eager.decode_batch(live), strict=True):
+                wanted[sequence].append(token)
+    assert [len(wanted[sequence]) for sequence in limits] == [31, 12, 31, 31]
     with open_decoder(where, build=build, **options) as decoder:
         for _ in range(3):
             tokens = begin(decoder)
             items = list(decoder.run_batch(list(limits), tokens_per_launch=tokens_per_launch))
             assert [list(item) for item in items] == [[0, 1, 2, 3]] * 11 + [[0, 2, 3]] * 19
             for item in items:
-                for slot, token in item.items():
-                    tokens[slot].append(token)
-                    assert decoder.tokens(slot)[9:][-1] is not None
+                for sequence, token in item.items():
+                    tokens[sequence].append(token)
+                    assert decoder.tokens(sequence)[9:][-1] is not None
             assert tokens == wanted
-            assert all(decoder.stopped(slot) for slot in limits)
-            assert [len(decoder.tokens(slot)) for slot in limits] == [40, 21, 40, 40]
+            assert all(decoder.stopped(sequence) for sequence in limits)
+            assert [len(decoder.tokens(sequence)) for sequence in limits] == [40, 21, 40, 40]
 
 
-def test_a_batch_that_is_left_goes_on_where_each_slot_was(where: Device) -> None:
-    slots = [2, 0, 1]
-    with open_decoder(where, slots=3, max_rows=4) as decoder:
+def test_a_batch_that_is_left_goes_on_where_each_sequence_was(where: Device) -> None:
+    sequences = [2, 0, 1]
+    with open_decoder(where, sequences=3, max_rows=4) as decoder:
 
         def begin() -> None:
             decoder.reset()
-            for slot in slots:
-                decoder.prefill(MODEL.tokens(5 + slot, seed=slot), slot)
+            for sequence in sequences:
+                decoder.prefill(MODEL.tokens(5 + sequence, seed=sequence), sequence)
 
         begin()
-        wanted = [decoder.decode_batch(slots) for _ in range(20)]
+        wanted = [decoder.decode_batch(sequences) for _ in range(20)]
         for per_launch in (1, 4):
             begin()
             steps = []
-            for item in decoder.run_batch(slots, tokens_per_launch=per_launch):
-                steps.append([item[slot] for slot in slots])
+            for item in decoder.run_batch(sequences, tokens_per_launch=per_launch):
+                steps.append([item[sequence] for sequence in sequences])
                 if len(steps) == 7:
                     break
-            steps += [decoder.decode_batch(slots) for _ in range(2)]
-            for item in decoder.run_batch(slots, tokens_per_launch=per_launch, count=11):
-                steps.append([item[slot] for slot in slots])
+            steps += [decoder.decode_batch(sequences) for _ in range(2)]
+            for item in decoder.run_batch(sequences, tokens_per_launch=per_launch, count=11):
+                steps.append([item[sequence] for sequence in sequences])
             assert steps == wanted
 
 
@@ -567,7 +567,7 @@ def test_nan_logits_end_a_run_with_an_error(
         under_way = decoder.run(tokens_per_launch=tokens_per_launch)
         tokens += [next(under_way) for _ in range(taken)]
         norm.copy_from(np.full_like(sound, np.nan), decoder.stream)
-        with pytest.raises(ModelError, match=r"slot 0, position \d+: the logits hold NaN"):
+        with pytest.raises(ModelError, match=r"sequence 0, position \d+: the logits hold NaN"):
             tokens += under_way
         assert list(under_way) == [], "it is over"
         norm.copy_from(sound, decoder.stream)
@@ -689,8 +689,8 @@ def test_a_device_without_conditional_nodes_says_so(
 def test_a_driver_that_refuses_programmatic_launches_in_a_loop_gets_plain_ones(
     host_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    instantiate, bind = Graph.instantiate, "ostinato.models.backend.HostBackend.bind"
-    from ostinato.models.backend import HostBackend
+    instantiate, bind = Graph.instantiate, "ostinato.models.host.backend.HostBackend.bind"
+    from ostinato.models.host.backend import HostBackend
 
     plain_bind = HostBackend.bind
     refused = []
@@ -750,7 +750,7 @@ def test_off_switches_and_profiling_have_their_reasons(
         ({"ahead": -1}, "ahead is -1, must be 0 to 255"),
         ({"ahead": 256}, "ahead is 256"),
         ({"tokens_per_launch": 100, "ahead": 2}, "ahead is 2, must be 0 to 1"),
-        ({"slot": 1}, "slot 1 of 1"),
+        ({"sequence": 1}, "sequence 1: there is no such"),
     ],
 )
 def test_wrong_options(decoder: Decoder, options: dict[str, Any], message: str) -> None:
@@ -760,8 +760,8 @@ def test_wrong_options(decoder: Decoder, options: dict[str, Any], message: str) 
     assert len(list(decoder.run(count=3))) == 3
 
 
-def test_an_empty_slot_has_nothing_to_run(decoder: Decoder) -> None:
-    with pytest.raises(InputError, match="slot 0 has no token to decode"):
+def test_an_empty_sequence_has_nothing_to_run(decoder: Decoder) -> None:
+    with pytest.raises(InputError, match="sequence 0 has no token to decode"):
         decoder.run()
     with pytest.raises(InputError, match="one or more are needed"):
         decoder.run_batch([])

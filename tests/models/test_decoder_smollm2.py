@@ -31,7 +31,12 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["packed", "numpy"])
+BOTH = pytest.mark.parametrize(
+    "decoder", ["packed", pytest.param("numpy", marks=pytest.mark.slow)], indirect=True
+)
+
+
+@pytest.fixture(scope="module")
 def decoder(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Decoder]:
     """One for all tests, by the compiled kernels and, as where they were not built, by NumPy (0.6
     GB).  What a test opens besides is of the same kind."""
@@ -41,7 +46,7 @@ def decoder(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Deco
     with (
         chosen,
         open_device("host") as device,
-        Decoder(device, smollm2_path, max_context=512, slots=2, stop_tokens=()) as opened,
+        Decoder(device, smollm2_path, max_context=512, sequences=2, stop_tokens=()) as opened,
     ):
         assert opened.backend.packed == (request.param == "packed")
         yield opened
@@ -57,7 +62,15 @@ def relative_error(logits: np.ndarray, step: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize(
+    ("decoder", "name"),
+    [
+        *(("packed", name) for name in PROMPTS),
+        ("numpy", "question"),
+        *(pytest.param("numpy", n, marks=pytest.mark.slow) for n in PROMPTS if n != "question"),
+    ],
+    indirect=["decoder"],
+)
 def test_greedy_tokens_and_their_logits_equal_transformers(
     decoder: Decoder, name: str, count: int
 ) -> None:
@@ -73,6 +86,7 @@ def test_greedy_tokens_and_their_logits_equal_transformers(
     assert max(errors) < 2e-5, "float32 should do far better than what was asked for"
 
 
+@BOTH
 def test_a_long_prompt_in_pieces_equals_itself_token_by_token(decoder: Decoder) -> None:
     tokens = [token for prompt in PROMPTS.values() for token in prompt["prompt_ids"]][:100]
     decoder.reset()
@@ -85,6 +99,7 @@ def test_a_long_prompt_in_pieces_equals_itself_token_by_token(decoder: Decoder) 
     np.testing.assert_allclose(decoder.logits(), whole, rtol=1e-3, atol=1e-3)
 
 
+@BOTH
 def test_replay_equals_eager_and_recorded_bit_for_bit(decoder: Decoder, smollm2_path: Path) -> None:
     prompt = PROMPTS["chat_question"]["prompt_ids"]
 
@@ -110,6 +125,7 @@ def test_replay_equals_eager_and_recorded_bit_for_bit(decoder: Decoder, smollm2_
             assert run(other) == replayed
 
 
+@BOTH
 def test_two_sequences_in_a_batch_equal_each_alone(decoder: Decoder) -> None:
     names = ("question", "code")
     decoder.reset()
@@ -119,6 +135,7 @@ def test_two_sequences_in_a_batch_equal_each_alone(decoder: Decoder) -> None:
         assert list(column) == PROMPTS[name]["tokens"][:16]
 
 
+@BOTH
 def test_sampling_is_repeatable(decoder: Decoder) -> None:
     def run(seed: int) -> list[int]:
         decoder.set_sampling(SamplingOptions(temperature=0.8, top_p=0.9, seed=seed))

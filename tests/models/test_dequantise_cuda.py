@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ import numpy as np
 import pytest
 
 from ostinato.device import Device
-from ostinato.models.cuda.dequantise import dequantise_on_device, staged_bytes
+from ostinato.models.cuda.dequantise import (
+    convert_on_device,
+    dequantise_on_device,
+    staged_bytes,
+)
 from ostinato.models.files.checkpoint import RawTensor, to_bfloat16
 from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
 from ostinato.models.files.open import open_checkpoint
@@ -132,7 +137,7 @@ def test_all_weights_of_a_file(device: Device, tmp_path: Path, kind: str, dtype:
     with open_checkpoint(path) as checkpoint:
         wanted = {name: checkpoint.tensor(name) for name in values}
         checkpoint.load = None  # type: ignore[assignment, method-assign]
-        loaded = load_weights(device, checkpoint, dtype)
+        loaded = load_weights(device, checkpoint, dtype, convert=partial(convert_on_device, device))
     assert loaded.loaded
     for layer in ("layers.0", "layers.1"):
         qkv = [wanted.pop(f"{layer}.{name}") for name in ("wq", "wk", "wv")]
@@ -155,6 +160,6 @@ def test_what_is_damaged_leaves_nothing_behind(device: Device, tmp_path: Path) -
     checkpoint.close()
     free = device.memory_info()[0]
     with pytest.raises(Exception, match="closed; open it again"):
-        load_weights(device, checkpoint, np.uint16)
+        load_weights(device, checkpoint, np.uint16, convert=partial(convert_on_device, device))
     device.synchronize()
     assert device.memory_info()[0] >= free - (2 << 20)

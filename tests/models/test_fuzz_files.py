@@ -33,7 +33,7 @@ STRING, ARRAY, U32, F32_ARRAY = 8, 9, 4, 6
 
 fuzzing = settings(
     deadline=None,  # time is bounded by `bounded`, which says what it measured
-    max_examples=150,
+    max_examples=settings().max_examples,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
@@ -321,7 +321,7 @@ def test_mutated_config(data: st.DataObject, folder: Path) -> None:
 
 # Each of these starts a process.
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@settings(fuzzing, max_examples=20)
+@settings(fuzzing, max_examples=settings().max_examples // 6)
 @given(data=st.data())
 def test_mutated_tokenizer(data: st.DataObject, name: str, folder: Path) -> None:
     copy = copy_of(folder, name)
@@ -360,7 +360,7 @@ programs = st.one_of(
 )
 
 
-@settings(fuzzing, max_examples=30)
+@settings(fuzzing, max_examples=settings().max_examples // 5)
 @given(
     steps=st.dictionaries(
         st.sampled_from(["normalizer", "pre_tokenizer", "post_processor", "decoder"]),

@@ -134,7 +134,7 @@ def test_long_lists_of_strings_are_read_in_windows(
     tokens = [chr(0x4E00 + i) * (i * i % 41) for i in range(280)]
     path = write_gguf(tmp_path / "m.gguf", metadata={"tokenizer.ggml.tokens": tokens})
     for window in (1 << 20, 1, 8, 50, 51, 97):
-        monkeypatch.setattr("ostinato.models.files.gguf_header._WINDOW", window)
+        monkeypatch.setattr("ostinato.models.files.gguf._WINDOW", window)
         with open_checkpoint(path) as checkpoint:
             assert isinstance(checkpoint.tokenizer, GgufTokenizerSource)
             assert checkpoint.tokenizer.metadata["tokenizer.ggml.tokens"] == tokens

@@ -1,14 +1,13 @@
 """The CUDA kernels: that all compile clean, that launches fit the program, and what they compute.
 
-Without a GPU they are compiled with NVRTC, and run on the CPU by the emulator of
-`benchmarks.kernels` on small shapes; with one, every kernel is checked on the device.
+Without a GPU they are compiled with NVRTC, and run on the CPU by `tests.emulator` on small shapes;
+with one, every kernel is checked on the device.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 
 import ostinato as ost
 from benchmarks.kernels import checks
-from benchmarks.kernels.emulator import Emulator
 from ostinato.device import Device
 from ostinato.driver.signature import Signature
 from ostinato.errors import UnsupportedModelError
@@ -25,9 +23,8 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda import shapes
 from ostinato.models.host.kernels import HOST_KERNELS
-from ostinato.models.program import Bound, decode_program, loop_call
-from ostinato.modules.compiler import compile_plan, plan_compilation
-from ostinato.modules.cubin import kernel_resources
+from ostinato.models.program import Bound, decode_program
+from tests.emulator.emulator import Emulator
 
 
 def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
@@ -50,53 +47,6 @@ def in_clusters(config: LlamaConfig, context: int = 2048) -> shapes.Tuning:
 
 def distinct(launches: tuple[kc.CudaLaunch, ...]) -> list[kc.CudaLaunch]:
     return list({(one.source, one.options): one for one in launches}.values())
-
-
-# ------------------------------------------------------------------------------------------ compile
-
-
-def on_architectures(shapes: Iterable[str]) -> Any:
-    """Each shape on each architecture: all but one of a shape's are slow."""
-    architectures = ["sm_90", "sm_100", "sm_80"]
-    return pytest.mark.parametrize(
-        ("shape", "arch"),
-        [
-            pytest.param(shape, arch, marks=() if i % 3 == k else pytest.mark.slow)
-            for i, shape in enumerate(shapes)
-            for k, arch in enumerate(architectures)
-        ],
-    )
-
-
-@on_architectures(SHAPES)
-def test_every_kernel_compiles_without_warnings_or_local_memory(shape: str, arch: str) -> None:
-    config = SHAPES[shape]
-    program = (*decode_program(config), loop_call())
-    wanted = [
-        one
-        for rows in (1, 16)
-        for one in distinct(kc.lower(program, config, rows=rows, context=2048))
-    ]
-    if arch != "sm_80":
-        tuning = in_clusters(config)
-        wanted += distinct(kc.lower(program, config, rows=1, context=2048, tuning=tuning))
-
-    def compile_one(launch: kc.CudaLaunch) -> tuple[kc.CudaLaunch, str, bytes]:
-        options = replace(launch.options, arch=arch)
-        made = compile_plan(plan_compilation(launch.source, options, (9, 0)))
-        return launch, made.log, made.data
-
-    with ThreadPoolExecutor(2) as pool:
-        for launch, log, image in pool.map(compile_one, wanted):
-            assert log == ""
-            for kernel in kernel_resources(image):
-                where = f"{launch.source.name}: {kernel.name}"
-                assert kernel.frame == 0, f"{where} uses {kernel.frame} bytes of local memory"
-                assert kernel.shared + launch.config.shared <= 200 * 1024, where
-                slots = Signature.parse(kc.SIGNATURES[kernel.name]).layout
-                assert kernel.parameters == slots, where
-                threads = kernel.max_threads or 1024
-                assert kernel.registers * threads <= 1 << 16, f"{where} does not fit"
 
 
 # ----------------------------------------------------------------------------------------- lowering
@@ -234,7 +184,9 @@ BLOCKS = {
 def test_an_attention_block_agrees_with_numpy_on_the_emulator(block: str) -> None:
     config = replace(SMALL, layers=2)
     tuning = replace(in_clusters(config, 150), block=BLOCKS[block])
-    bench = checks.Bench(Emulator(), config, max_rows=1, slots=2, context=150, tunings={1: tuning})
+    bench = checks.Bench(
+        Emulator(), config, max_rows=1, sequences=2, context=150, tunings={1: tuning}
+    )
     wanted = ("position 0", "position 64", "position 149", "stopped")
     done = [bench.check(case) for case in checks.cases(bench, 1) if case.name in wanted]
     assert len(done) == len(wanted)
@@ -244,13 +196,13 @@ def test_an_attention_block_agrees_with_numpy_on_the_emulator(block: str) -> Non
 @pytest.mark.parametrize("rows", [1, 3])
 def test_kernels_agree_with_numpy_on_the_emulator(rows: int) -> None:
     config = replace(SMALL, layers=1)
-    bench = checks.Bench(Emulator(), config, max_rows=rows, slots=2, context=70)
+    bench = checks.Bench(Emulator(), config, max_rows=rows, sequences=2, context=70)
     for case in list(checks.cases(bench, rows))[::3]:
         bench.check(case)
 
 
-def check_sampling(bench: checks.Bench) -> None:
-    done = list(checks.sampling_cases(bench))
+def check_sampling(bench: checks.Bench, every: int = 1) -> None:
+    done = list(checks.sampling_cases(bench))[::every]
     chosen = set()
     for case in done:
         bench.check(case)
@@ -259,11 +211,12 @@ def check_sampling(bench: checks.Bench) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("vocabulary", [256, 257])
-def test_sampling_agrees_with_numpy_on_the_emulator(vocabulary: int) -> None:
+def test_sampling_agrees_with_numpy_on_the_emulator(vocabulary: int, every: int) -> None:
     """Also where the logits are read four at a time."""
     config = replace(SMALL, layers=1, vocabulary=vocabulary)
-    check_sampling(checks.Bench(Emulator(), config, max_rows=1, slots=2, context=70))
+    check_sampling(checks.Bench(Emulator(), config, max_rows=1, sequences=2, context=70), every)
 
 
 # ----------------------------------------------------------------------------------------- on a GPU
@@ -319,14 +272,16 @@ GPU_CASES = {
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_kernels_agree_with_numpy(cuda_device: Device, name: str) -> None:
     config, rows = GPU_CASES[name]
-    checks.run_checks(OnDevice(cuda_device), config, rows, slots=5, context=600)
+    checks.run_checks(OnDevice(cuda_device), config, rows, sequences=5, context=600)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_sampling_agrees_with_numpy(cuda_device: Device, name: str) -> None:
     config = replace(GPU_CASES[name][0], layers=1)
-    check_sampling(checks.Bench(OnDevice(cuda_device), config, max_rows=1, slots=2, context=3000))
+    check_sampling(
+        checks.Bench(OnDevice(cuda_device), config, max_rows=1, sequences=2, context=3000)
+    )
 
 
 @pytest.mark.gpu
@@ -340,7 +295,7 @@ def test_clusters_agree_with_numpy(cuda_device: Device, name: str, together: boo
     if not together:
         tuning = replace(tuning, block=None)
     machine = OnDevice(cuda_device)
-    checks.run_checks(machine, config, (1,), slots=2, context=1300, tunings={1: tuning})
+    checks.run_checks(machine, config, (1,), sequences=2, context=1300, tunings={1: tuning})
 
 
 # Every kernel and both ways to multiply (vectors, matrices) in tiny blocks of work: racecheck slows
@@ -359,7 +314,7 @@ SMALL_CASES = {
 @pytest.mark.parametrize("name", SMALL_CASES)
 def test_small_kernels_agree_with_numpy(cuda_device: Device, name: str, rows: int) -> None:
     machine = OnDevice(cuda_device)
-    checks.run_checks(machine, SMALL_CASES[name], (rows,), slots=3, context=70)
+    checks.run_checks(machine, SMALL_CASES[name], (rows,), sequences=3, context=70)
 
 
 @pytest.mark.gpu
@@ -371,14 +326,14 @@ def test_small_clusters_agree_with_numpy(cuda_device: Device, block: str) -> Non
     config = SMALL_CASES["tiny head 64"]
     tuning = replace(in_clusters(config, 300), block=BLOCKS.get(block))
     machine = OnDevice(cuda_device)
-    checks.run_checks(machine, config, (1,), slots=2, context=300, tunings={1: tuning})
+    checks.run_checks(machine, config, (1,), sequences=2, context=300, tunings={1: tuning})
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_step_gives_the_same_bits_every_time(cuda_device: Device, rows: int) -> None:
     machine = OnDevice(cuda_device)
-    bench = checks.Bench(machine, SHAPES["smollm2-135m"], max_rows=rows, slots=8, context=600)
+    bench = checks.Bench(machine, SHAPES["smollm2-135m"], max_rows=rows, sequences=8, context=600)
     case = next(iter(checks.cases(bench, rows)))
     case.rows["position"] = 500 + np.arange(rows)
     bench.set_case(case)

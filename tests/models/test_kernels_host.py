@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,9 +95,7 @@ def test_program_matches_the_kernels(sampled: bool) -> None:
 
 
 def test_five_launches_a_layer() -> None:
-    config = config_of(4, 2, 16)
-    layers = LlamaConfig(**{**{f: getattr(config, f) for f in config.__slots__}, "layers": 7})
-    assert len(decode_program(layers)) == 1 + 5 * 7 + 3
+    assert len(decode_program(replace(config_of(4, 2, 16), layers=7))) == 1 + 5 * 7 + 3
 
 
 # -------------------------------------------------------------------------------------------- embed
@@ -112,14 +111,14 @@ def test_embed_resolves_rows_and_refuses_what_lies_outside() -> None:
         (0, 0, 1, on | FROM_STATE),  # has stopped
         (11, 0, 0, on),  # no such token
         (1, 20, 0, on),  # no such position
-        (1, 0, 2, on),  # no such slot
+        (1, 0, 2, on),  # no such sequence
         (1, -1, 0, on),
         (1, 0, 0, SAMPLE),  # padding
     )
     live, history = np.full((8, 4), 77, np.int32), np.full((2, 20), -7, np.int32)
     run(
         "embed", rows=rows, state=state, live=live, table=table, x=x, history=history, row_count=8,
-        hidden=5, vocabulary=11, slots=2, context=20,
+        hidden=5, vocabulary=11, sequences=2, context=20,
     )  # fmt: skip
     assert live[0].tolist() == [4, 2, 0, on]
     assert live[1].tolist() == [7, 3, 0, on | FROM_STATE]
@@ -163,23 +162,23 @@ def test_norm_qkv_rope(heads: int, kv_heads: int, size: int, scaled: bool) -> No
     scaling = RopeScaling(8.0, 1.0, 4.0, 16) if scaled else None
     case = qkv_case(heads, kv_heads, size, 7, rope_theta=50.0, rope_scaling=scaling)
     config = case.pop("config")
-    # A piece of slot 1's prompt, padding, and single tokens of both slots.
+    # A piece of sequence 1's prompt, padding, and single tokens of both sequences.
     rows = [(0, 30, 1), (0, 31, 1), (0, 32, 1), None, (0, 63, 0), (0, 2, 1), (0, 5, 1)]
     live = live_rows(*((0, 3, 0, 0) if r is None else (*r, ACTIVE) for r in rows))
     run(
         "norm_qkv_rope", live=live, **case, row_count=7, hidden=config.hidden, heads=heads,
-        kv_heads=kv_heads, head_size=size, slots=2, context=64, epsilon=config.norm_epsilon,
+        kv_heads=kv_heads, head_size=size, sequences=2, context=64, epsilon=config.norm_epsilon,
     )  # fmt: skip
     q, k, v = expected_qkv({**case, "config": config}, live[:, 1])
     written = np.zeros((2, 64), bool)
     for i, row in enumerate(rows):
         if row is None:
             continue
-        _, position, slot = row
-        written[slot, position] = True
+        _, position, sequence = row
+        written[sequence, position] = True
         np.testing.assert_allclose(case["q"][i], q[i], **F32)
-        np.testing.assert_allclose(case["cache"][0, slot, :, position], k[i], **F32)
-        np.testing.assert_allclose(case["cache"][1, slot, :, position], v[i], **F32)
+        np.testing.assert_allclose(case["cache"][0, sequence, :, position], k[i], **F32)
+        np.testing.assert_allclose(case["cache"][1, sequence, :, position], v[i], **F32)
     untouched = case["cache"].transpose(1, 3, 0, 2, 4)[~written]
     assert np.isnan(untouched).all(), "only the rows' own positions are written"
 
@@ -194,8 +193,8 @@ def test_attention(heads: int, kv_heads: int, size: int, count: int, first: int)
     live = live_rows(*((0, first + i, 1, ACTIVE) for i in range(count)), (0, 9, 2, 0))
     run(
         "attention", live=live, q=q, cache=cache, attended=out, workspace=out[:0].copy(),
-        row_count=count + 1, heads=heads, kv_heads=kv_heads, head_size=size, slots=3, context=64,
-        scale=1 / np.sqrt(size),
+        row_count=count + 1, heads=heads, kv_heads=kv_heads, head_size=size, sequences=3,
+        context=64, scale=1 / np.sqrt(size),
     )  # fmt: skip
     k, v = cache[0, 1, :, :end].swapaxes(0, 1), cache[1, 1, :, :end].swapaxes(0, 1)
     np.testing.assert_allclose(out[:count], reference.attend(q[:count], k, v, first), **F32)
@@ -209,17 +208,18 @@ def test_attention_of_a_long_piece_is_cut_into_products(monkeypatch: pytest.Monk
     test_attention(3, 1, 6, 33, 31)
 
 
-def test_attention_of_a_batch_keeps_slots_apart() -> None:
+def test_attention_of_a_batch_keeps_sequences_apart() -> None:
     cache = random((2, 2, 2, 16, 4), 6)
     q, out = random((3, 4, 4), 7), np.zeros((3, 4, 4), np.float32)
-    # Slot 0 at 3, slot 1 at 4 (rising, but another slot), slot 1 at 9 (not the next position).
+    # Sequence 0 at 3, sequence 1 at 4 (rising, but another sequence), sequence 1 at 9 (not the next
+    # position).
     live = live_rows((0, 3, 0, ACTIVE), (0, 4, 1, ACTIVE), (0, 9, 1, ACTIVE))
     run(
         "attention", live=live, q=q, cache=cache, attended=out, workspace=out, row_count=3,
-        heads=4, kv_heads=2, head_size=4, slots=2, context=16, scale=0.5,
+        heads=4, kv_heads=2, head_size=4, sequences=2, context=16, scale=0.5,
     )  # fmt: skip
-    for i, (_, position, slot, _) in enumerate(live.tolist()):
-        k, v = cache[:, slot, :, : position + 1].swapaxes(1, 2)
+    for i, (_, position, sequence, _) in enumerate(live.tolist()):
+        k, v = cache[:, sequence, :, : position + 1].swapaxes(1, 2)
         np.testing.assert_allclose(
             out[i : i + 1], reference.attend(q[i : i + 1], k, v, position), **F32
         )
@@ -261,10 +261,10 @@ def test_norm_gate_up(count: int) -> None:
     np.testing.assert_allclose(inner, reference.silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
-def head_case(live: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
+def head_case(live: np.ndarray, sequences: int) -> tuple[np.ndarray, np.ndarray]:
     hidden, vocabulary = 12, 37
     x, norm = random((len(live), hidden)), random((hidden,), 1)
-    weight, logits = random((vocabulary, hidden), 2), np.full((slots, vocabulary), NAN)
+    weight, logits = random((vocabulary, hidden), 2), np.full((sequences, vocabulary), NAN)
     run(
         "head", live=live, x=x, norm=norm, weight=weight, logits=logits, workspace=logits.copy(),
         row_count=len(live), hidden=hidden, vocabulary=vocabulary, epsilon=1e-5,
@@ -273,14 +273,18 @@ def head_case(live: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "slots_of_rows", [[0], [2], [0, 1, 2], [1, 2], [2, 0], [0, 2], [3, 1, 5, 4, 0], list(range(6))]
+    "sequences_of_rows",
+    [[0], [2], [0, 1, 2], [1, 2], [2, 0], [0, 2], [3, 1, 5, 4, 0], list(range(6))],
 )
-def test_head_writes_each_slots_logits_in_place(slots_of_rows: list[int]) -> None:
-    rows = [(0, 5, 1, ACTIVE), *((0, 1, slot, ACTIVE | SAMPLE) for slot in slots_of_rows)]
+def test_head_writes_each_sequences_logits_in_place(sequences_of_rows: list[int]) -> None:
+    rows = [
+        (0, 5, 1, ACTIVE),
+        *((0, 1, sequence, ACTIVE | SAMPLE) for sequence in sequences_of_rows),
+    ]
     logits, expected = head_case(live_rows(*rows, (0, 0, 1, SAMPLE)), 6)
-    for row, slot in enumerate(slots_of_rows, 1):
-        np.testing.assert_allclose(logits[slot], expected[row], **F32)
-    others = [slot for slot in range(6) if slot not in slots_of_rows]
+    for row, sequence in enumerate(sequences_of_rows, 1):
+        np.testing.assert_allclose(logits[sequence], expected[row], **F32)
+    others = [sequence for sequence in range(6) if sequence not in sequences_of_rows]
     assert np.isnan(logits[others]).all()
 
 
@@ -345,7 +349,7 @@ def test_nan_logits_choose_no_token() -> None:
 def test_penalty_and_min_p_are_the_references(
     temperature: float, min_p: float, penalty: float
 ) -> None:
-    """Of slot 1, whose history behind its position is another sequence's."""
+    """Of sequence 1, whose history behind its position is another sequence's."""
     logits, context = random((2, 101), 5) * 4, 30
     model, adjusted = logits.copy(), np.full((2, 101), NAN)
     history = np.random.default_rng(2).integers(101, size=(2, context), dtype=np.int32)
@@ -404,11 +408,11 @@ LIVE, STATE_ROW = ACTIVE | SAMPLE, ACTIVE | SAMPLE | FROM_STATE
         ([(7, 3, 0, LIVE)], True, False),  # the host's row would be the same step again
         ([(7, 3, 1, LIVE)], True, False),  # and it does not look at the state
         ([(0, 0, 0, 0), (0, 0, 0, FROM_STATE), (0, 0, 0, ACTIVE | FROM_STATE)], False, False),
-        ([(0, 0, 3, STATE_ROW), (0, 0, -1, STATE_ROW)], False, False),  # no such slots
+        ([(0, 0, 3, STATE_ROW), (0, 0, -1, STATE_ROW)], False, False),  # no such sequences
     ],
 )
 def test_continue_loop(rows: list[tuple[int, ...]], begins: bool, goes_on: bool) -> None:
-    """Slot 1 of 3 has stopped."""
+    """Sequence 1 of 3 has stopped."""
     state = np.array([(5, 3, 4, 0), (5, 3, 4, 1), (5, 3, 4, 0)], np.int32)
     counter, launch = np.array([-9], np.int32), Launch()
 
@@ -421,7 +425,7 @@ def test_continue_loop(rows: list[tuple[int, ...]], begins: bool, goes_on: bool)
             rows=np.array(rows, np.int32),
             state=state,
             row_count=len(rows),
-            slots=3,
+            sequences=3,
             start=start,
         )
         return int(counter[0]), launch.conditions[77]

@@ -29,6 +29,7 @@ from ostinato.models.plan import rope_table
 from ostinato.models.program import ACTIVE, FROM_STATE, SAMPLE
 from tests.models.model_files import weights, write_gguf
 from tests.models.test_kernels_host import NAN, config_of, live_rows, random
+from tests.processes import child_environment
 
 pytestmark = pytest.mark.skipif(
     not kernels_packed.compiled(), reason="the extension was not built here"
@@ -111,7 +112,7 @@ def test_values_are_those_of_the_dequantiser_bit_by_bit(kind: str, instructions:
     run(
         kernels, "embed", rows=live_rows(*((i, 0, 0, ACTIVE) for i in range(9))),
         state=np.zeros((1, 4), np.int32), live=live, table=table, x=x,
-        history=np.zeros(1, np.int32), row_count=9, hidden=columns, vocabulary=9, slots=1,
+        history=np.zeros(1, np.int32), row_count=9, hidden=columns, vocabulary=9, sequences=1,
         context=1,
     )  # fmt: skip
     np.testing.assert_array_equal(x, values_of(kind, packed, columns))
@@ -175,7 +176,7 @@ def test_infinite_nan_and_tiny_scales_are_values_like_others(kind: str, instruct
         rows=live_rows(*((i, 0, 0, ACTIVE) for i in range(len(halves)))),
         state=np.zeros((1, 4), np.int32), live=live, table=table, x=x,
         history=np.zeros(1, np.int32), row_count=len(halves), hidden=columns,
-        vocabulary=len(halves), slots=1, context=1,
+        vocabulary=len(halves), sequences=1, context=1,
     )  # fmt: skip
     np.testing.assert_array_equal(x, values_of(kind, packed, columns))
 
@@ -220,7 +221,7 @@ MIXED = live_rows(
     (0, 30, 1, ACTIVE), (0, 31, 1, ACTIVE), (0, 32, 1, ACTIVE | SAMPLE), (0, 3, 0, 0),
     (0, 63, 0, ACTIVE | SAMPLE), (0, 2, 1, ACTIVE), (0, 5, 2, ACTIVE | SAMPLE), (0, 9, 9, 0),
 )  # fmt: skip
-"""A piece of slot 1's prompt, padding, and single tokens of three slots."""
+"""A piece of sequence 1's prompt, padding, and single tokens of three sequences."""
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -237,7 +238,7 @@ def test_norm_qkv_rope(
         x=random((count, hidden), 1), norm=random((hidden,), 2), rope=rope_table(config, 64),
         cache=np.full((2, 3, kv_heads, 64, size), NAN), q=np.full((count, heads, size), NAN),
         workspace=np.full((count, width + hidden), NAN), row_count=count, hidden=hidden,
-        heads=heads, kv_heads=kv_heads, head_size=size, slots=3, context=64, epsilon=1e-5,
+        heads=heads, kv_heads=kv_heads, head_size=size, sequences=3, context=64, epsilon=1e-5,
     )  # fmt: skip
 
 
@@ -249,14 +250,14 @@ def test_attention(
     heads: int, kv_heads: int, size: int, live: np.ndarray, instructions: str, threads: int
 ) -> None:
     cache, count = random((2, 3, kv_heads, 64, size), 4), len(live)
-    for _, position, slot, flags in live.tolist():  # what nobody wrote must not be read
+    for _, position, sequence, flags in live.tolist():  # what nobody wrote must not be read
         if flags:
-            cache[:, slot, :, max(position, 33 if slot == 1 else 0) + 1 :] = NAN
+            cache[:, sequence, :, max(position, 33 if sequence == 1 else 0) + 1 :] = NAN
     beside_numpy(
         instructions, "attention", ("F32",), (1,), 1, ("attended",), threads, live=live,
         q=random((count, heads, size), 5), cache=cache,
         attended=np.zeros((count, heads, size), np.float32), workspace=np.zeros(1, np.float32),
-        row_count=count, heads=heads, kv_heads=kv_heads, head_size=size, slots=3, context=64,
+        row_count=count, heads=heads, kv_heads=kv_heads, head_size=size, sequences=3, context=64,
         scale=size**-0.5,
     )  # fmt: skip
 
@@ -266,7 +267,7 @@ def test_attention_gives_a_row_the_same_bits_in_any_company(instructions: str) -
     """A prompt of 40 rows in one piece, and row by row; by one thread and by five."""
     heads, kv_heads, size, count = 6, 2, 24, 40
     cache, q = random((2, 1, kv_heads, 64, size), 4), random((count, heads, size), 5)
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_size": size, "slots": 1, "context": 64}
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_size": size, "sequences": 1, "context": 64}
 
     def attended(threads: int, first: int, stop: int) -> np.ndarray:
         out = np.zeros((stop - first, heads, size), np.float32)
@@ -346,7 +347,7 @@ def test_head_and_embed(live: np.ndarray, instructions: str) -> None:
         rows=rows, state=np.array([(7, 3, 4, 0), (8, 9, 10, 1)], np.int32),
         live=np.full((len(rows), 4), 77, np.int32), x=np.full((len(rows), hidden), NAN),
         history=np.full((2, 20), -5, np.int32), row_count=len(rows), hidden=hidden,
-        vocabulary=vocabulary, slots=2, context=20,
+        vocabulary=vocabulary, sequences=2, context=20,
     )  # fmt: skip
 
 
@@ -364,7 +365,7 @@ def test_what_lies_outside_of_an_argument_is_an_error_and_not_read() -> None:
     f32 = np.float32
     x, norm = np.zeros((8, 64), f32), np.zeros(64, f32)
     cache, q, ws = np.zeros((2, 3, 2, 64, 16), f32), np.zeros((8, 64), f32), np.zeros((8, 192), f32)
-    sizes = {"heads": 4, "kv_heads": 2, "head_size": 16, "slots": 3, "context": 64}
+    sizes = {"heads": 4, "kv_heads": 2, "head_size": 16, "sequences": 3, "context": 64}
     calls: dict[str, dict[str, Any]] = {
         "embed": {
             "rows": live,
@@ -376,7 +377,7 @@ def test_what_lies_outside_of_an_argument_is_an_error_and_not_read() -> None:
             "row_count": 8,
             "hidden": 64,
             "vocabulary": 37,
-            "slots": 3,
+            "sequences": 3,
             "context": 64,
         },
         "norm_qkv_rope": {
@@ -632,7 +633,7 @@ def test_threads_in_a_process_of_their_own(way: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM + WAYS[way] + "\nprint('done')"],
         capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), "."])},
+        env=child_environment(),
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == "done\n", done.stdout + done.stderr
 
@@ -694,7 +695,7 @@ def test_the_same_bits_however_a_prompt_and_a_batch_are_cut(
     logits = {}
     for threads, rows in ((1, 64), (2, 8), (5, 2), (1, 1)):
         with Decoder(
-            host_device, path, stop_tokens=(), threads=threads, max_rows=max(rows, 2), slots=2
+            host_device, path, stop_tokens=(), threads=threads, max_rows=max(rows, 2), sequences=2
         ) as decoder:
             decoder.prefill(prompt[:5], 1)
             for start in range(0, len(prompt), rows):

@@ -1,5 +1,6 @@
-"""The compiled kernels without Python: every instruction set gives the bits written down here, on
-this processor and on others, as far as compilers and emulators are installed.
+"""The compiled kernels: every instruction set gives the bits written down here, as the extension
+was built, and built without Python for this processor and for others, as far as compilers and
+emulators are installed.
 
 `native_check.c` prints a digest of all results.  Sets with a fused multiply-add share one, whatever
 the processor; plain C rounds products before it adds them.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,14 +51,39 @@ def digests(*command: str | Path) -> dict[str, str]:
     return dict(line.split() for line in done.stdout.splitlines())
 
 
-def test_every_set_of_this_processor_gives_the_same_bits(program: Path) -> None:
-    found = digests(program)
+def assert_right(found: dict[str, str]) -> None:
     assert found == {name: EXPECTED[name] for name in found}
     assert "plain" in found
     if kernels_packed.compiled():
         assert tuple(found) == kernels_packed._extension.INSTRUCTIONS
 
 
+IN_THE_EXTENSION = """
+import ctypes, sys
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+ctypes.CDLL(sys.argv[2]).main()
+"""
+
+
+@pytest.mark.skipif(
+    COMPILER is None or not kernels_packed.compiled() or sys.platform != "linux",
+    reason="needs a C compiler, the extension, and Linux's way to share symbols",
+)
+def test_every_set_of_the_extension_gives_the_same_bits(tmp_path: Path) -> None:
+    check = tmp_path / "check.so"
+    subprocess.run(
+        [COMPILER, "-std=c11", "-shared", "-fPIC", f"-I{NATIVE}", CHECK, "-o", check], check=True
+    )
+    extension = kernels_packed._extension.__file__
+    assert_right(digests(sys.executable, "-c", IN_THE_EXTENSION, extension, check))
+
+
+@pytest.mark.slow
+def test_every_set_of_this_processor_gives_the_same_bits(program: Path) -> None:
+    assert_right(digests(program))
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(X86_EMULATOR is None, reason="needs qemu-user")
 @pytest.mark.parametrize(
     ("processor", "sets"), [("Haswell", ("avx2", "plain")), ("Nehalem", ("plain",))]
@@ -67,6 +94,7 @@ def test_older_x86_processors(program: Path, processor: str, sets: tuple[str, ..
     assert found == {name: EXPECTED[name] for name in sets}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     ARM_COMPILER is None or ARM_EMULATOR is None, reason="needs an Arm compiler and qemu-user"
 )

@@ -77,7 +77,7 @@ def buffers(device: Device) -> dict[str, ost.Buffer]:
 
 def test_what_the_library_launched_is_launched_by_us(host_device: Device) -> None:
     library, given = FakeLibrary(host_device), buffers(host_device)
-    products = LibraryProducts(host_device, library)  # type: ignore[arg-type]
+    products = LibraryProducts(host_device, host_device.driver, library)  # type: ignore[arg-type]
     product = products.product(PRODUCT)
     assert products.product(PRODUCT) is product
     (operation,) = product.operations("qkv", **given)
@@ -98,14 +98,14 @@ def test_what_the_library_launched_is_launched_by_us(host_device: Device) -> Non
 def test_other_results_are_not_taken(host_device: Device) -> None:
     library = FakeLibrary(host_device)
     library.wrong_from = 2
-    product = LibraryProducts(host_device, library).product(PRODUCT)  # type: ignore[arg-type]
+    product = LibraryProducts(host_device, host_device.driver, library).product(PRODUCT)  # type: ignore[arg-type]
     with pytest.raises(NotAvailableError, match="gives another result when we launch"):
         product.operations("qkv", **buffers(host_device))
 
 
 def test_what_cannot_be_captured_is_said(host_device: Device) -> None:
     library, given = FakeLibrary(host_device), buffers(host_device)
-    product = LibraryProducts(host_device, library).product(PRODUCT)  # type: ignore[arg-type]
+    product = LibraryProducts(host_device, host_device.driver, library).product(PRODUCT)  # type: ignore[arg-type]
     product.operations("qkv", **given)
     library.synchronizes = True
     with pytest.raises(NotAvailableError, match=r"qkv, .*capture"):

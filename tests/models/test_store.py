@@ -37,7 +37,7 @@ with (here / "runs").open("a") as runs:
     runs.write("x")
 exec((here / "behave.py").read_text())
 """
-GOOD = """
+SLOW = """
 target = pathlib.Path(arguments[arguments.index("--dest") + 1])
 scratch = pathlib.Path(os.environ["TMPDIR"]) / "partial"
 data = (here / "tiny.whl").read_bytes()
@@ -48,6 +48,7 @@ with scratch.open("wb") as file:
         time.sleep(0.12)
 scratch.rename(target / "tiny_package-1.0-py3-none-any.whl")
 """
+GOOD = SLOW.replace("time.sleep(0.12)", "pass")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +122,7 @@ def test_second_pull_needs_no_network(shop: Shop) -> None:
 
 
 def test_progress_grows_to_the_whole(shop: Shop) -> None:
+    shop.behave(SLOW)
     seen: list[tuple[int, int]] = []
     shop.pull(progress=lambda done, total: seen.append((done, total)))
     model = shop.known["tiny"]
@@ -133,6 +135,7 @@ def test_progress_grows_to_the_whole(shop: Shop) -> None:
 
 
 def test_many_pulls_at_once_fetch_once(shop: Shop) -> None:
+    shop.behave(SLOW)
     with ThreadPoolExecutor(4) as pool:
         paths = set(pool.map(lambda _: shop.pull(), range(4)))
     assert len(paths) == 1
@@ -141,6 +144,7 @@ def test_many_pulls_at_once_fetch_once(shop: Shop) -> None:
 
 
 def test_processes_wait_for_each_other(shop: Shop) -> None:
+    shop.behave(SLOW)
     code = (
         "import sys, json\n"
         "from ostinato.models.files.store import KnownModel, pull\n"

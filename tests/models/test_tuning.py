@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.kernels import checks
-from benchmarks.kernels.emulator import Emulator
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
@@ -26,24 +25,24 @@ from ostinato.errors import CompileError, InputError, NotAvailableError
 from ostinato.graph import prepare
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
-from ostinato.models.cuda import shapes, tuning_store
+from ostinato.models.cuda import shapes
 from ostinato.models.cuda import tunings as choosing
-from ostinato.models.cuda.tuning_store import TuningKey, TuningStore, decode_tuning, encode_tuning
+from ostinato.models.cuda.legal import problems_of
+from ostinato.models.cuda.tunings import TuningKey, TuningStore, decode_tuning, encode_tuning
 from ostinato.models.program import decode_program
 from ostinato.models.tune import meter as tuning_bench
 from ostinato.models.tune.candidates import (
     attention_shapes,
     block_variants,
     expected_gains,
-    problems_of,
     product_shapes,
     start_variants,
 )
 from ostinato.models.tune.meter import StepMeter
 from ostinato.models.tune.sweep import Progress, sweep
 from ostinato.models.weights import load_weights
-from ostinato.modules.compiler import compile_plan, plan_compilation
-from ostinato.modules.cubin import kernel_resources
+from tests.emulator.emulator import Emulator
+from tests.kernel_checks import KernelCheck, check
 
 GPU = "Test GPU 80GB"
 
@@ -150,9 +149,7 @@ def test_the_attention_in_clusters_compiles_without_local_memory(name: str, arch
     launches = kc.lower(decode_program(config), config, rows=1, context=8192, tuning=tuning)
     one = next(launch for launch in launches if launch.kernel == "attention")
     assert one.config.cluster == (8, 1, 1)
-    code = compile_plan(plan_compilation(one.source, replace(one.options, arch=arch), (9, 0)))
-    (kernel,) = kernel_resources(code.data)
-    assert (code.log, kernel.frame) == ("", 0)
+    assert check(KernelCheck(name, one.source, one.options), arch).problems == ()
 
 
 @pytest.mark.parametrize("name", ["135M", "8B"])
@@ -170,10 +167,10 @@ def test_there_is_something_to_try(name: str, rows: int) -> None:
     "name", ["135M", *(pytest.param(name, marks=pytest.mark.slow) for name in ("8B", "odd"))]
 )
 def test_candidates_compile_and_fit_the_registers(name: str) -> None:
-    """The likeliest of each kind with and without turns; all of them would take minutes."""
+    """The likeliest of each kind with and without turns; all of them would take minutes.  What the
+    rule's own tuning launches too is compiled by other tests."""
     config = CONFIGS[name]
-    tuning = shapes.default_tuning(config)
-    turned = shapes.default_tuning(config)
+    tuning = turned = rule = shapes.default_tuning(config)
     for stage in shapes.PRODUCTS.values():
         made: list[Any] = list(product_shapes(config, stage, 1, 132))
         tuning = replace(tuning, **{stage: made[0]})
@@ -183,15 +180,18 @@ def test_candidates_compile_and_fit_the_registers(name: str) -> None:
     widest = max(
         attention_shapes(config, 1, clusters=True), key=lambda s: s.warps * (s.queries + s.steps)
     )
+
+    def launches(tuning: shapes.Tuning) -> dict[Any, Any]:
+        lowered = kc.lower(decode_program(config), config, rows=1, context=2048, tuning=tuning)
+        return {(one.source, one.options): one for one in lowered}
+
+    plain = launches(rule)
     for one in (replace(tuning, attention=widest), turned):
-        launches = kc.lower(decode_program(config), config, rows=1, context=2048, tuning=one)
-        for launch in {(o.source, o.options): o for o in launches}.values():
-            options = replace(launch.options, arch="sm_90")
-            made_code = compile_plan(plan_compilation(launch.source, options, (9, 0)))
-            assert made_code.log == ""
-            for kernel in kernel_resources(made_code.data):
-                assert kernel.frame == 0, f"{kernel.name} spills: {one}"
-                assert kernel.registers * (kernel.max_threads or 1024) <= 1 << 16, kernel.name
+        others = {key: launch for key, launch in launches(one).items() if key not in plain}
+        assert others
+        for launch in others.values():
+            report = check(KernelCheck(name, launch.source, launch.options), "sm_90")
+            assert report.problems == (), one
 
 
 def test_places_to_start_are_all_tried() -> None:
@@ -397,30 +397,10 @@ def test_other_kernel_code_has_no_stored_tuning(
     store: TuningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store)
-    monkeypatch.setattr(tuning_store, "sources_digest", lambda: "0" * 32)
+    monkeypatch.setattr(choosing, "sources_digest", lambda: "0" * 32)
     assert chosen(store).origin is choosing.Origin.DEFAULT
     (entry,) = store.entries()
     assert "other kernel code" in str(entry.problem)
-
-
-def test_a_built_in_tuning_comes_before_the_rule_and_after_the_store(
-    store: TuningStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built_in = replace(shapes.default_tuning(SMALL), programmatic=False)
-    monkeypatch.setitem(shapes.TUNED, (GPU, shapes.shape_key(SMALL), 1), built_in)
-    assert chosen(store) == choosing.ChosenTuning(built_in, choosing.Origin.BUILT_IN)
-    save(store)
-    assert chosen(store).origin is choosing.Origin.STORED
-
-
-def test_every_built_in_tuning_is_legal() -> None:
-    for (gpu, key, rows), tuning in shapes.TUNED.items():
-        hidden, inner, heads, kv_heads, head_size, vocabulary = map(int, key.split("-"))
-        config = config_of(
-            heads, kv_heads, head_size, hidden=hidden, inner=inner, vocabulary=vocabulary
-        )
-        assert shapes.shape_key(config) == key
-        assert problems_of(config, rows, tuning) == (), gpu
 
 
 def changed(path: Path, **changes: Any) -> None:
@@ -575,7 +555,7 @@ def test_attention_in_clusters_agrees_with_numpy(rows: int, shape: tuple[int, ..
     )
     assert problems_of(SMALL, rows, tuning) == ()
     bench = checks.Bench(
-        Emulator(), SMALL, max_rows=rows, slots=2, context=110, tunings={rows: tuning}
+        Emulator(), SMALL, max_rows=rows, sequences=2, context=110, tunings={rows: tuning}
     )
     wanted = ("position 0", "position 31", "position 55", "position 109", "batch", "piece")
     chosen_cases = [c for c in checks.cases(bench, rows) if c.name.startswith(wanted)]
@@ -688,4 +668,6 @@ def test_a_sweep_on_the_device(cuda_device: Device, store: TuningStore, rows: in
 def test_turned_products_agree_with_numpy(cuda_device: Device) -> None:
     from tests.models.test_kernels_cuda import OnDevice
 
-    checks.run_checks(OnDevice(cuda_device), SMALL, (1,), slots=3, context=600, tunings={1: TURNED})
+    checks.run_checks(
+        OnDevice(cuda_device), SMALL, (1,), sequences=3, context=600, tunings={1: TURNED}
+    )

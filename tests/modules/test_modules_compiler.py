@@ -18,7 +18,8 @@ from ostinato.modules.compiler import (
     plan_compilation,
     target_arch,
 )
-from ostinato.modules.cubin import kernel_names, kernel_resources
+from ostinato.modules.cubin import kernel_names
+from tests.cubins import kernel_resources
 from tests.modules.cubin_loader import kernel_text, needs_nvrtc
 
 pytestmark = needs_nvrtc()

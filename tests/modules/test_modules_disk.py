@@ -18,13 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato import files
 from ostinato.errors import Status, driver_error
+from ostinato.files import UntrustedError
 from ostinato.modules import DiskStore
 from ostinato.modules import disk as disk_module
 from ostinato.modules.compiler import Compiled
-from ostinato.modules.safe_file import UntrustedError
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
 from tests.modules.disk_worker import source
+from tests.processes import child_environment
 
 nvrtc = needs_nvrtc()
 posix = pytest.mark.skipif(not hasattr(os, "getuid"), reason="users and modes are POSIX's")
@@ -221,7 +223,7 @@ def test_a_full_disk_costs_speed_alone(tmp_path: Path, monkeypatch, caplog) -> N
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(disk_module, "_open_private", full)
+    monkeypatch.setattr(files, "_open_private", full)
     for number in range(3):
         assert len(cache.get_or_compile(kernel_text(number), "k").info.parameters) == number + 1
     warned = [r for r in caplog.records if "not kept on disk" in r.message]
@@ -236,7 +238,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(store: DiskStore, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk_module, "open", Torn, raising=False)
+        patch.setattr(files, "open", Torn, raising=False)
         assert not store.save(KEY, CODE)
     assert list(store.folder.iterdir()) == []
 
@@ -369,7 +371,7 @@ def start_worker(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.modules.disk_worker", str(folder)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=child_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

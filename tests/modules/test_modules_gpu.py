@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import weakref
@@ -16,6 +15,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import CaptureBrokenError, CompileError, InputError
 from ostinato.modules import ModuleCache
+from tests.processes import child_environment
 from tests.sources import SOURCE, config
 
 pytestmark = pytest.mark.gpu
@@ -155,12 +155,7 @@ else:
 def run_fresh(how: str, folder: Path) -> str:
     answer = subprocess.run(
         [sys.executable, "-c", IN_A_FRESH_PROCESS, how],
-        env={
-            **os.environ,
-            "CUDA_MODULE_LOADING": "LAZY",
-            "OSTINATO_CACHE_DIR": str(folder),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
+        env=child_environment(CUDA_MODULE_LOADING="LAZY", OSTINATO_CACHE_DIR=str(folder)),
         capture_output=True,
         text=True,
         check=False,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ostinato.errors import CompileError
 from ostinato.modules import CompileOptions, DiskStore, ModuleCache, Source
 from ostinato.modules.compiler import is_current, plan_compilation, toolchain
-from ostinato.modules.options import flags_of
+from ostinato.modules.source import flags_of
 from tests.modules.cubin_loader import CubinLoader, make_cache, needs_nvrtc
 
 pytestmark = needs_nvrtc()
@@ -145,7 +145,7 @@ def compiled_anew(source: Source, options: CompileOptions) -> bytes:
 
 @settings(
     deadline=None,
-    max_examples=20,
+    max_examples=settings().max_examples // 6,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(

@@ -17,7 +17,7 @@ import pytest
 
 from ostinato.errors import CompileError
 from ostinato.modules import CompileOptions, Source
-from ostinato.modules import inputs as inputs_module
+from ostinato.modules import headers as inputs_module
 from ostinato.modules.nvrtc import Answer, Nvrtc
 from tests.modules.cubin_loader import make_cache, needs_nvrtc
 
@@ -331,7 +331,7 @@ def test_a_settled_header_is_compiled_once_and_looked_at_by_its_stamp(
     runs = during_the_next_run(monkeypatch, lambda: None)
     assert asked.before() == asked.before() == 1
     assert len(runs) == 1
-    monkeypatch.setattr(inputs_module, "content_digest", lambda data: b"never read")
+    monkeypatch.setattr(inputs_module, "_content_digest", lambda data: b"never read")
     assert asked.before() == asked.answer(make_cache(asked.store)[0]) == 1
     assert len(runs) == 1
     monkeypatch.undo()

@@ -9,23 +9,23 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ostinato.errors import CompileError, NoCudaError
-from ostinato.modules import CompileOptions, DiskStore, Source, nvrtc_file
+from ostinato.modules import CompileOptions, DiskStore, Source
 from ostinato.modules import compiler as compiler_module
 from ostinato.modules import nvrtc as nvrtc_module
 from ostinato.modules.compiler import compile_plan, compiler_identity, confirmed, plan_compilation
-from ostinato.modules.nvrtc import Opened, Reference, Toolchain
-from ostinato.modules.nvrtc_file import CompilerFile, expected_file
+from ostinato.modules.nvrtc import CompilerFile, Opened, Reference, Toolchain, expected_file, locate
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
+from tests.processes import child_environment
 
 nvrtc = needs_nvrtc()
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files as on Linux")
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = kernel_text(1)
-locate = compiler_module._load_with_pathfinder
 
 
 def never() -> str:
@@ -120,7 +120,7 @@ def run_fresh(code: str, *arguments: str, **variables: str) -> str:
     answer = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables},
+        env=child_environment(**variables),
         capture_output=True,
         text=True,
         check=False,
@@ -133,17 +133,19 @@ def run_fresh(code: str, *arguments: str, **variables: str) -> str:
 @nvrtc
 @linux
 def test_a_disk_hit_loads_no_compiler(tmp_path: Path) -> None:
-    assert run_fresh(IN_A_FRESH_PROCESS, str(tmp_path)) == "1 True True True"
-    assert run_fresh(IN_A_FRESH_PROCESS, str(tmp_path)) == "0 False False False"
+    for said in ("1 True True True", "0 False False False"):
+        cache = str(tmp_path / "cache")
+        assert run_fresh(IN_A_FRESH_PROCESS, str(tmp_path), OSTINATO_CACHE_DIR=cache) == said
 
 
 LOADED_ALREADY = """
 import ctypes, sys
 from ostinato.modules.compiler import toolchain
+from ostinato.modules.nvrtc import expected_file
 
 kept = ctypes.CDLL(sys.argv[1])
-assert toolchain.file().path == sys.argv[1], toolchain.file()
-print(toolchain.library().file == toolchain.file())
+assert toolchain.library().file.path == sys.argv[1], toolchain.library()
+print(toolchain.file() == toolchain.library().file, expected_file())
 """
 
 
@@ -156,7 +158,8 @@ def test_what_the_process_has_loaded_already_is_used(tmp_path: Path) -> None:
         os.link(real, copy)
     except OSError:
         pytest.skip("no hard links from the compiler's file system")
-    assert run_fresh(LOADED_ALREADY, str(copy)) == "True"
+    cache = str(tmp_path / "cache")
+    assert run_fresh(LOADED_ALREADY, str(copy), OSTINATO_CACHE_DIR=cache) == "True None"
 
 
 @nvrtc
@@ -231,73 +234,134 @@ def test_a_file_replaced_under_a_loaded_compiler_is_like_no_other(other: Path) -
 def test_a_removed_library_that_is_still_mapped_is_noticed(tmp_path: Path) -> None:
     name = ctypes.util.find_library("m")
     library = ctypes.CDLL(name)
-    original = nvrtc_file.path_of_symbol(library, "cos")
+    original = nvrtc_module.path_of_symbol(library, "cos")
     assert original is not None and original.endswith(name)
     copy = tmp_path / "libnvrtc.so.13"
     copy.write_bytes(Path(original).read_bytes())
     kept = ctypes.CDLL(str(copy))
-    assert nvrtc_file.path_of_symbol(kept, "cos") == str(copy)
+    assert nvrtc_module.path_of_symbol(kept, "cos") == str(copy)
     assert nvrtc_module._loaded_file(str(copy), None) == CompilerFile.of(str(copy))
     copy.unlink()
     copy.write_bytes(b"an upgrade")
     assert nvrtc_module._loaded_file(str(copy), None).note
-    assert nvrtc_file.path_of_symbol(kept, "nothing_of_this_name") is None
+    assert nvrtc_module.path_of_symbol(kept, "nothing_of_this_name") is None
 
 
-# -------------------------------------------------------------------------------- where it is found
+# ----------------------------------------------------------------------- where it was found before
 
 
-@linux
-def test_it_is_looked_for_where_pathfinder_looks(tmp_path: Path, monkeypatch) -> None:
-    places = {
-        "wheel": tmp_path / "site" / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13",
-        "old wheel": tmp_path / "site" / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.12",
-        "conda": tmp_path / "conda" / "lib" / "libnvrtc.so.12",
-        "folder": tmp_path / "folder" / "libnvrtc.so.13",
-        "linker": tmp_path / "linker" / "libnvrtc.so.13",
-        "old linker": tmp_path / "linker" / "libnvrtc.so.12",
-        "toolkit": tmp_path / "toolkit" / "lib64" / "libnvrtc.so.13",
-    }
-    for number, path in enumerate(places.values()):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x" * number)
-    table = tmp_path / "ld.so.cache"
-    table.write_bytes(
-        b"glibc-ld.so.cache1.1\1\2\3\0libnvrtc.so.12\0"
-        + str(places["old linker"]).encode()
-        + b"\0libnvrtc.so.13\0"
-        + str(places["linker"]).encode()
-        + b"\0/usr/lib/libnvrtc.so.13.debug\0"
-    )
-    monkeypatch.setattr(nvrtc_file, "_loaded", lambda name: None)
-    monkeypatch.setattr(nvrtc_file, "_LINKER_CACHE", table)
-    monkeypatch.setattr(nvrtc_file.site, "getsitepackages", lambda: [str(tmp_path / "site")])
-    monkeypatch.setattr(nvrtc_file.site, "ENABLE_USER_SITE", False)
+@pytest.fixture
+def around(other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment of folders, in which pathfinder has found `other`; the folder of them."""
+    for name in ("site", "conda/lib", "toolkit/lib64", "folder"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr(nvrtc_module.site, "getsitepackages", lambda: [str(tmp_path / "site")])
+    monkeypatch.setattr(nvrtc_module.site, "ENABLE_USER_SITE", False)
+    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CONDA_PREFIX", str(tmp_path / "conda"))
     monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path / 'folder'}")
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
-    found = []
-    while (file := expected_file()) is not None:
-        found.append(next(n for n, path in places.items() if str(path) == file.path))
-        Path(file.path).unlink()
-    assert found == list(places)
-    table.unlink()
+    assert expected_file() is None
+    finds(monkeypatch, other)
+    assert locate() == str(other)
+    assert expected_file() == CompilerFile.of(str(other))
+    return tmp_path
+
+
+def finds(monkeypatch: pytest.MonkeyPatch, path: Path, *, already: bool = False) -> None:
+    """Pathfinder finds a file from here on."""
+    found = SimpleNamespace(abs_path=str(path), was_already_loaded_from_elsewhere=already)
+    module = SimpleNamespace(load_nvidia_dynamic_lib=lambda name: found)
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", module)
+
+
+CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "a package": lambda around, _: (around / "site" / "nvidia").mkdir(),
+    "a library of conda": lambda around, _: (around / "conda" / "lib" / "a.so").touch(),
+    "a library in a folder": lambda around, _: (around / "folder" / "libnvrtc.so.13").touch(),
+    "a toolkit": lambda around, _: (around / "toolkit" / "lib64" / "a.so").touch(),
+    "no toolkit": lambda around, _: (around / "toolkit" / "lib64").rmdir(),
+    "other folders": lambda _, patch: patch.setenv("LD_LIBRARY_PATH", "/elsewhere"),
+    "no conda": lambda _, patch: patch.delenv("CONDA_PREFIX"),
+    "another Python": lambda _, patch: patch.setattr(
+        nvrtc_module.site, "getsitepackages", lambda: ["/usr/lib/python3/dist-packages"]
+    ),
+    "the file is gone": lambda around, _: (around / "other" / "libnvrtc.so.13").unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_answer_counts_while_what_pathfinder_searched_is_the_same(
+    around: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    os.utime(around / "site", (1, 1))  # so that no change can have the same time
+    for name in ("conda/lib", "folder", "toolkit/lib64"):
+        os.utime(around / name, (1, 1))
+    assert expected_file() is None
+    locate()
+    assert expected_file() is not None
+    CHANGES[change](around, monkeypatch)
     assert expected_file() is None
 
 
-def test_elsewhere_the_library_is_asked(monkeypatch) -> None:
-    monkeypatch.setattr(nvrtc_file.sys, "platform", "win32")
+def test_a_file_that_was_replaced_is_expected_as_it_is_now(around: Path, other: Path) -> None:
+    before = expected_file()
+    other.write_bytes(b"an upgrade")
+    assert expected_file() == CompilerFile.of(str(other)) != before
+
+
+def test_what_another_library_loaded_is_not_remembered(
+    around: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finds(monkeypatch, around / "site", already=True)
+    assert locate() == str(around / "site")
+    assert expected_file() == CompilerFile.of(str(other))
+
+
+def memory(around: Path) -> Path:
+    (path,) = (around / "cache" / "compilers").iterdir()
+    return path
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "torn": lambda path: path.write_bytes(path.read_bytes()[:20]),
+    "empty": lambda path: path.write_bytes(b""),
+    "another list": lambda path: path.write_text("[1]"),
+    "deep": lambda path: path.write_text("[" * 60_000),
+    "no text": lambda path: path.write_bytes(b"\xff" * 100),
+    "huge": lambda path: path.write_bytes(b" " * (1 << 22) + path.read_bytes()),
+    "a zero in the path": lambda path: path.write_text(
+        path.read_text().replace("libnvrtc", "\\u0000")
+    ),
+    "others may write to it": lambda path: path.chmod(0o666),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@linux
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_memory_that_cannot_be_believed_is_no_answer(around: Path, damage: str) -> None:
+    DAMAGE[damage](memory(around))
+    assert expected_file() is None
+
+
+def test_without_a_folder_nothing_is_remembered(
+    around: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (around / "file").touch()
+    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(around / "file"))
+    assert locate() == str(other)
     assert expected_file() is None
 
 
 # ------------------------------------------------------------------------------- without a compiler
 
 
-@pytest.mark.parametrize("found", [None, "no file", "no library", "no compiler"])
+@pytest.mark.parametrize("found", ["no file", "no library", "no compiler"])
 def test_without_a_compiler_the_error_says_how_to_install_it(found, tmp_path, other) -> None:
     answers = {
-        None: None,
         "no file": str(tmp_path / "libnvrtc.so.13"),
         "no library": str(other),
         "no compiler": ctypes.util.find_library("m"),
@@ -316,11 +380,10 @@ def test_pathfinders_own_words_are_kept() -> None:
         Toolchain(fail, lambda: None).library()
 
 
-@nvrtc
-def test_without_pathfinder_the_expected_file_is_loaded(monkeypatch) -> None:
+def test_without_pathfinder_the_error_says_so(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
-    assert locate() is None
-    assert Toolchain(locate).library().version >= (12, 0)
+    with pytest.raises(NoCudaError, match=r"cuda\.pathfinder.*pip install"):
+        Toolchain().library()
 
 
 # ------------------------------------------------------------------------- what the compiler opened

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,14 +14,14 @@ from ostinato.errors import CompileError
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules import compiler as compiler_module
 from ostinato.modules.compiler import compile_plan, is_current, plan_compilation
-from ostinato.modules.nvrtc import Answer
-from ostinato.modules.nvrtc_file import CompilerFile
-from ostinato.modules.toolkit import Toolkit, bundled_headers
+from ostinato.modules.headers import Toolkit, bundled_headers
+from ostinato.modules.nvrtc import Answer, CompilerFile, Nvrtc
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
 
 pytestmark = needs_nvrtc()
 posix = pytest.mark.skipif(not hasattr(os, "getuid"), reason="users and modes are POSIX's")
 
+ARCHITECTURE = "--gpu-architecture=sm_90"
 USES_THEM = "#include <cuda_fp16.h>\n#include <math_constants.h>\n" + kernel_text(1)
 
 
@@ -46,10 +47,36 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("toolkit")
 
 
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of what the compiler unpacks, the headers that these tests include."""
+    whole, few = (tmp_path_factory.mktemp(name) for name in ("whole", "few"))
+    library = compiler_module.toolchain.library()
+    library.compile("", "unpack.cu", {}, (f"--use-bundled-headers={whole}", ARCHITECTURE))
+    shutil.copytree(whole, few, ignore=shutil.ignore_patterns("cccl"), dirs_exist_ok=True)
+    if (whole / "cccl").is_dir():  # CUDA 13; thousands of files
+        shutil.copytree(whole / "cccl/nv", few / "cccl/nv")
+    shutil.rmtree(whole)
+    return few
+
+
 @pytest.fixture
-def toolkit(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
-    """Headers that are whole, in one folder for all tests, which may damage them."""
+def toolkit(shared: Path, few: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
+    """Headers that are whole, in one folder for all tests, which may damage them.
+
+    They are few: the compiler needs a second and a half for all, each time.
+    """
     choose(shared, monkeypatch)
+    really = Nvrtc.compile
+
+    def unpacks_few(self: Nvrtc, *program: Any, **options: Any) -> Answer:
+        (flag, *_), unpack = program[3], "--use-bundled-headers="
+        if not flag.startswith(unpack) or not any(few.iterdir()):
+            return really(self, *program, **options)
+        shutil.copytree(few, flag.removeprefix(unpack))
+        return Answer(0, "")
+
+    monkeypatch.setattr(Nvrtc, "compile", unpacks_few)
     found = unpacked()
     if found is None:
         pytest.skip("this NVRTC brings no headers of its own")
@@ -184,7 +211,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str 
     """The compiler has no headers of its own; the folder of an installed toolkit can be chosen."""
     found: dict[str, str | None] = {"root": None}
     monkeypatch.setattr(compiler_module, "bundled_headers", lambda library, unpack=False: None)
-    monkeypatch.setattr(compiler_module, "_installed_toolkit", lambda compiler: found["root"])
+    monkeypatch.setattr(compiler_module, "installed_headers", lambda: found["root"])
     return found
 
 
@@ -210,7 +237,7 @@ def test_an_installed_toolkits_headers_are_used(installed, tmp_path: Path) -> No
 
 
 def test_where_it_is_installed_is_cuda_pathfinders_to_say() -> None:
-    found = compiler_module._installed_toolkit("any")
+    found = compiler_module.installed_headers()
     assert found is None or Path(found).is_dir()
 
 

@@ -37,7 +37,7 @@ _FAULTS = (
         "A call that was checked is replayed once more, so its state advances twice.",
         "ostinato.replay.step:GraphedStep._checked",
         "if report.finding is None:\n",
-        "if report.finding is None:\n        self._launch(call, executable)\n",
+        "if report.finding is None:\n        self._launch(call, state, executable)\n",
         (FOOTGUNS + "test_a_step_with_state_advances_once_a_call",),
         "LibreYOLO/libreyolo#671",
     ),
@@ -767,7 +767,7 @@ _FAULTS = (
     Fault(
         "held-graph-is-closed",
         "An eviction closes a graph that is held for replays.",
-        "ostinato.cache.table:Table.remove",
+        "ostinato.cache.graph_cache:Table.remove",
         "if entry.leases:",
         "if False:",
         (
@@ -788,7 +788,7 @@ _FAULTS = (
     Fault(
         "replaced-graph-is-replayed",
         "A graph that was put in the place of another is not the one that is replayed.",
-        "ostinato.cache.table:Table.put",
+        "ostinato.cache.graph_cache:Table.put",
         "self.entries[key] = entry",
         "self.entries.setdefault(key, before or entry)",
         (FOOTGUNS + "test_a_replaced_graph_is_not_replayed",),
@@ -843,7 +843,7 @@ _FAULTS = (
     Fault(
         "schedule-without-repeats",
         "Processes that replayed a key a different number of times have the same digest.",
-        "ostinato.cache.table:Table.schedule_digest",
+        "ostinato.cache.graph_cache:Table.schedule_digest",
         "latest.hits - self._hits_before",
         "latest.hits > self._hits_before",
         ("tests/cache/test_schedule.py::test_where_a_digest_is_asked_for_changes_nothing",),

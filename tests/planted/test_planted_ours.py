@@ -7,7 +7,6 @@ in the programs that its tests start.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 
 from tests.planted.faults import Fault, mutated
 from tests.planted.ours import FAULTS
+from tests.processes import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,13 +45,7 @@ def run_tests(tests: set[str], report: Path, fault: str = "") -> Run:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *sorted(tests)],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "PLANTED_FAULT": fault,
-            "PLANTED_REPORT": str(report),
-            "PYTEST_ADDOPTS": "",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
+        env=child_environment(PLANTED_FAULT=fault, PLANTED_REPORT=str(report), PYTEST_ADDOPTS=""),
         capture_output=True,
         text=True,
         timeout=600,

@@ -14,7 +14,7 @@ from unittest import mock
 from ostinato import Event, Graph, GraphCache, GraphedStep, Stream
 from ostinato.cache import buckets
 from ostinato.cache.flight import Flights
-from ostinato.cache.table import Table
+from ostinato.cache.graph_cache import Table
 from ostinato.driver.context import Context
 from ostinato.graph import capturing, executable, order, rebind, recording
 from ostinato.graph.executable import GraphExec

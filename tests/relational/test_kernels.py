@@ -9,33 +9,9 @@ from ostinato.cache import PowersOfTwo
 from ostinato.errors import CompileError
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
-from ostinato.modules.cubin import kernel_resources
 from ostinato.relational import IndexKey, JoinKey, JoinKind
 from ostinato.relational.block import BLOCK, COLUMN, DONE, SLOT, block_bytes, cuda_header, pack
-from ostinato.relational.chain import KERNELS, chain_of, source
-
-
-@pytest.mark.parametrize(
-    "arch",
-    [
-        "sm_90",
-        pytest.param("sm_80", marks=pytest.mark.slow),
-        pytest.param("sm_100", marks=pytest.mark.slow),
-    ],
-)
-def test_every_kernel_compiles_without_warnings_or_local_memory(arch: str) -> None:
-    """This also asserts the offsets of the records: the header says them."""
-    made = compile_plan(plan_compilation(source(), CompileOptions(arch=arch), (9, 0)))
-    assert made.log == ""
-    found = {kernel.name: kernel for kernel in kernel_resources(made.data)}
-    assert set(found) == set(KERNELS)
-    for name, kernel in found.items():
-        signature = source().signature(name)
-        assert signature is not None and kernel.parameters == signature.layout, name
-        assert kernel.frame == 0, f"{name} uses {kernel.frame} bytes of local memory"
-        assert kernel.max_threads == 256
-    if arch == "sm_90":  # all threads of a multiprocessor: these wait for random reads
-        assert all(found[name].registers <= 32 for name in ("insert", "probe", "materialize"))
+from ostinato.relational.chain import chain_of
 
 
 def test_the_header_would_notice_another_layout() -> None:

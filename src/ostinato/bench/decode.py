@@ -143,7 +143,7 @@ class _Contest:
             self.device,
             self.opened,
             ways_of(options.tokens_per_launch),
-            slots=max(point.batch for point in series),
+            sequences=max(point.batch for point in series),
             positions=min(positions + 1, self.config.context_length),
             skipped=result.skipped,
             library_rows=options.library_rows,
@@ -283,12 +283,12 @@ class _Contest:
         taken = [(name, run.tokens) for name in ours for run in runs[name]]
         for name, tokens in taken[1:]:
             reference, expected = taken[0]
-            for slot, (one, other) in enumerate(zip(expected, tokens, strict=True)):
+            for sequence, (one, other) in enumerate(zip(expected, tokens, strict=True)):
                 pairs = enumerate(zip(one, other, strict=False))  # slow ways decode fewer
                 for at, (a, b) in pairs:
                     if a != b:
                         self.result.unequal.append(
-                            f"{where}: token {at} of sequence {slot} is {a} by {reference} and "
+                            f"{where}: token {at} of sequence {sequence} is {a} by {reference} and "
                             f"{b} by {name}"
                         )
                         return

@@ -82,7 +82,7 @@ class Peers:
 
     def _open(self, device: ost.Device, config: LlamaConfig, positions: int) -> str:
         """Makes the model.  Returns why it could not, or an empty text."""
-        if device.capabilities.source_language != "cuda":
+        if device.driver.cuda_context is None:
             return f"runs on CUDA devices, and this is {device.name}"
         missing = [n for n in ("torch", "transformers") if importlib.util.find_spec(n) is None]
         if missing:

@@ -266,7 +266,7 @@ def profile_subject(
         device,
         opened,
         [Way("capture")],
-        slots=batch,
+        sequences=batch,
         positions=min(context + 64, checkpoint.config.context_length),
         skipped=skipped,
         library_rows=options.library_rows,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ostinato.errors import InputError
 from ostinato.models import Checkpoint, LlamaConfig
 from ostinato.models.files.checkpoint import JsonTokenizerSource, RawTensor
 
-__all__ = ["MemoryCheckpoint", "RandomCheckpoint", "random_checkpoint"]
+__all__ = ["MadeCheckpoint", "RandomCheckpoint", "random_checkpoint"]
 
 _WIDTH = np.float32(0.02)
 # Of odd length, so that no two rows of a matrix begin at the same place of it.
@@ -24,7 +24,7 @@ _BLOCK = (1 << 20) + 7
 _PIECE = 1 << 22  # values that one thread writes at a time
 
 
-class _MadeCheckpoint(Checkpoint):
+class MadeCheckpoint(Checkpoint):
     """Weights that `load` makes; no file, no tokenizer.  `name` is shown in place of a path."""
 
     has_file = False
@@ -42,28 +42,7 @@ class _MadeCheckpoint(Checkpoint):
         """Nothing is mapped."""
 
 
-class MemoryCheckpoint(_MadeCheckpoint):
-    """Weights of a function: `fill(name, out)` writes a tensor's values into a float32 array, or
-    their bits as bfloat16 into a uint16 one."""
-
-    def __init__(
-        self, config: LlamaConfig, fill: Callable[[str, npt.NDArray[Any]], None], name: str
-    ) -> None:
-        super().__init__(config, name)
-        self._fill = fill
-
-    def load(
-        self,
-        into: Mapping[str, npt.NDArray[np.float32] | npt.NDArray[np.uint16]],
-        *,
-        threads: int = 2,
-    ) -> None:
-        """As `Checkpoint.load`, one tensor after the other."""
-        for name, out in into.items():
-            self._fill(name, out)
-
-
-class RandomCheckpoint(_MadeCheckpoint):
+class RandomCheckpoint(MadeCheckpoint):
     """Weights of a shape: matrices normal, 0.02 wide; norms between 0.5 and 1.5.
 
     Every tensor is cut out of one random block, each from a place of its own, so that gigabytes

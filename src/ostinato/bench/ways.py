@@ -53,7 +53,7 @@ class DecoderWay:
         self.way = way
         self.decoder = decoder
         self._owns = owns
-        self._slots: tuple[int, ...] = ()
+        self._sequences: tuple[int, ...] = ()
         self._seed = seed
         self.multiple = way.tokens_per_launch
         self.no_prompts = "" if owns else "takes prompts as the way whose decoder it shares"
@@ -66,17 +66,17 @@ class DecoderWay:
         """Sets each sequence to position `context` in the state on the device, or on the host at
         context 0.  What the cache holds is kept, so a smaller context costs one step."""
         decoder, first = self.decoder, max(1, context)
-        self._slots = tuple(range(batch))
-        for slot in self._slots:
-            if len(decoder.tokens(slot)) < first:
-                decoder.reset(slot)
-                decoder.prefill(self._prompt(slot, first), slot)
-            decoder.truncate(first, slot)
+        self._sequences = tuple(range(batch))
+        for sequence in self._sequences:
+            if len(decoder.tokens(sequence)) < first:
+                decoder.reset(sequence)
+                decoder.prefill(self._prompt(sequence, first), sequence)
+            decoder.truncate(first, sequence)
         if context:
-            decoder.decode_batch(self._slots)
+            decoder.decode_batch(self._sequences)
 
-    def _prompt(self, slot: int, count: int) -> list[int]:
-        return random_tokens(self.decoder.config.vocabulary, count, (self._seed, slot))
+    def _prompt(self, sequence: int, count: int) -> list[int]:
+        return random_tokens(self.decoder.config.vocabulary, count, (self._seed, sequence))
 
     def decode(self, tokens: int) -> Timed:
         """Through a run, which launches ahead; eagerly that is one step after the other."""
@@ -84,7 +84,7 @@ class DecoderWay:
         before = decoder.statistics()
         arrivals: list[float] = []
         chosen: list[tuple[int, ...]]
-        if len(self._slots) == 1:
+        if len(self._sequences) == 1:
             single: list[int] = []
             begin = time.perf_counter()
             for token in decoder.run(count=tokens, tokens_per_launch=n):
@@ -94,10 +94,10 @@ class DecoderWay:
         else:
             steps: list[dict[int, int]] = []
             begin = time.perf_counter()
-            for step in decoder.run_batch(self._slots, count=tokens, tokens_per_launch=n):
+            for step in decoder.run_batch(self._sequences, count=tokens, tokens_per_launch=n):
                 arrivals.append(time.perf_counter() - begin)
                 steps.append(step)
-            chosen = [tuple(step[slot] for step in steps) for slot in self._slots]
+            chosen = [tuple(step[sequence] for step in steps) for sequence in self._sequences]
         after = decoder.statistics()
         launched = after.launches_eager + after.launches_replayed
         launched -= before.launches_eager + before.launches_replayed
@@ -156,7 +156,7 @@ def open_ways(
     opened: Callable[[], Checkpoint],
     ways: Sequence[Way],
     *,
-    slots: int,
+    sequences: int,
     positions: int,
     skipped: dict[str, str],
     library_rows: LibraryRows = "auto",
@@ -173,7 +173,7 @@ def open_ways(
             first = key not in made
             if first:
                 with opened() as checkpoint:
-                    why = _no_room(device, checkpoint.config, slots, positions)
+                    why = _no_room(device, checkpoint.config, sequences, positions)
                     if why:
                         skipped[way.name] = why
                         continue
@@ -181,7 +181,7 @@ def open_ways(
                         device,
                         checkpoint,
                         max_context=positions,
-                        slots=slots,
+                        sequences=sequences,
                         graphs=way.graphs,
                         build=way.build,
                         library_rows=library_rows,
@@ -195,13 +195,13 @@ def open_ways(
     return found
 
 
-def _no_room(device: ost.Device, config: LlamaConfig, slots: int, positions: int) -> str:
+def _no_room(device: ost.Device, config: LlamaConfig, sequences: int, positions: int) -> str:
     """Why a decoder does not fit, or nothing."""
     if device.capabilities.host_memory_is_device_memory:
         return ""
     moved = traffic(config, 2)
     table = 0 if config.tied_embeddings else moved.head  # the embeddings are as large as the head
-    cache = moved.position * slots * positions
+    cache = moved.position * sequences * positions
     need, (free, _) = moved.weights + table + cache + _SPARE, device.memory_info()
     if need <= free:
         return ""

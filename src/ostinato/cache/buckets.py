@@ -48,7 +48,12 @@ class Buckets(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PowersOfTwo:
+class _Powers:
+    limit: int
+    minimum: int
+
+
+class PowersOfTwo(_Powers):
     """Powers of two from `minimum` up to `limit`; the last bucket is `limit` itself.
 
     Sizes up to `minimum` share the first bucket.  Where the next power of two is over the limit,
@@ -57,19 +62,17 @@ class PowersOfTwo:
     Raises InputError unless 1 <= minimum <= limit <= 2**32 - 1 and minimum is a power of two.
     """
 
-    limit: int = LARGEST
-    minimum: int = 1
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        limit, minimum = _whole(self.limit, "limit"), _whole(self.minimum, "minimum")
+    def __init__(self, limit: SupportsIndex = LARGEST, minimum: SupportsIndex = 1) -> None:
+        limit, minimum = _whole(limit, "limit"), _whole(minimum, "minimum")
         if not 1 <= minimum <= limit <= LARGEST:
             raise InputError(
                 f"limit={limit}, minimum={minimum}: 1 <= minimum <= limit <= {LARGEST} is needed"
             )
         if minimum & (minimum - 1):
             raise InputError(f"minimum={minimum} is not a power of two")
-        object.__setattr__(self, "limit", limit)
-        object.__setattr__(self, "minimum", minimum)
+        super().__init__(limit, minimum)
 
     def bucket(self, size: SupportsIndex, /) -> int:
         """The next power of two, at least `minimum` and at most `limit`."""
@@ -84,16 +87,20 @@ class PowersOfTwo:
         yield self.limit
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class ExplicitBuckets:
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    sizes: tuple[int, ...]
+    """Rising."""
+
+
+class ExplicitBuckets(_Sizes):
     """The buckets that are listed, in any order; the largest is the limit.
 
     Sizes up to the smallest share it.  Raises InputError for an empty list, a bucket listed twice,
     or one outside 1 to 2**32 - 1.
     """
 
-    sizes: tuple[int, ...]
-    """Rising."""
+    __slots__ = ()
 
     def __init__(self, sizes: Iterable[SupportsIndex]) -> None:
         listed = sorted(_whole(size, "a bucket") for size in sizes)
@@ -105,7 +112,7 @@ class ExplicitBuckets:
         twice = [a for a, b in itertools.pairwise(listed) if a == b]
         if twice:
             raise InputError(f"bucket {twice[0]} is listed twice")
-        object.__setattr__(self, "sizes", tuple(listed))
+        super().__init__(tuple(listed))
 
     @property
     def limit(self) -> int:
@@ -120,22 +127,25 @@ class ExplicitBuckets:
 
 
 @dataclass(frozen=True, slots=True)
-class Multiples:
+class _Multiples:
+    of: int
+    limit: int
+
+
+class Multiples(_Multiples):
     """Multiples of `of` up to `limit`; the last bucket is `limit` itself.
 
     At most of - 1 of a padded size is padding, for limit / of buckets: keep the limit small.
     Raises InputError unless 1 <= of <= limit <= 2**32 - 1.
     """
 
-    of: int
-    limit: int = LARGEST
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        of, limit = _whole(self.of, "of"), _whole(self.limit, "limit")
+    def __init__(self, of: SupportsIndex, limit: SupportsIndex = LARGEST) -> None:
+        of, limit = _whole(of, "of"), _whole(limit, "limit")
         if not 1 <= of <= limit <= LARGEST:
             raise InputError(f"of={of}, limit={limit}: 1 <= of <= limit <= {LARGEST} is needed")
-        object.__setattr__(self, "of", of)
-        object.__setattr__(self, "limit", limit)
+        super().__init__(of, limit)
 
     def bucket(self, size: SupportsIndex, /) -> int:
         """The next multiple, at least `of` and at most `limit`."""

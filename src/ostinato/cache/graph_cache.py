@@ -1,6 +1,6 @@
 """`GraphCache`: executables by key, captured once, evicted safely.
 
-A replay leases its entry: an evicted executable is closed when its last lease ends (`cache.table`).
+A replay leases its entry: an evicted executable is closed when its last lease ends (`Table`).
 It is destroyed after the graph's own last launch on the device (`driver.context.Context.retire`);
 nothing waits for the whole device.
 
@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Hashable
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from ostinato.cache.buckets import Buckets, PowersOfTwo
-from ostinato.cache.budget import Footprint, MemoryMeter, footprint, parse_bytes
+from ostinato.cache.budget import Footprint, MemoryMeter, SharedBlocks, footprint, parse_bytes
 from ostinato.cache.flight import Flight, Flights
-from ostinato.cache.limits import CaptureLimits, Refusal, Refused, refuse
+from ostinato.cache.limits import CaptureLimits, Refused, Spent, refuse
+from ostinato.cache.records import KeyRecord, Reason, Records, evictions
+from ostinato.cache.schedule import FOLDED, Event, Schedule
 from ostinato.cache.statistics import CacheStatistics, KeyStatistics
-from ostinato.cache.table import Entry, Table
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.forking import new_lock
@@ -32,7 +35,231 @@ from ostinato.graph.executable import GraphExec
 from ostinato.graph.manifest import Touch
 from ostinato.memory.ranges import Target, range_of
 
-__all__ = ["GraphCache"]
+__all__ = ["Entry", "GraphCache", "Table"]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Entry:
+    """A graph in the table, and how it is used."""
+
+    executable: GraphExec
+    footprint: Footprint
+    capture_ms: float | None
+    hits: int = 0
+    leases: int = 0
+    leaving: bool = False
+    used: bytes = b""
+    """What stands for a use of it in the schedule."""
+    record: KeyRecord = field(default_factory=KeyRecord)
+
+
+class Table:
+    """Entries by key, in order of use.  Over `budget` (bytes) or `max_graphs`, the least recently
+    used leave.
+
+    It launches and closes nothing, and is not thread-safe; the cache calls it under its lock.
+    States of an entry:
+
+        put() -> KEPT -> removed, replaced or trimmed -> CLOSED by the cache
+                         └─ LEAVING as long as a lease is out ─┘
+
+    Calls that take entries out return those without a lease.  For the others the last `release`
+    returns True.  In both cases the caller must close the executable.
+    """
+
+    def __init__(self, budget: int | None, max_graphs: int | None) -> None:
+        self.budget = budget
+        self.max_graphs = max_graphs
+        self.entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        """The last is the most recently used."""
+        self.leaving: weakref.WeakSet[Entry] = weakref.WeakSet()
+        """Weak: a lease that an interruption lost must not keep a graph for ever."""
+        self.over_budget = 0
+        self.blocks = SharedBlocks()
+        self.records = Records()
+        self.total = KeyRecord()
+        """The counts of all keys together, with the hits of the graphs that are there."""
+        self._schedule = Schedule()
+        self._latest: Entry | None = None
+        """The last of the entries, if it was used or put in last; and its hits before.  Uses of it
+        in a row are one event of the schedule, so that they cost nothing more."""
+        self._hits_before = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The sum of the bytes that the entries are charged with."""
+        return sum(self.charge(entry).nbytes for entry in self.entries.values())
+
+    def charge(self, entry: Entry) -> Footprint:
+        """The bytes that an entry is charged with, as of now."""
+        return self.blocks.share(entry.footprint)
+
+    def use(self, key: Hashable) -> Entry | None:
+        """The entry under a key.  Counts a hit, and makes it the most recently used."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            if entry is not self._latest:
+                self.entries.move_to_end(key)
+                self._begin_uses(entry)
+            entry.hits += 1
+            self.total.hits += 1
+        return entry
+
+    def _begin_uses(self, entry: Entry | None) -> None:
+        """Ends the uses in a row of one entry, and begins those of another, or of none."""
+        latest, before = self._latest, self._hits_before
+        self._latest, self._hits_before = entry, 0 if entry is None else entry.hits
+        if latest is not None and latest.hits > before:
+            # Put there without a call: a hit goes through no file but this one.
+            trail = self._schedule.trail
+            trail.append((latest.used, latest.hits - before))
+            if len(trail) >= FOLDED:
+                self._schedule.fold()
+
+    def note(self, key: Hashable, event: Event) -> None:
+        """Adds an event to the schedule."""
+        self._begin_uses(None)
+        self._schedule.note(key, event)
+
+    def schedule_digest(self) -> str:
+        """Of all events so far."""
+        latest = self._latest
+        times = 0 if latest is None else latest.hits - self._hits_before
+        return self._schedule.digest(b"" if latest is None else latest.used, times)
+
+    def miss(self, key: Hashable) -> None:
+        """A use that found no entry."""
+        for record in self.counting(key):
+            record.misses += 1
+        self.note(key, "missed")
+
+    def counting(self, key: Hashable) -> tuple[KeyRecord, KeyRecord]:
+        """The two records that count what happens to a key: its own, and that of all keys."""
+        return self.record(key), self.total
+
+    def record(self, key: Hashable) -> KeyRecord:
+        """The record of a key, whether it has an entry or not."""
+        entry = self.entries.get(key)
+        return self.records.of(key) if entry is None else entry.record
+
+    def look(self, key: Hashable) -> tuple[KeyRecord | None, Entry | None]:
+        """The record and the entry of a key, where there are."""
+        entry = self.entries.get(key)
+        return self.records.gone.get(key) if entry is None else entry.record, entry
+
+    def uses(self, key: Hashable) -> int:
+        """Hits and misses of a key."""
+        record, entry = self.look(key)
+        hits = 0 if entry is None else entry.hits
+        return hits if record is None else hits + record.hits + record.misses
+
+    def release(self, entry: Entry) -> bool:
+        """Ends one lease.  True if the entry has left and this was the last."""
+        entry.leases -= 1
+        last = entry.leaving and not entry.leases
+        if last:
+            self.leaving.discard(entry)
+        return last
+
+    def put(self, key: Hashable, entry: Entry) -> list[Entry]:
+        """Puts an entry under a key, in place of another, and trims.
+
+        An executable that is under this key already only gets its new footprint.  Raises
+        InputError if it is elsewhere in the table: it would be closed twice.
+        """
+        self._require_free(key, entry.executable)
+        used = self._schedule.mark(key, "used")  # first: a key of a user's class may raise here
+        before = self.entries.get(key)
+        out: list[Entry] = []
+        if before is not None and before.executable is entry.executable:
+            before.footprint = entry.footprint
+            entry = before
+            self.entries.move_to_end(key)
+        else:
+            out += self.remove([key], "replaced")
+            entry.used = used
+            entry.record = self.records.take(key)
+            self.entries[key] = entry
+        self._begin_uses(entry)
+        self._measure(entry)
+        return out + self._trim()
+
+    def _measure(self, entry: Entry) -> None:
+        """Notes what the capture of an entry told about the blocks that entries share."""
+        footprint = entry.footprint
+        if footprint.grown is None or footprint.free is None:
+            return
+        if len(self.entries) == 1 and not self.leaving:
+            self.blocks = SharedBlocks()
+        others = [e.footprint for e in (*self.entries.values(), *self.leaving) if e is not entry]
+        estimated = sum(each.nbytes for each in others if each.grown is not None)
+        self.blocks.note(footprint.grown, footprint.free, estimated, footprint.nbytes)
+
+    def _require_free(self, key: Hashable, executable: GraphExec) -> None:
+        for other, entry in self.entries.items():
+            if entry.executable is executable and other != key:
+                raise InputError(
+                    f"the executable for key {key!r} is in the cache under key {other!r} already; "
+                    "use one key, or instantiate twice"
+                )
+        if any(entry.executable is executable for entry in self.leaving):
+            raise InputError(
+                f"the executable for key {key!r} has just been evicted and will be closed; "
+                "instantiate another"
+            )
+
+    def remove(self, keys: Iterable[Hashable], reason: Reason) -> list[Entry]:
+        """Takes out the entries that are under these keys; returns those without a lease."""
+        out = []
+        for key in keys:
+            entry = self.entries.pop(key, None)
+            if entry is None:
+                continue
+            self.total.left[reason] += 1
+            entry.record.left[reason] += 1
+            entry.record.hits += entry.hits
+            self.records.keep(key, entry.record)
+            if entry is self._latest:
+                self._begin_uses(None)
+            entry.leaving = True
+            if entry.leases:
+                self.leaving.add(entry)
+            else:
+                out.append(entry)
+        return out
+
+    def _trim(self) -> list[Entry]:
+        """Takes out the least recently used until the limits hold, or only the newest is left."""
+        out: list[Entry] = []
+        while self.max_graphs is not None and len(self.entries) > self.max_graphs:
+            out += self.remove([next(iter(self.entries))], "count")
+        if self.budget is not None:
+            nbytes = self.nbytes
+            while nbytes > self.budget and len(self.entries) > 1:
+                key, entry = next(iter(self.entries.items()))
+                nbytes -= self.charge(entry).nbytes
+                out += self.remove([key], "budget")
+            self.over_budget += nbytes > self.budget
+        return out
+
+    # --- numbers
+    def key_statistics(self, key: Hashable) -> KeyStatistics | None:
+        """The line of one key; None if nothing is known of it."""
+        record, entry = self.look(key)
+        return None if record is None else self._line(key, record, entry)
+
+    def all_statistics(self) -> tuple[KeyStatistics, ...]:
+        """A line for each key with an entry, from the least to the most recently used."""
+        return tuple(self._line(key, e.record, e) for key, e in self.entries.items())
+
+    def gone_statistics(self) -> tuple[KeyStatistics, ...]:
+        """A line for each key that has no entry, the latest last."""
+        return tuple(r.statistics(key) for key, r in self.records.gone.items())
+
+    def _line(self, key: Hashable, record: KeyRecord, entry: Entry | None) -> KeyStatistics:
+        if entry is None:
+            return record.statistics(key)
+        return record.statistics(key, entry.hits, self.charge(entry), entry.capture_ms)
 
 
 class _Hold:
@@ -101,12 +328,8 @@ class GraphCache(Closeable):
         self._table = Table(None if budget is None else parse_bytes(budget), max_graphs)
         self._flights = Flights(self._lock)
         self._closed = False
-        self._hits = self._misses = self._installed = 0
-        self._captures = self._failures = self._joined = 0
-        self._capture_seconds = 0.0
-        self._refused: Counter[Refusal] = Counter()
-        self._spent: deque[tuple[float, float]] = deque()
-        """When each capture ended and how long it took: those inside the limits' window."""
+        self._joined = 0
+        self._spent = Spent()
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -172,10 +395,8 @@ class GraphCache(Closeable):
             entry = self._table.use(key)
             if entry is None:
                 self._require_open()
-                self._misses += 1
                 self._table.miss(key)
                 return None
-            self._hits += 1
             entry.leases += 1
             return entry
 
@@ -242,8 +463,6 @@ class GraphCache(Closeable):
             entry = self._table.use(key) if hit else self._table.entries.get(key)
             if entry is None:
                 self._require_open()
-            else:
-                self._hits += hit
             return entry
 
     def refusal(self, key: Hashable) -> Refused | None:
@@ -252,39 +471,27 @@ class GraphCache(Closeable):
         if limits.per_key is None and limits.seconds is None:
             return None
         with self._lock:
+            record, _ = self._table.look(key)
             return refuse(
                 limits,
-                spent=self._recent_seconds(),
+                spent=self._spent.within(limits.window),
                 uses=self._table.uses(key),
-                captured_at=self._table.captured_at(key),
+                captured_at=() if record is None else record.captured_at,
             )
-
-    def _recent_seconds(self) -> float:
-        """How long captures took inside the limits' window."""
-        window = self.limits.window
-        if window is None:
-            return self._capture_seconds
-        since = time.monotonic() - window
-        while self._spent and self._spent[0][0] <= since:
-            self._spent.popleft()
-        return sum(seconds for _, seconds in self._spent)
 
     def _begin_capture(self, key: Hashable) -> None:
         """Notes that a capture begins.  Raises CaptureLimitError.  Call under the lock."""
-        refused, record = self.refusal(key), self._table.record(key)
+        refused, table = self.refusal(key), self._table
         if refused is not None:
-            record.refused[refused.reason] += 1
-            self._refused[refused.reason] += 1
-            self._table.miss(key)
-            self._misses += 1
+            for record in table.counting(key):
+                record.refused[refused.reason] += 1
+            table.miss(key)
             raise CaptureLimitError(
                 f"key {key!r} is not captured: {refused}. Run its work eagerly, or give the cache "
                 "a larger budget or other limits"
             )
         if self.limits.per_key is not None:
-            if record.captured_at.maxlen != self.limits.per_key:
-                record.captured_at = deque(record.captured_at, self.limits.per_key)
-            record.captured_at.append(self._table.uses(key))
+            table.record(key).note_capture(table.uses(key), self.limits.per_key)
 
     def _capture(
         self, flight: Flight, make: Callable[[], GraphExec], nbytes: int | None
@@ -313,15 +520,11 @@ class GraphCache(Closeable):
 
     def _end_capture(self, key: Hashable, landed: bool, seconds: float) -> None:
         """Counts a capture.  Call under the lock."""
-        record = self._table.record(key)
-        self._captures += landed
-        self._failures += not landed
-        self._capture_seconds += seconds
-        record.captures += landed
-        record.failures += not landed
-        record.capture_seconds += seconds
-        if self.limits.window is not None:
-            self._spent.append((time.monotonic(), seconds))
+        for record in self._table.counting(key):
+            record.captures += landed
+            record.failures += not landed
+            record.capture_seconds += seconds
+        self._spent.add(seconds, self.limits.window)
         self._table.note(key, "captured" if landed else "failed")
 
     def _checked(self, executable: GraphExec) -> GraphExec:
@@ -351,8 +554,8 @@ class GraphCache(Closeable):
             self._require_open()
             out = self._table.put(key, Entry(executable, charge, capture_ms))
             if capture_ms is None:
-                self._installed += 1
-                self._table.record(key).installed += 1
+                for record in self._table.counting(key):
+                    record.installed += 1
                 self._table.note(key, "installed")
         self._close(out)
 
@@ -423,26 +626,26 @@ class GraphCache(Closeable):
     def statistics(self) -> CacheStatistics:
         """Counts, bytes, and a line for each key, taken at one moment."""
         with self._lock:
-            table = self._table
+            table, total = self._table, self._table.total
             return CacheStatistics(
                 graphs=len(table.entries),
                 nbytes=table.nbytes,
                 budget=table.budget,
                 max_graphs=table.max_graphs,
                 leaving=len(table.leaving),
-                hits=self._hits,
-                misses=self._misses,
-                captures=self._captures,
-                capture_failures=self._failures,
+                hits=total.hits,
+                misses=total.misses,
+                captures=total.captures,
+                capture_failures=total.failures,
                 joined=self._joined,
-                capture_ms=1e3 * self._capture_seconds,
-                installed=self._installed,
-                replaced=table.replaced,
-                evictions=table.evictions,
+                capture_ms=1e3 * total.capture_seconds,
+                installed=total.installed,
+                replaced=total.left["replaced"],
+                evictions=evictions(total.left),
                 over_budget=table.over_budget,
                 keys=table.all_statistics(),
                 limits=self.limits,
-                refused={reason.value: count for reason, count in self._refused.items()},
+                refused=total.refusals,
                 shared_growth=table.blocks.grown,
                 gone=table.gone_statistics(),
                 forgotten=table.records.forgotten,

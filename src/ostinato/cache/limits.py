@@ -3,19 +3,21 @@
 A capture costs milliseconds, a replay microseconds.  Under a budget that is too small, or with
 memory that moves all the time, a key is captured over and over, and its calls take longer than
 they would eagerly.  These limits refuse the capture then, with a reason; a `GraphedStep` runs the
-call eagerly.
+call eagerly.  `Spent` adds up the time that captures took.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ostinato.errors import InputError
 
-__all__ = ["CaptureLimits", "Refusal", "Refused", "refuse"]
+__all__ = ["CaptureLimits", "Refusal", "Refused", "Spent", "refuse"]
 
 
 class Refusal(enum.StrEnum):
@@ -91,3 +93,27 @@ def refuse(
         window = "" if limits.window is None else f" in {limits.window:g} s"
         return Refused(Refusal.SECONDS, f"{spent:.3g} s{window}, at most {limits.seconds:g} s")
     return None
+
+
+class Spent:
+    """The host time of captures.  Not thread-safe; the cache's lock guards it."""
+
+    def __init__(self) -> None:
+        self._all = 0.0
+        self._lately: deque[tuple[float, float]] = deque()
+        """When each capture ended, and its seconds: those inside the window."""
+
+    def add(self, seconds: float, window: float | None) -> None:
+        """A capture that ended now; `window` is that of the limits at present."""
+        self._all += seconds
+        if window is not None:
+            self._lately.append((time.monotonic(), seconds))
+
+    def within(self, window: float | None) -> float:
+        """Seconds of the captures that ended in the last `window` seconds; None: of all."""
+        if window is None:
+            return self._all
+        since = time.monotonic() - window
+        while self._lately and self._lately[0][0] <= since:
+            self._lately.popleft()
+        return sum(seconds for _, seconds in self._lately)

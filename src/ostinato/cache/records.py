@@ -7,8 +7,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ostinato.cache.budget import Footprint
 from ostinato.cache.limits import Refusal
-from ostinato.cache.statistics import Evictions
+from ostinato.cache.statistics import Evictions, KeyStatistics
 
 __all__ = ["KeyRecord", "Reason", "Records", "evictions"]
 
@@ -33,6 +34,40 @@ class KeyRecord:
     """How many uses there were when each of the last captures began."""
     left: Counter[Reason] = field(default_factory=Counter)
     refused: Counter[Refusal] = field(default_factory=Counter)
+
+    def note_capture(self, uses: int, most: int) -> None:
+        """A capture begins after so many uses; at most the last `most` of these are kept."""
+        if self.captured_at.maxlen != most:
+            self.captured_at = deque(self.captured_at, most)
+        self.captured_at.append(uses)
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        return {reason.value: count for reason, count in self.refused.items()}
+
+    def statistics(
+        self,
+        key: Hashable,
+        hits: int = 0,
+        charge: Footprint | None = None,
+        capture_ms: float | None = None,
+    ) -> KeyStatistics:
+        """The line of the key; the other arguments are of its graph, if it has one."""
+        return KeyStatistics(
+            key,
+            hits=self.hits + hits,
+            nbytes=0 if charge is None else charge.nbytes,
+            nbytes_source=None if charge is None else charge.source,
+            capture_ms=capture_ms,
+            misses=self.misses,
+            captures=self.captures,
+            capture_failures=self.failures,
+            refused=self.refusals,
+            all_captures_ms=1e3 * self.capture_seconds,
+            installed=self.installed,
+            replaced=self.left["replaced"],
+            evictions=evictions(self.left),
+        )
 
 
 class Records:

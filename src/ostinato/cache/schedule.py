@@ -18,13 +18,13 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Literal, TypeAlias
 
-__all__ = ["Event", "Schedule", "stable_text"]
+__all__ = ["FOLDED", "Event", "Schedule", "stable_text"]
 
 Event: TypeAlias = Literal["used", "missed", "captured", "failed", "installed"]
 
-_MARK_BYTES = 16
-_FLUSH = 4096
+FOLDED = 4096
 """So many events are kept before they go into the digest."""
+_MARK_BYTES = 16
 _NUMBERED = 4096
 """So many keys without text keep their numbers; the oldest are numbered anew."""
 
@@ -64,8 +64,9 @@ class Schedule:
     """The events of one cache in order.  Not thread-safe; the cache's lock guards it."""
 
     def __init__(self) -> None:
-        self._trail: list[bytes] = []
-        """The latest events, not yet in the digest."""
+        self.trail: list[tuple[bytes, int]] = []
+        """The latest events, not yet in the digest: the mark of each, and how many times in a row
+        it happened.  Who appends to it calls `fold` once there are `FOLDED`."""
         self._state = hashlib.blake2b(digest_size=32, person=b"ostinato-order")
         self._numbers: OrderedDict[Hashable, int] = OrderedDict()
         self._numbered = 0
@@ -90,25 +91,26 @@ class Schedule:
 
     def note(self, key: Hashable, event: Event) -> None:
         """Adds an event."""
-        self.add(self.mark(key, event), 1)
+        self.trail.append((self.mark(key, event), 1))
+        if len(self.trail) >= FOLDED:
+            self.fold()
 
-    def add(self, mark: bytes, times: int) -> None:
-        """Adds an event that happened so many times in a row."""
-        self._trail.append(mark + times.to_bytes(8, "little"))
-        if len(self._trail) >= _FLUSH:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._state.update(b"".join(self._trail))
-        self._trail.clear()
+    def fold(self) -> None:
+        """Puts the events of the trail into the digest."""
+        self._state.update(b"".join(_packed(*each) for each in self.trail))
+        self.trail.clear()
 
     def digest(self, mark: bytes, times: int) -> str:
         """Of all events so far and one more that may go on, as 64 hexadecimal digits.
 
         `times` 0: no other one.
         """
-        self._flush()
+        self.fold()
         state = self._state.copy()
         if times:
-            state.update(mark + times.to_bytes(8, "little"))
+            state.update(_packed(mark, times))
         return state.hexdigest()
+
+
+def _packed(mark: bytes, times: int) -> bytes:
+    return mark + times.to_bytes(8, "little")

@@ -89,7 +89,7 @@ def _device(name: str) -> dict[str, Any] | str:
                 "programmatic": _yes(can.programmatic_launch),
                 "clusters": _yes(can.clusters),
                 "kernels in": can.source_language,
-                "cuBLASLt": _library() if can.source_language == "cuda" else "not needed",
+                "cuBLASLt": _library() if device.driver.cuda_context is not None else "not needed",
             }
     except OstinatoError as error:
         return f"not available: {error}"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from ostinato.device import Device
     from ostinato.models import Checkpoint, LlamaConfig
     from ostinato.models.cuda.shapes import Tuning
-    from ostinato.models.cuda.tuning_store import StoredTuning, TuningStore
+    from ostinato.models.cuda.tunings import StoredTuning, TuningStore
     from ostinato.models.tune.sweep import Progress, SweepResult
 
 __all__ = ["tune"]
 
 _CONTEXT = 2048
-"""Positions of a slot that shapes are chosen for; those of longer ones follow from them."""
+"""Positions of a sequence that shapes are chosen for; those of longer ones follow from them."""
 
 
 def tune(
@@ -71,7 +72,7 @@ def tune(
     host device has nothing to tune.
     """
     from ostinato.device import open_device
-    from ostinato.models.cuda.tuning_store import TuningStore
+    from ostinato.models.cuda.tunings import TuningStore
 
     if show_list and clear:
         raise typer.BadParameter("--list or --clear, not both", param_hint="--clear")
@@ -87,7 +88,7 @@ def tune(
     settings = _Settings(rows, _contexts(context), seconds, as_json)
     title, open_weights = _source(model, shape)
     with open_device(device) as opened:
-        if opened.capabilities.source_language != "cuda":
+        if not opened.capabilities.compiles_cuda:
             raise NotAvailableError(
                 f"there is nothing to tune on {opened.name}: only the CUDA kernels have launch "
                 "shapes to choose; `ostinato doctor` says what there is of a GPU"
@@ -142,9 +143,9 @@ def _tune(
 ) -> None:
     import numpy as np
 
-    from ostinato.models.cuda.shapes import require_supported
-    from ostinato.models.cuda.tuning_store import TuningKey
-    from ostinato.models.cuda.tunings import choose_tuning, rule_tuning
+    from ostinato.models.cuda.dequantise import convert_on_device
+    from ostinato.models.cuda.shapes import default_tuning, require_supported
+    from ostinato.models.cuda.tunings import TuningKey, choose_tuning
     from ostinato.models.tune.meter import StepMeter
     from ostinato.models.tune.sweep import sweep
     from ostinato.models.weights import load_weights
@@ -154,18 +155,19 @@ def _tune(
     with closing(open_weights()) as checkpoint:
         config = checkpoint.config
         require_supported(config, rows)
-        weights = load_weights(device, checkpoint, np.uint16)
+        weights = load_weights(
+            device, checkpoint, np.uint16, convert=partial(convert_on_device, device)
+        )
     clusters = device.capabilities.clusters
-    known: dict[str, Any] = {"gpu": gpu, "multiprocessors": count, "clusters": clusters}
-    rule = rule_tuning(config, rows=rows, **known)
+    known: dict[str, Any] = {"multiprocessors": count, "clusters": clusters}
     # What an earlier search stored is only to be replaced by something faster.
-    start = choose_tuning(config, rows=rows, context=_CONTEXT, store=store, **known)
+    start = choose_tuning(config, rows=rows, context=_CONTEXT, gpu=gpu, store=store, **known)
     with (
         closing(weights),
         StepMeter(device, weights, rows=rows, positions=max(contexts)) as meter,
         _progress(f"{title} on {gpu}", settings.seconds) as tell,
     ):
-        meter.trust(rule.tuning)
+        meter.trust(default_tuning(config, rows=rows, **known))
         result = sweep(
             config,
             start.tuning,
@@ -198,7 +200,7 @@ def _show(
     path: Path | None,
 ) -> None:
     from ostinato.models.cuda.shapes import shape_key
-    from ostinato.models.cuda.tuning_store import encode_tuning
+    from ostinato.models.cuda.tunings import encode_tuning
 
     if settings.as_json:
         summary = {
@@ -250,7 +252,7 @@ def _shapes_table(before: Tuning, after: Tuning) -> Table:
     """The shape of each kernel; changed ones stand out."""
     from rich.table import Table
 
-    from ostinato.models.cuda.tuning_store import encode_tuning
+    from ostinato.models.cuda.tunings import encode_tuning
 
     table = Table(box=None, header_style="bold")
     for column in ("", "before", "after"):
@@ -302,7 +304,7 @@ def _in_use(model: str | None, shape: str | None, rows: int, device: str | None)
         config = checkpoint.config
     with open_device(device) as opened:
         gpu, origin = opened.properties.name, "none: the host's kernels have no launch shapes"
-        if opened.capabilities.source_language == "cuda":
+        if opened.capabilities.compiles_cuda:
             chosen = choose_tuning(
                 config,
                 rows=rows,
@@ -316,13 +318,10 @@ def _in_use(model: str | None, shape: str | None, rows: int, device: str | None)
 
 
 def _list(store: TuningStore, as_json: bool, in_use: dict[str, Any] | None) -> None:
-    from ostinato.models.cuda.shapes import TUNED
-
     entries = store.entries()
     if as_json:
         stored = [_row(entry) for entry in entries]
-        built_in = [{"gpu": g, "shape": s, "rows": r} for g, s, r in TUNED]
-        data = {"folder": str(store.folder), "stored": stored, "built_in": built_in}
+        data = {"folder": str(store.folder), "stored": stored}
         print(json.dumps(data | ({"in_use": in_use} if in_use else {})))
         return
     from rich.console import Console
@@ -330,22 +329,16 @@ def _list(store: TuningStore, as_json: bool, in_use: dict[str, Any] | None) -> N
     from rich.text import Text
 
     table = Table(box=None, header_style="bold")
-    for column in ("GPU", "shape", "rows", "from", "us a step by context"):
+    for column in ("GPU", "shape", "rows", "us a step by context"):
         table.add_column(column)
-    hidden = set()
     for entry in entries:
         row = _row(entry)
         times = ", ".join(f"{c}: {us:.0f}" for c, us in (entry.after or {}).items())
         if entry.problem:
             times = f"not used: {entry.problem}"
-        elif entry.key is not None:
-            hidden.add((entry.key.gpu, entry.key.shape, entry.key.rows))
         # What a file says of itself is text, never markup.
-        cells = (row["gpu"], row["shape"], row["rows"], "stored", times)
+        cells = (row["gpu"], row["shape"], row["rows"], times)
         table.add_row(*(Text(str(cell)) for cell in cells))
-    for gpu, shape, rows in TUNED:
-        said = "a stored one is used instead" if (gpu, shape, rows) in hidden else ""
-        table.add_row(gpu, shape, str(rows), "built-in", said)
     if table.rows:
         Console().print(table)
     print(f"{len(entries)} stored in {store.folder}; everything else is by the default rule")

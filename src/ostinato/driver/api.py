@@ -1,4 +1,4 @@
-"""The seam: what a driver is.  Read this file first.
+"""The driver protocol, which separates this library from the drivers.  Read this file first.
 
 A `Driver` is one device context behind flat calls in the driver API's own terms: integer handles
 in, integer handles and frozen records out, and an error of `errors.driver_error` with the driver's
@@ -11,7 +11,7 @@ Conventions that hold for both drivers:
 * Addresses are integers in bytes.  Memory is raw: dtypes and shapes belong to `ostinato.memory`.
 * Work is asynchronous in stream order unless a docstring says that the call waits.
 * A handle is unknown after its destroy call; using it gives INVALID_HANDLE (400), never a crash.
-  (CUDA itself does not promise this for every handle; the owners above this seam guard it.)
+  (CUDA itself does not promise this for every handle; the objects above this protocol ensure it.)
 * Calls may come from any thread.  A capture not in relaxed mode ends on the thread that began it.
 * A status in `errors.ContextPoisonedError` is sticky: every later call raises it again.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias
 
@@ -39,6 +40,7 @@ __all__ = [
     "ConditionalHandle",
     "ConditionalKind",
     "ConditionalNodeParams",
+    "CudaContext",
     "DeviceProperties",
     "Dim3",
     "Driver",
@@ -94,7 +96,7 @@ Dim3: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a driver can do here.  Asked instead of which driver it is."""
+    """What a driver can do.  Code above the drivers asks this, never which driver it is."""
 
     conditional_nodes: bool
     batch_memory_ops: bool
@@ -105,11 +107,21 @@ class Capabilities:
     clusters: bool
     cooperative_launch: bool
     host_memory_is_device_memory: bool
-    """Device addresses can be read by the process itself."""
+    """The process itself can read and write device memory at its addresses."""
     image_kinds: frozenset[str]
     """What `module_load` takes: "cubin", "ptx", "fatbin", "host"."""
     source_language: str
     """What kernels are written in here: "cuda" (CUDA C++) or "host" (registered functions)."""
+
+    @property
+    def compiles_cuda(self) -> bool:
+        """Whether kernels in CUDA C++ are compiled for this device."""
+        return self.source_language == "cuda"
+
+    @property
+    def runs_host_functions(self) -> bool:
+        """Whether kernels are Python functions (`driver.host.kernel.HostKernel`)."""
+        return self.source_language == "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +202,20 @@ def _dim3(value: int | Sequence[int], what: str) -> Dim3:
     return (x, y, z)
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class LaunchConfig:
+@dataclass(frozen=True, slots=True)
+class _LaunchFields:
+    """`LaunchConfig` as it is kept, every size with three dimensions."""
+
+    grid: Dim3
+    block: Dim3
+    shared: int
+    cluster: Dim3 | None
+    cooperative: bool
+    programmatic: bool
+    priority: int | None
+
+
+class LaunchConfig(_LaunchFields):
     """How a kernel is launched.
 
     `grid`, `block` and `cluster` take a number or up to three of them (x, y, z); `shared` is
@@ -201,13 +225,7 @@ class LaunchConfig:
     Raises InputError for sizes below 1.  Upper limits are the driver's, checked at launch.
     """
 
-    grid: Dim3
-    block: Dim3
-    shared: int
-    cluster: Dim3 | None
-    cooperative: bool
-    programmatic: bool
-    priority: int | None
+    __slots__ = ()
 
     def __init__(
         self,
@@ -222,14 +240,16 @@ class LaunchConfig:
     ) -> None:
         if shared < 0:
             raise InputError(f"shared={shared}: bytes of dynamic shared memory cannot be negative")
-        put = object.__setattr__
-        put(self, "grid", _dim3(grid, "grid"))
-        put(self, "block", _dim3(block, "block"))
-        put(self, "shared", int(shared))
-        put(self, "cluster", None if cluster is None else _dim3(cluster, "cluster"))
-        put(self, "cooperative", bool(cooperative))
-        put(self, "programmatic", bool(programmatic))
-        put(self, "priority", priority)
+        _LaunchFields.__init__(  # and not super(): 0.1 us of every launch with a config of its own
+            self,
+            _dim3(grid, "grid"),
+            _dim3(block, "block"),
+            int(shared),
+            None if cluster is None else _dim3(cluster, "cluster"),
+            bool(cooperative),
+            bool(programmatic),
+            priority,
+        )
 
     @property
     def plain(self) -> bool:
@@ -302,11 +322,11 @@ class CaptureMode(enum.IntEnum):
     """What other calls a capture forbids while it is under way (CUstreamCaptureMode)."""
 
     GLOBAL = 0
-    """No thread may make a call that a capture forbids: any thread can break the capture."""
+    """A call that captures forbid breaks this capture, whichever thread makes it."""
     THREAD_LOCAL = 1
     """Only the capturing thread's own forbidden calls break it.  The default of this library."""
     RELAXED = 2
-    """Nothing is forbidden except what would have to wait; the caller answers for the rest."""
+    """Only calls that would have to wait break it; the caller must ensure that others are safe."""
 
 
 class CaptureStatus(enum.IntEnum):
@@ -319,7 +339,7 @@ class CaptureStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CaptureInfo:
-    """What `stream_capture_info` answers.
+    """The answer of `stream_capture_info`.
 
     While ACTIVE: `capture_id` tells captures apart, `graph` is the graph being built (owned by
     the capture), and `dependencies` the nodes that the stream's next node will depend on.
@@ -403,8 +423,8 @@ class MemsetNodeParams:
 class HostNodeParams:
     """A host function, called with no arguments on a driver's thread.  It must not call the driver.
 
-    `function` is None for a function that this process did not add through this library;
-    `pointer` and `user_data` are its raw values then.
+    `function` is None if this process did not add it through this library; `pointer` and
+    `user_data` are then the raw values.
     """
 
     function: Callable[[], object] | None
@@ -461,7 +481,7 @@ class MemOpKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemOp:
-    """Writes `value` to `address`, or waits until what is there compares so with `value`.
+    """Writes `value` to `address`, or waits until the value there satisfies the comparison `kind`.
 
     `size` is 4 or 8 bytes.
     """
@@ -478,14 +498,14 @@ class BatchMemOpNodeParams:
 
 
 class ConditionalKind(enum.IntEnum):
-    """CUgraphConditionalNodeType."""
+    """What a conditional node does with its bodies (CUgraphConditionalNodeType)."""
 
     IF = 0
-    """Runs body 0 if the condition is not zero, else body 1 where there is one."""
+    """Runs body 0 if the condition is not zero, else body 1 if there is one."""
     WHILE = 1
     """Runs body 0 again as long as the condition is not zero."""
     SWITCH = 2
-    """Runs body number `condition`, or nothing where there is none."""
+    """Runs body number `condition`, or nothing if there is no such body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +524,7 @@ class ConditionalNodeParams:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueNodeParams:
-    """A node of a kind that this library shows but neither makes nor changes.  `why` says so."""
+    """A node that this library shows but neither makes nor changes; `why` has the reason."""
 
     why: str
 
@@ -527,7 +547,7 @@ NodeParams: TypeAlias = (
 
 
 class EdgeType(enum.IntEnum):
-    """CUgraphDependencyType."""
+    """The type of an edge (CUgraphDependencyType)."""
 
     DEFAULT = 0
     PROGRAMMATIC = 1
@@ -535,7 +555,7 @@ class EdgeType(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class EdgeData:
-    """What an edge says beyond "after": ports by the driver's numbers, and its type.
+    """What an edge says besides the order: ports by the driver's numbers, and its type.
 
     `from_port` 0: when the node is done; 1: programmatic launch completion (every block of the
     upstream kernel triggered or ended); 2: launch order.
@@ -557,11 +577,11 @@ class Edge:
 
 
 class InstantiateFlags(enum.IntFlag):
-    """CUgraphInstantiate_flags."""
+    """How a graph is instantiated (CUgraphInstantiate_flags); combine them with `|`."""
 
     NONE = 0
     AUTO_FREE_ON_LAUNCH = 1
-    """Frees what the last launch's alloc nodes left, instead of refusing the next launch."""
+    """A launch frees what the launch before allocated and left; without this it is refused."""
     UPLOAD = 2
     """Uploads as part of instantiation (on the instantiating call's stream)."""
     DEVICE_LAUNCH = 4
@@ -587,7 +607,7 @@ class UpdateOutcome:
     """The answer of `exec_update`.
 
     After anything but SUCCESS the executable is unchanged.  `node` is the node of the *new* graph
-    that is to blame and `from_node` the other end of a differing edge, where the driver named them.
+    that caused it and `from_node` the other end of a differing edge, if the driver named them.
     """
 
     verdict: UpdateVerdict
@@ -598,8 +618,21 @@ class UpdateOutcome:
 # -------------------------------------------------------------------------------------- the driver
 
 
+class CudaContext(Protocol):
+    """A CUDA context, for libraries that work in whichever is current on the calling thread."""
+
+    @property
+    def context(self) -> int:
+        """The primary context (CUcontext)."""
+        ...
+
+    def made_current(self) -> AbstractContextManager[None]:
+        """Makes the context current on the calling thread for a `with` block."""
+        ...
+
+
 class Driver(Protocol):
-    """One device context.  Every call may raise `DriverError`; sizes are bytes unless said."""
+    """One device context.  Every call may raise `DriverError`; sizes are bytes unless stated."""
 
     @property
     def name(self) -> str:
@@ -611,6 +644,11 @@ class Driver(Protocol):
 
     @property
     def properties(self) -> DeviceProperties: ...
+
+    @property
+    def cuda_context(self) -> CudaContext | None:
+        """The CUDA context that other libraries of the process can work in; None without one."""
+        ...
 
     def close(self) -> None:
         """Gives the context back.  Idempotent; never raises."""
@@ -647,7 +685,7 @@ class Driver(Protocol):
         ...
 
     def memory_range(self, address: int) -> MemoryRange | None:
-        """The live allocation (of anyone in this context) that holds `address`, or None."""
+        """The live allocation that holds `address`, also another library's; None without one."""
         ...
 
     def memory_view(
@@ -667,12 +705,12 @@ class Driver(Protocol):
     def memcpy_from_host(self, dst: int, src: memoryview, stream: StreamHandle) -> None:
         """Copies pageable host bytes to the device; returns once `src` may be changed again.
 
-        During a capture: 900, and invalidates (the bytes would have to outlive it).
+        During a capture: status 900, and the capture is broken: a graph would read `src` later.
         """
         ...
 
     def memcpy_to_host(self, dst: memoryview, src: int, stream: StreamHandle) -> None:
-        """Copies device bytes into a writable host buffer; waits until they are there.
+        """Copies device bytes into a writable host buffer; returns once they are there.
 
         During a capture: 900, and invalidates.
         """
@@ -690,7 +728,7 @@ class Driver(Protocol):
         ...
 
     def stream_destroy(self, stream: StreamHandle) -> None:
-        """Work already submitted still runs.  A capture on the stream is dropped."""
+        """Destroys the stream; submitted work still runs.  A capture on the stream is dropped."""
         ...
 
     def stream_synchronize(self, stream: StreamHandle) -> None:
@@ -702,7 +740,7 @@ class Driver(Protocol):
         ...
 
     def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
-        """Later work of the stream waits for the event's last record (or for nothing).
+        """Makes later work of the stream wait for the event's last record, if there is one.
 
         An event recorded in a capture pulls this stream into that capture (a fork, or a join).
         """
@@ -715,7 +753,7 @@ class Driver(Protocol):
     def event_record(self, event: EventHandle, stream: StreamHandle) -> None: ...
 
     def event_query(self, event: EventHandle) -> bool:
-        """Whether the work before its last record is done.  907 if that was in a capture."""
+        """Whether the work before its last record is done.  Status 907 if that was in a capture."""
         ...
 
     def event_synchronize(self, event: EventHandle) -> None: ...
@@ -727,7 +765,7 @@ class Driver(Protocol):
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
         """Calls `function` in stream order, on a driver's thread.  It must not call the driver.
 
-        What it raises cannot reach the caller: it is logged.
+        An exception that it raises is logged: no caller can catch it.
         """
         ...
 
@@ -741,13 +779,13 @@ class Driver(Protocol):
         ...
 
     def module_function(self, module: ModuleHandle, name: str) -> FunctionHandle:
-        """NOT_FOUND (500) for an unknown entry."""
+        """A function by its entry name.  Status NOT_FOUND (500) for an unknown one."""
         ...
 
     def function_info(self, function: FunctionHandle) -> FunctionInfo: ...
 
     def function_load(self, function: FunctionHandle) -> None:
-        """Forces a lazily loaded function onto the device now, so that no capture meets it."""
+        """Loads a function onto the device now: loading it lazily would break a capture."""
         ...
 
     def function_allow_shared(self, function: FunctionHandle, nbytes: int) -> None:
@@ -765,11 +803,11 @@ class Driver(Protocol):
         config: LaunchConfig,
         arguments: KernelArguments,
     ) -> None:
-        """The argument bytes are copied before the call returns."""
+        """Launches a kernel; the argument bytes are copied before the call returns."""
         ...
 
     def function_prepare_launch(self, function: FunctionHandle, pack: Pack) -> PlainLaunch | None:
-        """`launch_kernel` of plain configs as one call, or None if the driver has no such shortcut.
+        """`launch_kernel` for plain configs as one callable, or None if the driver has none.
 
         `pack` packs the function's arguments (`driver.launcher.packer`).  Invalid once the function
         is gone.  The call returns 0 for a launch.  After anything else nothing was launched, and
@@ -779,7 +817,8 @@ class Driver(Protocol):
 
     # --- capture
     def stream_begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
-        """Status ILLEGAL_STATE (401) if the stream captures already, 906 for the legacy stream."""
+        """Begins a capture.  Status ILLEGAL_STATE (401) if the stream captures already, 906 for the
+        legacy stream."""
         ...
 
     def stream_begin_capture_to_graph(
@@ -793,7 +832,9 @@ class Driver(Protocol):
         ...
 
     def stream_end_capture(self, stream: StreamHandle) -> GraphHandle:
-        """The graph; after `…_to_graph` that same graph.  Raises 901 to 908 if it was broken.
+        """Ends the capture and returns its graph; after `…_to_graph` that same graph.
+
+        Raises statuses 901 to 908 if it was broken.
 
         ILLEGAL_STATE (401) if the stream does not capture.  The streams work again afterwards, also
         when this raises; but a fork asked to end (903) only breaks the capture, which its own
@@ -804,9 +845,9 @@ class Driver(Protocol):
     def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo: ...
 
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
-        """Sets how strictly this thread's own calls are judged during captures; the old mode.
+        """Sets which calls of this thread captures forbid; returns the mode before.
 
-        RELAXED for a while lets a pool allocate inside a capture that the thread has under way.
+        In RELAXED mode a pool may allocate while this thread captures.
         """
         ...
 
@@ -818,11 +859,11 @@ class Driver(Protocol):
     def graph_clone(self, graph: GraphHandle) -> GraphHandle: ...
 
     def node_in_clone(self, node: NodeHandle, clone: GraphHandle) -> NodeHandle:
-        """The clone's node that stands for a node of the original."""
+        """The clone's node for a node of the original."""
         ...
 
     def graph_nodes(self, graph: GraphHandle) -> tuple[NodeHandle, ...]:
-        """In the driver's order: as a rule, but not always, the order of creation."""
+        """The nodes in the driver's order: usually, but not always, the order of creation."""
         ...
 
     def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]: ...
@@ -834,27 +875,27 @@ class Driver(Protocol):
         params: NodeParams,
         edge_data: Sequence[EdgeData] | None = None,
     ) -> NodeHandle:
-        """`edge_data` gives one entry for each dependency, or None for plain edges."""
+        """Adds a node.  `edge_data`: one entry for each dependency, or None for plain edges."""
         ...
 
     def graph_add_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
-        """An edge that would close a cycle is INVALID_VALUE."""
+        """Adds edges.  Status INVALID_VALUE for an edge that would close a cycle."""
         ...
 
     def graph_remove_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None: ...
 
     def graph_remove_node(self, node: NodeHandle) -> None:
-        """Refused for memory nodes (800), and in graphs that have some (801)."""
+        """Removes a node.  Status 800 for alloc and free nodes, 801 in graphs that have some."""
         ...
 
     def node_kind(self, node: NodeHandle) -> NodeKind: ...
 
     def node_params(self, node: NodeHandle) -> NodeParams:
-        """A copy; never memory of the driver's."""
+        """The parameters of a node: a copy, never the driver's memory."""
         ...
 
     def node_set_params(self, node: NodeHandle, params: NodeParams) -> None:
-        """Changes the definition; executables made from it before stay as they are."""
+        """Changes a node of the definition; executables made from it before stay as they are."""
         ...
 
     def conditional_create(
@@ -867,17 +908,18 @@ class Driver(Protocol):
     def graph_instantiate(
         self, graph: GraphHandle, flags: InstantiateFlags = InstantiateFlags.NONE
     ) -> ExecHandle:
-        """The error carries the node that the driver blamed."""
+        """Makes an executable.  The error carries the node that the driver names as the cause."""
         ...
 
     def exec_destroy(self, executable: ExecHandle) -> None:
-        """A launch under way still finishes."""
+        """Destroys the executable; a launch under way still finishes."""
         ...
 
     def exec_upload(self, executable: ExecHandle, stream: StreamHandle) -> None: ...
 
     def exec_launch(self, executable: ExecHandle, stream: StreamHandle) -> None:
-        """Into a capturing stream: 900, and invalidates (seen on driver 580).
+        """Launches the executable.  On a stream that captures: status 900, and the capture is
+        broken (seen on driver 580).
 
         Two launches of one executable never overlap: the second waits for the first.
         """
@@ -886,7 +928,7 @@ class Driver(Protocol):
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
     ) -> Callable[[], int]:
-        """`exec_launch` as a call with everything ready.  Invalid once either handle is gone.
+        """`exec_launch` as a callable without arguments.  Invalid once either handle is destroyed.
 
         The call returns 0 for a launch.  After another status nothing was launched, and the caller
         must use `exec_launch`, which raises the error, or succeeds if only the thread lacked the
@@ -903,12 +945,12 @@ class Driver(Protocol):
         ...
 
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
-        """Kernel, memcpy and memset nodes only.  A disabled one acts as an empty node."""
+        """Enables or disables a kernel, memcpy or memset node; a disabled one does nothing."""
         ...
 
     def exec_enabled(self, executable: ExecHandle, node: NodeHandle) -> bool: ...
 
     def exec_update(self, executable: ExecHandle, graph: GraphHandle) -> UpdateOutcome:
-        """Makes the executable what `graph` says, if only parameters differ.  Does not raise
-        for a refusal: the outcome says which node and why."""
+        """Gives the executable the parameters of `graph`, if nothing else differs.  Does not raise
+        if the driver refuses: the outcome names the node and the reason."""
         ...

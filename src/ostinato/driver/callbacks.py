@@ -21,12 +21,12 @@ _thread = _Thread()
 
 
 def in_host_function() -> bool:
-    """Whether a driver called the code that is running on this thread."""
+    """Whether this thread runs a host function, which a driver called."""
     return _thread.inside
 
 
 def mark_thread() -> None:
-    """Everything that this thread runs from here on is called by a driver."""
+    """Notes that a driver calls everything that this thread runs from now on."""
     _thread.inside = True
 
 

@@ -56,7 +56,7 @@ class Entry(enum.Enum):
 
 
 class Tap(Protocol):
-    """Gets the work that is submitted to streams: a capture, a recording, a count."""
+    """Receives the work that is submitted to streams, as captures and recordings do."""
 
     needs_access: bool
     """Whether operations must have the memory that they read and write."""
@@ -89,7 +89,7 @@ class Tap(Protocol):
 
 
 class Hot(Protocol):
-    """Something with a shortcut that is valid only without taps and until a stream is closed."""
+    """Something with a shortcut that is valid while there is no tap and its stream is open."""
 
     def cool(self) -> None:
         """Drops the shortcut; `Context.keep_hot` allows it again."""
@@ -97,7 +97,7 @@ class Hot(Protocol):
 
 
 class Watcher(Protocol):
-    """Something that points at memory that it does not own, such as an executable graph."""
+    """Something that points at memory of other owners, such as an executable graph."""
 
     def memory_closed(self, memory: MemoryRange) -> None:
         """Called when memory that it watches is given back.  May be called on any thread."""
@@ -179,7 +179,8 @@ class Context:
         # and a finaliser may close objects; that call of `collect` must not go through them too.
         self._looking: object = None
         self._destroying: set[object] = set()
-        self._captures: dict[object, _UnderWay] = {}
+        self.captures: dict[object, _UnderWay] = {}
+        """The captures of this library that are under way, by token.  Only read it."""
         self._abandoned: deque[Callable[[], None]] = deque()
         self._turns: weakref.WeakValueDictionary[int, Turn] = weakref.WeakValueDictionary()
         self._closed = False
@@ -208,7 +209,7 @@ class Context:
     @property
     def captures_under_way(self) -> int:
         """How many captures this library has begun and not ended on this context."""
-        return len(self._captures)
+        return len(self.captures)
 
     def capture_begun(self, token: object, *, exclusive: bool = False) -> None:
         """From here on this thread destroys nothing; with `exclusive`, no thread does.
@@ -217,14 +218,14 @@ class Context:
         until no other thread is destroying anything.  `capture_ended` needs the same `token`.
         """
         with self._idle:
-            self._captures[token] = _UnderWay(threading.get_ident(), exclusive)
+            self.captures[token] = _UnderWay(threading.get_ident(), exclusive)
             while exclusive and self._destroying:
                 self._idle.wait()
 
     def capture_ended(self, token: object) -> None:
         """Undoes `capture_begun`, and destroys the waiting objects that can be.  Idempotent."""
         with self._lock:
-            self._captures.pop(token, None)
+            self.captures.pop(token, None)
         self.collect()
 
     def abandon(self, end: Callable[[], None]) -> None:
@@ -309,9 +310,11 @@ class Context:
 
         `quiet`: and only while no thread captures, since `destroy` waits for the device.
         Safe in finalisers: touches nothing but a deque.  Streams are marked at the next `collect`,
-        so work submitted in between is waited for as well.
+        so work submitted in between is waited for as well.  Nothing is noted once the device is
+        closed: the driver has destroyed it, and what `destroy` holds must be free to go.
         """
-        self._incoming.append(_Retired(destroy, tuple(streams), quiet))
+        if not self._closed:
+            self._incoming.append(_Retired(destroy, tuple(streams), quiet))
 
     def collect(self) -> int:
         """Destroys what can be destroyed now, and returns how many objects still wait.
@@ -369,7 +372,7 @@ class Context:
             self._measuring += 1 if on else -1
 
     def _take_in(self) -> None:
-        """Moves what finalisers noted to the waiting objects."""
+        """Moves the objects that finalisers noted to the waiting ones."""
         while self._incoming:
             self._waiting.append(self._incoming.popleft())
 
@@ -383,17 +386,17 @@ class Context:
         return waiting
 
     def _must_wait(self) -> bool:
-        if not self._captures:
+        if not self.captures:
             return False
         me = threading.get_ident()
-        under_way = self._captures.values()
+        under_way = self.captures.values()
         if any(one.thread == me or one.exclusive for one in under_way):
             return True
         return self.retired <= _BACKLOG
 
     def _reached(self, item: _Retired) -> bool:
         """Moves an object on by as many states as possible.  True once its marks are reached."""
-        if item.quiet and self._captures:
+        if item.quiet and self.captures:
             return False
         try:
             if not item.past and not self._marks_reached(item):
@@ -472,6 +475,7 @@ class Context:
     # --- lifetime
     @property
     def closed(self) -> bool:
+        """Whether the device was closed, or this is a forked child."""
         return self._closed
 
     def require_open(self) -> None:

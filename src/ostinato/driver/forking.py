@@ -1,4 +1,4 @@
-"""What a forked child may not use: devices that its parent opened.
+"""Forked children cannot use devices that their parent opened.
 
 A CUDA context does not survive a fork, and neither do the threads of the host driver; a lock that
 another thread held would stay locked for ever in the child.  So, before any of the child's code
@@ -19,7 +19,7 @@ FORKED = (
     "this process was forked from the one that opened the device, and no device survives a fork; "
     'open it after the fork, or start processes with the "spawn" method'
 )
-"""The words of the error that a forked child gets."""
+"""The message of the error that a forked child gets."""
 
 
 class Forkable(Protocol):

@@ -1,23 +1,23 @@
-"""The hot paths of a replay and of a launch, in Python and, where it was built, in C (`_launch.c`).
+"""The hot paths of a replay and of a launch: in C (`_launch.c`) if that was built, else in Python.
 
-A replay must not run if its executable or stream is closed, if a capture is under way, or if a tap
-listens.  Whoever causes one of these *cools* the launcher beforehand, so that the launch itself has
-one comparison and one driver call to make.  In Python the frame, the comparison and a ctypes call
-cost 0.2 to 0.7 µs; the compiled launcher makes the same call at a fraction of that.
+A launcher must take the slow path if its executable or stream is closed, if a capture is under
+way, or if a tap listens.  The code that closes, captures or adds a tap calls `cool()` on the
+launchers concerned first.  So the hot path needs one comparison and one driver call.  In Python
+the frame, the comparison and the ctypes call cost 0.2 to 0.7 µs; in C a fraction of that.
 
-The extension is optional: without a C compiler at installation, everything works as in Python.
+The extension is optional: installed without a C compiler, everything works, in Python.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ostinato.driver.extension import load_extension
 from ostinato.driver.signature import address_of, buffer_struct
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ostinato.driver.stream import Stream
 
 __all__ = [
-    "PLAIN_CODES",
     "KernelTarget",
     "Launcher",
     "PythonLauncher",
@@ -43,16 +42,17 @@ def _never() -> int:
     raise AssertionError("a hot call without a hot stream")
 
 
-_COLD: tuple[object, Callable[[], int]] = (object(), _never)  # no argument is this object
+# No stream is this object, so that a cold launcher needs no check of its own.
+_COLD: tuple[object, Callable[[], int]] = (object(), _never)
 
 
 class PythonLauncher:
-    """What can be launched on a stream again and again.
+    """Something that is launched on a stream again and again; base of `GraphExec`.
 
     States: cold -> `_heat(stream, call)` -> hot on that stream -> `cool()` -> cold.
     """
 
-    # One pair, read at once: two threads that launch on two streams must not take each other's.
+    # One tuple, read in one step: a thread must not combine one stream with another one's call.
     _hot = _COLD
 
     def launch(self, stream: Stream) -> None:
@@ -64,34 +64,27 @@ class PythonLauncher:
         hot, call = self._hot
         if stream is not hot:
             self._launch_slowly(stream)
-        elif call():  # a status: refused, and nothing was launched
+        elif call():  # a status that is not 0: nothing was launched
             self._launch_checked(stream)
 
     def _heat(self, stream: Stream, call: Callable[[], int], /) -> None:
-        """`launch` on that stream is `call()` from now on."""
+        """From now on, `launch` on that stream calls `call`, which returns a status."""
         self._hot = (stream, call)
 
     def cool(self) -> None:
-        """The next launch checks again that everything is open and that no tap listens."""
+        """Makes the next launch take the slow path, which checks everything again."""
         self._hot = _COLD
 
     def _launch_slowly(self, stream: Stream) -> None:
-        """A launch on a stream that is not the hot one."""
+        """Launches on a stream that is not the hot one."""
         raise NotImplementedError
 
     def _launch_checked(self, stream: Stream) -> None:
-        """A launch after the prepared call returned a status: raises the error, or succeeds."""
+        """Launches again after the prepared call returned a status: succeeds or raises."""
         raise NotImplementedError
 
 
-_extension: Any = None
-_missing = ""
-try:
-    _extension = importlib.import_module("ostinato.driver._launch")
-except ModuleNotFoundError:
-    _missing = "it was not built: no C compiler, or no Python.h, at installation"
-except ImportError as error:  # built for another processor, or against another libc
-    _missing = f"it cannot be loaded: {error}"
+_extension, _missing = load_extension("ostinato.driver._launch")
 
 if TYPE_CHECKING:
     Launcher = PythonLauncher
@@ -100,7 +93,7 @@ else:
 
 
 def compiled() -> bool:
-    """Whether replays take the compiled path."""
+    """Whether the extension was loaded."""
     return _extension is not None
 
 
@@ -123,16 +116,12 @@ def prepare(function: Any, executable: int, stream: int) -> Callable[[], int]:
     return partial(function, ctypes.c_void_p(executable), ctypes.c_void_p(stream))
 
 
-PLAIN_CODES = frozenset("bBhHiIqQfdP")
-"""The codes that `packer` takes: those of `struct` for numbers, and P for an address."""
-
-
 def packer(codes: str, slots: Sequence[ParameterSlot]) -> Pack:
     """A function that packs the values of one launch into bytes.
 
     It returns None if a value does not have exactly the type of its slot; `Signature.pack` then
-    converts the value or raises the error.  `codes`: one of `PLAIN_CODES` for each slot.  An
-    address is an int, an object with an `address`, or one that `signature.address_of` knows.
+    converts the value or raises the error.  `codes`: one of `signature.PLAIN_CODES` for each slot.
+    An address is an int, an object with an `address`, or one that `signature.address_of` knows.
     """
     if _extension is not None:
         offsets = tuple(slot.offset for slot in slots)
@@ -214,11 +203,8 @@ def kernel_call(
 
 @contextmanager
 def without_extension() -> Iterator[None]:
-    """Inside, launches take the way of an installation without the extension: for tests, and to
-    measure what the extension gains.
-
-    Only for executables that are made and used inside.  One thread at a time may enter.
-    """
+    """Executables that are made and used inside run as if the extension was not built: for tests,
+    and to measure what it gains.  One thread at a time may enter."""
     global _extension
     kept = _extension
     if kept is None:

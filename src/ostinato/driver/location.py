@@ -27,7 +27,7 @@ def caller_location() -> str:
 
 
 def caller_line() -> tuple[str, int] | None:
-    """`caller_location` as file and number, for `describe_line` later: words cost more to make."""
+    """`caller_location` as file and line number, which `describe_line` makes into text later."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not is_internal(frame):
@@ -39,7 +39,7 @@ def caller_line() -> tuple[str, int] | None:
 def is_internal(frame: FrameType) -> bool:
     """Whether a frame is this package's own machinery, not a user of it.
 
-    By the module's name: files do not tell, since generated code (dataclasses) has none.
+    By the module's name, not the file: generated code (dataclasses) has no file.
     """
     return _is_machinery(frame.f_globals.get("__name__", ""))
 

@@ -1,4 +1,4 @@
-"""What a kernel takes: a signature in words, and Python values packed into its parameter buffer.
+"""Signatures of kernels as text, and Python values packed into a parameter buffer by them.
 
 A signature is text such as ``"x: *f32, y: *const f32, out: *out f32, n: u32"``:
 
@@ -6,8 +6,8 @@ A signature is text such as ``"x: *f32, y: *const f32, out: *out f32, n: u32"``:
 * ``i8 u8 i16 u16 f16 bf16 i32 u32 f32 i64 u64 f64`` scalars;
 * ``cond`` a conditional handle; ``bytes[24]`` a struct by value (aligned to 8).
 
-Both drivers pack by it; the recorder takes a launch's reads and writes from it.  The layout is C's:
-each parameter aligned to its own size, as nvcc lays out a kernel's parameters.
+Both drivers pack arguments by it; the recorder takes a launch's reads and writes from it.  The
+layout is C's: each parameter aligned to its own size, as nvcc lays out a kernel's parameters.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ostinato.driver.api import KernelArguments, ParameterSlot
 from ostinato.errors import InputError
 
 __all__ = [
+    "PLAIN_CODES",
     "Access",
     "Parameter",
     "Signature",
@@ -46,7 +47,7 @@ class Access(enum.Flag):
 
 
 class _Scalar(NamedTuple):
-    """A type of single numbers: NumPy's for it, and its code in the module `struct`."""
+    """A type of single numbers: its NumPy type, and its code in the module `struct`."""
 
     dtype: np.dtype[Any]
     code: str
@@ -68,6 +69,10 @@ _SCALARS = {
     "f64": _Scalar(np.dtype(np.float64), "d"),
     "cond": _Scalar(np.dtype(np.uint64), "Q"),
 }
+
+PLAIN_CODES = frozenset("P").union(s.code for s in _SCALARS.values()) - {"e"}
+"""The codes that `launcher.packer` takes, `P` for an address: numbers that have exactly one Python
+type and that C converts as NumPy does."""
 
 _PARAMETER = re.compile(
     r"\s*(?P<name>[A-Za-z_]\w*)\s*:\s*(?P<star>\*\s*(?P<access>const\b|out\b)?\s*)?"
@@ -100,21 +105,25 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
-    """The parameters of a kernel, in order."""
-
+class _LaidOut:
     parameters: tuple[Parameter, ...]
-    layout: tuple[ParameterSlot, ...] = field(init=False, repr=False, compare=False)
+    layout: tuple[ParameterSlot, ...] = field(repr=False, compare=False)
     """Offset and size of each parameter in the packed buffer."""
 
-    def __post_init__(self) -> None:
+
+class Signature(_LaidOut):
+    """The parameters of a kernel, in order, and where they lie in the packed buffer (`layout`)."""
+
+    __slots__ = ()
+
+    def __init__(self, parameters: tuple[Parameter, ...]) -> None:
         slots: list[ParameterSlot] = []
         end = 0
-        for parameter in self.parameters:
+        for parameter in parameters:
             start = -(-end // parameter.alignment) * parameter.alignment
             slots.append(ParameterSlot(start, parameter.size))
             end = start + parameter.size
-        object.__setattr__(self, "layout", tuple(slots))
+        super().__init__(parameters, tuple(slots))
 
     @classmethod
     def parse(cls, text: str) -> Signature:
@@ -135,15 +144,21 @@ class Signature:
         known = ", ".join(p.name for p in self.parameters)
         raise InputError(f"there is no parameter {name!r}; there are: {known}")
 
-    def pack(self, values: Sequence[object]) -> KernelArguments:
-        """Packs values (buffers, addresses, numbers, bytes).  Raises InputError by name."""
+    def pack(
+        self, values: Sequence[object], layout: tuple[ParameterSlot, ...] | None = None
+    ) -> KernelArguments:
+        """Packs values (buffers, addresses, numbers, bytes).
+
+        `layout`: the function's own, with a slot of the same size for each parameter, where a
+        struct by value is aligned otherwise than the signature can say.  Raises InputError by name.
+        """
         if len(values) != len(self.parameters):
             raise InputError(
                 f"{len(self.parameters)} arguments are needed "
                 f"({', '.join(p.name for p in self.parameters)}), {len(values)} were given"
             )
-        layout = self.layout
-        data = bytearray(layout[-1].offset + layout[-1].size if layout else 0)
+        layout = self.layout if layout is None else layout
+        data = bytearray(_end(layout))
         for parameter, slot, value in zip(self.parameters, layout, values, strict=True):
             data[slot.offset : slot.offset + slot.size] = self.pack_one(parameter, value)
         return KernelArguments(bytes(data), layout)
@@ -283,11 +298,15 @@ def pack_untyped(slots: Sequence[ParameterSlot], values: Sequence[object]) -> Ke
     """
     if len(values) != len(slots):
         raise InputError(f"the function takes {len(slots)} arguments, {len(values)} were given")
-    end = max((s.offset + s.size for s in slots), default=0)
-    data = bytearray(end)
+    data = bytearray(_end(slots))
     for index, (slot, value) in enumerate(zip(slots, values, strict=True)):
         data[slot.offset : slot.offset + slot.size] = pack_by_size(slot.size, value, index)
     return KernelArguments(bytes(data), tuple(slots))
+
+
+def _end(slots: Sequence[ParameterSlot]) -> int:
+    """Bytes of the packed parameter buffer."""
+    return max((slot.offset + slot.size for slot in slots), default=0)
 
 
 def pack_by_size(size: int, value: object, index: int) -> bytes:

@@ -1,8 +1,8 @@
-"""Streams and events as owners, and `Operation`: one piece of stream work as a record.
+"""Streams, events, and `Operation`: one piece of stream work as a record.
 
-Everything this library submits to a stream is an `Operation`: what a graph node of it would hold,
-what it reads and writes, and what must stay alive.  So the same record runs eagerly, is noted by
-a recording and is found again in a captured graph.
+Everything this library submits to a stream is an `Operation`: the parameters of its graph node, the
+memory it reads and writes, and the objects that must stay alive.  The same record runs eagerly, is
+noted by a recording, and labels a node of a captured graph.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ T = TypeVar("T")
 class Operation:
     """One piece of stream work.
 
-    `reads` and `writes` are the memory it touches, for edges between recorded operations; None
-    says that it is not known, and then it is ordered against everything.  `keep` is what must
-    live as long as the work can run again.
+    `reads` and `writes` are the memory it touches, for edges between recorded operations.  None
+    means unknown: such an operation is ordered against all others.  `keep` are the objects that
+    must live as long as the work can run again.
     """
 
     params: NodeParams
@@ -58,15 +58,16 @@ class Operation:
     writes: tuple[MemoryRange, ...] | None = None
     keep: tuple[object, ...] = ()
     signature: Signature | None = None
-    """Of a kernel, where it is known: names and types of its arguments."""
+    """Names and types of a kernel's arguments, if they are known."""
     once: str = ""
-    """Why a graph must not do it again, if it must not; else empty."""
+    """Why a graph must not repeat it; empty if it may."""
 
 
 class Event(Closeable):
-    """A point in a stream's work.  `with` or `close()` gives it back.
+    """A point in a stream's work.  `close()` or the end of `with` gives it back.
 
-    `timing` events can be subtracted: `end.elapsed_since(start)` in milliseconds.
+    start, end = device.create_event(timing=True), device.create_event(timing=True)
+    milliseconds = end.elapsed_since(start)    # once both are recorded and reached
     """
 
     def __init__(self, context: Context, *, timing: bool = False) -> None:
@@ -80,9 +81,15 @@ class Event(Closeable):
         )
         self._finalizer.atexit = False
 
+    def __repr__(self) -> str:
+        timing = " with timing" if self.timing else ""
+        state = "" if self._finalizer.alive else " closed"
+        return f"<Event {self.handle:#x}{timing} on {self.context.driver.name}{state}>"
+
     @property
     def done(self) -> bool:
-        """Whether the work before its last record is done.  Status 907 if that was captured."""
+        """Whether the work before its last record is done.  Raises DriverError (status 907) if it
+        was last recorded in a capture."""
         with self.context.reporting():
             return self.context.driver.event_query(self.handle)
 
@@ -106,8 +113,11 @@ class Event(Closeable):
 class Stream(Closeable):
     """An ordered queue of device work.
 
+        stream = device.create_stream()
+        ost.launch(stream, kernel, config, x, n); stream.synchronize()
+
     Made by `Device.create_stream`, or adopted from another library by `Device.adopt_stream` (then
-    `owner` is kept alive and the stream is not destroyed by us).
+    `owner` is kept alive, and closing does not destroy the stream).
     """
 
     def __init__(
@@ -117,7 +127,7 @@ class Stream(Closeable):
         self.handle = handle
         self.owner = owner
         self.submitted = 0
-        """Operations that the driver took on this stream so far."""
+        """The number of operations that the driver accepted on this stream so far."""
         self.closed = False
         self.turn = context.turn(handle)
         """Held by a `GraphedStep` during a call, so that steps on one stream take turns."""
@@ -139,7 +149,7 @@ class Stream(Closeable):
 
         Only on CUDA: NotAvailableError elsewhere.
         """
-        if self.context.driver.capabilities.source_language != "cuda":
+        if self.context.driver.cuda_context is None:
             raise NotAvailableError(f"a stream of {self.context.driver.name} is no CUDA stream")
         return 0, self.enter("giving the stream to another library", Entry.GIVE)
 
@@ -152,7 +162,7 @@ class Stream(Closeable):
     def enter(
         self, what: str, entry: Entry = Entry.WORK, operation: Operation | None = None
     ) -> StreamHandle:
-        """What every call on this stream begins with: the handle for the driver.
+        """Checks that a call on this stream may go to the driver, and returns the driver's handle.
 
         `what` names the call.  Raises ClosedError, and CaptureError if the call would go into
         another thread's capture, or past the capture that must hold all work of this thread.
@@ -200,8 +210,8 @@ class Stream(Closeable):
     def launch(
         self, name: str, function: FunctionHandle, config: LaunchConfig, arguments: KernelArguments
     ) -> bool:
-        """Puts a kernel on the stream as `submit` does; whether a tap must be told of it
-        (`announce`).  Raises DriverError, which the taps are told of, and what `enter` raises."""
+        """Puts a kernel on the stream as `submit` does.  Returns whether the caller must call
+        `announce`.  Raises DriverError, which the taps are told of, and what `enter` raises."""
         handle = self.enter(name)
         context = self.context
         try:
@@ -213,7 +223,7 @@ class Stream(Closeable):
         return bool(context.taps)
 
     def announce(self, operation: Operation) -> None:
-        """Tells the taps of an operation that the driver took on this stream."""
+        """Tells the taps of an operation that the driver accepted on this stream."""
         for tap in self.context.taps:
             tap.submitted(self, operation)
 
@@ -250,13 +260,13 @@ class Stream(Closeable):
             tap.waited(self, event)
 
     def synchronize(self) -> None:
-        """Waits for all work of the stream.  Not allowed while it captures (status 900)."""
+        """Waits for all work of the stream.  Raises DriverError (status 900) while it captures."""
         self.guarded("synchronize", self.context.driver.stream_synchronize, Entry.ONCE)
         self.context.collect()
 
     @property
     def done(self) -> bool:
-        """Whether all its work is done.  Not allowed while it captures (status 900)."""
+        """Whether all its work is done.  Raises DriverError (status 900) while it captures."""
         return self.guarded("done", self.context.driver.stream_query, Entry.ONCE)
 
     def guarded(self, what: str, call: Callable[[StreamHandle], T], entry: Entry) -> T:
@@ -272,7 +282,7 @@ class Stream(Closeable):
     # --- capture state
     @property
     def capture_info(self) -> CaptureInfo:
-        """The state of the capture on this stream, whoever began it."""
+        """The state of the capture on this stream, also of one that another library began."""
         return self.context.driver.stream_capture_info(self._require_open())
 
     @property
@@ -282,9 +292,9 @@ class Stream(Closeable):
 
     # --- lifetime
     def mark(self) -> EventHandle | None:
-        """An event handle behind all work submitted so far, for the caller to destroy.
+        """A new event, recorded after all work submitted so far; the caller must destroy it.
 
-        None while the stream captures: then nothing can be recorded that could be waited for.
+        None while the stream captures: an event that is recorded then cannot be waited for.
         """
         driver = self.context.driver
         event = driver.event_create()

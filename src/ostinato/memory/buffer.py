@@ -1,4 +1,4 @@
-"""Device and pinned memory as owners.
+"""`Buffer`: device and pinned memory, freed by its owner.
 
 A `Buffer` is an allocation, or a view into one, with a shape and a dtype.  Its address never
 changes.  It is freed when it is closed, or when nothing refers to it any more; graphs keep the
@@ -38,6 +38,9 @@ def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 class Buffer(Closeable):
     """Memory of a device (or pinned memory of the host), with a shape and a dtype, C order.
 
+        x = device.array([1.0, 2.0], "f4")
+        x[1:].copy_from([3.0], stream)
+
     Made by `Device.empty`, `Device.array`, `Device.pinned`, a pool, or as a view of another.
     Its first content is undefined.  Not guaranteed: that two buffers are adjacent.
     """
@@ -58,7 +61,7 @@ class Buffer(Closeable):
     ) -> None:
         self.context = context
         self.name = name
-        """For people: tables and pictures of graphs show it in place of addresses."""
+        """Tables and pictures of graphs show it in place of the address."""
         self.shape = shape
         self.dtype = dtype
         self.pinned = pinned
@@ -71,7 +74,7 @@ class Buffer(Closeable):
         self._place(address)
 
     def _place(self, address: int) -> None:
-        """Makes `address` a plain attribute until `close`: launches read that fastest."""
+        """Makes `address` a plain attribute until `close`: the fastest for launches to read."""
         self.address = address
 
     if not TYPE_CHECKING:
@@ -90,7 +93,7 @@ class Buffer(Closeable):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -99,7 +102,7 @@ class Buffer(Closeable):
 
     @property
     def range(self) -> MemoryRange:
-        """The addresses of the elements; of a closed buffer, those that it had."""
+        """Address and bytes; of a closed buffer, those that it had."""
         return self._range
 
     @property
@@ -288,7 +291,7 @@ class _View(Buffer):
 
     @property
     def address(self) -> int:  # type: ignore[override]
-        """Where it begins.  Raises ClosedError once either is closed."""
+        """Where it begins.  Raises ClosedError once this view or its owner is closed."""
         self._require_open()
         return self._range.address
 

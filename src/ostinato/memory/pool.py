@@ -35,7 +35,7 @@ _ALIGNMENT = 256
 
 
 class PoolState(enum.Enum):
-    """What a pool allows."""
+    """Whether a pool allocates."""
 
     OPEN = "open"
     SEALED = "sealed"
@@ -65,6 +65,10 @@ class PoolStatistics:
 class CapturePool(Closeable):
     """Memory for captured graphs to point at.
 
+        pool = device.pool(reserve=1 << 20)
+        with ost.capture(stream, pool=pool) as capture:
+            y = pool.empty(1024, "f4")
+
     `reserve` bytes are taken at once, so that captures need not grow the pool; `slab` is the
     smallest growth in bytes.  Pieces are given back only with the whole pool: `close()`, after the
     graphs.  Thread-safe.
@@ -92,8 +96,14 @@ class CapturePool(Closeable):
         if reserve:
             self._slabs.append(allocate(context, reserve))
 
+    def __repr__(self) -> str:
+        kept = f"{sum(slab.nbytes for slab in self._slabs)} bytes"
+        where = self.context.driver.name
+        return f"<CapturePool {self.name!r} of {kept} on {where}, {self._state.value}>"
+
     @property
     def state(self) -> PoolState:
+        """Whether it allocates now."""
         return self._state
 
     def require_open(self, what: str) -> None:
@@ -114,7 +124,7 @@ class CapturePool(Closeable):
             self._state = PoolState.SEALED
 
     def open(self) -> None:
-        """Allows them again.  Raises ClosedError after close()."""
+        """Allows allocations and captures again after `seal`.  Raises ClosedError after `close`."""
         with self._lock:
             if self._state is PoolState.CLOSED:
                 raise ClosedError(f"the pool {self.name!r} is closed; make another")

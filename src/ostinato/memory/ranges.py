@@ -35,7 +35,7 @@ def range_of(target: Target, which: str = "target") -> MemoryRange:
 
 
 def _interface_range(interface: dict[str, object]) -> MemoryRange:
-    """From the first byte of an array to behind its last, also with strides."""
+    """From the first byte of an array to the end of its last, also for a strided array."""
     shape, data, typestr = interface["shape"], interface["data"], interface["typestr"]
     assert isinstance(shape, tuple) and isinstance(data, tuple) and isinstance(typestr, str)
     size = int(typestr[2:])

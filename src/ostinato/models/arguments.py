@@ -28,7 +28,7 @@ def quoted(value: object) -> str:
 
 
 def shown(text: str, limit: int = 1000) -> str:
-    """Text that somebody else wrote, cut, and without what a terminal would obey."""
+    """Text from outside, cut to `limit`, with control characters written as escapes."""
     cut = text[:limit]
     return "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in cut)
 

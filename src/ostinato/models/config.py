@@ -1,15 +1,15 @@
 """What a Llama-family model is, as data: sizes, rope, token ids.  Pure: no file is touched here.
 
 Built from a Hugging Face `config.json` (`LlamaConfig.from_hf`) or from GGUF metadata
-(`LlamaConfig.from_gguf`).  Both come from strangers, so every size has an upper bound far above
-any published model: a hostile file fails here, before anything is allocated.
+(`LlamaConfig.from_gguf`).  Neither is trusted: every size has an upper bound far above any
+published model, so a hostile file fails here, before anything is allocated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,8 @@ __all__ = [
 SUPPORTED_ARCHITECTURES = ("llama",)
 _SUPPORTED = "supported: " + ", ".join(SUPPORTED_ARCHITECTURES) + " (Llama 2 and 3, SmolLM, …)"
 
-# Upper bounds, inclusive; Llama 3.1 405B has hidden 16384, layers 126, heads 128, inner 53248.
+# Upper bounds, inclusive, in the order of the config's fields.  Llama 3.1 405B has hidden 16384,
+# layers 126, heads 128, inner 53248.
 _LIMITS: dict[str, int] = {
     "hidden": 1 << 16,
     "layers": 1 << 10,
@@ -64,7 +65,25 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaConfig:
+class _ConfigFields:
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    vocabulary: int
+    context_length: int
+    norm_epsilon: float
+    rope_theta: float
+    tied_embeddings: bool
+    rope_scaling: RopeScaling | None
+    rope_factors: tuple[float, ...] | None
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+class LlamaConfig(_ConfigFields):
     """The sizes and constants of one Llama-family decoder.
 
     `hidden`: the residual's width.  `heads`, `kv_heads`: query and key/value heads (`heads` is a
@@ -75,32 +94,56 @@ class LlamaConfig:
     divisor per rotated pair (head_size / 2); at most one of the two is set.
     `eos_token_ids`: what the model file itself calls end of sequence; the tokenizer may know more.
 
-    Raises ModelFormatError on sizes that make no sense; `where` begins its message.
+    Raises InputError for what is no whole number, ModelFormatError for sizes that make no sense;
+    `where` begins the message.
     """
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    inner: int
-    vocabulary: int
-    context_length: int
-    norm_epsilon: float = 1e-5
-    rope_theta: float = 10000.0
-    tied_embeddings: bool = False
-    rope_scaling: RopeScaling | None = None
-    rope_factors: tuple[float, ...] | None = None
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    where: InitVar[str] = "config"
+    __slots__ = ()
 
-    def __post_init__(self, where: str) -> None:
-        for name, limit in _LIMITS.items():
-            value = whole(getattr(self, name), f"{where}: {name}")
+    def __init__(
+        self,
+        hidden: int,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        inner: int,
+        vocabulary: int,
+        context_length: int,
+        norm_epsilon: float = 1e-5,
+        rope_theta: float = 10000.0,
+        tied_embeddings: bool = False,
+        rope_scaling: RopeScaling | None = None,
+        rope_factors: tuple[float, ...] | None = None,
+        bos_token_id: int | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        where: str = "config",
+    ) -> None:
+        sizes = (hidden, layers, heads, kv_heads, head_size, inner, vocabulary, context_length)
+        checked: list[int] = []  # plain ints from here on: products of NumPy's would wrap around
+        for given, (name, limit) in zip(sizes, _LIMITS.items(), strict=True):
+            value = whole(given, f"{where}: {name}")
             if not 1 <= value <= limit:
                 raise ModelFormatError(f"{where}: {name} is {value}, must be 1 to {limit}")
-            object.__setattr__(self, name, value)
+            checked.append(value)
+        hidden, layers, heads, kv_heads, head_size, inner, vocabulary, context_length = checked
+        super().__init__(
+            hidden,
+            layers,
+            heads,
+            kv_heads,
+            head_size,
+            inner,
+            vocabulary,
+            context_length,
+            norm_epsilon,
+            rope_theta,
+            tied_embeddings,
+            rope_scaling,
+            rope_factors,
+            bos_token_id,
+            eos_token_ids,
+        )
         if self.heads % self.kv_heads:
             raise ModelFormatError(
                 f"{where}: heads is {self.heads}, must be a multiple of kv_heads ({self.kv_heads})"
@@ -314,7 +357,7 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Typed look-ups in a mapping that a stranger wrote."""
+    """Typed look-ups in a mapping from an untrusted file."""
 
     values: Mapping[str, object]
     where: str

@@ -30,7 +30,7 @@ from ostinato.models.stop_strings import checked_stops
 __all__ = ["MAX_ANSWER", "Conversation", "ConversationStatistics"]
 
 MAX_ANSWER = 1024
-"""Tokens of one answer at most, unless somebody says otherwise."""
+"""Tokens of one answer at most, if `max_tokens` is not given."""
 
 _FORMAT, _VERSION = "ostinato conversation", 1
 

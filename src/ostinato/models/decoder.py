@@ -24,28 +24,27 @@ import numpy.typing as npt
 
 from ostinato import Device, Graph, GraphCache, Stream
 from ostinato.driver.closeable import Closeable
-from ostinato.errors import ClosedError, InputError
+from ostinato.errors import ClosedError, InputError, NotAvailableError
 from ostinato.models.arguments import quoted, token_ids, whole
-from ostinato.models.backend import Backend, LibraryRows, backend_for
+from ostinato.models.backend import Backend, LibraryRows
 from ostinato.models.config import LlamaConfig
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import OPTIONS, SAMPLED_ROWS, STOP_TOKENS, KernelCall
-from ostinato.models.ring import TokenRing
 from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions
-from ostinato.models.sequences import Slots
-from ostinato.models.stepper import Stepper
-from ostinato.models.steps import DecoderSteps
+from ostinato.models.sequences import Sequences
+from ostinato.models.step_graphs import StepGraphs
+from ostinato.models.stepper import Stepper, TokenRing
 from ostinato.models.weights import Weights, load_weights
 from ostinato.replay import Decision
 
-__all__ = ["DEFAULT_CONTEXT", "Decoder"]
+__all__ = ["DEFAULT_CONTEXT", "Decoder", "backend_for"]
 
 DEFAULT_CONTEXT = 2048
-"""Positions a slot has if nobody says otherwise, and the model was trained for as many."""
+"""Positions of a sequence if `max_context` is None; fewer if the model was trained for fewer."""
 
 
 class Decoder(Closeable):
@@ -53,8 +52,8 @@ class Decoder(Closeable):
 
     `model`: a path for `open_checkpoint`, or an open checkpoint (then the caller closes it; it is
     not needed after construction).  `max_context`: positions of each sequence; `DEFAULT_CONTEXT` or
-    the model's own if that is less.  `slots`: sequences at once.  `max_rows`: rows of the largest
-    step, so the size of a prompt's pieces; what suits the device and the context if None.
+    the model's own if that is less.  `sequences`: how many at once.  `max_rows`: rows of the
+    largest step, so the size of a prompt's pieces; what suits the device and the context if None.
     `library_rows`: steps of so many rows and more multiply with cuBLASLt where it is installed
     (`statistics().library` says so, or why not); "auto" goes by the model's size (8 for 1B, 64 for
     135M), None is never.  Without it `max_rows` goes to 64.
@@ -70,8 +69,8 @@ class Decoder(Closeable):
     conversion where the host does it.
 
     Raises ModelError (UnsupportedModelError before anything is loaded), CompileError,
-    OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder are not to overlap.
-    After an exception in a step its slots can be reset and used again, unless it was a
+    OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder must not overlap.
+    After an exception in a step its sequences can be reset and used again, unless it was a
     ContextPoisonedError.
     """
 
@@ -83,7 +82,7 @@ class Decoder(Closeable):
         max_context: int | None = None,
         max_rows: int | None = None,
         library_rows: LibraryRows = "auto",
-        slots: int = 1,
+        sequences: int = 1,
         graphs: bool = True,
         build: Literal["capture", "record"] = "capture",
         warmups: int = 1,
@@ -112,7 +111,9 @@ class Decoder(Closeable):
             if max_rows is None:
                 bucket = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # of a whole context
                 max_rows = min(self.backend.piece_rows(self.config), bucket)
-            sizes = PlanSizes(whole(max_rows, "max_rows", 1), whole(slots, "slots", 1), context)
+            sizes = PlanSizes(
+                whole(max_rows, "max_rows", 1), whole(sequences, "sequences", 1), context
+            )
             stops = _stop_tokens(
                 self.config.eos_token_ids if stop_tokens is None else stop_tokens, self.config
             )
@@ -125,6 +126,7 @@ class Decoder(Closeable):
                     self.backend.dtype,
                     packed=self.backend.packed,
                     threads=threads,
+                    convert=self.backend.convert,
                 )
         finally:
             if checkpoint is not model:
@@ -140,7 +142,7 @@ class Decoder(Closeable):
             self.weights.close()
             raise
         try:
-            self._steps = DecoderSteps(
+            self._steps = StepGraphs(
                 device,
                 self.backend,
                 self.plan,
@@ -155,50 +157,52 @@ class Decoder(Closeable):
             self.weights.close()
             raise
         self.stream: Stream = self._steps.stream
-        self.cache: GraphCache = self._steps.cache
+        self.graph_cache: GraphCache = self._steps.graph_cache
         ring = TokenRing(self.plan.ring, self.stream, spins=self.backend.spins)
         self._stepper = Stepper(self.plan, self._steps, ring, self._phases)
         self._run: Run[int] | Run[dict[int, int]] | None = None
-        self._slots = Slots(sizes.slots, context=sizes.context, vocabulary=self.config.vocabulary)
-        self._options = np.zeros(sizes.slots, OPTIONS)
+        self._sequences = Sequences(
+            sizes.sequences, context=sizes.context, vocabulary=self.config.vocabulary
+        )
+        self._options = np.zeros(sizes.sequences, OPTIONS)
         self.set_stop_tokens(stops)
-        for sequence in self._slots:
-            self.set_sampling(GREEDY, sequence.slot)
+        for sequence in self._sequences:
+            self.set_sampling(GREEDY, sequence.index)
 
     def __repr__(self) -> str:
         c, sizes = self.config, self.plan.sizes
         return (
             f"<Decoder of {c.layers} layers, hidden {c.hidden}, on {self.device.name}: "
-            f"{sizes.slots} slots of {sizes.context} positions>"
+            f"{sizes.sequences} sequences of {sizes.context} positions>"
         )
 
     # --- settings
     def set_sampling(
-        self, options: SamplingOptions, slot: int = 0, *, limit: int | None = None
+        self, options: SamplingOptions, sequence: int = 0, *, limit: int | None = None
     ) -> None:
-        """How the slot's next tokens are chosen; replays see it without a new capture.
+        """How the sequence's next tokens are chosen; replays see it without a new capture.
 
-        `limit`: the slot stops at the token that takes this position (counted from 0) or a later
-        one; the end of the context if None.  Raises InputError.
+        `limit`: the sequence stops at the token that takes this position (counted from 0) or a
+        later one; the end of the context if None.  Raises InputError.
         """
-        sequence = self._slots[slot]
+        one = self._sequences[sequence]
         if not isinstance(options, SamplingOptions):
             raise InputError(f"options is {quoted(options)}, must be SamplingOptions")
         context = self.plan.sizes.context
         last = context if limit is None else min(whole(limit, "limit", 0), context)
         self._begin("set_sampling")
-        sequence.limit = last
-        self._options[sequence.slot] = (
+        one.limit = last
+        self._options[one.index] = (
             options.temperature,
             options.top_p,
             options.seed,
             min(options.top_k, self.config.vocabulary),
-            sequence.limit,
+            one.limit,
             options.min_p,
             options.repetition_penalty,
         )
         self.plan.options.set(self._options, self.stream)
-        sequence.on_device = sequence.stopped = False
+        one.on_device = one.stopped = False
 
     def set_stop_tokens(self, tokens: Iterable[int]) -> None:
         """Which tokens end a sequence.
@@ -211,54 +215,55 @@ class Decoder(Closeable):
         stops[: len(wanted)] = wanted
         self.plan.stops.set(stops, self.stream)
         self.stop_tokens = wanted
-        for sequence in self._slots:
+        for sequence in self._sequences:
             sequence.on_device = sequence.stopped = False
 
     # --- sequences
-    def tokens(self, slot: int = 0) -> tuple[int, ...]:
-        """The slot's tokens: what was prefilled, and what was chosen after it."""
-        return tuple(self._slots[slot].tokens)
+    def tokens(self, sequence: int = 0) -> tuple[int, ...]:
+        """The sequence's tokens: what was prefilled, and what was chosen after it."""
+        return tuple(self._sequences[sequence].tokens)
 
-    def stopped(self, slot: int = 0) -> bool:
-        """Whether the slot's last token was an end token, or its limit or context is reached."""
-        return self._slots[slot].stopped
+    def stopped(self, sequence: int = 0) -> bool:
+        """Whether the sequence's last token was an end token, or its limit or context is
+        reached."""
+        return self._sequences[sequence].stopped
 
-    def reset(self, slot: int | None = None) -> None:
-        """Forgets a slot's tokens, or all slots'.  Nothing is written to the device."""
-        sequences = [*self._slots] if slot is None else [self._slots[slot]]
+    def reset(self, sequence: int | None = None) -> None:
+        """Forgets a sequence's tokens, or all sequences'.  Nothing is written to the device."""
+        forgotten = [*self._sequences] if sequence is None else [self._sequences[sequence]]
         self._end_run("reset")
-        for sequence in sequences:
-            sequence.truncate(0)
+        for one in forgotten:
+            one.truncate(0)
 
-    def truncate(self, count: int, slot: int = 0) -> None:
-        """Keeps the first `count` tokens of a slot; the last of them is decoded next.
+    def truncate(self, count: int, sequence: int = 0) -> None:
+        """Keeps the first `count` tokens of a sequence; the last of them is decoded next.
 
         Raises InputError if there are not so many.
         """
-        sequence = self._slots[slot]
+        one = self._sequences[sequence]
         self._end_run("truncate")
-        sequence.truncate(count)
+        one.truncate(count)
 
-    def keep_common(self, tokens: Iterable[int], slot: int = 0) -> int:
-        """Keeps of a slot's cache what `tokens` begin with, and returns how many tokens that are;
-        the rest of them, one at the least, is then for `prefill`.
+    def keep_common(self, tokens: Iterable[int], sequence: int = 0) -> int:
+        """Keeps of a sequence's cache what `tokens` begin with, and returns how many tokens that
+        are; the rest of them, one at the least, is then for `prefill`.
 
         Raises InputError for ids outside the vocabulary.
         """
-        sequence = self._slots[slot]
+        one = self._sequences[sequence]
         found = token_ids(tokens, self.config.vocabulary, "tokens")
         self._end_run("keep_common")
-        return sequence.keep_common(found)
+        return one.keep_common(found)
 
     # --- steps
     def prefill(
         self,
         tokens: Iterable[int],
-        slot: int = 0,
+        sequence: int = 0,
         *,
         progress: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Puts tokens behind what the slot's cache holds; the first token chosen after them.
+        """Puts tokens behind what the sequence's cache holds; the first token chosen after them.
 
         A token that was chosen before and never decoded is dropped: give it with `tokens` where it
         belongs there.  `progress` is called after each piece of the prompt that was launched, and
@@ -267,40 +272,40 @@ class Decoder(Closeable):
         Raises InputError for ids outside the vocabulary, no tokens, or more than the context has
         room for; ModelError if the logits hold NaN.
         """
-        sequence = self._slots[slot]
-        found = self._slots.prompt(tokens, sequence)
+        one = self._sequences[sequence]
+        found = self._sequences.prompt(tokens, one)
         self._begin("prefill")
-        del sequence.tokens[sequence.length :]
-        sequence.on_device = sequence.stopped = False
-        return self._stepper.prompt(sequence, found, progress)
+        del one.tokens[one.length :]
+        one.on_device = one.stopped = False
+        return self._stepper.prompt(one, found, progress)
 
-    def decode(self, slot: int = 0) -> int:
-        """One more token of a slot.
+    def decode(self, sequence: int = 0) -> int:
+        """One more token of a sequence.
 
         Raises InputError if it is empty or has stopped, ModelError if the logits hold NaN.
         """
-        return self.decode_batch((slot,))[0]
+        return self.decode_batch((sequence,))[0]
 
-    def decode_batch(self, slots: Iterable[int]) -> list[int]:
-        """One more token of each of several slots, in one step.  Raises as `decode`."""
-        sequences = self._slots.ready(slots)
+    def decode_batch(self, sequences: Iterable[int]) -> list[int]:
+        """One more token of each of several sequences, in one step.  Raises as `decode`."""
+        ready = self._sequences.ready(sequences)
         self._begin("decode")
-        return self._stepper.together(sequences, device_state=self.device_state)
+        return self._stepper.together(ready, device_state=self.device_state)
 
     def run(
         self,
-        slot: int = 0,
+        sequence: int = 0,
         *,
         count: int | None = None,
         tokens_per_launch: int = 1,
         ahead: int | None = None,
     ) -> TokenRun:
-        """An iterator over a slot's next tokens, with the device kept busy.
+        """An iterator over a sequence's next tokens, with the device kept busy.
 
-        Ends where the slot stops, or after `count` tokens.  `tokens_per_launch`: so many tokens
-        from one graph launch, by a loop on the device that ends where the slot stops; if it cannot
-        be made, one each, with the reason in the statistics.  `ahead`: launches under way besides
-        the one whose token is waited for (`models.run`); 2 if None, and tokens_per_launch *
+        Ends where the sequence stops, or after `count` tokens.  `tokens_per_launch`: so many tokens
+        from one graph launch, by a loop on the device that ends where the sequence stops; if it
+        cannot be made, one each, with the reason in the statistics.  `ahead`: launches under way
+        besides the one whose token is waited for (`models.run`); 2 if None, and tokens_per_launch *
         (ahead + 1) at most 256.  The tokens are those of `decode`, bit by bit.
 
         One run at a time: any other call that changes the decoder or runs a step (prefill, decode,
@@ -310,43 +315,43 @@ class Decoder(Closeable):
         Raises as `decode`, InputError for options that make no sense.
         """
         options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
-        sequences = self._slots.ready((slot,))
+        ready = self._sequences.ready((sequence,))
         self._begin("run")
-        run = TokenRun(self._stepper, sequences, options, device_state=self.device_state)
+        run = TokenRun(self._stepper, ready, options, device_state=self.device_state)
         self._run = run
         return run
 
     def run_batch(
         self,
-        slots: Iterable[int],
+        sequences: Iterable[int],
         *,
         count: int | None = None,
         tokens_per_launch: int = 1,
         ahead: int | None = None,
     ) -> BatchRun:
-        """As `run` for several slots in step: each item is {slot: token} of those that had not
-        stopped before, so the last ones have fewer slots.  Ends where all have stopped."""
+        """As `run` for several sequences in step: each item is {sequence: token} of those that had
+        not stopped before, so the last ones have fewer sequences.  Ends where all have stopped."""
         options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
-        sequences = self._slots.ready(slots)
+        ready = self._sequences.ready(sequences)
         self._begin("run_batch")
-        run = BatchRun(self._stepper, sequences, options, device_state=self.device_state)
+        run = BatchRun(self._stepper, ready, options, device_state=self.device_state)
         self._run = run
         return run
 
-    def logits(self, slot: int = 0) -> npt.NDArray[np.float32]:
-        """A copy of the slot's latest logits: float32, (vocabulary,).  Waits for the step.
+    def logits(self, sequence: int = 0) -> npt.NDArray[np.float32]:
+        """A copy of the sequence's latest logits: float32, (vocabulary,).  Waits for the step.
 
         Raises InputError if a run computed further than the tokens it handed out: the logits there
         are of a later token.
         """
-        sequence = self._slots[slot]
-        if sequence.ahead or (self._run is not None and self._run.is_ahead(sequence)):
+        one = self._sequences[sequence]
+        if one.ahead or (self._run is not None and self._run.is_ahead(one)):
             raise InputError(
-                f"the device is further in slot {slot} than the {len(sequence.tokens)} tokens "
+                f"the device is further in sequence {sequence} than the {len(one.tokens)} tokens "
                 "handed out, and so are its logits; truncate by one token and decode it again, or "
                 "run with ahead=0"
             )
-        return self.plan.buffers["logits"][sequence.slot].to_numpy(self.stream)
+        return self.plan.buffers["logits"][one.index].to_numpy(self.stream)
 
     def _begin(self, what: str) -> None:
         """Before every step and setting: a run under way ends."""
@@ -392,7 +397,7 @@ class Decoder(Closeable):
         """What was launched, how, why eagerly, and how long the phases took."""
         return DecoderStatistics.of(
             self._steps.statistics(),
-            self.cache.statistics(),
+            self.graph_cache.statistics(),
             self._phases,
             launches_per_token=self._steps.launches,
             weight_bytes=self.weights.nbytes,
@@ -417,6 +422,30 @@ class Decoder(Closeable):
         self._steps.close()
         self.plan.close()
         self.weights.close()
+
+
+def backend_for(
+    device: Device, *, library_rows: LibraryRows = "auto", threads: int | None = None
+) -> Backend:
+    """The backend for a device, by the kernels that it can run.
+
+    `library_rows`: see `LibraryRows`.  `threads`: of kernels that run on the CPU; see
+    `packed_kernels`.
+    Raises NotAvailableError where there are no kernels for it, InputError, SettingsError.
+    """
+    can = device.capabilities
+    if can.runs_host_functions:
+        from ostinato.models.host.backend import HostBackend
+
+        return HostBackend(device, threads=threads)
+    if can.compiles_cuda:
+        from ostinato.models.cuda.backend import CudaBackend
+
+        return CudaBackend(device, library_rows=library_rows)
+    raise NotAvailableError(
+        f"the decoder has no kernels in {can.source_language!r} yet, which {device.name} needs; "
+        'open_device("host") runs it on the CPU'
+    )
 
 
 def _stop_tokens(tokens: Iterable[int], config: LlamaConfig) -> tuple[int, ...]:

@@ -126,13 +126,13 @@ class DecoderStatistics:
     plan_bytes: int
     library: str
     steps: dict[str, StepStatistics]
-    cache: CacheStatistics
+    graph_cache: CacheStatistics
 
     @classmethod
     def of(
         cls,
         steps: Mapping[str, StepStatistics],
-        cache: CacheStatistics,
+        graph_cache: CacheStatistics,
         phases: Phases,
         *,
         launches_per_token: int,
@@ -171,7 +171,7 @@ class DecoderStatistics:
             plan_bytes=plan_bytes,
             library=library,
             steps=dict(steps),
-            cache=cache,
+            graph_cache=graph_cache,
         )
 
 

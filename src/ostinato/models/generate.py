@@ -53,7 +53,7 @@ class TextGenerator(Closeable):
         try:
             # The tokenizer is built while the weights are read: both take longer than the rest.
             loading: Future[Tokenizer] = Future()
-            # Not a pool's thread: nobody would be able to interrupt the wait for its end.
+            # Not a thread of a pool: Ctrl-C could not interrupt the wait for its end.
             threading.Thread(
                 target=_load_tokenizer, args=(checkpoint, loading), name="tokenizer", daemon=True
             ).start()

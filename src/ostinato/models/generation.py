@@ -171,7 +171,7 @@ class Generation:
             yield piece
         if over:
             return
-        # The next tokens are under way while the caller has a piece in its hands.
+        # The next tokens are computed while the caller works with this piece.
         with decoder.run(tokens_per_launch=self._per_launch) as tokens:
             for token in tokens:
                 piece, over = self._next(out, token)
@@ -191,7 +191,7 @@ class Generation:
         if over:
             full = len(self._prompt) + len(self._tokens) > decoder.plan.sizes.context
             length = "context" if full else "length"
-            # Set before the last piece: whoever takes it may not ask for another.
+            # Set before the last piece is given out: the caller may not ask for another.
             self._reason = "stop" if ended else length
             piece += out.finish()
         piece, stopped = self._stops.push(piece)

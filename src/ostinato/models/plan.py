@@ -1,8 +1,8 @@
 """Every buffer of a decoder, allocated once: addresses that never change, whatever the batch.
 
 One plan serves steps of 1 to `max_rows` rows: each works on the first rows of the same buffers.
-Logits, states, options and rings belong to *slots* and not to rows, so that a slot's logits are at
-the same place whether a batched step or a single one made them.
+Logits, states, options and rings belong to *sequences* and not to rows, so that a sequence's logits
+are at the same place whether a batched step or a single one made them.
 """
 
 from __future__ import annotations
@@ -34,23 +34,33 @@ __all__ = ["BufferPlan", "PlanSizes", "rope_table"]
 
 
 @dataclass(frozen=True, slots=True)
-class PlanSizes:
+class _Sizes:
+    rows: int
+    sequences: int
+    context: int
+    ring: int
+
+
+class PlanSizes(_Sizes):
     """How much the decoder can hold.
 
-    `rows`: most rows of one step.  `slots`: sequences.  `context`: positions of each.  `ring`:
-    tokens of each that the host may be behind.
+    `rows`: most rows of one step.  `sequences`: how many.  `context`: positions of each.  `ring`:
+    tokens of each that the host may be behind.  Raises InputError.
     """
 
-    rows: int = 64
-    slots: int = 1
-    context: int = 2048
-    ring: int = 256
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        for name in ("rows", "slots", "context", "ring"):
-            object.__setattr__(self, name, whole(getattr(self, name), name, 1))
-        if self.slots > self.rows:
-            raise InputError(f"{self.slots} slots cannot step together in {self.rows} rows")
+    def __init__(
+        self, rows: int = 64, sequences: int = 1, context: int = 2048, ring: int = 256
+    ) -> None:
+        super().__init__(
+            whole(rows, "rows", 1),
+            whole(sequences, "sequences", 1),
+            whole(context, "context", 1),
+            whole(ring, "ring", 1),
+        )
+        if self.sequences > self.rows:
+            raise InputError(f"{self.sequences} sequences cannot step together in {self.rows} rows")
 
     @property
     def buckets(self) -> PowersOfTwo:
@@ -61,7 +71,7 @@ class PlanSizes:
     def sampled_rows(self) -> int:
         """Most rows of a step in which every row may sample: those of a batch.  In larger ones, a
         prompt's pieces, only the last row may, so there padding comes before the piece."""
-        return max(SAMPLED_ROWS, self.buckets.bucket(self.slots))
+        return max(SAMPLED_ROWS, self.buckets.bucket(self.sequences))
 
     def piece_end(self, count: int) -> int:
         """Where a piece of `count` tokens ends in its step's rows, and how many these are."""
@@ -74,9 +84,10 @@ class BufferPlan:
     """The buffers by the names that the program uses.
 
     `rows`, `options` and `stops` are set by the host, each in one staged copy.  `ring` is pinned
-    memory that the device writes and the host reads.  `cache` is [layers, 2 (keys, values), slots,
-    kv_heads, context, head_size].  `history` is the token at each of its positions, [slots,
-    context], for the repetition penalty.  The rest is written and read on the device only.
+    memory that the device writes and the host reads.  `cache` is [layers, 2 (keys, values),
+    sequences, kv_heads, context, head_size].  `history` is the token at each of its positions,
+    [sequences, context], for the repetition penalty.  The rest is written and read on the device
+    only.
     `prepared`: the working memory is there.
     """
 
@@ -93,7 +104,7 @@ class BufferPlan:
 
     def __post_init__(self) -> None:
         sizes = self.sizes
-        self.scalars = {"slots": sizes.slots, "context": sizes.context, "ring": sizes.ring}
+        self.scalars = {"sequences": sizes.sequences, "context": sizes.context, "ring": sizes.ring}
 
     @classmethod
     def allocate(
@@ -108,9 +119,9 @@ class BufferPlan:
         """Allocates everything for the largest step.  Raises OutOfMemoryError, InputError.
 
         `workspace`: bytes that the kernels need beside the named buffers, `more`: shapes and dtypes
-        of buffers that only some kernels know (both from `Backend`).  All but the KV cache is zero
-        at first: counters in the workspace start from it, and no kernel meets what was never
-        written.  Of the cache only positions that were written are read.
+        of buffers that only some kernels know (both from `Backend`).  All but the KV cache is
+        filled with zeros: counters in the workspace start from zero, and kernels read whole
+        buffers.  Of the KV cache only positions that were written are read.
         """
         c, context = weights.config, device.context
         f32 = np.float32
@@ -122,25 +133,26 @@ class BufferPlan:
             "inner": device.zeros((sizes.rows, c.inner), f32),
             "workspace": device.zeros(-(-workspace // 4), f32),
             "cache": device.empty(
-                (c.layers, 2, sizes.slots, c.kv_heads, sizes.context, c.head_size), weights.dtype
+                (c.layers, 2, sizes.sequences, c.kv_heads, sizes.context, c.head_size),
+                weights.dtype,
             ),
             "rope": device.array(rope_table(c, sizes.context)),
-            "history": device.zeros((sizes.slots, sizes.context), np.int32),
-            "logits": device.zeros((sizes.slots, c.vocabulary), f32),
-            "adjusted": device.zeros((sizes.slots, c.vocabulary), f32),
+            "history": device.zeros((sizes.sequences, sizes.context), np.int32),
+            "logits": device.zeros((sizes.sequences, c.vocabulary), f32),
+            "adjusted": device.zeros((sizes.sequences, c.vocabulary), f32),
             "chosen": device.zeros(sizes.rows, np.int32),
-            "state": device.zeros((sizes.slots, STATE.itemsize // 4), np.int32),
+            "state": device.zeros((sizes.sequences, STATE.itemsize // 4), np.int32),
             "counter": device.zeros(1, np.int32),
             **{name: device.zeros(shape, kind) for name, (shape, kind) in (more or {}).items()},
         }
-        ring = device.pinned((sizes.slots, sizes.ring), RING)
+        ring = device.pinned((sizes.sequences, sizes.ring), RING)
         ring.array[...] = (0, -1)
         return cls(
             c,
             sizes,
             weights,
             DeviceArray(context, sizes.rows, ROW),
-            DeviceArray(context, sizes.slots, OPTIONS),
+            DeviceArray(context, sizes.sequences, OPTIONS),
             DeviceArray(context, STOP_TOKENS, np.int32),
             ring,
             buffers,

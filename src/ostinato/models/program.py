@@ -2,11 +2,11 @@
 
 A step works on *rows*.  A row is one token of one sequence:
 
-    {token, position, slot, flags}        four int32: `ROW`
+    {token, position, sequence, flags}        four int32: `ROW`
 
-`slot` says whose sequence it is (its place in the KV cache), `position` where in it.  Rows of one
-slot at rising positions are a piece of a prompt; rows of different slots are a batch.  Rows without
-`ACTIVE` pad a bucket: they write nothing that anybody reads.  Nothing but the number of rows is
+`sequence` says whose sequence it is (its place in the KV cache), `position` where in it.  Rows of
+one sequence at rising positions are a piece of a prompt; rows of different sequences are a batch.
+Rows without `ACTIVE` pad a bucket: nothing that they write is read.  Only the number of rows is
 frozen in a captured step: tokens, positions and lengths are read on the device, and they are
 advanced there too.
 
@@ -15,7 +15,7 @@ advanced there too.
     head  sample  advance                                 only in a step that samples
 
 Several steps can be one launch: a graph with a WHILE node whose body is a step and one kernel more,
-which counts down and looks whether any row of the step has a token to come.
+which counts down and checks whether any row of the step has not stopped.
 
     continue_loop (starts the count)   while: embed … advance  continue_loop (counts down)
 
@@ -46,7 +46,6 @@ __all__ = [
     "STOP_TOKENS",
     "Bound",
     "KernelCall",
-    "Work",
     "decode_program",
     "describe",
     "loop_call",
@@ -55,18 +54,19 @@ __all__ = [
 ACTIVE = 1
 """The row is computed; without it the row is padding, whatever else it holds."""
 SAMPLE = 2
-"""The row gets logits and a next token, and its slot's state is advanced."""
+"""The row gets logits and a next token, and its sequence's state is advanced."""
 FROM_STATE = 4
-"""Token and position are the slot's state, not the row's; and the row pads once that stopped."""
+"""Token and position are the sequence's state, not the row's; and the row pads once that
+stopped."""
 
 ROW = np.dtype(
-    [("token", np.int32), ("position", np.int32), ("slot", np.int32), ("flags", np.int32)]
+    [("token", np.int32), ("position", np.int32), ("sequence", np.int32), ("flags", np.int32)]
 )
 STATE = np.dtype(
     [("token", np.int32), ("position", np.int32), ("length", np.int32), ("stopped", np.int32)]
 )
-"""Of one slot, written by `advance`: the sampled token, the position it will take, the KV length
-once it is there (position + 1), and whether the sequence is at its end."""
+"""Of one sequence, written by `advance`: the sampled token, the position it will take, the KV
+length once it is there (position + 1), and whether the sequence is at its end."""
 OPTIONS = np.dtype(
     [
         ("temperature", np.float64),
@@ -78,16 +78,17 @@ OPTIONS = np.dtype(
         ("repetition_penalty", np.float64),
     ]
 )
-"""How a slot samples (see `sampling.SamplingOptions`).  `limit`: a token that would take this
-position or a later one stops the slot."""
+"""How a sequence samples (see `sampling.SamplingOptions`).  `limit`: a token that would take this
+position or a later one stops the sequence."""
 RING = np.dtype([("token", np.int32), ("tag", np.int32)])
-"""Where the host finds tokens: entry `position % size` of the slot's ring; `tag` is
+"""Where the host finds tokens: entry `position % size` of the sequence's ring; `tag` is
 2 * position + stopped, so that one 8-byte word says which token it is.  A negative tag is none yet;
 a negative token says that the logits held NaN."""
 
 SAMPLED_ROWS = 64
-"""A step of more rows is a piece of one slot's prompt: its active rows come last, at positions that
-rise by one, and only the last one may be SAMPLE.  See `PlanSizes` for where batches are larger."""
+"""A step of more rows is a piece of one sequence's prompt: its active rows come last, at positions
+that rise by one, and only the last one may be SAMPLE.  See `PlanSizes` for where batches are
+larger."""
 STOP_TOKENS = 16
 """How many end tokens the device holds; unused ones are -1."""
 
@@ -107,26 +108,16 @@ class Bound:
 
 
 Argument: TypeAlias = Bound | str | int | float
-"""A buffer, the name of a size that the step decides ("rows", "slots", "context", "ring") or of the
-loop's "condition", or a constant."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """How much a call computes, from which a backend takes its launch shape: `outputs` values for
-    each row, each from `inputs` values."""
-
-    outputs: int
-    inputs: int = 1
+"""A buffer, the name of a size that the step decides ("rows", "sequences", "context", "ring") or of
+the loop's "condition", or a constant."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One launch: the kernel's name, its arguments by parameter, and how much work it is."""
+    """One launch: the kernel's name, and its arguments by parameter."""
 
     kernel: str
     arguments: tuple[tuple[str, Argument], ...]
-    work: Work
 
     def __str__(self) -> str:
         return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in self.arguments)})"
@@ -153,19 +144,18 @@ def decode_program(
 def loop_call(start: int = 0) -> KernelCall:
     """The kernel that decides whether a loop goes on with another step.
 
-    With `start` it stands before the loop, which will then do so many steps at most; without, it
-    ends the loop's body.  The loop goes on only as long as a row that is FROM_STATE has not
-    stopped, so no step runs after all have.
+    With `start` it is launched before the loop, which then does `start` steps at most; without, it
+    is the last kernel of the loop's body.  The loop goes on only as long as a row that is
+    FROM_STATE has not stopped, so no step runs after all have.
     """
     return _call(
         "continue_loop",
-        Work(1),
         condition="condition",
         counter=Bound("counter"),
         rows=Bound("rows"),
         state=Bound("state"),
         row_count="rows",
-        slots="slots",
+        sequences="sequences",
         start=start,
     )
 
@@ -183,8 +173,8 @@ def describe(program: Sequence[KernelCall]) -> str:
     return "\n".join(lines)
 
 
-def _call(kernel: str, work: Work, **arguments: Argument) -> KernelCall:
-    return KernelCall(kernel, tuple(arguments.items()), work)
+def _call(kernel: str, **arguments: Argument) -> KernelCall:
+    return KernelCall(kernel, tuple(arguments.items()))
 
 
 class _Sizes:
@@ -197,7 +187,6 @@ class _Sizes:
         c = self.config
         return _call(
             "embed",
-            Work(c.hidden),
             rows=Bound("rows"),
             state=Bound("state"),
             live=Bound("live"),
@@ -207,7 +196,7 @@ class _Sizes:
             row_count="rows",
             hidden=c.hidden,
             vocabulary=c.vocabulary,
-            slots="slots",
+            sequences="sequences",
             context="context",
         )
 
@@ -220,7 +209,6 @@ class _Sizes:
         return (
             _call(
                 "norm_qkv_rope",
-                Work(c.query_size + 2 * c.kv_size, c.hidden),
                 live=live,
                 x=x,
                 norm=Bound("attn_norm", layer),
@@ -232,13 +220,12 @@ class _Sizes:
                 row_count="rows",
                 hidden=c.hidden,
                 **heads,
-                slots="slots",
+                sequences="sequences",
                 context="context",
                 epsilon=c.norm_epsilon,
             ),
             _call(
                 "attention",
-                Work(c.query_size),
                 live=live,
                 q=q,
                 cache=cache,
@@ -246,13 +233,12 @@ class _Sizes:
                 workspace=workspace,
                 row_count="rows",
                 **heads,
-                slots="slots",
+                sequences="sequences",
                 context="context",
                 scale=1.0 / math.sqrt(c.head_size),
             ),
             _call(
                 "output_residual",
-                Work(c.hidden, c.query_size),
                 live=live,
                 attended=attended,
                 weight=Bound("wo", layer),
@@ -264,7 +250,6 @@ class _Sizes:
             ),
             _call(
                 "norm_gate_up",
-                Work(2 * c.inner, c.hidden),
                 live=live,
                 x=x,
                 norm=Bound("mlp_norm", layer),
@@ -278,7 +263,6 @@ class _Sizes:
             ),
             _call(
                 "down_residual",
-                Work(c.hidden, c.inner),
                 live=live,
                 inner=inner,
                 weight=Bound("w_down", layer),
@@ -297,7 +281,6 @@ class _Sizes:
         return (
             _call(
                 "head",
-                Work(c.vocabulary, c.hidden),
                 live=live,
                 x=Bound("x", last=last),
                 norm=Bound("final_norm"),
@@ -311,7 +294,6 @@ class _Sizes:
             ),
             _call(
                 "sample",
-                Work(1, c.vocabulary),
                 live=live,
                 logits=logits,
                 options=Bound("options"),
@@ -324,7 +306,6 @@ class _Sizes:
             ),
             _call(
                 "advance",
-                Work(1),
                 live=live,
                 chosen=chosen,
                 options=Bound("options"),

@@ -7,8 +7,8 @@ A step advances the state on the device, so a launch needs nothing from the host
 only padding once all its rows have stopped, so one too many changes nothing.  Tokens come through
 the ring: no more than it holds are ever launched and not taken, so none is overwritten unread.
 
-What was launched and not taken is forgotten when a run ends.  Then the host says at the next step
-where the sequence is (`Sequence.on_device` is off), and everything behind is written again.
+What was launched and not taken is dropped when a run ends.  The next step then gets token and
+position from the host (`Sequence.on_device` is off), and overwrites what lies behind them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class RunOptions:
     ahead: int | None = None
 
     def checked(self, ring: int) -> RunOptions:
-        """With all numbers given.  Raises InputError if they make no sense or overrun the ring."""
+        """The same with every number filled in.  Raises InputError for numbers that make no sense
+        or need more entries than the ring has."""
         count = None if self.count is None else whole(self.count, "count", 1)
         tokens = whole(self.tokens_per_launch, "tokens_per_launch")
         if not 1 <= tokens <= ring:
@@ -69,7 +70,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """What makes `tokens` steps at a call; `most` calls, or any number."""
+    """`call` does `tokens` steps.  It may be called `most` times; None for no limit."""
 
     call: Callable[[], object]
     tokens: int
@@ -174,7 +175,7 @@ class Run(Closeable, Generic[T]):
         return None
 
     def _note(self, reason: str) -> None:
-        """Why the run goes another way than asked."""
+        """Counts why the run does not go as it was asked to."""
         self._stepper.phases.one_by_one[reason] += 1
 
     def _go_ahead(self, launches: _Launches) -> Generator[T, None, None]:
@@ -199,8 +200,8 @@ class Run(Closeable, Generic[T]):
             stepper.end_ahead(sequences, further=further)
 
     def _launch(self, launches: _Launches, room: int) -> None:
-        """Launches as long as it may: `ahead` launches more than is waited for, none that could
-        only find padding, no token more than wanted."""
+        """Launches until `ahead` launches are under way besides the one that is waited for, the
+        longest sequence is at its end, or all wanted tokens are launched."""
         tokens, most, left = launches.tokens, launches.most, self._left
         while (behind := self._launched - self._taken) <= self._ahead * tokens:
             if self._launched >= room or (left is not None and behind + tokens > left):
@@ -227,7 +228,7 @@ class TokenRun(Run[int]):
 
 
 class BatchRun(Run[dict[int, int]]):
-    """One token of each sequence that has not stopped, by slot, for each step."""
+    """One token of each sequence that has not stopped, by sequence, for each step."""
 
     def _item(self, sequences: list[Sequence], chosen: list[int]) -> dict[int, int]:
-        return {s.slot: token for s, token in zip(sequences, chosen, strict=True)}
+        return {s.index: token for s, token in zip(sequences, chosen, strict=True)}

@@ -27,7 +27,16 @@ _LEAST_PENALTY, _MOST_PENALTY = 0.01, 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingOptions:
+class _Sampling:
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    min_p: float
+    repetition_penalty: float
+
+
+class SamplingOptions(_Sampling):
     """How the next token is chosen.
 
     `temperature`: 0 is greedy, the likeliest token always.  `top_k`: only the k likeliest; 0 is
@@ -38,36 +47,41 @@ class SamplingOptions:
     prompt's too, as in transformers; 1.0 is off, 0.01 to 100 is allowed.  Raises InputError.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        temperature = number(self.temperature, "temperature")
+    def __init__(
+        self,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+    ) -> None:
+        temperature = number(temperature, "temperature")
         if temperature < 0:
             raise InputError(f"temperature is {temperature}, must be 0 (greedy) or more")
-        top_p = number(self.top_p, "top_p")
+        top_p = number(top_p, "top_p")
         if not 0 < top_p <= 1:
             raise InputError(f"top_p is {top_p}, must be above 0 and at most 1 (off)")
-        min_p = number(self.min_p, "min_p")
+        min_p = number(min_p, "min_p")
         if not 0 <= min_p <= 1:
             raise InputError(f"min_p is {min_p}, must be 0 (off) to 1")
-        penalty = number(self.repetition_penalty, "repetition_penalty")
+        penalty = number(repetition_penalty, "repetition_penalty")
         if not _LEAST_PENALTY <= penalty <= _MOST_PENALTY:
             raise InputError(
                 f"repetition_penalty is {penalty}, must be {_LEAST_PENALTY:g} to "
                 f"{_MOST_PENALTY:g}; 1 is off"
             )
         # Plain numbers from here on: arithmetic with NumPy's would wrap around.
-        object.__setattr__(self, "temperature", temperature)
-        object.__setattr__(self, "top_k", whole(self.top_k, "top_k", 0))
-        object.__setattr__(self, "top_p", top_p)
-        object.__setattr__(self, "seed", whole(self.seed, "seed", 0, (1 << 64) - 1))
-        object.__setattr__(self, "min_p", min_p)
-        object.__setattr__(self, "repetition_penalty", penalty)
+        super().__init__(
+            temperature,
+            whole(top_k, "top_k", 0),
+            top_p,
+            whole(seed, "seed", 0, (1 << 64) - 1),
+            min_p,
+            penalty,
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -148,8 +162,8 @@ def sample(
     scaled logit is at least log(min_p), rounded to float32; then the first of them, likeliest first
     and lower index first on ties, whose running sum exceeds `uniform(seed, position)` of theirs.
 
-    A NaN logit counts as minus infinity, so that an index always comes back: who must know that the
-    model broke looks for NaN in the logits, and says so.  If all are minus infinity it is 0; if one
+    A NaN logit counts as minus infinity, so that an index is always returned: the caller must look
+    for NaN in the logits to find a broken model.  If all are minus infinity it is 0; if one
     is plus infinity it is the first such.  Raises InputError for other shapes and bad options.
     """
     options = SamplingOptions(temperature, top_k, top_p, seed, min_p, repetition_penalty)

@@ -14,21 +14,21 @@ from ostinato.errors import InputError
 from ostinato.models.arguments import quoted, token_ids, whole
 from ostinato.models.program import ACTIVE, FROM_STATE, ROW, SAMPLE
 
-__all__ = ["Sequence", "Slots", "decode_rows", "prompt_rows"]
+__all__ = ["Sequence", "Sequences", "decode_rows", "prompt_rows"]
 
 
 @dataclass(slots=True)
 class Sequence:
-    """One slot's tokens.
+    """One sequence's tokens.  `index`: its place in the KV cache, counted from 0.
 
     The first `length` of `tokens` have their keys and values in the cache; one more, if there is
-    one, is the next to be decoded.  `on_device`: the slot's state on the device says the same.
+    one, is the next to be decoded.  `on_device`: the sequence's state on the device says the same.
     `ahead`: the device went on from there, so its logits are of a later token.
     `stopped`: at an end token, at its limit or at the end of the context.
     `limit`: the position that stops the sequence once a token takes it.
     """
 
-    slot: int
+    index: int
     tokens: list[int] = field(default_factory=list)
     length: int = 0
     on_device: bool = False
@@ -45,7 +45,7 @@ class Sequence:
     def next_token(self) -> int:
         """The token to decode.  Raises InputError if there is none yet."""
         if self.length >= len(self.tokens):
-            raise InputError(f"slot {self.slot} has no token to decode: prefill it first")
+            raise InputError(f"sequence {self.index} has no token to decode: prefill it first")
         return self.tokens[self.length]
 
     def keep_common(self, tokens: Items[int]) -> int:
@@ -63,50 +63,56 @@ class Sequence:
         count = whole(count, "count")
         if not 0 <= count <= len(self.tokens):
             raise InputError(
-                f"slot {self.slot} has {len(self.tokens)} tokens; {count} cannot be kept"
+                f"sequence {self.index} has {len(self.tokens)} tokens; {count} cannot be kept"
             )
         del self.tokens[count:]
         self.length = min(self.length, max(0, count - 1))
         self.on_device = self.stopped = False
 
 
-class Slots:
+class Sequences:
     """The sequences of a decoder, and what each of them can take next.
 
     `context`: positions of each; `vocabulary`: how many tokens there are.
     """
 
     def __init__(self, count: int, *, context: int, vocabulary: int) -> None:
-        self._sequences = tuple(Sequence(slot) for slot in range(count))
+        self._sequences = tuple(Sequence(index) for index in range(count))
         self._context = context
         self._vocabulary = vocabulary
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
-    def __getitem__(self, slot: int) -> Sequence:
-        """Raises InputError if there is no such slot."""
-        slot = whole(slot, "slot")
-        if not 0 <= slot < len(self._sequences):
-            raise InputError(f"slot {slot} of {len(self._sequences)}: there is no such slot")
-        return self._sequences[slot]
+    def __getitem__(self, sequence: int) -> Sequence:
+        """Raises InputError if there is no such sequence."""
+        if type(sequence) is not int:
+            sequence = whole(sequence, "sequence")
+        if not 0 <= sequence < len(self._sequences):
+            raise InputError(
+                f"sequence {sequence}: there is no such sequence; the decoder has "
+                f"{len(self._sequences)}, counted from 0"
+            )
+        return self._sequences[sequence]
 
-    def ready(self, slots: Iterable[int]) -> list[Sequence]:
-        """The sequences of slots that can step together.  Raises InputError."""
+    def ready(self, sequences: Iterable[int]) -> list[Sequence]:
+        """The sequences, if they can step together.  Raises InputError."""
         try:
-            sequences = [self[slot] for slot in slots]
+            found = [self[sequence] for sequence in sequences]
         except TypeError:
-            raise InputError(f"slots is {quoted(slots)}, must be a sequence of slots") from None
-        named = [sequence.slot for sequence in sequences]
+            raise InputError(
+                f"sequences is {quoted(sequences)}, must be a list of their numbers"
+            ) from None
+        named = [one.index for one in found]
         if not named or len(set(named)) != len(named):
-            raise InputError(f"slots {quoted(named)}: one or more are needed, each once")
-        for sequence in sequences:
-            if sequence.stopped:
-                raise InputError(f"slot {sequence.slot} has stopped; reset or truncate it")
-            if sequence.length >= self._context:
-                raise InputError(f"slot {sequence.slot} is at the end of its context")
-            _ = sequence.next_token  # there must be one
-        return sequences
+            raise InputError(f"sequences {quoted(named)}: one or more are needed, each once")
+        for one in found:
+            if one.stopped:
+                raise InputError(f"sequence {one.index} has stopped; reset or truncate it")
+            if one.length >= self._context:
+                raise InputError(f"sequence {one.index} is at the end of its context")
+            _ = one.next_token  # there must be one
+        return found
 
     def prompt(self, tokens: Iterable[int], sequence: Sequence) -> list[int]:
         """Tokens that fit behind what the cache holds of a sequence.  Raises InputError."""
@@ -116,15 +122,15 @@ class Slots:
         room = self._context - sequence.length
         if len(found) > room:
             raise InputError(
-                f"{len(found)} tokens do not fit: the context of slot {sequence.slot} has room "
-                f"for {room} more of {self._context} (max_context)"
+                f"{len(found)} tokens do not fit: the context of sequence {sequence.index} has "
+                f"room for {room} more of {self._context} (max_context)"
             )
         return found
 
 
 def prompt_rows(
     out: npt.NDArray[Any],
-    slot: int,
+    sequence: int,
     tokens: Items[int],
     position: int,
     *,
@@ -141,7 +147,7 @@ def prompt_rows(
     used = out[end - count : end]
     used["token"] = tokens
     used["position"] = np.arange(position, position + count)
-    used["slot"] = slot
+    used["sequence"] = sequence
     used["flags"] = ACTIVE
     if sample:
         used["flags"][-1] = ACTIVE | SAMPLE
@@ -155,7 +161,7 @@ def decode_rows(
     out[...] = np.zeros((), ROW)
     for index, sequence in enumerate(sequences):
         if device_state and sequence.on_device:
-            out[index] = (0, 0, sequence.slot, ACTIVE | SAMPLE | FROM_STATE)
+            out[index] = (0, 0, sequence.index, ACTIVE | SAMPLE | FROM_STATE)
         else:
-            out[index] = (sequence.next_token, sequence.length, sequence.slot, ACTIVE | SAMPLE)
+            out[index] = (sequence.next_token, sequence.length, sequence.index, ACTIVE | SAMPLE)
     return out

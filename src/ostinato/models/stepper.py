@@ -1,8 +1,13 @@
 """Runs steps for sequences: rows to the device, tokens back, and the host's view kept right.
 
-What the host knows of a sequence (`Sequence`) changes only once a token is in its hand.  So after
-an exception, or with a device that is further, the next step sends token and position again, and
-rewrites what lies behind them in the cache.
+What the host knows of a sequence (`Sequence`) changes only once it has a token of it.  So after an
+exception, or with a device that is further, the next step sends token and position again, and
+rewrites what lies behind them in the KV cache.
+
+Tokens come back through a pinned ring (`program.RING`).  An entry is one word of 8 bytes: the tag,
+which says whose token it is, above the token.  So a word is either of the position that the host
+waits for, or not there yet.  What an entry held before must not be of that position: `forget`
+clears it.
 """
 
 from __future__ import annotations
@@ -15,22 +20,89 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ostinato import Buffer, Stream
 from ostinato.errors import ModelError
 from ostinato.models.decoder_statistics import Phases
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import ROW
-from ostinato.models.ring import TokenRing
 from ostinato.models.sequences import Sequence, decode_rows, prompt_rows
-from ostinato.models.steps import DecoderSteps
+from ostinato.models.step_graphs import StepGraphs
 
-__all__ = ["Stepper"]
+__all__ = ["Stepper", "TokenRing"]
+
+# How long the host looks for a token before it waits in a way that leaves the processor to others.
+_SPIN_SECONDS = 0.002
+_PAUSE_SECONDS = (5e-5, 1e-3)  # between two looks: at first, and at most
+
+
+class TokenRing:
+    """Looks for the tokens of sequences.  `spins` as in `Backend`.
+
+    A token is named by its sequence and how far it is from there: `step` 1 is the one that takes
+    the position after the last in the cache.
+    """
+
+    def __init__(self, ring: Buffer, stream: Stream, *, spins: bool) -> None:
+        self._array = ring.array
+        self._words = [memoryview(row.view(np.int64)) for row in ring.array]
+        self.size: int = ring.shape[1]
+        """Tokens of a sequence that may be there and not yet taken."""
+        self._stream = stream
+        self._spins = spins
+
+    def forget(self, sequence: Sequence, step: int) -> None:
+        """Clears the entry that a token will take; no step that writes it may be under way."""
+        self._words[sequence.index][(sequence.length + step) % self.size] = -1
+
+    def forget_all(self, sequence: Sequence) -> None:
+        """Clears all entries of a sequence; no step of it may be under way."""
+        self._array[sequence.index]["tag"] = -1
+
+    def word(self, sequence: Sequence, step: int) -> tuple[int, bool]:
+        """(token, whether the sequence stopped there); the token is negative if the logits held
+        NaN.  Only once it is there."""
+        word = self._words[sequence.index][(sequence.length + step) % self.size]
+        token = word & 0xFFFFFFFF
+        return token if token < 1 << 31 else -1, bool(word >> 32 & 1)
+
+    def _missing(self, sequences: Items[Sequence], step: int) -> bool:
+        words, size = self._words, self.size
+        for sequence in sequences:
+            position = sequence.length + step
+            if words[sequence.index][position % size] >> 33 != position:
+                return True
+        return False
+
+    def wait(self, sequences: Items[Sequence], step: int, *, last: bool) -> None:
+        """Returns once the token of each is there.
+
+        A look at pinned memory is some microseconds faster than any wait.  After `_SPIN_SECONDS`
+        without an answer the stream is waited for if this is its `last` work, else asked now and
+        then.  Raises what that raises if the work failed.
+        """
+        missing = self._missing
+        if self._spins:
+            give_up = time.perf_counter() + _SPIN_SECONDS
+            while missing(sequences, step):
+                if time.perf_counter() > give_up:
+                    break
+            else:
+                return
+        if last:
+            self._stream.synchronize()
+        else:
+            pause, longest = _PAUSE_SECONDS
+            while missing(sequences, step) and not self._stream.done:
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+        assert not missing(sequences, step), "a step skipped a row that was active"
 
 
 class Stepper:
-    """Steps of one decoder.  Calls are not to overlap."""
+    """Steps of one decoder.  Calls must not overlap."""
 
     def __init__(
-        self, plan: BufferPlan, steps: DecoderSteps, ring: TokenRing, phases: Phases
+        self, plan: BufferPlan, steps: StepGraphs, ring: TokenRing, phases: Phases
     ) -> None:
         self.steps = steps
         self.ring = ring
@@ -48,7 +120,8 @@ class Stepper:
         tokens: Items[int],
         progress: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Puts tokens behind what the cache holds of a sequence, in pieces; the token after them.
+        """Puts tokens behind what the KV cache holds of a sequence, in pieces; returns the token
+        that is chosen after them.
 
         Raises ModelError if the logits hold NaN.
         """
@@ -59,7 +132,7 @@ class Stepper:
                 last = start + largest >= len(tokens)
                 end = self._plan.sizes.piece_end(len(piece))
                 rows = prompt_rows(
-                    self._rows, sequence.slot, piece, sequence.length, sample=last, end=end
+                    self._rows, sequence.index, piece, sequence.length, sample=last, end=end
                 )
                 self._set_rows(rows)
                 if last:
@@ -73,16 +146,21 @@ class Stepper:
         return chosen
 
     def together(self, sequences: list[Sequence], *, device_state: bool) -> list[int]:
-        """One more token of each, in one step that is waited for.
+        """Returns one more token of each, by one step; waits for it.
 
         Raises InputError if one has no token to go on from, ModelError if the logits hold NaN.
         """
-        with self.phases.measure("decode", len(sequences)):
+        phases, begin = self.phases, time.perf_counter()
+        try:
             self._set_rows(decode_rows(self._rows, sequences, device_state=device_state))
-            return self._sampled(sequences)
+            chosen = self._sampled(sequences)
+            phases.tokens["decode"] += len(chosen)
+            return chosen
+        finally:
+            phases.seconds["decode"] += time.perf_counter() - begin
 
     def _sampled(self, sequences: list[Sequence], piece: Items[int] = ()) -> list[int]:
-        """Runs a step that samples once for each sequence; what was chosen.
+        """Runs a step that samples once for each sequence; returns what was chosen.
 
         `piece`: the step is the end of this one sequence's prompt, else one token of each.
         """
@@ -103,13 +181,13 @@ class Stepper:
         return chosen
 
     def _take(self, sequences: list[Sequence], step: int, piece: Items[int] = ()) -> list[int]:
-        """What is in the ring becomes the sequences' own, of all or of none."""
+        """Takes the tokens from the ring into the sequences: all of them, or none."""
         words = [self.ring.word(sequence, step) for sequence in sequences]
         for sequence, (token, _) in zip(sequences, words, strict=True):
             if token < 0:
                 raise ModelError(
-                    f"slot {sequence.slot}, position {sequence.length + step}: the logits hold "
-                    "NaN, so no token can be chosen; the weights may be damaged"
+                    f"sequence {sequence.index}, position {sequence.length + step}: the logits "
+                    "hold NaN, so no token can be chosen; the weights may be damaged"
                 )
         for sequence, (token, stopped) in zip(sequences, words, strict=True):
             # By place: an interruption between these lines must not leave the token there twice.
@@ -143,7 +221,8 @@ class Stepper:
         return chosen
 
     def end_ahead(self, sequences: list[Sequence], *, further: bool) -> None:
-        """No more steps are launched.  `further`: there may be tokens that nobody took."""
+        """No more steps are launched.  `further`: the device may have computed tokens that were not
+        taken."""
         for sequence in sequences:
             if not sequence.stopped:
                 sequence.on_device, sequence.ahead = not further, further

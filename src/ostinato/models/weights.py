@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ _THREADS = 4
 
 _Matrix = TypeVar("_Matrix", npt.NDArray[Any], Buffer)
 
+Convert: TypeAlias = Callable[[Checkpoint, Iterable[tuple[str, Buffer]]], bool]
+"""`Backend.convert`."""
+
 
 @dataclass(slots=True, eq=False)
 class Weights:
@@ -59,12 +62,6 @@ class Weights:
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.tensors.values())
-
-    @property
-    def has_head(self) -> bool:
-        """Whether there is an output head: one of its own, or the tied embedding."""
-        name = "embed" if self.config.tied_embeddings else "head"
-        return name in self.tensors and not self.tensors[name].closed
 
     def buffer(self, name: str, layer: int | None = None) -> Buffer:
         """A tensor by its name in the program.  Raises ClosedError once it is gone."""
@@ -90,12 +87,14 @@ def load_weights(
     *,
     packed: bool = False,
     threads: int | None = None,
+    convert: Convert | None = None,
 ) -> Weights:
     """Reads every tensor of a checkpoint into device memory; it is there when this returns.
 
     `dtype`: of matrices, float32 or uint16 (the bits of bfloat16).  `packed`: matrices stay as the
     file has them, see `Weights`; only where device memory is the process's own.  `threads`: of the
-    conversion where the host does it; 4 if None, or as many as there are cores.
+    conversion where the host does it; 4 if None, or as many as there are cores.  `convert`: see
+    `Backend.convert`; without it, or if it returns False, the host converts.
     Raises ModelFormatError, OutOfMemoryError; nothing is left allocated then.
     """
     config = checkpoint.config
@@ -110,11 +109,9 @@ def load_weights(
             kind = weights.dtype if len(shape) == 2 else np.dtype(np.float32)
             weights.tensors[name] = device.empty(shape, kind)
         if device.capabilities.host_memory_is_device_memory:
-            parts = (_parts(config, name, b.array) for name, b in weights.tensors.items())
-            checkpoint.load(dict(itertools.chain.from_iterable(parts)), threads=workers)
-        elif device.capabilities.source_language == "cuda" and checkpoint.has_file:
-            _dequantise(device, checkpoint, weights)
-        else:
+            values = {name: buffer.array for name, buffer in _all_parts(weights)}
+            checkpoint.load(values, threads=workers)
+        elif convert is None or not convert(checkpoint, _all_parts(weights)):
             _upload(device, checkpoint, weights, workers)
     except BaseException:
         weights.close()
@@ -126,8 +123,8 @@ def load_weights(
 def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threads: int) -> None:
     """Rows as the file has them; as float32 where there is no file.
 
-    All in one piece of memory: the operating system has large pages for that, and a step that goes
-    through all weights spends a tenth of its time on finding small ones.
+    All of it is one allocation, for which the operating system uses large pages.  With small pages
+    a step, which reads all weights, takes a tenth longer.
     """
     config, end = weights.config, 0
     matrices: dict[str, PackedMatrix] = {}
@@ -161,19 +158,6 @@ def _packed_matrix(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) ->
     parts = _part_rows(checkpoint.config, name, shape[0])
     kinds = ((checkpoint.raw(p).type if checkpoint.has_file else "F32", rows) for p, rows in parts)
     return PackedMatrix(shape[1], tuple(PackedPart(kind, rows) for kind, rows in kinds))
-
-
-def _dequantise(device: Device, checkpoint: Checkpoint, weights: Weights) -> None:
-    """The file's bytes as they are, to be converted there."""
-    from ostinato.models.cuda.dequantise import dequantise_on_device, staged_bytes
-
-    staging = device.empty(staged_bytes(map(checkpoint.raw, checkpoint.tensor_names())))
-    with staging, device.create_stream() as stream:
-        for name, buffer in weights.tensors.items():
-            for part, out in _parts(weights.config, name, buffer):
-                raw, stored = checkpoint.raw(part), checkpoint.stored(part)
-                dequantise_on_device(device.modules, raw, stored, out, staging, stream)
-        stream.synchronize()
 
 
 def _upload(device: Device, checkpoint: Checkpoint, weights: Weights, threads: int) -> None:
@@ -243,6 +227,12 @@ def _part_rows(config: LlamaConfig, name: str, rows: int) -> Iterator[tuple[str,
         yield name, rows
     for part in _FUSED.get(last, ()):
         yield f"{layer}.{part}", sizes[part]
+
+
+def _all_parts(weights: Weights) -> Iterator[tuple[str, Buffer]]:
+    """Every canonical tensor with its place on the device."""
+    for name, buffer in weights.tensors.items():
+        yield from _parts(weights.config, name, buffer)
 
 
 def _parts(config: LlamaConfig, name: str, array: _Matrix) -> Iterator[tuple[str, _Matrix]]:

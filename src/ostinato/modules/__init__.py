@@ -5,12 +5,10 @@ memory, from disk, or compiled now.  Not here: launching (`ostinato.launch`), gr
 """
 
 from ostinato.modules.ahead import CompilerPool
-from ostinato.modules.cache import ModuleCache, PreloadItem
+from ostinato.modules.cache import CacheStatistics, ModuleCache, PreloadItem
 from ostinato.modules.disk import DiskStatistics, DiskStore, StoredKernel
 from ostinato.modules.kernel import Kernel, LoadedModule
-from ostinato.modules.options import CompileOptions
-from ostinato.modules.source import Source
-from ostinato.modules.statistics import CacheStatistics
+from ostinato.modules.source import CompileOptions, Source
 
 __all__ = [
     "CacheStatistics",

@@ -1,10 +1,10 @@
-"""Compiling many variants at once, in processes of their own.
+"""Compiling many variants at once, in worker processes.
 
-NVRTC compiles one program at a time however many threads ask it, so a sweep over hundreds of
-variants waits for one core.  Here workers compile into the disk store, where `get_or_compile` finds
-the code; what a worker cannot do is left to it, error messages included.
+NVRTC compiles one program at a time in a process, whatever the number of threads, so a sweep over
+hundreds of variants would use one core.  Workers compile into the disk store, where
+`get_or_compile` finds the code.  It compiles itself what a worker could not, and raises the error.
 
-    python -m ostinato.modules.ahead FOLDER    a worker: a job a line, answered by an empty line
+    python -m ostinato.modules.ahead FOLDER    a worker: reads a job a line, answers an empty line
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from ostinato.driver.closeable import Closeable
 from ostinato.errors import OstinatoError
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.disk import DiskStore
-from ostinato.modules.options import CompileOptions
-from ostinato.modules.source import Source
+from ostinato.modules.source import CompileOptions, Source
 
 __all__ = ["CompilerPool"]
 
@@ -37,10 +36,10 @@ Variant = tuple[Source, CompileOptions]
 class _Worker:
     process: subprocess.Popen[bytes]
     sent: set[Source] = field(default_factory=set)
-    """Sources that it has."""
+    """The sources that were sent to it."""
 
     def end(self) -> None:
-        self.process.kill()  # it holds nothing: files are renamed into place when they are whole
+        self.process.kill()  # loses nothing: files are renamed into place when they are whole
         for pipe in (self.process.stdin, self.process.stdout):
             with suppress(OSError):
                 assert pipe is not None
@@ -51,9 +50,9 @@ class _Worker:
 class CompilerPool(Closeable):
     """Worker processes that compile CUDA sources for a compute capability into a disk store.
 
-    `folder`: of the store, that of the settings if None.  `processes`: as many as there are cores,
-    16 at most, if None; they start with the first variants and end with `close()` or `with`.  Not
-    for several threads.
+    `folder`: the store's; that of the settings if None.  `processes`: the number of cores, 16 at
+    most, if None.  They start with the first variants and end with `close()` or `with`.  Only one
+    thread at a time may use a pool.
     """
 
     def __init__(
@@ -69,12 +68,16 @@ class CompilerPool(Closeable):
         self._workers: list[_Worker] = []
         self._closed = False
 
-    def compile(self, variants: Sequence[Variant]) -> int:
-        """Returns when all of these are in the store that can be; how many were not before.
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<CompilerPool of {self.processes} processes, {len(self._workers)} started{state}>"
 
-        Only macros and the architecture are handed on; variants with other options are left alone.
-        Never raises for what does not compile, nor for workers that cannot be started or die:
-        what is missing is compiled, and said, when it is asked for.  An interrupt
+    def compile(self, variants: Sequence[Variant]) -> int:
+        """Compiles the variants that are not in the store; returns how many those were.
+
+        Skips variants with other options than macros and the architecture.  Never raises for a
+        variant that does not compile, nor for workers that cannot be started or die:
+        `get_or_compile` compiles what is missing, and raises the error.  An interrupt
         (KeyboardInterrupt) ends the workers; the next call starts others.
         """
         wanted: queue.SimpleQueue[Variant] = queue.SimpleQueue()
@@ -100,7 +103,7 @@ class CompilerPool(Closeable):
                 for thread in threads:
                     thread.join()
             except BaseException:
-                self._end()  # with them their threads, which must not meet those of another call
+                self._end()  # this ends their threads too, before another call starts some
                 raise
         return count
 
@@ -111,7 +114,7 @@ class CompilerPool(Closeable):
                 self._workers.remove(worker)
                 worker.end()
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        # -P: they import what this process does, and no files of the folder it happens to be in.
+        # -P: they import what this process imports, and no file of the current folder.
         module = ["-m", "ostinato.modules.ahead"]
         command = [sys.executable, "-P", *module, str(self._store.folder)]
         with suppress(OSError):

@@ -1,19 +1,24 @@
-"""Compiled once, loaded once: sources in, loaded kernels out.
+"""`ModuleCache`: every source is compiled once and loaded once.
 
-    get_or_compile ──> fast: what the caller gave         (a dictionary, no lock)
+    get_or_compile ──> fast: the caller's arguments       (a dictionary, no lock)
                   └──> key: digest of source and options  (no file is read)
                         └──> memory: loaded modules       (one lock, held for look-ups only)
                               └──> one maker a key:  disk ──> compiler ──> load
 
-Code that header files had a part in is looked up with them: memory and disk answer only while they
-are as they were (`inputs`).  Threads that ask for a key under way wait for who makes it; other keys
-are not held up.  A cache belongs to one device, so a kernel of one device is never handed to
-another; files on disk are shared by devices of one architecture.
+Code that was compiled with header files is used again only while those are unchanged (`headers`).
+A thread that needs a key which another thread is making waits for it; other keys do not wait.  A
+cache belongs to one device, so a kernel of one device is never given to another; devices of one
+architecture share the files on disk.
 
-States of a key: unknown -> being made -> loaded (-> let go -> unknown), or -> failed.  A failed
-compilation that no file had a part in is remembered for the process and never written to disk;
-other failures (no memory, no compiler, a capture under way) are not remembered: the next caller
-tries again.  An interrupt (KeyboardInterrupt) leaves a key unknown.
+States of a key: unknown -> being made -> loaded (-> evicted -> unknown), or -> failed.  A failed
+compilation that read no file is remembered in the process, and never written to disk.  Other
+failures (no memory, no compiler, a capture under way) are not remembered: the next caller tries
+again.  An interrupt (KeyboardInterrupt) leaves a key unknown.
+
+The memory store bounds the loaded modules by count and bytes.  It evicts the least recently used
+ones that nothing else holds: no kernel that was given out, and so no graph that keeps such a
+kernel.  To find out, it drops its own references and looks whether the module is still there.
+Evicting does not unload: the module's finaliser retires it.
 """
 
 from __future__ import annotations
@@ -22,12 +27,13 @@ import itertools
 import logging
 import os
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
-from weakref import WeakValueDictionary
 
 from ostinato.driver.api import Image
 from ostinato.driver.closeable import Closeable
@@ -49,18 +55,16 @@ from ostinato.modules.compiler import (
     Compiled,
     Failure,
     Plan,
+    Question,
+    ask,
     confirmed,
     is_current,
     try_plan,
 )
-from ostinato.modules.disk import DiskStore
-from ostinato.modules.inputs import Inputs
+from ostinato.modules.disk import DiskStatistics, DiskStore
+from ostinato.modules.headers import Inputs
 from ostinato.modules.kernel import Kernel, LoadedModule
-from ostinato.modules.options import CompileOptions, as_options
-from ostinato.modules.question import Question, ask
-from ostinato.modules.source import Source, as_source
-from ostinato.modules.statistics import CacheStatistics
-from ostinato.modules.store import MemoryStore, Stored
+from ostinato.modules.source import CompileOptions, Source, as_options, as_source
 
 __all__ = ["CacheStatistics", "ModuleCache", "PreloadItem"]
 
@@ -72,7 +76,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_FAILURES = 256
 
-# Statuses with which a driver says that the code, and not the machine, is wrong.
+# Statuses that blame the code, and not the machine.
 _BAD_CODE = frozenset(
     {
         Status.INVALID_IMAGE,
@@ -85,14 +89,14 @@ _BAD_CODE = frozenset(
 
 
 class _OtherCompilerError(Exception):
-    """The compiler is another than the one that the key was made for."""
+    """The key was made for another compiler than the one that was loaded."""
 
 
 class _Maker:
     """Held by the thread that makes a module, and by those that wait for it.
 
-    A lock that `with` takes is let go of however the making ends; there is no state beside it that
-    an interrupt could leave wrong.  Reentrant: the garbage collector may run a finaliser that asks.
+    There is no other state, which an interrupt could leave wrong: `with` releases the lock however
+    the making ends.  Reentrant: the garbage collector may run a finaliser that gets a kernel.
     """
 
     __slots__ = ("__weakref__", "lock")
@@ -101,13 +105,35 @@ class _Maker:
         self.lock = new_lock()
 
 
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What a module cache did since it was made.
+
+    Calls by outcome: `hits` found the kernel in memory, `waits` waited for another thread's
+    compilation, `known_failures` raised a remembered CompileError.  `nbytes`: code and source text
+    that the cache holds.
+    """
+
+    modules: int
+    nbytes: int
+    hits: int
+    misses: int
+    waits: int
+    compiles: int
+    compile_seconds: float
+    failures: int
+    known_failures: int
+    evictions: int
+    disk: DiskStatistics | None
+
+
 class ModuleCache(Closeable):
     """The kernels of one device: `device.modules`.
 
     `disk`: a store, a folder, True for the folder of the settings, False for none.  `max_modules`
-    and `max_bytes` bound what is kept loaded; modules in use do not count as removable, so the
-    bounds can be exceeded by them.  Thread-safe.  `close()` or `with` lets go of everything;
-    kernels handed out stay good.
+    and `max_bytes` bound the modules that are kept loaded; those in use are never evicted, and may
+    exceed the bounds.  Thread-safe.  `close()` or the end of `with` evicts everything; kernels that
+    were given out stay valid.
     """
 
     def __init__(
@@ -128,18 +154,22 @@ class ModuleCache(Closeable):
             self.disk = DiskStore(None if disk is True else disk)
         self._store = MemoryStore(max_modules, max_bytes)
         self._fast = self._store.fast
-        # Reentrant: the garbage collector may run anyone's finaliser inside, also one that asks us.
+        # Reentrant: the garbage collector may run a finaliser inside that calls this cache.
         self._lock = new_lock()
-        self._makers: WeakValueDictionary[bytes, _Maker] = WeakValueDictionary()
+        self._makers: weakref.WeakValueDictionary[bytes, _Maker] = weakref.WeakValueDictionary()
         self._failed: OrderedDict[bytes, Failure] = OrderedDict()
-        # Numbers every memory hit: the time of last use, and the count of hits, in one call that
-        # needs no lock.
+        # Counts hits, and its numbers are the times of last use: one call without a lock.
         self._clock = itertools.count(1)
         self._not_hits = 0
         self._misses = self._waits = self._compiles = 0
         self._compile_seconds = 0.0
         self._known_failures = self._failures = 0
         self._closed = False
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        kept = f"{len(self._store)} modules, {self._store.nbytes} bytes"
+        return f"<ModuleCache {kept} on {self.context.driver.name}{state}>"
 
     def get_or_compile(
         self,
@@ -152,12 +182,12 @@ class ModuleCache(Closeable):
         """The loaded kernel `name` of `source`, compiled and loaded if it is not yet.
 
         `source` is a Source, CUDA C++ text, or a host kernel.  `name` is the entry's symbol, its
-        plain C++ name, or a C++ name expression ("scale<float>").  `signature` wins over the
-        source's own.  Headers on disk, apart from the toolkit's, are looked at again in each call.
+        plain C++ name, or a C++ name expression ("scale<float>").  `signature` takes
+        precedence over the source's own.  Each call checks headers on disk, except the toolkit's.
 
-        Raises CompileError with the compiler's log, InputError for a name that is not there (lists
-        those that are), NotAvailableError for a source without this device's language, NoCudaError
-        without a compiler, CaptureBrokenError if the capture under way forbids to load it now.
+        Raises CompileError with the compiler's log, InputError for an unknown name (lists those
+        there are), NotAvailableError for a source without this device's language, NoCudaError
+        without a compiler, CaptureBrokenError if a capture under way forbids to load it now.
         """
         try:
             kernel = self._fast[source, name, options, signature]
@@ -172,10 +202,10 @@ class ModuleCache(Closeable):
         *,
         options: CompileOptions | Sequence[str] = (),
     ) -> tuple[Kernel, ...]:
-        """Compiles, loads and keeps ready all of `items`, so that no capture loads anything.
+        """Compiles and loads all of `items`, so that no capture loads anything.
 
         Items are (source, name), (source, [names]) or kernels.  Several sources compile at once.
-        Keep the result as long as captures may use it: what nobody holds may be let go.
+        Keep the result as long as captures may use it: a kernel that nothing holds may be evicted.
         Raises what `get_or_compile` raises, for the first item that fails.
         """
         wanted: list[tuple[AnySource, str]] = []
@@ -222,7 +252,7 @@ class ModuleCache(Closeable):
             )
 
     def close(self) -> None:
-        """Lets go of all modules; those still used by kernels and graphs stay.  Idempotent."""
+        """Evicts all modules; those that kernels and graphs still use stay loaded.  Idempotent."""
         with self._lock:
             self._closed = True
             self._store.clear()
@@ -249,7 +279,7 @@ class ModuleCache(Closeable):
         try:
             stored = self._stored(asked, name)
         except _OtherCompilerError:
-            # It is loaded now, and tells what it is.
+            # The compiler is loaded now, so its identity is certain.
             asked = ask(self.context.driver, known, name, chosen)
             stored = self._stored(asked, name)
         module = stored.module
@@ -267,7 +297,7 @@ class ModuleCache(Closeable):
         return kernel
 
     def _stored(self, asked: Question, name: str) -> Stored:
-        """The module of a key, made by this thread or by the one that is at it."""
+        """The module of a key, which this thread or another one makes if it is not loaded."""
         stored = self._in_memory(asked.key)
         if stored is not None:
             stored.module.last_use = next(self._clock)
@@ -289,11 +319,11 @@ class ModuleCache(Closeable):
                         stored.module.last_use = next(self._clock)
                         self._not_hits += 1
                         self._store.add(asked.key, stored)
-        self.context.collect()  # what the store let go of
+        self.context.collect()  # unloads what the store evicted
         return stored
 
     def _in_memory(self, key: bytes) -> Stored | None:
-        """What is loaded, if its headers are as they were.  Raises a remembered CompileError."""
+        """The loaded module, if its headers are unchanged.  Raises a remembered CompileError."""
         with self._lock:
             stored = self._store.get(key)
             failure = self._failed.get(key)
@@ -319,7 +349,7 @@ class ModuleCache(Closeable):
             except DriverError as error:
                 if error.status not in _BAD_CODE:
                     raise
-                # Whole and ours, and yet not loadable: made for another machine's driver.
+                # The file is sound but does not load: it was made for another machine's driver.
                 disk.reject(plan.key, f"the driver refuses it ({error})")
         if confirmed(plan) is not plan:
             raise _OtherCompilerError
@@ -369,10 +399,9 @@ class ModuleCache(Closeable):
         return Stored(module, compiled.inputs, module.nbytes + source.nbytes)
 
     def _loading(self, name: str, call: Callable[[], T]) -> T:
-        """Makes a call that loads code; says "preload" if a capture is under way.
+        """Makes a call that loads code; warns, or raises CaptureBrokenError, during a capture.
 
-        Some drivers refuse it and break the capture; 580 was seen to allow it.  Where it is
-        allowed a warning is all, since the same code fails elsewhere.
+        Some drivers refuse to load then, and break the capture; 580 was seen to allow it.
         """
         try:
             loaded = call()
@@ -400,3 +429,117 @@ def _hashable(value: Hashable) -> bool:
     except TypeError:
         return False
     return True
+
+
+# ---------------------------------------------------------------------------------- loaded modules
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """A loaded module, its kernels, and the header files that its code was made of.
+
+    `nbytes`: code and remembered source text.
+    """
+
+    module: LoadedModule
+    inputs: Inputs
+    nbytes: int
+    kernels: dict[tuple[str, Signature | None], Kernel] = field(default_factory=dict)
+    fast_keys: list[Hashable] = field(default_factory=list)
+
+
+class MemoryStore:
+    """Loaded modules by key.  Modules in use may exceed the bounds.
+
+    It has no lock: `ModuleCache` calls it under its own, except for `fast`, which it reads without.
+    """
+
+    def __init__(self, max_modules: int, max_bytes: int) -> None:
+        self.max_modules = max_modules
+        self.max_bytes = max_bytes
+        self.fast: dict[Hashable, Kernel] = {}
+        """The arguments of `get_or_compile` to the kernel."""
+        self.evictions = 0
+        self._entries: dict[bytes, Stored] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        # Added up each time: after an interrupt, a sum that is kept could be wrong for ever.
+        return sum(entry.nbytes for entry in self._entries.values())
+
+    def get(self, key: bytes) -> Stored | None:
+        return self._entries.get(key)
+
+    def kernel(self, key: bytes, name: str, signature: Signature | None) -> Kernel | None:
+        entry = self._entries.get(key)
+        return None if entry is None else entry.kernels.get((name, signature))
+
+    def add(self, key: bytes, entry: Stored) -> None:
+        """Stores a module, in place of an older one; evicts others until the bounds hold."""
+        older = self._entries.get(key)
+        for fast_key in () if older is None else older.fast_keys:
+            self.fast.pop(fast_key, None)
+        self._entries[key] = entry
+        self.shrink(keep=key)
+
+    def add_kernel(
+        self, key: bytes, name: str, signature: Signature | None, kernel: Kernel
+    ) -> Kernel:
+        """Remembers a kernel of a stored module; returns an older one if there is one."""
+        entry = self._entries.get(key)
+        if entry is None or entry.module is not kernel.module:
+            return kernel
+        return entry.kernels.setdefault((name, signature), kernel)
+
+    def add_fast(self, key: bytes, fast_key: Hashable, kernel: Kernel, text_bytes: int) -> None:
+        """Remembers a caller's arguments; they hold `text_bytes` bytes of source text."""
+        entry = self._entries.get(key)
+        if entry is None or entry.module is not kernel.module or fast_key in self.fast:
+            return
+        self.fast[fast_key] = kernel
+        entry.fast_keys.append(fast_key)
+        entry.nbytes += text_bytes
+
+    def shrink(self, keep: bytes | None = None) -> None:
+        """Evicts the least recently used modules that nothing uses, until the bounds hold."""
+        if not self._over():
+            return
+        for key in sorted(self._entries, key=lambda k: self._entries[k].module.last_use):
+            if key != keep and key in self._entries and self._evict(key):
+                self.evictions += 1
+                if not self._over():
+                    return
+
+    def _over(self) -> bool:
+        return len(self._entries) > self.max_modules or self.nbytes > self.max_bytes
+
+    def _evict(self, key: bytes) -> bool:
+        """Evicts an entry; returns False, and puts it back, if something else holds its module."""
+        entry = self._entries[key]
+        fast = {k: weakref.ref(self.fast.pop(k)) for k in entry.fast_keys if k in self.fast}
+        kernels = {k: weakref.ref(kernel) for k, kernel in entry.kernels.items()}
+        inputs, nbytes, watched = entry.inputs, entry.nbytes, weakref.ref(entry.module)
+        entry.kernels.clear()
+        del entry, self._entries[key]  # the last of our own references
+        module = watched()
+        if module is None:
+            return True
+        entry = self._entries[key] = Stored(module, inputs, nbytes)
+        for name, reference in kernels.items():
+            kernel = reference()
+            if kernel is not None:
+                entry.kernels[name] = kernel
+        for fast_key, reference in fast.items():
+            kernel = reference()
+            if kernel is not None:
+                self.fast[fast_key] = kernel
+                entry.fast_keys.append(fast_key)
+        return False
+
+    def clear(self) -> None:
+        """Evicts everything; modules that something else holds stay loaded."""
+        self.fast.clear()
+        self._entries.clear()

@@ -1,19 +1,19 @@
-"""CUDA C++ to code for one architecture, with NVRTC; the only file of `modules` that knows `cuda`.
+"""CUDA C++ to code for one architecture, with NVRTC.
 
-NVRTC is called directly and not through cuda.core's Program, which has no way to give headers from
-memory, and whose program object wants a device for its default architecture.
+NVRTC is called directly, not through cuda.core's Program: that takes no headers from memory, and
+needs a device for its default architecture.
 
-A compilation has two steps, so that the key is known before anything is compiled, and before the
-compiler is even loaded:
+A compilation has two steps, so that the key is known before the compiler is loaded:
 
+    ask(driver, source, name, options) -> Question               the key of what a driver runs
     plan_compilation(source, options, …) -> Plan                 makes the key; reads no file
     try_plan(plan) -> Compiled, with its `inputs`, or Failure    loads the compiler and runs it
 
-The key covers all but the header files.  Which those are only the compiler can tell, so they are
-kept with the code (`inputs`), and `is_current` says whether they are as they were.
+The key covers everything but the header files.  Only the compiler knows which those are, so they
+are kept with the code (`headers`), and `is_current` tells whether they are unchanged.
 
-A plan is made for the compiler that is expected (`nvrtc_file`); `confirmed` says, once there is
-something to compile, whether it was that one, and else plans again.
+A plan is made for the compiler that is expected (`nvrtc`).  When something must be compiled,
+`confirmed` loads the compiler, and plans again if it is another one.
 """
 
 from __future__ import annotations
@@ -26,24 +26,27 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ostinato.errors import CompileError, InputError
-from ostinato.modules.inputs import Inputs, Observation, observe
-from ostinato.modules.keys import SCHEMA, digest_of
-from ostinato.modules.nvrtc import Answer, Nvrtc, Toolchain
-from ostinato.modules.options import (
+from ostinato.driver.api import Driver
+from ostinato.errors import CompileError, InputError, NotAvailableError
+from ostinato.modules.headers import Inputs, Observation, Toolkit, bundled_headers, observe
+from ostinato.modules.nvrtc import Answer, Nvrtc, Toolchain, installed_headers
+from ostinato.modules.source import (
+    SCHEMA,
     CompileOptions,
+    Source,
+    digest_of,
     flags_of,
     include_dirs,
     pre_includes,
     reads_files,
 )
-from ostinato.modules.source import Source
-from ostinato.modules.toolkit import Toolkit, bundled_headers
 
 __all__ = [
     "Compiled",
     "Failure",
     "Plan",
+    "Question",
+    "ask",
     "check_ptx",
     "compile_plan",
     "compiler_identity",
@@ -66,16 +69,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_$][\w$]*\Z")
 _ERROR_LINE = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error", re.M)
 
 
-def _load_with_pathfinder() -> str | None:
-    try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib
-    except ImportError:
-        return None
-    path: str | None = load_nvidia_dynamic_lib("nvrtc").abs_path
-    return path
-
-
-toolchain = Toolchain(_load_with_pathfinder)
+toolchain = Toolchain()
 """The compiler of this process."""
 
 
@@ -87,24 +81,24 @@ class Plan:
     options: CompileOptions
     capability: tuple[int, int]
     flags: tuple[str, ...]
-    """All but the architecture and the toolkit's folders."""
+    """The compiler's flags without the architecture and the toolkit's folders."""
     words: tuple[str, ...]
-    """The flags, and what the environment adds to them."""
+    """The flags, and those that the environment adds."""
     expressions: tuple[str, ...]
     compiler: str
     """The identity of the compiler that this was planned for."""
     key: bytes = field(repr=False)
     unknown: str | None = None
-    """Why nobody can tell what the compiler reads, if it is so by its flags alone."""
+    """Why it cannot be known what files the compiler reads, if the flags make it so; else None."""
 
     @property
     def storable(self) -> bool:
-        """Whether code may be kept on disk: compiled code need not be."""
+        """Whether the code may be kept on disk; a source that is compiled already need not be."""
         return self.source.kind == "cuda" and self.unknown is None
 
     @property
     def arch(self) -> str:
-        """What it is compiled for, which the loaded compiler decides; "" for compiled code."""
+        """The architecture, for which the compiler is loaded; "" for a source that is compiled."""
         return target_arch(self.capability, self.options) if self.source.kind == "cuda" else ""
 
 
@@ -112,8 +106,8 @@ class Plan:
 class Compiled:
     """Code for `Image(kind, data)`.
 
-    `log` is what the compiler said (warnings); `lowered` gives the entry name for each C++ name
-    expression that was asked for; `inputs` are the header files it is made of.
+    `log` has the compiler's warnings; `lowered` gives the entry name for each C++ name expression
+    of the plan; `inputs` are the header files that were read.
     """
 
     kind: str
@@ -125,9 +119,9 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A CompileError to raise, also again: the error itself would keep its first caller's frames.
+    """A CompileError that can be raised again: an error object would keep its caller's frames.
 
-    `lasting`: no file had a part in it, so the same question fails again.
+    `lasting`: no file was read, so that the same compilation fails again.
     """
 
     message: str
@@ -139,12 +133,12 @@ class Failure:
 
 
 def compiler_identity() -> str:
-    """Which compiler it is, part of every key.  Raises NoCudaError without one."""
+    """The identity of the compiler, part of every key.  Raises NoCudaError without one."""
     return toolchain.file().identity
 
 
 def target_arch(capability: tuple[int, int], options: CompileOptions) -> str:
-    """What to compile for: the device's own architecture, or PTX where the compiler is older.
+    """What to compile for: the device's own architecture, or PTX if the compiler is older.
 
     Raises InputError if the device is older than anything the compiler knows, NoCudaError.
     """
@@ -172,22 +166,8 @@ def _toolkit(library: Nvrtc) -> Toolkit | None:
     own = bundled_headers(library, unpack=True)
     if own is not None:
         return own
-    root = _installed_toolkit(library.file.identity)
+    root = installed_headers()
     return None if root is None else Toolkit(root)
-
-
-@functools.cache
-def _installed_toolkit(_compiler: str) -> str | None:
-    try:
-        from cuda.pathfinder import find_nvidia_header_directory
-
-        for library in ("cudart", "nvrtc"):
-            found = find_nvidia_header_directory(library)
-            if found:
-                return os.path.normpath(str(found))
-    except Exception:
-        return None
-    return None
 
 
 # ----------------------------------------------------------------------------------------- planning
@@ -199,7 +179,7 @@ def plan_compilation(
     capability: tuple[int, int],
     expressions: Sequence[str] = (),
 ) -> Plan:
-    """What a compilation depends on, apart from header files.  Reads and compiles nothing.
+    """Everything that a compilation depends on but header files.  Reads and compiles nothing.
 
     `expressions` are names of C++ entries ("scale<float>") whose entry names are wanted.
     Raises InputError, NoCudaError, CompileError (bad PTX).
@@ -251,6 +231,49 @@ def plan_compilation(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a module cache is asked for, with its key.  `plan` is None for host functions."""
+
+    source: Source
+    key: bytes
+    plan: Plan | None
+
+
+def ask(driver: Driver, source: Source, name: str, options: CompileOptions) -> Question:
+    """The key of a source on a driver, from what the driver can run.
+
+    Raises NotAvailableError for a source without this device's language, and what
+    `plan_compilation` raises.
+    """
+    capabilities = driver.capabilities
+    if capabilities.runs_host_functions:
+        if not source.host:
+            raise NotAvailableError(
+                f"{driver.name} runs host functions and {source.name!r} has none: give it "
+                f"host kernels (Source(…, host=[{name}])), or open a CUDA device"
+            )
+        # By identity: the functions live as long as the module, so an id is not used again.
+        functions = sorted(source.host.items())
+        parts: list[str | bytes | int | None] = [SCHEMA, "host", source.name]
+        for entry, function in functions:
+            parts += [entry, id(function)]
+        return Question(source, digest_of(parts), None)
+    if not source.has_device_code:
+        raise NotAvailableError(
+            f"{driver.name} runs compiled code and {source.name!r} has host functions alone: "
+            "give it CUDA C++ too (Source(cuda=…)), or open the host device"
+        )
+    if source.kind != "cuda" and source.kind not in capabilities.image_kinds:
+        raise NotAvailableError(
+            f"{driver.name} does not load {source.kind}; it takes "
+            f"{', '.join(sorted(capabilities.image_kinds))}"
+        )
+    expressions = (name,) if source.kind == "cuda" and is_expression(name) else ()
+    plan = plan_compilation(source, options, driver.properties.compute_capability, expressions)
+    return Question(source, plan.key, plan)
+
+
 def is_expression(name: str) -> bool:
     """Whether an entry is named in C++ ("scale<float>", "ns::scale") and not by its symbol."""
     return not _PLAIN_NAME.match(name)
@@ -279,7 +302,7 @@ def check_ptx(data: bytes, name: str) -> None:
 
 
 def confirmed(plan: Plan) -> Plan:
-    """The plan itself if it was made for the compiler that is really used, else a new one.
+    """The plan itself if it was made for the compiler that is used, else a new one.
 
     Loads the compiler.  Raises what `plan_compilation` raises.
     """
@@ -293,7 +316,7 @@ def confirmed(plan: Plan) -> Plan:
 
 
 def compile_plan(plan: Plan) -> Compiled:
-    """Compiles.  Safe from many threads at once.  Raises CompileError with the compiler's log."""
+    """Compiles; any thread may call.  Raises CompileError with the compiler's log."""
     made = try_plan(plan)
     if isinstance(made, Failure):
         raise made.error()
@@ -301,13 +324,13 @@ def compile_plan(plan: Plan) -> Compiled:
 
 
 def try_plan(plan: Plan) -> Compiled | Failure:
-    """Compiles, and finds out what the code was made of.  Safe from many threads at once.
+    """Compiles, and finds out which files were read.  Any thread may call.
 
-    The toolkit's headers are searched after all others.  They are looked for, and unpacked, only
-    if that can make a difference: if a header is missing, or if __has_include is asked.
+    The toolkit's headers are searched after all others.  They are unpacked only if that can make a
+    difference: if a header is missing, or if the source asks __has_include.
 
-    A header that changed shortly before or meanwhile may not be the one that the compiler read.
-    Then it runs again, until two runs have read the same.
+    If a header changed shortly before or during the run, the compiler may have read another
+    content.  Then it runs again, until two runs have read the same.
     """
     source = plan.source
     if source.kind != "cuda":
@@ -364,8 +387,8 @@ def _failure(library: Nvrtc, plan: Plan, answer: Answer, *, lasting: bool) -> Fa
 
 
 def is_current(inputs: Inputs) -> bool:
-    """Whether the code that was made of these would be made of the same again."""
-    if inputs.toolkit is not None and inputs.toolkit != _installed_toolkit(compiler_identity()):
+    """Whether compiling again would read the same."""
+    if inputs.toolkit is not None and inputs.toolkit != installed_headers():
         return False
     return inputs.unchanged()
 

@@ -1,7 +1,7 @@
-"""Compiled kernels on disk, between processes: a folder of files that are never believed.
+"""Compiled kernels on disk, shared by processes.  Every file is checked before it is used.
 
-One file a key, named by it; `Compiled.inputs` says of which header files, and is the caller's to
-check:
+One file for each key, named by it.  `Compiled.inputs` has the header files that it was made of; the
+caller must check those.
 
     offset  bytes
          0      8   magic "OSTINATO"
@@ -12,16 +12,16 @@ check:
         56     32   BLAKE2b, keyed with the key, of the 56 bytes above, the JSON and the code
         88          JSON: code kind, entry names, the compiler's log, inputs;  then the code
 
-A file counts only if it is a regular file of this user that others cannot write, and if all of
-that fits together: torn, truncated, swapped, foreign and bit-flipped files are removed, and cost a
-recompile and a warning.  This guards against damage and other users; not against code that runs as
-this user, which could as well change the program itself.  Whatever else lies in the folder (FIFOs,
-devices, links, folders, huge files) is not opened, followed or waited for.
+A file is used only if it is a regular file of this user that others cannot write, and if all of the
+above is consistent.  Torn, truncated, swapped, foreign and bit-flipped files are removed, with a
+warning, and compiled again.  This guards against damage and other users, not against code that runs
+as this user, which could change the program itself as well.  FIFOs, devices, links, folders and
+huge files in the folder are not opened, followed or waited for.
 
-Writers make a file of their own and rename it into place, so that readers see whole files only and
-two writers of one key both succeed.  No lock is taken: who removes a file that is gone has reached
-the same.  Files are not fsynced: a power cut may leave a torn file, which is noticed.  A full disk,
-a read-only or foreign folder turns the store off with one warning.
+Writers rename whole files into place (`files.write_private`), so that readers see whole files only,
+and two writers of one key both succeed.  There is no lock: removing a file that is gone already is
+no error.  A torn file, which a power cut may leave, is noticed.  A full disk and a read-only or
+foreign folder switch the store off, with one warning.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from pathlib import Path
 from ostinato import settings
 from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError
+from ostinato.files import TEMPORARY_PREFIX, UntrustedError, open_regular, write_private
 from ostinato.modules.compiler import Compiled
-from ostinato.modules.inputs import Inputs
-from ostinato.modules.keys import DIGEST_BYTES, SCHEMA
-from ostinato.modules.safe_file import UntrustedError, open_regular
+from ostinato.modules.headers import Inputs
+from ostinato.modules.source import DIGEST_BYTES, SCHEMA
 
 __all__ = ["DiskStatistics", "DiskStore", "StoredKernel"]
 
@@ -56,7 +56,6 @@ _log = logging.getLogger(__name__)
 _MAGIC = b"OSTINATO"
 _HEADER = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s")
 _SUFFIX = ".kernel"
-_TEMPORARY = ".tmp-"
 _MAX_FILE = 1 << 28
 _KEY_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z")
 _STALE_SECONDS = 3600.0
@@ -70,8 +69,8 @@ DEFAULT_MAX_BYTES = 512 * 1024 * 1024
 class StoredKernel:
     """One file of the store, as `ostinato cache list` shows it.
 
-    `problem` says why the file cannot be believed, None for a sound one.  `key` is in hexadecimal,
-    "" for a file whose name is none.  `last_use` is in seconds since 1970, and not after now.
+    `problem` is why the file is not used, None for a sound one.  `key` is in hexadecimal, "" if the
+    file's name is none.  `last_use` is in seconds since 1970, and not after now.
     """
 
     path: Path
@@ -113,6 +112,10 @@ class DiskStore:
         self._off: str | None = None
         self._counts: Counter[str] = Counter()
 
+    def __repr__(self) -> str:
+        state = "" if self._off is None else f", off: {self._off}"
+        return f"<DiskStore {self._folder or 'in the cache folder'}{state}>"
+
     @property
     def folder(self) -> Path:
         """Where the files are; it may not exist yet."""
@@ -131,9 +134,9 @@ class DiskStore:
 
     # --- reading
     def load(self, key: bytes) -> Compiled | None:
-        """The code of a key, or None.  A file that cannot be believed is removed and warned of.
+        """The code of a key, or None.  Removes a file that is not sound, with a warning.
 
-        Its header files may have changed since: that is for `compiler.is_current` to say.
+        The caller must check with `compiler.is_current` that its header files are unchanged.
         """
         if self._off is not None and not self._ready:
             return None
@@ -146,7 +149,7 @@ class DiskStore:
         except UntrustedError as error:
             self.reject(key, str(error))
             return None
-        except OSError as error:  # perhaps there are too many open files: the file may be sound
+        except OSError as error:  # too many open files, perhaps: the file may be sound
             _log.warning("kernel file %s cannot be read: %s; compiling again", path, error)
             self._count(rejected=1, misses=1)
             return None
@@ -154,7 +157,7 @@ class DiskStore:
         return compiled
 
     def reject(self, key: bytes, why: str) -> None:
-        """Removes a file and warns: it costs a recompile."""
+        """Removes the file of a key, with a warning; the key must be compiled again."""
         path = self.path(key)
         _log.warning("kernel file %s is not used: %s; compiling again", path, why)
         _remove(path)
@@ -162,7 +165,7 @@ class DiskStore:
 
     # --- writing
     def save(self, key: bytes, compiled: Compiled, *, name: str = "", arch: str = "") -> bool:
-        """Writes the code of a key; whether it is on disk now.  Never raises for the disk."""
+        """Writes the code of a key; returns whether it is on disk now.  Never raises OSError."""
         if self._off is not None:
             return False
         data = _encode(key, compiled, name, arch)
@@ -171,7 +174,7 @@ class DiskStore:
         path = self.path(key)
         try:
             self._make_folder()
-            self._write(path, data)
+            write_private(path, data)
         except IsADirectoryError:
             _log.warning("kernel file %s is not written: a folder has its name; remove it", path)
             return False
@@ -194,17 +197,6 @@ class DiskStore:
                 raise UntrustedError(f"others may write to {self.folder}; run chmod go-w on it")
         self._ready = True
 
-    def _write(self, path: Path, data: bytes) -> None:
-        temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
-        try:
-            with open(temporary, "xb", opener=_open_private) as file:
-                file.write(data)
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-
     def _switch_off(self, why: str) -> None:
         with self._lock:
             if self._off is not None:
@@ -218,7 +210,7 @@ class DiskStore:
 
     # --- housekeeping
     def entries(self, *, check: bool = True) -> tuple[StoredKernel, ...]:
-        """What is stored, most recently used first.  `check` reads and authenticates each file."""
+        """The stored files, most recently used first.  `check` reads and authenticates each."""
         found = []
         now = time.time()
         for path, status in self._files():
@@ -235,7 +227,7 @@ class DiskStore:
                 for item in items:
                     with contextlib.suppress(OSError):
                         status = item.stat(follow_symlinks=False)
-                        if item.name.startswith(_TEMPORARY):
+                        if item.name.startswith(TEMPORARY_PREFIX):
                             # Left by a process that died while it wrote.
                             if time.time() - status.st_mtime > _STALE_SECONDS:
                                 Path(item.path).unlink()
@@ -245,9 +237,9 @@ class DiskStore:
             return
 
     def prune(self, max_bytes: int | None = None) -> int:
-        """Removes least recently used files until the rest fits; how many were removed.
+        """Removes least recently used files until the rest fits; returns how many.
 
-        What cannot be a kernel file goes first: it has the store's suffix and is of no use.
+        Files with the store's suffix that cannot be kernel files are removed first.
         """
         limit = self.max_bytes if max_bytes is None else max_bytes
         files = list(self._files())
@@ -257,12 +249,14 @@ class DiskStore:
             if total <= limit:
                 break
             removed += _remove(path)
-            total -= status.st_size  # also what cannot be removed: others shall not go for it
+            total -= (
+                status.st_size
+            )  # also if it cannot be removed: then no other file must be removed for it
         self._count(pruned=removed)
         return removed
 
     def clear(self) -> int:
-        """Removes every file of the store; how many."""
+        """Removes every file of the store; returns how many."""
         return self.prune(max_bytes=-1)
 
 
@@ -279,10 +273,6 @@ def _remove(path: Path) -> bool:
             remove()
             return True
     return False
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
 
 
 def _encode(key: bytes, compiled: Compiled, name: str, arch: str) -> bytes:
@@ -308,7 +298,7 @@ def _authenticate(key: bytes, *parts: bytes) -> bytes:
 
 
 def _read(path: Path, key: bytes, *, touch: bool = False) -> tuple[Compiled, dict[str, object]]:
-    """A file's code, and what it says of itself.  `touch` notes the time of use on it.
+    """A file's code and its JSON.  `touch` sets the file's time of last use.
 
     Raises FileNotFoundError, OSError, UntrustedError unless every byte is what was written under
     this key.  More than the header is read only if that fits the file.

@@ -25,17 +25,17 @@ from ostinato.driver.api import (
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
-from ostinato.driver.launcher import PLAIN_CODES, packer
-from ostinato.driver.signature import Signature, pack_untyped
+from ostinato.driver.launcher import packer
+from ostinato.driver.signature import PLAIN_CODES, Signature, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
 
 __all__ = ["Kernel", "LoadedModule"]
 
 
 class LoadedModule(Closeable):
-    """Code on the device.  Kernels of it keep it; so does its cache, up to the cache's bounds.
+    """Code on the device.  Its kernels keep it alive; so does its cache, within the cache's bounds.
 
-    `keep` is what the code needs alive (host functions).  `lowered` gives entry names for C++ name
+    `keep`: objects that the code needs (host functions).  `lowered` gives entry names for C++ name
     expressions.  Raises what the driver's `module_load` raises.
     """
 
@@ -55,7 +55,7 @@ class LoadedModule(Closeable):
         self.kind = image.kind
         self.nbytes = len(image.data)
         self.log = log
-        """What the compiler said about it (warnings)."""
+        """The compiler's warnings."""
         self.last_use = 0
         self._lowered = dict(lowered or {})
         self._keep = keep
@@ -85,7 +85,7 @@ class LoadedModule(Closeable):
         return self._names
 
     def kernel(self, name: str, signature: Signature | str | None = None) -> Kernel:
-        """A kernel of this module, forced onto the device, so that no capture loads it lazily.
+        """A kernel of this module, loaded onto the device now, so that no capture loads it lazily.
 
         C++ entries are found by their plain name if it is unique.  Raises InputError that lists
         the names there are, or that says how the signature differs from the compiled code.
@@ -132,17 +132,17 @@ class LoadedModule(Closeable):
     def close(self) -> None:
         """Unloads it once no capture is under way and the device is done.  Idempotent.
 
-        For owners that know that no graph uses it; dropping the last reference does the same.
+        The caller must know that no graph uses it.  Dropping the last reference does the same.
         """
         self._finalizer()
         self.context.collect()
 
 
 class _Unload:
-    """What `Context.collect` calls for a module that nothing keeps any more.
+    """Unloads a module that nothing keeps any more; `Context.collect` calls it.
 
-    Launches are not tied to modules, so the whole device is waited for: cuModuleUnload does not
-    promise to wait for kernels that still run.  Evictions are rare.
+    Waits for the whole device, because cuModuleUnload does not guarantee to wait for kernels that
+    still run.  Evictions are rare.
     """
 
     __slots__ = ("driver", "handle")
@@ -159,8 +159,11 @@ class _Unload:
 class Kernel:
     """A function on the device, ready to launch.  Keeps its module loaded.
 
-    `signature` is None if nobody said what the parameters mean; then arguments are packed by the
-    sizes that the driver knows.  Made by `ModuleCache.get_or_compile` or `LoadedModule.kernel`.
+        scale = device.modules.get_or_compile(SOURCE, "scale")
+        ost.launch(stream, scale, ost.LaunchConfig(grid=8, block=256), x, 2.0, n)
+
+    `signature` is None if it is not known; then arguments are packed by the sizes that the driver
+    knows.
     """
 
     __slots__ = (
@@ -193,11 +196,11 @@ class Kernel:
         if signature is not None:
             _check_signature(module.name, name, signature, self.info)
         self.slots = known or (signature.layout if signature is not None else ())
-        """Where each parameter lies: the compiled code's own layout where the driver tells it."""
+        """The layout of the parameters: the compiled code's own if the driver knows it."""
         codes = _codes(signature, self.slots)
         self._pack: Pack = _pack_nothing
         self.call: PlainLaunch | None = None
-        """Launches it with plain values in a plain config, where the driver has a shortcut."""
+        """Launches it with plain values in a plain config; None if the driver has no such call."""
         if codes is not None:
             self._pack = packer(codes, self.slots)
             self.call = module.context.driver.function_prepare_launch(function, self._pack)
@@ -217,19 +220,12 @@ class Kernel:
             return KernelArguments(data, self.slots)
         if self.signature is None:
             return pack_untyped(self.slots, values)
-        packed = self.signature.pack(values)
-        if packed.layout == self.slots:
-            return packed
-        # A struct by value may be aligned otherwise than the signature can say.
-        moved = bytearray(max((s.offset + s.size for s in self.slots), default=0))
-        for index, slot in enumerate(self.slots):
-            moved[slot.offset : slot.offset + slot.size] = packed.raw(index)
-        return KernelArguments(bytes(moved), self.slots)
+        return self.signature.pack(values, self.slots)
 
     def allow_shared(self, nbytes: int) -> None:
         """Lets launches ask for up to `nbytes` of dynamic shared memory a block (over 48 KiB).
 
-        Raises DriverError if the device has not so much.  Holds for all handles of this function.
+        Applies to all handles of this function.  Raises DriverError if the device has less.
         """
         if nbytes < 0:
             raise InputError(f"kernel {self.name}: {nbytes} bytes of shared memory")
@@ -269,5 +265,5 @@ def _codes(signature: Signature | None, slots: tuple[object, ...]) -> str | None
 
 
 def _pack_nothing(values: tuple[object, ...]) -> bytes | None:
-    """For kernels whose arguments all take the careful way."""
+    """The `Pack` of kernels whose arguments are always packed by their signature."""
     return None

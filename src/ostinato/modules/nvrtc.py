@@ -1,14 +1,20 @@
 """NVRTC through ctypes: its calls, and which library of the machine this process uses.
 
-ctypes and not cuda.bindings, as for the driver: the calls here are the same in every NVRTC since
-11, importing the bindings costs 30 ms, and here it is certain which file the calls go to, which is
-what keys are made of.  Finding and loading stays cuda.pathfinder's where it is installed: it
-knows the quirks of wheels, conda and toolkits, and cuda.bindings gets the same library from it.
+Not through cuda.bindings: the calls here are the same in every NVRTC since 11, importing the
+bindings costs 30 ms, and here it is certain which file the calls go to, which is what keys are made
+of.  cuda.pathfinder finds and loads the library.
 
-NVRTC needs no driver and no GPU.  Calls let go of the GIL; any thread may call.
+Importing pathfinder and loading NVRTC costs 30 to 45 ms, which a disk hit does not need: for a key
+the identity of the file is enough.  So pathfinder's answer is remembered in the cache folder with
+the times of the places it searched (0.2 ms to check).  A remembered answer may be wrong.  That is
+harmless: code is stored under the identity of the library that compiled it, so that a wrong
+expectation finds nothing, or what that other compiler made of the same source.  `Toolchain`
+compares when the library is loaded.
 
-Which files a compilation opened is asked of the compiler itself.  NVRTC hands `-Xcudafe` options on
-to its front end, EDG's, which can list what it includes (`--trace_includes`), write that to a file
+NVRTC needs no driver and no GPU.  Calls release the GIL; any thread may call.
+
+The compiler itself says which files a compilation opened.  NVRTC hands `-Xcudafe` options on to
+its front end, EDG's, which can list what it includes (`--trace_includes`), write that to a file
 (`--error_output`), and write down every use of a name (`--xref`).  NVIDIA documents none of them;
 12.0 to 13.5 were seen to have them.  A compiler without them still compiles, with `opened` None.
 """
@@ -16,8 +22,12 @@ to its front end, EDG's, which can list what it includes (`--trace_includes`), w
 from __future__ import annotations
 
 import ctypes
+import functools
+import json
 import os
 import re
+import site
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref
@@ -25,18 +35,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ostinato import settings
 from ostinato.driver.forking import new_lock
-from ostinato.errors import CompileError, NoCudaError
-from ostinato.modules.nvrtc_file import CompilerFile, expected_file, path_of_symbol
+from ostinato.errors import CompileError, NoCudaError, SettingsError
+from ostinato.files import UntrustedError, open_regular, write_private
+from ostinato.modules.source import digest_of
 
-__all__ = ["Answer", "Nvrtc", "Opened", "Reference", "Toolchain"]
+__all__ = [
+    "Answer",
+    "CompilerFile",
+    "Nvrtc",
+    "Opened",
+    "Reference",
+    "Toolchain",
+    "expected_file",
+    "installed_headers",
+    "locate",
+    "path_of_symbol",
+]
 
+_MOST_REMEMBERED = 1 << 16  # bytes of the file that remembers where NVRTC is
 _INSTALL = "install it with: pip install 'ostinato[cuda13]' (or 'ostinato[cuda12]')"
 
-# Texts in memory lie in a folder that cannot exist.  Else NVRTC would look for their #includes in
-# the folder that the process happens to stand in; and its flag against that, --no-source-include,
-# also keeps headers on disk from finding those beside them (as mma.h has to).  Messages still show
-# a text's own name, which #line gives it.
+# Texts in memory get names in a folder that cannot exist.  Otherwise NVRTC would search their
+# #includes in the current folder.  Its flag against that, --no-source-include, also keeps headers
+# on disk from including those beside them (as mma.h does).  #line gives each text its own name,
+# which messages show.
 _NOWHERE = "/proc/ostinato-memory"
 
 # The first and the last text that the compiler lists as included; both are its own.
@@ -88,7 +112,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What NVRTC says to one program.  `status` is nvrtcResult, 0 for success.
+    """NVRTC's result for one program.  `status` is nvrtcResult, 0 for success.
 
     `lowered` gives the entry name for each C++ name expression.  `opened` is every file on disk
     that was read as a header, also up to an error; None if the compiler does not tell.
@@ -102,7 +126,7 @@ class Answer:
 
 
 class Nvrtc:
-    """A loaded NVRTC.  `file` is what was loaded, to the best of what the system tells.
+    """A loaded NVRTC.  `file` is what was loaded, as far as the system knows.
 
     Raises OSError if the file cannot be loaded or is no NVRTC.
     """
@@ -127,7 +151,7 @@ class Nvrtc:
         numbers = (ctypes.c_int * count.value)()
         self._ask("nvrtcGetSupportedArchs", numbers)
         self.architectures: tuple[int, ...] = tuple(sorted(numbers))
-        """What it compiles for: 90 is compute capability 9.0."""
+        """The architectures it compiles for: 90 is compute capability 9.0."""
 
     def __repr__(self) -> str:
         return f"<Nvrtc {self}>"
@@ -155,10 +179,10 @@ class Nvrtc:
         *,
         ptx: bool = False,
     ) -> Answer:
-        """One program from creation to destruction; to a cubin, or to PTX.
+        """Compiles one program to a cubin, or to PTX.
 
-        `headers` are found by their names before any file.  The text and they include from disk
-        what `flags` name folders of, and nothing beside them.
+        `headers` are found by their names before any file.  Files are searched only in the folders
+        that `flags` name.
         """
         from tempfile import TemporaryDirectory  # not needed where nothing is compiled
 
@@ -183,15 +207,15 @@ class Nvrtc:
         """
         from tempfile import TemporaryDirectory
 
-        # ValueError: not even the last one.
+        # ValueError: there is no reference, not even the last one.
         with (
             suppress(OSError, ValueError),
             TemporaryDirectory(prefix="ostinato-") as folder,
         ):
             uses = Path(folder, "uses")
-            made = ("--dependencies", f"--output={folder}/made")  # nothing is wanted but no code
+            made = ("--dependencies", f"--output={folder}/made")  # so that no code is made
             tracing = _to_front_end(*made, f"--xref={uses}")
-            # Asked last of all: where this is missing the list is not whole.
+            # The last question of all: a list without it is not whole.
             last = f'{text}\n#if __has_include("{_NOWHERE}/last")\n#endif\n'
             self._compile(last, name, headers, (*flags, *tracing), (), False)
             *found, end = (
@@ -254,13 +278,13 @@ class Nvrtc:
 
 
 def _named(text: str, name: str) -> str:
-    """A text that the compiler calls `name`."""
+    """A text for which messages show `name`."""
     shown = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
     return f'#line 1 "{shown}"\n{text}'
 
 
 def _files_in_memory(headers: Mapping[str, str]) -> dict[str, str]:
-    """Each header under its name, with nothing in it but an include of its text from nowhere."""
+    """Each header under its name, which includes its text by a name in `_NOWHERE`."""
     files = {}
     for number, (name, text) in enumerate(headers.items()):
         files[name] = f'#include "{_NOWHERE}/{number}"\n'
@@ -277,8 +301,8 @@ def _opened(
 ) -> tuple[Opened, ...] | None:
     """A name a line, after as many spaces as there are headers around it.
 
-    None for what is no listing, or not `whole`.  Names with line ends in them are not told apart;
-    the plan sees to that.
+    None if it is no listing, or not `whole`.  A name with a line end in it would be misread;
+    `plan_compilation` excludes those.
     """
     first, *lines = os.fsdecode(listing).split("\n")
     if first != _FIRST or (whole and lines[-2:] != [_LAST, ""]):
@@ -313,15 +337,170 @@ def _encoded(text: str) -> bytes:
         return text.encode("utf-8", "replace")
 
 
+# ----------------------------------------------------------------------------- which file it is
+
+
+@dataclass(frozen=True, slots=True)
+class CompilerFile:
+    """The compiler's library as a file.  Another version, or another copy, is not equal.
+
+    `path` has its links resolved, so that the name often tells the version.  `note` makes it
+    different from the file that has this path now.
+    """
+
+    path: str
+    nbytes: int
+    mtime_ns: int
+    note: str = ""
+
+    @classmethod
+    def of(cls, path: str) -> CompilerFile:
+        """The file as it is now.  Raises OSError."""
+        real = os.path.realpath(path)
+        status = os.stat(real)  # noqa: PTH116 - half of the time of a Path
+        return cls(real, status.st_size, status.st_mtime_ns)
+
+    @property
+    def identity(self) -> str:
+        """In words, for keys and messages."""
+        words = f"nvrtc {self.path} ({self.nbytes} bytes, written at {self.mtime_ns} ns"
+        return f"{words}, {self.note})" if self.note else f"{words})"
+
+    def replaced(self) -> CompilerFile:
+        """For a library whose file was replaced while it is loaded: equal to no other."""
+        now = time.time_ns()
+        return CompilerFile(
+            self.path, self.nbytes, self.mtime_ns, f"replaced in process {os.getpid()}, {now}"
+        )
+
+
+def locate() -> str:
+    """Loads NVRTC with cuda.pathfinder, and returns its path.
+
+    Remembers where pathfinder found it, for `expected_file` in other processes.
+    Raises ImportError without pathfinder, and pathfinder's errors (DynamicLibNotFoundError).
+    """
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    loaded = load_nvidia_dynamic_lib("nvrtc")
+    path = str(loaded.abs_path)
+    if not loaded.was_already_loaded_from_elsewhere:
+        _remember(path)
+    return path
+
+
+@functools.cache
+def installed_headers() -> str | None:
+    """The headers of an installed CUDA toolkit, as cuda.pathfinder finds them; None without one."""
+    with suppress(Exception):  # without pathfinder, or if it fails, there are none
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        for library in ("cudart", "nvrtc"):
+            found = find_nvidia_header_directory(library)
+            if found:
+                return os.path.normpath(str(found))
+    return None
+
+
+def expected_file() -> CompilerFile | None:
+    """The file that `locate` will load, without loading it; None if that is not known.
+
+    It is what `locate` loaded before in an environment like this one: the places that
+    cuda.pathfinder searches are the same, and none of them has changed.
+    """
+    path = _remembered()
+    return None if path is None else _file_or_none(path)
+
+
+def _searched() -> dict[str, int]:
+    """The places where cuda.pathfinder looks, each with the time of its last change (0: none).
+
+    Installing or removing a package changes the time of its site-packages folder, and a system
+    package that of the linker's cache.
+    """
+    places = list(site.getsitepackages())
+    if site.ENABLE_USER_SITE:
+        places.append(site.getusersitepackages())
+    roots = [os.environ.get(name) for name in ("CONDA_PREFIX", "CUDA_PATH", "CUDA_HOME")]
+    places += [f"{root}/{folder}" for root in roots if root for folder in ("lib", "lib64", "bin")]
+    places += os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    if os.name == "nt":
+        places += os.environ.get("PATH", "").split(";")
+    places.append("/etc/ld.so.cache")
+    times = {}
+    for place in filter(None, places):
+        try:
+            times[place] = os.stat(place).st_mtime_ns  # noqa: PTH116
+        except (OSError, ValueError):
+            times[place] = 0
+    return times
+
+
+def _memory(searched: Mapping[str, int]) -> Path:
+    """The file that remembers what was found in these places.  Raises SettingsError."""
+    name = digest_of(searched).hex()[:32]
+    return settings.cache_dir() / "compilers" / f"{name}.json"
+
+
+def _remembered() -> str | None:
+    searched = _searched()
+    try:
+        with open_regular(_memory(searched), private=True) as file:
+            record = json.loads(file.read(_MOST_REMEMBERED))
+        if record["searched"] == searched:
+            return str(record["path"])
+    except (OSError, UntrustedError, SettingsError):
+        return None
+    except (ValueError, TypeError, KeyError, RecursionError):  # it is damaged
+        return None
+    return None
+
+
+def _remember(path: str) -> None:
+    """Writes where the compiler was found, unless that is known.  Without a folder: nothing."""
+    if _remembered() == path:
+        return
+    searched = _searched()
+    with suppress(OSError, SettingsError):
+        memory = _memory(searched)
+        memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_private(memory, json.dumps({"path": path, "searched": searched}).encode())
+
+
+class _SymbolInfo(ctypes.Structure):
+    """Dl_info of dlfcn.h."""
+
+    _fields_ = (
+        ("path", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def path_of_symbol(library: ctypes.CDLL, name: str) -> str | None:
+    """The file that a function of a loaded library lies in, as the dynamic linker knows it."""
+    info = _SymbolInfo()
+    try:
+        function = ctypes.cast(library[name], ctypes.c_void_p)
+        tell = ctypes.CDLL(None).dladdr
+    except (AttributeError, OSError, TypeError):  # no such function; a system without dladdr
+        return None
+    tell.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    if not tell(function, ctypes.byref(info)) or not info.path:
+        return None
+    return os.fsdecode(info.path)
+
+
 def _file_or_none(path: str) -> CompilerFile | None:
     try:
         return CompilerFile.of(path)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no path at all
         return None
 
 
 def _loaded_file(path: str, before: CompilerFile | None) -> CompilerFile:
-    """The file that is loaded now.  What is on disk may be newer: then it is like no other."""
+    """The file that is loaded now.  If what is on disk may be newer, it is equal to no other."""
     after = _file_or_none(path)
     if after is None:  # loaded by its name, or removed since
         return CompilerFile(path, 0, 0).replaced()
@@ -335,20 +514,20 @@ def _loaded_file(path: str, before: CompilerFile | None) -> CompilerFile:
 class Toolchain:
     """The compiler of this process: first only its file, as expected; then the loaded library.
 
-        expected  ──something to compile──>  loaded (for good; `file` tells the truth from here)
+        expected  ──something to compile──>  loaded (for good; `file` is certain from here)
 
-    `find` says which file is expected, None for unknown.  `locate` loads the library and gives its
-    path, as cuda.pathfinder does; None if it is not installed.
+    `locate` loads the library and returns its path.  `find` returns the file that is expected, None
+    if it is not known.
     """
 
     def __init__(
         self,
-        locate: Callable[[], str | None],
+        locate: Callable[[], str] = locate,
         find: Callable[[], CompilerFile | None] = expected_file,
     ) -> None:
         self._locate = locate
         self._find = find
-        # Reentrant: the garbage collector may run a finaliser that asks us.
+        # Reentrant: the garbage collector may run a finaliser that asks for the compiler.
         self._lock = new_lock()
         self._expected: CompilerFile | None = None
         self._library: Nvrtc | None = None
@@ -380,14 +559,10 @@ class Toolchain:
             return self._library
 
     def _load(self) -> Nvrtc:
-        why = "its file is not found, and cuda.pathfinder, which looks further, is not installed"
         try:
-            path = self._locate()
-            if path is None:
-                expected = self._expected or self._find()
-                path = None if expected is None else expected.path
-            if path is not None:
-                return Nvrtc(path)
+            return Nvrtc(self._locate())
+        except ImportError as error:
+            why = f"cuda.pathfinder, which finds it, is not installed ({error})"
         except Exception as error:  # pathfinder's DynamicLibNotFoundError and its relatives
             why = str(error)
         raise NoCudaError(f"NVRTC, the CUDA compiler, cannot be loaded: {why}; {_INSTALL}")

@@ -13,33 +13,65 @@ the arguments of the CUDA kernels of the same names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
 from types import MappingProxyType
 
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.signature import Signature
 from ostinato.errors import InputError
-from ostinato.modules.keys import digest_of
 
-__all__ = ["BINARY_KINDS", "Source", "as_source"]
+__all__ = [
+    "BINARY_KINDS",
+    "DIGEST_BYTES",
+    "SCHEMA",
+    "CompileOptions",
+    "Source",
+    "as_options",
+    "as_source",
+    "digest_of",
+    "flags_of",
+    "include_dirs",
+    "pre_includes",
+    "reads_files",
+]
+
+DIGEST_BYTES = 32
+
+# Part of every key and of every file; must be raised whenever the meaning of either changes.
+SCHEMA = 2
+
+
+def digest_of(parts: Iterable[str | bytes | int | None]) -> bytes:
+    """The key of an ordered list of parts.  Text, bytes, numbers and None never collide."""
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"ostinato-key")
+    for part in parts:
+        if part is None:
+            state.update(b"N")
+            continue
+        if isinstance(part, bytes):
+            kind, raw = b"B", part
+        elif isinstance(part, str):
+            kind, raw = b"T", part.encode("utf-8", "surrogatepass")
+        else:
+            kind, raw = b"I", str(int(part)).encode()
+        state.update(kind + len(raw).to_bytes(8, "little"))
+        state.update(raw)
+    return state.digest()
+
+
+# ------------------------------------------------------------------------------------------ sources
 
 BINARY_KINDS = frozenset({"ptx", "cubin", "fatbin"})
 """Kinds of `Source.data`: code that is compiled already, or that the driver itself assembles."""
 
 
-class Source:
-    """Kernels under one name, immutable.  Equal sources have the same content.
-
-    `cuda` is CUDA C++ text.  `data` with `kind` "ptx" (text or bytes), "cubin" or "fatbin" is
-    compiled code instead.  `host` are the functions for the host driver, by entry name.
-    `signatures` gives the parameters of entries (text as in `driver.signature`); those of host
-    kernels are known.  `headers` are texts that `#include` finds by name, before any folder.
-    `name` is shown in the compiler's messages.
-
-    Raises InputError for a kind that is not known, for text and data together, or for nothing.
-    """
-
-    __slots__ = ("_hash", "_host", "cuda", "data", "headers", "host", "kind", "name", "signatures")
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Content:
+    """`Source` as it is kept."""
 
     cuda: str | None
     data: bytes
@@ -48,6 +80,26 @@ class Source:
     signatures: Mapping[str, Signature]
     headers: Mapping[str, str]
     name: str
+    _host: tuple[tuple[str, int], ...]
+    """Host kernels by identity: the functions live as long as the source."""
+
+
+class Source(_Content):
+    """Kernels under one name, immutable.  Equal sources have the same content.
+
+        SCALE = ost.Source(CUDA_TEXT, host=[scale], name="scale.cu")
+        kernel = device.modules.get_or_compile(SCALE, "scale")
+
+    `cuda` is CUDA C++ text.  `data` with `kind` "ptx" (text or bytes), "cubin" or "fatbin" is
+    compiled code instead.  `host` are the functions for the host driver, by entry name.
+    `signatures` gives the parameters of entries (text as in `driver.signature`); those of host
+    kernels are known.  `headers` are texts that `#include` finds by name, before any folder.
+    `name` is shown in the compiler's messages.
+
+    Raises InputError for an unknown kind, for text and data together, and for an empty source.
+    """
+
+    __slots__ = ()
 
     def __init__(
         self,
@@ -81,25 +133,20 @@ class Source:
             raise InputError(f"source {name!r} is empty: give CUDA C++, data or host kernels")
         if cuda is not None and "\0" in cuda:
             raise InputError(f"source {name!r}: CUDA C++ text cannot hold a zero byte")
-        put = object.__setattr__
-        put(self, "cuda", cuda)
-        put(self, "data", raw)
-        put(self, "kind", kind)
-        put(self, "host", MappingProxyType(functions))
-        put(self, "_host", tuple(sorted((n, id(f)) for n, f in functions.items())))
-        put(
-            self,
-            "signatures",
-            MappingProxyType(
-                {
-                    entry: Signature.parse(text) if isinstance(text, str) else text
-                    for entry, text in (signatures or {}).items()
-                }
-            ),
+        parsed = {
+            entry: Signature.parse(text) if isinstance(text, str) else text
+            for entry, text in (signatures or {}).items()
+        }
+        super().__init__(
+            cuda,
+            raw,
+            kind,
+            MappingProxyType(functions),
+            MappingProxyType(parsed),
+            MappingProxyType(dict(headers or {})),
+            name,
+            tuple(sorted((n, id(f)) for n, f in functions.items())),
         )
-        put(self, "headers", MappingProxyType(dict(headers or {})))
-        put(self, "name", name)
-        put(self, "_hash", hash((cuda, raw, kind, name, self._host, tuple(self.headers))))
 
     @property
     def has_device_code(self) -> bool:
@@ -113,7 +160,7 @@ class Source:
         return sum(len(t) for t in texts) + len(self.data)
 
     def signature(self, entry: str) -> Signature | None:
-        """The parameters of an entry, where known: given, else those of the host kernel."""
+        """The parameters of an entry: those in `signatures`, else the host kernel's, else None."""
         given = self.signatures.get(entry)
         if given is not None:
             return given
@@ -127,11 +174,8 @@ class Source:
             parts += [header, self.headers[header]]
         return digest_of(parts)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Source cannot be changed (tried to set {name!r}); make another")
-
     def __hash__(self) -> int:
-        return self._hash
+        return hash((self.cuda, self.data, self.kind, self.name, self._host, tuple(self.headers)))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -139,8 +183,7 @@ class Source:
         if not isinstance(other, Source):
             return NotImplemented
         return (
-            self._hash == other._hash
-            and self.cuda == other.cuda
+            self.cuda == other.cuda
             and self.data == other.data
             and self.kind == other.kind
             and self.name == other.name
@@ -155,9 +198,6 @@ class Source:
             languages.append(f"host[{', '.join(self.host)}]")
         return f"<Source {self.name!r}: {' + '.join(languages)}>"
 
-    _hash: int
-    _host: tuple[tuple[str, int], ...]
-
 
 def as_source(value: Source | str | HostKernel) -> Source:
     """CUDA C++ text, or one host kernel, as a Source.  Raises InputError for anything else."""
@@ -170,3 +210,141 @@ def as_source(value: Source | str | HostKernel) -> Source:
     raise InputError(
         f"{type(value).__name__} is no kernel source; give a Source, CUDA C++ text or a host kernel"
     )
+
+
+# ------------------------------------------------------------------------------------------ options
+
+_ARCH = re.compile(r"(sm|compute)_\d+[af]?\Z")
+_OWN_FIELD = re.compile(r"--?(gpu-architecture|arch)\b")
+_INCLUDE_DIR = re.compile(r"(?:-I|--include-path)=?\s*(?P<path>.*)\Z", re.DOTALL)
+_PRE_INCLUDE = re.compile(r"(?:-include|--pre-include)=?(?P<path>.*)\Z", re.DOTALL)
+# Flags that make the compiler or the assembler read files that it does not list as headers, search
+# folders that are not named, or pass options on that are not known here.
+_READS_FILES = re.compile(
+    r"--?(?:(?:use|create)[-_]pch|pch|use-bundled|options-file|optf|Xcudafe)|@|.*ptxas.*(?:file|@)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _OptionFields:
+    """`CompileOptions` as they are kept, every list a tuple."""
+
+    std: str
+    defines: tuple[tuple[str, str | None], ...]
+    include: tuple[str, ...]
+    fast_math: bool
+    max_registers: int | None
+    line_info: bool
+    arch: str | None
+    extra: tuple[str, ...]
+
+
+class CompileOptions(_OptionFields):
+    """Options of one compilation; equal options give equal code.
+
+    `std` is the C++ dialect; `defines` macros (a mapping, or pairs; None defines without a value);
+    `include` folders searched for headers, in order; `max_registers` a limit for each thread;
+    `line_info` keeps source lines for profilers; `arch` overrides the device's own architecture
+    ("sm_90a", or "compute_90" for PTX); `extra` goes to the compiler as it is.
+
+    Raises InputError for a value that no compiler takes.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        std: str = "c++17",
+        defines: Mapping[str, str | None] | Iterable[tuple[str, str | None]] = (),
+        include: Iterable[str | PathLike[str]] = (),
+        fast_math: bool = False,
+        max_registers: int | None = None,
+        line_info: bool = False,
+        arch: str | None = None,
+        extra: Iterable[str] = (),
+    ) -> None:
+        for what, value in (("include", include), ("extra", extra)):
+            if isinstance(value, str):
+                raise InputError(f"{what}={value!r}: a list is needed")
+        flags = tuple(str(flag) for flag in extra)
+        if arch is not None and not _ARCH.match(arch):
+            raise InputError(f"arch={arch!r}: like 'sm_90', 'sm_90a' or 'compute_90'")
+        if max_registers is not None and not 16 <= max_registers <= 255:
+            raise InputError(f"max_registers={max_registers}: 16 to 255 are possible")
+        for flag in flags:
+            if _OWN_FIELD.match(flag):
+                raise InputError(f"extra flag {flag!r}: the architecture is the option `arch`")
+        super().__init__(
+            std,
+            tuple((k, None if v is None else str(v)) for k, v in dict(defines).items()),
+            tuple(str(path) for path in include),
+            fast_math,
+            max_registers,
+            line_info,
+            arch,
+            flags,
+        )
+
+
+DEFAULT = CompileOptions()
+
+
+def as_options(value: CompileOptions | Sequence[str]) -> CompileOptions:
+    """Options as given, or plain compiler flags as options."""
+    if isinstance(value, CompileOptions):
+        return value
+    if isinstance(value, str):
+        raise InputError(f"options={value!r}: give a list of flags, or CompileOptions")
+    return CompileOptions(extra=tuple(value)) if value else DEFAULT
+
+
+def flags_of(options: CompileOptions) -> tuple[str, ...]:
+    """The compiler's flags without the architecture, which depends on the compiler too."""
+    flags = [f"--std={options.std}"]
+    for name, value in dict(options.defines).items():
+        flags.append(
+            f"--define-macro={name}" if value is None else f"--define-macro={name}={value}"
+        )
+    flags += [f"--include-path={path}" for path in options.include]
+    if options.fast_math:
+        flags.append("--use_fast_math")
+    if options.max_registers is not None:
+        flags.append(f"--maxrregcount={options.max_registers}")
+    if options.line_info:
+        flags.append("--generate-line-info")
+    return (*flags, *options.extra)
+
+
+def _values(flags: Sequence[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
+    """The values of a flag that is written as -Ixxx, as --flag=xxx, or as two words."""
+    found: list[str] = []
+    pending = False
+    for flag in flags:
+        if pending:
+            found.append(flag)
+            pending = False
+            continue
+        match = pattern.match(flag)
+        if match is None:
+            continue
+        if match["path"] or flag.endswith("="):
+            found.append(match["path"])
+        else:
+            pending = True
+    return tuple(found)
+
+
+def include_dirs(flags: Sequence[str]) -> tuple[str, ...]:
+    """The folders that a command line searches for headers."""
+    return _values(flags, _INCLUDE_DIR)
+
+
+def pre_includes(flags: Sequence[str]) -> tuple[str, ...]:
+    """The headers that a command line includes before the source."""
+    return _values(flags, _PRE_INCLUDE)
+
+
+def reads_files(flags: Sequence[str]) -> bool:
+    """Whether the compiler would read files that this library cannot follow."""
+    return any(_READS_FILES.match(flag) for flag in flags)

@@ -29,7 +29,7 @@ def source() -> Source:
     return Source(
         (Path(__file__).parent / "kernels" / "join.cu").read_text(encoding="utf-8"),
         host=HOST_KERNELS,
-        headers={"layout.cuh": cuda_header(), "emulate.h": ""},  # the latter for tests alone
+        headers={"layout.cuh": cuda_header()},
         name="join.cu",
     )
 

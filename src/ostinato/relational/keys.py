@@ -8,7 +8,7 @@ their keys are equal.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import SupportsIndex
 
 from ostinato.cache import capacity_class
@@ -102,27 +102,22 @@ class JoinKey:
     output: int
     scan: ScanTopology
     layout: int = NODE_LAYOUT
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
-        put(self, "kind", JoinKind(self.kind))
+        if not isinstance(self.kind, JoinKind):
+            raise InputError(f"kind={self.kind!r}: a JoinKind is needed")
         _check_columns(self.arity, self.key_bytes)
         for name, value in (("probe", self.probe), ("output", self.output)):
             if capacity_class(value) != value:
                 raise InputError(f"{name}={value} is no capacity class: a power of two, or 2**32-1")
         if self.scan != scan_topology(self.probe):
             raise InputError(f"scan={self.scan}: probe class {self.probe} has another topology")
-        put(self, "_hash", hash((self.kind, self.arity, self.key_bytes, self.probe, self.output)))
 
     @classmethod
     def of(cls, kind: JoinKind, arity: int, key_bytes: int, rows: int, capacity: int) -> JoinKey:
         """The key of a join of `rows` probe rows with room for `capacity` output rows."""
         probe = capacity_class(rows)
         return cls(kind, arity, key_bytes, probe, capacity_class(capacity), scan_topology(probe))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __str__(self) -> str:
         return (

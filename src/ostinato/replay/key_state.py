@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ostinato.graph import GraphExec, Submission
 from ostinato.replay.policy import Reason
-from ostinato.replay.sizes import StepKey
 from ostinato.replay.statistics import Counts
 
-__all__ = ["TIMED_EVERY", "Call", "KeyState", "remember"]
+__all__ = ["TIMED_EVERY", "KeyState", "remember"]
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -25,26 +22,6 @@ _TIMES = 256
 """So many times of a key are kept, the latest."""
 _REMEMBERED = 4096
 """How many sizes and keys a step keeps records of; the oldest are dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The real and the bucketed sizes of one call, and the key of its graph.
-
-    `used` and `padded_to` are the sums of both.
-    """
-
-    key: StepKey
-    sizes: dict[str, int]
-    buckets: dict[str, int]
-    used: int
-    padded_to: int
-    over_buckets: str | None = None
-    over_slot: str | None = None
-
-    @property
-    def padded(self) -> bool:
-        return self.sizes != self.buckets
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +39,7 @@ class KeyState:
     checked_padded: bool = False
     """Whether it was checked with padding."""
     counts: Counts = field(default_factory=Counts)
-    times: deque[float] | None = None
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
     """Microseconds of host time of the replays that were timed."""
 
     def is_checked(self, executable: GraphExec, padded: bool) -> bool:
@@ -74,15 +51,6 @@ class KeyState:
         again = self.checked is not None and self.checked() is executable
         self.checked_padded = padded or (again and self.checked_padded)
         self.checked = weakref.ref(executable)
-
-    def timed(self, replay: Callable[[], object]) -> None:
-        """Replays, and keeps how long it took."""
-        begin = time.perf_counter_ns()
-        replay()
-        took = (time.perf_counter_ns() - begin) / 1e3
-        if self.times is None:
-            self.times = deque(maxlen=_TIMES)
-        self.times.append(took)
 
 
 def remember(table: OrderedDict[K, V], key: K, value: V) -> V | None:

@@ -13,7 +13,7 @@ from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureError, InputError
 from ostinato.state import DeviceScalar
 
-__all__ = ["DeviceSizes", "StepKey", "bucket_of", "checked_sizes"]
+__all__ = ["Call", "DeviceSizes", "StepKey", "bucket_of", "checked_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,25 @@ class StepKey:
     def __str__(self) -> str:
         number = f"#{self.identity}" if isinstance(self.identity, int) else ""
         return f"{self.step}{number}({', '.join(f'{n}={size}' for n, size in self.sizes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The real and the bucketed sizes of one call, and the key of its graph."""
+
+    key: StepKey
+    sizes: dict[str, int]
+    buckets: dict[str, int]
+    used: int
+    """The sum of the real sizes."""
+    room: int
+    """The sum of the bucketed sizes."""
+    over_buckets: str | None = None
+    over_slot: str | None = None
+
+    @property
+    def padded(self) -> bool:
+        return self.sizes != self.buckets
 
 
 def checked_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
@@ -87,6 +106,8 @@ class DeviceSizes:
         """The values on the device; without those whose last write failed."""
         self._now: Mapping[str, int] = {}
         """The sizes of the call under way."""
+        self.complete: Mapping[str, int] | None = None
+        """The sizes of which `set` has nothing to write; None if that is not known."""
 
     @property
     def asked(self) -> bool:
@@ -112,6 +133,7 @@ class DeviceSizes:
                 f"the size {name!r} has no place on the device yet, and a capture cannot make one: "
                 "call the step once before, or ask for the size before the capture"
             )
+        self.complete = None
         self._allocate(name)
         self._asked.add(name)
         # Inside a capture of the step's own it is written before the replay.
@@ -131,17 +153,19 @@ class DeviceSizes:
 
     def set(self, sizes: Mapping[str, int], stream: Stream) -> None:
         """Writes the sizes that changed, in stream order."""
+        self.complete = None  # until all of them are written
         self._now = sizes
         for name in self._asked if self._known else tuple(self._scalars):
             if name in sizes and self._there.get(name) != sizes[name]:
                 self._write(name, sizes[name], stream)
+        self.complete = sizes
 
     def begin_in_capture(self, sizes: Mapping[str, int]) -> None:
         """Before a run inside a capture, where memory can neither be allocated nor written.
 
         Raises CaptureError if a size that the step reads has another value on the device.
         """
-        self._now = sizes
+        self.complete, self._now = None, sizes
         for name in self._asked:
             if name in sizes and self._there.get(name) != sizes[name]:
                 raise CaptureError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -53,10 +54,10 @@ from ostinato.graph import (
 from ostinato.memory import CapturePool
 from ostinato.replay.check import Cause, CheckReport, Finding, check_replay, watch_promises
 from ostinato.replay.held import HeldCounts, HeldReplay
-from ostinato.replay.key_state import TIMED_EVERY, Call, KeyState, remember
+from ostinato.replay.key_state import TIMED_EVERY, KeyState, remember
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide, fall_back
 from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
-from ostinato.replay.sizes import DeviceSizes, StepKey, bucket_of, checked_sizes
+from ostinato.replay.sizes import Call, DeviceSizes, StepKey, bucket_of, checked_sizes
 from ostinato.replay.slots import Slot, check_slots, check_verify
 from ostinato.replay.statistics import Counts, StepStatistics
 from ostinato.settings import ReplaySettings
@@ -183,6 +184,7 @@ class GraphedStep(Closeable):
         if profile is not None and (settings is None or settings.profile is None):
             settings = replace(settings or ReplaySettings(), profile=True)
         self.settings = _settings.replay_settings(settings)
+        self._plain = self.settings.plain
         self.profile = profile
         if self.profile is None and self.settings.profile:
             every, printer = self.settings.print_every, _print if self.settings.printed else None
@@ -267,8 +269,8 @@ class GraphedStep(Closeable):
             None,
         )
         key = StepKey(self.name, self._identity, tuple(sorted(buckets.items())))
-        used, padded_to = sum(sizes.values()), sum(buckets.values())
-        return Call(key, sizes, buckets, used, padded_to, over_buckets, over_slot)
+        sums = sum(sizes.values()), sum(buckets.values())
+        return Call(key, sizes, buckets, *sums, over_buckets, over_slot)
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:
@@ -298,7 +300,7 @@ class GraphedStep(Closeable):
             counts = state.counts
             counts.calls += 1
             counts.used += call.used
-            counts.padded += call.padded_to
+            counts.padded += call.room
             # Held, so that another thread's eviction cannot close it before it is launched.
             with self.cache.hold(call.key) as executable:
                 executable = self._usable(call, executable)
@@ -360,9 +362,9 @@ class GraphedStep(Closeable):
                 return decision
             self._sizes.set(call.sizes, self.stream)
             replay: Callable[[], None] = partial(executable.launch, self.stream)
-            if not self.settings.plain or self._sizes.asked:
+            if not self._plain or self._sizes.asked:
                 replay = partial(self._replay_held, call, executable)
-            counts = HeldCounts(call.used, call.padded_to)
+            counts = HeldCounts(call.used, call.room)
             lease.callback(self._let_go, call.key, counts)
             self._held.append((call.key, counts))
             return HeldReplay(self.stream.context, replay, lease, counts)
@@ -394,7 +396,7 @@ class GraphedStep(Closeable):
         return Situation(
             enabled=self.enabled,
             profiling=self.profiling,
-            inside_capture=context.captures_under_way > 0
+            inside_capture=bool(context.captures)
             and self.stream.capture_info.status is not CaptureStatus.NONE,
             quarantine=self._broken or state.quarantine,
             unmet=tuple(name for name, met in self.preconditions.items() if not met())
@@ -446,7 +448,8 @@ class GraphedStep(Closeable):
         self, call: Call, state: KeyState, executable: GraphExec, decision: Decision
     ) -> Decision:
         state.replays += 1
-        self._sizes.set(call.sizes, self.stream)
+        if self._sizes.complete is not call.sizes:
+            self._sizes.set(call.sizes, self.stream)
         if self.verify != "off" and self._is_due(call, state, executable):
             return self._checked(call, state, executable, decision)
         try:
@@ -462,12 +465,19 @@ class GraphedStep(Closeable):
         return isinstance(self.verify, int) and state.replays % self.verify == 0
 
     def _launch(self, call: Call, state: KeyState, executable: GraphExec) -> None:
-        if state.replays % TIMED_EVERY:
-            run_replay(call.key, executable, self.stream, self.settings, self.profile)
+        """One replay, one in `TIMED_EVERY` timed.  Raises as `run_replay` does."""
+        begin = 0 if state.replays % TIMED_EVERY else time.perf_counter_ns()
+        if self._plain:
+            try:
+                executable.launch(self.stream)
+            except ContextPoisonedError:
+                raise
+            except OstinatoError as error:
+                raise NotLaunched(str(error)) from error
         else:
-            state.timed(
-                lambda: run_replay(call.key, executable, self.stream, self.settings, self.profile)
-            )
+            run_replay(call.key, executable, self.stream, self.settings, self.profile)
+        if begin:
+            state.times.append((time.perf_counter_ns() - begin) / 1e3)
         state.counts.replayed += 1
 
     def _refused(self, call: Call, state: KeyState, why: str) -> Decision:
@@ -643,7 +653,7 @@ class GraphedStep(Closeable):
                 counts[key].key_statistics(
                     key,
                     None if state.quarantine is None else state.quarantine[1],
-                    state.times or (),
+                    state.times,
                     self.cache.key_statistics(key),
                 )
                 for key, state in self._states.items()

@@ -24,6 +24,9 @@ _LARGEST = 64 << 10
 class DeviceArray(Closeable):
     """A small array of values or structs at one device address, set as a whole in one copy.
 
+        positions = ost.DeviceArray(device, 4, "i4")
+        positions.set([0, 7, 7, 9], stream)
+
     `dtype` may be any NumPy number or struct dtype; the whole is at most 64 KiB.  Writes go
     through pinned memory in stream order, so no replay reads a half-written value.
     """
@@ -44,16 +47,25 @@ class DeviceArray(Closeable):
             raise InputError(f"{nbytes} bytes: device state holds 1 to {_LARGEST} bytes")
         self._ring = StagingRing(context, self.buffer.nbytes, depth=depth)
 
+    def __repr__(self) -> str:
+        kind, shape = self.dtype.name, list(self.shape) or ""
+        state = " closed" if self.closed else ""
+        at, where = f"{self.range.address:#x}", self.buffer.context.driver.name
+        return f"<{type(self).__name__} {kind}{shape} at {at} on {where}{state}>"
+
     @property
     def address(self) -> int:
+        """Where it begins.  Raises ClosedError after `close()`."""
         return self.buffer.address
 
     @property
     def range(self) -> MemoryRange:
+        """Its address and bytes; after `close()` those that it had."""
         return self.buffer.range
 
     @property
     def closed(self) -> bool:
+        """Whether the memory was given back."""
         return self.buffer.closed
 
     def watch(self, watcher: Watcher) -> None:
@@ -103,6 +115,9 @@ class DeviceArray(Closeable):
 
 class DeviceScalar(DeviceArray):
     """One typed value (or one struct) at a fixed address, updated in stream order.
+
+        length = ost.DeviceScalar(device, "u4", initial=1, stream=stream)
+        length.set(2, stream)
 
     `initial`, if given, is set on `stream`.
     """

@@ -35,9 +35,9 @@ class StagingRing:
         self._entries = [self._memory.view(i * stride, nbytes) for i in range(depth)]
         self._views: list[npt.NDArray[np.uint8]] = [entry.array for entry in self._entries]
         self._done: list[Event | None] = [None] * depth
-        """By entry: the event behind the last copy out of it."""
+        """By entry: the event recorded after the last copy out of it."""
         self._unmarked: list[Stream | None] = [None] * depth
-        """By entry: the stream of a copy without an event behind it, because that failed."""
+        """By entry: the stream of a copy after which no event could be recorded."""
         self._streams: list[Stream | None] = [None] * depth
         """By entry: the stream of its last copy."""
         self._closed = False

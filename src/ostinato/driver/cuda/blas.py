@@ -10,26 +10,25 @@ finds and loads the library: from toolkits, conda, NVIDIA's wheels, or what torc
     .plan(MatrixProduct) -> Planned  descriptors and the algorithm: once for each shape
     planned(stream, ...)             one call, which may be captured once it ran
 
-What is promised: the same bits for the same call every time.  The library promises that for one
-version on GPUs of one kind, and here it may use only reductions in a fixed order (no atomics).
+Guaranteed: the same call gives the same bits every time.  cuBLAS guarantees that for one version on
+GPUs of one kind; here it may use only reductions in a fixed order (no atomics).
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from contextlib import AbstractContextManager
 from ctypes import byref
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from ostinato.driver.api import CudaContext
 from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError, NotAvailableError
 
 __all__ = [
     "BlasHandle",
     "Cublaslt",
-    "HasBlasContext",
     "MatrixProduct",
     "Planned",
     "explain_blas_status",
@@ -43,11 +42,11 @@ _COMPUTE_32F = 68  # cublasComputeType_t
 _TRANSPOSE = 1  # cublasOperation_t
 _DESC_TRANSA = 3  # cublasLtMatmulDescAttributes_t
 _PREF_WORKSPACE, _PREF_REDUCTION = 1, 3  # cublasLtMatmulPreferenceAttributes_t
-# cublasLtReductionScheme_t: partial sums in the workspace, added up in order.  Not in place, where
-# who comes first adds first.
+# cublasLtReductionScheme_t: partial sums in the workspace, added up in a fixed order.  In place,
+# the order would be that of arrival.
 _REDUCTION_IN_ORDER = 2
 
-_ALIGNMENT = 256  # bytes: what algorithms are chosen for, without a preference for another
+_ALIGNMENT = 256  # bytes of workspace that algorithms are chosen for by default
 
 _STATUS = {
     1: ("NOT_INITIALIZED", "the library could not start on this device; the driver may be too old"),
@@ -78,19 +77,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cublasLtMatmulAlgoGetHeuristic": (*(_P,) * 7, ctypes.c_int, _P, _P),
     "cublasLtMatmul": (*(_P,) * 14, ctypes.c_size_t, _P),
 }
-
-
-class HasBlasContext(Protocol):
-    """The CUDA driver, as far as a handle needs it."""
-
-    @property
-    def context(self) -> int:
-        """The primary context (CUcontext)."""
-        ...
-
-    def made_current(self) -> AbstractContextManager[None]:
-        """Our context is the calling thread's inside the block."""
-        ...
 
 
 class _HeuristicResult(ctypes.Structure):
@@ -196,17 +182,17 @@ class Cublaslt:
         return f"cuBLASLt {'.'.join(map(str, self.version))}, {self.path}"
 
     def call(self, symbol: str, *arguments: object, about: object = "") -> None:
-        """Calls.  Raises NotAvailableError with the status in words."""
+        """Calls a function of the library.  Raises NotAvailableError with the status in words."""
         status = self.calls[symbol](*arguments)
         if status:
             where = f" for {about}" if about else ""
             raise NotAvailableError(f"{symbol}{where} gave {explain_blas_status(status)} ({self})")
 
-    def handle(self, driver: HasBlasContext) -> BlasHandle:
+    def handle(self, driver: CudaContext) -> BlasHandle:
         """The device's handle, made at the first use.
 
-        It is never destroyed: graphs hold the library's kernels as long as they like, and giving
-        it back waits for the whole device.  Raises NotAvailableError.
+        It is never destroyed: graphs may hold the library's kernels for any time, and destroying
+        it waits for the whole device.  Raises NotAvailableError.
         """
         with self._lock:
             known = self._handles.get(driver.context)
@@ -225,7 +211,7 @@ class BlasHandle:
         self.library = library
         self.value = handle
 
-    def plan(self, driver: HasBlasContext, product: MatrixProduct, workspace: int) -> Planned:
+    def plan(self, driver: CudaContext, product: MatrixProduct, workspace: int) -> Planned:
         """Descriptors and an algorithm that takes at most `workspace` bytes.
 
         Not inside a capture.  Raises NotAvailableError if the library has none.
@@ -239,7 +225,7 @@ class Planned:
     bytes, as every allocation is."""
 
     def __init__(
-        self, handle: BlasHandle, driver: HasBlasContext, product: MatrixProduct, workspace: int
+        self, handle: BlasHandle, driver: CudaContext, product: MatrixProduct, workspace: int
     ) -> None:
         self.product = product
         self._handle = handle
@@ -314,6 +300,6 @@ class Planned:
 
 
 def _destroy(library: Cublaslt, made: list[tuple[str, ctypes.c_void_p]]) -> None:
-    """Descriptors are the library's in ordinary memory: no device is touched."""
+    """Destroys descriptors, which lie in ordinary memory: no device is touched."""
     for symbol, value in made:
         library.calls[symbol](value)

@@ -1,12 +1,12 @@
-"""The ground of the CUDA driver: checked calls in the right context, and memory.
+"""The base class of the CUDA driver: checked calls in the right context, and memory.
 
 Every call goes through `CudaCalls._status`: it refuses at once after a sticky status, makes the
 device's primary context current, and calls.  `_call` also raises the status that came back.
 
 Which context is current is thread state that other libraries change (torch and CuPy set another
 device's), so each call looks it up first, which costs 0.2 µs.  A thread without a context gets ours
-and keeps it; on a thread where another context was current, that one is current again afterwards.
-A prepared replay (`exec_prepare_launch`) does not look: its stream says in which context it runs.
+and keeps it.  On a thread with another current context, that one is restored after the call.  A
+prepared replay (`exec_prepare_launch`) skips the look-up: its stream belongs to one context.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class _CurrentContext(threading.local):
-    """Where a thread asks for its current context: made once for each thread."""
+    """What a thread needs to ask for its current context; made once for each thread."""
 
     def __init__(self) -> None:
         slot = ctypes.c_void_p()
@@ -56,7 +56,7 @@ class CudaCalls:
         self._context = context
         self._ordinal = ordinal
         self._off: int | str | None = None
-        """Why no call is made any more: a sticky status, or that the driver is closed, in words."""
+        """Why every call raises now (a sticky status, or the driver is closed); else empty."""
         self._current = _CurrentContext()
         self._get_current = lib["cuCtxGetCurrent"]
         self._host_functions = HostFunctions(lib)
@@ -96,7 +96,7 @@ class CudaCalls:
             raise self._error(status, seam, symbol=symbol)
 
     def _handle(self, seam: str, symbol: str, *args: object) -> int:
-        """Calls what writes one handle or address to its first parameter, and returns that."""
+        """Calls a function that writes a handle or address to its first parameter; returns that."""
         out = ctypes.c_uint64()
         self._call(seam, symbol, byref(out), *args)
         return out.value
@@ -113,11 +113,11 @@ class CudaCalls:
         return error
 
     def _refused(self, seam: str, detail: str, *, node: int | None = None) -> DriverError:
-        """NOT_SUPPORTED, where the driver's own answer would not be the protocol's."""
+        """The error NOT_SUPPORTED, for a call that the driver would answer against the protocol."""
         return driver_error(Status.NOT_SUPPORTED, seam, detail, node=node)
 
     def _require_on(self, seam: str) -> None:
-        """For calls that do not go through `_status`.  Raises why no call is made any more."""
+        """For calls without `_status`: raises if the context is poisoned or closed."""
         if self._off is None:
             return
         if isinstance(self._off, str):
@@ -168,8 +168,8 @@ class CudaCalls:
         return self._in_context(view)
 
     def memory_range(self, address: int) -> MemoryRange | None:
-        # The plural call answers zeros for an address that is nobody's, where the singular one and
-        # cuMemGetAddressRange fail.  It answers for pinned, managed, pool and mapped memory too.
+        # For an address in no allocation the plural call returns zeros, where the singular one and
+        # cuMemGetAddressRange fail.  It knows pinned, managed, pool and mapped memory too.
         start, size = ctypes.c_uint64(), ctypes.c_size_t()
         data = (ctypes.c_void_p * 2)(ctypes.addressof(start), ctypes.addressof(size))
         status = self._status(

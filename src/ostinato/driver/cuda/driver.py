@@ -1,7 +1,7 @@
 """The CUDA driver: the protocol of `driver.api` on a real GPU, through libcuda.
 
-`CudaDriver` opens the device.  The calls are in the files beside this one, each built on those
-below it; what is remembered of a handle is with the calls that use it:
+`CudaDriver` opens the device.  The calls are in the files beside this one, each file uses
+those below it, and keeps what it must remember of a handle:
 
     executables      instantiate, launch, change, update
     graphs           definitions, their nodes and edges
@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from ctypes import byref
 from typing import Any
 
-from ostinato.driver.api import Capabilities, DeviceProperties, StreamHandle
+from ostinato.driver.api import Capabilities, CudaContext, DeviceProperties, StreamHandle
 from ostinato.driver.cuda.executables import ExecCalls
 from ostinato.driver.cuda.libcuda import INSTALL, Libcuda
 from ostinato.driver.cuda.modules import IMAGE_KINDS
@@ -40,16 +40,17 @@ class CudaDriver(ExecCalls):
     """One GPU through its primary context, which other libraries of the process share.
 
     Handles are the driver's own, so that graphs, streams and events of torch, CuPy or cuda.core
-    can be used as they are.  A destroyed handle is not always recognised: CUDA may crash on it.
+    can be used directly.  CUDA does not always recognise a destroyed handle, and may crash on it.
     Any thread may call.  Raises NoCudaError with what is missing and the line that installs it.
     """
 
     def __init__(self, ordinal: int = 0) -> None:
+        lib = Libcuda()  # first: without it, importing cuda.core takes 0.5 s and 35 MB for nothing
         # The driver takes as long to start as cuda.core to import: 0.2 s each, here side by side.
         with ThreadPoolExecutor(1, thread_name_prefix="ostinato-open") as beside:
-            starting = beside.submit(_start, ordinal)
+            starting = beside.submit(_start, lib, ordinal)
             device_type = _import_device()
-        lib, started = starting.result()
+        started = starting.result()
         try:
             device = device_type(ordinal)
             device.set_current()
@@ -80,14 +81,18 @@ class CudaDriver(ExecCalls):
         return self._properties
 
     @property
+    def cuda_context(self) -> CudaContext:
+        return self
+
+    @property
     def context(self) -> int:
         """The primary context's handle (CUcontext)."""
         return self._context
 
     @contextmanager
     def made_current(self) -> Iterator[None]:
-        """Our context is the calling thread's inside the block: for libraries that take whichever
-        is current.  What was current before is so again afterwards."""
+        """Makes our context current on the calling thread for a `with` block, for libraries that
+        use the current context.  Restores the one before."""
         self._call("made_current", "cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -95,7 +100,7 @@ class CudaDriver(ExecCalls):
             self._calls["cuCtxPopCurrent_v2"](byref(ctypes.c_void_p()))
 
     def close(self) -> None:
-        """Ends this object's use of the context, which stays: it is the process's, not ours."""
+        """Ends this object's use of the primary context, which other libraries may still use."""
         if isinstance(self._off, str):  # closed already
             return
         with suppress(OstinatoError):  # poisoned, say: there is nothing left to give back
@@ -149,17 +154,17 @@ def _import_device() -> Any:
     return Device
 
 
-def _start(ordinal: int) -> tuple[Libcuda, ctypes.c_int | None]:
-    """libcuda, and the device whose primary context was made and is to be released.
+def _start(lib: Libcuda, ordinal: int) -> ctypes.c_int | None:
+    """The device whose primary context was made and is to be released.
 
-    None if it could not be made: cuda.core will say why.  Raises NoCudaError.
+    The latter is None if it could not be made: opening it with cuda.core then raises the reason.
+    Raises NoCudaError.
     """
-    lib = Libcuda()
     _check_device(lib, ordinal)
     device, context = ctypes.c_int(), ctypes.c_void_p()
     lib["cuDeviceGet"](byref(device), ordinal)
     status = lib["cuDevicePrimaryCtxRetain"](byref(context), device)
-    return lib, None if status else device
+    return None if status else device
 
 
 def gpu_count() -> int:
@@ -174,7 +179,7 @@ def gpu_count() -> int:
 
 
 def _check_device(lib: Libcuda, ordinal: int) -> None:
-    """Raises NoCudaError where there is no such GPU, before anything touches it."""
+    """Raises NoCudaError if there is no such GPU, before anything touches it."""
     count = ctypes.c_int()
     for symbol, arguments in (("cuInit", (0,)), ("cuDeviceGetCount", (byref(count),))):
         status = lib[symbol](*arguments)

@@ -35,7 +35,7 @@ _INSTANTIATE_RESULTS = {
 
 
 class ExecCalls(GraphCalls):
-    """Executables of our definitions and of foreign ones."""
+    """Executables of graph definitions, ours and other libraries'."""
 
     def __init__(self, lib: cu.Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)

@@ -103,7 +103,7 @@ _MEMORY_NODES = "nodes and edges cannot leave a graph that has alloc or free nod
 
 
 class GraphCalls(StreamCalls, ModuleCalls):
-    """Definitions, ours and foreign."""
+    """Graph definitions, ours and other libraries'."""
 
     def __init__(self, lib: cu.Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)
@@ -423,7 +423,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         return number
 
     def _change(self, seam: str, node: int, symbol: str, *args: object) -> None:
-        """A call that changes `node`, which the error names."""
+        """Makes a call that changes `node`; the error names the node."""
         status = self._status(seam, symbol, *args)
         if status:
             raise self._error(status, seam, node=node, symbol=symbol)
@@ -454,11 +454,11 @@ class GraphCalls(StreamCalls, ModuleCalls):
         )
 
     def _memory_kind(self, address: int, old: CopyEnd | None) -> int:
-        """What to call the memory at `address`, host or device.
+        """The CUmemorytype for the memory at `address`, host or device.
 
-        It is what the driver reports; for memory that it does not know, such as that of an alloc
-        node, "unified" leaves it to the copy.  A node keeps its own word for memory of the same
-        kind: the driver would see another word as a change of kind, and refuse it.
+        It is what the driver reports; "unified" for memory that it does not know, such as that of
+        an alloc node.  A node keeps the value that it has for memory of the same kind: the driver
+        takes another value for a change of kind, and refuses it.
         """
         kind = self._memory_type(address)
         if old is None or kind == old.kind:
@@ -549,7 +549,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         )
 
     def _set_kernel(self, seam: str, node: NodeHandle, params: KernelNodeParams) -> None:
-        """Parameters and attributes, or neither."""
+        """Sets parameters and attributes, or neither."""
         before = self._read_kernel(seam, node)
         self._configs_read.pop(node, None)
         self._set_kernel_struct(seam, node, params)
@@ -606,8 +606,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
     def _attributes_of(
         self, node: int, identities: tuple[int, ...]
     ) -> dict[int, cu.LaunchAttributeValue]:
-        """Those that this device has.  The calls do not look up the current context, as others do:
-        a node takes ten of them, and they do not depend on it."""
+        """The node's attributes that this device has.  These calls skip the look-up of the
+        current context: a node needs ten of them, and they do not depend on it."""
         values = (cu.LaunchAttributeValue * len(identities))()
         get, address = self._calls["cuGraphKernelNodeGetAttribute"], ctypes.addressof(values)
         size = ctypes.sizeof(cu.LaunchAttributeValue)
@@ -621,8 +621,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
 class _Conditionals:
     """The conditional nodes that we made: a driver before 13.2 cannot read one back.
 
-    Once our node is gone, a foreign one may get its handle; so every destroy call of ours must
-    forget here what it destroyed.
+    Another library's node may get the handle of ours after ours is destroyed; so every destroy
+    call must remove its node here.
     """
 
     def __init__(self) -> None:

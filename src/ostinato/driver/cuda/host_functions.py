@@ -96,7 +96,7 @@ class HostFunctions:
         status = self._lib["cuUserObjectCreate"](
             ctypes.byref(user_object), semaphore, post, 1, _NO_DESTRUCTOR_SYNC
         )
-        if status:  # then it is kept for ever: safe, and never seen
+        if status:  # then it is kept for ever, which is safe
             self._libc.free(semaphore)
             return number
         with self._lock:
@@ -113,8 +113,8 @@ class HostFunctions:
             _functions.pop(number, None)
 
     def keep_with(self, executable: int, number: int) -> None:
-        """Keeps a function of `add` as long as the executable.  Those set before stay too, since
-        launches under way keep the old values."""
+        """Keeps a function of `add` as long as the executable.  Functions set before are kept too:
+        launches under way may still call them."""
         self._of_executables.setdefault(executable, []).append(number)
 
     def give_up(self, executable: int) -> None:

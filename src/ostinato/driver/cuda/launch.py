@@ -66,11 +66,10 @@ _SCHEDULING = {1: "spread", 2: "load balancing"}
 
 
 class PreparedLaunch:
-    """A launch that can be made again: of the same arguments in the same config on the same stream,
-    from any thread, since the driver only reads what it is given.
+    """A launch that can be repeated, from any thread: the same arguments, config and stream.
 
-    It keeps `arguments` alive, so that their `id` stands for them.  `call` returns the status, or
-    None where another context than the driver's is current: then nothing was launched.
+    It keeps `arguments` alive, so that their `id` identifies them.  `call` returns the status, or
+    None if another context than the driver's is current: then nothing was launched.
     """
 
     __slots__ = ("arguments", "attributes", "call", "config", "function", "stream")
@@ -219,7 +218,7 @@ def _read_extra(extra: int) -> bytes:
 
 
 def cluster_of(dimensions: Dim3 | None) -> Dim3 | None:
-    """None for a cluster of one block, and for the zeros that the driver reports for "not set"."""
+    """None for a cluster of one block, and for zeros, which the driver reports for "not set"."""
     return None if dimensions is None or max(dimensions) <= 1 else dimensions
 
 
@@ -272,7 +271,7 @@ def settable(found: dict[int, cu.LaunchAttributeValue]) -> Settable:
 
 
 def attribute_words(found: dict[int, cu.LaunchAttributeValue]) -> tuple[str, ...]:
-    """Attributes that `LaunchConfig` has no field for, in words, where they are set."""
+    """The attributes that are set and that `LaunchConfig` has no field for, in words."""
     words: list[str] = []
     if (value := found.get(cu.ATTRIBUTE_ACCESS_POLICY_WINDOW)) and value.words[1]:
         words.append(f"access policy window of {value.words[1]} bytes at {value.words[0]:#x}")

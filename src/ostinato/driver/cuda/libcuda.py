@@ -1,4 +1,4 @@
-"""What this library uses of libcuda: its calls and structures, as cuda.h has them, and the loader.
+"""The calls and structures of libcuda that are used here, as cuda.h has them, and the loader.
 
 Why ctypes on libcuda and not `cuda.bindings` for the calls: libcuda keeps the binary interface of
 its versioned symbols (`cuGraphAddNode_v2`, …) for ever, while the Python signatures of
@@ -545,7 +545,7 @@ class Libcuda:
         return symbol not in self._missing
 
     def address(self, symbol: str) -> int:
-        """Where a call begins, for C; 0 if there is none."""
+        """The address of a function, for C; 0 if this driver does not have it."""
         call = self.bare(symbol)
         return 0 if call is None else ctypes.cast(call, ctypes.c_void_p).value or 0
 

@@ -51,13 +51,13 @@ class ModuleCalls(CudaCalls):
         super().__init__(lib, context, ordinal)
         self._addresses = lib.address("cuLaunchKernelEx"), lib.address("cuCtxGetCurrent")
         self._functions_of: dict[int, dict[str, FunctionHandle]] = {}
-        """Our modules, and the functions asked of them."""
+        """Modules that were loaded here, and their functions that were asked for."""
         self._infos: dict[int, FunctionInfo] = {}
-        """Only of our own modules' functions: a foreign handle may be another function tomorrow."""
+        """Only of our own modules' functions: another library may reuse a handle."""
         self._layouts: dict[int, tuple[ParameterSlot, ...]] = {}
-        """Likewise."""
+        """Only of our own modules' functions."""
         self._prepared: dict[int, PreparedLaunch] = {}
-        """The last launch of some arguments, by their identity: the entry keeps them alive."""
+        """The last launch with some arguments, by their identity; the entry keeps them alive."""
 
     def module_load(self, image: Image) -> ModuleHandle:
         seam = "module_load"
@@ -156,7 +156,7 @@ class ModuleCalls(CudaCalls):
         return None if target is None else function_call(pack, target)
 
     def _target(self, function: int) -> KernelTarget | None:
-        """None where this libcuda lacks a call that a compiled launch makes."""
+        """None if this libcuda lacks a function that a compiled launch calls."""
         launch, current = self._addresses
         return (launch, current, self._context, function) if launch and current else None
 
@@ -191,7 +191,7 @@ class ModuleCalls(CudaCalls):
         config: LaunchConfig,
         arguments: KernelArguments,
     ) -> PreparedLaunch:
-        """Checks the arguments, and remembers the launch for the next one of these arguments."""
+        """Checks the arguments, and remembers the launch for the same arguments."""
         seam = "launch_kernel"
         self._check_arguments(seam, function, arguments)
         attributes = None if config.plain else attributes_of(config)
@@ -214,7 +214,7 @@ class ModuleCalls(CudaCalls):
     def _check_arguments(
         self, seam: str, function: int, arguments: KernelArguments, node: int | None = None
     ) -> None:
-        """Raises INVALID_VALUE for too few: the driver reads as many as the function takes."""
+        """Raises INVALID_VALUE for too few arguments: the driver would read beyond them."""
         layout = self._layouts.get(function)
         if not layout:
             return

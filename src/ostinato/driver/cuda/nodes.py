@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 ELEMENT_SIZES = (1, 2, 4)
-"""Of a fill, in bytes."""
+"""Sizes of the elements of a fill, in bytes."""
 
 # CUstreamBatchMemOpType
 _WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64 = 1, 2, 4, 5
@@ -117,7 +117,7 @@ def copy_ends(raw: cu.Memcpy3D) -> tuple[CopyEnd, CopyEnd]:
 
 @dataclass(frozen=True, slots=True)
 class CopyEnd:
-    """One side of a copy: its CUmemorytype, and where it is."""
+    """One side of a copy: its CUmemorytype and its address."""
 
     kind: int
     address: int

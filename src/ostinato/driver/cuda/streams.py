@@ -34,7 +34,7 @@ class StreamCalls(CudaCalls):
     def __init__(self, lib: Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)
         self._into_graph: dict[int, int] = {}
-        """Stream to the graph that its capture adds to, where that is not the capture's own."""
+        """Stream to the graph that its capture adds to, for captures into an existing graph."""
 
     def synchronize(self) -> None:
         given_up = self._host_functions.take_given_up()

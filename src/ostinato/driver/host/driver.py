@@ -52,6 +52,7 @@ from ostinato.driver.api import (
     CaptureInfo,
     CaptureMode,
     ConditionalHandle,
+    CudaContext,
     DeviceProperties,
     Driver,
     Edge,
@@ -170,6 +171,10 @@ class HostDriver:
             max_shared_per_block=MAX_SHARED,
             driver_version="host",
         )
+
+    @property
+    def cuda_context(self) -> CudaContext | None:
+        return None
 
     def close(self) -> None:
         """Ends the threads; work that has not begun is dropped, memory is given back."""

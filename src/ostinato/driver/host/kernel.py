@@ -62,40 +62,49 @@ class PointerParameter:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HostKernel:
+class _Prepared:
+    """`HostKernel`, and what follows from its signature."""
+
+    name: str
+    function: Callable[..., object]
+    signature: Signature
+    max_threads: int
+    static_shared: int
+    layout: tuple[ParameterSlot, ...]
+    size: int
+    """Bytes of the packed parameter buffer."""
+    pointers: tuple[PointerParameter, ...]
+    unpack: Callable[[bytes], tuple[Any, ...]] = field(repr=False)
+    """The packed parameter buffer as one plain value a parameter, pointers as addresses."""
+
+
+class HostKernel(_Prepared):
     """A Python function that the host driver can launch.
 
     `max_threads` is the most threads a block may have, `static_shared` the bytes of shared memory
     that each block takes besides what a launch asks for (both only checked, never used).
     """
 
-    name: str
-    function: Callable[..., object]
-    signature: Signature
-    max_threads: int = DEFAULT_MAX_THREADS
-    static_shared: int = 0
-    layout: tuple[ParameterSlot, ...] = field(init=False)
-    size: int = field(init=False)
-    """Bytes of the packed parameter buffer."""
-    pointers: tuple[PointerParameter, ...] = field(init=False)
-    unpack: Callable[[bytes], tuple[Any, ...]] = field(init=False, repr=False)
-    """The packed parameter buffer as one plain value a parameter, pointers as addresses."""
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        layout = self.signature.layout
-        buffer = buffer_struct([p.code for p in self.signature.parameters], layout)
-        put = object.__setattr__
-        put(self, "layout", layout)
-        put(self, "size", buffer.size)
-        put(self, "unpack", buffer.unpack)
-        put(
-            self,
-            "pointers",
-            tuple(
-                PointerParameter(i, p.name, p.dtype, Access.WRITE in p.access)
-                for i, p in enumerate(self.signature.parameters)
-                if p.pointer
-            ),
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., object],
+        signature: Signature,
+        max_threads: int = DEFAULT_MAX_THREADS,
+        static_shared: int = 0,
+    ) -> None:
+        layout = signature.layout
+        buffer = buffer_struct([p.code for p in signature.parameters], layout)
+        pointers = tuple(
+            PointerParameter(i, p.name, p.dtype, Access.WRITE in p.access)
+            for i, p in enumerate(signature.parameters)
+            if p.pointer
+        )
+        super().__init__(
+            *(name, function, signature, max_threads, static_shared),
+            *(layout, buffer.size, pointers, buffer.unpack),
         )
 
 
@@ -107,6 +116,9 @@ def host_kernel(
     static_shared: int = 0,
 ) -> Callable[[Callable[..., object]], HostKernel]:
     """Makes a kernel of a function `f(launch, …)`; `name` is its entry name, else the function's.
+
+        @ost.host_kernel("x: *f32, factor: f32, n: u32")
+        def scale(launch, x, factor, n): x[:n] *= factor
 
     Raises InputError for a signature that cannot be read.
     """

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Buffer, LaunchConfig, Source, Stream, launch
+from ostinato import Buffer, Device, LaunchConfig, Source, Stream, launch
 from ostinato.models.cuda.lowering import source_of
-from ostinato.models.files.checkpoint import RawTensor
+from ostinato.models.files.checkpoint import Checkpoint, RawTensor
 from ostinato.models.files.dequantise import SUPPORTED_TYPES
 
 if TYPE_CHECKING:
     from ostinato.modules import ModuleCache
 
-__all__ = ["dequantise_on_device", "dequantise_source", "staged_bytes"]
+__all__ = ["convert_on_device", "dequantise_on_device", "dequantise_source", "staged_bytes"]
 
 _MOST_STAGED = 64 << 20
 _THREADS = 256
@@ -41,6 +41,25 @@ def dequantise_source() -> Source:
             for out in _OUT.values()
         },
     )
+
+
+def convert_on_device(
+    device: Device, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Buffer]]
+) -> bool:
+    """Converts tensors of a checkpoint's file into buffers by canonical name; waits for them.
+
+    False, and nothing is done, if no file holds them.  Raises CompileError, DriverError,
+    OutOfMemoryError.
+    """
+    if not checkpoint.has_file:
+        return False
+    staging = device.empty(staged_bytes(map(checkpoint.raw, checkpoint.tensor_names())))
+    with staging, device.create_stream() as stream:
+        for name, out in tensors:
+            raw, stored = checkpoint.raw(name), checkpoint.stored(name)
+            dequantise_on_device(device.modules, raw, stored, out, staging, stream)
+        stream.synchronize()
+    return True
 
 
 def staged_bytes(tensors: Iterable[RawTensor]) -> int:

@@ -65,10 +65,10 @@ PIECE_SIGNATURES = {
     "norm_rows": _LIVE + "x: *const f32, norm: *const f32, out: *out bf16, row_count: u32, "
     "hidden: u32, epsilon: f32",
     "rope_rows": _LIVE + "sums: *const f32, rope: *const f32, cache: *bf16, q: *out f32, "
-    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32",
+    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32",
     "round_rows": _LIVE + "attended: *const f32, out: *out bf16, row_count: u32, width: u32",
     "piece_attention": _LIVE + "q: *const f32, cache: *const bf16, out: *out bf16, "
-    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32, "
+    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
     "scale: f32",
     "silu_rows": _LIVE + "sums: *const f32, out: *out bf16, row_count: u32, width: u32",
 }
@@ -158,7 +158,7 @@ def lower_with_library(
     made: list[Lowered] = []
     for call in program:
         for one in cut.lower(call):
-            # Early only from one of ours to the next: the library's kernels know nothing of it.
+            # Programmatic only between two kernels of ours: the library's do not support it.
             early = tuning.programmatic and bool(made) and isinstance(made[-1], kc.CudaLaunch)
             if isinstance(one, kc.CudaLaunch):
                 one = replace(one, config=replace(one.config, programmatic=early))
@@ -176,7 +176,7 @@ class _LibraryCut:
 
     def __init__(self, config: LlamaConfig, rows: int, tuning: Tuning, single: Tuning) -> None:
         self.config, self.rows = config, rows
-        # What a tuned start was measured for stands before other kernels here.
+        # Without the tuning's `start_next`: it was measured with other kernels as neighbours.
         self.own = kc.Cut(config, rows, replace(tuning, start_next={}, block=None))
         self.single = kc.Cut(config, 1, single)
 

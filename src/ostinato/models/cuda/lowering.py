@@ -1,6 +1,6 @@
 """The decoder's CUDA kernels: which source, macros and launch shape a call of the program gets.
 
-    launches = lower(program, config, rows=1, slots=1, context=2048, tuning=…)
+    launches = lower(program, config, rows=1, context=2048, tuning=…)
 
 gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  The kernels
 (`kernels/*.cu`) have the names and parameters of `host.kernels`, and are compiled for one shape:
@@ -8,7 +8,7 @@ gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  
     rows == 1      matvec.cu    float32 activations, weights straight into registers
                    attention_block.cu  a layer's first three calls in one launch, by the tuning
     rows 2 to 64   matmul.cu    tensor cores, inputs of the products rounded to bfloat16
-    more, and from some rows on, where a library multiplies: kernels_cuda_library
+    more, and from some rows on, where a library multiplies: see cuda.library
     any            attention.cu (split over the KV length), step.cu (embed, advance), sample.cu,
                    loop.cu (continue_loop)
 
@@ -54,10 +54,10 @@ _EMBED_THREADS = 128
 _SAMPLE_THREADS = 1024
 
 _LIVE = "live: *const i32, "
-_HEADS = "heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32, "
+_HEADS = "heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
 SIGNATURES: dict[str, str] = {
     "embed": "rows: *const i32, state: *const i32, live: *out i32, table: *const bf16, "
-    "x: *out f32, history: *i32, row_count: u32, hidden: u32, vocabulary: u32, slots: u32, "
+    "x: *out f32, history: *i32, row_count: u32, hidden: u32, vocabulary: u32, sequences: u32, "
     "context: u32",
     "norm_qkv_rope": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, "
     "rope: *const f32, cache: *bf16, q: *out f32, workspace: *f32, row_count: u32, hidden: u32, "
@@ -82,7 +82,7 @@ SIGNATURES: dict[str, str] = {
     "advance": _LIVE + "chosen: *const i32, options: *const u64, stops: *const i32, state: *i32, "
     "ring: *i32, row_count: u32, stop_count: u32, context: u32, ring_size: u32",
     "continue_loop": "condition: cond, counter: *i32, rows: *const i32, state: *const i32, "
-    "row_count: u32, slots: u32, start: u32",
+    "row_count: u32, sequences: u32, start: u32",
 }
 """Parameters of the CUDA kernels.  Those of the host's, and `workspace` for `sample`, which reads
 there what `head` found; `attention_block` has those of the three that it stands for."""
@@ -119,8 +119,8 @@ def lower(
 ) -> tuple[CudaLaunch, ...]:
     """The launches of a step of `rows` rows, in order.
 
-    `context`: positions of a slot, which bounds the grid of the attention.  `tuning`: the default's
-    if None.  Raises UnsupportedModelError.
+    `context`: positions of a sequence, which bounds the grid of the attention.  `tuning`: the
+    default's if None.  Raises UnsupportedModelError.
     """
     require_supported(config, rows)
     chosen = tuning or default_tuning(
@@ -162,7 +162,6 @@ def _source(name: str) -> Source:
 def source_of(name: str, signatures: Mapping[str, str]) -> Source:
     """A .cu file with the headers beside it."""
     headers = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
-    headers["emulate.h"] = ""  # named in common.cuh for the emulator of benchmarks/kernels alone
     return Source(
         (_FOLDER / f"{name}.cu").read_text(),
         signatures=signatures,

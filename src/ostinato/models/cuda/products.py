@@ -7,21 +7,21 @@ all rows.  With many rows, a library's pipelines through shared memory are faste
     product = products.product(MatrixProduct(…))  the algorithm, once for each shape
     product.operations(weight=…, inputs=…, out=…, workspace=…)
 
-The library is asked once for each product of a step: its call is captured, and what it launched is
-lifted out (`ostinato.lift`).  So a step is operations of ours only, with what each reads and
-writes, and eager, captured, recorded and in loops it is the same.
+The library is called once for each product of a step: the call is captured, and what it launched is
+lifted out of the graph (`ostinato.lift`).  So a step consists of our own operations, with what each
+reads and writes, and is the same in eager runs, captures, recordings and loops.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import numpy as np
 
 from ostinato import Buffer, Device, Operation, Stream, capture, lift
+from ostinato.driver.api import CudaContext
 from ostinato.driver.cuda.blas import (
     Cublaslt,
-    HasBlasContext,
     MatrixProduct,
     Planned,
     load_cublaslt,
@@ -63,7 +63,7 @@ class Products(Protocol):
     """A library that multiplies matrices."""
 
     workspace_bytes: int
-    """Of device memory that its products share; they are never to run side by side."""
+    """Device memory that its products share: two of them must never run side by side."""
 
     def product(self, product: MatrixProduct) -> Product:
         """Chooses an algorithm, once.  Not inside a capture.  Raises NotAvailableError."""
@@ -83,8 +83,11 @@ def open_products(
         library = load_cublaslt()
     except NotAvailableError as error:
         return None, f"not used: {error}"
+    context = device.driver.cuda_context
+    if context is None:
+        return None, f"not used: {device.name} has no CUDA context, which cuBLASLt works in"
     where = "large steps" if rows == "auto" else f"steps of {rows} rows and more"
-    return LibraryProducts(device, library), f"{library}, for {where}"
+    return LibraryProducts(device, context, library), f"{library}, for {where}"
 
 
 class LibraryProducts:
@@ -92,8 +95,9 @@ class LibraryProducts:
 
     workspace_bytes = _WORKSPACE
 
-    def __init__(self, device: Device, library: Cublaslt) -> None:
+    def __init__(self, device: Device, context: CudaContext, library: Cublaslt) -> None:
         self._device = device
+        self._context = context
         self._library = library
         self._known: dict[MatrixProduct, LibraryProduct] = {}
         self._stream: Stream | None = None
@@ -102,11 +106,9 @@ class LibraryProducts:
         """An algorithm for it.  Raises NotAvailableError if the library has none."""
         known = self._known.get(product)
         if known is None:
-            # Whoever compiles CUDA C++ for a device has a context there that the library can use.
-            driver = cast(HasBlasContext, self._device.driver)
-            handle = self._library.handle(driver)
+            handle = self._library.handle(self._context)
             self._stream = self._stream or self._device.create_stream()
-            planned = handle.plan(driver, product, _WORKSPACE)
+            planned = handle.plan(self._context, product, _WORKSPACE)
             known = self._known[product] = LibraryProduct(self._device, self._stream, planned)
         return known
 
@@ -124,10 +126,11 @@ class LibraryProduct:
     def operations(
         self, name: str, *, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer
     ) -> tuple[Operation, ...]:
-        """The library's call on these buffers, captured and lifted; what they hold stays.
+        """The library's call on these buffers, captured and lifted; it does not run.
 
-        The first time it is tried out on other ones, which loads the library's kernels.  Raises
-        NotAvailableError if what the library launches cannot be launched by us with the same bits.
+        The first time, the call is tried out on other buffers, which loads the library's kernels.
+        Raises NotAvailableError if what the library launches cannot be launched by us with the same
+        bits.
         """
         try:
             if not self._tried:
@@ -157,7 +160,7 @@ class LibraryProduct:
             )
 
     def _call(self, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer) -> None:
-        """The library's own call."""
+        """Calls the library."""
         self._planned(
             self._stream.handle,
             weight=weight.address,
@@ -190,5 +193,5 @@ class LibraryProduct:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of a workspace of its own."""
+        """What this product alone needs."""
         return max(256, self._planned.workspace_bytes)

@@ -1,28 +1,33 @@
-"""How the decoder's CUDA kernels are cut into blocks: shapes, rules, and what was tuned.  Pure."""
+"""How the decoder's CUDA kernels are cut into blocks: shapes and rules.  Pure."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ostinato.errors import UnsupportedModelError
 from ostinato.models.config import LlamaConfig
-from ostinato.models.cuda.block import BlockShape, block_rule
 
 __all__ = [
     "BLOCKED",
     "COUNTER_BYTES",
     "MAX_ROWS",
+    "MAX_SHARED",
     "PRODUCTS",
+    "REGISTERS",
     "STARTING",
     "START_NEXT",
-    "TUNED",
     "AttentionShape",
+    "BlockShape",
     "MatrixShape",
     "Product",
     "Shape",
     "Tuning",
     "VectorShape",
+    "block_problem",
+    "block_rule",
+    "block_shapes",
     "default_tuning",
     "for_context",
     "power_of_two_from",
@@ -48,6 +53,15 @@ PRODUCTS = {
 """The kernels that multiply with weights, and what their shape is called in a tuning."""
 
 _MAX_HEAD_SIZE = 256
+REGISTERS = 1 << 16
+"""Of a multiprocessor, 32 bits each."""
+MAX_SHARED = 160 * 1024
+"""Bytes of shared memory of a block; an H100 has 227 KiB, an A100 163."""
+_BLOCK_WEIGHTS = 128 * 1024
+"""Bytes of weights that a block of attention_block.cu holds in registers.  More leave no room for
+the kernels beside it, and a multiprocessor takes longer to read them than the launches that are
+saved."""
+_BLOCK_LANES = (4, 8, 16, 32)
 BLOCKED = ("norm_qkv_rope", "attention", "output_residual")
 """The calls of the program that attention_block.cu does in one launch."""
 STARTING = (*PRODUCTS, "embed", "attention", "attention_block", "sample", "advance")
@@ -106,6 +120,43 @@ class AttentionShape:
     steps: int
     splits: int
     cluster: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """A cluster of `cluster` blocks does `queries` query heads of a KV head.  `warps` of a block;
+    `lanes` share a pair of rows of the first product, `output_lanes` a row of the second; `steps`
+    positions a lane asks for at once."""
+
+    queries: int
+    warps: int
+    lanes: int
+    output_lanes: int
+    steps: int
+    cluster: int = 8
+
+    def units(self, config: LlamaConfig) -> int:
+        """Clusters, each of which leaves a part of the residual."""
+        return config.heads // self.queries
+
+    def shared_bytes(self, config: LlamaConfig) -> int:
+        """Dynamic shared memory of a block: `Shared` in attention_block.cu."""
+        c, width = config, self.queries * config.head_size
+        halves = sum(-(-(size // 8) // 8) * 8 + 4 for size in (c.hidden, width))
+        fresh = (self.queries + 2) * c.head_size
+        partials = (self.cluster + self.warps) * self.queries * (c.head_size + 2)
+        return 32 * halves + -(-(4 * (fresh + partials + self.warps) + 16) // 16) * 16
+
+    def loads(self, config: LlamaConfig) -> tuple[int, int]:
+        """16-byte loads of weights of a thread, of the first product and of the second."""
+        c = config
+        pairs = -(-(self.queries + 2) * (c.head_size // 2) // self.cluster)
+        rows, width = -(-c.hidden // self.cluster), self.queries * c.head_size
+        return (
+            2 * -(-pairs * self.lanes // (32 * self.warps)) * -(-c.hidden // (8 * self.lanes)),
+            -(-rows * self.output_lanes // (32 * self.warps))
+            * -(-width // (8 * self.output_lanes)),
+        )
 
 
 Shape = VectorShape | MatrixShape
@@ -179,12 +230,7 @@ def require_supported(config: LlamaConfig, rows: int = 1, *, most: int = MAX_ROW
         )
 
 
-# ------------------------------------------------------------------------------------ tuned shapes
-
-
-TUNED: dict[tuple[str, str, int], Tuning] = {}
-"""What `ostinato tune` found, by GPU name, `shape_key` and the number of rows; where it gains more
-than the rule below can give."""
+# ------------------------------------------------------------------------------------------- rules
 
 
 def shape_key(config: LlamaConfig) -> str:
@@ -202,10 +248,10 @@ def default_tuning(
     clusters: bool = False,
     most: int = MAX_ROWS,
 ) -> Tuning:
-    """Shapes by rule, for a GPU that nobody has tuned for; what the rule says was measured on an
-    H100 (docs/performance.md).
+    """Shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100
+    (docs/performance.md).
 
-    `context`: positions of a slot.  `clusters`: whether the device has them.
+    `context`: positions of a sequence.  `clusters`: whether the device has them.
     Raises UnsupportedModelError, also for over `most` rows.
     """
     require_supported(config, rows, most=most)
@@ -337,3 +383,66 @@ def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> A
 def power_of_two_from(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+# ------------------------------------------------- norm, QKV, attention and output in one launch
+
+
+def block_problem(shape: BlockShape, config: LlamaConfig) -> str | None:
+    """Why the kernel cannot be compiled or launched so, in words; None if it can.
+
+    Values may be of any type, as a file may hold them; a wrong type is a reason too.
+    """
+    s, c = shape, config
+    for name in type(s).__dataclass_fields__:
+        value: object = getattr(s, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            return f"{name} is {value!r}"
+    if c.heads // c.kv_heads % s.queries:
+        return f"{s.queries} queries of {c.heads // c.kv_heads} in a cluster"
+    if s.lanes not in _BLOCK_LANES or s.output_lanes not in _BLOCK_LANES or s.steps > 8:
+        return f"{s.lanes} and {s.output_lanes} lanes, {s.steps} steps"
+    if s.warps > 16 or not 2 <= s.cluster <= 8:
+        return f"{s.warps} warps in clusters of {s.cluster}"
+    first, second = s.loads(c)
+    held = 4 * second + 8 * s.steps
+    most = 36 + max(held + 4 * first + 8 * -(-c.hidden // (128 * s.warps)), held + 18 * s.queries)
+    if most > min(255, REGISTERS // (32 * s.warps)):
+        return f"{first} and {second} loads a thread in {s.warps} warps do not fit the registers"
+    if s.shared_bytes(c) > MAX_SHARED:
+        return f"{s.queries} queries in {s.warps} warps do not fit shared memory"
+    return None
+
+
+def block_shapes(config: LlamaConfig, multiprocessors: int) -> tuple[BlockShape, ...]:
+    """Shapes worth a try, by a rough cost, the least first; none for a model that is too large."""
+    c = config
+    lanes = 32 // (1 << max(0, c.head_size // 8 - 1).bit_length())  # positions of a warp at once
+    made: list[tuple[float, BlockShape]] = []
+    for queries, cluster in itertools.product(range(1, c.heads // c.kv_heads + 1), (8, 4)):
+        rows = (queries + 2) * c.head_size * c.hidden + c.hidden * queries * c.head_size
+        if (
+            2 * rows / cluster > _BLOCK_WEIGHTS
+            or cluster * c.heads // queries > multiprocessors
+            or c.heads // c.kv_heads % queries
+        ):
+            continue
+        for warps, pair_lanes, output_lanes, steps in itertools.product(
+            (4, 5, 6, 8, 10, 12, 16), (8, 16, 32), (4, 8, 16), (1, 2, 4)
+        ):
+            shape = BlockShape(queries, warps, pair_lanes, output_lanes, steps, cluster)
+            if block_problem(shape, c) is None:
+                # What a thread does one after the other, warps that wait for each other, parts that
+                # the next kernel adds up; idle positions, or a second tile soon.
+                cost = sum(shape.loads(c)) + 0.75 * warps + 1.5 * shape.units(c)
+                cost += 8 * abs(warps * lanes * steps * cluster / 640 - 1)
+                cost += (cluster < 8) * 2 + 0.1 * abs(output_lanes - 8)
+                made.append((cost, shape))
+    return tuple(shape for _, shape in sorted(made, key=lambda pair: pair[0]))
+
+
+def block_rule(config: LlamaConfig, multiprocessors: int) -> BlockShape | None:
+    """The shape by rule, for a GPU without a stored tuning; None where three launches are
+    better."""
+    shapes = block_shapes(config, multiprocessors)
+    return shapes[0] if shapes else None

@@ -1,34 +1,80 @@
-"""Which tuning a decoder's CUDA kernels get, and where it comes from.
+"""Which tuning a decoder's CUDA kernels get: one that `ostinato tune` stored on this machine, for
+this GPU and this code of the kernels, or the default rule's (`cuda.shapes.default_tuning`).
 
-stored      found by `ostinato tune` on this machine, for this GPU and this kernel code
-built-in    found the same way when this version was made (`kernels_cuda_shapes.TUNED`)
-default     by rule, for everything else
+A stored tuning is one small JSON file:
+
+    <cache folder>/tunings/<digest of gpu, shape, rows, kernels>.json
+
+    {"schema": "ostinato.tuning/1", "gpu": …, "shape": …, "rows": …, "kernels": …,
+     "tuning": {…}, "before_us": {"20": …}, "after_us": {…}, "seconds": …, "made": …}
+
+`kernels` is the digest of the kernels' sources.  Nothing in a file is trusted: a file that is
+damaged, of another schema, made for other sources, or with shapes that the kernels cannot be
+launched with is not used, and the reason is logged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from dataclasses import dataclass
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
+from ostinato import settings
+from ostinato.errors import NotAvailableError
 from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.legal import problems_of
 from ostinato.models.cuda.shapes import (
-    TUNED,
+    PRODUCTS,
+    AttentionShape,
+    BlockShape,
+    MatrixShape,
     Tuning,
+    VectorShape,
     default_tuning,
     for_context,
-    require_supported,
     shape_key,
 )
-from ostinato.models.cuda.tuning_store import TuningKey, TuningStore
 
-__all__ = ["ChosenTuning", "Origin", "choose_tuning", "rule_tuning"]
+__all__ = [
+    "SCHEMA",
+    "ChosenTuning",
+    "Origin",
+    "StoredTuning",
+    "TuningKey",
+    "TuningStore",
+    "choose_tuning",
+    "decode_tuning",
+    "encode_tuning",
+    "sources_digest",
+]
+
+_log = logging.getLogger(__name__)
+
+SCHEMA = "ostinato.tuning/1"
+_SHAPES = {"vector": VectorShape, "matrix": MatrixShape}
+_MAX_BYTES = 1 << 16
+_KERNELS = Path(__file__).parent / "kernels"
+_SOURCES = (
+    *("attention.cu", "attention_block.cu", "matmul.cu", "matvec.cu"),
+    *("common.cuh", "linear.cuh", "softmax.cuh"),
+)
 
 
 class Origin(enum.Enum):
     """Where a tuning comes from."""
 
     STORED = "stored"
-    BUILT_IN = "built-in"
     DEFAULT = "default"
 
 
@@ -50,43 +96,265 @@ def choose_tuning(
 ) -> ChosenTuning:
     """The tuning for steps of `rows` rows on a GPU by name, and its origin.
 
-    `context`: positions of a slot.  `clusters`: whether the device has them.  A stored one that is
-    damaged or does not fit is passed over with a warning.
+    `context`: positions of a sequence.  `clusters`: whether the device has them.  A stored tuning
+    that is damaged or does not fit is not used, and a warning says why.
     Raises UnsupportedModelError.
     """
-    ruled = rule_tuning(
-        config,
-        rows=rows,
-        context=context,
-        gpu=gpu,
-        multiprocessors=multiprocessors,
-        clusters=clusters,
-    )
-    key = TuningKey.of(config, rows, gpu)
-    found = (store or TuningStore()).load(key, config, ruled.tuning, clusters=clusters)
-    if found is None:
-        return ruled
-    return ChosenTuning(for_context(found, context), Origin.STORED)
-
-
-def rule_tuning(
-    config: LlamaConfig,
-    *,
-    rows: int,
-    context: int = 2048,
-    gpu: str,
-    multiprocessors: int,
-    clusters: bool = False,
-) -> ChosenTuning:
-    """What is used where nothing is stored: the built-in tuning, or the default rule's.
-
-    Raises UnsupportedModelError.
-    """
-    built_in = TUNED.get((gpu, shape_key(config), rows))
-    if built_in is not None:
-        require_supported(config, rows)
-        return ChosenTuning(for_context(built_in, context), Origin.BUILT_IN)
     default = default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors, clusters=clusters
     )
-    return ChosenTuning(default, Origin.DEFAULT)
+    key = TuningKey.of(config, rows, gpu)
+    found = (store or TuningStore()).load(key, config, default, clusters=clusters)
+    if found is None:
+        return ChosenTuning(default, Origin.DEFAULT)
+    return ChosenTuning(for_context(found, context), Origin.STORED)
+
+
+@functools.cache
+def sources_digest() -> str:
+    """The digest of every source that kernels with tunable shapes are compiled from."""
+    state = hashlib.sha256()
+    for path in (_KERNELS / name for name in _SOURCES):
+        state.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return state.hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class TuningKey:
+    """What a tuning was made for: the GPU's name, the model's sizes, the rows of a step, and the
+    kernels' sources."""
+
+    gpu: str
+    shape: str
+    rows: int
+    kernels: str
+
+    @classmethod
+    def of(cls, config: LlamaConfig, rows: int, gpu: str) -> TuningKey:
+        return cls(gpu, shape_key(config), rows, sources_digest())
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTuning:
+    """One file.  `problem` says why it is not used, None for one that can be; then `key` and
+    `tuning` are there.  Microseconds of a step by context, before and after."""
+
+    path: Path
+    problem: str | None = None
+    key: TuningKey | None = None
+    record: Mapping[str, Any] | None = None
+    before: Mapping[int, float] | None = None
+    after: Mapping[int, float] | None = None
+    made: str = ""
+
+
+def encode_tuning(tuning: Tuning) -> dict[str, Any]:
+    """A tuning as plain data."""
+    made: dict[str, Any] = {}
+    for name in PRODUCTS.values():
+        shape = getattr(tuning, name)
+        kind = next(k for k, cls in _SHAPES.items() if isinstance(shape, cls))
+        made[name] = {"kind": kind, **asdict(shape)}
+    made["attention"] = asdict(tuning.attention)
+    made["block"] = None if tuning.block is None else asdict(tuning.block)
+    made["start_next"] = dict(tuning.start_next)
+    made["programmatic"] = tuning.programmatic
+    return made
+
+
+def decode_tuning(data: object, base: Tuning) -> Tuning:
+    """The tuning from plain data; what the data leaves out is taken from `base`.
+
+    Raises ValueError that says what is wrong.  `problems_of` checks whether the
+    kernels can be launched so.
+    """
+    wanted = {*PRODUCTS.values(), "attention", "block", "start_next", "programmatic"}
+    if not isinstance(data, dict) or set(data) != wanted:
+        raise ValueError(f"a tuning has the fields {', '.join(sorted(wanted))}")
+    made: dict[str, Any] = {}
+    for name in PRODUCTS.values():
+        shape = data[name]
+        kind = shape.get("kind") if isinstance(shape, dict) else None
+        if not isinstance(kind, str) or kind not in _SHAPES:
+            raise ValueError(f"{name} is no shape")
+        fields = {k: v for k, v in shape.items() if k != "kind"}
+        made[name] = _shape(_SHAPES[kind], fields, name)
+    made["attention"] = _shape(AttentionShape, data["attention"], "attention")
+    block = data["block"]
+    made["block"] = None if block is None else _shape(BlockShape, block, "block")
+    starts = data["start_next"]
+    if not isinstance(starts, dict) or not all(isinstance(v, str) for v in starts.values()):
+        raise ValueError("start_next is not a table of names")
+    made["start_next"], made["programmatic"] = starts, data["programmatic"]
+    return replace(base, **made)
+
+
+def _shape(cls: type, fields: object, name: str) -> Any:
+    wanted = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    if not isinstance(fields, dict) or set(fields) != set(wanted):
+        raise ValueError(f"{name} has the fields {', '.join(wanted)}")
+    return cls(**fields)
+
+
+class TuningStore:
+    """The folder of tunings; `folder` is "tunings" in the cache folder of the settings if None.
+
+    Reading never raises for what is on disk.
+    """
+
+    def __init__(self, folder: Path | str | None = None) -> None:
+        self._given = None if folder is None else Path(folder)
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are; it may not exist."""
+        return settings.cache_dir() / "tunings" if self._given is None else self._given
+
+    def load(
+        self, key: TuningKey, config: LlamaConfig, base: Tuning, *, clusters: bool = True
+    ) -> Tuning | None:
+        """The tuning of a key, or None; with a warning where there is a file that is not used.
+
+        `clusters`: whether the device has them.
+        """
+        path = self.folder / key.name
+        stored = _read(path)
+        if stored is None:
+            return None
+        problem = stored.problem
+        if problem is None and stored.key != key:
+            problem = "it was made for something else than its name says"
+        if problem is None:
+            assert stored.record is not None
+            try:
+                tuning = decode_tuning(stored.record["tuning"], base)
+                problems = problems_of(config, key.rows, tuning, clusters=clusters)
+                problem = "; ".join(problems) or None
+                if problem is None:
+                    return tuning
+            except ValueError as error:
+                problem = str(error)
+        _log.warning("the tuning %s is not used: %s; `ostinato tune` makes another", path, problem)
+        return None
+
+    def save(
+        self,
+        key: TuningKey,
+        tuning: Tuning,
+        *,
+        before: Mapping[int, float],
+        after: Mapping[int, float],
+        seconds: float,
+    ) -> Path:
+        """Writes a tuning in one piece, in place of an older one.  Raises NotAvailableError if the
+        folder cannot be written."""
+        record = {
+            "schema": SCHEMA,
+            **asdict(key),
+            "tuning": encode_tuning(tuning),
+            "before_us": {str(c): us for c, us in before.items()},
+            "after_us": {str(c): us for c, us in after.items()},
+            "seconds": round(seconds, 1),
+            "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        path = self.folder / key.name
+        temporary = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self._locked():
+                try:
+                    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                    temporary.replace(path)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        temporary.unlink()
+                    raise
+        except OSError as error:
+            raise NotAvailableError(
+                f"the tuning cannot be written to {self.folder}: {error}; OSTINATO_CACHE_DIR names "
+                "another folder"
+            ) from error
+        return path
+
+    @contextlib.contextmanager
+    def _locked(self) -> Any:
+        """Holds the lock that every writer takes.  Raises OSError, also after a minute of
+        waiting."""
+        from filelock import FileLock, Timeout
+
+        try:
+            with FileLock(str(self.folder / ".lock"), timeout=60, mode=0o600):
+                yield
+        except Timeout as error:
+            raise OSError(f"another process holds {error.lock_file}") from None
+
+    def entries(self) -> tuple[StoredTuning, ...]:
+        """Every file of the folder, those that cannot be used with the reason."""
+        try:
+            paths = sorted(self.folder.glob("*.json"))
+        except OSError:
+            return ()
+        found = [stored for path in paths if (stored := _read(path)) is not None]
+        return tuple(_of_now(stored) for stored in found)
+
+    def clear(self) -> int:
+        """Removes every file; returns how many."""
+        removed = 0
+        for stored in self.entries():
+            with contextlib.suppress(OSError):
+                stored.path.unlink()
+                removed += 1
+        return removed
+
+
+def _of_now(stored: StoredTuning) -> StoredTuning:
+    if stored.key is not None and stored.key.kernels != sources_digest():
+        return replace(stored, problem="it was made for other kernel code")
+    if stored.key is not None and stored.path.name != stored.key.name:
+        return replace(stored, problem="it was made for something else than its name says")
+    return stored
+
+
+def _read(path: Path) -> StoredTuning | None:
+    """What a file says, not yet compared with the kernels; None if there is no such file."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return StoredTuning(path, f"it cannot be read ({error})")
+    if len(data) > _MAX_BYTES:
+        return StoredTuning(path, f"it has more than {_MAX_BYTES} bytes")
+    try:
+        record = json.loads(data)
+        if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+            return StoredTuning(path, f"it is no {SCHEMA} file")
+        key = TuningKey(*(record[name] for name in ("gpu", "shape", "rows", "kernels")))
+        if not (
+            all(isinstance(v, str) for v in (key.gpu, key.shape, key.kernels))
+            and type(key.rows) is int
+            and isinstance(record["tuning"], dict)
+        ):
+            raise ValueError("its fields have other types")
+        before, after = (_times(record[name]) for name in ("before_us", "after_us"))
+        return StoredTuning(path, None, key, record, before, after, str(record.get("made", "")))
+    except KeyError as error:
+        return StoredTuning(path, f"it is damaged (no {error})")
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        return StoredTuning(path, f"it is damaged ({error})")
+
+
+def _times(data: object) -> dict[int, float]:
+    if not isinstance(data, dict):
+        raise ValueError("its times are no table")
+    found = {int(context): float(us) for context, us in data.items()}
+    if not all(math.isfinite(us) and us > 0 for us in found.values()):
+        raise ValueError("its times are no times")
+    return found

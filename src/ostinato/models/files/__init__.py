@@ -1,1 +1,1 @@
-"""Model files: GGUF and safetensors, read as a stranger's; where known models are kept."""
+"""Model files: GGUF and safetensors, which are not trusted; where known models are kept."""

@@ -1,14 +1,14 @@
 """A model's weights on disk, whatever the format: one interface, canonical names, float32.
 
 `open.open_checkpoint` takes a `.gguf` file or a folder with `config.json`, `*.safetensors`
-and `tokenizer.json`.  What it gives maps the file and reads a tensor when it is asked for.
+and `tokenizer.json`.  The checkpoint maps the file, and reads a tensor when asked for it.
 
 Canonical names: `embed`, `layers.{i}.attn_norm`, `.wq .wk .wv .wo`, `.mlp_norm`,
 `.w_gate .w_up .w_down`, `final_norm`, and `head` unless the embeddings are tied.  Matrices are
 [out, in], and queries and keys are in Hugging Face's order for rope (a head's first half, then its
 second half), whatever the file does.
 
-Files come from strangers.  Everything is checked when the file is opened: sizes, offsets,
+Files are not trusted.  Everything is checked when the file is opened: sizes, offsets,
 overlaps, names, shapes against the config.  Not guarded against: a file that another process
 shortens while it is mapped (the operating system answers that with SIGBUS).
 """
@@ -150,8 +150,8 @@ class Checkpoint(Closeable):
 
     def packed(self, name: str, out: npt.NDArray[np.uint8]) -> None:
         """Fills `out`, uint8 [rows, bytes in a row], with the tensor's rows as the file packs them,
-        in the order of `tensor`.  Their pages of the file then leave this process's memory, which
-        would hold a model twice otherwise.
+        in the order of `tensor`.  Afterwards the file's pages leave this process's memory,
+        which would otherwise hold the model twice.
 
         Raises InputError for an unknown name or an `out` that does not fit, ClosedError.
         """
@@ -210,7 +210,7 @@ class Checkpoint(Closeable):
             out = _destination(name, raw, array, wanted)
             step = _rows_at_a_time(raw, _PIECE_VALUES)
             pieces += [(raw, out, start, start + step) for start in range(0, raw.rows, step)]
-        # Large ones first, or the thread that gets one last works on alone.
+        # Large ones first: a large one at the end would keep one thread busy alone.
         pieces.sort(key=lambda piece: -piece[0].columns * min(piece[0].rows, piece[3] - piece[2]))
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(lambda piece: self._convert(*piece), pieces):

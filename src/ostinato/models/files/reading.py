@@ -1,5 +1,5 @@
-"""Reading files that come from strangers: only regular ones, never more than was asked for.  And
-writing files whole or not at all."""
+"""Reading untrusted files: only regular ones, and never more than a limit.  Writing files whole or
+not at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_JSON = 4 << 20
 def open_file(path: Path) -> BinaryIO:
     """Opens a regular file for reading.
 
-    Raises ModelFormatError for anything else (a pipe would wait for somebody who writes), OSError.
+    Raises ModelFormatError for anything else (opening a pipe would wait for a writer), OSError.
     """
     # Looked at before, since opening alone makes some devices act, and after, since it may have
     # been another file then.  Without O_NONBLOCK, opening a pipe waits.

@@ -134,7 +134,7 @@ def _shards(path: Path) -> list[Path]:
         raise ModelFormatError(f"{index}: weight_map is missing")
     names = set()
     for name in weight_map.values():
-        # A shard is a plain file of this folder: "../" would read what nobody asked for.
+        # A shard must be a plain file of this folder: "../" would read other files.
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", name):
             raise ModelFormatError(f"{index}: {quoted(name)} is not the name of a shard")
         names.add(name)

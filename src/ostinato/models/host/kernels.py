@@ -10,24 +10,14 @@ rows give the same bits, launched eagerly or from a graph.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.models.host.common import (
-    HOST_KERNELS,
-    ROW_BY_ROW,
-    Floats,
-    Ints,
-    kernel,
-    matrix,
-    normed,
-    product,
-    runs_of,
-    sampled_rows,
-    used_rows,
-)
+from ostinato import HostKernel, host_kernel
 from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE
 from ostinato.models.sampling import penalised
 from ostinato.models.sampling import sample as sample_reference
@@ -35,6 +25,101 @@ from ostinato.models.sampling import sample as sample_reference
 __all__ = ["HOST_KERNELS"]
 
 _CHUNK = 1 << 15  # scores of one attention product at a time, in rows * KV length
+Floats: TypeAlias = npt.NDArray[np.float32]
+Ints: TypeAlias = npt.NDArray[np.int32]
+
+HOST_KERNELS: dict[str, HostKernel] = {}
+"""By name."""
+
+_FLAGS = 3
+_ROW_BY_ROW = 4  # up to so many rows, matrix-vector products are faster than a matrix product
+
+
+def _kernel(signature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a kernel.  As on a GPU, infinities and NaN are values and no warnings."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        made = host_kernel(signature, name=function.__name__)(np.errstate(all="ignore")(function))
+        HOST_KERNELS[made.name] = made
+        return function
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows `start` to `stop` of one sequence at rising positions from `position`."""
+
+    start: int
+    stop: int
+    sequence: int
+    position: int
+
+
+def _used_rows(live: Ints, row_count: int) -> int:
+    """Rows up to the last active one."""
+    if row_count == 1:
+        return int(live[_FLAGS]) & ACTIVE
+    active = np.flatnonzero(live[_FLAGS : 4 * row_count : 4] & ACTIVE)
+    return int(active[-1]) + 1 if active.size else 0
+
+
+def _runs_of(live: Ints, used: int) -> Iterator[Run]:
+    run: Run | None = None
+    for index, (_, position, sequence, flags) in enumerate(
+        live[: 4 * used].reshape(-1, 4).tolist()
+    ):
+        if not flags & ACTIVE:
+            continue
+        if run is not None:
+            follows = run.stop == index and run.sequence == sequence
+            if follows and run.position + run.stop - run.start == position:
+                run = Run(run.start, index + 1, sequence, run.position)
+                continue
+            yield run
+        run = Run(index, index + 1, sequence, position)
+    if run is not None:
+        yield run
+
+
+def _sampled_rows(live: Ints, used: int) -> list[tuple[int, int, int]]:
+    """(row, position, sequence) of the rows that get logits."""
+    wanted = ACTIVE | SAMPLE
+    rows = live[: 4 * used].reshape(-1, 4).tolist()
+    return [(i, row[1], row[2]) for i, row in enumerate(rows) if row[3] & wanted == wanted]
+
+
+def _matrix(flat: npt.NDArray[Any], rows: int, columns: int) -> npt.NDArray[Any]:
+    return flat[: rows * columns].reshape(rows, columns)
+
+
+def _product(weight: Floats, x: Floats, out: Floats) -> None:
+    """out = x @ weight.T for x [rows, in], weight [out, in].
+
+    Measured with OpenBLAS on two cores, all layers of SmolLM2-135M: as `x @ weight.T` 2 rows take
+    43 ms and 8 take 47; row by row 2 take 23; as `weight @ x.T` 8 take 38, the copy included.
+    """
+    if len(x) <= _ROW_BY_ROW:
+        for row, target in zip(x, out, strict=True):
+            np.matmul(weight, row, out=target)
+    else:
+        out[...] = np.matmul(weight, x.T).T
+
+
+def _normed(x: Floats, norm: Floats, epsilon: float) -> Floats:
+    """RMS norm of rows, times the weights."""
+    width = x.shape[1]
+    if len(x) == 1:
+        row = x[0]
+        scale = 1.0 / np.sqrt(np.dot(row, row) / np.float32(width) + np.float32(epsilon))
+        out = x * np.float32(scale)
+    else:
+        squares = np.square(x).mean(axis=1, keepdims=True)
+        squares += np.float32(epsilon)
+        np.sqrt(squares, out=squares)
+        out = x / squares
+    out *= norm[:width]
+    return out
 
 
 def _rotate(x: Floats, cosine: Floats, sine: Floats, out: Floats) -> None:
@@ -48,9 +133,9 @@ def _rotate(x: Floats, cosine: Floats, sine: Floats, out: Floats) -> None:
     out_right += left * sine
 
 
-@kernel(
+@_kernel(
     "rows: *const i32, state: *const i32, live: *out i32, table: *const f32, x: *out f32, "
-    "history: *i32, row_count: u32, hidden: u32, vocabulary: u32, slots: u32, context: u32"
+    "history: *i32, row_count: u32, hidden: u32, vocabulary: u32, sequences: u32, context: u32"
 )
 def embed(
     launch: object,
@@ -63,37 +148,37 @@ def embed(
     row_count: int,
     hidden: int,
     vocabulary: int,
-    slots: int,
+    sequences: int,
     context: int,
 ) -> None:
     """Resolves the rows (FROM_STATE), looks their tokens up, and notes them in the history.
 
     A row that would reach outside of anything is not active afterwards.
     """
-    out = matrix(x, row_count, hidden)
-    embedding = matrix(table, vocabulary, hidden)
+    out = _matrix(x, row_count, hidden)
+    embedding = _matrix(table, vocabulary, hidden)
     for index, row in enumerate(rows[: 4 * row_count].reshape(-1, 4).tolist()):
-        token, position, slot, flags = row
-        if not 0 <= slot < slots:
+        token, position, sequence, flags = row
+        if not 0 <= sequence < sequences:
             flags &= ~ACTIVE
         elif flags & FROM_STATE:
-            token, position, _, stopped = state[4 * slot : 4 * slot + 4].tolist()
+            token, position, _, stopped = state[4 * sequence : 4 * sequence + 4].tolist()
             if stopped:
                 flags &= ~ACTIVE
         if not (0 <= token < vocabulary and 0 <= position < context):
             flags &= ~ACTIVE
-        live[4 * index : 4 * index + 4] = (token, position, slot, flags)
+        live[4 * index : 4 * index + 4] = (token, position, sequence, flags)
         if flags & ACTIVE:
-            history[slot * context + position] = token
+            history[sequence * context + position] = token
             out[index] = embedding[token]
         else:
             out[index] = 0.0
 
 
-@kernel(
+@_kernel(
     "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, rope: *const f32, "
     "cache: *f32, q: *out f32, workspace: *out f32, row_count: u32, hidden: u32, heads: u32, "
-    "kv_heads: u32, head_size: u32, slots: u32, context: u32, epsilon: f32"
+    "kv_heads: u32, head_size: u32, sequences: u32, context: u32, epsilon: f32"
 )
 def norm_qkv_rope(
     launch: object,
@@ -110,38 +195,38 @@ def norm_qkv_rope(
     heads: int,
     kv_heads: int,
     head_size: int,
-    slots: int,
+    sequences: int,
     context: int,
     epsilon: float,
 ) -> None:
     """Norm, queries, keys and values, rope, and the write of keys and values into the cache.
 
-    `rope`: [context, 2, head_size / 2], cosines and sines.  `cache`: this layer's part, [2, slots,
-    kv_heads, context, head_size].  `q`: [rows, heads, head_size].
+    `rope`: [context, 2, head_size / 2], cosines and sines.  `cache`: this layer's part, [2,
+    sequences, kv_heads, context, head_size].  `q`: [rows, heads, head_size].
     """
-    used = used_rows(live, row_count)
+    used = _used_rows(live, row_count)
     if not used:
         return
     width = (heads + 2 * kv_heads) * head_size
-    qkv = matrix(workspace, used, width)
-    product(matrix(weight, width, hidden), normed(matrix(x, used, hidden), norm, epsilon), qkv)
+    qkv = _matrix(workspace, used, width)
+    _product(_matrix(weight, width, hidden), _normed(_matrix(x, used, hidden), norm, epsilon), qkv)
     parts = qkv.reshape(used, heads + 2 * kv_heads, head_size)
-    queries = matrix(q, used, heads * head_size).reshape(used, heads, head_size)
-    shape = (2, slots, kv_heads, context, head_size)
-    keys, values = cache[: 2 * slots * kv_heads * context * head_size].reshape(shape)
+    queries = _matrix(q, used, heads * head_size).reshape(used, heads, head_size)
+    shape = (2, sequences, kv_heads, context, head_size)
+    keys, values = cache[: 2 * sequences * kv_heads * context * head_size].reshape(shape)
     table = rope[: context * head_size].reshape(context, 2, 1, head_size // 2)
-    for run in runs_of(live, used):
+    for run in _runs_of(live, used):
         rows, end = slice(run.start, run.stop), run.position + run.stop - run.start
         cosine, sine = table[run.position : end, 0], table[run.position : end, 1]
         _rotate(parts[rows, :heads], cosine, sine, queries[rows])
-        where = (run.slot, slice(None), slice(run.position, end))
+        where = (run.sequence, slice(None), slice(run.position, end))
         _rotate(parts[rows, heads : heads + kv_heads], cosine, sine, keys[where].transpose(1, 0, 2))
         values[where] = parts[rows, heads + kv_heads :].transpose(1, 0, 2)
 
 
-@kernel(
+@_kernel(
     "live: *const i32, q: *const f32, cache: *const f32, attended: *out f32, workspace: *out f32, "
-    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, slots: u32, context: u32, "
+    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
     "scale: f32"
 )
 def attention(
@@ -155,19 +240,20 @@ def attention(
     heads: int,
     kv_heads: int,
     head_size: int,
-    slots: int,
+    sequences: int,
     context: int,
     scale: float,
 ) -> None:
-    """Each row attends to positions 0 to its own of its slot; `attended` is [rows, heads, size]."""
-    used = used_rows(live, row_count)
+    """Each row attends to positions 0 to its own of its sequence; `attended` is [rows, heads,
+    size]."""
+    used = _used_rows(live, row_count)
     group = heads // kv_heads
-    shape = (2, slots, kv_heads, context, head_size)
-    all_keys, all_values = cache[: 2 * slots * kv_heads * context * head_size].reshape(shape)
+    shape = (2, sequences, kv_heads, context, head_size)
+    all_keys, all_values = cache[: 2 * sequences * kv_heads * context * head_size].reshape(shape)
     out = attended[: used * heads * head_size].reshape(used, kv_heads, group, head_size)
     queries = q[: used * heads * head_size].reshape(used, kv_heads, group, head_size)
-    for run in runs_of(live, used):
-        keys, values = all_keys[run.slot], all_values[run.slot]
+    for run in _runs_of(live, used):
+        keys, values = all_keys[run.sequence], all_values[run.sequence]
         step = max(1, _CHUNK // (run.position + run.stop - run.start))
         for start in range(run.start, run.stop, step):
             stop = min(start + step, run.stop)
@@ -203,16 +289,16 @@ def _add_product(
     hidden: int,
     width: int,
 ) -> None:
-    used = used_rows(live, row_count)
+    used = _used_rows(live, row_count)
     if not used:
         return
-    added = matrix(workspace, used, hidden)
-    product(matrix(weight, hidden, width), matrix(source, used, width), added)
-    residual = matrix(x, used, hidden)
+    added = _matrix(workspace, used, hidden)
+    _product(_matrix(weight, hidden, width), _matrix(source, used, width), added)
+    residual = _matrix(x, used, hidden)
     residual += added
 
 
-@kernel(
+@_kernel(
     "live: *const i32, attended: *const f32, weight: *const f32, x: *f32, workspace: *out f32, "
     "row_count: u32, hidden: u32, width: u32"
 )
@@ -221,7 +307,7 @@ def output_residual(launch: object, *arguments: Any) -> None:
     _add_product(*arguments)
 
 
-@kernel(
+@_kernel(
     "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, inner: *out f32, "
     "workspace: *out f32, row_count: u32, hidden: u32, width: u32, epsilon: f32"
 )
@@ -239,13 +325,14 @@ def norm_gate_up(
     epsilon: float,
 ) -> None:
     """inner = silu(gate) * up, of the normed residual; `weight` is [gate; up]."""
-    used = used_rows(live, row_count)
+    used = _used_rows(live, row_count)
     if not used:
         return
-    both = matrix(workspace, used, 2 * width)
-    product(matrix(weight, 2 * width, hidden), normed(matrix(x, used, hidden), norm, epsilon), both)
+    both = _matrix(workspace, used, 2 * width)
+    before = _normed(_matrix(x, used, hidden), norm, epsilon)
+    _product(_matrix(weight, 2 * width, hidden), before, both)
     gate, up = both[:, :width], both[:, width:]
-    out = matrix(inner, used, width)
+    out = _matrix(inner, used, width)
     np.negative(gate, out=out)
     np.exp(out, out=out)  # infinite for gates below -88: their silu is 0 then
     out += np.float32(1)
@@ -253,7 +340,7 @@ def norm_gate_up(
     out *= up
 
 
-@kernel(
+@_kernel(
     "live: *const i32, inner: *const f32, weight: *const f32, x: *f32, workspace: *out f32, "
     "row_count: u32, hidden: u32, width: u32"
 )
@@ -262,7 +349,7 @@ def down_residual(launch: object, *arguments: Any) -> None:
     _add_product(*arguments)
 
 
-@kernel(
+@_kernel(
     "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, logits: *f32, "
     "workspace: *out f32, row_count: u32, hidden: u32, vocabulary: u32, epsilon: f32"
 )
@@ -279,23 +366,23 @@ def head(
     vocabulary: int,
     epsilon: float,
 ) -> None:
-    """Logits of the rows that sample; each slot's at its own place, [slots, vocabulary]."""
-    sampled = sampled_rows(live, used_rows(live, row_count))
+    """Logits of the rows that sample; each sequence's at its own place, [sequences, vocabulary]."""
+    sampled = _sampled_rows(live, _used_rows(live, row_count))
     if not sampled:
         return
-    table = matrix(weight, vocabulary, hidden)
+    table = _matrix(weight, vocabulary, hidden)
     rows = [row for row, _, _ in sampled]
-    slots = [slot for _, _, slot in sampled]
-    final = normed(matrix(x, row_count, hidden)[rows], norm, epsilon)
-    out = matrix(logits, max(slots) + 1, vocabulary)
-    if len(rows) <= ROW_BY_ROW:
-        for row, slot in zip(final, slots, strict=True):
-            np.matmul(table, row, out=out[slot])
+    sequences = [sequence for _, _, sequence in sampled]
+    final = _normed(_matrix(x, row_count, hidden)[rows], norm, epsilon)
+    out = _matrix(logits, max(sequences) + 1, vocabulary)
+    if len(rows) <= _ROW_BY_ROW:
+        for row, sequence in zip(final, sequences, strict=True):
+            np.matmul(table, row, out=out[sequence])
     else:
-        out[slots] = np.matmul(table, final.T).T
+        out[sequences] = np.matmul(table, final.T).T
 
 
-@kernel(
+@_kernel(
     "live: *const i32, logits: *const f32, options: *const u64, chosen: *out i32, "
     "history: *const i32, adjusted: *out f32, row_count: u32, vocabulary: u32, context: u32"
 )
@@ -313,22 +400,22 @@ def sample(
 ) -> None:
     """The next token of each row that samples, drawn for the position that it will take.
 
-    `history`: [slots, context], the token at each position; a repetition penalty looks at those up
-    to the row's own.  `adjusted`: [slots, vocabulary], the logits with that penalty; `logits` stay
-    the model's.  -1 is chosen if a logit is NaN: the model is broken, and no token of it means
-    anything.
+    `history`: [sequences, context], the token at each position; a repetition penalty looks at those
+    up to the row's own.  `adjusted`: [sequences, vocabulary], the logits with that penalty;
+    `logits` stay the model's.  -1 is chosen if a logit is NaN: the model is broken, and no token of
+    it means anything.
     """
     settings = options.view(OPTIONS)
-    for row, position, slot in sampled_rows(live, used_rows(live, row_count)):
-        temperature, top_p, seed, top_k, _, min_p, penalty = settings[slot].item()
-        values = logits[slot * vocabulary : (slot + 1) * vocabulary]
+    for row, position, sequence in _sampled_rows(live, _used_rows(live, row_count)):
+        temperature, top_p, seed, top_k, _, min_p, penalty = settings[sequence].item()
+        values = logits[sequence * vocabulary : (sequence + 1) * vocabulary]
         best = int(values.argmax())  # the first NaN if there is one
         if np.isnan(values[best]):
             chosen[row] = -1
             continue
         if penalty != 1.0:
-            seen = history[slot * context : slot * context + position + 1]
-            out = adjusted[slot * vocabulary : (slot + 1) * vocabulary]
+            seen = history[sequence * context : sequence * context + position + 1]
+            out = adjusted[sequence * vocabulary : (sequence + 1) * vocabulary]
             out[...] = penalised(values, seen, penalty)
             values = out
         elif temperature == 0:
@@ -339,7 +426,7 @@ def sample(
         )
 
 
-@kernel(
+@_kernel(
     "live: *const i32, chosen: *const i32, options: *const u64, stops: *const i32, state: *i32, "
     "ring: *i32, row_count: u32, stop_count: u32, context: u32, ring_size: u32"
 )
@@ -356,22 +443,22 @@ def advance(
     context: int,
     ring_size: int,
 ) -> None:
-    """The state of each slot that sampled, and its token into the ring that the host reads."""
+    """The state of each sequence that sampled, and its token into the ring that the host reads."""
     settings = options.view(OPTIONS)
     ends = {stop for stop in stops[:stop_count].tolist() if stop >= 0}
-    for row, position, slot in sampled_rows(live, used_rows(live, row_count)):
+    for row, position, sequence in _sampled_rows(live, _used_rows(live, row_count)):
         token = int(chosen[row])
-        limit = min(int(settings[slot]["limit"]), context)
+        limit = min(int(settings[sequence]["limit"]), context)
         stopped = int(token < 0 or token in ends or position + 1 >= limit)
-        state[4 * slot : 4 * slot + 4] = (token, position + 1, position + 2, stopped)
+        state[4 * sequence : 4 * sequence + 4] = (token, position + 1, position + 2, stopped)
         # One store of 8 bytes: the host may be looking for it.
         entry = (2 * (position + 1) + stopped) << 32 | token & 0xFFFFFFFF
-        ring.view(np.int64)[slot * ring_size + (position + 1) % ring_size] = entry
+        ring.view(np.int64)[sequence * ring_size + (position + 1) % ring_size] = entry
 
 
-@kernel(
+@_kernel(
     "condition: cond, counter: *i32, rows: *const i32, state: *const i32, row_count: u32, "
-    "slots: u32, start: u32"
+    "sequences: u32, start: u32"
 )
 def continue_loop(
     launch: Any,
@@ -380,7 +467,7 @@ def continue_loop(
     rows: Ints,
     state: Ints,
     row_count: int,
-    slots: int,
+    sequences: int,
     start: int,
 ) -> None:
     """Begins the count of a loop (`start` steps at most), or counts one step (`start` 0).
@@ -390,8 +477,8 @@ def continue_loop(
     """
     wanted = ACTIVE | SAMPLE
     live = False
-    for _, _, slot, flags in rows[: 4 * row_count].reshape(-1, 4).tolist():
-        if flags & wanted == wanted and 0 <= slot < slots:
-            live |= not state[4 * slot + 3] if flags & FROM_STATE else start > 0
+    for _, _, sequence, flags in rows[: 4 * row_count].reshape(-1, 4).tolist():
+        if flags & wanted == wanted and 0 <= sequence < sequences:
+            live |= not state[4 * sequence + 3] if flags & FROM_STATE else start > 0
     counter[0] = start if start else counter[0] - 1
     launch.set_conditional(condition, int(live and bool(counter[0] > 0)))

@@ -1,30 +1,29 @@
-"""The layer program's kernels on packed weights, compiled: what a decoder on the CPU runs where the
+"""The layer program's kernels in C, on packed weights: a decoder on the CPU runs them if the
 extension `_native` was built.  Its sources are in `native/`.
 
-They are host kernels as those of `host.kernels`, and take their place one by one: the same names
-and parameters, except that matrices are `PackedMatrix` bytes.  What chooses and advances tokens
-stays in NumPy.  Weights are dequantised in registers, to the values of `dequantise_rows` bit by
-bit; sums are float32.  Which instructions do it is found out when the program runs.
+They replace the host kernels of `host.kernels` one by one: names and parameters are the same,
+except that matrices are `PackedMatrix` bytes.  The kernels that choose and advance tokens are
+NumPy's in both.  Weights are dequantised in registers, to the same bits as `dequantise_rows`; sums
+are float32.  The instruction set is chosen when the program runs.
 
-The same rows give the same bits however many rows, threads or pieces there are, which NumPy's
-kernels do not guarantee.
+The same rows give the same bits, whatever the numbers of rows, threads and pieces are; NumPy's
+kernels do not guarantee that.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
 from ostinato import HostKernel, settings
+from ostinato.driver.extension import load_extension
 from ostinato.driver.signature import Parameter, Signature
 from ostinato.models.arguments import whole
 from ostinato.models.host.kernels import HOST_KERNELS
@@ -44,23 +43,16 @@ MOST_THREADS = 1024
 _DEFAULT_MOST = 16
 _PACKED = ("table", "weight")  # the parameters that are matrices
 
-_extension: Any = None
-_missing = ""
-try:
-    _extension = importlib.import_module("ostinato.models._native")
-except ModuleNotFoundError:
-    _missing = "it was not built: no C compiler, or no Python.h, at installation"
-except ImportError as error:  # built for another processor, or against another libc
-    _missing = f"it cannot be loaded: {error}"
+_extension, _missing = load_extension("ostinato.models._native")
 
 
 def compiled() -> bool:
-    """Whether there are compiled kernels."""
+    """Whether the extension was loaded."""
     return _extension is not None
 
 
 def description() -> str:
-    """What decodes on the CPU and, if it is not the compiled kernels, why, in words."""
+    """What decodes on the CPU, in words; if it is not the compiled kernels, the reason too."""
     if _extension is None:
         return f"NumPy; of the compiled kernels: {_missing or 'left out'}"
     return f"compiled, {_extension.INSTRUCTIONS[0]}, {default_threads()} threads"
@@ -68,8 +60,8 @@ def description() -> str:
 
 @contextmanager
 def without_extension() -> Iterator[None]:
-    """Decoders made inside run as where the extension was not built: for tests, and to measure what
-    it gains.  Not for several threads to enter."""
+    """Decoders that are made inside run as if the extension was not built: for tests, and to
+    measure what it gains.  One thread at a time may enter."""
     global _extension
     kept, _extension = _extension, None
     try:
@@ -79,8 +71,8 @@ def without_extension() -> Iterator[None]:
 
 
 def default_threads() -> int:
-    """How many threads work where nobody says otherwise: as many as there are processors for this
-    process, 16 at most.  OSTINATO_THREADS says otherwise; raises SettingsError if it cannot."""
+    """The number of threads: OSTINATO_THREADS, else the processors that this process may use, 16 at
+    most.  Raises SettingsError if the variable cannot be read."""
     wanted = settings.THREADS.read()
     if wanted is not None:
         return min(wanted, MOST_THREADS)
@@ -92,7 +84,7 @@ def default_threads() -> int:
 
 
 def _quota(path: Path) -> int:
-    """Processors that a container's share of time amounts to."""
+    """The number of processors that a container's share of CPU time amounts to."""
     with suppress(OSError, ValueError):
         share, period = path.read_text(encoding="ascii").split()
         if share != "max" and int(period) > 0:
@@ -101,10 +93,11 @@ def _quota(path: Path) -> int:
 
 
 def packed_kernels(threads: int | None = None) -> Mapping[str, HostKernel]:
-    """The kernels by name, on so many threads; `default_threads` if None.
+    """The kernels by name, on `threads` threads; `default_threads` if None.
 
-    Decoders with the same number share the threads: who finds them at work does its own alone.
-    Raises InputError for a number that is none, SettingsError as `default_threads`.
+    Decoders with the same number share the threads; a kernel that is launched while they are busy
+    runs on the calling thread alone.  Raises InputError for a number that is not from 1 to
+    `MOST_THREADS`, SettingsError as `default_threads`.
     """
     count = default_threads() if threads is None else whole(threads, "threads", 1, MOST_THREADS)
     return _shared(count)
@@ -116,9 +109,9 @@ def _shared(threads: int) -> Mapping[str, HostKernel]:
 
 
 def kernels_of(threads: int, instructions: str | None = None) -> dict[str, HostKernel]:
-    """Kernels with threads of their own, which end with them.
+    """Kernels with threads of their own, which end when the kernels are collected.
 
-    `instructions`: one of the extension's INSTRUCTIONS; the best if None.
+    `instructions`: one of the extension's INSTRUCTIONS; the best one if None.
     """
     native = _extension.Kernels(threads, instructions)
     kernels = dict(HOST_KERNELS)

@@ -196,7 +196,7 @@ read_matrix(const arguments *self, int index, uint64_t rows, uint32_t columns, m
 /* -------------------------------------------------------------------------------- rows of steps */
 
 typedef struct {
-    int32_t token, position, slot, flags;
+    int32_t token, position, sequence, flags;
 } row;
 
 /* Rows up to the last active one. */
@@ -210,14 +210,14 @@ used_rows(const row *live, uint32_t count)
 
 /* Raises IndexError for an active row outside of the cache. */
 static void
-require_inside(const arguments *self, const row *live, uint32_t used, uint32_t slots,
+require_inside(const arguments *self, const row *live, uint32_t used, uint32_t sequences,
                uint32_t context)
 {
     for (uint32_t i = 0; i < used && !PyErr_Occurred(); i++)
         if (live[i].flags & ACTIVE &&
-            ((uint32_t)live[i].slot >= slots || (uint32_t)live[i].position >= context))
-            PyErr_Format(PyExc_IndexError, "%s: row %u is at position %d of slot %d", self->kernel,
-                         i, (int)live[i].position, (int)live[i].slot);
+            ((uint32_t)live[i].sequence >= sequences || (uint32_t)live[i].position >= context))
+            PyErr_Format(PyExc_IndexError, "%s: row %u is at position %d of sequence %d",
+                         self->kernel, i, (int)live[i].position, (int)live[i].sequence);
 }
 
 /* ------------------------------------------------------------------------------------- products */
@@ -369,13 +369,13 @@ kernels_embed(PyObject *op, PyObject *const *args, Py_ssize_t count)
     float *x = take_array(&a, 1);
     int32_t *history = take_array(&a, 1);
     uint32_t row_count = take_number(&a), hidden = take_number(&a), vocabulary = take_number(&a);
-    uint32_t slots = take_number(&a), context = take_number(&a);
+    uint32_t sequences = take_number(&a), context = take_number(&a);
     matrix table;
     need(&a, 0, "rows", times(row_count, sizeof(row)));
-    need(&a, 1, "state", times(slots, 16));
+    need(&a, 1, "state", times(sequences, 16));
     need(&a, 2, "live", times(row_count, sizeof(row)));
     need(&a, 4, "x", times(times(row_count, hidden), 4));
-    need(&a, 5, "history", times(times(slots, context), 4));
+    need(&a, 5, "history", times(times(sequences, context), 4));
     read_matrix(&a, 3, vocabulary, hidden, &table);
     if (PyErr_Occurred())
         return finish(&a, 0);
@@ -383,10 +383,10 @@ kernels_embed(PyObject *op, PyObject *const *args, Py_ssize_t count)
     for (uint32_t i = 0; i < row_count; i++) {
         row one = rows[i];
         float *out = x + (size_t)i * hidden;
-        if (one.slot < 0 || (uint32_t)one.slot >= slots)
+        if (one.sequence < 0 || (uint32_t)one.sequence >= sequences)
             one.flags &= ~ACTIVE;
         else if (one.flags & FROM_STATE) {
-            const int32_t *its = state + 4 * (size_t)one.slot;
+            const int32_t *its = state + 4 * (size_t)one.sequence;
             one.token = its[0];
             one.position = its[1];
             if (its[3])
@@ -399,7 +399,7 @@ kernels_embed(PyObject *op, PyObject *const *args, Py_ssize_t count)
         memset(out, 0, (size_t)hidden * sizeof *out);
         if (!(one.flags & ACTIVE))
             continue;
-        history[(size_t)one.slot * context + (size_t)one.position] = one.token;
+        history[(size_t)one.sequence * context + (size_t)one.position] = one.token;
         uint32_t at = (uint32_t)one.token;
         for (uint32_t p = 0; p < table.part_count; at -= table.parts[p++].rows)
             if (at < table.parts[p].rows) {
@@ -426,7 +426,7 @@ kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
     const float *rope = take_array(&a, 0);
     float *cache = take_array(&a, 1), *q = take_array(&a, 1), *workspace = take_array(&a, 1);
     uint32_t row_count = take_number(&a), hidden = take_number(&a), heads = take_number(&a);
-    uint32_t kv_heads = take_number(&a), size = take_number(&a), slots = take_number(&a);
+    uint32_t kv_heads = take_number(&a), size = take_number(&a), sequences = take_number(&a);
     uint32_t context = take_number(&a);
     float epsilon = take_float(&a);
     need(&a, 0, "live", times(row_count, sizeof(row)));
@@ -438,11 +438,11 @@ kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
     need(&a, 1, "x", times(times(used, hidden), 4));
     need(&a, 2, "norm", times(hidden, 4));
     need(&a, 4, "rope", times(times(context, size), 4));
-    need(&a, 5, "cache", times(times(times(slots, kv_heads), times(context, size)), 8));
+    need(&a, 5, "cache", times(times(times(sequences, kv_heads), times(context, size)), 8));
     need(&a, 6, "q", times(times(used, heads), times(size, 4)));
     need(&a, 7, "workspace", times(times(used, width + hidden), 4));
     read_matrix(&a, 3, width, hidden, &weight);
-    require_inside(&a, live, used, slots, context);
+    require_inside(&a, live, used, sequences, context);
     if (PyErr_Occurred())
         return finish(&a, 0);
     int status;
@@ -452,15 +452,16 @@ kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
     product_work work = {.weight = &weight, .x = normed, .x_stride = hidden, .rows = used,
                          .outputs = (uint32_t)width, .out = workspace, .out_stride = width};
     status = share_product(self, &work, plain_part, 1);
-    size_t head_stride = (size_t)context * size, slot_stride = kv_heads * head_stride;
+    size_t head_stride = (size_t)context * size, sequence_stride = kv_heads * head_stride;
     uint32_t half = size / 2;
     for (uint32_t i = 0; i < used && status == 0; i++) {
         if (!(live[i].flags & ACTIVE))
             continue;
         const float *from = workspace + i * width;
         const float *cosine = rope + (size_t)live[i].position * 2 * half, *sine = cosine + half;
-        float *keys = cache + (size_t)live[i].slot * slot_stride + (size_t)live[i].position * size;
-        float *values = keys + slots * slot_stride;
+        float *keys = cache + (size_t)live[i].sequence * sequence_stride;
+        keys += (size_t)live[i].position * size;
+        float *values = keys + sequences * sequence_stride;
         for (uint32_t h = 0; h < heads; h++, from += size)
             set->rotate(from, cosine, sine, half, q + ((size_t)i * heads + h) * size);
         for (uint32_t h = 0; h < kv_heads; h++, from += size)
@@ -495,7 +496,7 @@ rows_of_piece(const row *live, uint32_t start, uint32_t used, uint32_t queries)
     uint32_t rows = 1;
     most = most > PIECE_ROWS ? PIECE_ROWS : most;
     while (rows < most && start + rows < used && live[start + rows].flags & ACTIVE &&
-           live[start + rows].slot == live[start].slot &&
+           live[start + rows].sequence == live[start].sequence &&
            live[start + rows].position == live[start].position + (int32_t)rows)
         rows++;
     return rows;
@@ -503,7 +504,7 @@ rows_of_piece(const row *live, uint32_t start, uint32_t used, uint32_t queries)
 
 static int
 share_attention(Kernels *self, const row *live, uint32_t used, const attention_piece *whole,
-                const float *cache, uint32_t kv_heads, size_t head_stride, uint32_t slots)
+                const float *cache, uint32_t kv_heads, size_t head_stride, uint32_t sequences)
 {
     uint32_t group = whole->queries, splits = 1;
     /* Few rows: a query head each, so that all threads find something to do. */
@@ -528,8 +529,8 @@ share_attention(Kernels *self, const row *live, uint32_t used, const attention_p
             piece->position = (uint32_t)live[start].position;
             piece->q += at;
             piece->out += at;
-            piece->keys = cache + ((size_t)live[start].slot * kv_heads + h / splits) * head_stride;
-            piece->values = piece->keys + (size_t)slots * kv_heads * head_stride;
+            piece->keys = cache + ((size_t)live[start].sequence * kv_heads + h / splits) * head_stride;
+            piece->values = piece->keys + (size_t)sequences * kv_heads * head_stride;
             size_t scratch = self->set->attend_scratch(piece);
             work.scratch_each = scratch > work.scratch_each ? scratch : work.scratch_each;
         }
@@ -555,16 +556,16 @@ kernels_attention(PyObject *op, PyObject *const *args, Py_ssize_t count)
     float *attended = take_array(&a, 1);
     (void)take_array(&a, 1);
     uint32_t row_count = take_number(&a), heads = take_number(&a), kv_heads = take_number(&a);
-    uint32_t size = take_number(&a), slots = take_number(&a), context = take_number(&a);
+    uint32_t size = take_number(&a), sequences = take_number(&a), context = take_number(&a);
     float scale = take_float(&a);
     need(&a, 0, "live", times(row_count, sizeof(row)));
     uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
     if (used == 0)
         return finish(&a, 0);
     need(&a, 1, "q", times(times(used, heads), times(size, 4)));
-    need(&a, 2, "cache", times(times(times(slots, kv_heads), times(context, size)), 8));
+    need(&a, 2, "cache", times(times(times(sequences, kv_heads), times(context, size)), 8));
     need(&a, 3, "attended", times(times(used, heads), times(size, 4)));
-    require_inside(&a, live, used, slots, context);
+    require_inside(&a, live, used, sequences, context);
     if (!PyErr_Occurred() && (kv_heads == 0 || heads % kv_heads != 0))
         PyErr_Format(PyExc_ValueError, "attention: %u heads in %u groups", heads, kv_heads);
     if (PyErr_Occurred())
@@ -574,7 +575,7 @@ kernels_attention(PyObject *op, PyObject *const *args, Py_ssize_t count)
     attention_piece whole = {.q = q, .out = attended, .row_stride = (size_t)heads * size,
                              .queries = heads / kv_heads, .head_size = size, .scale = scale};
     status = share_attention(self, live, used, &whole, cache, kv_heads, (size_t)context * size,
-                             slots);
+                             sequences);
     Py_END_ALLOW_THREADS
     return finish(&a, status);
 }
@@ -672,7 +673,7 @@ share_head(Kernels *self, const matrix *weight, const row *live, uint32_t used, 
         if ((live[i].flags & (ACTIVE | SAMPLE)) == (ACTIVE | SAMPLE)) {
             self->set->norm(x + (size_t)i * hidden, norm, hidden, epsilon,
                             workspace + (size_t)sampled * hidden);
-            places[sampled++] = logits + (size_t)live[i].slot * weight->rows;
+            places[sampled++] = logits + (size_t)live[i].sequence * weight->rows;
         }
     product_work work = {.weight = weight, .x = workspace, .x_stride = hidden, .rows = sampled,
                          .outputs = weight->rows, .out = sampled ? places[0] : NULL,
@@ -705,8 +706,9 @@ kernels_head(PyObject *op, PyObject *const *args, Py_ssize_t count)
     need(&a, 2, "norm", times(hidden, 4));
     need(&a, 5, "workspace", times(times(used, hidden), 4));
     read_matrix(&a, 3, vocabulary, hidden, &weight);
-    uint64_t slots = vocabulary ? (uint64_t)a.arrays[4].len / 4 / vocabulary : UINT32_MAX;
-    require_inside(&a, live, used, slots > UINT32_MAX ? UINT32_MAX : (uint32_t)slots, UINT32_MAX);
+    uint64_t sequences = vocabulary ? (uint64_t)a.arrays[4].len / 4 / vocabulary : UINT32_MAX;
+    sequences = sequences > UINT32_MAX ? UINT32_MAX : sequences;
+    require_inside(&a, live, used, (uint32_t)sequences, UINT32_MAX);
     if (PyErr_Occurred())
         return finish(&a, 0);
     int status;

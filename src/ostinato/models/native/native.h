@@ -35,11 +35,11 @@ typedef struct {
     part parts[MOST_PARTS];
 } matrix;
 
-/* Rows of one slot at rising positions, and the key head that they attend with. */
+/* Rows of one sequence at rising positions, and the key head that they attend with. */
 typedef struct {
     const float *q;          /* of the first row and the first query head */
     float *out;              /* likewise */
-    const float *keys;       /* [positions, head_size] of the slot and the key head */
+    const float *keys;       /* [positions, head_size] of the sequence and the key head */
     const float *values;     /* likewise */
     size_t row_stride;       /* floats from a row's queries to the next row's */
     uint32_t rows, queries;  /* query heads of each row */

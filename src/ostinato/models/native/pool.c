@@ -46,7 +46,7 @@ struct pool {
     /* Apart, since all threads change them. */
     _Alignas(LINE) atomic_int next;
     _Alignas(LINE) atomic_int inside;
-    /* What a round is.  Written while it is closed and nobody is inside. */
+    /* What a round is.  Written while it is closed and no thread is inside. */
     _Alignas(LINE) atomic_uint open; /* the round's number, 0 for none */
     atomic_int allowed;              /* helpers that may take part */
     atomic_int stopping;
@@ -169,8 +169,8 @@ help(void *argument)
 
 /* -------------------------------------------------------------------------------------- callers */
 
-/* Returns once nobody is inside of the closed round, which began at `opened`; the caller took so
- * many of its parts. */
+/* Returns once no thread is inside of the closed round, which began at `opened`; the caller took
+ * `taken` of its parts. */
 static void
 wait_for_helpers(pool *self, int64_t opened, int taken)
 {
@@ -296,7 +296,7 @@ void
 pool_prepare(pool *self)
 {
     if (self->forks != atomic_load(&forks))
-        reset(self); /* its threads are the parent's, and so is whoever held its locks */
+        reset(self); /* the threads are the parent's, and one of them may have held the locks */
     if (self->started == self->wanted)
         return;
     /* Signals are for the threads that the program knows. */

@@ -1,4 +1,4 @@
-"""Chat templates: jinja2 programs that come inside model files, so they are run as strangers' code.
+"""Chat templates: jinja2 programs that come inside model files, and are run as untrusted code.
 
 A template is compiled and rendered in a process of its own (`child`), by transformers' rules
 (`chat_child`).  One such process serves all templates of this one.

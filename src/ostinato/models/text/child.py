@@ -1,7 +1,7 @@
-"""A process of its own for what strangers programmed: chat templates and tokenizers.
+"""A process of its own for untrusted programs: chat templates and tokenizers.
 
-Such a program may run for ever, take all memory or abort its process.  Here it can: the process has
-hard limits, and its parent kills it at a deadline.  It is started from nothing (no fork of the
+Such a program may run for ever, take all memory or abort its process.  Hard limits hold for this
+process, and its parent kills it at a deadline.  It is started from nothing (no fork of the
 parent's threads or GPU context), has one socket to its parent, and can open no file and no other
 socket, nor start a process unless it is root's.  It ends when that socket does, so it does not
 outlive its parent.
@@ -79,7 +79,7 @@ class Child:
 
     def start(self) -> None:
         """Starts the process unless it runs, and does not wait until it can answer.  If it cannot
-        be started, the first request says so."""
+        be started, the first request raises the error."""
         with self._turn(), contextlib.suppress(NotAvailableError):
             self._start()
 
@@ -129,10 +129,10 @@ class Child:
         with self._lock:
             yield
 
-    # --- the process, for who has the turn
+    # --- the process; the caller must hold the lock
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is not None:
-            self._end()  # somebody else ended it
+            self._end()  # another thread ended it
         if self._process is not None:
             return
         if importlib.util.find_spec("resource") is None:
@@ -235,7 +235,7 @@ def serve(module: str, memory: int, seconds: float) -> None:
 
     parent = socket.socket(fileno=0)
     answer = importlib.import_module(module).answer
-    os.set_blocking(2, False)  # nobody reads it before the end
+    os.set_blocking(2, False)  # the parent reads it only at the end
     for name in ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_FSIZE", "RLIMIT_CORE"):
         limit(name, 0)
     limit("RLIMIT_AS", memory)

@@ -1,8 +1,8 @@
 """Text to token ids and back, for every source that a checkpoint has.
 
 Encoding is done by the `tokenizers` package: here for a tokenizer out of GGUF lists, in a process
-of its own (`child`) for a `tokenizer.json`, which is a program that a stranger wrote: its patterns
-and normalizers can take any time and memory.  Decoding is done here, on bytes: a token is a run of
+of its own (`child`) for a `tokenizer.json`, which is not trusted: its patterns and normalizers can
+take any time and memory.  Decoding is done here, on bytes: a token is a run of
 bytes and not of characters, so a stream must hold back the first half of a character until the
 other half comes.  One path serves both: `decode` is the stream, pushed and finished.
 """

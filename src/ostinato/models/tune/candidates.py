@@ -1,7 +1,6 @@
 """What a sweep may try: shapes that are legal for a model, the promising ones first.  Pure.
 
-`problems_of` is the one place that knows what the kernels can be compiled for and launched with; a
-tuning from a file is held to it as well.  Not here: how fast anything is (`tune.sweep`).
+`cuda.legal` says what the kernels can be compiled for and launched with; `tune.sweep` measures.
 """
 
 from __future__ import annotations
@@ -12,18 +11,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ostinato.models.config import LlamaConfig
-from ostinato.models.cuda.block import block_problem, block_shapes
+from ostinato.models.cuda.legal import (
+    VECTOR_LOADS,
+    attention_problem,
+    matrix_problem,
+    vector_problem,
+    vector_steps,
+)
 from ostinato.models.cuda.shapes import (
-    COUNTER_BYTES,
     PRODUCTS,
+    REGISTERS,
     START_NEXT,
-    STARTING,
     AttentionShape,
     MatrixShape,
     Product,
     Shape,
     Tuning,
     VectorShape,
+    block_shapes,
     power_of_two_from,
     products_of,
 )
@@ -32,136 +37,12 @@ __all__ = [
     "attention_shapes",
     "block_variants",
     "expected_gains",
-    "problems_of",
     "product_shapes",
     "start_variants",
 ]
 
-_MAX_SHARED = 160 * 1024
-"""Bytes of shared memory of a block; an H100 has 227 KiB, an A100 163."""
-_MAX_STATIC = 46 * 1024
-_REGISTERS = 1 << 16
 _BEFORE_THREE = 8
 """Shapes of the one launch that are tried before the three launches."""
-_VECTOR_LOADS = (4, 20)
-"""16-byte loads that a thread of matvec.cu has under way: fewer do not fill the memory's latency,
-more do not fit its registers."""
-
-
-# ------------------------------------------------------------------------------------------- legal
-
-
-def problems_of(
-    config: LlamaConfig, rows: int, tuning: Tuning, *, clusters: bool = True
-) -> tuple[str, ...]:
-    """Why the kernels cannot be compiled or launched so, in words; empty if they can.
-
-    Takes whatever a file may hold: values of a wrong type are said, too.  `clusters`: whether the
-    device has them.
-    """
-    found = []
-    for name, product in products_of(config).items():
-        shape = getattr(tuning, name)
-        if rows == 1 and isinstance(shape, VectorShape):
-            said = _vector_problem(shape, product)
-        elif rows > 1 and isinstance(shape, MatrixShape):
-            said = _matrix_problem(name, shape, product, rows)
-        else:
-            said = f"{type(shape).__name__} is not for {rows} rows"
-        if said:
-            found.append(f"{name}: {said}")
-    said = _attention_problem(tuning.attention, config)
-    if not said and tuning.attention.cluster > 1 and not clusters:
-        said = f"clusters of {tuning.attention.cluster}, which this device does not have"
-    if said:
-        found.append(f"attention: {said}")
-    if tuning.block is not None:
-        said = block_problem(tuning.block, config)
-        if rows > 1 or not clusters:
-            said = f"for one row and a device with clusters, not {rows} rows"
-        if said:
-            found.append(f"block: {said}")
-    for kernel, where in tuning.start_next.items():
-        if kernel not in STARTING or where not in START_NEXT:
-            found.append(f"start_next: {kernel!r} at {where!r}")
-    programmatic: object = tuning.programmatic
-    if not isinstance(programmatic, bool):
-        found.append(f"programmatic is {programmatic!r}")
-    return tuple(found)
-
-
-def _not_whole(shape: Shape | AttentionShape, least: dict[str, int]) -> str | None:
-    for name in type(shape).__dataclass_fields__:
-        value: object = getattr(shape, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
-            return f"{name} is {value!r}"
-    return None
-
-
-def _vector_problem(shape: VectorShape, product: Product) -> str | None:
-    s = shape
-    wrong = _not_whole(s, {"ahead": 0})
-    if wrong:
-        return wrong
-    if s.lanes not in (2, 4, 8, 16, 32) or 2 * s.pairs > s.lanes:
-        return f"{s.pairs} pairs for {s.lanes} lanes"
-    if s.warps > 32 or s.warps % s.split:
-        return f"{s.warps} warps in teams of {s.split}"
-    if s.turns > 1 << 14 or s.ahead >= s.turns:
-        return f"{s.ahead} turns ahead of {s.turns}"
-    loads = _vector_steps(s, product) * s.pairs * 2
-    fixed = 48 if s.turns == 1 else 72  # with turns, some of two turns' weights are there
-    if loads > _VECTOR_LOADS[1] or (fixed + 4 * loads) * 32 * s.warps > _REGISTERS:
-        return f"{loads} loads a thread in {s.warps} warps do not fit the registers"
-    if 2 * (product.inputs // 8 + 12) * 16 > _MAX_SHARED:
-        return f"{product.inputs} inputs do not fit shared memory"
-    return None
-
-
-def _vector_steps(shape: VectorShape, product: Product) -> int:
-    return -(-(product.inputs // 8) // (shape.lanes * shape.split))
-
-
-def _matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -> str | None:
-    s = shape
-    wrong = _not_whole(s, {})
-    if wrong:
-        return wrong
-    warps, padded = s.tiles * s.split, -(-rows // 8) * 8
-    if warps > 16:
-        return f"{s.tiles} tiles of {s.split} warps are more than 16 warps"
-    if s.slab % (32 * s.split) or s.slab % 64:
-        return f"a slab of {s.slab} is not whole steps of {s.split} warps"
-    if s.slab // (32 * s.split) > 8:
-        return f"a slab of {s.slab} does not fit the registers of {s.split} warps"
-    if max(padded * (s.slab + 32) * 2, warps * 16 * padded * 4) > _MAX_SHARED:
-        return f"a slab of {s.slab} does not fit shared memory with {rows} rows"
-    if product.normed and s.blocks_k > 1:
-        return "a norm needs whole rows"
-    if s.blocks_k > 64 or -(-product.pairs // s.block_pairs) > COUNTER_BYTES // 4:
-        return f"{s.blocks_k} blocks for the inputs"
-    if name == "head" and s.tiles % 4:
-        return f"{s.tiles} tiles; the head's keys need a multiple of 4"
-    return None
-
-
-def _attention_problem(shape: AttentionShape, config: LlamaConfig) -> str | None:
-    s = shape
-    wrong = _not_whole(s, {})
-    if wrong:
-        return wrong
-    if config.heads // config.kv_heads % s.queries or s.queries > 8:
-        return f"{s.queries} queries of {config.heads // config.kv_heads} in a block"
-    if s.warps > 16 or s.steps > 8 or s.splits > 128:
-        return f"{s.warps} warps, {s.steps} steps, {s.splits} splits"
-    if s.cluster > 8 or s.splits % s.cluster:
-        return f"{s.splits} splits in clusters of {s.cluster}"
-    registers = 34 + 22 * s.queries + 7 * s.steps + 2 * s.queries * s.steps
-    if registers > 255 or s.queries * s.steps > 24 or registers * 32 * s.warps > _REGISTERS:
-        return f"{s.queries} queries and {s.steps} steps in {s.warps} warps do not fit"
-    if (s.warps + 1) * s.queries * (config.head_size + 2) * 4 > _MAX_STATIC:
-        return f"{s.queries} queries in {s.warps} warps do not fit shared memory"
-    return None
 
 
 # ----------------------------------------------------------------------------------------- to try
@@ -175,11 +56,11 @@ def product_shapes(
     made: list[tuple[float, Shape]] = []
     if rows == 1:
         for shape in _vectors(product, multiprocessors):
-            if _vector_problem(shape, product) is None:
+            if vector_problem(shape, product) is None:
                 made.append((_vector_cost(shape, product, multiprocessors), shape))
     else:
         for matrix in _matrices(product):
-            if _matrix_problem(name, matrix, product, rows) is None:
+            if matrix_problem(name, matrix, product, rows) is None:
                 made.append((_matrix_cost(matrix, product, rows, multiprocessors), matrix))
     return tuple(shape for _, shape in sorted(made, key=lambda pair: pair[0]))
 
@@ -193,8 +74,8 @@ def _vectors(product: Product, multiprocessors: int) -> Iterator[VectorShape]:
         if warps % split:
             continue
         one = VectorShape(lanes, split, pairs, warps)
-        steps = _vector_steps(one, product)
-        if not _VECTOR_LOADS[0] <= steps * pairs * 2 or steps * lanes * split > 1.35 * chunks:
+        steps = vector_steps(one, product)
+        if not VECTOR_LOADS[0] <= steps * pairs * 2 or steps * lanes * split > 1.35 * chunks:
             continue
         blocks = -(-product.pairs // one.block_pairs)
         if blocks < multiprocessors // 2 and product.pairs >= 512:
@@ -214,16 +95,16 @@ def _vector_cost(shape: VectorShape, product: Product, multiprocessors: int) -> 
     """Of no unit: idle lanes, idle multiprocessors, how often the input is read, how many bytes
     are under way."""
     chunks = product.inputs // 8
-    waste = _vector_steps(shape, product) * shape.lanes * shape.split / chunks
+    waste = vector_steps(shape, product) * shape.lanes * shape.split / chunks
     blocks = -(-product.pairs // shape.block_pairs)
     # That fit a multiprocessor, by registers.
-    warps = min(48.0, _REGISTERS / 32 / (48 + 8 * _vector_steps(shape, product) * shape.pairs))
+    warps = min(48.0, REGISTERS / 32 / (48 + 8 * vector_steps(shape, product) * shape.pairs))
     resident = max(1.0, warps // shape.warps)
     waves = blocks / (multiprocessors * resident)
     last = -(-blocks // multiprocessors) * multiprocessors / blocks if waves < 4 else 1.0
     again = blocks * product.inputs * 4 / (product.pairs * product.inputs * 4)
     under_way = min(resident, blocks / multiprocessors) * shape.warps * 512
-    under_way *= 2 * _vector_steps(shape, product) * shape.pairs
+    under_way *= 2 * vector_steps(shape, product) * shape.pairs
     hops = 0.02 * math.log2(shape.split) + 0.02 * math.log2(32 / shape.lanes) + 0.01 * shape.ahead
     return waste * last * (1 + 0.4 * again) * (1 + 16e3 / under_way) * (1 + hops)
 
@@ -267,7 +148,7 @@ def attention_shapes(
     legal = [
         shape
         for shape in made
-        if _attention_problem(shape, config) is None
+        if attention_problem(shape, config) is None
         and 16 <= shape.warps * shape.steps * groups <= 512
         and blocks // shape.queries * shape.splits <= 4096
     ]

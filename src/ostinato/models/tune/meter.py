@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ostinato import Device, GraphExec, Kernel, Operation, Stream, capture, copy, prepare
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import CompileError, ContextPoisonedError, DriverError, InputError
-from ostinato.models.backend import load_kernel
+from ostinato.models.cuda.backend import load_kernel
 from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
 from ostinato.models.cuda.shapes import PRODUCTS, Tuning
 from ostinato.models.plan import BufferPlan, PlanSizes
@@ -54,7 +54,7 @@ def _narrowed(launch: CudaLaunch, tuning: Tuning) -> CompileOptions:
 
 
 class StepMeter(Closeable):
-    """One shape's buffers on a device, for timing steps of `rows` rows (`tuning_sweep.Meter`).
+    """One shape's buffers on a device, for timing steps of `rows` rows (`tune.sweep.Meter`).
 
     `weights`: on the device, bfloat16; the caller closes them.  `positions`: the largest context
     that will be asked for.  The KV cache holds noise.  Raises OutOfMemoryError.
@@ -68,13 +68,13 @@ class StepMeter(Closeable):
                 f"context {positions}: the model was trained for {self.config.context_length} "
                 f"positions, and {context} are needed to time a step there"
             )
-        sizes = PlanSizes(rows=rows, slots=rows, context=context)
+        sizes = PlanSizes(rows=rows, sequences=rows, context=context)
         self.plan = BufferPlan.allocate(device, weights, sizes, workspace=_WORKSPACE)
         self._program = decode_program(self.config)
         self._base: Tuning | None = None
         self._compilers: CompilerPool | None = None
         disk = device.modules.disk
-        if disk is not None and device.capabilities.source_language == "cuda":
+        if disk is not None and device.capabilities.compiles_cuda:
             capability = device.properties.compute_capability
             self._compilers = CompilerPool(capability, folder=disk.folder)
         try:
@@ -84,7 +84,7 @@ class StepMeter(Closeable):
             stops = np.full(self.plan.stops.buffer.shape, -1, np.int32)
             self.plan.stops.set(stops, self.stream)
             table = np.zeros(rows, ROW)
-            table["slot"], table["flags"] = np.arange(rows), ACTIVE | SAMPLE | FROM_STATE
+            table["sequence"], table["flags"] = np.arange(rows), ACTIVE | SAMPLE | FROM_STATE
             self.plan.rows.set(table, self.stream)
             options = np.zeros(rows, OPTIONS)
             options["top_p"], options["limit"] = 1.0, context
@@ -131,7 +131,7 @@ class StepMeter(Closeable):
         return load_kernel(self.device.modules, launch)
 
     def _try_kernel(self, launch: CudaLaunch) -> None:
-        """What does not compile or load is met again, and said, when it is measured."""
+        """Loads kernels.  Errors are dropped here: measuring such a tuning raises them again."""
         try:
             self._kernel(launch)
         except ContextPoisonedError:
@@ -153,7 +153,7 @@ class StepMeter(Closeable):
         return prepare(self._kernel(launch), launch.config, *arguments)
 
     def _reset(self, context: int) -> None:
-        """Every row decodes the next token of its slot, from this position."""
+        """Every row decodes the next token of its sequence, from this position."""
         state = np.zeros(self.rows, STATE)
         state["token"], state["position"], state["length"] = 1, context, context + 1
         buffer = self.plan.buffers["state"]
@@ -197,7 +197,7 @@ class StepMeter(Closeable):
         return statistics.median(found)
 
     def trust(self, tuning: Tuning) -> None:
-        """Takes a tuning's results as right: those of others are compared with them."""
+        """Makes a tuning the reference, with whose results those of others are compared."""
         self._base = tuning
 
     def problem(self, tuning: Tuning) -> str | None:

@@ -1,6 +1,6 @@
-"""Finding a better tuning: coordinate descent by a meter's word, within so many seconds.
+"""Finding a better tuning: coordinate descent on measured times, within so many seconds.
 
-Nothing here touches a device: `Meter` does (`tuning_bench.StepMeter` in earnest).  One thing at a
+Nothing here touches a device: `Meter` does (`tune.meter.StepMeter`).  One thing at a
 time is changed, whatever is expected to gain most first; the time of the whole step decides, since
 a kernel that is faster alone may leave its neighbours less room.
 """
@@ -109,8 +109,8 @@ class _Sweep:
         return sum(self.meter.microseconds(tuning, c, careful=careful) for c in contexts)
 
     def stage(self, name: str, candidates: Sequence[Tuning], share: float) -> bool:
-        """Tries candidates for `share` of the time that is left; whether all had their turn."""
-        # The length of the context matters to the attention, and to who waits for it.
+        """Tries candidates for `share` of the time that is left; returns whether all were tried."""
+        # The context's length changes the time of the attention and of the kernel after it.
         contexts = self.contexts[:1] if name in PRODUCTS.values() else self.contexts
         begin = self.clock()
         until = begin + max(0.0, self.deadline - begin) * share

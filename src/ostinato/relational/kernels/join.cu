@@ -20,16 +20,9 @@
 //   the one before it has ended (programmatic launch), so L1 may hold old lines.
 // * Every block waits for the previous kernel first, also one with nothing to do: the next kernel's wait
 //   stands for all before.
-#ifdef EMULATED
-#include "emulate.h"
 typedef unsigned int u32;
 typedef unsigned long long u64;
-#define fresh(p) (*(p))
-DEVICE uint4 fresh4(const void* p) { return *static_cast<const uint4*>(p); }
-DEVICE void publish(volatile u64* p, u64 v) { *p = v; }
-#else
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#ifndef EMULATED  // tests compile this file as C++ and define these otherwise
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
 #define fresh(p) __ldcg(p)

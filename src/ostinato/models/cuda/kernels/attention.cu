@@ -1,4 +1,4 @@
-// Attention of each row over positions 0 to its own, of its slot, split over blocks.
+// Attention of each row over positions 0 to its own, of its sequence, split over blocks.
 //
 // Physics.  Keys and values of a head are read once for all query heads that share it: 4 * HEAD_SIZE
 // bytes a position and KV head, which at short contexts is nothing; what counts is the chain
@@ -32,7 +32,7 @@ static_assert(SPLITS % CLUSTER == 0, "clusters");
 
 KERNEL __launch_bounds__(32 * WARPS)
     attention(const int* live, const float* q, const bf16* cache, float* attended, float* workspace,
-              u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 slots, u32 context,
+              u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context,
               float scale) {
     DYNAMIC_SHARED(dynamic);
     auto shared = reinterpret_cast<float(*)[QUERIES][PARTIAL]>(dynamic);  // [WARPS + 1]
@@ -63,10 +63,10 @@ KERNEL __launch_bounds__(32 * WARPS)
         return;
     }
 
-    const long long line = static_cast<long long>(row.slot) * KV_HEADS + kv_head;
+    const long long line = static_cast<long long>(row.sequence) * KV_HEADS + kv_head;
     const bf16* const keys = cache + line * context * HEAD_SIZE + sub * 8;
     const bf16* const values =
-        cache + (static_cast<long long>(slots) * KV_HEADS + line) * context * HEAD_SIZE + sub * 8;
+        cache + (static_cast<long long>(sequences) * KV_HEADS + line) * context * HEAD_SIZE + sub * 8;
     const bool reads = sub < CHUNKS;
     uint4 k[STEPS], v[STEPS];
     // Positions of a tile go around: step, warp, group.  `newest`: only the row's own position.
@@ -204,7 +204,7 @@ KERNEL __launch_bounds__(32 * WARPS)
             deliver(item, maximum, sum, value);
         }
         if (units > 1) __threadfence();
-        sync_cluster<CLUSTER>();  // nobody leaves while others read its memory
+        sync_cluster<CLUSTER>();  // a block must not end while others read its memory
         if (units == 1 || split % CLUSTER) return;
     }
 

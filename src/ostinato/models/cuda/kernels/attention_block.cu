@@ -62,7 +62,7 @@ DEVICE float* mixed_at(Shared& shared, int item) {
 KERNEL __launch_bounds__(THREADS)
     attention_block(const int* live, const float* x, const float* norm, const bf16* weight,
                     const float* rope, bf16* cache, const bf16* output_weight, float* workspace,
-                    u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 slots,
+                    u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 sequences,
                     u32 context, float epsilon, float scale) {
     DYNAMIC_SHARED(dynamic);
     Shared& shared = *reinterpret_cast<Shared*>(dynamic);
@@ -120,8 +120,8 @@ KERNEL __launch_bounds__(THREADS)
     }
     arrive_at_cluster<CLUSTER>();
     const int group = lane / LANES, sub = lane % LANES;
-    const long long line = static_cast<long long>(row.slot) * KV_HEADS + kv_head;
-    const long long all_keys = static_cast<long long>(slots) * KV_HEADS * context * HEAD_SIZE;
+    const long long line = static_cast<long long>(row.sequence) * KV_HEADS + kv_head;
+    const long long all_keys = static_cast<long long>(sequences) * KV_HEADS * context * HEAD_SIZE;
     bf16* const keys = cache + line * context * HEAD_SIZE;
     bf16* const values = keys + all_keys;
     uint4 k[STEPS], v[STEPS];
@@ -292,7 +292,7 @@ KERNEL __launch_bounds__(THREADS)
             }
         }
     }
-    wait_for_bytes(&shared.arrivals[1]);  // after which nobody sends anything here
+    wait_for_bytes(&shared.arrivals[1]);  // the last bytes that are sent to this block
     if (blocks > 1) {
         for (int item = thread; item < WIDTH; item += THREADS) {
             const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;

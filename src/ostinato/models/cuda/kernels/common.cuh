@@ -1,7 +1,7 @@
 // What all kernels of the decoder share: rows, bfloat16, loads, programmatic launch, reductions.
 //
-// Compiled by NVRTC for one shape (macros; see kernels_cuda.py), and as C++ by the emulator of
-// benchmarks/kernels, which defines EMULATED.  No header of the toolkit is needed.
+// Compiled by NVRTC for one shape (macros; see lowering.py).  No header of the toolkit is needed.
+// Tests compile the kernels as C++, with EMULATED and their own definitions in place of a GPU's.
 //
 // Memory rules, which every kernel keeps:
 // * Weights, norms and the rope table never change while a step runs: they may be read before
@@ -34,12 +34,10 @@ typedef unsigned short bf16;  // the bits; no arithmetic in this type
 constexpr int ACTIVE = 1, SAMPLE = 2, FROM_STATE = 4;
 
 struct alignas(16) Row {
-    int token, position, slot, flags;
+    int token, position, sequence, flags;
 };
 
-#ifdef EMULATED
-#include "emulate.h"
-#else
+#ifndef EMULATED
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
@@ -159,12 +157,12 @@ template <int BLOCKS> DEVICE float load_of_block(const float* own, int rank) {
     return v;
 }
 
-// Values sent to another block's shared memory, and there counted: whoever waits for so many bytes
-// sees what they carried, after one way through the chip.  A barrier would take two, since it first
-// waits until all that was stored has arrived.
+// Values are stored in another block's shared memory, and their bytes are counted there.  A thread
+// that has waited for so many bytes sees the values, after one transfer between multiprocessors.  A
+// cluster barrier takes two, since it first waits until all stores have arrived.
 //
-// One thread says how many bytes a block expects, before it arrives at its cluster; nobody sends
-// before having waited for the cluster, and nobody ends while bytes are on the way to it.
+// One thread sets how many bytes a block expects, before it arrives at the cluster's barrier.  A block
+// sends only after it has waited for that barrier, and must not end while bytes are sent to it.
 DEVICE void expect_bytes(u64* arrivals, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
     const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));

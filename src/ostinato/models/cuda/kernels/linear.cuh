@@ -4,7 +4,7 @@
 // Outputs are made in *pairs*, because three of five need two at once: rope turns dimensions i and
 // i + size / 2 of a head, the MLP multiplies gate i with up i, and the residual is read and written
 // two floats at a time.  `weight_row(pair, which)` says which two rows of the [out, in] matrix those
-// are; whoever computes a pair holds both sums in one thread and calls `finish`.
+// are; the thread that computes a pair has both sums and calls `finish`.
 //
 // Bytes: every weight once (2 * OUTPUTS * INPUTS).  All else comes from L2.
 #pragma once
@@ -48,9 +48,9 @@ struct QkvProduct {
     const float* norm;
     float epsilon;
     const float* rope;  // [context, 2, head_size / 2]: cosines, sines
-    bf16* cache;        // [2, slots, kv_heads, context, head_size]
+    bf16* cache;        // [2, sequences, kv_heads, context, head_size]
     float* q;           // [rows, heads, head_size]
-    int slots, context;
+    int sequences, context;
 
     DEVICE static int weight_row(int pair, int which) {
         return pair + (pair / HALF + which) * HALF;  // head * size + i, and half a head further
@@ -71,7 +71,8 @@ struct QkvProduct {
         }
         const int part = head >= HEADS + KV_HEADS;
         const int kv_head = head - HEADS - part * KV_HEADS;
-        const long long line = (static_cast<long long>(part) * slots + row.slot) * KV_HEADS + kv_head;
+        const long long place = static_cast<long long>(part) * sequences + row.sequence;
+        const long long line = place * KV_HEADS + kv_head;
         bf16* to = cache + (line * context + row.position) * HEAD_SIZE + i;
         to[0] = to_bf16(left);
         to[HALF] = to_bf16(right);
@@ -128,7 +129,7 @@ template <int WIDTH> struct ResidualProduct {
     }
 };
 
-// logits = W h of the rows that sample, each slot's at its own place; and each block's largest one.
+// logits = W h of the rows that sample, each sequence's at its own place; and each block's largest.
 struct HeadProduct {
     static constexpr int INPUTS = HIDDEN, OUTPUTS = VOCAB, PAIRS = ceil_div(VOCAB, 2);
     static constexpr bool NORMED = true;
@@ -140,14 +141,14 @@ struct HeadProduct {
     const float* input;
     const float* norm;
     float epsilon;
-    float* logits;  // [slots, vocabulary]
+    float* logits;  // [sequences, vocabulary]
 
     DEVICE static int weight_row(int pair, int which) {
         return smaller(2 * pair + which, VOCAB - 1);  // an odd vocabulary's last pair has one row
     }
     DEVICE float2 prepare(const Row&, int, int) const { return make_float2(0.0f, 0.0f); }
     DEVICE u64 finish(const Row& row, int, int pair, float a, float b, float2) const {
-        float* to = logits + static_cast<long long>(row.slot) * VOCAB + 2 * pair;
+        float* to = logits + static_cast<long long>(row.sequence) * VOCAB + 2 * pair;
         to[0] = a;
         const u64 key = logit_key(a, 2 * pair);
         if (2 * pair + 1 >= VOCAB) return key;

@@ -3,23 +3,18 @@
 // In a file of its own, because only a driver that has conditional nodes can load it.
 #include "common.cuh"
 
-#ifdef EMULATED
-typedef u64 cudaGraphConditionalHandle;  // where the value goes
-static void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value) {
-    *reinterpret_cast<unsigned int*>(handle) = value;
-}
-#else
+#ifndef EMULATED
 // The device runtime's; the compiler and the driver know it without a header or a library.
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(
     cudaGraphConditionalHandle handle, unsigned int value);
 #endif
 
-// One block; a thread a row.  With `start` it stands before the loop and sets the count, else it
-// ends the loop's body and counts one step.  Rows that are not FROM_STATE stay what they are, so
+// One block; a thread a row.  With `start` it is launched before the loop and sets the count, else it is
+// the last of the loop's body and counts one step.  Rows that are not FROM_STATE stay what they are, so
 // only the first step would compute them.
 KERNEL __launch_bounds__(64)
     continue_loop(cudaGraphConditionalHandle condition, int* counter, const int* rows,
-                  const int* state, u32 row_count, u32 slots, u32 start) {
+                  const int* state, u32 row_count, u32 sequences, u32 start) {
     __shared__ bool any;
     const int index = threadIdx.x;
     if (index == 0) any = false;
@@ -28,9 +23,9 @@ KERNEL __launch_bounds__(64)
     if (index < ROWS) {
         const Row row = load_row(rows, index);
         if ((row.flags & (ACTIVE | SAMPLE)) == (ACTIVE | SAMPLE) &&
-            static_cast<u32>(row.slot) < slots) {
+            static_cast<u32>(row.sequence) < sequences) {
             bool live = start > 0;
-            if (row.flags & FROM_STATE) live = load_row(state, row.slot).flags == 0;  // stopped
+            if (row.flags & FROM_STATE) live = load_row(state, row.sequence).flags == 0;  // stopped
             if (live) any = true;
         }
     }

@@ -18,7 +18,7 @@
 // the last of them to finish adds up what all of them left in the workspace.  Orders are fixed.
 //
 // Rows that are not wanted (padding; for the head all that do not sample) are left out before
-// anything is read: the others are numbered through, and tiles of 8 rows with nobody are skipped.
+// anything is read: the others get consecutive numbers, and empty tiles of 8 rows are skipped.
 #include "linear.cuh"
 
 constexpr int ROW_TILES = ceil_div(ROWS, 8), PADDED_ROWS = ROW_TILES * 8;
@@ -270,11 +270,11 @@ typedef Shape<QKV_TILES, QKV_SPLIT, QKV_BLOCKS_K, QKV_SLAB> QkvShape;
 KERNEL __launch_bounds__(QkvShape::THREADS)
     norm_qkv_rope(const int* live, const float* x, const float* norm, const bf16* weight,
                   const float* rope, bf16* cache, float* q, float* workspace, u32 row_count,
-                  u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 slots, u32 context,
+                  u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context,
                   float epsilon) {
     __shared__ Wanted rows;
     const QkvProduct product{weight, x,     norm, epsilon,                 rope,
-                             cache,  q, static_cast<int>(slots), static_cast<int>(context)};
+                             cache,  q, static_cast<int>(sequences), static_cast<int>(context)};
     matmul<QkvShape>(product, live, workspace, rows);
 }
 #endif

@@ -228,9 +228,9 @@ typedef Shape<QKV_LANES, QKV_SPLIT, QKV_PAIRS, QKV_WARPS, QKV_TURNS, QKV_AHEAD> 
 KERNEL __launch_bounds__(QkvShape::THREADS)
     norm_qkv_rope(const int* live, const float* x, const float* norm, const bf16* weight,
                   const float* rope, bf16* cache, float* q, float* workspace, u32 row_count,
-                  u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 slots, u32 context,
+                  u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context,
                   float epsilon) {
-    const QkvProduct product{weight, x, norm, epsilon, rope, cache, q, static_cast<int>(slots),
+    const QkvProduct product{weight, x, norm, epsilon, rope, cache, q, static_cast<int>(sequences),
                        static_cast<int>(context)};
     matvec<QkvShape>(product, live);
 }

@@ -1,4 +1,4 @@
-// Attention of a piece of a prompt: rows of one slot at rising positions, on the tensor cores.
+// Attention of a piece of a prompt: rows of one sequence at rising positions, on the tensor cores.
 //
 // Physics.  attention.cu reads all keys and values before a row for that row alone; here PIECE_ROWS
 // neighbouring rows and PIECE_QUERIES query heads of a KV head share them, so a step of 512 rows
@@ -33,7 +33,7 @@ DEVICE int end_of(const Row& row) { return row.flags & ACTIVE ? row.position + 1
 
 KERNEL __launch_bounds__(THREADS)
     piece_attention(const int* live, const float* q, const bf16* cache, bf16* out, u32 row_count,
-                    u32 heads, u32 kv_heads, u32 head_size, u32 slots, u32 context, float scale) {
+                    u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context, float scale) {
     __shared__ Row rows[PIECE_ROWS];
     __shared__ uint4 keys[TILE * STRIDE / 8];
     __shared__ u32 values[HEAD_SIZE * VALUE_STRIDE];
@@ -52,19 +52,19 @@ KERNEL __launch_bounds__(THREADS)
         rows[thread] = index < static_cast<int>(row_count) ? load_row(live, index) : Row{};
     }
     __syncthreads();
-    int end = 0, slot = 0;
+    int end = 0, sequence = 0;
 #pragma unroll
     for (int i = lane; i < PIECE_ROWS; i += 32) {
         end = larger(end, end_of(rows[i]));
-        slot = larger(slot, end_of(rows[i]) ? rows[i].slot : 0);
+        sequence = larger(sequence, end_of(rows[i]) ? rows[i].sequence : 0);
     }
     end = largest_of_lanes(end);
-    slot = largest_of_lanes(slot);
+    sequence = largest_of_lanes(sequence);
     const int own_end = largest_of_lanes(end_of(rows[own + lane % 16]));
     const int end0 = end_of(rows[own + g]), end1 = end_of(rows[own + g + 8]);
 
-    const long long line = static_cast<long long>(slot) * KV_HEADS + kv_head;
-    const long long part = static_cast<long long>(slots) * KV_HEADS;
+    const long long line = static_cast<long long>(sequence) * KV_HEADS + kv_head;
+    const long long part = static_cast<long long>(sequences) * KV_HEADS;
     const bf16* const key_rows = cache + line * context * HEAD_SIZE;
     const bf16* const value_rows = cache + (part + line) * context * HEAD_SIZE;
     uint4 key_ahead[KEY_EACH], value_ahead[VALUE_EACH][2];

@@ -9,11 +9,11 @@
 // Blocks are a row, or a part of one, so that a few rows fill many multiprocessors.  Nothing here is
 // compiled for a number of rows.
 //
-// A library's kernel neither waits nor lets others start early: whatever stands beside one is
-// launched without (`LaunchConfig.programmatic`), and then both calls do nothing.
+// A library's kernel does not use programmatic launch.  So the kernels before and after it are launched
+// without it (`LaunchConfig.programmatic`), and then both calls do nothing.
 //
-// Padding rows become zeros where a product reads them: what stood there before could be anything, and
-// a NaN would make the next check of the memory loud about rows that nobody reads.
+// Padding rows become zeros where a product reads them.  They may hold anything before, and a NaN in
+// them would make a check of the memory report rows that no kernel uses.
 #include "linear.cuh"
 
 constexpr int QUERY = HEADS * HEAD_SIZE, QKV = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;
@@ -77,7 +77,7 @@ KERNEL __launch_bounds__(NORM_THREADS)
 // or takes over eight values; blockIdx.y is the row.
 KERNEL __launch_bounds__(ROW_THREADS)
     rope_rows(const int* live, const float* sums, const float* rope, bf16* cache, float* q,
-              u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 slots, u32 context) {
+              u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context) {
     constexpr int PARTS = HALF / 4;  // of a head
     const int index = blockIdx.y, item = blockIdx.x * ROW_THREADS + threadIdx.x;
     start_next_at<AT_START>();
@@ -108,7 +108,7 @@ KERNEL __launch_bounds__(ROW_THREADS)
     const int part = head >= HEADS + KV_HEADS;
     const int kv_head = head - HEADS - part * KV_HEADS;
     const long long line =
-        (static_cast<long long>(part) * static_cast<int>(slots) + row.slot) * KV_HEADS + kv_head;
+        (static_cast<long long>(part) * static_cast<int>(sequences) + row.sequence) * KV_HEADS + kv_head;
     bf16* const to = cache + (line * static_cast<int>(context) + row.position) * HEAD_SIZE + i;
     *reinterpret_cast<int2*>(to) = make_int2(static_cast<int>(pack_bf16(left.x, left.y)),
                                              static_cast<int>(pack_bf16(left.z, left.w)));

@@ -15,7 +15,7 @@
 //
 // min_p needs no search: it is a least scaled logit.
 //
-// With a repetition penalty the logits are copied first, and those of the slot's tokens changed in
+// With a repetition penalty the logits are copied first, and those of the sequence's tokens changed in
 // the copy, always from the model's own: a token that the history has twice is penalised once.  The
 // copy is then what is looked at, also for the largest.
 //
@@ -255,13 +255,13 @@ DEVICE int sample_row(Workbench& bench, const Row& row, const float* logits, con
                       const u64* keys, const int* history, float* adjusted) {
     const int thread = threadIdx.x;
     // The options change between steps only, by the host.
-    const double temperature = options[row.slot].temperature;
+    const double temperature = options[row.sequence].temperature;
     u64 key = 0;
 #pragma unroll 4
     for (int i = thread; i < HEAD_BLOCKS; i += THREADS) key = largest(key, load_fresh(keys + i));
     key = largest_of_block(bench, key);
     if (key == NAN_KEY) return -1;
-    const double penalty = options[row.slot].repetition_penalty;
+    const double penalty = options[row.sequence].repetition_penalty;
     if (penalty != 1.0) {
         key = penalise(bench, logits, history, row.position + 1, static_cast<float>(penalty),
                        adjusted);
@@ -273,13 +273,13 @@ DEVICE int sample_row(Workbench& bench, const Row& row, const float* logits, con
     __syncthreads();  // before the bench is used anew
 
     Tokens tokens{logits, logit, static_cast<float>(temperature), 0};
-    const int top_k = options[row.slot].top_k;
-    const double top_p = options[row.slot].top_p;
+    const int top_k = options[row.sequence].top_k;
+    const double top_p = options[row.sequence].top_p;
     if (top_k > 0 && top_k < VOCAB) {
         fill_bins<true>(bench, tokens);
         tokens.last = find_token<true>(bench, tokens, top_k);
     }
-    const double min_p = options[row.slot].min_p;
+    const double min_p = options[row.sequence].min_p;
     fill_bins<false>(bench, tokens);
     find_bin(bench, 1);
     u64 mass = bench.total;
@@ -297,7 +297,7 @@ DEVICE int sample_row(Workbench& bench, const Row& row, const float* logits, con
         mass = bench.total;
     }
     // floor(uniform * mass), exactly: 24 bits times 62.
-    const u64 u = draw(options[row.slot].seed, static_cast<u32>(row.position + 1));
+    const u64 u = draw(options[row.sequence].seed, static_cast<u32>(row.position + 1));
     const u64 drawn = __umul64hi(u << 40, mass);
     return index_of(find_token<false>(bench, tokens, drawn + 1));
 }
@@ -314,9 +314,9 @@ KERNEL __launch_bounds__(THREADS, 1)
     const Row row = load_row(live, index);
     if ((row.flags & (ACTIVE | SAMPLE)) != (ACTIVE | SAMPLE)) return;
     const u64* keys = keys_of(workspace) + static_cast<long long>(index) * HEAD_BLOCKS;
-    const long long slot = row.slot;
-    const int token = sample_row(bench, row, logits + slot * VOCAB, options, keys,
-                                 history + slot * context, adjusted + slot * VOCAB);
+    const long long sequence = row.sequence;
+    const int token = sample_row(bench, row, logits + sequence * VOCAB, options, keys,
+                                 history + sequence * context, adjusted + sequence * VOCAB);
     if (threadIdx.x == 0) chosen[index] = token;
     start_next_at<BEFORE_OUTPUT>();
 }

@@ -6,16 +6,16 @@
 // A block a row.  Rows that would reach outside of anything are not active afterwards.
 KERNEL __launch_bounds__(EMBED_THREADS)
     embed(const int* rows, const int* state, int* live, const bf16* table, float* x, int* history,
-          u32 row_count, u32 hidden, u32 vocabulary, u32 slots, u32 context) {
+          u32 row_count, u32 hidden, u32 vocabulary, u32 sequences, u32 context) {
     start_next_at<AT_START>();
     const int index = blockIdx.x, thread = threadIdx.x;
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
     Row row = load_row(rows, index);
-    if (static_cast<u32>(row.slot) >= slots) {
+    if (static_cast<u32>(row.sequence) >= sequences) {
         row.flags &= ~ACTIVE;
     } else if (row.flags & FROM_STATE) {
-        const Row now = load_row(state, row.slot);  // token, position, length, stopped
+        const Row now = load_row(state, row.sequence);  // token, position, length, stopped
         row.token = now.token;
         row.position = now.position;
         if (now.flags) row.flags &= ~ACTIVE;
@@ -26,7 +26,7 @@ KERNEL __launch_bounds__(EMBED_THREADS)
     start_next_at<AFTER_INPUT>();
     const bool active = row.flags & ACTIVE;
     if (active && thread == 0)
-        history[static_cast<long long>(row.slot) * context + row.position] = row.token;
+        history[static_cast<long long>(row.sequence) * context + row.position] = row.token;
     const bf16* const from = table + static_cast<long long>(active ? row.token : 0) * HIDDEN;
     float4* const to = reinterpret_cast<float4*>(x + index * HIDDEN);
 #pragma unroll
@@ -50,6 +50,6 @@ KERNEL __launch_bounds__(64)
     if (index >= ROWS) return;
     const Row row = load_row(live, index);
     if ((row.flags & (ACTIVE | SAMPLE)) != (ACTIVE | SAMPLE)) return;
-    advance_slot(row, load_fresh(chosen + index), options, stops, state, ring, stop_count, context,
+    advance_sequence(row, load_fresh(chosen + index), options, stops, state, ring, stop_count, context,
                  ring_size);
 }

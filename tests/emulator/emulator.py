@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
+from ostinato.driver.api import LaunchConfig
+from ostinato.driver.host.kernel import HostKernel, HostLaunch
 from ostinato.models.cuda.lowering import CudaLaunch
 from ostinato.modules import CompileOptions
 
@@ -89,7 +91,9 @@ class Emulator:
         """`values`: by parameter name, arrays of this emulator or numbers."""
         library = self._library(launch)
         holders = []
-        for parameter in launch.signature.parameters:
+        signature = launch.source.signature(launch.kernel)
+        assert signature is not None, f"{launch.kernel} has no signature"
+        for parameter in signature.parameters:
             value = values[parameter.name]
             if parameter.pointer:
                 holders.append(ctypes.c_void_p(value.ctypes.data))
@@ -112,6 +116,35 @@ class Emulator:
     def synchronize(self) -> None:
         pass
 
+    def host_kernel(
+        self,
+        source: ost.Source,
+        name: str,
+        options: CompileOptions | None = None,
+        config: LaunchConfig | None = None,
+    ) -> HostKernel:
+        """A kernel of a CUDA source, for the host driver.
+
+        It runs in the shape `config`, or in that of each launch if None.
+        """
+        signature = source.signature(name)
+        assert signature is not None, f"{name} has no signature"
+        names = [parameter.name for parameter in signature.parameters]
+        chosen = options or CompileOptions()
+        self.expect(source, chosen, name)
+
+        def run(how: HostLaunch, *values: Any) -> None:
+            given = dict(zip(names, values, strict=True))
+            handle, wanted = given.get("condition"), ctypes.c_uint32()
+            if handle is not None:  # the emulated runtime writes the value where the handle says
+                given["condition"] = ctypes.addressof(wanted)
+            shape = config or LaunchConfig(how.grid, how.block, how.shared, cluster=how.cluster)
+            self.launch(CudaLaunch(name, source, chosen, shape, ()), given)
+            if handle is not None:
+                how.set_conditional(handle, wanted.value)
+
+        return HostKernel(name, run, signature)
+
     def _library(self, launch: CudaLaunch) -> ctypes.CDLL:
         unit = (launch.source, launch.options)
         known = self._libraries.get((*unit, launch.kernel))
@@ -126,8 +159,7 @@ class Emulator:
             runtime, source = self._runtime(), launch.source
             with tempfile.TemporaryDirectory(dir=self._folder) as folder:
                 for name, text in source.headers.items():
-                    if name != runtime.name:
-                        Path(folder, name).write_text(text)
+                    Path(folder, name).write_text(text)
                 _build(
                     target,
                     *("-shared", "-Wl,-Bsymbolic", f"-I{runtime.parent}", f"-I{folder}"),

@@ -1,8 +1,8 @@
-"""What a compilation read from disk, and whether all of that is still so.
+"""The header files of a compilation: which were read, whether they changed, and the compiler's own.
 
-The compiler itself says which files it opened (`Answer.opened`) and where it was asked
-`__has_include` (`Nvrtc.references`).  From that follow the other places where a header would have
-been found, had there been one: a header that appears there makes the code outdated as well.
+The compiler itself lists the files that it opened (`Answer.opened`) and the places where a source
+asks `__has_include` (`Nvrtc.references`).  From these follow the other places where a header would
+have been found first: a header that appears there makes the code outdated too.
 
     files     were read                               valid while their content is the same
     there     were found by __has_include             valid while they are there
@@ -10,31 +10,164 @@ been found, had there been one: a header that appears there makes the code outda
                                                       whose folders are missing too, the highest,
                                                       with a slash at its end
 
-Bundled headers of the compiler are no inputs: the compiler's identity stands for them, and they are
-compared with their digests whenever they are read (`toolkit`).
+A recent NVRTC bundles its own headers (cuda_fp16.h, mma.h, <cuda/std/…>), which always fit it.
+They are unpacked once for each NVRTC, 26 MB, into a folder of the cache, with a file of their
+digests.  They are no inputs, because the compiler's identity covers them.  When a compilation reads
+one, it is compared with its digest, and a folder that does not fit is unpacked again.
 
-What cannot be told is said by `unknown`; such code is used once and kept nowhere.
+`Inputs.unknown` is the reason if the inputs cannot be known; such code is used once and not kept.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
-from ostinato.modules.keys import content_digest
-from ostinato.modules.nvrtc import Opened, Reference
-from ostinato.modules.options import include_dirs, pre_includes
-from ostinato.modules.safe_file import UntrustedError, open_regular
-from ostinato.modules.source import Source
-from ostinato.modules.toolkit import Toolkit
+from ostinato import settings
+from ostinato.files import UntrustedError, open_regular
+from ostinato.modules.nvrtc import CompilerFile, Nvrtc, Opened, Reference
+from ostinato.modules.source import DIGEST_BYTES, Source, include_dirs, pre_includes
 
-__all__ = ["InputFile", "Inputs", "Observation", "observe"]
+__all__ = ["InputFile", "Inputs", "Observation", "Toolkit", "bundled_headers", "observe"]
 
-# A file that changes twice within its clock's grain looks unchanged; the coarsest is 2 s.
+_DIGESTS = ".digests"
+_STALE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Toolkit:
+    """A folder of headers.
+
+    `digests`: those of bundled headers, by their paths in the folder; None for an installed
+    toolkit, whose headers may change.
+    """
+
+    root: str
+    digests: Mapping[str, str] | None = field(default=None, repr=False)
+
+    @property
+    def folders(self) -> tuple[str, str]:
+        """The folders to search.  CUDA 13 has <cuda/std/…> and <nv/target> one folder down."""
+        return (self.root, f"{self.root}/cccl")
+
+    def owns(self, path: str) -> bool:
+        """Whether a path is that of a bundled header."""
+        return self.digests is not None and path.startswith(f"{self.root}/")
+
+    def holds(self, path: str, digest: bytes) -> bool:
+        """Whether a bundled header has that content."""
+        name = os.path.normpath(path)[len(self.root) + 1 :]
+        return self.digests is not None and self.digests.get(name) == digest.hex()
+
+    def damaged(self) -> bool:
+        """Whether a bundled header is missing or has changed.  Reads all of them, in 0.1 s."""
+        return self.digests is not None and dict(_digests(self.root)) != self.digests
+
+
+def bundled_headers(library: Nvrtc, *, unpack: bool = False) -> Toolkit | None:
+    """The compiler's own headers, unpacked; None if it has none, or no folder can hold them.
+
+    Without `unpack`, None too if they are not unpacked yet; with it, a damaged folder is replaced.
+    """
+    import tempfile
+
+    name = _name(library.file)
+    for parent in (settings.cache_dir() / "headers", Path(tempfile.gettempdir())):
+        try:
+            found = _unpacked(parent / name)
+            if unpack and (found is None or found.damaged()):
+                found = _unpack(library, parent / name)
+        except OSError:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _name(file: CompilerFile) -> str:
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    # Copies of one library share their headers; a note makes a library unlike all others.
+    note = "".join(c for c in file.note if c.isdecimal())
+    return f"ostinato-nvrtc-{file.nbytes:x}-{file.mtime_ns:x}{note and '-' + note}-{user}"
+
+
+def _unpacked(folder: Path) -> Toolkit | None:
+    """A folder that this user has unpacked, without comparing the digests; else None.
+
+    Raises OSError if the folder cannot be read, or belongs to another user.
+    """
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return None
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user ({status.st_uid})")
+    if not stat.S_ISDIR(status.st_mode) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return None
+    try:
+        with open_regular(folder / _DIGESTS, private=True) as file:
+            digests = json.load(file)
+    except (OSError, UntrustedError, ValueError):
+        return None
+    return Toolkit(str(folder), digests) if isinstance(digests, dict) else None
+
+
+def _unpack(library: Nvrtc, folder: Path) -> Toolkit | None:
+    """Unpacks to a temporary folder, which is then renamed to `folder`.  Raises OSError."""
+    import tempfile
+
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for left in folder.parent.glob(f"{folder.name}.*"):  # by a process that died
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
+        made = Path(temporary, "made")
+        flags = (f"--use-bundled-headers={made}", "--gpu-architecture=sm_90")
+        if library.compile("", "unpack.cu", {}, flags).status:
+            return None
+        (made / _DIGESTS).write_text(json.dumps(dict(_digests(str(made)))), encoding="utf-8")
+        made.chmod(0o700)
+        (made / _DIGESTS).chmod(0o600)
+        try:
+            made.rename(folder)
+        except OSError:  # something is there: another process was first, or it is damaged
+            found = _unpacked(folder)
+            if found is None or found.damaged():
+                folder.rename(Path(temporary, "old"))
+                made.rename(folder)
+    return _unpacked(folder)
+
+
+def _digests(root: str) -> Iterator[tuple[str, str]]:
+    """The digests of all headers below a folder, by their paths in it.  Raises OSError."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = f"{folder}/{name}"
+            if not name.startswith("."):
+                with suppress(UntrustedError), open_regular(path, private=False) as file:
+                    yield path[len(root) + 1 :], _content_digest(file.read()).hex()
+
+
+def _content_digest(data: bytes) -> bytes:
+    """The digest of one file's content."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+# ------------------------------------------------------------------------------------------- inputs
+
+# A file that changes twice within the resolution of file times (2 s at most) looks unchanged.
 _SETTLED_NS = 2_000_000_000
 
 _SPLICE = re.compile(rb"(?:\\|\?\?/)[ \t\f\v]*\r?\n")
@@ -42,10 +175,10 @@ _SPLICE = re.compile(rb"(?:\\|\?\?/)[ \t\f\v]*\r?\n")
 _MAY_ASK = re.compile(rb"has_include|(?<!\w)_(?:_(?:h(?:a(?:s(?:_\w{0,6})?)?)?)?)?(?!\w)")
 _NAMED = rb'\s*\(\s*(?:<(?P<angle>[^>\n]+)>|"(?P<quote>[^"\n]+)")\s*\)'
 _PROBE = re.compile(rb"__has_include" + _NAMED)
-# In headers of the toolkit a macro hands the name on as it is.
+# In headers of the toolkit a macro passes the name on unchanged.
 _CALL = re.compile(rb"\w+" + _NAMED)
 _NO_PROBE = re.compile(rb"(?:\bdefined\s*\(?|\bifn?def|\belifn?def)\s*\Z")
-# After these, the compiler's line numbers and file names are the text's own idea.
+# After these, the compiler's line numbers and file names are those that the text chose.
 _RENUMBERED = re.compile(rb"(?:#|%:|\?\?=)(?:\s|/\*.*?\*/)*(?:line\b|\d)", re.DOTALL)
 
 Stamp = tuple[int, int, int, int]
@@ -55,8 +188,8 @@ Stamp = tuple[int, int, int, int]
 class InputFile:
     """A header as it was read.
 
-    `stamp` is size, modification time, change time and inode; None if it had changed so recently
-    that these cannot tell another change.
+    `stamp`: size, modification time, change time and inode; None if the file had changed so
+    recently that another change might leave them equal.
     """
 
     path: str
@@ -69,17 +202,17 @@ class InputFile:
             if self.stamp is not None and _stamp(os.stat(self.path)) == self.stamp:  # noqa: PTH116
                 return True
             with open_regular(self.path, private=False) as file:
-                return content_digest(file.read()) == self.digest
+                return _content_digest(file.read()) == self.digest
         except (OSError, UntrustedError):
             return False
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What code was made of, apart from what its key covers.
+    """The files that code was made of, besides what its key covers.
 
-    `toolkit` is the folder of an installed toolkit, if that had a part in it; which one is
-    installed is checked by `compiler.is_current`.  `unknown` says why this is not all.
+    `toolkit`: the folder of an installed toolkit, if its headers were read; `compiler.is_current`
+    checks that it is still the installed one.  `unknown`: why this list may not be complete.
     """
 
     files: tuple[InputFile, ...] = ()
@@ -99,7 +232,7 @@ class Inputs:
 
     @property
     def fixed(self) -> bool:
-        """Whether the code stays right for the process: at most an installed toolkit was read."""
+        """Whether the process may keep the code unchecked: it read an installed toolkit at most."""
         paths = [*(file.path for file in self.files), *self.there, *self.missing]
         root = self.toolkit
         return self.unknown is None and all(root and path.startswith(f"{root}/") for path in paths)
@@ -131,10 +264,11 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """`settled`: no input changed so recently that the compiler may have read something else.
+    """The inputs of one run of the compiler.
 
-    `probed`: __has_include was asked, or may have been.  `damaged`: a bundled header is not what it
-    was unpacked as.
+    `settled`: no input changed so recently that the compiler may have read something else.
+    `probed`: __has_include was asked, or may have been.  `damaged`: a bundled header does not have
+    its digest.
     """
 
     inputs: Inputs
@@ -184,7 +318,7 @@ def observe(
         else:
             files.append(read.file)
             settled = settled and read.file.stamp is not None
-        # Bundled headers ask only for one another, unless there are other folders.
+        # Without other folders, bundled headers ask only for one another.
         if read is not None and (folders or not bundled):
             ambiguous = ambiguous or path in texts
             texts[path] = read.data
@@ -229,8 +363,8 @@ def _earlier_places(
 ) -> Iterable[str]:
     """Where the opened files were looked for before they were found.
 
-    The name that was searched is the path without one of the folders; where several fit, all count,
-    with angle brackets and with quotes.
+    The name that was searched is the path without one of the folders.  If several folders fit, all
+    count, with angle brackets and with quotes.
     """
     for item in opened:
         beside = outside if item.includer is None else (_parent(item.includer),)
@@ -260,7 +394,7 @@ def _names(
     memory: Mapping[str, str],
     toolkit: Toolkit | None,
 ) -> set[_Name] | None:
-    """What is asked for; None if the texts do not say it plainly."""
+    """The names that are asked for; None if the texts do not show them."""
     own = (text for path, text in texts.items() if not _inside(toolkit, path))
     if references is None or any(map(_RENUMBERED.search, own)):
         return None
@@ -272,7 +406,7 @@ def _names(
             continue
         line = b"".join(lines.get(at.file, [])[at.line - 1 : at.line])
         before, rest = line[: at.column - 1], line[at.column - 1 :]
-        # A macro counts at the place of its use: then the text there is another.
+        # For a macro the compiler gives the place of its use, where the text is another.
         match = (_CALL if trusted else _PROBE).match(rest)
         if match is not None:
             name = os.fsdecode(match["angle"] or match["quote"])
@@ -310,7 +444,7 @@ def _read(path: str, begin: int) -> _Read | None:
     except (OSError, UntrustedError):
         return None
     known = before if before == after and _settled(before, begin) else None
-    return _Read(InputFile(_absolute(path), content_digest(data), known), data)
+    return _Read(InputFile(_absolute(path), _content_digest(data), known), data)
 
 
 def _stamp(status: os.stat_result) -> Stamp:

@@ -461,3 +461,14 @@ inline void send_to_block(float* own, unsigned long long* arrivals, int rank, fl
 inline void wait_for_bytes(unsigned long long* arrivals) {
     while (*arrivals) emulated::yield();
 }
+
+// What loop.cu needs: the handle is the address where the value goes.
+typedef unsigned long long cudaGraphConditionalHandle;
+inline void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned value) {
+    *reinterpret_cast<unsigned*>(handle) = value;
+}
+
+// What join.cu needs.
+template <class T> inline T fresh(const T* p) { return *p; }
+inline uint4 fresh4(const void* p) { return *static_cast<const uint4*>(p); }
+inline void publish(volatile unsigned long long* p, unsigned long long v) { *p = v; }

@@ -1,7 +1,7 @@
-"""The decoder's graphed steps over one program: "prefill", "decode", which samples, and loops of
-"decode": several tokens a launch.
+"""The decoder's graphed steps over one program: "prefill"; "decode", which samples; and loops of
+"decode", which give several tokens a launch.
 
-A loop's graph is made by hand around the step, whatever kernels that has:
+The graph of a loop is built node by node around the launches of the step:
 
     continue_loop (starts the count)  ->  WHILE: the step's launches  ->  continue_loop (counts)
 
@@ -43,7 +43,7 @@ from ostinato.models.plan import BufferPlan
 from ostinato.models.program import Argument, decode_program, loop_call
 from ostinato.replay import Action, Decision, HeldReplay, Reason, StepStatistics
 
-__all__ = ["DecoderSteps"]
+__all__ = ["StepGraphs"]
 
 # By whether the step samples.
 _NAMES = {False: "prefill", True: "decode"}
@@ -51,7 +51,7 @@ _NAMES = {False: "prefill", True: "decode"}
 _POISON_ROWS = (-2, 1 << 30)
 
 
-class DecoderSteps:
+class StepGraphs:
     """Runs a step of so many rows, or several of them: eagerly, or by their graph.
 
     Launches are prepared once for each bucket: for single rows when this is made, for others before
@@ -81,10 +81,13 @@ class DecoderSteps:
         """Spent on kernels: compiling or finding them, loading, preparing their launches."""
         self._prepared: dict[int, dict[bool, tuple[Operation, ...]]] = {}
         self._bounds: dict[int, tuple[BoundCall, ...]] = {}
+        self._buckets = plan.sizes.buckets
+        self._ready: set[int] = set()
+        """Numbers of rows whose bucket is prepared."""
         self._prepare(1)
         self.launches: int = len(self._prepared[1][True])
-        """How many launches a step of one row is that samples."""
-        self.cache = GraphCache(device, buckets=plan.sizes.buckets, budget=graph_budget)
+        """How many launches a step has that samples one row."""
+        self.graph_cache = GraphCache(device, buckets=self._buckets, budget=graph_budget)
         self.stream: Stream = device.create_stream()
         self._times: OperationTimes | None = None
         self.last_decision: Decision | None = None
@@ -92,14 +95,13 @@ class DecoderSteps:
         self._new_step = partial(
             GraphedStep,
             stream=self.stream,
-            cache=self.cache,
+            cache=self.graph_cache,
             slots=_slots_to_verify(plan) if verify != "off" else (),
             enabled=graphs,
             verify=verify,
             preconditions={
                 "weights loaded": lambda: plan.weights.loaded,
                 "workspace ready": lambda: plan.prepared,
-                "output head present": lambda: plan.weights.has_head,
             },
         )
         self._steps = {
@@ -115,14 +117,16 @@ class DecoderSteps:
 
         More than once only if it samples and all active rows are FROM_STATE.
         """
-        self._prepare(self.cache.buckets.bucket(rows))
+        if rows not in self._ready:
+            self._make_ready(rows)
         step = self._steps[sampled] if tokens == 1 else self._loop(tokens)
         self.last_decision = step(rows=rows)
         return self.last_decision
 
     def hold(self, rows: int, *, tokens: int = 1) -> HeldReplay | Decision:
         """The graph of that for many launches in a row, or why there is none; see `GraphedStep`."""
-        self._prepare(self.cache.buckets.bucket(rows))
+        if rows not in self._ready:
+            self._make_ready(rows)
         step = self._steps[True] if tokens == 1 else self._loop(tokens)
         held = step.hold(rows=rows)
         if isinstance(held, HeldReplay):
@@ -130,18 +134,23 @@ class DecoderSteps:
         return held
 
     def ran_eagerly(self, decision: Decision) -> bool:
-        """Whether a step that was run so was launched operation by operation."""
+        """Whether a step with this decision was launched operation by operation."""
         recorded = decision.action is Action.BUILD and self._build == "record"
         return decision.action is Action.EAGER or recorded
 
     def _submit(self, sampled: bool, stream: Stream, *, rows: int) -> None:
         # Launches are made for buckets: rows that are not active are padding to every kernel.
-        operations = self._prepared[self.cache.buckets.bucket(rows)][sampled]
+        operations = self._prepared[self._buckets.bucket(rows)][sampled]
         if self._times is not None:
             self._times.run(stream, operations)
             return
         for operation in operations:
             stream.submit(operation)
+
+    def _make_ready(self, rows: int) -> None:
+        """Makes the launches of the bucket of so many rows."""
+        self._prepare(self._buckets.bucket(rows))
+        self._ready.add(rows)
 
     def _prepare(self, rows: int) -> None:
         """Makes the launches of a bucket, unless they are there: never inside a capture, since it
@@ -163,20 +172,21 @@ class DecoderSteps:
             operations = self._operations(bound, rows)
         finally:
             self.kernel_seconds += time.perf_counter() - begin
-        # A step that does not sample is the beginning of one that does; its end is a launch a call.
+        # A step that does not sample is one that does without its ending, which has one launch for
+        # each call of the program.
         self._bounds[rows] = bound
         ending = len(self.programs[True]) - len(self.programs[False])
         self._prepared[rows] = {True: operations, False: operations[: len(operations) - ending]}
 
     def largest_piece(self, tokens: int) -> int:
-        """How many tokens of a prompt of so many one step takes at most.
+        """The most tokens that one step takes of a prompt of `tokens` tokens.
 
-        Fewer than the plan has rows once the library failed that large steps need.
+        Fewer than the plan has rows after the library failed that large steps need.
         """
         largest = self._largest
         if (rows := min(tokens, largest)) > self._plan.sizes.sampled_rows:
             try:
-                self._prepare(self.cache.buckets.bucket(rows))
+                self._prepare(self._buckets.bucket(rows))
             except NotAvailableError:
                 if self._largest == largest:
                     raise
@@ -198,8 +208,8 @@ class DecoderSteps:
 
     # --- loops
     def _loop(self, tokens: int) -> GraphedStep:
-        """The step that is so many steps.  Eagerly it runs them all: those after the end of all
-        rows find only padding."""
+        """The step that does `tokens` steps of "decode".  An eager run does all of them, also when
+        every row has stopped before: then the rows are padding."""
         step = self._loops.get(tokens)
         if step is None:
 
@@ -207,7 +217,7 @@ class DecoderSteps:
                 for _ in range(tokens):
                     self._submit(True, stream, **sizes)
 
-            # Nothing to warm up: a slot has a token to go on from only after a first step.
+            # Nothing to warm up: a sequence has a token to go on from only after a first step.
             step = self._new_step(
                 submit,
                 name=f"decode x {tokens}",
@@ -267,7 +277,7 @@ class DecoderSteps:
 
     def graph(self, rows: int, *, sampled: bool) -> Graph:
         """The graph of a step of so many rows (or of their bucket), captured for reading."""
-        bucket = self.cache.buckets.bucket(rows)
+        bucket = self._buckets.bucket(rows)
         self._prepare(bucket)
         with capture(self.stream) as under_way:
             for operation in self._prepared[bucket][sampled]:
@@ -298,7 +308,8 @@ class DecoderSteps:
         """Gives graphs and stream back once their work is done.  Idempotent."""
         for step in (*self._steps.values(), *self._loops.values()):
             step.close()
-        self.cache.close()
+        self.graph_cache.close()
+        self._ready.clear()
         self._prepared.clear()
         self._bounds.clear()
         self.stream.close()

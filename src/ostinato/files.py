@@ -1,0 +1,75 @@
+"""Files in folders that other programs and users may write to.
+
+Reading opens regular files alone and never blocks; writing puts a whole file in place or none.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["TEMPORARY_PREFIX", "UntrustedError", "open_regular", "write_private"]
+
+TEMPORARY_PREFIX = ".tmp-"
+"""The names of files that `write_private` has not finished begin with this."""
+
+# O_NONBLOCK: if a FIFO takes the file's place after the check, the open must not block.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+
+class UntrustedError(Exception):
+    """A file is there, but its content must not be believed; the message says why."""
+
+
+def open_regular(path: str | Path, *, private: bool) -> BinaryIO:
+    """Opens a regular file for reading.
+
+    `private`: the file must belong to this user, nobody else may be able to write to it, and it
+    must not be a link.  Raises FileNotFoundError, OSError, UntrustedError.
+    """
+    # Checked before it is opened: opening some devices has effects.
+    _check(os.stat(path, follow_symlinks=not private), private)  # noqa: PTH116
+    file = os.fdopen(os.open(path, _FLAGS | _NO_LINK if private else _FLAGS), "rb")
+    try:
+        # Checked again: the file that was opened may be another one.
+        _check(os.fstat(file.fileno()), private)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Writes a file that only this user may read, and puts it in place of an older one.
+
+    Readers see the old file or the new one, never a part.  Not fsynced: a power cut may leave a
+    torn file.  Raises OSError; then the old file is as it was.
+    """
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb", opener=_open_private) as file:
+            file.write(data)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | _NO_LINK, 0o600)
+
+
+def _check(status: os.stat_result, private: bool) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise UntrustedError("it is not a regular file")
+    if private and hasattr(os, "getuid"):
+        if status.st_uid != os.getuid():
+            raise UntrustedError(f"it belongs to another user ({status.st_uid})")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UntrustedError("other users may write to it")

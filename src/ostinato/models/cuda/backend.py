@@ -1,0 +1,213 @@
+"""A decoder's backend on CUDA devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ostinato import Buffer, Device, Kernel, Operation
+from ostinato.errors import NotAvailableError, UnsupportedModelError
+from ostinato.models.backend import BoundCall, BoundLaunch, Buffers, LibraryRows, Resolve
+from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda import shapes
+from ostinato.models.cuda.dequantise import convert_on_device
+from ostinato.models.cuda.library import (
+    Lowered,
+    ProductCall,
+    library_buffers,
+    library_rows_for,
+    library_tuning,
+    library_workspace_bytes,
+    lower_with_library,
+    most_rows,
+)
+from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
+from ostinato.models.cuda.products import Product, Products, open_products
+from ostinato.models.cuda.shapes import Tuning
+from ostinato.models.cuda.tunings import choose_tuning
+from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.program import SAMPLED_ROWS, KernelCall
+
+if TYPE_CHECKING:
+    from ostinato.modules import ModuleCache
+
+__all__ = ["BoundProduct", "CudaBackend", "load_kernel"]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundProduct:
+    """A library's product in a step; what it launches is known once its buffers are."""
+
+    product: Product
+    call: ProductCall
+
+    programmatic: ClassVar[bool] = False
+    """A library's kernels do not support programmatic launch."""
+
+    def with_programmatic(self, programmatic: bool) -> BoundProduct:
+        """The same: it cannot be changed."""
+        return self
+
+    def operations(self, resolve: Resolve) -> tuple[Operation, ...]:
+        """The library's launches, as ours.  Raises NotAvailableError."""
+        call = self.call
+        found = [resolve(one) for one in (call.weight, call.inputs, call.out, call.workspace)]
+        weight, inputs, out, workspace = (one for one in found if isinstance(one, Buffer))
+        return self.product.operations(
+            call.name, weight=weight, inputs=inputs, out=out, workspace=workspace
+        )
+
+
+def load_kernel(modules: ModuleCache, launch: CudaLaunch) -> Kernel:
+    """The launch's kernel, ready to be launched so; not inside a capture.
+
+    Raises CompileError, NoCudaError, DriverError.
+    """
+    kernel = modules.get_or_compile(launch.source, launch.kernel, options=launch.options)
+    if launch.config.shared:  # an attribute of the function: not to be set in a capture
+        kernel.allow_shared(launch.config.shared)
+    return kernel
+
+
+class CudaBackend:
+    """CUDA kernels, in bfloat16 with float32 sums; compiled for one model and number of rows.
+    In steps of `library_rows` and more rows a library multiplies, where there is one
+    (`cuda.library`).
+
+    Their launches are programmatic: each may start while the one before it still runs, and waits on
+    the device for that one alone.  That one has waited for its own predecessor, so the wait covers
+    all earlier kernels, as long as the launches form a chain.  In a stream and in its captures they
+    do.  A recorded graph has its edges from what kernels read and write; it is the same chain if
+    every kernel touches what the one just before it wrote (tests/models/test_decoder_backend.py
+    checks the signatures for that), and only then does `graph.recording` make the edge
+    programmatic.  A kernel outside of the chain must be launched without.
+    """
+
+    name = "cuda"
+    dtype: np.dtype[Any] = np.dtype(np.uint16)
+    packed = False
+    spins = True
+
+    _LEAST: ClassVar[tuple[int, int]] = (8, 0)  # bfloat16 on the tensor cores
+
+    def __init__(self, device: Device, *, library_rows: LibraryRows = "auto") -> None:
+        self._device = device
+        self._modules = device.modules
+        self._properties = device.properties
+        self._clusters = device.capabilities.clusters
+        self._tunings: dict[tuple[LlamaConfig, int, int], Tuning] = {}
+        capability = self._properties.compute_capability
+        if capability < self._LEAST:
+            raise NotAvailableError(
+                f"{device.name} ({self._properties.name}) has compute capability "
+                f"{capability[0]}.{capability[1]}; the decoder's kernels need 8.0 or newer. "
+                'open_device("host") runs it on the CPU'
+            )
+        self._library_rows = library_rows
+        self._products: Products | None
+        self._products, self.library = open_products(device, library_rows)
+
+    def piece_rows(self, config: LlamaConfig) -> int:
+        """`most_rows` where a library multiplies, else as many as our own products take."""
+        return SAMPLED_ROWS if self._products is None else most_rows(config)
+
+    def give_up_library(self, reason: str) -> bool:
+        if self._products is None:
+            return False
+        self._products, self.library = None, f"not used: {reason}"
+        return True
+
+    def _multiplies(self, config: LlamaConfig, rows: int) -> bool:
+        """Whether the library multiplies in a step of so many rows."""
+        least = self._library_rows
+        if least == "auto":
+            least = library_rows_for(config)
+        if self._products is None or least is None:
+            return False
+        return rows >= min(least, SAMPLED_ROWS + 1)  # ours do not go further
+
+    def _tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
+        """Looked up once and kept: the workspace is sized for the first answer, and what is stored
+        may change."""
+        key = (config, rows, context)
+        if key not in self._tunings:
+            self._tunings[key] = self._find_tuning(config, rows, context)
+        return self._tunings[key]
+
+    def _find_tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
+        gpu, count = self._properties.name, self._properties.multiprocessors
+        if rows > SAMPLED_ROWS:
+            return library_tuning(config, rows=rows, context=context, multiprocessors=count)
+        return choose_tuning(
+            config,
+            rows=rows,
+            context=context,
+            gpu=gpu,
+            multiprocessors=count,
+            clusters=self._clusters,
+        ).tuning
+
+    def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
+        shapes.require_supported(config, sampled)
+        if rows > SAMPLED_ROWS and self._products is None:
+            raise UnsupportedModelError(
+                f"{rows} rows; the CUDA kernels take 1 to {SAMPLED_ROWS} where no library "
+                f"multiplies (cuBLASLt is {self.library})"
+            )
+        shapes.require_supported(config, rows, most=max(SAMPLED_ROWS, most_rows(config)))
+
+    def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
+        found = []
+        for count in rows:
+            tuning = self._tuning(config, count, context)
+            if count <= SAMPLED_ROWS:  # also if a library is meant to multiply: it may fail
+                found.append(workspace_bytes(config, rows=count, context=context, tuning=tuning))
+            if self._multiplies(config, count):
+                found.append(library_workspace_bytes(config, rows=count, tuning=tuning))
+        return max(found)
+
+    def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
+        if self._products is None or not self._multiplies(config, rows):
+            return {}
+        return library_buffers(config, rows, self._products.workspace_bytes)
+
+    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Buffer]]) -> bool:
+        """The file's bytes go to the device as they are (`cuda.dequantise`)."""
+        return convert_on_device(self._device, checkpoint, tensors)
+
+    def _lower(
+        self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
+    ) -> tuple[Lowered, ...]:
+        tuning = self._tuning(config, rows, context)
+        if not self._multiplies(config, rows):
+            return lower(program, config, rows=rows, context=context, tuning=tuning)
+        return lower_with_library(
+            program, config, rows=rows, tuning=tuning, single=self._tuning(config, 1, context)
+        )
+
+    def bind(
+        self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
+    ) -> tuple[BoundCall, ...]:
+        """Sources and macros differ by rows; what is not compiled yet is compiled side by side."""
+        lowered = self._lower(program, config, rows, context)
+        launches = [one for one in lowered if isinstance(one, CudaLaunch)]
+        first_uses = {one.kernel: one for one in launches}  # a kernel is lowered alike everywhere
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            loaded = pool.map(partial(load_kernel, self._modules), first_uses.values())
+            kernels = dict(zip(first_uses, loaded, strict=True))
+        self._modules.preload(kernels.values())  # on the device now, not at the first launch
+        bound: list[BoundCall] = []
+        for one in lowered:
+            if isinstance(one, CudaLaunch):
+                bound.append(BoundLaunch(kernels[one.kernel], one.config, one.arguments))
+            else:
+                assert self._products is not None
+                bound.append(BoundProduct(self._products.product(one.product), one))
+        return tuple(bound)

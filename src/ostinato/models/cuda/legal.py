@@ -1,0 +1,150 @@
+"""Which launch shapes the CUDA kernels can be compiled for and launched with.  Pure.
+
+The sweep tries only shapes that `problems_of` accepts, and a tuning from a file must pass it.
+"""
+
+from __future__ import annotations
+
+from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.shapes import (
+    COUNTER_BYTES,
+    MAX_SHARED,
+    REGISTERS,
+    START_NEXT,
+    STARTING,
+    AttentionShape,
+    MatrixShape,
+    Product,
+    Shape,
+    Tuning,
+    VectorShape,
+    block_problem,
+    products_of,
+)
+
+__all__ = [
+    "VECTOR_LOADS",
+    "attention_problem",
+    "matrix_problem",
+    "problems_of",
+    "vector_problem",
+    "vector_steps",
+]
+
+_MAX_STATIC = 46 * 1024
+VECTOR_LOADS = (4, 20)
+"""16-byte loads that a thread of matvec.cu has under way: fewer do not fill the memory's latency,
+more do not fit its registers."""
+
+
+def problems_of(
+    config: LlamaConfig, rows: int, tuning: Tuning, *, clusters: bool = True
+) -> tuple[str, ...]:
+    """Why the kernels cannot be compiled or launched so, in words; empty if they can.
+
+    Values may be of any type, as a file may hold them; a wrong type is a reason too.  `clusters`:
+    whether the device has them.
+    """
+    found = []
+    for name, product in products_of(config).items():
+        shape = getattr(tuning, name)
+        if rows == 1 and isinstance(shape, VectorShape):
+            said = vector_problem(shape, product)
+        elif rows > 1 and isinstance(shape, MatrixShape):
+            said = matrix_problem(name, shape, product, rows)
+        else:
+            said = f"{type(shape).__name__} is not for {rows} rows"
+        if said:
+            found.append(f"{name}: {said}")
+    said = attention_problem(tuning.attention, config)
+    if not said and tuning.attention.cluster > 1 and not clusters:
+        said = f"clusters of {tuning.attention.cluster}, which this device does not have"
+    if said:
+        found.append(f"attention: {said}")
+    if tuning.block is not None:
+        said = block_problem(tuning.block, config)
+        if rows > 1 or not clusters:
+            said = f"for one row and a device with clusters, not {rows} rows"
+        if said:
+            found.append(f"block: {said}")
+    for kernel, where in tuning.start_next.items():
+        if kernel not in STARTING or where not in START_NEXT:
+            found.append(f"start_next: {kernel!r} at {where!r}")
+    programmatic: object = tuning.programmatic
+    if not isinstance(programmatic, bool):
+        found.append(f"programmatic is {programmatic!r}")
+    return tuple(found)
+
+
+def _not_whole(shape: Shape | AttentionShape, least: dict[str, int]) -> str | None:
+    for name in type(shape).__dataclass_fields__:
+        value: object = getattr(shape, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
+            return f"{name} is {value!r}"
+    return None
+
+
+def vector_problem(shape: VectorShape, product: Product) -> str | None:
+    s = shape
+    wrong = _not_whole(s, {"ahead": 0})
+    if wrong:
+        return wrong
+    if s.lanes not in (2, 4, 8, 16, 32) or 2 * s.pairs > s.lanes:
+        return f"{s.pairs} pairs for {s.lanes} lanes"
+    if s.warps > 32 or s.warps % s.split:
+        return f"{s.warps} warps in teams of {s.split}"
+    if s.turns > 1 << 14 or s.ahead >= s.turns:
+        return f"{s.ahead} turns ahead of {s.turns}"
+    loads = vector_steps(s, product) * s.pairs * 2
+    fixed = 48 if s.turns == 1 else 72  # with turns, some of two turns' weights are there
+    if loads > VECTOR_LOADS[1] or (fixed + 4 * loads) * 32 * s.warps > REGISTERS:
+        return f"{loads} loads a thread in {s.warps} warps do not fit the registers"
+    if 2 * (product.inputs // 8 + 12) * 16 > MAX_SHARED:
+        return f"{product.inputs} inputs do not fit shared memory"
+    return None
+
+
+def vector_steps(shape: VectorShape, product: Product) -> int:
+    return -(-(product.inputs // 8) // (shape.lanes * shape.split))
+
+
+def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -> str | None:
+    s = shape
+    wrong = _not_whole(s, {})
+    if wrong:
+        return wrong
+    warps, padded = s.tiles * s.split, -(-rows // 8) * 8
+    if warps > 16:
+        return f"{s.tiles} tiles of {s.split} warps are more than 16 warps"
+    if s.slab % (32 * s.split) or s.slab % 64:
+        return f"a slab of {s.slab} is not whole steps of {s.split} warps"
+    if s.slab // (32 * s.split) > 8:
+        return f"a slab of {s.slab} does not fit the registers of {s.split} warps"
+    if max(padded * (s.slab + 32) * 2, warps * 16 * padded * 4) > MAX_SHARED:
+        return f"a slab of {s.slab} does not fit shared memory with {rows} rows"
+    if product.normed and s.blocks_k > 1:
+        return "a norm needs whole rows"
+    if s.blocks_k > 64 or -(-product.pairs // s.block_pairs) > COUNTER_BYTES // 4:
+        return f"{s.blocks_k} blocks for the inputs"
+    if name == "head" and s.tiles % 4:
+        return f"{s.tiles} tiles; the head's keys need a multiple of 4"
+    return None
+
+
+def attention_problem(shape: AttentionShape, config: LlamaConfig) -> str | None:
+    s = shape
+    wrong = _not_whole(s, {})
+    if wrong:
+        return wrong
+    if config.heads // config.kv_heads % s.queries or s.queries > 8:
+        return f"{s.queries} queries of {config.heads // config.kv_heads} in a block"
+    if s.warps > 16 or s.steps > 8 or s.splits > 128:
+        return f"{s.warps} warps, {s.steps} steps, {s.splits} splits"
+    if s.cluster > 8 or s.splits % s.cluster:
+        return f"{s.splits} splits in clusters of {s.cluster}"
+    registers = 34 + 22 * s.queries + 7 * s.steps + 2 * s.queries * s.steps
+    if registers > 255 or s.queries * s.steps > 24 or registers * 32 * s.warps > REGISTERS:
+        return f"{s.queries} queries and {s.steps} steps in {s.warps} warps do not fit"
+    if (s.warps + 1) * s.queries * (config.head_size + 2) * 4 > _MAX_STATIC:
+        return f"{s.queries} queries in {s.warps} warps do not fit shared memory"
+    return None

@@ -1,0 +1,164 @@
+"""Every CUDA file of the library in the ways it is compiled, and what is wrong with the code.
+
+`library_checks` is the one list of them: the decoder's files for several models, the dequantisers,
+the joins.  `check` compiles one for an architecture; it needs NVRTC and no GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.dequantise import dequantise_source
+from ostinato.models.cuda.library import library_tuning, lower_with_library
+from ostinato.models.cuda.lowering import CudaLaunch, lower
+from ostinato.models.cuda.shapes import default_tuning
+from ostinato.models.program import SAMPLED_ROWS, decode_program, loop_call
+from ostinato.modules import CompileOptions, Source
+from ostinato.modules.compiler import compile_plan, plan_compilation
+from ostinato.relational import chain
+from tests.cubins import KernelResources, kernel_resources
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+
+_REGISTERS_OF_MULTIPROCESSOR = 65536
+_MOST_REGISTERS = 255
+_MOST_THREADS = 1024
+_MOST_SHARED = 200 * 1024
+_ALLOCATION_UNIT = 8  # registers a thread are handed out in eights
+
+_SPILLS = re.compile(
+    r"Function properties for (?P<name>\S+)\s*\n\s*ptxas\s+[.:]?\s*\d+ bytes stack frame, "
+    r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+)
+_WARNING = re.compile(r"^.*\bwarning(?: #|\s*:).*$", re.MULTILINE | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """One way in which a source is compiled.
+
+    By kernel: `shared`, bytes of dynamic shared memory that a launch asks for, and `registers`,
+    the most a thread may have on sm_90 where that is less than what launch bounds allow.
+    """
+
+    name: str
+    source: Source
+    options: CompileOptions = field(default_factory=CompileOptions)
+    shared: Mapping[str, int] = field(default_factory=dict)
+    registers: Mapping[str, int] = field(default_factory=dict)
+
+
+def _config(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
+    # Two layers: layers are launches, not code.
+    values = {"hidden": heads * head_size, "layers": 2, "context_length": 8192, **sizes}
+    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
+
+
+MODELS = {
+    "smollm2-135m": _config(9, 3, 64, inner=1536, vocabulary=49152, tied_embeddings=True),
+    "llama-3.2-1b": _config(32, 8, 64, inner=8192, vocabulary=128256),
+    "llama-3.1-8b": _config(32, 8, 128, inner=14336, vocabulary=128256),
+    "odd": _config(5, 1, 80, hidden=328, inner=264, vocabulary=301),
+}
+
+
+def library_checks() -> Iterator[KernelCheck]:
+    """Every file of the library, once in each way of compiling it."""
+    for model, config in MODELS.items():
+        shared: dict[tuple[Source, CompileOptions], dict[str, int]] = {}
+        for one in _launches(config):
+            asked = shared.setdefault((one.source, one.options), {})
+            asked[one.kernel] = max(asked.get(one.kernel, 0), one.config.shared)
+        for number, ((source, options), asked) in enumerate(shared.items()):
+            yield KernelCheck(f"{model}-{number}-{source.name}", source, options, asked)
+    source = dequantise_source()
+    yield KernelCheck(source.name, source, shared=dict.fromkeys(source.signatures, 0))
+    # A multiprocessor's 2,048 threads all at once: these kernels wait for random reads.
+    most = dict.fromkeys(("insert", "probe", "materialize"), 32)
+    yield KernelCheck("join.cu", chain.source(), registers=most)
+
+
+def _launches(config: LlamaConfig) -> Iterator[CudaLaunch]:
+    """For one row and for several; with clusters and without; with a library's products."""
+    for rows, clusters in ((1, False), (1, True), (16, False)):
+        tuning = default_tuning(config, rows=rows, context=2048, clusters=clusters)
+        program = (*decode_program(config), loop_call())
+        yield from lower(program, config, rows=rows, context=2048, tuning=tuning)
+    single = default_tuning(config, context=2048)
+    for rows in (16, 512):
+        tuning = library_tuning(config, rows=rows, context=2048)
+        program = decode_program(config, last_row=rows > SAMPLED_ROWS)
+        step = lower_with_library(program, config, rows=rows, tuning=tuning, single=single)
+        yield from (one for one in step if isinstance(one, CudaLaunch))
+
+
+@dataclass(frozen=True)
+class CheckedKernel:
+    """One kernel for one architecture; spills in bytes a thread."""
+
+    resources: KernelResources
+    spill_stores: int
+    spill_loads: int
+
+    @property
+    def registers_allowed(self) -> int:
+        """What a block as large as the launch bounds allow (1024 without any) leaves a thread."""
+        threads = self.resources.max_threads or _MOST_THREADS
+        share = _REGISTERS_OF_MULTIPROCESSOR // threads // _ALLOCATION_UNIT * _ALLOCATION_UNIT
+        return min(_MOST_REGISTERS, share)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of a source for one architecture; `problems` in words."""
+
+    kernels: tuple[CheckedKernel, ...]
+    problems: tuple[str, ...]
+
+
+def check(wanted: KernelCheck, arch: str) -> Report:
+    """Compiles for `arch` ("sm_90") and says what is wrong.  Raises CompileError, NoCudaError."""
+    source, options = wanted.source, wanted.options
+    options = replace(options, arch=arch, extra=(*options.extra, "--ptxas-options=-v"))
+    compiled = compile_plan(plan_compilation(source, options, (0, 0)))
+    spills = {m["name"]: m for m in _SPILLS.finditer(compiled.log)}
+    problems = [f"the compiler warns: {m[0].strip()}" for m in _WARNING.finditer(compiled.log)]
+    kernels = []
+    for found in kernel_resources(compiled.data):
+        name, spilled = found.name, spills.get(found.name)
+        if spilled is None:
+            problems.append(f"{name}: the assembler says nothing of its spills")
+            continue
+        kernel = CheckedKernel(found, int(spilled["stores"]), int(spilled["loads"]))
+        kernels.append(kernel)
+        if found.frame or kernel.spill_stores or kernel.spill_loads:
+            problems.append(
+                f"{name} uses {found.frame} bytes of local memory; it spills "
+                f"{kernel.spill_stores} bytes and loads {kernel.spill_loads} again"
+            )
+        if found.registers > kernel.registers_allowed:
+            bound = found.max_threads
+            problems.append(
+                f"{name} uses {found.registers} registers; "
+                + (f"its launch bounds of {bound}" if bound else "1024 threads (no launch bounds)")
+                + f" leave {kernel.registers_allowed}"
+            )
+        most = wanted.registers.get(name)
+        if arch == "sm_90" and most is not None and found.registers > most:
+            problems.append(f"{name} uses {found.registers} registers, more than {most}")
+        shared = found.shared + wanted.shared.get(name, 0)
+        if shared > _MOST_SHARED:
+            problems.append(f"{name} uses {shared} bytes of shared memory")
+        signature = source.signature(name)
+        if signature is not None and signature.layout != found.parameters:
+            problems.append(f"{name} takes {found.parameters}, its signature {signature.layout}")
+    if not kernels:
+        problems.append("it holds no kernel")
+    missing = {*wanted.shared, *source.host} - {kernel.resources.name for kernel in kernels}
+    if missing:
+        problems.append(f"there is no kernel {', '.join(sorted(missing))}")
+    return Report(tuple(kernels), tuple(problems))

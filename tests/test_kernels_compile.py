@@ -1,0 +1,103 @@
+"""Every kernel of the library, and of its tests, for every architecture: `kernel_checks`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ostinato
+from ostinato.modules import Source
+from tests import sources
+from tests.kernel_checks import ARCHITECTURES, MODELS, KernelCheck, check, library_checks
+from tests.modules.cubin_loader import needs_nvrtc
+
+pytestmark = needs_nvrtc()
+
+
+def quick(wanted: KernelCheck, arch: str) -> bool:
+    """Each file once: of the models, the one whose sizes are odd."""
+    return arch == "sm_90" and not wanted.name.startswith(REAL_MODELS)
+
+
+REAL_MODELS = tuple(name for name in MODELS if name != "odd")
+CHECKS = [*library_checks(), KernelCheck("sources.py", sources.SOURCE)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "arch"),
+    [
+        pytest.param(
+            wanted,
+            arch,
+            marks=() if quick(wanted, arch) else pytest.mark.slow,
+            id=f"{wanted.name}-{arch}",
+        )
+        for wanted in CHECKS
+        for arch in ARCHITECTURES
+    ],
+)
+def test_kernels_compile_cleanly(wanted: KernelCheck, arch: str) -> None:
+    problems = check(wanted, arch).problems
+    assert not problems, "\n".join(problems)
+
+
+def test_every_file_of_the_library_is_checked() -> None:
+    files = {path.name for path in Path(ostinato.__file__).parent.rglob("*.cu")}
+    assert files == {wanted.source.name for wanted in CHECKS} - {sources.SOURCE.name}
+
+
+def test_a_warning_is_a_problem() -> None:
+    source = Source('extern "C" __global__ void k(int* x) { int unused; x[0] = 1; }')
+    (problem,) = check(KernelCheck("", source), "sm_90").problems
+    assert "unused" in problem
+
+
+SPILLING = Source(
+    """
+extern "C" __global__ void __launch_bounds__(1024) k(float* x, int n) {
+    float a[96], sum = 0;
+    #pragma unroll
+    for (int i = 0; i < 96; ++i) a[i] = x[i * 7 + threadIdx.x];
+    for (int j = 0; j < n; ++j) {
+        #pragma unroll
+        for (int i = 0; i < 96; ++i) sum += a[i] * x[j];
+        #pragma unroll
+        for (int i = 0; i < 96; ++i) a[i] = a[(i + 7) % 96] + sum * i;
+    }
+    #pragma unroll
+    for (int i = 0; i < 96; ++i) x[i] = a[i];
+}
+"""
+)
+
+
+def test_a_spill_is_a_problem() -> None:
+    report = check(KernelCheck("", SPILLING), "sm_90")
+    assert any("spills" in p for p in report.problems)
+    (kernel,) = report.kernels
+    assert kernel.spill_stores > 0 and kernel.registers_allowed == 64
+
+
+def test_too_many_registers_are_a_problem() -> None:
+    unbound = Source(SPILLING.cuda.replace("__launch_bounds__(1024)", ""))
+    problems = check(KernelCheck("", unbound), "sm_90").problems
+    assert any("1024 threads (no launch bounds) leave 64" in p for p in problems)
+    bound = Source(SPILLING.cuda.replace("1024", "128"))
+    problems = check(KernelCheck("", bound), "sm_90").problems
+    assert not any("registers" in p for p in problems)
+
+
+def test_a_wrong_signature_is_a_problem() -> None:
+    text = 'extern "C" __global__ void k(int* x, float y) { x[0] = y; }'
+    for signature, good in (("x: *i32, y: f32", True), ("x: *i32, y: f64", False)):
+        source = Source(text, signatures={"k": signature})
+        assert bool(check(KernelCheck("", source), "sm_90").problems) != good
+
+
+def test_too_much_shared_memory_and_a_missing_kernel_are_problems() -> None:
+    source = Source('extern "C" __global__ void k(int* x) { x[0] = 1; }')
+    wanted = KernelCheck("", source, shared={"k": 300_000, "l": 0}, registers={"k": 2})
+    said = "\n".join(check(wanted, "sm_90").problems)
+    for part in ("300000 bytes of shared memory", "no kernel l", "more than 2"):
+        assert part in said
