@@ -5,13 +5,19 @@ nothing else: `cuGraphExecKernelNodeSetParams` once, or for each of 280 nodes; `
 or a whole capture, instantiate and destroy.  What ours adds is finding the words, checking them,
 and keeping what is needed to take a refused change back.
 
-  patch one    one argument of one node
-  rebind all   every pointer into one buffer, in all nodes (two a node)
-  update       all parameters from another definition of the same topology
-  recapture    capture all launches again and instantiate
+  first patch      one argument of an executable that was just made, of 1,000 nodes
+  patch one        a pointer of one node
+  patch a number   a number of one node
+  patch prepared   the same, by a patcher
+  patch all        a number of every node, in one call
+  rebind all       every pointer into one buffer, in all nodes (two a node)
+  inventory        the graph's nodes as records (no C beside it)
+  add a node       to a graph of 100, and to one of 2,000 nodes (no C beside it)
+  update           all parameters from another definition of the same topology
+  recapture        capture all launches again and instantiate
 
-After each timed change the graph runs, untimed, so that no change is made in vain, and the answers
-are compared with NumPy.
+`at_most_us` is what is aimed at on a GPU.  After each timed change the graph runs, untimed, so that
+no change is made in vain, and the answers are compared with NumPy.
 
     python -m benchmarks.change_cost [--out DIR] [--device cuda:0|host] [--quick]
 
@@ -25,13 +31,38 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import ostinato as ost
 from benchmarks import common
 from benchmarks.common import Chain, Measured, measured
 
 NODES = 280
-REPETITIONS = {"patch one": 1000, "rebind all": 200, "update": 200, "recapture": 60}
+FIRST_NODES = 1000
+REPETITIONS = {
+    "first patch": 20,
+    "patch one": 1000,
+    "patch a number": 1000,
+    "patch prepared": 1000,
+    "patch all": 200,
+    "rebind all": 200,
+    "inventory": 60,
+    "add a node": 100,
+    "update": 200,
+    "recapture": 60,
+}
+AT_MOST = {
+    "first patch": 1000,
+    "patch one": 5,
+    "patch a number": 5,
+    "patch prepared": 1.5,
+    "rebind all": 600,
+    "inventory": 3000,
+    "add to 100": 20,
+    "add to 2,000": 20,
+    "recapture": 4000,
+}
+"""Microseconds."""
 
 C_CHANGES = r"""
 #include <stdint.h>
@@ -267,6 +298,60 @@ class Ours:
         self.answer("patch", 0)
         return times
 
+    def first_patch(self, count: int, nodes: int) -> list[int]:
+        """Of executables that were just made, of that many nodes."""
+        chain = Chain(self.chain.device, nodes)
+        with ost.capture(self.stream) as capture:
+            chain.submit(self.stream)
+        times = []
+        for _ in range(count):
+            with capture.graph.instantiate() as run:
+                start = time.perf_counter_ns()
+                run.patch(nodes // 2, "b", chain.other)
+                times.append(time.perf_counter_ns() - start)
+                run.launch(self.stream)
+                chain.check("first patch", self.stream)
+        capture.graph.close()
+        return times
+
+    def patch_number(self, count: int, patch: Callable[[int], object], what: str) -> list[int]:
+        """By turns one number of a cell and all of them; ends with all."""
+        times = timed(count, lambda i: patch(common.CELL if i % 2 else 1), self.settle)
+        patch(common.CELL)
+        self.answer(what, 0)
+        return times
+
+    def patch_all(self, count: int) -> list[int]:
+        """Ends where it began."""
+        all_nodes = range(self.chain.length)
+        patches = [[(node, "n", cells) for node in all_nodes] for cells in (1, common.CELL)]
+        times = timed(count, lambda i: self.run.patch_all(patches[i % 2]), self.settle)
+        self.run.patch_all(patches[1])
+        self.answer("patch all", 0)
+        return times
+
+    def inventory(self, count: int) -> list[int]:
+        def read(_: int) -> None:
+            assert len(self.graphs[0].nodes) == self.chain.length
+
+        return timed(count, read, lambda: None)
+
+    def add(self, count: int, nodes: int) -> list[int]:
+        """To a chain of that many nodes."""
+        chain = self.chain
+        first, last = chain.arena[0], chain.arena[1]
+        operands = (first, chain.other, last, common.CELL)
+        with ost.Graph.create(chain.device) as graph:
+            made: list[ost.Node] = []
+
+            def add(_: int) -> None:
+                made[:] = [graph.add_kernel(chain.kernel, chain.config, *operands, after=made)]
+
+            timed(nodes, add, lambda: None)
+            times = timed(count, add, lambda: None)
+            assert len(graph) == nodes + count
+        return times
+
     def rebind(self, count: int) -> list[int]:
         """Ends where it began."""
         count += count % 2
@@ -311,9 +396,27 @@ def measure(
 ) -> list[dict[str, object]]:
     ours = Ours(chain, stream)
     counts = {name: 4 if quick else count for name, count in REPETITIONS.items()}
+    middle = chain.length // 2
     results: dict[str, dict[str, list[int]]] = {
+        "first patch": {
+            "ostinato": ours.first_patch(counts["first patch"], 20 if quick else FIRST_NODES)
+        },
         "patch one": {"ostinato": ours.patch(counts["patch one"])},
+        "patch a number": {
+            "ostinato": ours.patch_number(
+                counts["patch a number"], partial(ours.run.patch, middle, "n"), "patch a number"
+            )
+        },
+        "patch prepared": {
+            "ostinato": ours.patch_number(
+                counts["patch prepared"], ours.run.patcher(middle, "n"), "patch prepared"
+            )
+        },
+        "patch all": {"ostinato": ours.patch_all(counts["patch all"])},
         "rebind all": {"ostinato": ours.rebind(counts["rebind all"])},
+        "inventory": {"ostinato": ours.inventory(counts["inventory"])},
+        "add to 100": {"ostinato": ours.add(counts["add a node"], 4 if quick else 100)},
+        "add to 2,000": {"ostinato": ours.add(counts["add a node"], 8 if quick else 2000)},
         "update": {"ostinato": ours.update(counts["update"])},
         "recapture": {"ostinato": ours.recapture(counts["recapture"])},
     }
@@ -336,8 +439,10 @@ def _in_c(ours: Ours, counts: dict[str, int], results: dict[str, dict[str, list[
     with ours.graphs[0].instantiate(upload=stream) as run:
         stream.synchronize()
         middle = slice(chain.length // 2, chain.length // 2 + 1)
-        results["patch one"]["C"] = c.set_nodes(run, one[middle], two[middle], counts["patch one"])
+        for name in ("patch one", "patch a number", "patch prepared", "first patch"):
+            results[name]["C"] = c.set_nodes(run, one[middle], two[middle], counts[name])
         even = counts["rebind all"] + counts["rebind all"] % 2
+        results["patch all"]["C"] = c.set_nodes(run, one, two, even)
         results["rebind all"]["C"] = c.set_nodes(run, one, two, even)
         chain.check("C, rebind", stream)
         results["update"]["C"] = c.update(run, *ours.graphs, even)
@@ -348,7 +453,8 @@ def _in_c(ours: Ours, counts: dict[str, int], results: dict[str, dict[str, list[
 
 def _row(change: str, who: str, one: Measured, c: Measured | None) -> dict[str, object]:
     times_c = None if c is None else round(one.median / c.median, 2)
-    return {"change": change, "by": who, **one.fields(), "times_c": times_c}
+    most = AT_MOST.get(change) if who == "ostinato" else None
+    return {"change": change, "by": who, **one.fields(), "times_c": times_c, "at_most_us": most}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -361,7 +467,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chain.check("eager", stream)
         rows = measure(chain, stream, quick=options.quick, skipped=skipped)
         title = f"Changing an executable of {nodes} kernels, {device.properties.name}"
-        columns = ["change", "by", "median_us", "p90_us", "min_us", "times_c"]
+        columns = ["change", "by", "median_us", "p90_us", "min_us", "times_c", "at_most_us"]
         print(common.table(title, rows, columns))
         by_change = itertools.groupby(rows, key=lambda row: row["change"])
         medians = {

@@ -2,11 +2,16 @@
 
 It shows that each call reaches libcuda by a name and with arguments that ctypes takes, and what
 becomes of all of them once a status was sticky, the driver was closed, or the process forked.
+Those libcudas are of many versions, each with the symbols that its headers have: what an older one
+lacks is done in another way, or refused in words.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -16,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from ostinato.device import open_device
 from ostinato.driver import api
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -55,8 +61,16 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda import driver as cuda_driver
 from ostinato.driver.cuda.driver import CudaDriver
-from ostinato.driver.cuda.libcuda import Libcuda, parse_prototypes
-from ostinato.errors import ClosedError, ContextPoisonedError, DriverError, Status
+from ostinato.driver.cuda.libcuda import FEATURES, REQUIRED, Libcuda, parse_prototypes
+from ostinato.errors import (
+    ClosedError,
+    ContextPoisonedError,
+    DriverError,
+    NoCudaError,
+    NotAvailableError,
+    Status,
+)
+from tools import cuda_versions
 
 CONTEXT = 0x1234
 STREAM, EVENT, MODULE = StreamHandle(8), EventHandle(9), ModuleHandle(3)
@@ -84,6 +98,11 @@ FIXED: dict[str, NodeParams] = {
     "alloc": AllocNodeParams(64),
     "free": FreeNodeParams(0x1000),
     "conditional": ConditionalNodeParams(ConditionalHandle(3), ConditionalKind.WHILE),
+    "if": ConditionalNodeParams(ConditionalHandle(3), ConditionalKind.IF),
+}
+BRANCHES: dict[str, NodeParams] = {
+    "else": ConditionalNodeParams(ConditionalHandle(3), ConditionalKind.IF, 2),
+    "switch": ConditionalNodeParams(ConditionalHandle(3), ConditionalKind.SWITCH, 1),
 }
 
 CALLS: dict[str, Callable[[CudaDriver], object]] = {
@@ -135,6 +154,8 @@ CALLS: dict[str, Callable[[CudaDriver], object]] = {
     "node_in_clone": lambda d: d.node_in_clone(NODE, GRAPH),
     "graph_nodes": lambda d: d.graph_nodes(GRAPH),
     "graph_edges": lambda d: d.graph_edges(GRAPH),
+    "graph_freeze": lambda d: d.graph_freeze(GRAPH),
+    "graph_node_index": lambda d: d.graph_node_index(GRAPH, NODE),
     "graph_add_edges": lambda d: d.graph_add_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
     "graph_remove_edges": lambda d: d.graph_remove_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
     "graph_remove_node": lambda d: d.graph_remove_node(NODE),
@@ -163,7 +184,7 @@ for _name, _params in NODES.items():
 # What calls nothing by itself, or needs more than libcuda.
 APART = {
     *("name", "capabilities", "properties", "close", "pinned_view", "memory_view"),
-    *("exec_prepare_launch", "function_prepare_launch", "cuda_context"),
+    *("exec_prepare_launch", "function_prepare_launch", "exec_prepare_kernel", "cuda_context"),
 }
 
 STUB = r"""
@@ -175,25 +196,67 @@ int cuGraphKernelNodeGetParams_v2(void *node, unsigned *params) {
     calls++;
     return status;
 }
+int cuGraphGetNodes(void *graph, void **nodes, unsigned long *count) {
+    calls++;
+    *count = 1;
+    if (nodes) *nodes = (void *)6;
+    return status;
+}
 int cuGraphNodeGetType(void *node, int *type) { calls++; *type = kind; return status; }
+int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+int cuEventElapsedTime(float *milliseconds) { calls++; *milliseconds = 1; return status; }
+int cuEventElapsedTime_v2(float *milliseconds) { calls++; *milliseconds = 2; return status; }
 """
+
+TABLE = json.loads(cuda_versions.TABLE.read_text(encoding="utf-8"))
+
+
+def number(version: str) -> int:
+    """12040 for "12.4", as cuDriverGetVersion gives it."""
+    major, minor = version.split(".")
+    return 1000 * int(major) + 10 * int(minor)
+
+
+NEWEST = TABLE["versions"][-1]
+SERVED = [v for v in TABLE["versions"] if number(v) >= 1000 * REQUIRED[0] + 10 * REQUIRED[1]]
+TOO_OLD = [v for v in TABLE["versions"] if v not in SERVED]
+
+Stubs = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A libcuda all of whose calls count themselves and return `status`."""
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Stubs:
+    """Makes a libcuda of a version, with the calls that it has: they count themselves and return
+    `status`.  `without`: calls that it lacks all the same."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")
     folder = tmp_path_factory.mktemp("libcuda")
-    source, made = folder / "stub.c", folder / "stub.so"
-    plain = [symbol for symbol in parse_prototypes() if f"int {symbol}(" not in STUB]
-    text = [f"int {symbol}() {{ calls++; return status; }}" for symbol in plain]
-    source.write_text("\n".join([STUB, *text]))
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-std=gnu11", str(source), "-o", str(made)], check=True
-    )
-    return made
+
+    def make(version: str = NEWEST, without: tuple[str, ...] = ()) -> Path:
+        made = folder / f"stub-{'-'.join([version, *without])}.so"
+        if made.exists():
+            return made
+        lines = [f"#define VERSION {number(version)}", *STUB.split("\n")]
+        for symbol in parse_prototypes():
+            if f"int {symbol}(" not in STUB:
+                lines.append(f"int {symbol}() {{ calls++; return status; }}")
+        missing = {s for s, e in TABLE["calls"].items() if number(e["since"]) > number(version)}
+        # Hidden, not left out: some are written over several lines.
+        hidden = [f"-D{symbol}=static_{symbol}" for symbol in missing | set(without)]
+        source = made.with_suffix(".c")
+        source.write_text("\n".join(lines))
+        command = [compiler, "-shared", "-fPIC", "-std=gnu11", *hidden, str(source)]
+        subprocess.run([*command, "-o", str(made)], check=True)
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def stub(stubs: Stubs) -> Path:
+    return stubs()
 
 
 class Rig:
@@ -316,3 +379,129 @@ def test_what_is_kept_for_launches_is_bounded(rig: Rig) -> None:
         arguments = KernelArguments(number.to_bytes(8, "little"), LAYOUT[:1])
         rig.driver.launch_kernel(STREAM, FUNCTION, CONFIG, arguments)
     assert len(rig.driver._prepared) <= 4096
+
+
+# ------------------------------------------------------------------------------- older drivers
+
+
+@pytest.fixture
+def opened(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
+    """Opens the driver on the libcuda of a version."""
+    return lambda *args, **more: Rig(stubs(*args, **more), monkeypatch)
+
+
+@pytest.mark.parametrize("version", SERVED)
+def test_every_call_is_there_in_every_version(opened: Callable[..., Rig], version: str) -> None:
+    rig = opened(version)
+    assert rig.driver.properties.driver_version == version
+    for name, call in CALLS.items():
+        before = rig.calls
+        call(rig.driver)
+        assert rig.calls > before, name
+
+
+@pytest.mark.parametrize("version", TOO_OLD)
+def test_a_driver_that_is_too_old_is_not_opened(stubs: Stubs, version: str) -> None:
+    with pytest.raises(NotAvailableError, match=f"is for CUDA {re.escape(version)};") as caught:
+        Libcuda(str(stubs(version)))
+    assert "needs 12.4 or later" in str(caught.value)
+    assert not isinstance(caught.value, NoCudaError)
+
+
+def test_a_driver_that_is_too_old_is_not_passed_over(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """open_device() without a name takes the host where there is no GPU, and says so here."""
+    monkeypatch.delenv("OSTINATO_DEVICE", raising=False)
+    monkeypatch.setattr(cuda_driver, "_import_device", lambda: None)
+    monkeypatch.setattr(cuda_driver, "Libcuda", lambda: Libcuda(str(stubs("12.2"))))
+    with pytest.raises(NotAvailableError, match=r"CUDA 12\.2"):
+        open_device()
+    assert cuda_driver.gpu_count() == 0
+    monkeypatch.setattr(cuda_driver, "Libcuda", lambda: Libcuda(str(stubs("12.4"))))
+    assert cuda_driver.gpu_count() == 1
+
+
+def test_a_library_without_a_version_is_no_driver(stubs: Stubs) -> None:
+    with pytest.raises(NoCudaError, match="does not give its version"):
+        Libcuda(str(stubs(without=("cuDriverGetVersion",))))
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("version", SERVED)
+def test_branches_are_refused_in_words(opened: Callable[..., Rig], version: str, name: str) -> None:
+    rig = opened(version)
+    can = rig.driver.capabilities.conditional_branches
+    assert can is (number(version) >= 12080)
+    before = rig.calls
+    if can:
+        rig.driver.graph_add_node(GRAPH, (), BRANCHES[name])
+        assert rig.calls > before
+        return
+    with pytest.raises(NotAvailableError) as caught:
+        rig.driver.graph_add_node(GRAPH, (), BRANCHES[name])
+    assert rig.calls == before
+    words = str(caught.value)
+    assert "SWITCH" in words
+    assert "CUDA 12.8" in words
+    assert f"for {version}" in words
+
+
+def test_capabilities_say_what_is_lacking(opened: Callable[..., Rig]) -> None:
+    lacks = {version: opened(version).driver.capabilities.lacks for version in SERVED}
+    assert [len(lacks[version]) for version in ("12.4", "12.8", "13.0", "13.2")] == [2, 1, 1, 0]
+    assert "(from CUDA 12.8)" in lacks["12.4"][0]
+    assert all(feature.words in lacks["12.4"][at] for at, feature in enumerate(FEATURES))
+
+
+def test_doctor_says_what_is_lacking(
+    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doctor = importlib.import_module("ostinato.cli.doctor")
+    library = SimpleNamespace(version=(13, 0))
+    toolchain = SimpleNamespace(library=lambda: library)
+    monkeypatch.setattr("ostinato.modules.compiler.toolchain", toolchain)
+    opened("12.4")  # `doctor` opens the same
+    found = doctor.findings()["cuda"]
+    assert (found["driver"], found["branches"]) == ("12.4", "no")
+    assert "SWITCH node (from CUDA 12.8)" in found["lacks"]
+    assert (
+        'NVRTC 13.0 compiles (from CUDA 13.0): update the driver, or pip install "ostinato['
+        in (found["lacks"])
+    )
+    library.version = (12, 9)
+    assert "NVRTC" not in doctor.findings()["cuda"]["lacks"]
+    opened("13.2")
+    assert doctor.findings()["cuda"]["lacks"] == "nothing"
+
+
+def test_elapsed_time_is_asked_in_the_newest_way(opened: Callable[..., Rig]) -> None:
+    found = {v: opened(v).driver.event_elapsed(EVENT, EVENT) for v in ("12.4", "12.6", "12.8")}
+    assert found == {"12.4": 1.0, "12.6": 1.0, "12.8": 2.0}
+
+
+def test_foreign_conditional_nodes_are_read_where_they_can_be(opened: Callable[..., Rig]) -> None:
+    rig = opened("12.8")
+    rig.returns(0, NodeKind.CONDITIONAL)
+    found = rig.driver.node_params(NODE)
+    assert isinstance(found, OpaqueNodeParams)
+    assert "CUDA 13.2" in found.why
+    assert "12.8" in found.why
+    rig = opened("13.2")
+    rig.returns(0, NodeKind.CONDITIONAL)
+    assert isinstance(rig.driver.node_params(NODE), ConditionalNodeParams)
+
+
+def test_a_call_that_should_be_there_is_named(opened: Callable[..., Rig]) -> None:
+    rig = opened("13.0", without=("cuGraphUpload",))
+    with pytest.raises(NotAvailableError, match=r"cuGraphUpload is not in this driver.*not whole"):
+        rig.driver.exec_upload(EXEC, STREAM)
+
+
+@pytest.mark.parametrize("status", [Status.INVALID_IMAGE, Status.UNSUPPORTED_PTX_VERSION])
+def test_code_of_a_newer_compiler(opened: Callable[..., Rig], status: Status) -> None:
+    rig = opened("12.6")
+    rig.returns(status)
+    with pytest.raises(DriverError, match=r"is for CUDA 12\.6.*up to CUDA 12\.x") as caught:
+        rig.driver.module_load(Image("cubin", b"code"))
+    assert caught.value.status == status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import json
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from ostinato.driver.api import (
     MemOpKind,
     MemsetNodeParams,
     NodeHandle,
+    NodeKind,
     OpaqueNodeParams,
     ParameterSlot,
 )
@@ -49,12 +51,10 @@ from ostinato.driver.cuda.nodes import (
     unsigned,
 )
 from ostinato.errors import DriverError, NoCudaError
+from tools import cuda_versions
+from tools.cuda_versions import fields_of
 
 INSTALL_LINE = 'pip install "ostinato[cuda13]"'
-
-# Ours to the header's, where the header nests deeper than we need.
-RENAMED = {"deviceUpdatable": "deviceUpdatableKernelNode.deviceUpdatable"}
-OURS_ONLY = {"words"}
 
 
 def _has_libcuda() -> bool:
@@ -150,7 +150,157 @@ def test_driver_has_the_protocol(driver: str, member: str) -> None:
     ]
 
 
-# ------------------------------------------------------------------------------ against cuda.h
+# ---------------------------------------------------------------- against cuda.h, of every version
+
+TABLE = json.loads(cuda_versions.TABLE.read_text(encoding="utf-8"))
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+VERSIONS = [text for text in TABLE["versions"] if _version(text) >= cu.REQUIRED]
+
+
+def _layout_in(version: tuple[int, int], name: str) -> dict[str, int]:
+    """The fields of a structure as the table has them for a version; "" is the size."""
+    found: dict[str, int] = {}
+    for since, changed in TABLE["structures"][name].items():
+        if _version(since) <= version:
+            found |= changed
+    return found
+
+
+# Used inside CUgraphNodeParams alone, whose size is fixed and whose other bytes are zero: CUDA lets
+# these grow.
+GROWING = {
+    "CUDA_CHILD_GRAPH_NODE_PARAMS",  # 12.9
+    "CUDA_EVENT_RECORD_NODE_PARAMS",  # 13.4
+    "CUDA_HOST_NODE_PARAMS_v2",  # 13.2 and 13.4
+}
+
+
+def _disagreements(layouts: dict[str, dict[str, int]]) -> list[str]:
+    """What is wrong with our structures for a driver that has these layouts."""
+    wrong: list[str] = []
+    for name, kind in cu.STRUCTURES.items():
+        layout, ours = layouts.get(name), fields_of(kind)
+        if layout is None:
+            wrong.append(f"there is no {name}")
+            continue
+        size = layout[""]
+        if (
+            name == "CUDA_MEMSET_NODE_PARAMS"
+        ):  # the driver writes fewer fields than we have room for
+            fits = size <= ctypes.sizeof(kind)
+        elif name in GROWING:
+            fits = max(size, ctypes.sizeof(kind)) <= ctypes.sizeof(cu.NodeParamsUnion)
+        else:
+            fits = size == ctypes.sizeof(kind)
+        if not fits:
+            wrong.append(f"{name} has {size} bytes, ours {ctypes.sizeof(kind)}")
+        # `reserved` gives way to new fields; we leave it zero.
+        wrong += [
+            f"{name}.{field} lies at {at}, ours at {ours[field]}"
+            for field, at in layout.items()
+            if field and ours[field] != at and not field.endswith("reserved")
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_structures_are_those_of_every_version(version: str) -> None:
+    layouts = {name: _layout_in(_version(version), name) for name in cu.STRUCTURES}
+    assert _disagreements({name: layout for name, layout in layouts.items() if layout}) == []
+
+
+def test_every_field_is_in_some_version() -> None:
+    newest = _version(VERSIONS[-1])
+    for name, kind in cu.STRUCTURES.items():
+        missing = fields_of(kind).keys() - _layout_in(newest, name).keys()
+        # What the getter of version 1 does not write.
+        assert missing == ({"ctx"} if name == "CUDA_MEMSET_NODE_PARAMS" else set()), name
+
+
+def test_a_disagreement_would_be_noticed() -> None:
+    layouts = {name: _layout_in((13, 0), name) for name in cu.STRUCTURES}
+    layouts["CUgraphEdgeData"] = layouts["CUgraphEdgeData"] | {"": 9, "type": 3}
+    del layouts["CUDA_MEMCPY3D"]
+    assert _disagreements(layouts) == [
+        "CUgraphEdgeData has 9 bytes, ours 8",
+        "CUgraphEdgeData.type lies at 3, ours at 2",
+        "there is no CUDA_MEMCPY3D",
+    ]
+
+
+def test_calls_are_those_of_every_version() -> None:
+    """The table's parameters were checked by a compiler against each header that has the call."""
+    ours = {symbol: ", ".join(types) for symbol, types in parse_prototypes().items()}
+    assert {symbol: entry["parameters"] for symbol, entry in TABLE["calls"].items()} == ours
+    since = {symbol: _version(entry["since"]) for symbol, entry in TABLE["calls"].items()}
+    assert {symbol: found for symbol, found in since.items() if found > cu.REQUIRED} == cu.SINCE
+
+
+def test_features_came_with_what_they_need() -> None:
+    numbers, calls = TABLE["numbers"], TABLE["calls"]
+    assert cu.in_words(cu.BRANCHES.since) == numbers["CU_GRAPH_COND_TYPE_SWITCH"]["since"]
+    assert cu.in_words(cu.READ_CONDITIONAL.since) == calls["cuGraphNodeGetParams"]["since"]
+    # No earlier one would do: a kernel's parameters can be read since then.
+    assert cu.in_words(cu.REQUIRED) == calls["cuFuncGetParamInfo"]["since"]
+    later = {name for name, entry in numbers.items() if _version(entry["since"]) > cu.REQUIRED}
+    # Attributes that are only shown where a node has them.
+    shown = {
+        "CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION",
+        "CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT",
+    }
+    assert later == {"CU_GRAPH_COND_TYPE_SWITCH"} | shown
+
+
+OUR_NUMBERS = {
+    "CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW": cu.ATTRIBUTE_ACCESS_POLICY_WINDOW,
+    "CU_LAUNCH_ATTRIBUTE_COOPERATIVE": cu.ATTRIBUTE_COOPERATIVE,
+    "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION": cu.ATTRIBUTE_CLUSTER_DIMENSION,
+    "CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE": cu.ATTRIBUTE_CLUSTER_SCHEDULING,
+    "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION": (
+        cu.ATTRIBUTE_PROGRAMMATIC_SERIALIZATION
+    ),
+    "CU_LAUNCH_ATTRIBUTE_PRIORITY": cu.ATTRIBUTE_PRIORITY,
+    "CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP": cu.ATTRIBUTE_MEM_SYNC_DOMAIN_MAP,
+    "CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN": cu.ATTRIBUTE_MEM_SYNC_DOMAIN,
+    "CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION": cu.ATTRIBUTE_PREFERRED_CLUSTER,
+    "CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE": cu.ATTRIBUTE_DEVICE_UPDATABLE,
+    "CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT": cu.ATTRIBUTE_SHARED_CARVEOUT,
+    "CU_GRAPH_NODE_TYPE_KERNEL": NodeKind.KERNEL,
+    "CU_GRAPH_NODE_TYPE_MEMCPY": NodeKind.MEMCPY,
+    "CU_GRAPH_NODE_TYPE_MEMSET": NodeKind.MEMSET,
+    "CU_GRAPH_NODE_TYPE_HOST": NodeKind.HOST,
+    "CU_GRAPH_NODE_TYPE_GRAPH": NodeKind.CHILD_GRAPH,
+    "CU_GRAPH_NODE_TYPE_EMPTY": NodeKind.EMPTY,
+    "CU_GRAPH_NODE_TYPE_WAIT_EVENT": NodeKind.EVENT_WAIT,
+    "CU_GRAPH_NODE_TYPE_EVENT_RECORD": NodeKind.EVENT_RECORD,
+    "CU_GRAPH_NODE_TYPE_EXT_SEMAS_SIGNAL": NodeKind.SEMAPHORE_SIGNAL,
+    "CU_GRAPH_NODE_TYPE_EXT_SEMAS_WAIT": NodeKind.SEMAPHORE_WAIT,
+    "CU_GRAPH_NODE_TYPE_MEM_ALLOC": NodeKind.MEM_ALLOC,
+    "CU_GRAPH_NODE_TYPE_MEM_FREE": NodeKind.MEM_FREE,
+    "CU_GRAPH_NODE_TYPE_BATCH_MEM_OP": NodeKind.BATCH_MEM_OP,
+    "CU_GRAPH_NODE_TYPE_CONDITIONAL": NodeKind.CONDITIONAL,
+    "CU_GRAPH_COND_TYPE_IF": api.ConditionalKind.IF,
+    "CU_GRAPH_COND_TYPE_WHILE": api.ConditionalKind.WHILE,
+    "CU_GRAPH_COND_TYPE_SWITCH": api.ConditionalKind.SWITCH,
+    "CU_GRAPH_DEPENDENCY_TYPE_DEFAULT": api.EdgeType.DEFAULT,
+    "CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC": api.EdgeType.PROGRAMMATIC,
+    "CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC": 1,
+    "CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER": 2,
+}
+
+
+def test_numbers_are_those_of_every_version() -> None:
+    assert {name: entry["value"] for name, entry in TABLE["numbers"].items()} == OUR_NUMBERS
+    assert set(OUR_NUMBERS) == set(cuda_versions.NUMBERS)
+
+
+# ------------------------------------------------------------------ against this machine's cuda.h
 
 
 def _header() -> Path | None:
@@ -163,87 +313,44 @@ def _header() -> Path | None:
 
 
 @pytest.fixture(scope="module")
-def compile_with_header(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A call that has a C compiler check a piece of C behind `#include <cuda.h>`."""
-    header, compiler = _header(), shutil.which("gcc") or shutil.which("cc")
-    if header is None or compiler is None:
+def header() -> cuda_versions.Header:
+    path, compiler = _header(), shutil.which("gcc") or shutil.which("cc")
+    if path is None or compiler is None:
         pytest.skip("needs a C compiler and cuda.h")
-    folder = tmp_path_factory.mktemp("abi")
-
-    def check(code: str) -> tuple[int, str]:
-        source = folder / "check.c"
-        source.write_text(f"#include <stddef.h>\n#include <cuda.h>\n{code}")
-        done = subprocess.run(
-            [compiler, "-fsyntax-only", "-Werror", f"-I{header.parent}", str(source)],
-            capture_output=True,
-            text=True,
-        )
-        return done.returncode, done.stderr
-
-    check.text = header.read_text()  # type: ignore[attr-defined]
-    return check
+    return cuda_versions.Header(path, compiler)
 
 
-def _offsets(kind: Any, prefix: str = "", base: int = 0) -> list[tuple[str, int]]:
-    """Every field by the header's name, and where it lies."""
-    found: list[tuple[str, int]] = []
-    anonymous = set(getattr(kind, "_anonymous_", ()))
-    for name, field_type in kind._fields_:
-        if name in OURS_ONLY:
-            continue
-        offset = base + getattr(kind, name).offset
-        nested = isinstance(field_type, type) and issubclass(
-            field_type, ctypes.Structure | ctypes.Union
-        )
-        if name in anonymous:
-            found += _offsets(field_type, prefix, offset)
-            continue
-        found.append((prefix + RENAMED.get(name, name), offset))
-        if nested:
-            found += _offsets(field_type, f"{prefix}{name}.", offset)
-    return found
+def test_structures_are_the_headers(header: cuda_versions.Header) -> None:
+    layouts = header.layouts(cu.STRUCTURES)
+    if header.version >= cu.REQUIRED:
+        assert _disagreements(layouts) == []
+    if str(header) in TABLE["versions"]:
+        assert layouts == {
+            name: layout for name in cu.STRUCTURES if (layout := _layout_in(header.version, name))
+        }
 
 
-@pytest.mark.parametrize("name", cu.STRUCTURES)
-def test_structures_are_the_headers(name: str, compile_with_header: Any) -> None:
-    kind = cu.STRUCTURES[name]
-    lines = [f'_Static_assert(sizeof({name}) == {ctypes.sizeof(kind)}, "size");']
-    lines += [
-        f'_Static_assert(offsetof({name}, {field}) == {offset}, "{field}");'
-        for field, offset in _offsets(kind)
-    ]
-    status, words = compile_with_header("\n".join(lines))
-    assert status == 0, words
+def test_prototypes_are_the_headers(header: cuda_versions.Header) -> None:
+    assert header.wrong_prototypes(parse_prototypes()) == []
+    wrong = {"cuGraphDestroy": ("int",), "cuGraphCreate": ("CUgraph *", "unsigned int")}
+    assert [words.split(":")[0] for words in header.wrong_prototypes(wrong)] == ["cuGraphDestroy"]
+    if str(header) in TABLE["versions"]:
+        since = {symbol: _version(entry["since"]) for symbol, entry in TABLE["calls"].items()}
+        for symbol in parse_prototypes():
+            assert header.has(symbol) is (since[symbol] <= header.version), symbol
 
 
-def test_prototypes_are_the_headers(compile_with_header: Any) -> None:
-    lines: list[str] = []
-    declared = set(re.findall(r"\bcu[A-Z]\w+", compile_with_header.text))
-    for symbol, parameters in parse_prototypes().items():
-        if symbol in declared:  # a header may be older than a call we can do without
-            types = ", ".join(parameters) or "void"
-            lines.append(f"CUresult (CUDAAPI *check_{symbol})({types}) = &{symbol};")
-    assert len(lines) > 90
-    status, words = compile_with_header("\n".join(lines))
-    assert status == 0, words
+def test_numbers_are_the_headers(header: cuda_versions.Header) -> None:
+    found = header.numbers(OUR_NUMBERS)
+    assert found == {name: OUR_NUMBERS[name] for name in found}
+    if str(header) in TABLE["versions"]:
+        entries = TABLE["numbers"].items()
+        assert set(found) == {n for n, e in entries if _version(e["since"]) <= header.version}
 
 
-def test_the_compiler_would_notice(compile_with_header: Any) -> None:
-    status, _ = compile_with_header("CUresult (CUDAAPI *wrong)(int) = &cuGraphDestroy;")
-    assert status != 0
-    status, _ = compile_with_header('_Static_assert(sizeof(CUgraphEdgeData) == 9, "size");')
-    assert status != 0
-
-
-def test_sizes_without_a_compiler() -> None:
-    """The header's sizes (CUDA 13.0, 64 bit), for machines that cannot ask it."""
-    sizes = {name: ctypes.sizeof(kind) for name, kind in cu.STRUCTURES.items()}
-    assert sizes["CUgraphNodeParams"] == 256
-    assert sizes["CUlaunchConfig"] == 56 == struct.calcsize(cuda_kernel.LAUNCH_HEAD)
-    assert sizes["CUlaunchAttribute"] == 72
-    assert sizes["CUDA_KERNEL_NODE_PARAMS_v2"] == 72 == struct.calcsize(cuda_kernel.NODE_HEAD)
-    assert sizes["CUDA_MEMCPY3D"] == 200
-    assert sizes["CUstreamBatchMemOpParams"] == 48
+def test_blocks_begin_with_structures() -> None:
+    assert struct.calcsize(cuda_kernel.LAUNCH_HEAD) == ctypes.sizeof(cu.LaunchConfigStruct)
+    assert struct.calcsize(cuda_kernel.NODE_HEAD) == ctypes.sizeof(cu.KernelParams)
 
 
 # --------------------------------------------------------------------------------- pure conversions

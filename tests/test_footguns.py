@@ -1300,6 +1300,27 @@ def test_a_rebind_says_what_reaches_into_the_range_from_outside(
     assert "reaches into it" in report.left[0].why
 
 
+def test_what_a_definition_is_changed_to_is_not_what_an_executable_holds(
+    device: Device, stream: ost.Stream
+) -> None:
+    """Its owner may change it by its handle; a patch sets one argument, and the others stay."""
+    x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
+    graph = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "axpy"), config(N), x, y, out, N)
+    )
+    run = graph.instantiate()
+    [node] = graph.nodes
+    fewer = node.kernel.arguments.with_raw(
+        3, (5).to_bytes(node.kernel.arguments.slot(3).size, "little")
+    )
+    params = type(node.kernel)(node.kernel.function, node.kernel.config, fewer)
+    device.driver.node_set_params(node.handle, params)
+    run.patch(0, 0, y)
+    run.launch(stream)
+    assert np.count_nonzero(out.to_numpy(stream)) == N
+    assert run.params(0).arguments.raw(3) == node.kernel.arguments.raw(3)
+
+
 def test_another_function_does_not_keep_the_old_ones_signature(
     device: Device, stream: ost.Stream
 ) -> None:

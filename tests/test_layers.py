@@ -54,7 +54,7 @@ CIRCLES = {
     frozenset({"driver.context", "driver.stream"}): (
         "a stream is made on a context, and a context waits for streams before it destroys things"
     ),
-    frozenset({"graph.graph", "graph.executable", "graph.shadow"}): (
+    frozenset({"graph.graph", "graph.executable", "graph.patching", "graph.shadow"}): (
         "a graph instantiates executables, and an executable and its shadow hold their graph"
     ),
 }

@@ -162,6 +162,10 @@ _MEANINGS: dict[int, StatusMeaning] = {
     Status.INVALID_PTX: StatusMeaning(
         "the PTX does not assemble", "Read the assembler's log in this error."
     ),
+    Status.UNSUPPORTED_PTX_VERSION: StatusMeaning(
+        "the PTX is that of a newer compiler than this driver takes",
+        "Update the driver, or compile with the driver's CUDA.",
+    ),
     Status.INVALID_HANDLE: StatusMeaning(
         "a handle is unknown, destroyed, or of another context",
         "Something was used after it was closed.",

@@ -156,7 +156,7 @@ class FaultyDriver(_WrappedDriver):
             wrapped = inner
             if name == "exec_prepare_launch":
                 wrapped = self._prepared(inner)
-            elif name == "function_prepare_launch":
+            elif name in ("function_prepare_launch", "exec_prepare_kernel"):
                 wrapped = _no_shortcut
 
             @functools.wraps(inner)
@@ -183,7 +183,8 @@ class FaultyDriver(_WrappedDriver):
 
 
 def _no_shortcut(*_: object) -> None:
-    """Returns None: so every launch is a `launch_kernel`, which can be made to fail."""
+    """Returns None: so every launch is a `launch_kernel`, and every change of a node an
+    `exec_set_params`, which can be made to fail."""
 
 
 _NEVER_FAIL = frozenset({"name", "capabilities", "properties", "cuda_context", "close"})

@@ -58,6 +58,12 @@ def test_doctor_says_what_there_is(tmp_path: Path) -> None:
     assert "1 files, 0.2 MB" in here("doctor", OSTINATO_CACHE_DIR=str(tmp_path)).out
 
 
+def test_doctor_says_which_compiler_there_is(tmp_path: Path) -> None:
+    found = json.loads(here("doctor", "--json", OSTINATO_CACHE_DIR=str(tmp_path)).out)
+    assert found["ostinato"]["CUDA compiler"].startswith(("NVRTC 1", "not available: "))
+    assert found["host"]["lacks"] == "nothing"
+
+
 def test_doctor_says_what_is_wrong(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("in the way")

@@ -44,6 +44,7 @@ class CubinLoader:
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
         self.capabilities = Capabilities(
             conditional_nodes=False,
+            conditional_branches=False,
             batch_memory_ops=False,
             memory_nodes=False,
             programmatic_launch=False,

@@ -236,6 +236,20 @@ def test_an_installed_toolkits_headers_are_used(installed, tmp_path: Path) -> No
     assert len(last.get_or_compile(source, "k").info.parameters) == 3
 
 
+def test_headers_of_another_cuda_are_not_used(installed, tmp_path: Path) -> None:
+    """NVRTC 12.9 cannot read the cuda_fp8.hpp of 13.0, which was found in /usr/local."""
+    major, minor = compiler_module.toolchain.library().version
+    (tmp_path / "toolkit.h").write_text("#define P int a")
+    source = Source('#include <toolkit.h>\nextern "C" __global__ void k(P) {}\n')
+    cache, _ = make_cache(tmp_path / "kernels")
+    installed["root"] = str(tmp_path)
+    (tmp_path / "cuda.h").write_text(f"#define CUDA_VERSION {(major + 1) * 1000}\n")
+    with pytest.raises(CompileError, match=rf"headers of CUDA {major}\.{minor} are not installed"):
+        cache.get_or_compile(source, "k")
+    (tmp_path / "cuda.h").write_text(f"#define CUDA_VERSION {major * 1000 + 10}\n")
+    assert len(cache.get_or_compile(source, "k").info.parameters) == 1
+
+
 def test_where_it_is_installed_is_cuda_pathfinders_to_say() -> None:
     found = compiler_module.installed_headers()
     assert found is None or Path(found).is_dir()

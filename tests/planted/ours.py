@@ -15,6 +15,7 @@ STEP = "tests/replay/test_step.py::"
 EXECUTABLE = "tests/graph/test_executable.py::"
 STEP_KEYS = "tests/replay/test_step_keys.py::"
 BUDGET = "tests/cache/test_budget.py::"
+CHANGES = "tests/graph/test_change_paths.py::"
 CACHE = "tests/cache/test_graph_cache.py::"
 THREADS = "tests/cache/test_graph_cache_threads.py::"
 MANIFEST = "tests/cache/test_manifest.py::"
@@ -351,9 +352,9 @@ _FAULTS = (
     Fault(
         "captured-arguments-are-dropped",
         "A graph does not keep the buffers that its nodes point at.",
-        "ostinato.graph.launching:launch",
-        "keep=(kernel, *keep)",
-        "keep=(kernel,)",
+        "ostinato.graph.launching:_announce",
+        "(kernel, *keep)",
+        "(kernel,)",
         (FOOTGUNS + "test_memory_under_a_graph_is_not_given_to_others",),
         "NVIDIA/cuda-python#166",
     ),
@@ -483,9 +484,9 @@ _FAULTS = (
     Fault(
         "patch-at-another-offset",
         "A patched argument is written at the place of the first one.",
-        "ostinato.driver.api:KernelArguments.with_raw",
-        "return self.with_bytes(slot.offset, value)",
-        "return self.with_bytes(0, value)",
+        "ostinato.graph.patching:Argument._renew",
+        "self._live = slot.offset, pointer, live",
+        "self._live = 0, pointer, live",
         (EXECUTABLE + "test_patch_one_argument",),
         "lupinemachines/lupine#188",
     ),
@@ -501,7 +502,7 @@ _FAULTS = (
         "rebind-reads-the-definition",
         "A second rebinding looks for the pointers of the definition, not for those set since.",
         "ostinato.graph.shadow:Shadow.setting",
-        "now = self._now.settings.get(node.handle)",
+        "now = self._folded().settings.get(node.handle)",
         "now = None",
         (FOOTGUNS + "test_a_pointer_is_rebound_from_where_it_points_now",),
     ),
@@ -509,7 +510,7 @@ _FAULTS = (
         "rebind-changes-a-number",
         "A number that looks like an address is rebound, although its signature calls it a number.",
         "ostinato.graph.rebind:_Plan._confirmed",
-        "if word.sort is _Sort.SCALAR:",
+        "if word.sort is Sort.SCALAR:",
         "if False:",
         (FOOTGUNS + "test_a_scalar_that_looks_like_an_address_stays",),
     ),
@@ -531,6 +532,46 @@ _FAULTS = (
         "owners.append((word.offset, move.target))",
         "pass",
         (FOOTGUNS + "test_a_rebound_buffer_lives_with_the_executable",),
+    ),
+    Fault(
+        "patched-buffer-is-dropped",
+        "An executable does not keep the buffer that an argument was patched to.",
+        "ostinato.graph.patching:Write.note",
+        "live.owners[place] = self.owner",
+        "pass",
+        (CHANGES + "test_a_patched_buffer_lives_as_long_as_it_is_pointed_at",),
+    ),
+    Fault(
+        "moved-buffer-is-dropped",
+        "An executable does not keep the buffer that C rebound it to.",
+        "ostinato.graph.patching:_note_all",
+        "live.owners[place] = target",
+        "pass",
+        (CHANGES + "test_a_rebound_buffer_lives_as_long_as_it_is_pointed_at",),
+    ),
+    Fault(
+        "index-is-not-current",
+        "A rebinding goes by what words pointed at before the last one.",
+        "ostinato.graph.pointers:PointerIndex.moved",
+        "self._addresses[move.rows] = move.values",
+        "pass",
+        (CHANGES + "test_any_path_equals_a_graph_made_anew",),
+    ),
+    Fault(
+        "patch-after-an-index",
+        "A rebinding goes by what words pointed at before they were patched.",
+        "ostinato.graph.shadow:Shadow.touch",
+        "self._stale.add(live.node.handle)",
+        "pass",
+        (CHANGES + "test_any_path_equals_a_graph_made_anew",),
+    ),
+    Fault(
+        "a-definition-is-read-later",
+        "What a definition was changed to after it was instantiated is taken for what runs.",
+        "ostinato.graph.shadow:_Frozen.node",
+        "return graph.read_node(self.outer, index,",
+        "return graph.read_node(_Frozen(graph).outer, index,",
+        (CHANGES + "test_a_definition_that_is_changed_afterwards_does_not_show",),
     ),
     Fault(
         "rebound-copy-is-dropped",
@@ -559,8 +600,8 @@ _FAULTS = (
     Fault(
         "patched-address-is-dropped",
         "An executable does not keep the buffer at an address that an argument was patched to.",
-        "ostinato.graph.executable:GraphExec._owner",
-        "return self.context.owner_of(value), None",
+        "ostinato.graph.patching:owner_of",
+        "return context.owner_of(value), None",
         "return None, None",
         (FOOTGUNS + "test_what_a_node_was_set_to_lives_with_the_executable",),
     ),

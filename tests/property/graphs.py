@@ -344,10 +344,10 @@ class GraphRules(World):
         on, ops = self.lane(lane), [self.op(spec) for spec in specs]
         into = None
         if where % 2 and self.definitions and how != "empty":
-            into = self.definitions[where % len(self.definitions)].graph
-            into = None if into.closed else into
-            if into is not None and how == "sync":
-                into = into.clone()  # it goes with the capture
+            chosen = self.definitions[where % len(self.definitions)]
+            if not (chosen.graph.closed or (chosen.single and how == "sync")):
+                # With "sync" it goes with the capture.
+                into = chosen.graph.clone() if how == "sync" else chosen.graph
         before = None if into is None else [node.handle for node in into.nodes]
 
         def attempt() -> None:
@@ -550,11 +550,18 @@ class GraphRules(World):
         if not _sane(changed(executable.ops, old, new)):
             return
         argument: int | str = what if to % 2 else {"dst": 0, "src": 1, "m": 2, "c": 3}[what]
-        self.changes(
-            executable,
-            lambda: executable.run.patch(executable.node(old), argument, value),
-            lambda: self.swapped(executable, old, new),
-        )
+
+        def change() -> None:
+            run, node = executable.run, executable.node(old)
+            way = to // 2 % 3
+            if way == 0:
+                run.patch(node, argument, value)
+            elif way == 1:
+                run.patcher(node, argument)(value)
+            else:
+                run.patch_all([(node, argument, value)])
+
+        self.changes(executable, change, lambda: self.swapped(executable, old, new))
 
     @rule(2, when=lambda self: self.executables, which=BYTE, op=BYTE, spec=SPEC)
     def set_node(self, which: int, op: int, spec: Spec) -> None:

@@ -63,6 +63,7 @@ def findings() -> dict[str, Any]:
             "processors": os.cpu_count(),
             "replay call": launcher.description(),
             "CPU kernels": packed_kernels.description(),
+            "CUDA compiler": _compiler(),
         },
         "cuda": _device("cuda:0"),
         "host": _device("host"),
@@ -86,13 +87,44 @@ def _device(name: str) -> dict[str, Any] | str:
                 "multiprocessors": properties.multiprocessors,
                 "memory": f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
                 "conditional nodes": _yes(can.conditional_nodes),
+                "branches": _yes(can.conditional_branches),
                 "programmatic": _yes(can.programmatic_launch),
                 "clusters": _yes(can.clusters),
                 "kernels in": can.source_language,
                 "cuBLASLt": _library() if device.driver.cuda_context is not None else "not needed",
+                "lacks": "; ".join([*can.lacks, *_unfit(properties.driver_version)]) or "nothing",
             }
     except OstinatoError as error:
         return f"not available: {error}"
+
+
+def _compiler() -> str:
+    """NVRTC, which compiles kernels, or why there is none."""
+    from ostinato.modules.compiler import toolchain
+
+    try:
+        return str(toolchain.library())
+    except OstinatoError as error:
+        return f"not available: {error}"
+
+
+def _unfit(driver_version: str) -> list[str]:
+    """What is wrong with the compiler for a driver of that version ("13.0"; "host" for none)."""
+    from ostinato.modules.compiler import toolchain
+
+    if driver_version == "host":
+        return []
+    driver = int(driver_version.split(".", maxsplit=1)[0])
+    try:
+        major, minor = toolchain.library().version
+    except OstinatoError:
+        return []
+    if major <= driver:
+        return []
+    return [
+        f"loading what NVRTC {major}.{minor} compiles (from CUDA {major}.0): update the driver, or "
+        f'pip install "ostinato[cuda{driver}]"'
+    ]
 
 
 def _library() -> str:

@@ -1,8 +1,9 @@
-/* The hot paths of replays and launches, compiled.
+/* The hot paths of replays, launches and changes of graphs, compiled.
  *
  * Launcher and Prepared replay a graph: one comparison and one C call without the GIL.
  * Packer turns the arguments of a kernel into bytes, KernelCall launches bytes that are packed
- * already, and FunctionCall packs and launches in one call.
+ * already, and FunctionCall packs and launches in one call.  KernelNode sets the arguments of an
+ * executable's node, and read_nodes reads a definition.
  *
  * driver/launcher.py and driver/cuda/launch.py hold the same in Python, which serves where this was
  * not built.  Only the limited API of CPython 3.11 is used, so that one build serves every later
@@ -17,7 +18,7 @@
 #include <string.h>
 
 typedef struct {
-    PyTypeObject *prepared_type, *packer_type;
+    PyTypeObject *prepared_type, *packer_type, *kernel_node_type;
 } State;
 
 /* Handles and addresses come as non-negative integers. */
@@ -725,6 +726,528 @@ static PyType_Spec function_call_spec = {
     .slots = function_call_slots,
 };
 
+/* ----------------------------------------------------------------------------------- KernelNode */
+
+/* CUDA_KERNEL_NODE_PARAMS_v2 */
+typedef struct {
+    void *function;
+    uint32_t grid[3], block[3], shared;
+    void **params, **extra;
+    void *kernel, *context;
+} NodeParams;
+_Static_assert(sizeof(NodeParams) == 72, "as in cuda.h");
+
+/* cuGraphExecKernelNodeSetParams_v2 */
+typedef int (*set_function)(void *executable, void *node, const NodeParams *params);
+
+enum { EXTRA_WORDS = 5 }; /* two pairs, and the end */
+
+typedef struct {
+    PyObject_HEAD
+    set_function set;
+    current_function current;
+    void *context, *executable, *node;
+    NodeParams params;
+    size_t size;
+    void **words; /* one allocation: kernelParams or extra, then the bytes that they point to */
+    unsigned char *data;
+} KernelNode;
+
+static PyObject *
+kernel_node_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"calls", "context", "executable", "node", "function", "grid", "block",
+                            "shared", "data", "offsets", NULL};
+    void *set, *current, *context, *executable, *node;
+    NodeParams params = {0};
+    const char *data;
+    Py_ssize_t size;
+    PyObject *offsets;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "(O&O&)O&O&O&O&O&O&O&y#O:KernelNode", names,
+                                     as_pointer, &set, as_pointer, &current, as_pointer, &context,
+                                     as_pointer, &executable, as_pointer, &node, as_pointer,
+                                     &params.function, as_dimensions, params.grid, as_dimensions,
+                                     params.block, as_u32, &params.shared, &data, &size, &offsets))
+        return NULL;
+    if (set == NULL || current == NULL) {
+        PyErr_SetString(PyExc_ValueError, "the address of a C function is 0");
+        return NULL;
+    }
+    int packed = offsets == Py_None;
+    if (!packed && !PyTuple_Check(offsets)) {
+        PyErr_SetString(PyExc_TypeError, "offsets are a tuple, or None for packed arguments");
+        return NULL;
+    }
+    KernelNode *self = (KernelNode *)new_object(type);
+    if (self == NULL)
+        return NULL;
+    Py_ssize_t count = packed ? EXTRA_WORDS : PyTuple_Size(offsets);
+    params.context = context;
+    self->set = (set_function)set;
+    self->current = (current_function)current;
+    self->context = context;
+    self->executable = executable;
+    self->node = node;
+    self->params = params;
+    self->size = (size_t)size;
+    self->words = PyMem_Malloc(count * sizeof(void *) + size + 1);
+    if (self->words == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    self->data = (unsigned char *)(self->words + count);
+    memcpy(self->data, data, size);
+    if (packed) { /* CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE and _END */
+        void *extra[EXTRA_WORDS] = {(void *)1, self->data, (void *)2, &self->size, NULL};
+        memcpy(self->words, extra, sizeof extra);
+        self->params.extra = size ? self->words : NULL;
+        return (PyObject *)self;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t offset;
+        if (!as_u32(PyTuple_GetItem(offsets, i), &offset)) {
+            Py_DECREF(self);
+            return NULL;
+        }
+        if (offset > size) {
+            PyErr_Format(PyExc_ValueError, "argument %zd begins behind the last byte", i);
+            Py_DECREF(self);
+            return NULL;
+        }
+        self->words[i] = self->data + offset;
+    }
+    self->params.params = count ? self->words : NULL;
+    return (PyObject *)self;
+}
+
+static void
+kernel_node_dealloc(PyObject *op)
+{
+    PyMem_Free(((KernelNode *)op)->words);
+    free_object(op);
+}
+
+/* Whether `size` bytes at `offset` are among the arguments; sets ValueError if not. */
+static int
+inside(const KernelNode *self, Py_ssize_t offset, Py_ssize_t size)
+{
+    if (offset >= 0 && size <= (Py_ssize_t)self->size && offset <= (Py_ssize_t)self->size - size)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "%zd bytes at %zd are outside %zu", size, offset, self->size);
+    return 0;
+}
+
+static PyObject *
+kernel_node_set(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    KernelNode *self = (KernelNode *)op;
+    char *raw;
+    Py_ssize_t size;
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "an offset and bytes are needed");
+        return NULL;
+    }
+    Py_ssize_t offset = PyLong_AsSsize_t(args[0]);
+    if ((offset == -1 && PyErr_Occurred()) || PyBytes_AsStringAndSize(args[1], &raw, &size) < 0 ||
+        !inside(self, offset, size))
+        return NULL;
+    void *context = NULL;
+    if (self->current(&context) != 0 || context != self->context)
+        Py_RETURN_NONE;
+    unsigned char small[64], *before = size <= 64 ? small : PyMem_Malloc(size);
+    if (before == NULL)
+        return PyErr_NoMemory();
+    memcpy(before, self->data + offset, size);
+    memcpy(self->data + offset, raw, size);
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = self->set(self->executable, self->node, &self->params);
+    Py_END_ALLOW_THREADS
+    if (status)
+        memcpy(self->data + offset, before, size);
+    if (before != small)
+        PyMem_Free(before);
+    return PyLong_FromLong(status);
+}
+
+static PyObject *
+kernel_node_data(PyObject *op, void *Py_UNUSED(closure))
+{
+    KernelNode *self = (KernelNode *)op;
+    return PyBytes_FromStringAndSize((char *)self->data, (Py_ssize_t)self->size);
+}
+
+static PyMethodDef kernel_node_methods[] = {
+    {"set", (PyCFunction)(void (*)(void))kernel_node_set, METH_FASTCALL,
+     "set($self, offset, raw, /)\n--\n\nSets bytes of the arguments, in the executable too.  "
+     "Returns the status, or None if another context is current.  If it is not 0, nothing was "
+     "changed."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef kernel_node_getset[] = {
+    {"data", kernel_node_data, NULL, "The arguments' bytes as they were set last.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot kernel_node_slots[] = {
+    {Py_tp_doc,
+     "KernelNode(calls, context, executable, node, function, grid, block, shared, data, offsets)"
+     "\n--\n\nA kernel node of an executable, and what it holds.\n\n"
+     "`calls`: the addresses of cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent.  `data`: "
+     "the arguments' bytes, which are copied; `offsets`: where each begins, or None for arguments "
+     "that a library packed.  Not for several threads at once."},
+    {Py_tp_new, kernel_node_new},
+    {Py_tp_dealloc, kernel_node_dealloc},
+    {Py_tp_methods, kernel_node_methods},
+    {Py_tp_getset, kernel_node_getset},
+    {0, NULL},
+};
+
+static PyType_Spec kernel_node_spec = {
+    .name = "ostinato.driver._launch.KernelNode",
+    .basicsize = sizeof(KernelNode),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = kernel_node_slots,
+};
+
+typedef struct {
+    KernelNode *node; /* the list keeps it alive */
+    size_t offset, size, before;
+    const char *raw;
+} Write;
+
+static void
+exchange(const Write *first, const Write *end, unsigned char *before, int back)
+{
+    /* The other way round on the way back: two writes may meet. */
+    for (Py_ssize_t i = 0, n = end - first; i < n; i++) {
+        const Write *write = back ? end - 1 - i : first + i;
+        unsigned char *at = write->node->data + write->offset;
+        if (back)
+            memcpy(at, before + write->before, write->size);
+        else {
+            memcpy(before + write->before, at, write->size);
+            memcpy(at, write->raw, write->size);
+        }
+    }
+}
+
+static int
+set_node(const KernelNode *node)
+{
+    return node->set(node->executable, node->node, &node->params);
+}
+
+/* All writes, one call a node; those next to each other that are one node's go together. */
+static int
+set_all(const Write *writes, size_t count, unsigned char *before, int *undone)
+{
+    size_t done = 0, end;
+    int status = 0;
+    *undone = 0;
+    for (; done < count && !status; done = status ? done : end) {
+        for (end = done + 1; end < count && writes[end].node == writes[done].node; end++)
+            ;
+        exchange(writes + done, writes + end, before, 0);
+        status = set_node(writes[done].node);
+        if (status)
+            exchange(writes + done, writes + end, before, 1);
+    }
+    while (status && done > 0) {
+        for (end = done--; done > 0 && writes[done - 1].node == writes[end - 1].node; done--)
+            ;
+        exchange(writes + done, writes + end, before, 1);
+        int back = set_node(writes[done].node);
+        *undone = *undone ? *undone : back;
+    }
+    return status;
+}
+
+static PyObject *
+set_nodes(PyObject *module, PyObject *list)
+{
+    State *state = PyModule_GetState(module);
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "a list of writes is needed");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_Size(list);
+    size_t total = 0;
+    int status = 0, undone = 0;
+    unsigned char *before = NULL;
+    PyObject *result = NULL;
+    Write *writes = PyMem_Malloc((size_t)count * sizeof(Write) + 1);
+    if (writes == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *one = PyList_GetItem(list, i), *node;
+        Py_ssize_t offset, size;
+        if (!PyTuple_Check(one)) {
+            PyErr_SetString(PyExc_TypeError, "a write is a tuple");
+            goto end;
+        }
+        if (!PyArg_ParseTuple(one, "O!ny#", state->kernel_node_type, &node, &offset,
+                              &writes[i].raw, &size) ||
+            !inside((KernelNode *)node, offset, size))
+            goto end;
+        writes[i].node = (KernelNode *)node;
+        writes[i].offset = (size_t)offset;
+        writes[i].size = (size_t)size;
+        writes[i].before = total;
+        total += (size_t)size;
+    }
+    before = PyMem_Malloc(total + 1);
+    if (before == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    void *context = NULL;
+    if (count && (writes[0].node->current(&context) != 0 || context != writes[0].node->context)) {
+        result = Py_NewRef(Py_None);
+        goto end;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = set_all(writes, (size_t)count, before, &undone);
+    Py_END_ALLOW_THREADS
+    result = Py_BuildValue("ii", status, undone);
+end:
+    PyMem_Free(before);
+    PyMem_Free(writes);
+    return result;
+}
+
+/* The same for whole words: `counts` of them for each node, one after the other. */
+static PyObject *
+set_words(PyObject *module, PyObject *args)
+{
+    State *state = PyModule_GetState(module);
+    PyObject *list, *result = NULL;
+    const char *counts, *places, *values;
+    Py_ssize_t counted, placed, valued;
+    size_t total = 0, next = 0;
+    int status, undone;
+    if (!PyArg_ParseTuple(args, "O!y#y#y#", &PyList_Type, &list, &counts, &counted, &places,
+                          &placed, &values, &valued))
+        return NULL;
+    Py_ssize_t nodes = PyList_Size(list);
+    for (Py_ssize_t i = 0; i < counted / 4; i++) {
+        uint32_t count;
+        memcpy(&count, counts + 4 * i, 4);
+        total += count;
+    }
+    if (counted != 4 * nodes || (size_t)placed != 4 * total || (size_t)valued != 8 * total) {
+        PyErr_SetString(PyExc_ValueError, "counts, places and values do not fit together");
+        return NULL;
+    }
+    Write *writes = PyMem_Malloc(total * sizeof(Write) + 1);
+    unsigned char *before = PyMem_Malloc(8 * total + 1);
+    if (writes == NULL || before == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (Py_ssize_t i = 0; i < nodes; i++) {
+        PyObject *node = PyList_GetItem(list, i);
+        uint32_t count, place;
+        if (Py_TYPE(node) != state->kernel_node_type) {
+            PyErr_SetString(PyExc_TypeError, "a node is no KernelNode");
+            goto end;
+        }
+        memcpy(&count, counts + 4 * i, 4);
+        for (; count > 0; count--, next++) {
+            memcpy(&place, places + 4 * next, 4);
+            if (!inside((KernelNode *)node, place, 8))
+                goto end;
+            writes[next] = (Write){(KernelNode *)node, place, 8, 8 * next, values + 8 * next};
+        }
+    }
+    void *context = NULL;
+    if (total && (writes[0].node->current(&context) != 0 || context != writes[0].node->context)) {
+        result = Py_NewRef(Py_None);
+        goto end;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = set_all(writes, total, before, &undone);
+    Py_END_ALLOW_THREADS
+    result = Py_BuildValue("ii", status, undone);
+end:
+    PyMem_Free(before);
+    PyMem_Free(writes);
+    return result;
+}
+
+/* ------------------------------------------------------------------------------ reading kernels */
+
+typedef int (*type_function)(void *node, int *type);
+typedef int (*params_function)(void *node, NodeParams *params);
+typedef int (*attribute_function)(void *node, int identity, void *value);
+
+enum { MOST_ATTRIBUTES = 16, VALUE_BYTES = 16, LAUNCH_BYTES = 28 };
+
+/* How a node is launched: sizes, then for each attribute whether the device has it, and its value.
+ * Compared and looked up as bytes. */
+typedef struct {
+    uint32_t launch[7];
+    struct {
+        uint32_t has;
+        unsigned char value[VALUE_BYTES];
+    } attributes[MOST_ATTRIBUTES];
+} Shape;
+
+typedef struct {
+    int kind;
+    NodeParams params;
+    Shape shape;
+} Raw;
+
+static int
+read_raw(type_function type, params_function params, attribute_function attribute,
+         const int *identities, Py_ssize_t attributes, void *const *nodes, Py_ssize_t count, Raw *raw)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int status = type(nodes[i], &raw[i].kind);
+        if (status)
+            return status;
+        if (raw[i].kind != 0)
+            continue;
+        status = params(nodes[i], &raw[i].params);
+        if (status)
+            return status;
+        memcpy(raw[i].shape.launch, raw[i].params.grid, LAUNCH_BYTES);
+        for (Py_ssize_t a = 0; a < attributes; a++) {
+            _Alignas(8) unsigned char value[64] = {0}; /* CUlaunchAttributeValue */
+            raw[i].shape.attributes[a].has = attribute(nodes[i], identities[a], value) == 0;
+            memcpy(raw[i].shape.attributes[a].value, value, VALUE_BYTES);
+        }
+    }
+    return 0;
+}
+
+/* The bytes that a node's kernelParams point to, laid out as `layout` says: pairs of 32-bit offset
+ * and size. */
+static PyObject *
+gather(void *const *params, PyObject *layout)
+{
+    char *text;
+    Py_ssize_t length, size = 0;
+    if (PyBytes_AsStringAndSize(layout, &text, &length) < 0)
+        return NULL;
+    Py_ssize_t count = length / 8;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t pair[2];
+        memcpy(pair, text + 8 * i, 8);
+        if ((Py_ssize_t)pair[0] + pair[1] > size)
+            size = (Py_ssize_t)pair[0] + pair[1];
+    }
+    PyObject *made = PyBytes_FromStringAndSize(NULL, size);
+    if (made == NULL)
+        return NULL;
+    char *data = PyBytes_AsString(made);
+    memset(data, 0, size);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t pair[2];
+        memcpy(pair, text + 8 * i, 8);
+        if (params[i] != NULL)
+            memcpy(data + pair[0], params[i], pair[1]);
+    }
+    return made;
+}
+
+/* What a node gives: its kind if it is no kernel, None for a kernel that Python must read. */
+static PyObject *
+as_entry(const Raw *raw, Py_ssize_t shape_size, PyObject *layouts, PyObject *missing)
+{
+    if (raw->kind != 0)
+        return PyLong_FromLong(raw->kind);
+    if (raw->params.function == NULL || raw->params.extra != NULL)
+        Py_RETURN_NONE;
+    PyObject *function = PyLong_FromVoidPtr(raw->params.function), *made = NULL, *data = NULL;
+    if (function == NULL)
+        return NULL;
+    PyObject *layout = Py_XNewRef(PyDict_GetItemWithError(layouts, function));
+    if (layout == NULL && !PyErr_Occurred()) {
+        layout = PyObject_CallFunctionObjArgs(missing, function, NULL);
+        if (layout != NULL && PyDict_SetItem(layouts, function, layout) < 0)
+            Py_CLEAR(layout);
+    }
+    if (layout != NULL) {
+        if (raw->params.params != NULL || PyBytes_Size(layout) == 0)
+            data = gather(raw->params.params, layout);
+        else
+            data = PyBytes_FromStringAndSize(NULL, 0);
+    }
+    if (data != NULL)
+        made = Py_BuildValue("Oy#O", function, (const char *)&raw->shape, shape_size, data);
+    Py_XDECREF(data);
+    Py_XDECREF(layout);
+    Py_DECREF(function);
+    return made;
+}
+
+static PyObject *
+read_nodes(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    void *type, *params, *attribute, *nodes;
+    Py_ssize_t count;
+    PyObject *identities, *layouts, *missing, *list = NULL;
+    int which[MOST_ATTRIBUTES], status;
+    if (!PyArg_ParseTuple(args, "(O&O&O&)O&nO!O!O", as_pointer, &type, as_pointer, &params,
+                          as_pointer, &attribute, as_pointer, &nodes, &count, &PyTuple_Type,
+                          &identities, &PyDict_Type, &layouts, &missing))
+        return NULL;
+    Py_ssize_t attributes = PyTuple_Size(identities);
+    if (attributes > MOST_ATTRIBUTES || count < 0) {
+        PyErr_SetString(PyExc_ValueError, "too many attributes, or fewer nodes than none");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < attributes; i++) {
+        which[i] = (int)PyLong_AsLong(PyTuple_GetItem(identities, i));
+        if (which[i] == -1 && PyErr_Occurred())
+            return NULL;
+    }
+    Raw *raw = PyMem_Calloc((size_t)count + 1, sizeof(Raw));
+    if (raw == NULL)
+        return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    status = read_raw((type_function)type, (params_function)params, (attribute_function)attribute,
+                      which, attributes, nodes, count, raw);
+    Py_END_ALLOW_THREADS
+    if (status) {
+        PyMem_Free(raw);
+        return PyLong_FromLong(status);
+    }
+    Py_ssize_t shape_size = LAUNCH_BYTES + attributes * (Py_ssize_t)sizeof raw->shape.attributes[0];
+    list = PyList_New(count);
+    for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
+        PyObject *entry = as_entry(raw + i, shape_size, layouts, missing);
+        if (entry == NULL || PyList_SetItem(list, i, entry) < 0)
+            Py_CLEAR(list);
+    }
+    PyMem_Free(raw);
+    return list;
+}
+
+static PyMethodDef module_methods[] = {
+    {"set_nodes", set_nodes, METH_O,
+     "set_nodes($module, writes, /)\n--\n\nMakes a list of writes (KernelNode, offset, bytes), all "
+     "or none; those next to each other that are one node's go in one call.\n\nReturns the status, "
+     "and that of taking back what was made before a refusal; or None if another context is "
+     "current."},
+    {"set_words", set_words, METH_VARARGS,
+     "set_words($module, nodes, counts, places, values, /)\n--\n\nWhat set_nodes does, for words of "
+     "8 bytes: for each KernelNode of a list how many (32-bit), and for all of them in a row the "
+     "offsets (32-bit) and the words, as bytes."},
+    {"read_nodes", read_nodes, METH_VARARGS,
+     "read_nodes($module, calls, nodes, count, attributes, layouts, missing, /)\n--\n\nReads the "
+     "nodes of a definition.\n\n`calls`: the addresses of cuGraphNodeGetType, "
+     "cuGraphKernelNodeGetParams_v2 and cuGraphKernelNodeGetAttribute; `nodes`: of an array of "
+     "handles.  Returns a status that is not 0, or for each node its kind if it is no kernel; None "
+     "for a kernel without a function, or whose arguments a library packed; else its function, its "
+     "shape (see `Shape`) and its arguments' bytes.  `layouts`: by function, 32-bit pairs of offset "
+     "and size; `missing(function)` returns those that are not in it."},
+    {NULL, NULL, 0, NULL},
+};
+
 /* --------------------------------------------------------------------------------------- module */
 
 /* Adds a type to the module; `keep`, if it is given, gets a reference of its own. */
@@ -746,7 +1269,8 @@ module_exec(PyObject *module)
     if (add_type(module, &prepared_spec, &state->prepared_type) < 0 ||
         add_type(module, &launcher_spec, NULL) < 0 ||
         add_type(module, &packer_spec, &state->packer_type) < 0 ||
-        add_type(module, &kernel_call_spec, NULL) < 0)
+        add_type(module, &kernel_call_spec, NULL) < 0 ||
+        add_type(module, &kernel_node_spec, &state->kernel_node_type) < 0)
         return -1;
     return add_type(module, &function_call_spec, NULL);
 }
@@ -758,6 +1282,7 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
     if (state != NULL) {
         Py_VISIT(state->prepared_type);
         Py_VISIT(state->packer_type);
+        Py_VISIT(state->kernel_node_type);
     }
     return 0;
 }
@@ -769,6 +1294,7 @@ module_clear(PyObject *module)
     if (state != NULL) {
         Py_CLEAR(state->prepared_type);
         Py_CLEAR(state->packer_type);
+        Py_CLEAR(state->kernel_node_type);
     }
     return 0;
 }
@@ -787,8 +1313,9 @@ static PyModuleDef_Slot module_slots[] = {
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "ostinato.driver._launch",
-    .m_doc = "The hot paths of replays and launches, compiled.  See ostinato.driver.launcher.",
+    .m_doc = "The hot paths of replays, launches and changes, compiled.  See ostinato.driver.launcher.",
     .m_size = sizeof(State),
+    .m_methods = module_methods,
     .m_slots = module_slots,
     .m_traverse = module_traverse,
     .m_clear = module_clear,

@@ -53,6 +53,7 @@ __all__ = [
     "EventWaitNodeParams",
     "ExecHandle",
     "FreeNodeParams",
+    "FrozenGraph",
     "FunctionHandle",
     "FunctionInfo",
     "GraphHandle",
@@ -61,6 +62,7 @@ __all__ = [
     "InstantiateFlags",
     "KernelArguments",
     "KernelNodeParams",
+    "KernelSetter",
     "LaunchConfig",
     "MemOp",
     "MemOpKind",
@@ -99,6 +101,9 @@ class Capabilities:
     """What a driver can do.  Code above the drivers asks this, never which driver it is."""
 
     conditional_nodes: bool
+    """IF with one body, and WHILE."""
+    conditional_branches: bool
+    """IF with an ELSE body too, and SWITCH."""
     batch_memory_ops: bool
     memory_nodes: bool
     """Alloc and free nodes."""
@@ -112,6 +117,8 @@ class Capabilities:
     """What `module_load` takes: "cubin", "ptx", "fatbin", "host"."""
     source_language: str
     """What kernels are written in here: "cuda" (CUDA C++) or "host" (registered functions)."""
+    lacks: tuple[str, ...] = ()
+    """What a newer driver for the same device can do, in words, with the version that it takes."""
 
     @property
     def compiles_cuda(self) -> bool:
@@ -618,6 +625,40 @@ class UpdateOutcome:
 # -------------------------------------------------------------------------------------- the driver
 
 
+class FrozenGraph(Protocol):
+    """What a definition held when `Driver.graph_freeze` was called.  Later changes do not show.
+
+    `kind` and `params` are of a node by its index in `nodes`; they raise what `node_kind` and
+    `node_params` would have raised then.  `holders`: the nodes with graphs inside.
+    """
+
+    @property
+    def nodes(self) -> tuple[NodeHandle, ...]: ...
+
+    @property
+    def holders(self) -> Sequence[int]: ...
+
+    def kind(self, index: int) -> NodeKind: ...
+
+    def params(self, index: int) -> NodeParams: ...
+
+    def edges(self) -> tuple[Edge, ...]: ...
+
+
+class KernelSetter(Protocol):
+    """The argument bytes of one kernel node of an executable.  Not for several threads at once."""
+
+    @property
+    def data(self) -> bytes:
+        """As they were set last."""
+        ...
+
+    def set(self, offset: int, raw: bytes, /) -> int | None:
+        """Sets bytes.  Anything but 0 means that nothing was changed; `exec_set_params` then says
+        why, or succeeds."""
+        ...
+
+
 class CudaContext(Protocol):
     """A CUDA context, for libraries that work in whichever is current on the calling thread."""
 
@@ -868,6 +909,19 @@ class Driver(Protocol):
 
     def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]: ...
 
+    def graph_freeze(self, graph: GraphHandle, *, shown: bool = False) -> FrozenGraph:
+        """All of a definition, read at once, to be decoded node by node later.
+
+        Child graphs and bodies are frozen by calls of their own.  `shown`: all of it is going to be
+        decoded; otherwise `KernelNodeParams.extra_attributes` are read from the definition when a
+        node is decoded, as nothing can set them.
+        """
+        ...
+
+    def graph_node_index(self, graph: GraphHandle, node: NodeHandle) -> int:
+        """The place of a node in `graph_nodes`."""
+        ...
+
     def graph_add_node(
         self,
         graph: GraphHandle,
@@ -941,6 +995,16 @@ class Driver(Protocol):
 
         Launches under way keep the old values.  Refused like cuGraphExec*NodeSetParams: another
         kind of node, a memcpy between other memory kinds or with another number of dimensions, …
+        """
+        ...
+
+    def exec_prepare_kernel(
+        self, executable: ExecHandle, node: NodeHandle, params: KernelNodeParams
+    ) -> KernelSetter | None:
+        """A kernel node whose arguments are to be set often; `params` are what it holds now.
+
+        It is out of date once the node was changed in another way.  None if the driver has nothing
+        shorter than `exec_set_params`.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 __all__ = ["load_extension"]
@@ -10,6 +11,10 @@ __all__ = ["load_extension"]
 
 def load_extension(name: str) -> tuple[Any, str]:
     """An extension module by its full name, and "".  If it does not load: None, and the reason."""
+    if "t" in getattr(sys, "abiflags", ""):
+        # Neither built nor looked for: a free-threaded CPython 3.13 would load the file of another
+        # Python (.abi3.so) from a shared tree, and crash.
+        return None, "it needs a Python with the GIL, which guards its state"
     try:
         return importlib.import_module(name), ""
     except ModuleNotFoundError:

@@ -21,7 +21,15 @@ from ostinato.driver.extension import load_extension
 from ostinato.driver.signature import address_of, buffer_struct
 
 if TYPE_CHECKING:
-    from ostinato.driver.api import KernelArguments, LaunchConfig, Pack, ParameterSlot, PlainLaunch
+    from ostinato.driver.api import (
+        KernelArguments,
+        KernelNodeParams,
+        KernelSetter,
+        LaunchConfig,
+        Pack,
+        ParameterSlot,
+        PlainLaunch,
+    )
     from ostinato.driver.stream import Stream
 
 __all__ = [
@@ -32,8 +40,12 @@ __all__ = [
     "description",
     "function_call",
     "kernel_call",
+    "kernel_node",
+    "node_reader",
     "packer",
     "prepare",
+    "set_nodes",
+    "set_words",
     "without_extension",
 ]
 
@@ -199,6 +211,58 @@ def kernel_call(
     call: Callable[[], int | None]
     call = _extension.KernelCall(target, *sizes, stream, *attributes, data, offsets).launch
     return call
+
+
+def kernel_node(
+    calls: tuple[int, int], context: int, executable: int, node: int, params: KernelNodeParams
+) -> KernelSetter | None:
+    """A kernel node of an executable, whose arguments are set by calls from C.
+
+    `calls`: the addresses of cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent.  Returns None
+    where the extension was not built, and for arguments that C does not take.
+    """
+    arguments, config = params.arguments, params.config
+    if _extension is None or (arguments.data and not (arguments.packed or arguments.layout)):
+        return None
+    offsets = None if arguments.packed else tuple([slot.offset for slot in arguments.layout])
+    sizes = (config.grid, config.block, config.shared)
+    try:
+        made: KernelSetter = _extension.KernelNode(
+            calls, context, executable, node, params.function, *sizes, arguments.data, offsets
+        )
+    except (OverflowError, ValueError):
+        return None
+    return made
+
+
+def set_nodes(writes: list[tuple[KernelSetter, int, bytes]]) -> tuple[int, int] | None:
+    """Makes many writes of `KernelSetter`s of one executable, all or none, in one call of C.
+
+    Writes of one node that are next to each other take one call of the driver.  Returns the status
+    and that of taking back what was made before a refusal: if the first is not 0, nothing was
+    changed, unless the second is not 0 either.  None if nothing was tried: the extension was not
+    built, a setter is not its own, or another context is current.
+    """
+    if _extension is None or not all(type(w[0]) is _extension.KernelNode for w in writes):
+        return None
+    made: tuple[int, int] | None = _extension.set_nodes(writes)
+    return made
+
+
+def set_words(
+    setters: list[KernelSetter], counts: bytes, places: bytes, values: bytes
+) -> tuple[int, int] | None:
+    """What `set_nodes` does, for words of 8 bytes: for each setter how many (32-bit), and for all
+    of them in a row their offsets (32-bit) and the words."""
+    if _extension is None or not all(type(one) is _extension.KernelNode for one in setters):
+        return None
+    made: tuple[int, int] | None = _extension.set_words(setters, counts, places, values)
+    return made
+
+
+def node_reader() -> Callable[..., Any] | None:
+    """`read_nodes` of the extension, or None where it was not built."""
+    return None if _extension is None else _extension.read_nodes
 
 
 @contextmanager

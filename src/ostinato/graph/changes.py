@@ -11,7 +11,7 @@ from ostinato.driver.signature import Signature, pack_by_size
 from ostinato.errors import ContextPoisonedError, DriverError, InputError, UpdateRefusedError
 from ostinato.graph.node import Node
 
-__all__ = ["VERDICTS", "Change", "Place", "Setting", "argument_bytes", "refused"]
+__all__ = ["VERDICTS", "Change", "Place", "Setting", "argument_bytes", "argument_index", "refused"]
 
 Place: TypeAlias = int | str
 """Where a node holds an address: a byte offset in the parameter buffer, "dst" or "src"."""
@@ -39,7 +39,7 @@ class Setting:
     """What one node holds, as the next launch will use it.
 
     `reach`: by the offset of a pointer word, how many bytes are known to be used from where it
-    points.  `owners`: what the words that were set since point at.
+    points.  `owners`: what the words that were set since point at; a `shadow.Live` node shares it.
     """
 
     node: Node
@@ -47,7 +47,7 @@ class Setting:
     params: NodeParams
     signature: Signature | None
     reach: Mapping[int, int]
-    owners: Mapping[Place, object] = field(default_factory=dict)
+    owners: dict[Place, object] = field(default_factory=dict)
 
     def shown(self) -> Node:
         """The node with what it holds now."""
@@ -76,6 +76,25 @@ def refused(node: Node, error: DriverError) -> Exception:
     )
 
 
+def argument_index(
+    node: Node,
+    signature: Signature | None,
+    arguments: KernelArguments,
+    argument: int | str,
+) -> int:
+    """The index of a kernel argument, also by name.  Raises InputError for a name that is not
+    known, and an index that is out of bounds."""
+    if isinstance(argument, str):
+        if signature is None or signature.layout != arguments.layout:
+            raise InputError(
+                f"node {node.index} ({node.name}) has no signature, so its arguments have no "
+                f"names; use an index below {len(arguments)}"
+            )
+        return signature.index(argument)
+    arguments.slot(argument)
+    return argument
+
+
 def argument_bytes(
     node: Node,
     signature: Signature | None,
@@ -87,15 +106,8 @@ def argument_bytes(
 
     Raises InputError for a name that is not known, and a value that does not fit.
     """
-    typed = signature is not None and signature.layout == arguments.layout
-    if isinstance(argument, str):
-        if signature is None or not typed:
-            raise InputError(
-                f"node {node.index} ({node.name}) has no signature, so its arguments have no "
-                f"names; use an index below {len(arguments)}"
-            )
-        argument = signature.index(argument)
-    size = arguments.slot(argument).size
-    if signature is not None and typed:
-        return argument, Signature.pack_one(signature.parameters[argument], value)
-    return argument, pack_by_size(size, value, argument)
+    index = argument_index(node, signature, arguments, argument)
+    size = arguments.slot(index).size
+    if signature is not None and signature.layout == arguments.layout:
+        return index, Signature.pack_one(signature.parameters[index], value)
+    return index, pack_by_size(size, value, index)

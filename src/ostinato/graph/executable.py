@@ -24,6 +24,7 @@ from ostinato.driver.api import (
     MemcpyNodeParams,
     MemoryRange,
     MemsetNodeParams,
+    NodeHandle,
     NodeKind,
     NodeParams,
     UpdateVerdict,
@@ -32,7 +33,6 @@ from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry
 from ostinato.driver.forking import new_lock
 from ostinato.driver.launcher import Launcher
-from ostinato.driver.signature import Signature
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
     CaptureError,
@@ -44,12 +44,13 @@ from ostinato.errors import (
     StreamCaptureError,
     UpdateRefusedError,
 )
-from ostinato.graph.changes import VERDICTS, Change, argument_bytes, refused
+from ostinato.graph.changes import VERDICTS, Change, refused
 from ostinato.graph.graph import Graph
 from ostinato.graph.manifest import Touch, dangling, touches, walk
 from ostinato.graph.node import Node
-from ostinato.graph.rebind import RebindReport, plan_rebind
-from ostinato.graph.shadow import Now, Shadow
+from ostinato.graph.patching import Argument, Patcher, Write, kernel_setter, write_all, write_words
+from ostinato.graph.rebind import RebindReport, moves_of, plan_rebind
+from ostinato.graph.shadow import Live, Now, Shadow
 from ostinato.graph.show.outline import count_text
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target, range_of
@@ -129,6 +130,8 @@ class GraphExec(Launcher, Closeable):
         self._lock = new_lock()
         self._prepared: dict[Stream, Callable[[], int]] = {}
         self._shadow = Shadow(graph)
+        self._arguments: dict[tuple[int, int | str], Argument] = {}
+        """Those that were patched."""
         self._toggled = False
         self._given_back: deque[MemoryRange] = deque()
         """Memory that was closed since the last launch that looked, and may be pointed at."""
@@ -403,30 +406,48 @@ class GraphExec(Launcher, Closeable):
 
         With a signature the value is checked against its type, else against its size.  How much of
         a buffer a kernel uses is not known here, as in a launch.  Raises NodeKindError, InputError,
-        UpdateRefusedError.
+        UpdateRefusedError; the executable is then as before.
         """
         with self._lock:
-            found = self._shadow.node(node)
-            kernel, signature = self._kernel(found), self._shadow.setting(found).signature
-            index, raw = argument_bytes(found, signature, kernel.arguments, argument, value)
-            arguments = kernel.arguments.with_raw(index, raw)
-            place = arguments.layout[index].offset
-            params = KernelNodeParams(
-                kernel.function, kernel.config, arguments, kernel.extra_attributes
-            )
-            owner, nbytes = self._owner(value, signature is None or _points(signature, index))
-            self._apply([Change(found, params, ((place, owner),), ((place, nbytes),))])
+            self._argument(node, argument).set(self, value)
 
-    def _owner(self, value: object, pointer: bool) -> tuple[object, int | None]:
-        """What a new argument points at, to be kept alive, and how many bytes that has."""
-        if isinstance(value, int) and pointer and value > 0:
-            return self.context.owner_of(value), None
-        if isinstance(value, int | float | bytes):
-            return None, None
-        try:
-            return value, range_of(value).nbytes
-        except InputError:  # a number of NumPy's
-            return value, None
+    def patcher(self, node: Node | int, argument: int | str) -> Patcher:
+        """`patch` of one argument, prepared: a call with the value sets it.
+
+        Raises NodeKindError, and InputError if there is no such node or argument.
+
+            patch = run.patcher(3, "n")
+            patch(128)
+        """
+        with self._lock:
+            return Patcher(self, self._argument(node, argument))
+
+    def patch_all(self, patches: Iterable[tuple[Node | int, int | str, object]]) -> None:
+        """Sets many kernel arguments, (node, argument, value) each, all or none.
+
+        What `patch` says holds for each.  An argument that comes twice has the last value.
+
+            run.patch_all((node, "n", 128) for node in attention)
+        """
+        given = list(patches)
+        with self._lock:
+            writes: dict[NodeHandle, dict[int, Write]] = {}
+            for node, argument, value in given:
+                write = self._argument(node, argument).write(self, value)
+                writes.setdefault(write.live.node.handle, {})[write.place] = write
+            if writes:
+                write_all(self, [w for of_node in writes.values() for w in of_node.values()])
+
+    def _argument(self, node: Node | int, argument: int | str) -> Argument:
+        key = node if isinstance(node, int) else -node.handle, argument
+        made = self._arguments.get(key)
+        if made is None:
+            made = self._arguments[key] = Argument(self, self._shadow.node(node), argument)
+        return made
+
+    def _live(self, node: Node) -> Live:
+        """A kernel node as one that is changed in place.  Raises NodeKindError."""
+        return self._shadow.live(node, partial(kernel_setter, self.context.driver, self.handle))
 
     def _kernel(self, node: Node) -> KernelNodeParams:
         params = self._shadow.params(node)
@@ -549,8 +570,12 @@ class GraphExec(Launcher, Closeable):
         """
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with self._lock:
-            find = self.context.driver.memory_range
-            plan = plan_rebind(self._shadow.settings(), pairs, find)
+            moves, find = moves_of(pairs), self.context.driver.memory_range
+            plain = self._shadow.pointers().plain(moves, find)
+            if plain is not None and write_words(self, plain):
+                self._shadow.moved(plain)
+                return plain.report
+            plan = plan_rebind(self._shadow.settings(), moves, find)
             self._apply(plan.changes)
             return plan.report
 
@@ -564,8 +589,7 @@ class GraphExec(Launcher, Closeable):
         with self._lock:
             executable = self.handle
             graph.require_launchable()
-            handles = driver.graph_nodes(graph.handle)
-            now = self._shadow.after_update(graph, handles)
+            now = self._shadow.after_update(graph)
             self._watch(graph.keep)
             try:
                 outcome = driver.exec_update(executable, graph.handle)
@@ -585,7 +609,7 @@ class GraphExec(Launcher, Closeable):
                     node_index=None if blamed is None else blamed.index,
                 )
             self._let_go(old)
-            return UpdateReport(len(handles))
+            return UpdateReport(len(self._shadow))
 
     def _finish_update(self, graph: Graph, now: Now) -> None:
         """Finishes an update that was interrupted before or after the driver took the graph."""
@@ -660,7 +684,3 @@ class GraphExec(Launcher, Closeable):
         self.cool()
         self._finalizer()
         self.context.collect()
-
-
-def _points(signature: Signature, index: int) -> bool:
-    return signature.parameters[index].pointer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
@@ -19,6 +20,7 @@ from ostinato.driver.api import (
     EventRecordNodeParams,
     EventWaitNodeParams,
     FreeNodeParams,
+    FrozenGraph,
     GraphHandle,
     HostNodeParams,
     InstantiateFlags,
@@ -40,6 +42,7 @@ from ostinato.graph.launching import prepare
 from ostinato.graph.node import Argument, Node, NodeLabel, decode_arguments
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
+from ostinato.memory.ranges import KnownRanges
 
 if TYPE_CHECKING:
     from ostinato.graph.executable import GraphExec
@@ -160,32 +163,52 @@ class Graph(Closeable):
     @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes in the driver's order, child graphs and conditional bodies inside."""
-        return self._read(self.handle)
+        find = KnownRanges(self.context.driver.memory_range)
+        return self._read(self.handle, find)
 
-    def _read(self, handle: GraphHandle) -> tuple[Node, ...]:
-        driver = self.context.driver
+    def _read(self, handle: GraphHandle, find: KnownRanges) -> tuple[Node, ...]:
+        frozen = self.context.driver.graph_freeze(handle, shown=True)
         return tuple(
-            self._read_node(index, node) for index, node in enumerate(driver.graph_nodes(handle))
+            self.read_node(frozen, index, find, partial(self._read, find=find))
+            for index in range(len(frozen.nodes))
         )
 
-    def _read_node(self, index: int, handle: NodeHandle) -> Node:
-        driver = self.context.driver
-        kind, params = driver.node_kind(handle), driver.node_params(handle)
+    def read_node(
+        self,
+        frozen: FrozenGraph,
+        index: int,
+        find: KnownRanges,
+        inside: Callable[[GraphHandle], tuple[Node, ...]],
+    ) -> Node:
+        """One node of what was frozen.  `inside` reads a child graph or a body."""
+        return self._node(
+            index, frozen.nodes[index], frozen.kind(index), frozen.params(index), find, inside
+        )
+
+    def _node(
+        self,
+        index: int,
+        handle: NodeHandle,
+        kind: NodeKind,
+        params: NodeParams,
+        find: KnownRanges,
+        inside: Callable[[GraphHandle], tuple[Node, ...]],
+    ) -> Node:
         label = self.labels.get(handle)
         operation = None if label is None else label.operation
         name, signature = kind.name.lower(), None if operation is None else operation.signature
         arguments: tuple[Argument, ...] = ()
         children: tuple[tuple[Node, ...], ...] = ()
         if isinstance(params, KernelNodeParams):
-            name = driver.function_info(params.function).name
-            arguments = decode_arguments(params, signature, driver.memory_range)
+            name = self.context.driver.function_info(params.function).name
+            arguments = decode_arguments(params, signature, find, find.notes)
         elif isinstance(params, HostNodeParams) and params.function is not None:
             name = getattr(params.function, "__qualname__", name)
         elif isinstance(params, ChildGraphNodeParams):
-            children = (self._read(params.graph),)
+            children = (inside(params.graph),)
         elif isinstance(params, ConditionalNodeParams):
             name = params.kind.name.lower()
-            children = tuple(self._read(body) for body in params.bodies)
+            children = tuple(inside(body) for body in params.bodies)
         return Node(
             index,
             handle,
@@ -193,18 +216,27 @@ class Graph(Closeable):
             name,
             params,
             arguments,
-            None if label is None else label.location,
+            None if label is None else _location(label, find),
             signature,
             () if operation is None else operation.keep,
             children,
         )
+
+    def _read_one(self, index: int, handle: NodeHandle) -> Node:
+        driver = self.context.driver
+        find = KnownRanges(driver.memory_range)
+        kind, params = driver.node_kind(handle), driver.node_params(handle)
+        return self._node(index, handle, kind, params, find, self._read_inside)
+
+    def _read_inside(self, handle: GraphHandle) -> tuple[Node, ...]:
+        return self._read(handle, KnownRanges(self.context.driver.memory_range))
 
     def node(self, index: int) -> Node:
         """One node by its index in the driver's order.  Raises InputError if there is none."""
         handles = self.context.driver.graph_nodes(self.handle)
         if not 0 <= index < len(handles):
             raise InputError(f"node {index}: the graph has {len(handles)} nodes")
-        return self._read_node(index, handles[index])
+        return self._read_one(index, handles[index])
 
     def __len__(self) -> int:
         """The number of nodes, without those inside child graphs and bodies."""
@@ -256,8 +288,12 @@ class Graph(Closeable):
         self.labels[handle] = NodeLabel(operation, line or caller_line())
         if child is not None:
             self._label_copies(child.labels, child.handle, handle)
-        # Mostly the last one, but CUDA does not document the order.
-        return self._read_node(driver.graph_nodes(self.handle).index(handle), handle)
+        index = driver.graph_node_index(self.handle, handle)
+        if isinstance(params, KernelNodeParams) and params.config.plain and not edge_data:
+            # It holds what it was given: nothing is to be read back.
+            find = KnownRanges(driver.memory_range)
+            return self._node(index, handle, NodeKind.KERNEL, params, find, self._read_inside)
+        return self._read_one(index, handle)
 
     def _label_copies(
         self, labels: Mapping[NodeHandle, NodeLabel], original: GraphHandle, node: NodeHandle
@@ -550,3 +586,12 @@ class _Body(Graph):
 def _count(nodes: tuple[Node, ...], kind: NodeKind | None) -> int:
     own = sum(1 for n in nodes if kind is None or n.kind is kind)
     return own + sum(_count(body, kind) for n in nodes for body in n.children)
+
+
+def _location(label: NodeLabel, find: KnownRanges) -> str | None:
+    """The label's line in words; of many nodes that one line made, once."""
+    line = label.line
+    if line not in find.notes:
+        find.notes[line] = label.location
+    found: str | None = find.notes[line]
+    return found

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ostinato.driver.api import KernelNodeParams, LaunchConfig, MemoryRange
+from ostinato.driver.api import KernelArguments, KernelNodeParams, LaunchConfig, MemoryRange
 from ostinato.driver.signature import Access, Signature, address_of, array_interface
 from ostinato.driver.stream import Operation, Stream
-from ostinato.errors import InputError
+from ostinato.errors import InputError, driver_error
 from ostinato.memory.ranges import range_of
 
 if TYPE_CHECKING:
@@ -59,12 +59,34 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
     elif taps and any(tap.needs_access for tap in taps):
         stream.submit(prepare(kernel, config, *args))
         return
+    elif call is not None and plain and not (closed or context.closed):
+        handle = stream.enter(kernel.name)
+        status = call(handle, config.grid, config.block, config.shared, args)
+        if status == 0:
+            stream.submitted += 1
+            _announce(stream, kernel, config, kernel.arguments(*args), args)
+            return
+        if status is not None:  # not again: after this one, another launch gives another status
+            error = driver_error(status, "launch_kernel", f"kernel {kernel.name} with {config}")
+            stream.report(error)
+            raise error
     packed = kernel.arguments(*args)
     # A tap that needs no access only asks what the launch keeps alive.
     if stream.launch(kernel.name, kernel.function, config, packed):
-        params, keep = KernelNodeParams(kernel.function, config, packed), _owners(kernel, args)
-        made = Operation(params, kernel.name, keep=(kernel, *keep), signature=kernel.signature)
-        stream.announce(made)
+        _announce(stream, kernel, config, packed, args)
+
+
+def _announce(
+    stream: Stream,
+    kernel: Kernel,
+    config: LaunchConfig,
+    packed: KernelArguments,
+    args: tuple[object, ...],
+) -> None:
+    """Tells the taps of a launch, which need not know what it reads and writes."""
+    params, keep = KernelNodeParams(kernel.function, config, packed), _owners(kernel, args)
+    made = Operation(params, kernel.name, None, None, (kernel, *keep), kernel.signature)
+    stream.announce(made)
 
 
 def _require_types(what: str, kernel: object, config: object, stream: object = None) -> None:

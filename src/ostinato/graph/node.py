@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
-
-import numpy as np
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -232,8 +231,11 @@ def decode_arguments(
     params: KernelNodeParams,
     signature: Signature | None,
     find: Callable[[int], MemoryRange | None],
+    made: dict[tuple[int, bytes, int, int], Argument] | None = None,
 ) -> tuple[Argument, ...]:
     """The arguments of a kernel node.
+
+    `made`: arguments of other nodes that were decoded with the same `find`, which are shared.
 
     With a signature of the same layout by type; else by size, with words that lie in live
     allocations (`find`) shown as pointers.  A packed buffer of unknown layout is one argument.
@@ -247,10 +249,17 @@ def decode_arguments(
         if not data:
             return ()
         return (Argument(0, 0, len(data), data, pointers=pointer_words(data, 0, len(data), find)),)
-    return tuple(
-        _argument(index, data, slot.offset, slot.size, parameter, find)
-        for index, (slot, parameter) in enumerate(zip(arguments.layout, typed, strict=True))
-    )
+    made = {} if made is None else made
+    decoded: list[Argument] = []
+    for index, (slot, parameter) in enumerate(zip(arguments.layout, typed, strict=True)):
+        offset, size = slot.offset, slot.size
+        # By identity: equal parameters may be found twice, and hashing one takes longer.
+        key = id(parameter), data[offset : offset + size], offset, index
+        known = made.get(key)
+        if known is None:
+            known = made[key] = _argument(index, data, offset, size, parameter, find)
+        decoded.append(known)
+    return tuple(decoded)
 
 
 def _argument(
@@ -274,5 +283,5 @@ def _argument(
     if kind == "bytes":
         words = pointer_words(data, offset, size, find)
         return Argument(index, offset, size, raw, name, kind, pointers=words)
-    value = np.frombuffer(raw, parameter.dtype)[0].item()
+    (value,) = struct.unpack(f"<{parameter.code}", raw)
     return Argument(index, offset, size, raw, name, kind, value)

@@ -41,11 +41,18 @@ from ostinato.memory.ranges import Target, range_of
 
 __all__ = [
     "LeftWord",
+    "Move",
     "RebindReport",
     "Rebinding",
     "ReboundWord",
+    "Sort",
+    "Word",
+    "address_fields",
     "copy_extent",
+    "moves_of",
+    "named",
     "plan_rebind",
+    "words_of",
 ]
 
 _WORD = 8
@@ -79,17 +86,38 @@ class LeftWord:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
 class RebindReport:
-    """Every word that `rebind` changed, and every one that it left."""
+    """Every word that `rebind` changed (`words`), and every one that it left (`left`)."""
 
-    words: tuple[ReboundWord, ...]
-    left: tuple[LeftWord, ...]
+    __slots__ = ("_later", "_nodes", "_words", "left")
+
+    def __init__(
+        self,
+        words: tuple[ReboundWord, ...] | Callable[[], tuple[ReboundWord, ...]],
+        left: tuple[LeftWord, ...] = (),
+        *,
+        nodes: int,
+    ) -> None:
+        """`words` may be a function, which is called when they are first asked for."""
+        self._words = words if isinstance(words, tuple) else None
+        self._later = None if isinstance(words, tuple) else words
+        self._nodes = nodes
+        self.left = left
+
+    @property
+    def words(self) -> tuple[ReboundWord, ...]:
+        if self._words is None:
+            assert self._later is not None
+            self._words, self._later = self._later(), None
+        return self._words
 
     @property
     def nodes(self) -> int:
-        """How many nodes were changed."""
-        return len({word.node_index for word in self.words})
+        """How many nodes were changed, those inside others too."""
+        return self._nodes
+
+    def __repr__(self) -> str:
+        return f"<RebindReport: {str(self).splitlines()[0]}>"
 
     def __str__(self) -> str:
         pointers, nodes = count_text(len(self.words), "pointer"), count_text(self.nodes, "node")
@@ -111,35 +139,39 @@ class Rebinding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class Move:
+    """Pointers into `old` are to point into `new`, the memory of `target`."""
+
     old: MemoryRange
     new: MemoryRange
     target: Target
 
 
-class _Sort(enum.Enum):
+class Sort(enum.Enum):
+    """What is known of a word."""
+
     POINTER = "its signature says so"
     SCALAR = "its signature says that it is a number"
     UNKNOWN = "nothing says what it is"
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class Word:
     """An aligned word of a parameter buffer that may hold an address."""
 
     offset: int
     label: str
-    sort: _Sort
+    sort: Sort
 
 
 @lru_cache(maxsize=4096)
-def _words(
+def words_of(
     signature: Signature | None, layout: tuple[ParameterSlot, ...], nbytes: int
-) -> tuple[_Word, ...]:
+) -> tuple[Word, ...]:
     """Where addresses may be: the same for every launch of a kernel, so worked out once."""
     if not layout:
         return tuple(
-            _Word(at, f"packed arguments +{at}", _Sort.UNKNOWN)
+            Word(at, f"packed arguments +{at}", Sort.UNKNOWN)
             for at in range(0, nbytes - _WORD + 1, _WORD)
         )
     typed: Sequence[Parameter | None] = [None] * len(layout)
@@ -147,28 +179,41 @@ def _words(
         typed = signature.parameters
     found = []
     for index, (slot, parameter) in enumerate(zip(layout, typed, strict=True)):
-        sort = _Sort.UNKNOWN
+        sort = Sort.UNKNOWN
         if parameter is not None and parameter.type != "bytes":
-            sort = _Sort.POINTER if parameter.pointer else _Sort.SCALAR
+            sort = Sort.POINTER if parameter.pointer else Sort.SCALAR
         label = f"argument {index}" + (f" ({parameter.name})" if parameter else "")
         start = -(-slot.offset // _WORD) * _WORD
         for at in range(start, slot.offset + slot.size - _WORD + 1, _WORD):
             inside = "" if at == slot.offset else f" +{at - slot.offset}"
-            found.append(_Word(at, label + inside, sort))
+            found.append(Word(at, label + inside, sort))
     return tuple(found)
 
 
 def plan_rebind(
     settings: Iterable[tuple[tuple[Node, ...], Setting]],
-    targets: Sequence[tuple[Target, Target]],
+    moves: Sequence[Move],
     find: Callable[[int], MemoryRange | None],
 ) -> Rebinding:
     """Works out a rebinding of what nodes hold (`Shadow.settings`).
 
-    Raises InputError for ranges that overlap or do not fit.
+    Raises InputError for ranges that do not fit.
+    """
+    plan = _Plan(moves, find)
+    for outer, setting in settings:
+        plan.visit(outer, setting)
+    nodes = len({word.node_index for word in plan.words})
+    report = RebindReport(tuple(plan.words), tuple(plan.left), nodes=nodes)
+    return Rebinding(plan.changes, report)
+
+
+def moves_of(targets: Sequence[tuple[Target, Target]]) -> list[Move]:
+    """The moves between the targets' ranges, in the order of the old addresses.
+
+    Raises InputError for old ranges that overlap, ClosedError for a new target that is closed.
     """
     moves = [
-        _Move(range_of(old, "old target"), range_of(new, "new target"), new) for old, new in targets
+        Move(range_of(old, "old target"), range_of(new, "new target"), new) for old, new in targets
     ]
     if any(getattr(new, "closed", False) for _, new in targets):
         raise ClosedError("a new target is closed; nothing was changed")
@@ -176,21 +221,25 @@ def plan_rebind(
     for left, right in itertools.pairwise(ordered):
         if left.old.end > right.old.address:
             raise InputError("two of the ranges to rebind from overlap; rebind one at a time")
-    plan = _Plan(ordered, find)
-    for outer, setting in settings:
-        plan.visit(outer, setting)
-    return Rebinding(plan.changes, RebindReport(tuple(plan.words), tuple(plan.left)))
+    return ordered
+
+
+def named(outer: tuple[Node, ...], node: Node) -> tuple[int, str]:
+    """The index of the outermost node, and the names from there inwards."""
+    if not outer:
+        return node.index, node.name
+    return outer[0].index, " / ".join(n.name for n in (*outer, node))
 
 
 class _Plan:
-    def __init__(self, moves: Sequence[_Move], find: Callable[[int], MemoryRange | None]) -> None:
+    def __init__(self, moves: Sequence[Move], find: Callable[[int], MemoryRange | None]) -> None:
         self._moves = moves
         self._low = min((m.old.address for m in moves), default=0)
         self._high = max((m.old.end for m in moves), default=0)
         self._find = find
         # By identity: nodes of one kernel share both objects, and hashing them takes longer than
         # what the places are needed for.  The nodes keep them alive meanwhile.
-        self._words: dict[tuple[int, int, int], tuple[_Word, ...]] = {}
+        self._words: dict[tuple[int, int, int], tuple[Word, ...]] = {}
         self._outer: tuple[
             Node, ...
         ] = ()  # the child graph or conditional nodes around the visited
@@ -219,12 +268,9 @@ class _Plan:
         self.left.append(LeftWord(*self._name(node), place, value, why))
 
     def _name(self, node: Node) -> tuple[int, str]:
-        """The index of the outermost node, and the names from there inwards."""
-        if not self._outer:
-            return node.index, node.name
-        return self._outer[0].index, " / ".join(n.name for n in (*self._outer, node))
+        return named(self._outer, node)
 
-    def _move_of(self, address: int) -> _Move | None:
+    def _move_of(self, address: int) -> Move | None:
         if self._low <= address < self._high:
             for move in self._moves:
                 if move.old.holds(address):
@@ -237,7 +283,7 @@ class _Plan:
             why = "it points in front of the old range and reaches into it"
             self._leave(node, place, address, why)
 
-    def _moved(self, move: _Move, address: int, nbytes: int, node: Node, place: str) -> int:
+    def _moved(self, move: Move, address: int, nbytes: int, node: Node, place: str) -> int:
         """The new address.  Raises InputError if what is used there would overrun the new range."""
         offset = address - move.old.address
         if move.new.address + offset + nbytes > move.new.end:
@@ -262,11 +308,11 @@ class _Plan:
             if move is None:
                 self._note_overlap(node, word.label, value, setting.reach.get(word.offset, 0))
                 continue
-            if word.sort is not _Sort.POINTER and not self._confirmed(node, word, value):
+            if word.sort is not Sort.POINTER and not self._confirmed(node, word, value):
                 continue
             nbytes = setting.reach.get(word.offset, move.old.end - value)
             new = self._moved(move, value, nbytes, node, word.label)
-            by = "signature" if word.sort is _Sort.POINTER else "allocation"
+            by = "signature" if word.sort is Sort.POINTER else "allocation"
             name = name or self._name(node)
             self.words.append(ReboundWord(*name, word.label, value, new, by))
             data = data or bytearray(arguments.data)
@@ -281,17 +327,17 @@ class _Plan:
 
     def _words_of(
         self, signature: Signature | None, arguments: KernelArguments
-    ) -> tuple[_Word, ...]:
+    ) -> tuple[Word, ...]:
         nbytes = len(arguments.data)
         key = id(signature), id(arguments.layout), nbytes
         found = self._words.get(key)
         if found is None:
-            found = self._words[key] = _words(signature, arguments.layout, nbytes)
+            found = self._words[key] = words_of(signature, arguments.layout, nbytes)
         return found
 
-    def _confirmed(self, node: Node, word: _Word, value: int) -> bool:
+    def _confirmed(self, node: Node, word: Word, value: int) -> bool:
         """Whether a word that no signature calls a pointer is one; it is reported if not."""
-        if word.sort is _Sort.SCALAR:
+        if word.sort is Sort.SCALAR:
             why = "its signature says that it is a number, not a pointer"
         elif self._find(value) is None:
             why = "no live allocation holds it, so nothing confirms that it is a pointer"
@@ -342,3 +388,14 @@ def _fixed(params: NodeParams) -> list[tuple[str, int]]:
     if isinstance(params, AllocNodeParams | FreeNodeParams):
         return [("address", params.address)]
     return []
+
+
+def address_fields(params: NodeParams) -> list[tuple[int, int]]:
+    """Addresses of a node that is no kernel, and how many bytes it uses there."""
+    if isinstance(params, MemcpyNodeParams) and not params.opaque:
+        to = copy_extent(params, params.dst_pitch, params.dst_height)
+        come = copy_extent(params, params.src_pitch, params.src_height)
+        return [(params.dst, to), (params.src, come)]
+    if isinstance(params, MemsetNodeParams):
+        return [(params.dst, fill_extent(params))]
+    return [(address, 0) for _, address in _fixed(params)]

@@ -1,22 +1,38 @@
 """`Shadow`: what the nodes of an executable hold, which the driver does not tell.
 
-States of a node: as the definition had it, or as it was set since.  All that was set since is one
+States of a node: as the definition had it, or as it was set since.  What was set since is one
 frozen record (`Now`), which is replaced in one step: an interruption leaves the old one or the new
-one, and never a mixture.
+one, and never a mixture.  Kernel nodes whose single arguments are set often are held as `Live`
+objects instead, and folded into the record when it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from ostinato.driver.api import Edge, EdgeData, KernelNodeParams, NodeHandle, NodeParams
+from ostinato.driver.api import (
+    ChildGraphNodeParams,
+    ConditionalNodeParams,
+    Edge,
+    EdgeData,
+    FrozenGraph,
+    GraphHandle,
+    KernelArguments,
+    KernelNodeParams,
+    KernelSetter,
+    NodeHandle,
+    NodeParams,
+)
 from ostinato.errors import InputError, UpdateRefusedError
 from ostinato.graph.changes import Change, Setting
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node, given_reach
+from ostinato.graph.pointers import PlainMove, PointerIndex
+from ostinato.memory.ranges import KnownRanges
 
-__all__ = ["Now", "Shadow"]
+__all__ = ["Live", "Now", "Shadow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +40,111 @@ class Now:
     """What was set since the definition was read."""
 
     settings: Mapping[NodeHandle, Setting] = field(default_factory=dict)
-    updated: tuple[Graph, tuple[NodeHandle, ...]] | None = None
-    """The graph of the last whole update, and its nodes then."""
+    updated: tuple[Graph, _Frozen] | None = None
+    """The graph of the last whole update, and what it held then."""
+
+
+class Live:
+    """One kernel node whose arguments are set by `KernelSetter`, without a record for each change.
+
+    What it holds is in here until `Shadow` folds it into a `Setting`.  `gone`: the node was changed
+    in another way since, and another `Live` is to be made.
+    """
+
+    __slots__ = ("dirty", "gone", "node", "owners", "params", "reach", "setter", "signature")
+
+    def __init__(self, setting: Setting, params: KernelNodeParams, setter: KernelSetter) -> None:
+        self.node = setting.node
+        self.params = params
+        self.signature = setting.signature
+        self.setter = setter
+        # The record's own: it must not keep alive what the node points at no longer.
+        self.owners = setting.owners
+        self.reach = dict(setting.reach)
+        self.dirty = False
+        self.gone = False
+
+    def setting(self) -> Setting:
+        """What the node holds."""
+        kernel = self.params
+        old = kernel.arguments
+        arguments = KernelArguments(self.setter.data, old.layout, old.packed)
+        params = KernelNodeParams(
+            kernel.function, kernel.config, arguments, kernel.extra_attributes
+        )
+        return Setting(self.node, params, self.signature, dict(self.reach), self.owners)
+
+
+class _Frozen:
+    """A graph and the graphs inside its nodes, as they were when this was made."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._freeze = graph.context.driver.graph_freeze
+        self._graphs: dict[GraphHandle, FrozenGraph] = {}
+        self.outer = self._add(graph.handle)
+
+    def _add(self, handle: GraphHandle) -> FrozenGraph:
+        made = self._graphs[handle] = self._freeze(handle)
+        for index in made.holders:
+            params = made.params(index)
+            if isinstance(params, ChildGraphNodeParams):
+                self._add(params.graph)
+            elif isinstance(params, ConditionalNodeParams):
+                for body in params.bodies:
+                    self._add(body)
+        return made
+
+    def node(self, graph: Graph, index: int, find: KnownRanges) -> Node:
+        """One of its own nodes."""
+        return graph.read_node(self.outer, index, find, partial(self._inside, graph, find))
+
+    def nodes(self, graph: Graph) -> tuple[Node, ...]:
+        """All of them."""
+        find = KnownRanges(graph.context.driver.memory_range)
+        return tuple(self.node(graph, index, find) for index in range(len(self.outer.nodes)))
+
+    def _inside(self, graph: Graph, find: KnownRanges, handle: GraphHandle) -> tuple[Node, ...]:
+        frozen = self._graphs[handle]
+        inside = partial(self._inside, graph, find)
+        return tuple(
+            graph.read_node(frozen, index, find, inside) for index in range(len(frozen.nodes))
+        )
 
 
 class Shadow:
     """The nodes of one executable, what they were set to, and what that keeps alive.
 
-    Not for several threads at once.  The definition is read when it is first needed: an executable
-    that is only launched, or only updated as a whole, never needs it.
+    Not for several threads at once.  The definition is frozen when the executable is made, and a
+    node is decoded when it is first asked for: what the definition is changed to afterwards, by
+    this library or another one, is not taken for what the executable holds.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        # The nodes it was made of: a definition may grow afterwards.
-        self._handles = graph.context.driver.graph_nodes(graph.handle)
-        self._edges = graph.edges
+        self._frozen = _Frozen(graph)
+        self._handles = self._frozen.outer.nodes
+        self._single: dict[int, Node] = {}
+        """Nodes that were read one by one."""
         self._nodes: tuple[Node, ...] | None = None
         self._before_update: tuple[Node, ...] | None = None
         self._given: dict[NodeHandle, Setting] = {}
         """Settings of the definition's own, worked out when they were first needed."""
         self._now = Now()
+        self._live: dict[NodeHandle, Live] = {}
+        self._dirty: list[Live] = []
+        """Those that hold what `_now` does not."""
+        self._pointers: PointerIndex | None = None
+        self._stale: set[NodeHandle] = set()
+        """Nodes that were changed since `pointers` was asked for last."""
 
     @property
     def changed(self) -> bool:
         """Whether anything was set since the definition was read."""
-        return bool(self._now.settings) or self._now.updated is not None
+        return bool(self._dirty or self._now.settings) or self._now.updated is not None
+
+    def __len__(self) -> int:
+        """How many nodes there are, without those inside others."""
+        return len(self._handles)
 
     @property
     def empty(self) -> bool:
@@ -66,16 +161,17 @@ class Shadow:
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The definition's nodes with the parameters that the next launch will use."""
-        return self._overlaid(self.definition())
+        return self._overlaid(self.definition(), self._folded().settings)
 
-    def _overlaid(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-        settings = self._now.settings
+    def _overlaid(
+        self, nodes: tuple[Node, ...], settings: Mapping[NodeHandle, Setting]
+    ) -> tuple[Node, ...]:
         if not settings:
             return nodes
         return tuple(
             replace(
                 settings[n.handle].shown() if n.handle in settings else n,
-                children=tuple(self._overlaid(body) for body in n.children),
+                children=tuple(self._overlaid(body, settings) for body in n.children),
             )
             if n.children or n.handle in settings
             else n
@@ -88,19 +184,29 @@ class Shadow:
         Raises UpdateRefusedError if an update took a graph whose nodes come in another order.
         """
         if self._nodes is None:
-            first = self._before_update or _some(self._graph, self._handles)
+            first = self._before_update or self._first()
             self._nodes = first if self._now.updated is None else self._paired(first)
+            self._single = {}
         return self._nodes
+
+    def _first(self) -> tuple[Node, ...]:
+        """The nodes as they were instantiated."""
+        _ = self._graph.handle  # raises if the definition was closed
+        read = self._frozen.nodes(self._graph)
+        return tuple(self._single.get(node.index, node) for node in read)
 
     def _paired(self, first: tuple[Node, ...]) -> tuple[Node, ...]:
         """The nodes of the last update's graph under the first ones' handles."""
         assert self._now.updated is not None
-        graph, handles = self._now.updated
-        new = _some(graph, handles)
+        graph, frozen = self._now.updated
+        _ = graph.handle
+        new = frozen.nodes(graph)
         # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another order;
         # what is set here belongs to a node's index.
         same = [n.kind for n in first] == [n.kind for n in new]
-        if not same or _links(self._edges, first) != _links(graph.edges, new):
+        if not same or _links(self._frozen.outer.edges(), first) != _links(
+            frozen.outer.edges(), new
+        ):
             raise UpdateRefusedError(
                 "the executable was updated from a graph whose nodes come in another order, so its "
                 "single nodes cannot be told apart any more; instantiate again to set them"
@@ -112,23 +218,44 @@ class Shadow:
 
         A number is an index of the graph's own nodes.  Raises InputError if it is not one of these.
         """
-        nodes = self.definition()
+        handles = self._handles
         if isinstance(node, int):
-            if not 0 <= node < len(nodes):
-                raise InputError(f"node {node}: the graph has {len(nodes)} nodes")
-            return nodes[node]
-        if node.index < len(nodes) and nodes[node.index].handle == node.handle:
-            return nodes[node.index]
-        found = next((n for n in _all(nodes) if n.handle == node.handle), None)
+            if not 0 <= node < len(handles):
+                raise InputError(f"node {node}: the graph has {len(handles)} nodes")
+            return self._own(node)
+        if node.index < len(handles) and handles[node.index] == node.handle:
+            return self._own(node.index)
+        found = next((n for n in _all(self.definition()) if n.handle == node.handle), None)
         if found is None:
             raise InputError(
                 f"node {node.index} ({node.name}) is not of the graph that this was made of"
             )
         return found
 
+    def _own(self, index: int) -> Node:
+        """One of the graph's own nodes; the others need not be read."""
+        if self._nodes is not None or self._now.updated is not None:
+            return self.definition()[index]
+        found = self._single.get(index)
+        if found is None:
+            graph = self._graph
+            _ = graph.handle  # raises if the definition was closed
+            find = KnownRanges(graph.context.driver.memory_range)
+            found = self._single[index] = self._frozen.node(graph, index, find)
+        return found
+
+    def _folded(self) -> Now:
+        """The record of what was set, with what is in `Live` nodes."""
+        if self._dirty:
+            made = {live.node.handle: live.setting() for live in self._dirty}
+            self._now = replace(self._now, settings={**self._now.settings, **made})
+            while self._dirty:
+                self._dirty.pop().dirty = False
+        return self._now
+
     def setting(self, node: Node) -> Setting:
         """What one of these nodes holds."""
-        now = self._now.settings.get(node.handle)
+        now = self._folded().settings.get(node.handle)
         if now is None:
             now = self._given.get(node.handle)
         if now is None:
@@ -137,7 +264,7 @@ class Shadow:
 
     def params(self, node: Node) -> NodeParams:
         """What the next launch will use for one of these nodes."""
-        now = self._now.settings.get(node.handle)
+        now = self._folded().settings.get(node.handle)
         return node.params if now is None else now.params
 
     def settings(self) -> Iterator[tuple[tuple[Node, ...], Setting]]:
@@ -152,11 +279,62 @@ class Shadow:
             for body in node.children:
                 yield from self._walk(body, (*outer, node))
 
+    def pointers(self) -> PointerIndex:
+        """Every word that may hold an address, as the next launch will use it."""
+        index, self._pointers = self._pointers, None  # kept only if nothing breaks off
+        if index is not None and self._stale:
+            settings = self._folded().settings
+            changed = [settings.get(handle) for handle in self._stale]
+            # A handle without a setting was updated, or undone.
+            if not index.refreshed(one for one in changed if one) or None in changed:
+                index = None
+        if index is None:
+            index = PointerIndex(self.settings())
+        self._stale.clear()
+        self._pointers = index
+        return index
+
+    def moved(self, move: PlainMove) -> None:
+        """Notes in the index that a rebinding was made which it gave, and nothing else since."""
+        if self._pointers is not None:
+            self._pointers.moved(move)
+            self._stale.clear()
+
+    # --- nodes that are changed often
+    def live(
+        self, node: Node, prepare: Callable[[NodeHandle, KernelNodeParams], KernelSetter]
+    ) -> Live:
+        """One of the nodes, to be changed in place.  Raises NodeKindError if it is no kernel."""
+        live = self._live.get(node.handle)
+        if live is None:
+            setting = self.setting(node)
+            params = setting.params
+            if not isinstance(params, KernelNodeParams):
+                params = node.kernel
+            live = Live(setting, params, prepare(node.handle, params))
+            self._live[node.handle] = live
+        return live
+
+    def touch(self, live: Live) -> None:
+        """Must be called before a `Live` node is changed."""
+        if not live.dirty:
+            self._dirty.append(live)
+            live.dirty = True
+        self._stale.add(live.node.handle)
+
+    def _drop(self, handles: Iterable[NodeHandle]) -> None:
+        """The driver holds something else for these nodes than their `Live` objects."""
+        for handle in handles:
+            live = self._live.pop(handle, None)
+            if live is not None:
+                live.gone = True
+
     # --- changing
     def after(self, changes: Sequence[Change]) -> Now:
         """The record of what is set once these changes are made, for `commit`."""
         made = {change.node.handle: self._changed(change) for change in changes}
-        return replace(self._now, settings={**self._now.settings, **made})
+        now = self._folded()
+        return replace(now, settings={**now.settings, **made})
 
     def _changed(self, change: Change) -> Setting:
         old, params = self.setting(change.node), change.params
@@ -176,33 +354,36 @@ class Shadow:
                 reach[place] = nbytes
         return Setting(old.node, params, signature, reach, owners)
 
-    def after_update(self, graph: Graph, handles: tuple[NodeHandle, ...]) -> Now:
-        """The record once every parameter came from `graph`, whose nodes are these."""
-        return Now(updated=(graph, handles))
+    def after_update(self, graph: Graph) -> Now:
+        """The record once every parameter came from `graph` as it is now."""
+        return Now(updated=(graph, _Frozen(graph)))
 
     def commit(self, now: Now) -> list[object]:
         """Stores a record that the driver took. Returns what was pointed at before and may not be
         now."""
-        before = self._now
+        before = self._folded()
         if now.updated is not before.updated:
-            # Read only when a single node is asked for: an update by itself stays one call.
+            # Decoded only when a single node is asked for.
             self._before_update = self._nodes or self._before_update
             self._nodes = None
             self._given = {}
-        self._now = now
-        if now.updated is not before.updated:
+            self._drop(tuple(self._live))
+            self._now = now
+            self._stale.update(self._handles)
             old: list[object] = [] if before.updated is None else [before.updated[0]]
             return old + [o for s in before.settings.values() for o in s.owners.values()]
-        return [
-            owner
-            for handle, setting in before.settings.items()
-            if now.settings[handle] is not setting
-            for owner in setting.owners.values()
-        ]
+        settings = before.settings
+        changed = [h for h, setting in now.settings.items() if settings.get(h) is not setting]
+        self._drop(changed)
+        self._now = now
+        self._stale.update(changed)
+        return [owner for h in changed if h in settings for owner in settings[h].owners.values()]
 
     def clear(self) -> None:
         """Releases what was set, after the executable was destroyed."""
         self._now = Now()
+        self._drop(tuple(self._live))
+        self._dirty = []
 
 
 def _given(node: Node) -> Setting:
@@ -226,12 +407,6 @@ def _all(nodes: Sequence[Node]) -> Iterator[Node]:
         yield node
         for body in node.children:
             yield from _all(body)
-
-
-def _some(graph: Graph, handles: Sequence[NodeHandle]) -> tuple[Node, ...]:
-    """Those nodes of a definition, which may have grown since."""
-    wanted = set(handles)
-    return tuple(n for n in graph.nodes if n.handle in wanted)
 
 
 def _links(edges: Sequence[Edge], nodes: Sequence[Node]) -> set[tuple[int, int, EdgeData]]:

@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.signature import array_interface
 from ostinato.errors import InputError
 
-__all__ = ["Target", "range_of"]
+__all__ = ["KnownRanges", "Target", "range_of"]
 
 Target: TypeAlias = object
 """A Buffer, a device array of any library, or a MemoryRange."""
+
+
+class KnownRanges:
+    """`Driver.memory_range` for one pass over many addresses, few of which lie in one allocation
+    alone: asks once for each allocation, and each time for an address that is in none."""
+
+    def __init__(self, find: Callable[[int], MemoryRange | None]) -> None:
+        self._find = find
+        self._starts: list[int] = []
+        self._known: list[MemoryRange] = []
+        self.notes: dict[Any, Any] = {}
+        """For who reads through it: what it made of the ranges."""
+
+    def __call__(self, address: int) -> MemoryRange | None:
+        """The live allocation that holds an address."""
+        place = bisect_right(self._starts, address)
+        if place:
+            known = self._known[place - 1]
+            if address < known.address + known.nbytes:
+                return known
+        found = self._find(address)
+        if found is not None:
+            self._starts.insert(place, found.address)
+            self._known.insert(place, found)
+        return found
 
 
 def range_of(target: Target, which: str = "target") -> MemoryRange:

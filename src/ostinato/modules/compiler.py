@@ -25,6 +25,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ostinato.driver.api import Driver
 from ostinato.errors import CompileError, InputError, NotAvailableError
@@ -64,6 +65,11 @@ _log = logging.getLogger(__name__)
 _COMPILER_VARIABLES = ("NVRTC_PREPEND_FLAGS", "NVRTC_APPEND_FLAGS")
 
 _MAX_RUNS = 6
+
+_INSTALL_HEADERS = (
+    "\n\nThe headers of CUDA {0}.{1} are not installed, if it is one of those: pip install "
+    "'nvidia-cuda-runtime-cu{0}=={0}.{1}.*' for CUDA 12, or a toolkit of the compiler's version"
+)
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_$][\w$]*\Z")
 _ERROR_LINE = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error", re.M)
@@ -167,7 +173,19 @@ def _toolkit(library: Nvrtc) -> Toolkit | None:
     if own is not None:
         return own
     root = installed_headers()
-    return None if root is None else Toolkit(root)
+    if root is None or _toolkit_major(root) not in (None, library.version[0]):
+        return None  # the headers of another CUDA may not compile at all
+    return Toolkit(root)
+
+
+def _toolkit_major(root: str) -> int | None:
+    """12 for the headers of CUDA 12.9, as their cuda.h says; None if it does not."""
+    try:
+        text = Path(root, "cuda.h").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^#define CUDA_VERSION (\d+)", text, re.MULTILINE)
+    return None if found is None else int(found[1]) // 1000
 
 
 # ----------------------------------------------------------------------------------------- planning
@@ -351,7 +369,9 @@ def try_plan(plan: Plan) -> Compiled | Failure:
             if toolkit is not None:
                 continue
         if answer.status:
-            return _failure(library, plan, answer, lasting=seen.inputs.fixed and not lacks_header)
+            lasting = seen.inputs.fixed and not lacks_header
+            hint = _INSTALL_HEADERS if lacks_header and toolkit is None else ""
+            return _failure(library, plan, answer, hint, lasting=lasting)
         if seen.settled or (before is not None and seen.inputs.same_content(before)):
             inputs = seen.inputs
             break
@@ -380,10 +400,11 @@ def _run(library: Nvrtc, plan: Plan, toolkit: Toolkit | None) -> tuple[Answer, O
     return answer, observe(answer.opened, source, plan.words, toolkit, begin, references)
 
 
-def _failure(library: Nvrtc, plan: Plan, answer: Answer, *, lasting: bool) -> Failure:
+def _failure(library: Nvrtc, plan: Plan, answer: Answer, hint: str, *, lasting: bool) -> Failure:
     log = answer.log or library.status_text(answer.status)
     message = f"{plan.source.name} does not compile for {plan.arch} ({library}):\n{log}"
-    return Failure(message + _excerpt(plan.source, log), log, lasting)
+    hint = hint.format(*library.version)
+    return Failure(message + _excerpt(plan.source, log) + hint, log, lasting)
 
 
 def is_current(inputs: Inputs) -> bool:

@@ -76,6 +76,14 @@ class CudaCalls:
             return self._calls[symbol](*args)
         return self._in_context(partial(self._calls[symbol], *args))
 
+    def _within(self, seam: str, call: Callable[[], T]) -> T:
+        """Makes a call that is none of `_calls` as `_status` makes those."""
+        if self._off is not None:
+            self._require_on(seam)
+        slot, reference = self._current.slot_and_reference
+        self._get_current(reference)
+        return call() if slot.value == self._context else self._in_context(call)
+
     def _in_context(self, call: Callable[[], T]) -> T:
         """Makes a call with our context current, where another one is, or none."""
         slot, reference = self._current.slot_and_reference
@@ -93,7 +101,7 @@ class CudaCalls:
         """Calls, and raises the error of a status.  `seam`: the protocol's name of the call."""
         status = self._status(seam, symbol, *args)
         if status:
-            raise self._error(status, seam, symbol=symbol)
+            raise self._error(status, seam)
 
     def _handle(self, seam: str, symbol: str, *args: object) -> int:
         """Calls a function that writes a handle or address to its first parameter; returns that."""
@@ -102,11 +110,9 @@ class CudaCalls:
         return out.value
 
     def _error(
-        self, status: int, seam: str, detail: str = "", *, node: int | None = None, symbol: str = ""
+        self, status: int, seam: str, detail: str = "", *, node: int | None = None
     ) -> DriverError:
         """The error for a status; a sticky one is remembered."""
-        if symbol and not self._lib.has(symbol):
-            detail = f"this machine's libcuda is too old for {symbol}; update the NVIDIA driver"
         error = driver_error(status, seam, detail, node=node or None)
         if isinstance(error, ContextPoisonedError) and not isinstance(self._off, str):
             self._off = status

@@ -26,14 +26,11 @@ from typing import Any
 
 from ostinato.driver.api import Capabilities, CudaContext, DeviceProperties, StreamHandle
 from ostinato.driver.cuda.executables import ExecCalls
-from ostinato.driver.cuda.libcuda import INSTALL, Libcuda
+from ostinato.driver.cuda.libcuda import BRANCHES, INSTALL, Libcuda, in_words
 from ostinato.driver.cuda.modules import IMAGE_KINDS
-from ostinato.errors import NoCudaError, OstinatoError, explain
+from ostinato.errors import NoCudaError, NotAvailableError, OstinatoError, explain
 
 __all__ = ["CudaDriver", "gpu_count"]
-
-_CONDITIONAL_SINCE = 12040
-"""Driver version with IF and WHILE nodes; ELSE and SWITCH came with 12.8 and are refused before."""
 
 
 class CudaDriver(ExecCalls):
@@ -41,7 +38,8 @@ class CudaDriver(ExecCalls):
 
     Handles are the driver's own, so that graphs, streams and events of torch, CuPy or cuda.core
     can be used directly.  CUDA does not always recognise a destroyed handle, and may crash on it.
-    Any thread may call.  Raises NoCudaError with what is missing and the line that installs it.
+    Any thread may call.  Raises NoCudaError with what is missing and the line that installs it,
+    NotAvailableError if the NVIDIA driver is too old (`libcuda.REQUIRED`).
     """
 
     def __init__(self, ordinal: int = 0) -> None:
@@ -111,7 +109,6 @@ class CudaDriver(ExecCalls):
     def _read_properties(self) -> DeviceProperties:
         device, found = self._device, self._device.properties
         capability = device.compute_capability
-        version = self._driver_version()
         return DeviceProperties(
             name=str(device.name),
             compute_capability=(int(capability[0]), int(capability[1])),
@@ -120,14 +117,15 @@ class CudaDriver(ExecCalls):
             l2_cache=int(found.l2_cache_size),
             max_threads_per_block=int(found.max_threads_per_block),
             max_shared_per_block=int(found.max_shared_memory_per_block_optin),
-            driver_version=f"{version // 1000}.{version % 1000 // 10}",
+            driver_version=in_words(self._lib.version),
         )
 
     def _read_capabilities(self) -> Capabilities:
         found = self._device.properties
         hopper = self._properties.compute_capability >= (9, 0)
         return Capabilities(
-            conditional_nodes=self._driver_version() >= _CONDITIONAL_SINCE,
+            conditional_nodes=True,
+            conditional_branches=self._lib.version >= BRANCHES.since,
             batch_memory_ops=bool(found.can_use_64_bit_stream_mem_ops),
             memory_nodes=bool(found.memory_pools_supported),
             programmatic_launch=hopper,
@@ -136,12 +134,11 @@ class CudaDriver(ExecCalls):
             host_memory_is_device_memory=False,
             image_kinds=IMAGE_KINDS,
             source_language="cuda",
+            lacks=tuple(
+                f"{feature.words} (from CUDA {in_words(feature.since)})"
+                for feature in self._lib.lacks()
+            ),
         )
-
-    def _driver_version(self) -> int:
-        version = ctypes.c_int()
-        self._call("properties", "cuDriverGetVersion", byref(version))
-        return version.value
 
 
 def _import_device() -> Any:
@@ -157,7 +154,7 @@ def _import_device() -> Any:
 def _start(lib: Libcuda, ordinal: int) -> ctypes.c_int | None:
     """The device whose primary context was made and is to be released.
 
-    The latter is None if it could not be made: opening it with cuda.core then raises the reason.
+    None if it could not be made: opening it with cuda.core then raises the reason.
     Raises NoCudaError.
     """
     _check_device(lib, ordinal)
@@ -168,12 +165,12 @@ def _start(lib: Libcuda, ordinal: int) -> ctypes.c_int | None:
 
 
 def gpu_count() -> int:
-    """How many GPUs the driver sees; 0 without a driver."""
+    """How many GPUs can be opened; 0 without a driver, or with one that is too old."""
     count = ctypes.c_int()
     try:
         lib = Libcuda()
         seen = not lib["cuInit"](0) and not lib["cuDeviceGetCount"](byref(count))
-    except NoCudaError:
+    except NotAvailableError:
         return 0
     return count.value if seen else 0
 

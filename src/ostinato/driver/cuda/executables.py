@@ -12,6 +12,7 @@ from ostinato.driver.api import (
     GraphHandle,
     InstantiateFlags,
     KernelNodeParams,
+    KernelSetter,
     NodeHandle,
     NodeParams,
     StreamHandle,
@@ -20,7 +21,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.graphs import GraphCalls
-from ostinato.driver.launcher import prepare
+from ostinato.driver.launcher import kernel_node, prepare
 from ostinato.errors import Status
 
 __all__ = ["ExecCalls"]
@@ -40,6 +41,10 @@ class ExecCalls(GraphCalls):
     def __init__(self, lib: cu.Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)
         self._upload_stream = self.stream_create()
+        self._set_addresses = (
+            lib.address("cuGraphExecKernelNodeSetParams_v2"),
+            lib.address("cuCtxGetCurrent"),
+        )
 
     def graph_instantiate(
         self, graph: GraphHandle, flags: InstantiateFlags = InstantiateFlags.NONE
@@ -57,7 +62,6 @@ class ExecCalls(GraphCalls):
                 "graph_instantiate",
                 _INSTANTIATE_RESULTS.get(params.result_out, ""),
                 node=params.hErrNode_out,
-                symbol=symbol,
             )
         return ExecHandle(executable.value)
 
@@ -101,6 +105,13 @@ class ExecCalls(GraphCalls):
                 number = self._set(seam, node, params, executable)
                 if number:
                     self._host_functions.keep_with(executable, number)
+
+    def exec_prepare_kernel(
+        self, executable: ExecHandle, node: NodeHandle, params: KernelNodeParams
+    ) -> KernelSetter | None:
+        if self._off is not None or not all(self._set_addresses):
+            return None
+        return kernel_node(self._set_addresses, self._context, executable, node, params)
 
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
         self._change(

@@ -17,6 +17,7 @@ from ostinato.driver.api import (
     BatchMemOpNodeParams,
     ChildGraphNodeParams,
     ConditionalHandle,
+    ConditionalKind,
     ConditionalNodeParams,
     Edge,
     EdgeData,
@@ -38,8 +39,18 @@ from ostinato.driver.api import (
     NodeKind,
     NodeParams,
     OpaqueNodeParams,
+    ParameterSlot,
 )
 from ostinato.driver.cuda import libcuda as cu
+from ostinato.driver.cuda.frozen import (
+    EdgeArrays,
+    Frozen,
+    Other,
+    RawKernel,
+    Shapes,
+    layout_bytes,
+    read_nodes,
+)
 from ostinato.driver.cuda.launch import (
     SETTABLE,
     SHOWN,
@@ -68,7 +79,8 @@ from ostinato.driver.cuda.nodes import (
     read_memset,
 )
 from ostinato.driver.cuda.streams import StreamCalls
-from ostinato.errors import DriverError, Status
+from ostinato.driver.launcher import node_reader
+from ostinato.errors import ContextPoisonedError, DriverError, Status
 
 __all__ = ["GraphCalls"]
 
@@ -95,6 +107,12 @@ _SETTERS: dict[type[NodeParams], tuple[str, str]] = {
     ),
 }
 
+# What reads a kernel node.
+_READ = (
+    *("cuGraphNodeGetType", "cuGraphKernelNodeGetParams_v2"),
+    "cuGraphKernelNodeGetAttribute",
+)
+
 _ASSIGN_DEFAULT = 1
 _PINNED_ALLOCATION = 1
 _LOCATION_DEVICE = 1
@@ -108,6 +126,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
     def __init__(self, lib: cu.Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)
         self._conditionals = _Conditionals()
+        self.shapes = Shapes()
+        self._read_addresses = tuple(lib.address(symbol) for symbol in _READ)
         self._configs_read: dict[int, LaunchConfig] = {}
         """Node to the config last read from it.  An update that passes this same object keeps the
         node's attributes, which need not be read from the driver again then."""
@@ -126,29 +146,110 @@ class GraphCalls(StreamCalls, ModuleCalls):
         return NodeHandle(self._handle("node_in_clone", "cuGraphNodeFindInClone", node, clone))
 
     def graph_nodes(self, graph: GraphHandle) -> tuple[NodeHandle, ...]:
+        return _handles(self._node_array("graph_nodes", graph))
+
+    def _node_array(self, seam: str, graph: GraphHandle) -> ctypes.Array[ctypes.c_uint64]:
         count = ctypes.c_size_t()
-        self._call("graph_nodes", "cuGraphGetNodes", graph, None, byref(count))
-        if not count.value:
-            return ()
+        self._call(seam, "cuGraphGetNodes", graph, None, byref(count))
         nodes = (ctypes.c_uint64 * count.value)()
-        self._call("graph_nodes", "cuGraphGetNodes", graph, nodes, byref(count))
-        return tuple(NodeHandle(node) for node in nodes[: count.value])
+        if count.value:
+            self._call(seam, "cuGraphGetNodes", graph, nodes, byref(count))
+        # The graph may have shrunk in between.
+        return nodes if count.value == len(nodes) else (ctypes.c_uint64 * count.value)(*nodes)
+
+    def graph_node_index(self, graph: GraphHandle, node: NodeHandle) -> int:
+        nodes = self._node_array("graph_node_index", graph)
+        # Mostly the last one, but CUDA does not document the order.
+        if len(nodes) and nodes[len(nodes) - 1] == node:
+            return len(nodes) - 1
+        if node not in nodes:
+            raise self._error(
+                Status.INVALID_VALUE, "graph_node_index", "the node is not of the graph", node=node
+            )
+        return _handles(nodes).index(node)
 
     def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]:
+        return self._edge_arrays("graph_edges", graph).edges()
+
+    def _edge_arrays(self, seam: str, graph: GraphHandle) -> EdgeArrays:
         # Always with edge data: without a place for it the query fails (LOSSY_QUERY) where there
         # is programmatic launch.
         count = ctypes.c_size_t()
-        self._call("graph_edges", "cuGraphGetEdges_v2", graph, None, None, None, byref(count))
-        if not count.value:
-            return ()
-        sources = (ctypes.c_uint64 * count.value)()
-        targets = (ctypes.c_uint64 * count.value)()
-        data = (cu.EdgeDataStruct * count.value)()
-        self._call("graph_edges", "cuGraphGetEdges_v2", graph, sources, targets, data, byref(count))
-        return tuple(
-            Edge(NodeHandle(sources[i]), NodeHandle(targets[i]), read_edge_data(data[i]))
-            for i in range(count.value)
-        )
+        self._call(seam, "cuGraphGetEdges_v2", graph, None, None, None, byref(count))
+        made = EdgeArrays(count.value)
+        if count.value:
+            taken = (made.sources, made.targets, made.data, byref(count))
+            self._call(seam, "cuGraphGetEdges_v2", graph, *taken)
+            made.count = min(made.count, count.value)
+        return made
+
+    # --- reading all of a graph at once
+    def graph_freeze(self, graph: GraphHandle, *, shown: bool = False) -> Frozen:
+        seam = "graph_freeze"
+        array, edges = self._node_array(seam, graph), self._edge_arrays(seam, graph)
+        nodes = _handles(array)
+        attributes = SHOWN if shown else SETTABLE
+        raw = self._within(seam, lambda: self._read_nodes(array, nodes, attributes))
+        if isinstance(raw, int):
+            raise self._error(raw, seam)
+        held = [
+            entry if isinstance(entry, tuple) else self._read_other(node, entry)
+            for node, entry in zip(nodes, raw, strict=True)
+        ]
+        rest = () if shown else SHOWN[len(SETTABLE) :]
+        return Frozen(self, nodes, held, edges, attributes, rest)
+
+    def _read_nodes(
+        self,
+        array: ctypes.Array[ctypes.c_uint64],
+        nodes: Sequence[int],
+        attributes: tuple[int, ...],
+    ) -> list[int | RawKernel | None] | int:
+        """Raw kernel nodes, the kinds of other nodes, None for what this cannot read; or the status
+        that was not 0."""
+        if not nodes:
+            return []
+        compiled = node_reader()
+        if compiled is None or not all(self._read_addresses):
+            calls = self._calls
+            get = tuple(calls[symbol] for symbol in _READ)
+            return read_nodes((get[0], get[1], get[2]), nodes, attributes, self.layout_of)
+
+        def missing(function: int) -> bytes:
+            return layout_bytes(self.layout_of(function))
+
+        start = ctypes.addressof(array)
+        found: list[int | RawKernel | None] | int
+        found = compiled(self._read_addresses, start, len(nodes), attributes, {}, missing)
+        return found
+
+    def _read_other(self, node: NodeHandle, kind: int | None) -> Other:
+        """Errors are kept: they belong to who asks for this node."""
+        try:
+            params: NodeParams | DriverError = self.node_params(node)
+        except ContextPoisonedError:
+            raise
+        except DriverError as error:
+            params = error
+        try:
+            return Other(NodeKind.KERNEL if kind is None else NodeKind(kind), params)
+        except ValueError:  # a kind that this release does not know
+            return Other(None, params)
+
+    def layout_of(self, function: int) -> tuple[ParameterSlot, ...]:
+        """The layout of a function's parameters."""
+        known = self._layouts.get(function)
+        return self._parameter_layout("node_params", function) if known is None else known
+
+    def words_of(self, node: int, attributes: tuple[int, ...]) -> tuple[str, ...]:
+        """Those of a node's attributes that `LaunchConfig` has no field for, in words."""
+        return attribute_words(self._attributes_of(node, attributes))
+
+    def note_config(self, node: int, config: LaunchConfig) -> None:
+        """Notes that a config has the attributes that the node has."""
+        if len(self._configs_read) >= _MAX_CONFIGS:
+            self._configs_read.clear()
+        self._configs_read[node] = config
 
     def graph_add_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
         if not edges:
@@ -237,7 +338,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         del keep  # what `raw` points to had to live until here
         if status:
             self._host_functions.release(number)
-            raise self._error(status, seam, type(params).__name__, symbol="cuGraphAddNode_v2")
+            raise self._error(status, seam, type(params).__name__)
         handle = NodeHandle(node.value)
         if isinstance(params, KernelNodeParams):
             self._set_attributes_or_remove(seam, handle, params.config)
@@ -291,6 +392,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
                 raw.type = NodeKind.BATCH_MEM_OP
                 return self._fill_batch(seam, raw.memOp, params)
             case ConditionalNodeParams():
+                if params.kind is ConditionalKind.SWITCH or params.size > 1:
+                    self._require_on(seam)
+                    self._lib.require(cu.BRANCHES)
                 raw.type = NodeKind.CONDITIONAL
                 raw.conditional.handle = params.handle
                 raw.conditional.type = int(params.kind)
@@ -419,14 +523,14 @@ class GraphCalls(StreamCalls, ModuleCalls):
         del keep  # what `given` points to had to live until here
         if status:
             self._host_functions.release(number)
-            raise self._error(status, seam, node=node, symbol=symbol)
+            raise self._error(status, seam, node=node)
         return number
 
     def _change(self, seam: str, node: int, symbol: str, *args: object) -> None:
         """Makes a call that changes `node`; the error names the node."""
         status = self._status(seam, symbol, *args)
         if status:
-            raise self._error(status, seam, node=node, symbol=symbol)
+            raise self._error(status, seam, node=node)
 
     def _get(self, seam: str, symbol: str, node: int) -> int:
         out = ctypes.c_uint64()
@@ -500,8 +604,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
             self._call(seam, "cuGraphNodeGetParams", node, byref(raw))
             return read_conditional(raw.conditional)
         return OpaqueNodeParams(
-            "a conditional node that another library made; this driver has no call to read it "
-            "(cuGraphNodeGetParams, from CUDA 13.2)"
+            "a conditional node that another library made: reading it needs a driver for CUDA "
+            f"{cu.in_words(cu.READ_CONDITIONAL.since)} or later; this one is for "
+            f"{cu.in_words(self._lib.version)}"
         )
 
     # --- kernel nodes
@@ -538,9 +643,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
             programmatic=any(edge.type is EdgeType.PROGRAMMATIC for edge in edges),
             priority=known.priority or None,
         )
-        if len(self._configs_read) >= _MAX_CONFIGS:
-            self._configs_read.clear()
-        self._configs_read[node] = config
+        self.note_config(node, config)
         return KernelNodeParams(
             FunctionHandle(function),
             config,
@@ -645,3 +748,8 @@ class _Conditionals:
         if params is not None:
             for body in params.bodies:
                 self.forget_graph(body)
+
+
+def _handles(array: ctypes.Array[ctypes.c_uint64]) -> tuple[NodeHandle, ...]:
+    handles: list[NodeHandle] = array[:]  # type: ignore[assignment]  # plain integers already
+    return tuple(handles)

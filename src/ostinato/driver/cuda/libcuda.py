@@ -7,8 +7,15 @@ unions).  Prepared ctypes calls are also the fastest from Python (a graph launch
 2.1 µs against 3.0) and release the GIL.  cuda.core opens the device and its primary context.
 
 `PROTOTYPES` is text in C's own words, parsed here for ctypes.  The fields of `STRUCTURES` have the
-header's names; unions list only the members that are used.  A test compares both with cuda.h
+header's names; unions list only the members that are used.  Tests compare both with a table made
+from the headers of CUDA 12.0 to 13.5 (`tools/cuda_versions.py`), and with the cuda.h of the machine
 through a C compiler.
+
+What depends on the driver is decided by the version found (`Libcuda.version`, from
+cuDriverGetVersion).  `REQUIRED` is the oldest that is opened: before 12.4 a function does not give
+its parameters (cuFuncGetParamInfo), without which no kernel node can be read or checked.  What came
+later is in `FEATURES` and `SINCE`.  Structures are the newest known; a field that an older driver
+does not know lies in bytes that it reserves, and is zero there.
 """
 
 from __future__ import annotations
@@ -16,17 +23,24 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import Structure, Union, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ostinato.errors import NoCudaError, Status
+from ostinato.errors import NoCudaError, NotAvailableError
 
 __all__ = [
+    "BRANCHES",
+    "FEATURES",
     "INSTALL",
     "PROTOTYPES",
+    "READ_CONDITIONAL",
+    "REQUIRED",
+    "SINCE",
     "STRUCTURES",
     "BatchMemOpParams",
     "ConditionalParams",
     "EdgeDataStruct",
+    "Feature",
     "GraphNodeParams",
     "HostParams",
     "InstantiateParams",
@@ -40,12 +54,34 @@ __all__ = [
     "Memcpy3D",
     "MemsetParams",
     "UpdateResultInfo",
+    "in_words",
     "parse_prototypes",
 ]
 
 INSTALL = 'install the NVIDIA driver, and then: pip install "ostinato[cuda13]"'
 
 DriverCall: TypeAlias = Callable[..., int]
+Version: TypeAlias = tuple[int, int]
+
+REQUIRED: Version = (12, 4)
+"""The oldest CUDA whose driver is opened (driver 550)."""
+
+SINCE: dict[str, Version] = {"cuEventElapsedTime_v2": (12, 8), "cuGraphNodeGetParams": (13, 2)}
+"""The calls that came after `REQUIRED`, and with which CUDA.  The driver can do without them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """What a driver can do from some version on.  `words` are the subject of a sentence."""
+
+    words: str
+    since: Version
+
+
+BRANCHES = Feature("an IF node with an ELSE body, and a SWITCH node", (12, 8))
+READ_CONDITIONAL = Feature("reading a conditional node that another library made", (13, 2))
+FEATURES = (BRANCHES, READ_CONDITIONAL)
+"""What came after `REQUIRED`."""
 
 # Symbols are those that the header's macros map to, so that a newer driver changes nothing.
 PROTOTYPES = """
@@ -90,6 +126,7 @@ cuEventDestroy_v2(CUevent)
 cuEventRecord(CUevent, CUstream)
 cuEventQuery(CUevent)
 cuEventSynchronize(CUevent)
+cuEventElapsedTime(float *, CUevent, CUevent)
 cuEventElapsedTime_v2(float *, CUevent, CUevent)
 cuLaunchHostFunc(CUstream, CUhostFn, void *)
 cuLaunchKernelEx(const CUlaunchConfig *, CUfunction, void **, void **)
@@ -482,7 +519,8 @@ class UpdateResultInfo(Structure):
     _fields_ = (("result", c_int), ("errorNode", c_void_p), ("errorFromNode", c_void_p))
 
 
-# Ours to the header's name; the test compares sizes and the offsets of fields with these names.
+# Ours to the header's name; tests compare sizes and the offsets of fields with these names.  A name
+# without a version is what a getter writes.
 STRUCTURES: dict[str, type[Structure] | type[Union]] = {
     "CUgraphEdgeData": EdgeDataStruct,
     "CUlaunchAttributeValue": LaunchAttributeValue,
@@ -493,15 +531,19 @@ STRUCTURES: dict[str, type[Structure] | type[Union]] = {
     "CUDA_MEMCPY3D": Memcpy3D,
     "CUDA_MEMCPY_NODE_PARAMS": MemcpyParams,
     "CUDA_MEMSET_NODE_PARAMS_v2": MemsetParams,
+    "CUDA_MEMSET_NODE_PARAMS": MemsetParams,
+    "CUDA_HOST_NODE_PARAMS": HostParams,
     "CUDA_HOST_NODE_PARAMS_v2": HostParams,
     "CUDA_CHILD_GRAPH_NODE_PARAMS": ChildGraphParams,
     "CUDA_EVENT_RECORD_NODE_PARAMS": EventParams,
     "CUDA_EVENT_WAIT_NODE_PARAMS": EventParams,
     "CUmemLocation": MemLocation,
     "CUmemPoolProps": MemPoolProps,
+    "CUDA_MEM_ALLOC_NODE_PARAMS": MemAllocParams,
     "CUDA_MEM_ALLOC_NODE_PARAMS_v2": MemAllocParams,
     "CUDA_MEM_FREE_NODE_PARAMS": MemFreeParams,
     "CUstreamBatchMemOpParams": MemOpStruct,
+    "CUDA_BATCH_MEM_OP_NODE_PARAMS": BatchMemOpParams,
     "CUDA_BATCH_MEM_OP_NODE_PARAMS_v2": BatchMemOpParams,
     "CUDA_CONDITIONAL_NODE_PARAMS": ConditionalParams,
     "CUgraphNodeParams": GraphNodeParams,
@@ -516,8 +558,11 @@ STRUCTURES: dict[str, type[Structure] | type[Union]] = {
 class Libcuda:
     """libcuda.so.1.  `lib[symbol]` is a call that returns a status and releases the GIL.
 
-    Where this driver is too old for a symbol, the call returns NOT_SUPPORTED, and `has` is False.
-    Raises NoCudaError if libcuda cannot be loaded.
+    `version` is the newest CUDA that this driver serves: (12, 8) for a driver 570.  A call that it
+    does not have raises NotAvailableError, and `has` is False for it.
+
+    Raises NoCudaError if libcuda cannot be loaded, NotAvailableError if its version is before
+    `REQUIRED`.
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
@@ -527,22 +572,64 @@ class Libcuda:
             raise NoCudaError(
                 f"the CUDA driver ({path}) is not on this machine ({error}); {INSTALL}"
             ) from error
+        self.version = self._read_version(path)
         self.calls: dict[str, DriverCall] = {}
         self._missing: set[str] = set()
         for symbol, parameters in parse_prototypes().items():
             call = self.bare(symbol)
             if call is None:
                 self._missing.add(symbol)
-                self.calls[symbol] = _not_supported
+                self.calls[symbol] = self._missing_call(symbol)
             else:
                 call.argtypes = [_ctype(parameter) for parameter in parameters]
                 self.calls[symbol] = call
+
+    def _read_version(self, path: str) -> Version:
+        call, number = self.bare("cuDriverGetVersion"), ctypes.c_int()
+        if call is None or call(ctypes.byref(number)):
+            raise NoCudaError(f"{path} does not give its version, as a CUDA driver does; {INSTALL}")
+        version = number.value // 1000, number.value % 1000 // 10
+        if version < REQUIRED:
+            raise NotAvailableError(
+                f"the NVIDIA driver is for CUDA {in_words(version)}; reading and changing the "
+                f"kernels of a graph needs {in_words(REQUIRED)} or later (driver 550): update the "
+                "driver (or install NVIDIA's cuda-compat package, on data center GPUs), or open "
+                'the device "host"'
+            )
+        return version
 
     def __getitem__(self, symbol: str) -> DriverCall:
         return self.calls[symbol]
 
     def has(self, symbol: str) -> bool:
         return symbol not in self._missing
+
+    def require(self, feature: Feature) -> None:
+        """Raises NotAvailableError with what is missing, the version found and the one needed."""
+        if self.version < feature.since:
+            raise NotAvailableError(
+                f"{feature.words} needs a driver for CUDA {in_words(feature.since)} or later; "
+                f"this one is for {in_words(self.version)}: update the NVIDIA driver"
+            )
+
+    def lacks(self) -> tuple[Feature, ...]:
+        """The features that a newer driver has."""
+        return tuple(feature for feature in FEATURES if self.version < feature.since)
+
+    def _missing_call(self, symbol: str) -> DriverCall:
+        since = SINCE.get(symbol, REQUIRED)
+        if self.version >= since:
+            words = "its libcuda is not whole"
+        else:
+            words = f"it came with {in_words(since)}: update the NVIDIA driver"
+
+        def call(*_: object) -> int:
+            raise NotAvailableError(
+                f"{symbol} is not in this driver, which is for CUDA {in_words(self.version)}; "
+                f"{words}"
+            )
+
+        return call
 
     def address(self, symbol: str) -> int:
         """The address of a function, for C; 0 if this driver does not have it."""
@@ -559,5 +646,6 @@ class Libcuda:
         return call
 
 
-def _not_supported(*_: object) -> int:
-    return int(Status.NOT_SUPPORTED)
+def in_words(version: Version) -> str:
+    """ "12.4"."""
+    return f"{version[0]}.{version[1]}"

@@ -26,7 +26,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda.core import CudaCalls
 from ostinato.driver.cuda.launch import PreparedLaunch, attributes_of, launch_block
-from ostinato.driver.cuda.libcuda import Libcuda
+from ostinato.driver.cuda.libcuda import Libcuda, in_words
 from ostinato.driver.launcher import KernelTarget, function_call, kernel_call
 from ostinato.errors import Status
 
@@ -42,6 +42,11 @@ _LOG_BYTES = 16 * 1024
 _MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED = 0, 1, 3, 4, 8
 
 _MAX_PREPARED = 4096
+
+# What an image of a compiler that is newer than the driver may give, among other things.
+_NOT_FOR_THIS_DRIVER = (
+    *(Status.INVALID_IMAGE, Status.NO_BINARY_FOR_GPU, Status.UNSUPPORTED_PTX_VERSION),
+)
 
 
 class ModuleCalls(CudaCalls):
@@ -80,8 +85,14 @@ class ModuleCalls(CudaCalls):
         module = ctypes.c_uint64()
         status = self._status(seam, "cuModuleLoadDataEx", byref(module), data, 4, options, values)
         if status:
-            log = errors.value.decode("utf-8", "replace").strip()
-            raise self._error(status, seam, log, symbol="cuModuleLoadDataEx")
+            detail = errors.value.decode("utf-8", "replace").strip()
+            if status in _NOT_FOR_THIS_DRIVER:
+                detail += ("; " if detail else "") + (
+                    f"this driver is for CUDA {in_words(self._lib.version)}, and loads cubins of "
+                    f"compilers up to CUDA {self._lib.version[0]}.x and PTX of compilers up to its "
+                    "own version (`ostinato doctor` names the compiler)"
+                )
+            raise self._error(status, seam, detail)
         self._functions_of[module.value] = {}
         return ModuleHandle(module.value)
 
@@ -255,5 +266,5 @@ class ModuleCalls(CudaCalls):
         while not (status := self._status(seam, symbol, function, len(slots), *out)):
             slots.append(ParameterSlot(offset.value, size.value))
         if status != Status.INVALID_VALUE:
-            raise self._error(status, seam, symbol=symbol)
+            raise self._error(status, seam)
         return tuple(slots)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
-from ctypes import byref
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
 from ostinato.driver.api import (
     CaptureInfo,
@@ -21,6 +22,7 @@ from ostinato.errors import Status
 
 __all__ = ["StreamCalls"]
 
+_ACTIVE = int(CaptureStatus.ACTIVE)
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 # The legacy default stream: the null handle, or CU_STREAM_LEGACY.
@@ -28,11 +30,22 @@ _LEGACY = (0, 1)
 _LAST_DEFAULT_STREAM = 2  # CU_STREAM_PER_THREAD
 
 
+class _CaptureSlots(threading.local):
+    """Where the driver writes the state of a capture; made once for each thread."""
+
+    def __init__(self) -> None:
+        self.state, self.capture_id, self.graph = c_int(), c_uint64(), c_uint64()
+        self.nodes, self.edge_data, self.count = c_void_p(), c_void_p(), c_size_t()
+        places = (self.state, self.capture_id, self.graph, self.nodes, self.edge_data, self.count)
+        self.references = tuple(byref(place) for place in places)
+
+
 class StreamCalls(CudaCalls):
     """Streams, events, host functions and captures."""
 
     def __init__(self, lib: Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)
+        self._capture_slots = _CaptureSlots()
         self._into_graph: dict[int, int] = {}
         """Stream to the graph that its capture adds to, for captures into an existing graph."""
 
@@ -96,7 +109,9 @@ class StreamCalls(CudaCalls):
 
     def event_elapsed(self, start: EventHandle, end: EventHandle) -> float:
         milliseconds = ctypes.c_float()
-        self._call("event_elapsed", "cuEventElapsedTime_v2", byref(milliseconds), start, end)
+        newest = self._lib.has("cuEventElapsedTime_v2")
+        symbol = "cuEventElapsedTime_v2" if newest else "cuEventElapsedTime"
+        self._call("event_elapsed", symbol, byref(milliseconds), start, end)
         return milliseconds.value
 
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
@@ -149,29 +164,18 @@ class StreamCalls(CudaCalls):
         return GraphHandle(graph.value)
 
     def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo:
-        state, count = ctypes.c_int(), ctypes.c_size_t()
-        capture_id, graph = ctypes.c_uint64(), ctypes.c_uint64()
-        nodes, edge_data = ctypes.c_void_p(), ctypes.c_void_p()
+        slots = self._capture_slots
         # Without a place for edge data the query fails where programmatic launches were captured.
-        self._call(
-            "stream_capture_info",
-            "cuStreamGetCaptureInfo_v3",
-            stream,
-            byref(state),
-            byref(capture_id),
-            byref(graph),
-            byref(nodes),
-            byref(edge_data),
-            byref(count),
-        )
-        status = CaptureStatus(state.value)
-        if status is not CaptureStatus.ACTIVE:  # the rest is valid only while it is active
-            return CaptureInfo(status)
+        self._call("stream_capture_info", "cuStreamGetCaptureInfo_v3", stream, *slots.references)
+        # All at once: what runs in between (a finaliser) may ask for the state of another capture.
+        state, number, graph = slots.state.value, slots.capture_id.value, slots.graph.value
+        count, nodes = slots.count.value, slots.nodes.value
+        if state != _ACTIVE:  # the rest is valid only while it is active
+            return CaptureInfo(CaptureStatus(state))
         dependencies: tuple[NodeHandle, ...] = ()
-        if count.value and nodes.value:  # the driver's array: copied before any other call
-            array = (ctypes.c_uint64 * count.value).from_address(nodes.value)
-            dependencies = tuple(NodeHandle(node) for node in array)
-        return CaptureInfo(status, capture_id.value, GraphHandle(graph.value), dependencies)
+        if count and nodes:  # the driver's array: copied before any other call
+            dependencies = tuple(map(NodeHandle, (c_uint64 * count).from_address(nodes)))
+        return CaptureInfo(CaptureStatus.ACTIVE, number, GraphHandle(graph), dependencies)
 
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         value = ctypes.c_int(int(mode))

@@ -39,6 +39,7 @@ __all__ = [
     "KINDS",
     "MEMORY_KINDS",
     "SINGLE_KINDS",
+    "Frozen",
     "GraphDefinition",
     "GraphTables",
     "Node",
@@ -165,6 +166,29 @@ class GraphTables:
         return graph
 
 
+class Frozen:
+    """What a definition held when this was made (`api.FrozenGraph`)."""
+
+    def __init__(self, graph: GraphDefinition) -> None:
+        self.nodes = tuple(graph.nodes)
+        self._held = [(node.kind, node.shown) for node in graph.nodes.values()]
+        self.holders = [index for index, node in enumerate(graph.nodes.values()) if node.inner]
+        self._incoming = [tuple(node.incoming) for node in graph.nodes.values()]
+
+    def kind(self, index: int) -> NodeKind:
+        return self._held[index][0]
+
+    def params(self, index: int) -> NodeParams:
+        return self._held[index][1]
+
+    def edges(self) -> tuple[Edge, ...]:
+        return tuple(
+            Edge(source.handle, node, data)
+            for node, incoming in zip(self.nodes, self._incoming, strict=True)
+            for source, data in incoming
+        )
+
+
 class GraphDefinition:
     """A graph.  `owner` is the node that a child graph or a body lives in.
 
@@ -195,6 +219,11 @@ class GraphDefinition:
             yield node
             for inner in node.inner:
                 yield from inner.walk()
+
+    def index(self, node: NodeHandle) -> int:
+        """The place of one of its nodes."""
+        last = next(reversed(self.nodes))
+        return len(self.nodes) - 1 if node == last else list(self.nodes).index(node)
 
     def edges(self) -> tuple[Edge, ...]:
         return tuple(

@@ -59,6 +59,7 @@ from ostinato.driver.api import (
     EdgeData,
     EventHandle,
     ExecHandle,
+    FrozenGraph,
     FunctionHandle,
     FunctionInfo,
     GraphHandle,
@@ -67,6 +68,7 @@ from ostinato.driver.api import (
     InstantiateFlags,
     KernelArguments,
     KernelNodeParams,
+    KernelSetter,
     LaunchConfig,
     MemcpyNodeParams,
     MemoryRange,
@@ -81,7 +83,7 @@ from ostinato.driver.api import (
     UpdateOutcome,
 )
 from ostinato.driver.forking import new_lock, switch_off_in_children
-from ostinato.driver.host.definition import GraphTables, Node, check_edge_data
+from ostinato.driver.host.definition import Frozen, GraphTables, Node, check_edge_data
 from ostinato.driver.host.executable import Executable, check_instantiable
 from ostinato.driver.host.handles import Table, new_handle
 from ostinato.driver.host.memory import bytes_of
@@ -149,6 +151,7 @@ class HostDriver:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             conditional_nodes=True,
+            conditional_branches=True,
             batch_memory_ops=True,
             memory_nodes=True,
             programmatic_launch=True,
@@ -562,6 +565,20 @@ class HostDriver:
         with self._entered("graph_edges") as call:
             return self._graphs.find(call, graph).edges()
 
+    def graph_freeze(self, graph: GraphHandle, *, shown: bool = False) -> FrozenGraph:
+        with self._entered("graph_freeze") as call:
+            definition = self._graphs.find(call, graph)
+            return Frozen(definition)
+
+    def graph_node_index(self, graph: GraphHandle, node: NodeHandle) -> int:
+        with self._entered("graph_node_index") as call:
+            definition = self._graphs.find(call, graph)
+            if node not in definition.nodes:
+                raise driver_error(
+                    Status.INVALID_VALUE, call, "the node is not of the graph", node=node
+                )
+            return definition.index(node)
+
     def graph_add_node(
         self,
         graph: GraphHandle,
@@ -681,6 +698,11 @@ class HostDriver:
         with self._entered("exec_set_params") as call:
             target, found = self._exec_node(call, executable, node)
             target.set_params(call, found, params)
+
+    def exec_prepare_kernel(
+        self, executable: ExecHandle, node: NodeHandle, params: KernelNodeParams
+    ) -> KernelSetter | None:
+        return None
 
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
         with self._entered("exec_set_enabled") as call:

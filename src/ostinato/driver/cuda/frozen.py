@@ -1,0 +1,228 @@
+"""A definition read at once (`api.FrozenGraph`): raw kernel nodes, decoded one by one.
+
+What a kernel node holds is kept as bytes: its launch sizes and attributes as a `shape`, and its
+arguments.  Most nodes of a graph have one of a few shapes, so each is decoded once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from ostinato.driver.api import (
+    ChildGraphNodeParams,
+    ConditionalNodeParams,
+    Edge,
+    EdgeType,
+    FunctionHandle,
+    KernelArguments,
+    KernelNodeParams,
+    LaunchConfig,
+    NodeHandle,
+    NodeKind,
+    NodeParams,
+    ParameterSlot,
+)
+from ostinato.driver.cuda import libcuda as cu
+from ostinato.driver.cuda.launch import attribute_words, read_arguments, settable
+from ostinato.driver.cuda.nodes import read_edge_data
+from ostinato.errors import DriverError
+
+__all__ = ["EdgeArrays", "Frozen", "Other", "RawKernel", "Shapes", "layout_bytes", "read_nodes"]
+
+RawKernel: TypeAlias = tuple[int, bytes, bytes]
+"""A kernel node's function, shape and argument bytes."""
+
+_LAUNCH = struct.Struct("=7I")
+_ATTRIBUTE = struct.Struct("=I16s")
+_VALUE_BYTES = ctypes.sizeof(cu.LaunchAttributeValue)
+_MAX_SHAPES = 4096
+
+
+def layout_bytes(layout: Sequence[ParameterSlot]) -> bytes:
+    """A layout as C takes it: 32-bit offset and size of each parameter."""
+    return struct.pack(
+        f"={2 * len(layout)}I", *(n for slot in layout for n in (slot.offset, slot.size))
+    )
+
+
+def read_nodes(
+    calls: tuple[Callable[..., int], Callable[..., int], Callable[..., int]],
+    nodes: Sequence[int],
+    attributes: tuple[int, ...],
+    layout_of: Callable[[int], tuple[ParameterSlot, ...]],
+) -> list[int | RawKernel | None] | int:
+    """What `_launch.read_nodes` does, where it was not built."""
+    get_type, get_params, get_attribute = calls
+    kind, raw, value = ctypes.c_int(), cu.KernelParams(), cu.LaunchAttributeValue()
+    found: list[int | RawKernel | None] = []
+    for node in nodes:
+        status = get_type(node, ctypes.byref(kind))
+        if status:
+            return status
+        if kind.value != NodeKind.KERNEL:
+            found.append(kind.value)
+            continue
+        status = get_params(node, ctypes.byref(raw))
+        if status:
+            return status
+        if not raw.func or raw.extra:
+            found.append(None)
+            continue
+        shape = [bytes(raw)[8 : 8 + _LAUNCH.size]]
+        for identity in attributes:
+            ctypes.memset(ctypes.byref(value), 0, _VALUE_BYTES)
+            has = not get_attribute(node, identity, ctypes.byref(value))
+            shape.append(_ATTRIBUTE.pack(has, bytes(value)[:16]))
+        arguments = read_arguments(raw.kernelParams, None, layout_of(raw.func))
+        found.append((raw.func, b"".join(shape), arguments.data))
+    return found
+
+
+class _Shape(NamedTuple):
+    config: LaunchConfig
+    words: tuple[str, ...]
+    """Attributes that a config has no field for, if they were read."""
+
+
+class Shapes:
+    """Shapes that were decoded before."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, tuple[int, ...], bool], _Shape] = {}
+
+    def __call__(self, raw: bytes, attributes: tuple[int, ...], programmatic: bool) -> _Shape:
+        key = raw, attributes, programmatic
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MAX_SHAPES:
+                self._known.clear()
+            known = self._known[key] = _decoded(*key)
+        return known
+
+
+def _decoded(raw: bytes, attributes: tuple[int, ...], programmatic: bool) -> _Shape:
+    sizes = _LAUNCH.unpack_from(raw)
+    found: dict[int, cu.LaunchAttributeValue] = {}
+    for identity, (has, value) in zip(
+        attributes, _ATTRIBUTE.iter_unpack(raw[_LAUNCH.size :]), strict=True
+    ):
+        if has:
+            found[identity] = cu.LaunchAttributeValue.from_buffer_copy(
+                value.ljust(_VALUE_BYTES, b"\0")
+            )
+    known = settable(found)
+    config = LaunchConfig(
+        grid=sizes[:3],
+        block=sizes[3:6],
+        shared=sizes[6],
+        cluster=known.cluster,
+        cooperative=known.cooperative,
+        programmatic=programmatic,
+        priority=known.priority or None,
+    )
+    return _Shape(config, attribute_words(found))
+
+
+class EdgeArrays:
+    """The edges of a graph as the driver gives them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.sources = (ctypes.c_uint64 * count)()
+        self.targets = (ctypes.c_uint64 * count)()
+        self.data = (cu.EdgeDataStruct * count)()
+
+    def edges(self) -> tuple[Edge, ...]:
+        sources, targets, data = self.sources, self.targets, self.data
+        return tuple(
+            Edge(NodeHandle(sources[i]), NodeHandle(targets[i]), read_edge_data(data[i]))
+            for i in range(self.count)
+        )
+
+    def programmatic(self) -> frozenset[int]:
+        """The nodes that may start before one that they depend on has ended."""
+        if not any(bytes(self.data)):  # all edges are plain
+            return frozenset()
+        programmatic = EdgeType.PROGRAMMATIC
+        return frozenset(
+            self.targets[i] for i in range(self.count) if self.data[i].type == programmatic
+        )
+
+
+class Other(NamedTuple):
+    """A node that was decoded when it was read: no kernel, or one that only Python can read."""
+
+    kind: NodeKind | None
+    """None if this release does not know it."""
+    params: NodeParams | DriverError
+
+
+class Decoder(Protocol):
+    """The driver, as far as decoding needs it."""
+
+    shapes: Shapes
+
+    def layout_of(self, function: int) -> tuple[ParameterSlot, ...]: ...
+    def words_of(self, node: int, attributes: tuple[int, ...]) -> tuple[str, ...]: ...
+    def note_config(self, node: int, config: LaunchConfig) -> None: ...
+
+
+class Frozen:
+    """`attributes`: those that the shapes hold; `rest`: those to be read when a node is decoded."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        nodes: tuple[NodeHandle, ...],
+        held: Sequence[RawKernel | Other],
+        edges: EdgeArrays,
+        attributes: tuple[int, ...],
+        rest: tuple[int, ...],
+    ) -> None:
+        self.nodes = nodes
+        self._decoder = decoder
+        self._held = held
+        self._edges = edges
+        self._attributes = attributes
+        self._rest = rest
+        self.holders = [
+            index
+            for index, entry in enumerate(held)
+            if isinstance(entry, Other)
+            and isinstance(entry.params, ChildGraphNodeParams | ConditionalNodeParams)
+        ]
+        self._programmatic: frozenset[int] | None = None
+
+    def kind(self, index: int) -> NodeKind:
+        held = self._held[index]
+        if not isinstance(held, Other):
+            return NodeKind.KERNEL
+        if held.kind is None:
+            assert isinstance(held.params, DriverError)
+            raise held.params
+        return held.kind
+
+    def params(self, index: int) -> NodeParams:
+        held = self._held[index]
+        if isinstance(held, Other):
+            if isinstance(held.params, DriverError):
+                raise held.params
+            return held.params
+        if self._programmatic is None:
+            self._programmatic = self._edges.programmatic()
+        function, raw, data = held
+        node = self.nodes[index]
+        decoder = self._decoder
+        shape = decoder.shapes(raw, self._attributes, node in self._programmatic)
+        words = decoder.words_of(node, self._rest) if self._rest else shape.words
+        decoder.note_config(node, shape.config)
+        layout = decoder.layout_of(function) if data else ()
+        return KernelNodeParams(
+            FunctionHandle(function), shape.config, KernelArguments(data, layout), words
+        )
+
+    def edges(self) -> tuple[Edge, ...]:
+        return self._edges.edges()

@@ -1,0 +1,363 @@
+"""`Patcher`: one kernel argument of an executable, prepared to be set again and again.
+
+What a patch needs to know (the node, its signature, where the argument lies, how a value becomes
+bytes) is worked out once.  A call packs the value, sets it in the driver, and notes what it points
+at.  The bytes are in a `KernelSetter`, which the shadow reads when it is asked (`shadow.Live`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from ostinato.driver.api import (
+    Driver,
+    ExecHandle,
+    KernelArguments,
+    KernelNodeParams,
+    KernelSetter,
+    NodeHandle,
+    ParameterSlot,
+)
+from ostinato.driver.context import Context
+from ostinato.driver.launcher import packer, set_nodes, set_words
+from ostinato.driver.signature import PLAIN_CODES
+from ostinato.errors import DriverError, InputError
+from ostinato.graph.changes import Change, argument_bytes, argument_index, refused
+from ostinato.graph.graph import Graph
+from ostinato.graph.node import Node
+from ostinato.graph.pointers import PlainMove
+from ostinato.graph.shadow import Live, Shadow
+from ostinato.memory.ranges import range_of
+
+__all__ = ["Argument", "Patcher", "Run", "Write", "kernel_setter", "write_all", "write_words"]
+
+
+class Run(Protocol):
+    """What a change in place needs of its executable, whose `_lock` the caller holds."""
+
+    graph: Graph
+    context: Context
+    _lock: threading.Lock
+    _shadow: Shadow
+
+    def _live(self, node: Node) -> Live: ...
+    def _watch(self, owners: Iterable[object]) -> None: ...
+    def _let_go(self, old: list[object]) -> None: ...
+    def _undo(self, nodes: list[Node]) -> None: ...
+    def _apply(self, changes: list[Change]) -> None: ...
+    def _give_up(self) -> str: ...
+
+
+class _PlainSetter:
+    """A `KernelSetter` by `exec_set_params`, which raises what the driver refuses."""
+
+    def __init__(
+        self, driver: Driver, executable: ExecHandle, node: NodeHandle, params: KernelNodeParams
+    ) -> None:
+        self.data = params.arguments.data
+        self._set = partial(driver.exec_set_params, executable, node)
+        self._params = params
+
+    def set(self, offset: int, raw: bytes, /) -> int:
+        data = self.data[:offset] + raw + self.data[offset + len(raw) :]
+        self._set(_with_data(self._params, data))
+        self.data = data
+        return 0
+
+
+def _with_data(params: KernelNodeParams, data: bytes) -> KernelNodeParams:
+    old = params.arguments
+    arguments = KernelArguments(data, old.layout, old.packed)
+    return KernelNodeParams(params.function, params.config, arguments, params.extra_attributes)
+
+
+def kernel_setter(
+    driver: Driver, executable: ExecHandle, node: NodeHandle, params: KernelNodeParams
+) -> KernelSetter:
+    """The driver's own, or one that sets all of the node."""
+    made = driver.exec_prepare_kernel(executable, node, params)
+    return _PlainSetter(driver, executable, node, params) if made is None else made
+
+
+@dataclass(slots=True)  # not frozen: that triples what it costs to make one
+class Write:
+    """New bytes at one place of a node's arguments.
+
+    `owner` is what they point at, and `nbytes` how many bytes are known to be used there.
+    `same_reach`: as many as before.
+    """
+
+    live: Live
+    place: int
+    raw: bytes
+    owner: object
+    nbytes: int | None = None
+    same_reach: bool = False
+
+    def note(self, run: Run) -> None:
+        """Notes what the place points at.  May be repeated, after an interruption."""
+        live, place = self.live, self.place
+        old = live.owners.get(place)
+        if old is not None:
+            run._let_go([old])
+        live.owners[place] = self.owner
+        if not self.same_reach:
+            if self.nbytes is None:
+                live.reach.pop(place, None)
+            else:
+                live.reach[place] = self.nbytes
+
+    @property
+    def made(self) -> bool:
+        """Whether the bytes are there."""
+        return self.live.setter.data[self.place : self.place + len(self.raw)] == self.raw
+
+
+def write_one(run: Run, write: Write) -> None:
+    """Makes one write, or none.  Raises UpdateRefusedError."""
+    live, owner = write.live, write.owner
+    if owner is not None:
+        watch = getattr(owner, "watch", None)
+        if callable(watch):
+            watch(run)
+    run._shadow.touch(live)
+    try:
+        if live.setter.set(write.place, write.raw) == 0:
+            write.note(run)
+            return
+    except DriverError as error:
+        raise refused(live.node, error) from error
+    except BaseException:
+        _keep_made(run, [write])
+        raise
+    run._apply(_changes_of([write]))  # it raises the reason
+
+
+def write_all(run: Run, writes: list[Write]) -> None:
+    """Makes all writes or none; those of one node must be next to each other.
+
+    Raises UpdateRefusedError, and GraphError if the driver refused to take some of them back.
+    """
+    if len(writes) == 1:
+        write_one(run, writes[0])
+        return
+    run._watch([write.owner for write in writes])
+    for write in writes:
+        run._shadow.touch(write.live)
+    try:
+        taken = set_nodes([(w.live.setter, w.place, w.raw) for w in writes])
+        if taken is not None and taken[0] == 0:
+            for write in writes:
+                write.note(run)
+            return
+        if taken is not None and taken[1]:
+            run._give_up()
+            run._undo(_nodes_of(writes))
+    except BaseException:
+        _keep_made(run, writes)
+        raise
+    run._apply(_changes_of(writes))  # it raises the reason, or there is no shorter way
+
+
+def _keep_made(run: Run, writes: list[Write]) -> None:
+    """After an interruption: what was written stays, in the shadow too."""
+    for write in writes:
+        if write.made:
+            write.note(run)
+    run._undo(_nodes_of(writes))
+
+
+def _nodes_of(writes: list[Write]) -> list[Node]:
+    """Each node once."""
+    return list({w.live.node.handle: w.live.node for w in writes}.values())
+
+
+def write_words(run: Run, move: PlainMove) -> bool:
+    """Makes a plain rebinding in one call of C.  False if nothing was changed.
+
+    Raises GraphError if the driver refused to take some of it back.
+    """
+    lives = [run._live(node) for node in move.nodes]
+    counts, places = move.counts.tolist(), move.places.tolist()
+    of_words = [live for live, count in zip(lives, counts, strict=True) for _ in range(count)]
+    words = list(zip(of_words, places, strict=True))
+    run._watch(move.targets)
+    for live in lives:
+        run._shadow.touch(live)
+    values = move.values.tobytes()
+    try:
+        setters = [live.setter for live in lives]
+        done = set_words(setters, move.counts.tobytes(), move.places.tobytes(), values)
+        if done is None:
+            return False
+        if done[0]:
+            if done[1]:
+                run._give_up()
+                run._undo([live.node for live in lives])
+            return False
+        _note_all(run, words, move.targets)
+    except BaseException:
+        both = zip(words, move.targets, strict=True)
+        made = [
+            (word, target)
+            for i, (word, target) in enumerate(both)
+            if word[0].setter.data[word[1] : word[1] + 8] == values[8 * i : 8 * i + 8]
+        ]
+        _note_all(run, [word for word, _ in made], [target for _, target in made])
+        run._undo([live.node for live in lives])
+        raise
+    return True
+
+
+def _note_all(run: Run, words: list[tuple[Live, int]], targets: list[object]) -> None:
+    """Notes what words point at, as `Write.note` does."""
+    old = [live.owners.get(place) for live, place in words]
+    run._let_go(old)
+    for (live, place), target in zip(words, targets, strict=True):
+        live.owners[place] = target
+
+
+def _changes_of(writes: list[Write]) -> list[Change]:
+    """The writes as one change for each node."""
+    by_node: dict[NodeHandle, list[Write]] = {}
+    for write in writes:
+        by_node.setdefault(write.live.node.handle, []).append(write)
+    changes = []
+    for of_node in by_node.values():
+        live = of_node[0].live
+        data = bytearray(live.setter.data)
+        for write in of_node:
+            data[write.place : write.place + len(write.raw)] = write.raw
+        owners = tuple((write.place, write.owner) for write in of_node)
+        reach = tuple((w.place, w.nbytes) for w in of_node if not w.same_reach)
+        changes.append(Change(live.node, _with_data(live.params, bytes(data)), owners, reach))
+    return changes
+
+
+class Argument:
+    """One kernel argument of one node of an executable, as far as setting it needs to know.
+
+    It does not hold the executable, which keeps it.  The caller of a method holds its lock.
+    """
+
+    __slots__ = ("_argument", "_live", "_node", "_pack", "_place", "_pointer")
+
+    def __init__(self, run: Run, node: Node, argument: int | str) -> None:
+        self._node, self._argument = node, argument
+        self._renew(run)
+
+    def __repr__(self) -> str:
+        return f"argument {self._argument!r} of node {self._node.index} ({self._node.name})"
+
+    def _renew(self, run: Run) -> Live:
+        """Looks the argument up in what the node holds now.  Raises InputError."""
+        live = run._live(self._node)
+        slot, code, pointer = _found(live, self._argument)
+        # Exact types only; whatever is unusual takes the careful way, which also words the errors.
+        self._pack: Callable[[tuple[object, ...]], bytes | None] = (
+            packer(code, (ParameterSlot(0, slot.size),)) if code in PLAIN_CODES else _unknown
+        )
+        self._place, self._pointer, self._live = slot.offset, pointer, live
+        return live
+
+    def _current(self, run: Run) -> Live:
+        if run.context.closed or run.graph.closed:
+            run.context.require_open()
+            _ = run.graph.handle  # raises: the nodes are gone with the definition
+        if self._live.gone:
+            self._node = run._shadow.node(self._node)
+            return self._renew(run)
+        return self._live
+
+    def set(self, run: Run, value: object) -> None:
+        """What `GraphExec.patch` does."""
+        live = self._current(run)
+        raw = self._pack((value,))
+        place = self._place
+        if raw is None or self._pointer or place in live.owners or place in live.reach:
+            write_one(run, self._write(run, live, raw, value))
+            return
+        run._shadow.touch(live)
+        try:  # a number, which points at nothing: only bytes change
+            status = live.setter.set(place, raw)
+        except DriverError as error:
+            raise refused(live.node, error) from error
+        except BaseException:
+            run._undo([live.node])
+            raise
+        if status != 0:
+            run._apply(_changes_of([Write(live, place, raw, None)]))
+
+    def write(self, run: Run, value: object) -> Write:
+        """What `set` would write, for `write_all`."""
+        return self._write(run, self._current(run), self._pack((value,)), value)
+
+    def _write(self, run: Run, live: Live, raw: bytes | None, value: object) -> Write:
+        if raw is None:
+            arguments = live.params.arguments
+            index, raw = argument_bytes(
+                self._node, live.signature, arguments, self._argument, value
+            )
+            size = arguments.slot(index).size
+            if len(raw) != size:
+                raise InputError(f"argument {index} takes {size} bytes, and {len(raw)} were given")
+        owner, nbytes = owner_of(run.context, value, self._pointer)
+        return Write(live, self._place, raw, owner, nbytes)
+
+
+class Patcher:
+    """Sets one argument of one kernel node; made by `GraphExec.patcher`.
+
+        patch = run.patcher(node, "n")
+        patch(128)
+        run.launch(stream)
+
+    A call does what `GraphExec.patch` does, and raises what that raises.  It goes on working after
+    other changes of the node, and keeps the executable alive.
+    """
+
+    __slots__ = ("_argument", "_lock", "_run", "_set")
+
+    def __init__(self, run: Run, argument: Argument) -> None:
+        self._run, self._lock, self._argument, self._set = run, run._lock, argument, argument.set
+
+    def __repr__(self) -> str:
+        return f"<Patcher of {self._argument!r}>"
+
+    def __call__(self, value: object) -> None:
+        with self._lock:
+            self._set(self._run, value)
+
+
+def _unknown(_: tuple[object, ...]) -> bytes | None:
+    """Packs nothing: no signature says how."""
+    return None
+
+
+def _found(live: Live, argument: int | str) -> tuple[ParameterSlot, str, bool]:
+    """Where an argument lies, its code in `struct` if a signature says it, and whether it may be a
+    pointer."""
+    node, signature, arguments = live.node, live.signature, live.params.arguments
+    index = argument_index(node, signature, arguments, argument)
+    slot = arguments.slot(index)
+    if signature is None:
+        return slot, "", True
+    parameter = signature.parameters[index]
+    code = parameter.code if signature.layout == arguments.layout else ""
+    return slot, code, parameter.pointer
+
+
+def owner_of(context: Context, value: object, pointer: bool) -> tuple[object, int | None]:
+    """What a new argument points at, to be kept alive, and how many bytes that has."""
+    if isinstance(value, int | float | bytes):
+        if isinstance(value, int) and pointer and value > 0:
+            return context.owner_of(value), None
+        return None, None
+    try:
+        return value, range_of(value).nbytes
+    except InputError:  # a number of NumPy's
+        return value, None

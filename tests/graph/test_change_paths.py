@@ -1,0 +1,354 @@
+"""A change by any path leaves what a graph made anew would hold: in the driver and in the shadow.
+
+On the host driver, and on the CUDA driver with a libcuda that holds graphs and runs nothing
+(`tests.emulator.stub`), whose executables can be read back.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.driver import launcher as driver_launcher
+from ostinato.errors import ClosedError, GraphError, InputError, NodeKindError, UpdateRefusedError
+from ostinato.modules import Kernel
+from tests.emulator.stub import SIGNATURE, Stub, build, stub_device
+
+NODES = 12
+CELLS = 8
+CELL = 64
+
+
+@ost.host_kernel(SIGNATURE)
+def blend(launch, a, b, out, n):
+    out[:n] = a[:n] + b[:n]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = build(tmp_path_factory.mktemp("libcuda"))
+    if made is None:
+        pytest.skip("needs a C compiler")
+    return made
+
+
+class Rig:
+    """A device, one kernel, and executables of chains of it."""
+
+    def __init__(self, device: ost.Device, kernel: Kernel, stub: Stub | None) -> None:
+        self.device, self.kernel, self.stub = device, kernel, stub
+        self.stream = device.create_stream()
+
+    def buffers(self) -> list[ost.Buffer]:
+        return [self.device.zeros(CELL, np.float32) for _ in range(CELLS)]
+
+    def graph(self, launches: list[Launch]) -> ost.Graph:
+        with ost.capture(self.stream) as capture:
+            for one in launches:
+                config = ost.LaunchConfig(one.grid, 32)
+                ost.launch(self.stream, self.kernel, config, one.a, one.b, one.out, one.n)
+        return capture.graph
+
+    def check(self, run: ost.GraphExec, launches: list[Launch]) -> None:
+        """What it holds is what a graph of these launches holds."""
+        with self.graph(launches) as graph:
+            for index, node in enumerate(graph.nodes):
+                kernel = node.kernel
+                held = run.params(index)
+                assert isinstance(held, type(kernel))
+                assert held.arguments == kernel.arguments
+                assert (held.function, held.config) == (kernel.function, kernel.config)
+                if self.stub is not None:
+                    shape = (*kernel.config.grid, *kernel.config.block, kernel.config.shared)
+                    assert self.stub.holds(run, index) == (kernel.arguments.data, shape)
+
+
+class Launch:
+    def __init__(self, a: ost.Buffer, b: ost.Buffer, out: ost.Buffer, n: int, grid: int) -> None:
+        self.a, self.b, self.out, self.n, self.grid = a, b, out, n, grid
+
+    def copy(self) -> Launch:
+        return Launch(self.a, self.b, self.out, self.n, self.grid)
+
+
+@pytest.fixture(params=["host", "cuda compiled", "cuda python"])
+def rig(request: pytest.FixtureRequest, library: Path) -> Iterator[Rig]:
+    if request.param == "host":
+        with ost.open_device("host") as device:
+            source = ost.Source(host=[blend], name="blend")
+            yield Rig(device, device.modules.get_or_compile(source, "blend"), None)
+        return
+    if request.param == "cuda python":
+        with driver_launcher.without_extension(), stub_device(library) as stub:
+            yield Rig(stub.device, stub.kernel, stub)
+        return
+    if not driver_launcher.compiled():
+        pytest.skip(driver_launcher.description())
+    with stub_device(library) as stub:
+        yield Rig(stub.device, stub.kernel, stub)
+
+
+def launches(rng: random.Random, cells: list[ost.Buffer]) -> list[Launch]:
+    return [
+        Launch(*rng.choices(cells, k=3), rng.randrange(1, CELL), rng.randrange(1, 4))
+        for _ in range(NODES)
+    ]
+
+
+def change(rig: Rig, rng: random.Random, run: ost.GraphExec, state: list[Launch], cells: list):
+    """One change by a path drawn at random.  Returns the state that it leads to, and the call."""
+    new = [one.copy() for one in state]
+    index = rng.randrange(NODES)
+    one = new[index]
+    what = rng.choice(["patch", "patcher", "patch_all", "rebind", "set_params", "config", "update"])
+    if what in ("patch", "patcher"):
+        name = rng.choice(["a", "b", "out", "n"])
+        value = rng.randrange(1, CELL) if name == "n" else rng.choice(cells)
+        setattr(one, name, value)
+        place = rng.choice([name, ["a", "b", "out", "n"].index(name)])
+        node = rng.choice([index, run.graph.node(index)])
+        if what == "patch":
+            return new, lambda: run.patch(node, place, value)
+        return new, lambda: run.patcher(node, place)(value)
+    if what == "patch_all":
+        patches = []
+        for _ in range(rng.randrange(1, 10)):
+            which, name = rng.randrange(NODES), rng.choice(["a", "n", "out"])
+            value = rng.randrange(1, CELL) if name == "n" else rng.choice(cells)
+            setattr(new[which], name, value)
+            patches.append((which, name, value))
+        return new, lambda: run.patch_all(patches)
+    if what == "rebind":
+        old, other = rng.sample(cells, 2)
+        for launch in new:
+            for name in ("a", "b", "out"):
+                if getattr(launch, name) is old:
+                    setattr(launch, name, other)
+        return new, lambda: run.rebind({old: other})
+    if what == "set_params":
+        one.a, one.n, one.grid = rng.choice(cells), rng.randrange(1, CELL), rng.randrange(1, 4)
+        config = ost.LaunchConfig(one.grid, 32)
+        operation = ost.prepare(rig.kernel, config, one.a, one.b, one.out, one.n)
+        return new, lambda: run.set_params(index, operation)
+    if what == "config":
+        one.grid = rng.randrange(1, 4)
+        return new, lambda: run.set_config(index, ost.LaunchConfig(one.grid, 32))
+    new = launches(rng, cells)
+    graph = rig.graph(new)
+    return new, lambda: run.update(graph)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_path_equals_a_graph_made_anew(rig: Rig, seed: int) -> None:
+    rng = random.Random(seed)
+    cells = rig.buffers()
+    state = launches(rng, cells)
+    with rig.graph(state) as graph, graph.instantiate() as run:
+        for step in range(60):
+            new, call = change(rig, rng, run, state, cells)
+            refused = rig.stub is not None and rng.random() < 0.25
+            if refused and rig.stub is not None:
+                rig.stub.refuse(1, node=rng.randrange(NODES))
+            try:
+                call()
+                state = new
+            except UpdateRefusedError:
+                assert refused
+            finally:
+                if rig.stub is not None:
+                    rig.stub.refuse(0)
+            if step % 3 == 0:
+                rig.check(run, state)
+        rig.check(run, state)
+
+
+def test_a_refusal_in_the_middle_of_many_patches_changes_nothing(rig: Rig) -> None:
+    if rig.stub is None:
+        pytest.skip("the host driver refuses nothing here")
+    cells, rng = rig.buffers(), random.Random(1)
+    state = launches(rng, cells)
+    with rig.graph(state) as graph, graph.instantiate() as run:
+        for node in (0, 1, 5, NODES - 1):
+            rig.stub.refuse(1, node=node)
+            with pytest.raises(UpdateRefusedError):
+                run.patch_all((i, "a", cells[0]) for i in range(NODES))
+            rig.stub.refuse(1, node=node)
+            with pytest.raises(UpdateRefusedError):
+                run.rebind({cell: cells[i - 1] for i, cell in enumerate(cells)})
+            rig.stub.refuse(0)
+            rig.check(run, state)
+            assert run.usable
+
+
+def test_what_cannot_be_taken_back_is_launched_no_more(rig: Rig) -> None:
+    if rig.stub is None:
+        pytest.skip("the host driver refuses nothing here")
+    cells, rng = rig.buffers(), random.Random(2)
+    with rig.graph(launches(rng, cells)) as graph, graph.instantiate() as run:
+        rig.stub.refuse(1, after=3)
+        with pytest.raises(GraphError, match="instantiate its graph again"):
+            run.patch_all((i, "a", cells[0]) for i in range(NODES))
+        rig.stub.refuse(0)
+        with pytest.raises(GraphError, match="instantiate its graph again"):
+            run.launch(rig.stream)
+
+
+def test_a_patcher_refuses_what_a_patch_refuses(rig: Rig) -> None:
+    cells, rng = rig.buffers(), random.Random(3)
+    state = launches(rng, cells)
+    with rig.graph(state) as graph, graph.instantiate() as run:
+        for node, argument in ((0, "c"), (0, 4), (NODES, "a"), (0, -1)):
+            with pytest.raises(InputError):
+                run.patcher(node, argument)
+        patch, point = run.patcher(0, "n"), run.patcher(0, "a")
+        for value in (-1, 1.5, 1 << 32, "text", None):
+            with pytest.raises(InputError):
+                patch(value)
+        for value in ("text", 1.5, None):
+            with pytest.raises(InputError):
+                point(value)
+        gone = rig.device.zeros(CELL, np.float32)
+        gone.close()
+        with pytest.raises(ClosedError):
+            point(gone)
+        rig.check(run, state)
+    with pytest.raises(ClosedError):
+        patch(3)
+
+
+def test_a_rebinding_follows_a_patch_that_nothing_read(rig: Rig) -> None:
+    """Nothing asks what the node holds between a rebinding, the patch, and the next rebinding."""
+    cells, rng = rig.buffers(), random.Random(10)
+    state = launches(rng, cells[:2])
+    with rig.graph(state) as graph, graph.instantiate() as run:
+        run.rebind({cells[0]: cells[2], cells[1]: cells[3]})
+        run.patch(0, "a", cells[4])
+        run.patch(1, "b", cells[2])
+        run.rebind({cells[4]: cells[5], cells[2]: cells[6]})
+        became = {cells[0]: cells[6], cells[1]: cells[3]}
+        for one in state:
+            one.a, one.b, one.out = became[one.a], became[one.b], became[one.out]
+        state[0].a, state[1].b = cells[5], cells[6]
+        rig.check(run, state)
+
+
+def test_an_empty_node_has_nothing_to_patch(rig: Rig) -> None:
+    if rig.stub is not None:
+        pytest.skip("it has kernels only")
+    with ost.Graph.create(rig.device) as graph:
+        graph.add_empty()
+        with graph.instantiate() as run, pytest.raises(NodeKindError):
+            run.patcher(0, 0)
+
+
+def test_a_patcher_follows_other_changes(rig: Rig) -> None:
+    cells, rng = rig.buffers(), random.Random(4)
+    state = launches(rng, cells)
+    with rig.graph(state) as graph, graph.instantiate() as run:
+        patch = run.patcher(0, "n")
+        patch(7)
+        state[0].n = 7
+        run.set_config(0, ost.LaunchConfig(3, 32))
+        state[0].grid = 3
+        patch(8)
+        state[0].n = 8
+        rig.check(run, state)
+        other = launches(rng, cells)
+        with rig.graph(other) as new:
+            run.update(new)
+            patch(9)
+            other[0].n = 9
+            rig.check(run, other)
+
+
+def test_a_patched_buffer_lives_as_long_as_it_is_pointed_at(rig: Rig) -> None:
+    cells, rng = rig.buffers(), random.Random(5)
+    with rig.graph(launches(rng, cells)) as graph, graph.instantiate() as run:
+        patch = run.patcher(0, "a")
+        first = rig.device.zeros(CELL, np.float32)
+        seen = weakref.ref(first)
+        patch(first)
+        del first
+        gc.collect()
+        assert seen() is not None
+        patch(cells[0])
+        rig.device.synchronize()
+        gc.collect()
+        assert seen() is None
+
+
+def test_a_rebound_buffer_lives_as_long_as_it_is_pointed_at(rig: Rig) -> None:
+    cells, rng = rig.buffers(), random.Random(5)
+    state = launches(rng, cells)
+    with rig.graph(state) as graph, graph.instantiate() as run:
+        first = rig.device.zeros(CELL, np.float32)
+        seen, memory = weakref.ref(first), first.range
+        run.rebind({state[0].a: first})
+        del first
+        gc.collect()
+        assert seen() is not None
+        run.rebind({memory: cells[0]})
+        rig.device.synchronize()
+        gc.collect()
+        assert seen() is None
+
+
+def test_closed_memory_that_a_patcher_pointed_at_is_noticed(rig: Rig) -> None:
+    cells, rng = rig.buffers(), random.Random(6)
+    with rig.graph(launches(rng, cells)) as graph, graph.instantiate() as run:
+        other = rig.device.zeros(CELL, np.float32)
+        run.patcher(3, "out")(other)
+        run.launch(rig.stream)
+        rig.device.synchronize()
+        other.close()
+        with pytest.raises(ClosedError, match="node 3"):
+            run.launch(rig.stream)
+        run.patcher(3, "out")(cells[0])
+        run.launch(rig.stream)
+
+
+def test_a_dropped_executable_is_not_held_by_what_was_patched(rig: Rig) -> None:
+    cells, rng = rig.buffers(), random.Random(7)
+    with rig.graph(launches(rng, cells)) as graph:
+        run = graph.instantiate()
+        run.patch(0, "n", 5)
+        run.rebind({cells[0]: cells[1]})
+        seen = weakref.ref(run)
+        gc.disable()
+        try:
+            del run
+            assert seen() is None
+        finally:
+            gc.enable()
+
+
+def test_a_definition_that_is_changed_afterwards_does_not_show(rig: Rig) -> None:
+    """Another library may change it by its handle, at any time."""
+    cells, rng = rig.buffers(), random.Random(8)
+    state = launches(rng, cells)
+    for updated in (False, True):
+        with rig.graph(state) as graph, graph.instantiate() as run:
+            made_of = rig.graph(state) if updated else graph
+            if updated:
+                run.update(made_of)
+            driver = rig.device.driver
+            for node in made_of.nodes:
+                other = node.kernel.arguments.with_raw(3, (63).to_bytes(4, "little"))
+                changed = type(node.kernel)(node.kernel.function, node.kernel.config, other)
+                driver.node_set_params(node.handle, changed)
+            run.patch(2, "a", cells[1])
+            run.rebind({cells[2]: cells[3]})
+            expected = [one.copy() for one in state]
+            expected[2].a = cells[1]
+            for one in expected:
+                for name in ("a", "b", "out"):
+                    if getattr(one, name) is cells[2]:
+                        setattr(one, name, cells[3])
+            rig.check(run, expected)

@@ -1,0 +1,231 @@
+"""What each version of CUDA has of what this library uses of libcuda, read from its headers.
+
+    python -m tools.cuda_versions FOLDER
+
+FOLDER is searched for cuda.h, of as many versions as there are: the wheels of
+nvidia-cuda-runtime-cu12 (12.x) and nvidia-cuda-runtime (13.x) hold it.  A C compiler reads them:
+
+    pip download --no-deps -d wheels nvidia-cuda-runtime-cu12==12.4.127  # and so on
+    for w in wheels/*.whl; do unzip -q -d headers/$(basename $w .whl) $w '*.h'; done
+
+It writes tests/data/cuda_versions.json, with which tests compare prototypes, structures and numbers
+where there is neither a header nor a compiler.  Run it again after a change of `PROTOTYPES`,
+`STRUCTURES` or `NUMBERS`, and when a new CUDA is out.  Raises SystemExit if a header disagrees with
+a prototype: no table is written then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ostinato.driver.cuda import libcuda as cu
+
+__all__ = ["NUMBERS", "TABLE", "Header", "fields_of"]
+
+TABLE = Path(__file__).parents[1] / "tests" / "data" / "cuda_versions.json"
+
+T = TypeVar("T")
+
+# Ours to the header's, where the header nests deeper than we need; and what is ours alone.
+_RENAMED = {"deviceUpdatable": "deviceUpdatableKernelNode.deviceUpdatable"}
+_OURS_ONLY = {"words"}
+
+NUMBERS = (
+    *("CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW", "CU_LAUNCH_ATTRIBUTE_COOPERATIVE"),
+    *("CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION",),
+    *("CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE",),
+    *("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", "CU_LAUNCH_ATTRIBUTE_PRIORITY"),
+    *("CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP", "CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN"),
+    *("CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION",),
+    *("CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE",),
+    *("CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT",),
+    *("CU_GRAPH_NODE_TYPE_KERNEL", "CU_GRAPH_NODE_TYPE_MEMCPY", "CU_GRAPH_NODE_TYPE_MEMSET"),
+    *("CU_GRAPH_NODE_TYPE_HOST", "CU_GRAPH_NODE_TYPE_GRAPH", "CU_GRAPH_NODE_TYPE_EMPTY"),
+    *("CU_GRAPH_NODE_TYPE_WAIT_EVENT", "CU_GRAPH_NODE_TYPE_EVENT_RECORD"),
+    *("CU_GRAPH_NODE_TYPE_EXT_SEMAS_SIGNAL", "CU_GRAPH_NODE_TYPE_EXT_SEMAS_WAIT"),
+    *("CU_GRAPH_NODE_TYPE_MEM_ALLOC", "CU_GRAPH_NODE_TYPE_MEM_FREE"),
+    *("CU_GRAPH_NODE_TYPE_BATCH_MEM_OP", "CU_GRAPH_NODE_TYPE_CONDITIONAL"),
+    *("CU_GRAPH_COND_TYPE_IF", "CU_GRAPH_COND_TYPE_WHILE", "CU_GRAPH_COND_TYPE_SWITCH"),
+    *("CU_GRAPH_DEPENDENCY_TYPE_DEFAULT", "CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC"),
+    *("CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC", "CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER"),
+)
+"""The header's numbers that later versions added to, or may."""
+
+
+def fields_of(kind: Any, prefix: str = "", base: int = 0) -> dict[str, int]:
+    """Every field by the header's name, and where it lies: "alloc.poolProps.usage" and the like."""
+    found: dict[str, int] = {}
+    anonymous = set(getattr(kind, "_anonymous_", ()))
+    for name, field_type in kind._fields_:
+        if name in _OURS_ONLY:
+            continue
+        offset = base + getattr(kind, name).offset
+        nested = isinstance(field_type, type) and issubclass(
+            field_type, ctypes.Structure | ctypes.Union
+        )
+        if name in anonymous:
+            found |= fields_of(field_type, prefix, offset)
+            continue
+        found[prefix + _RENAMED.get(name, name)] = offset
+        if nested:
+            found |= fields_of(field_type, f"{prefix}{name}.", offset)
+    return found
+
+
+class Header:
+    """One version's cuda.h, which `compiler` reads."""
+
+    def __init__(self, path: Path, compiler: str = "cc") -> None:
+        self.path, self._compiler = path, compiler
+        self._text = path.read_text(encoding="utf-8", errors="replace")
+        found = re.search(r"^#define CUDA_VERSION (\d+)", self._text, re.MULTILINE)
+        if found is None:
+            raise SystemExit(f"{path} has no CUDA_VERSION")
+        number = int(found[1])
+        self.version = (number // 1000, number % 1000 // 10)
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.version))
+
+    def has(self, name: str) -> bool:
+        return re.search(rf"\b{name}\b", self._text) is not None
+
+    def complaints(self, lines: Iterable[str]) -> dict[int, str]:
+        """What the compiler says against each of some lines of C, by their index."""
+        code = '#include <stddef.h>\n#include <cuda.h>\n#line 1 "checked"\n' + "\n".join(lines)
+        flags = ("-fsyntax-only", "-Werror", "-fmax-errors=0", "-x", "c", f"-I{self.path.parent}")
+        done = subprocess.run(
+            [self._compiler, *flags, "-"], input=code, capture_output=True, text=True
+        )
+        found: dict[int, str] = {}
+        for match in re.finditer(r"^checked:(\d+):\d+: (?:fatal )?error: (.*)", done.stderr, re.M):
+            found.setdefault(int(match[1]) - 1, match[2])
+        if done.returncode and not found:
+            raise SystemExit(f"{self.path} cannot be read: {done.stderr}")
+        return found
+
+    def wrong_prototypes(self, prototypes: dict[str, tuple[str, ...]]) -> list[str]:
+        """Those of its calls that it declares otherwise."""
+        symbols = [symbol for symbol in prototypes if self.has(symbol)]
+        lines = [
+            f"CUresult (CUDAAPI *check_{symbol})({', '.join(prototypes[symbol]) or 'void'})"
+            f" = &{symbol};"
+            for symbol in symbols
+        ]
+        return [f"{symbols[at]}: {words}" for at, words in self.complaints(lines).items()]
+
+    def numbers(self, names: Iterable[str]) -> dict[str, int]:
+        """The values of the names that it has."""
+        return self._values({name: name for name in names if self.has(name)})
+
+    def layouts(self, structures: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+        """Where the fields of some structures of ours lie in this version's of those names.
+
+        "" is the size.  A structure or a field that this version does not have is left out.
+        """
+        asked: dict[tuple[str, str], str] = {}
+        for name, kind in structures.items():
+            asked[name, ""] = f"sizeof({name})"
+            asked |= {(name, field): f"offsetof({name}, {field})" for field in fields_of(kind)}
+        found: dict[str, dict[str, int]] = {}
+        for (name, field), value in self._values(asked).items():
+            found.setdefault(name, {})[field] = value
+        return found
+
+    def _values(self, expressions: Mapping[T, str]) -> dict[T, int]:
+        """Those of some constant expressions that compile, by their names."""
+        names = list(expressions)
+        lines = [f"enum {{ a{i} = (int)({expressions[name]}) }};" for i, name in enumerate(names)]
+        for at in self.complaints(lines):
+            lines[at] = ""
+        kept = [(i, name) for i, name in enumerate(names) if lines[i]]
+        shown = "\n".join(f'printf("%d\\n", a{i});' for i, _ in kept)
+        code = "#include <stddef.h>\n#include <stdio.h>\n#include <cuda.h>\n"
+        code += "\n".join(lines) + f"\nint main(void) {{ {shown} return 0; }}"
+        with tempfile.TemporaryDirectory() as folder:
+            made = f"{folder}/made"
+            command = [self._compiler, "-x", "c", f"-I{self.path.parent}", "-", "-o", made]
+            subprocess.run(command, input=code, check=True, text=True)
+            done = subprocess.run([made], check=True, capture_output=True, text=True)
+        values = map(int, done.stdout.split())
+        return {name: value for (_, name), value in zip(kept, values, strict=True)}
+
+
+def table_of(headers: list[Header]) -> dict[str, Any]:
+    """The table as it is written; versions are "12.4".  Raises SystemExit for a wrong prototype.
+
+    A structure's fields stand under the first version that has them so; "" is its size.
+    """
+    prototypes = cu.parse_prototypes()
+    wrong = [
+        f"{header}: {words}" for header in headers for words in header.wrong_prototypes(prototypes)
+    ]
+    if wrong:
+        raise SystemExit("\n".join(["these prototypes are not the header's:", *wrong]))
+    calls: dict[str, Any] = {}
+    for symbol, parameters in prototypes.items():
+        having = [str(header) for header in headers if header.has(symbol)]
+        if not having or having != [str(header) for header in headers][-len(having) :]:
+            raise SystemExit(f"{symbol} is only in the headers {having}")
+        calls[symbol] = {"since": having[0], "parameters": ", ".join(parameters)}
+    structures: dict[str, dict[str, dict[str, int]]] = {}
+    before: dict[str, dict[str, int]] = {}
+    for header in headers:
+        for name, layout in header.layouts(cu.STRUCTURES).items():
+            old = before.get(name, {})
+            if old.keys() - layout.keys():
+                raise SystemExit(f"{header}: {name} has lost {old.keys() - layout.keys()}")
+            changed = {field: at for field, at in layout.items() if old.get(field) != at}
+            if changed:
+                structures.setdefault(name, {})[str(header)] = changed
+            before[name] = layout
+    numbers: dict[str, Any] = {}
+    for header in headers:
+        for name, value in header.numbers(NUMBERS).items():
+            known = numbers.setdefault(name, {"since": str(header), "value": value})
+            if known["value"] != value:
+                raise SystemExit(f"{name} is {value} in {header} and was {known['value']}")
+    return {
+        "versions": [str(header) for header in headers],
+        "calls": calls,
+        "structures": structures,
+        "numbers": numbers,
+    }
+
+
+def _text(table: dict[str, Any]) -> str:
+    """JSON with a line for each entry, so that a change of one is one line."""
+    groups = []
+    for name, entries in table.items():
+        if isinstance(entries, dict):
+            lines = (f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
+            groups.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+        else:
+            groups.append(f" {json.dumps(name)}: {json.dumps(entries)}")
+    return "{\n" + ",\n".join(groups) + "\n}\n"
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 1:
+        raise SystemExit(__doc__)
+    headers = {}
+    for path in sorted(Path(arguments[0]).rglob("cuda.h")):
+        header = Header(path)
+        headers[header.version] = header
+    if not headers:
+        raise SystemExit(f"no cuda.h below {arguments[0]}")
+    table = table_of([headers[version] for version in sorted(headers)])
+    TABLE.write_text(_text(table), encoding="utf-8")
+    print(f"{TABLE}: {', '.join(table['versions'])}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
