@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ostinato import errors as errors
     from ostinato import testing as testing
     from ostinato.cache import CacheStatistics as CacheStatistics
+    from ostinato.cache import CaptureLimits as CaptureLimits
     from ostinato.cache import ExplicitBuckets as ExplicitBuckets
     from ostinato.cache import GraphCache as GraphCache
     from ostinato.cache import PowersOfTwo as PowersOfTwo
@@ -72,6 +73,7 @@ _HOMES = {
     "Buffer": "memory",
     "CacheStatistics": "cache",
     "Capture": "graph",
+    "CaptureLimits": "cache",
     "CaptureMode": "driver.api",
     "CapturePool": "memory",
     "Closeable": "driver.closeable",

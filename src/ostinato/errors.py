@@ -14,12 +14,14 @@
     ├── CaptureError                a capture could not be begun, or did not give a graph
     │   ├── NotCapturingError       ended, but never begun
     │   ├── CaptureBrokenError      something cannot be captured; names the line
-    │   └── PoolSealedError         a capture would need memory from a sealed pool
+    │   ├── PoolSealedError         a capture would need memory from a sealed pool
+    │   └── CaptureLimitError       a cache has captured as much as its limits allow
     ├── GraphError                  a graph could not be built, read, instantiated or changed
     │   ├── NodeKindError           this kind of node does not have what was asked for
     │   └── UpdateRefusedError      the executable stays as it was; names node and reason
     ├── VerificationError           a replay gave another answer than the eager run
     ├── StateLostError              a check could not restore the state that it had changed
+    ├── EagerRunError               a strict step would have run eagerly; nothing ran
     ├── CompileError                the compiler refused the source; carries its log
     └── ModelError                  a model cannot be found, read or run
         ├── ModelFormatError        a file is damaged, or not what it says it is
@@ -38,11 +40,13 @@ from dataclasses import dataclass
 __all__ = [
     "CaptureBrokenError",
     "CaptureError",
+    "CaptureLimitError",
     "ClosedError",
     "CompileError",
     "ContextPoisonedError",
     "DownloadError",
     "DriverError",
+    "EagerRunError",
     "GraphError",
     "InputError",
     "ModelError",
@@ -387,6 +391,10 @@ class PoolSealedError(CaptureError):
     """A capture would need memory from a sealed pool; says what needs it."""
 
 
+class CaptureLimitError(CaptureError):
+    """The limits of a cache refuse a capture (`cache.CaptureLimits`); nothing was captured."""
+
+
 class GraphError(OstinatoError):
     """A graph could not be built, read, instantiated or changed."""
 
@@ -412,6 +420,10 @@ class VerificationError(OstinatoError):
 
 class StateLostError(OstinatoError):
     """A check could not restore the state that it had changed; names the slots to write again."""
+
+
+class EagerRunError(OstinatoError):
+    """A strict step cannot replay a graph for this call; says why.  Nothing of the call ran."""
 
 
 class CompileError(OstinatoError):

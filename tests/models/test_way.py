@@ -16,6 +16,7 @@ import pytest
 
 import ostinato
 from ostinato.device import Device
+from ostinato.graph import Graph
 from ostinato.models import Decoder
 from tests.models.random_models import RandomModel, llama
 
@@ -67,7 +68,14 @@ def as_documented(heading: str) -> list[str]:
     return re.findall(r"^\d+\. `([a-z_/]+\.py)`", section[1], re.M)
 
 
-def test_a_decoded_token(decoder: Decoder) -> None:
+@pytest.mark.parametrize("another", [False, True])
+def test_a_decoded_token(decoder: Decoder, host_device: Device, another: bool) -> None:
+    """Also if `another` graph of its cache was used since the last token."""
+    if another:
+        graph = Graph.create(host_device.context)
+        graph.add_empty()
+        decoder.graph_cache.install("another", graph.instantiate())
+        assert decoder.graph_cache.get("another") is not None
     files = walked(decoder, decoder.decode, to_the_launch=True)
     assert len(files) <= MOST["decode"]
     assert files == as_documented("`Decoder.decode`, to the launch")

@@ -13,6 +13,8 @@ __all__ = ["FAULTS"]
 FOOTGUNS = "tests/test_footguns.py::"
 STEP = "tests/replay/test_step.py::"
 EXECUTABLE = "tests/graph/test_executable.py::"
+STEP_KEYS = "tests/replay/test_step_keys.py::"
+BUDGET = "tests/cache/test_budget.py::"
 CHANGES = "tests/graph/test_change_paths.py::"
 CACHE = "tests/cache/test_graph_cache.py::"
 THREADS = "tests/cache/test_graph_cache_threads.py::"
@@ -36,7 +38,7 @@ _FAULTS = (
         "A call that was checked is replayed once more, so its state advances twice.",
         "ostinato.replay.step:GraphedStep._checked",
         "if report.finding is None:\n",
-        "if report.finding is None:\n        self._launch(call, executable)\n",
+        "if report.finding is None:\n        self._launch(call, state, executable)\n",
         (FOOTGUNS + "test_a_step_with_state_advances_once_a_call",),
         "LibreYOLO/libreyolo#671",
     ),
@@ -124,7 +126,7 @@ _FAULTS = (
     Fault(
         "padding-is-checked-without-any",
         "A graph that was checked without padding is not checked again once it has some.",
-        "ostinato.replay.step:_KeyState.is_checked",
+        "ostinato.replay.key_state:KeyState.is_checked",
         "return known and (self.checked_padded or not padded)",
         "return known",
         (FOOTGUNS + "test_a_first_check_without_padding_is_repeated_with_some",),
@@ -174,7 +176,7 @@ _FAULTS = (
     Fault(
         "rebuilt-graph-is-not-checked",
         "A graph that was evicted and made again is replayed without a check.",
-        "ostinato.replay.step:_KeyState.is_checked",
+        "ostinato.replay.key_state:KeyState.is_checked",
         " and self.checked() is executable",
         "",
         (FOOTGUNS + "test_a_graph_that_was_made_again_is_checked_again",),
@@ -289,7 +291,7 @@ _FAULTS = (
         "failed-capture-is-not-run",
         "A capture fails, and the call that needed it runs nothing.",
         "ostinato.replay.step:GraphedStep._build",
-        "return self._run_eager(call, state, failure)",
+        "return self._fall_back(call, state, failure.reason, failure.detail)",
         "return failure",
         (FOOTGUNS + "test_a_failed_capture_has_run_nothing",),
     ),
@@ -297,8 +299,8 @@ _FAULTS = (
         "refused-replay-is-not-run",
         "The driver refuses a replay, and the call runs nothing.",
         "ostinato.replay.step:GraphedStep._refused",
-        "return self._run_eager(call, state, decision)",
-        "return decision",
+        "return self._fall_back(call, state, Reason.REFUSED, why)",
+        "return Decision(Action.EAGER, Reason.REFUSED, why)",
         (STEP + "test_a_refused_replay_is_run_eagerly",),
     ),
     Fault(
@@ -350,9 +352,9 @@ _FAULTS = (
     Fault(
         "captured-arguments-are-dropped",
         "A graph does not keep the buffers that its nodes point at.",
-        "ostinato.graph.launching:launch",
-        "keep=(kernel, *keep)",
-        "keep=(kernel,)",
+        "ostinato.graph.launching:_announce",
+        "(kernel, *keep)",
+        "(kernel,)",
         (FOOTGUNS + "test_memory_under_a_graph_is_not_given_to_others",),
         "NVIDIA/cuda-python#166",
     ),
@@ -840,6 +842,52 @@ _FAULTS = (
         "return None",
         (FOOTGUNS + "test_an_adopted_graph_is_seen_to_touch_memory",),
         "sgl-project/sglang#27140",
+    ),
+    Fault(
+        "key-is-captured-for-ever",
+        "A key that is evicted and captured over and over is not stopped by the cache's limits.",
+        "ostinato.cache.limits:refuse",
+        "if recent >= limits.per_key:",
+        "if False:",
+        (
+            STEP_KEYS + "test_a_key_that_is_captured_again_and_again_runs_eagerly",
+            "tests/cache/test_limits.py::test_a_key_that_is_captured_again_and_again_is_refused",
+        ),
+    ),
+    Fault(
+        "strict-step-runs-eagerly",
+        "A strict step that has no graph to replay runs eagerly without a word.",
+        "ostinato.replay.policy:fall_back",
+        "Action.REFUSE if strict else Action.EAGER",
+        "Action.EAGER",
+        (STEP_KEYS + "test_a_strict_step_raises_and_runs_nothing",),
+    ),
+    Fault(
+        "destruction-hides-growth",
+        "Memory that is given back inside a capture makes what the capture took look like nothing.",
+        "ostinato.cache.budget:MemoryMeter.__exit__",
+        "self._before - self.free + back",
+        "self._before - self.free + 0 * back",
+        (
+            BUDGET + "test_memory_that_is_given_back_in_a_capture_hides_nothing",
+            "tests/replay/test_load.py::test_a_cache_under_load",
+        ),
+    ),
+    Fault(
+        "blocks-count-again-and-again",
+        "Blocks that graphs gave back still count, so a full cache keeps fewer and fewer graphs.",
+        "ostinato.cache.budget:SharedBlocks.note",
+        "self.grown -= back",
+        "self.grown -= 0 * back",
+        (BUDGET + "test_graphs_in_one_block_are_charged_with_their_share",),
+    ),
+    Fault(
+        "schedule-without-repeats",
+        "Processes that replayed a key a different number of times have the same digest.",
+        "ostinato.cache.graph_cache:Table.schedule_digest",
+        "latest.hits - self._hits_before",
+        "latest.hits > self._hits_before",
+        ("tests/cache/test_schedule.py::test_where_a_digest_is_asked_for_changes_nothing",),
     ),
     Fault(
         "kernel-key-without-options",

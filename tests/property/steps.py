@@ -12,7 +12,7 @@ import numpy as np
 
 import ostinato as ost
 from ostinato.cache import Buckets, Multiples
-from ostinato.errors import CaptureError, ClosedError, InputError, OstinatoError
+from ostinato.errors import CaptureError, ClosedError, EagerRunError, InputError, OstinatoError
 from ostinato.replay import Action, HeldReplay, Reason, StepKey
 from tests.property.engine import BYTE, booleans, integers, rule, sampled, tuples
 from tests.property.kernels import config, kernel
@@ -288,9 +288,9 @@ class Modelled:
         if sizes.get("rows", 0) > ROWS:
             return (InputError,)
         if not self.lane.open or self.step.cache.closed:
-            return (ClosedError, _Interrupted)
+            return (ClosedError, _Interrupted, EagerRunError)
         if self.work.x.closed or self.work.w.closed:
-            return (ClosedError, _Interrupted)
+            return (ClosedError, _Interrupted, EagerRunError)
         return ()
 
     def reached(self, sizes: Sizes) -> dict[str, int]:
@@ -451,26 +451,31 @@ class StepRules(World):
         for turn in range(times):
             self.call_once(modelled, self.sizes(modelled, size + turn))
 
-    def call_once(self, modelled: Modelled, sizes: Sizes) -> None:
-        """One call: right, or refused as it must be."""
+    def call_once(self, modelled: Modelled, sizes: Sizes) -> bool:
+        """One call: right, or refused as it must be.  Whether it went well."""
         step, work = modelled.step, modelled.work
         refusals = modelled.refusals_of(sizes)
         if refusals:
             self.refuses(lambda: step(**sizes), refusals)
-            return
+            return False
         self.order(modelled.lane, modelled.boxes)
         try:
             decision = step(**sizes)
+        except EagerRunError:
+            assert step.strict
+            self.look(modelled.lane, modelled.boxes, "a strict step refused, and nothing ran")
+            return False
         except _Interrupted:
             assert work.fail == "first"
             self.look(modelled.lane, modelled.boxes, "the function raised")
-            return
+            return False
         if isinstance(work, Escaping):
             self.device.synchronize()  # nothing orders its halves
         assert decision.reason is not Reason.MISMATCH, decision
         self.note(modelled, sizes, decision)
         work.apply(work.w, sizes, modelled.reached(sizes))
         self.look(modelled.lane, modelled.boxes, f"{type(work).__name__}{dict(sizes)}, {decision}")
+        return True
 
     def note(self, modelled: Modelled, sizes: Sizes, decision: Any) -> None:
         """A key is quarantined after so many refused replays in a row, and not before."""
@@ -548,9 +553,8 @@ class StepRules(World):
             return
         if isinstance(work, Looped):
             return  # a size on the host: `times` launches
-        self.call_once(modelled, sizes)
         other = self.sizes(modelled, size + 1)
-        if modelled.refusals_of(other):
+        if not self.call_once(modelled, sizes) or modelled.refusals_of(other):
             return
         try:
             with ost.capture(lane.stream) as capture:
@@ -676,6 +680,11 @@ class StepRules(World):
         fault = self.faults.fail(call, status=status, at=at)
         try:
             decision = modelled.step(**sizes)
+        except EagerRunError:
+            assert modelled.step.strict
+            self.faults.clear()
+            self.look(modelled.lane, modelled.boxes, "a strict step refused, and nothing ran")
+            return
         except OstinatoError as error:
             assert fault.fired, error
             self.faults.clear()

@@ -9,12 +9,14 @@ from ostinato.cache.buckets import (
 )
 from ostinato.cache.budget import Footprint, FootprintSource, parse_bytes
 from ostinato.cache.graph_cache import GraphCache
+from ostinato.cache.limits import CaptureLimits, Refusal, Refused
 from ostinato.cache.statistics import CacheStatistics, Evictions, KeyStatistics
 from ostinato.graph.manifest import Touch
 
 __all__ = [
     "Buckets",
     "CacheStatistics",
+    "CaptureLimits",
     "Evictions",
     "ExplicitBuckets",
     "Footprint",
@@ -23,6 +25,8 @@ __all__ = [
     "KeyStatistics",
     "Multiples",
     "PowersOfTwo",
+    "Refusal",
+    "Refused",
     "Touch",
     "capacity_class",
     "parse_bytes",

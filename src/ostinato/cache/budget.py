@@ -9,8 +9,16 @@ Measured on an H100 80GB (driver 580.159, CUDA 13.0) with 64 executables each of
 * the driver keeps the memory of destroyed executables for later graphs: free memory does not rise
   again, and the next graph of that size takes none.
 
-So the change of free memory is no measure of a small graph.  It is used only if it is larger than
-those blocks can explain: then the graph brought its own memory (a pool, a module).
+So the change of free memory is no measure of one small graph: it is 0 or 2 MiB.  A graph is charged
+
+* with what is given;
+* with the change of free memory around its capture, if that is larger than its estimate by more
+  than a block: then it brought its own memory (a pool, a module);
+* else with its estimate by nodes, times what all such graphs of the cache took together over what
+  they were estimated at together (`SharedBlocks`).
+
+Not guaranteed: that a growth of at most one block was the graph's.  If other threads or processes
+allocate so much during captures, small graphs are charged too much until the cache is empty once.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from types import TracebackType
 from typing import Self
 
 from ostinato.driver.context import Context
-from ostinato.errors import ClosedError, DriverError, InputError
+from ostinato.errors import ClosedError, InputError
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.node import Node
 
@@ -32,6 +40,7 @@ __all__ = [
     "Footprint",
     "FootprintSource",
     "MemoryMeter",
+    "SharedBlocks",
     "footprint",
     "parse_bytes",
 ]
@@ -84,31 +93,90 @@ class FootprintSource(enum.StrEnum):
 
     GIVEN = "given"
     MEASURED = "measured"
+    """By the change of free memory around its capture."""
     ESTIMATED = "estimated"
+    """By its nodes."""
+    SHARED = "shared"
+    """By its nodes, as a share of the blocks that it and other graphs took together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of device memory that a graph is charged with, and where the number is from."""
+    """Bytes of device memory that a graph is charged with, and where the number is from.
+
+    Of an estimate: by how much free memory fell around the capture, and how much was free after
+    it; None if that is not known.
+    """
 
     nbytes: int
     source: FootprintSource
+    grown: int | None = None
+    free: int | None = None
+
+
+@dataclass(slots=True)
+class SharedBlocks:
+    """The blocks of memory that the small graphs of one cache share.
+
+    The driver keeps the memory of graphs that left for the next ones, so what was taken is for as
+    many graphs as there were at most at the same time.  Memory that graphs brought by themselves
+    is given back when they leave: free memory rises between two captures then.
+    """
+
+    grown: int = 0
+    """Bytes by which free memory fell in captures, less what was given back."""
+    peak: int = 0
+    """The most bytes that the graphs of `grown` were estimated at together, at any time."""
+    _free: int | None = None
+    """Free memory after the last capture."""
+
+    def note(self, grown: int, free: int, others: int, nbytes: int) -> None:
+        """A capture: by how much free memory fell, and to what; the estimate of the graph, and
+        those of the others that are there."""
+        if self._free is not None and self.peak:
+            rose = free + grown - self._free
+            left = self.grown * max(0, self.peak - others) // self.peak
+            back = min(max(rose, 0), left)  # other rises are of others
+            if back:
+                self.peak -= self.peak * back // self.grown
+                self.grown -= back
+        self._free = free
+        self.grown += max(grown, 0)
+        self.peak = max(self.peak, others + nbytes)
+
+    def share(self, footprint: Footprint) -> Footprint:
+        """What to charge for an estimate: not less than that, nor over a block more.
+
+        The last block need not be full, so it counts only once another one is begun.  Footprints
+        of other sources stay.
+        """
+        taken = self.grown - BLOCK_BYTES
+        if footprint.source is not FootprintSource.ESTIMATED or taken <= self.peak:
+            return footprint
+        share = -(-footprint.nbytes * taken // self.peak) if self.peak else footprint.nbytes
+        nbytes = min(share, footprint.nbytes + BLOCK_BYTES)
+        return Footprint(nbytes, FootprintSource.SHARED, footprint.grown, footprint.free)
 
 
 class MemoryMeter:
     """By how many bytes free device memory fell inside the `with` block.
 
-    `taken` is None where the driver could not say.  Not guaranteed: that it was this block's work,
-    if other threads or processes allocate meanwhile.
+    What the context gave back meanwhile, of objects that were closed before, is added.  `taken` is
+    None where the driver could not say; `free` is what was free at the end of the block.  Not
+    guaranteed: that it was this block's work, if other threads or processes allocate meanwhile.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._before: int | None = None
+        self._given_back = 0
         self.taken: int | None = None
+        self.free: int | None = None
 
     def __enter__(self) -> Self:
-        self._before = self._free()
+        self._context.measuring(True)
+        self._given_back = self._context.given_back
+        self._before = self._context.free_memory()
         return self
 
     def __exit__(
@@ -117,24 +185,25 @@ class MemoryMeter:
         value: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self._context.measuring(False)
         if self._before is not None and kind is None:
-            after = self._free()
-            self.taken = None if after is None else self._before - after
-
-    def _free(self) -> int | None:
-        try:
-            return self._context.driver.memory_info()[0]
-        except DriverError:
-            return None  # a later call that uses the driver raises; a size need not
+            self.free = self._context.free_memory()
+            if self.free is not None:
+                back = self._context.given_back - self._given_back
+                self.taken = self._before - self.free + back
 
 
 def footprint(
-    executable: GraphExec, *, given: int | None = None, taken: int | None = None
+    executable: GraphExec,
+    *,
+    given: int | None = None,
+    taken: int | None = None,
+    free: int | None = None,
 ) -> Footprint:
-    """The bytes to charge: as given, or measured if that is plausible, or estimated by nodes.
+    """The bytes of a graph: as given, or measured if it brought its own, or estimated by nodes.
 
-    `taken` is what a `MemoryMeter` saw around the making of the executable.  Memory of alloc nodes
-    is the driver's pool and not counted.  Raises InputError for a negative `given`.
+    `taken` and `free` are what a `MemoryMeter` saw around the making of the executable.  Memory of
+    alloc nodes is the driver's pool and not counted.  Raises InputError for a negative `given`.
     """
     if given is not None and given < 0:
         raise InputError(f"nbytes={given}: bytes cannot be negative")
@@ -147,7 +216,7 @@ def footprint(
         return Footprint(given, FootprintSource.GIVEN)
     if taken is not None and taken > estimate + BLOCK_BYTES:
         return Footprint(taken, FootprintSource.MEASURED)
-    return Footprint(estimate, FootprintSource.ESTIMATED)
+    return Footprint(estimate, FootprintSource.ESTIMATED, taken, free)
 
 
 def _count(nodes: tuple[Node, ...]) -> int:

@@ -13,30 +13,29 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal
 
 from ostinato.cache.buckets import Buckets, PowersOfTwo
-from ostinato.cache.budget import Footprint, MemoryMeter, footprint, parse_bytes
+from ostinato.cache.budget import Footprint, MemoryMeter, SharedBlocks, footprint, parse_bytes
 from ostinato.cache.flight import Flight, Flights
-from ostinato.cache.statistics import CacheStatistics, Evictions, KeyStatistics
+from ostinato.cache.limits import CaptureLimits, Refused, Spent, refuse
+from ostinato.cache.records import KeyRecord, Reason, Records, evictions
+from ostinato.cache.schedule import FOLDED, Event, Schedule
+from ostinato.cache.statistics import CacheStatistics, KeyStatistics
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
-from ostinato.errors import ClosedError, InputError
+from ostinato.errors import CaptureLimitError, ClosedError, InputError
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.manifest import Touch
 from ostinato.memory.ranges import Target, range_of
 
 __all__ = ["Entry", "GraphCache", "Table"]
-
-Reason = Literal["asked", "touching", "budget", "count", "replaced", "closed"]
-"""Why an entry leaves; the first four are evictions."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -49,6 +48,9 @@ class Entry:
     hits: int = 0
     leases: int = 0
     leaving: bool = False
+    used: bytes = b""
+    """What stands for a use of it in the schedule."""
+    record: KeyRecord = field(default_factory=KeyRecord)
 
 
 class Table:
@@ -73,20 +75,83 @@ class Table:
         self.leaving: weakref.WeakSet[Entry] = weakref.WeakSet()
         """Weak: a lease that an interruption lost must not keep a graph for ever."""
         self.over_budget = 0
-        self._left: Counter[Reason] = Counter()
+        self.blocks = SharedBlocks()
+        self.records = Records()
+        self.total = KeyRecord()
+        """The counts of all keys together, with the hits of the graphs that are there."""
+        self._schedule = Schedule()
+        self._latest: Entry | None = None
+        """The last of the entries, if it was used or put in last; and its hits before.  Uses of it
+        in a row are one event of the schedule, so that they cost nothing more."""
+        self._hits_before = 0
 
     @property
     def nbytes(self) -> int:
         """The sum of the bytes that the entries are charged with."""
-        return sum(entry.footprint.nbytes for entry in self.entries.values())
+        return sum(self.charge(entry).nbytes for entry in self.entries.values())
+
+    def charge(self, entry: Entry) -> Footprint:
+        """The bytes that an entry is charged with, as of now."""
+        return self.blocks.share(entry.footprint)
 
     def use(self, key: Hashable) -> Entry | None:
         """The entry under a key.  Counts a hit, and makes it the most recently used."""
         entry = self.entries.get(key)
         if entry is not None:
-            self.entries.move_to_end(key)
+            if entry is not self._latest:
+                self.entries.move_to_end(key)
+                self._begin_uses(entry)
             entry.hits += 1
+            self.total.hits += 1
         return entry
+
+    def _begin_uses(self, entry: Entry | None) -> None:
+        """Ends the uses in a row of one entry, and begins those of another, or of none."""
+        latest, before = self._latest, self._hits_before
+        self._latest, self._hits_before = entry, 0 if entry is None else entry.hits
+        if latest is not None and latest.hits > before:
+            # Put there without a call: a hit goes through no file but this one.
+            trail = self._schedule.trail
+            trail.append((latest.used, latest.hits - before))
+            if len(trail) >= FOLDED:
+                self._schedule.fold()
+
+    def note(self, key: Hashable, event: Event) -> None:
+        """Adds an event to the schedule."""
+        self._begin_uses(None)
+        self._schedule.note(key, event)
+
+    def schedule_digest(self) -> str:
+        """Of all events so far."""
+        latest = self._latest
+        times = 0 if latest is None else latest.hits - self._hits_before
+        return self._schedule.digest(b"" if latest is None else latest.used, times)
+
+    def miss(self, key: Hashable) -> None:
+        """A use that found no entry."""
+        for record in self.counting(key):
+            record.misses += 1
+        self.note(key, "missed")
+
+    def counting(self, key: Hashable) -> tuple[KeyRecord, KeyRecord]:
+        """The two records that count what happens to a key: its own, and that of all keys."""
+        return self.record(key), self.total
+
+    def record(self, key: Hashable) -> KeyRecord:
+        """The record of a key, whether it has an entry or not."""
+        entry = self.entries.get(key)
+        return self.records.of(key) if entry is None else entry.record
+
+    def look(self, key: Hashable) -> tuple[KeyRecord | None, Entry | None]:
+        """The record and the entry of a key, where there are."""
+        entry = self.entries.get(key)
+        return self.records.gone.get(key) if entry is None else entry.record, entry
+
+    def uses(self, key: Hashable) -> int:
+        """Hits and misses of a key."""
+        record, entry = self.look(key)
+        hits = 0 if entry is None else entry.hits
+        return hits if record is None else hits + record.hits + record.misses
 
     def release(self, entry: Entry) -> bool:
         """Ends one lease.  True if the entry has left and this was the last."""
@@ -103,15 +168,32 @@ class Table:
         InputError if it is elsewhere in the table: it would be closed twice.
         """
         self._require_free(key, entry.executable)
+        used = self._schedule.mark(key, "used")  # first: a key of a user's class may raise here
         before = self.entries.get(key)
         out: list[Entry] = []
         if before is not None and before.executable is entry.executable:
             before.footprint = entry.footprint
+            entry = before
             self.entries.move_to_end(key)
         else:
             out += self.remove([key], "replaced")
+            entry.used = used
+            entry.record = self.records.take(key)
             self.entries[key] = entry
+        self._begin_uses(entry)
+        self._measure(entry)
         return out + self._trim()
+
+    def _measure(self, entry: Entry) -> None:
+        """Notes what the capture of an entry told about the blocks that entries share."""
+        footprint = entry.footprint
+        if footprint.grown is None or footprint.free is None:
+            return
+        if len(self.entries) == 1 and not self.leaving:
+            self.blocks = SharedBlocks()
+        others = [e.footprint for e in (*self.entries.values(), *self.leaving) if e is not entry]
+        estimated = sum(each.nbytes for each in others if each.grown is not None)
+        self.blocks.note(footprint.grown, footprint.free, estimated, footprint.nbytes)
 
     def _require_free(self, key: Hashable, executable: GraphExec) -> None:
         for other, entry in self.entries.items():
@@ -133,7 +215,12 @@ class Table:
             entry = self.entries.pop(key, None)
             if entry is None:
                 continue
-            self._left[reason] += 1
+            self.total.left[reason] += 1
+            entry.record.left[reason] += 1
+            entry.record.hits += entry.hits
+            self.records.keep(key, entry.record)
+            if entry is self._latest:
+                self._begin_uses(None)
             entry.leaving = True
             if entry.leases:
                 self.leaving.add(entry)
@@ -150,29 +237,29 @@ class Table:
             nbytes = self.nbytes
             while nbytes > self.budget and len(self.entries) > 1:
                 key, entry = next(iter(self.entries.items()))
-                nbytes -= entry.footprint.nbytes
+                nbytes -= self.charge(entry).nbytes
                 out += self.remove([key], "budget")
             self.over_budget += nbytes > self.budget
         return out
 
     # --- numbers
-    @property
-    def replaced(self) -> int:
-        return self._left["replaced"]
+    def key_statistics(self, key: Hashable) -> KeyStatistics | None:
+        """The line of one key; None if nothing is known of it."""
+        record, entry = self.look(key)
+        return None if record is None else self._line(key, record, entry)
 
-    @property
-    def evictions(self) -> Evictions:
-        left = self._left
-        return Evictions(left["asked"], left["touching"], left["budget"], left["count"])
+    def all_statistics(self) -> tuple[KeyStatistics, ...]:
+        """A line for each key with an entry, from the least to the most recently used."""
+        return tuple(self._line(key, e.record, e) for key, e in self.entries.items())
 
-    def key_statistics(self) -> tuple[KeyStatistics, ...]:
-        """A line for each key, from the least to the most recently used."""
-        return tuple(
-            KeyStatistics(
-                key, e.hits, e.footprint.nbytes, e.footprint.source, capture_ms=e.capture_ms
-            )
-            for key, e in self.entries.items()
-        )
+    def gone_statistics(self) -> tuple[KeyStatistics, ...]:
+        """A line for each key that has no entry, the latest last."""
+        return tuple(r.statistics(key) for key, r in self.records.gone.items())
+
+    def _line(self, key: Hashable, record: KeyRecord, entry: Entry | None) -> KeyStatistics:
+        if entry is None:
+            return record.statistics(key)
+        return record.statistics(key, entry.hits, self.charge(entry), entry.capture_ms)
 
 
 class _Hold:
@@ -212,6 +299,8 @@ class GraphCache(Closeable):
     recently used leave, but never the one that was just put in.  Bytes are given, measured or
     estimated: `cache.budget` says how, and how well.  Not guaranteed: that free device memory rises
     after an eviction; the driver keeps the memory for the next graphs, which is why a budget helps.
+    `limits` are for captures: their time, and how often one key is captured.  Set the attribute
+    anew to change them.
 
         cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(64), budget="512 MiB")
         cache.get_or_capture("decode", make)
@@ -225,21 +314,22 @@ class GraphCache(Closeable):
         buckets: Buckets | None = None,
         budget: int | str | None = None,
         max_graphs: int | None = None,
+        limits: CaptureLimits | None = None,
     ) -> None:
         context = context_of(device)
         if max_graphs is not None and max_graphs < 1:
             raise InputError(f"max_graphs={max_graphs}: 1 or more, or None for no limit")
         self.context = context
         self.buckets: Buckets = PowersOfTwo() if buckets is None else buckets
+        self.limits = CaptureLimits() if limits is None else limits
         # Reentrant, because the garbage collector may run a user's finaliser, which may use the
         # cache, between any two lines here.
         self._lock = new_lock()
         self._table = Table(None if budget is None else parse_bytes(budget), max_graphs)
         self._flights = Flights(self._lock)
         self._closed = False
-        self._hits = self._misses = self._installed = 0
-        self._captures = self._failures = self._joined = 0
-        self._capture_seconds = 0.0
+        self._joined = 0
+        self._spent = Spent()
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -305,9 +395,8 @@ class GraphCache(Closeable):
             entry = self._table.use(key)
             if entry is None:
                 self._require_open()
-                self._misses += 1
+                self._table.miss(key)
                 return None
-            self._hits += 1
             entry.leases += 1
             return entry
 
@@ -339,7 +428,8 @@ class GraphCache(Closeable):
         Like `get`, this does not keep the executable from being evicted: launch it with `replay`.
         Not guaranteed: that an eviction during a capture also evicts the graph of that capture.
         Raises CaptureError, instead of waiting for ever, if `make` asks for the key that its own
-        thread is capturing, directly or through other threads; InputError, ClosedError.
+        thread is capturing, directly or through other threads; CaptureLimitError, and calls `make`
+        not at all, if the cache's limits refuse the capture; InputError, ClosedError.
         """
         entry = self._known(key)
         if entry is not None:
@@ -355,6 +445,8 @@ class GraphCache(Closeable):
                         return entry.executable
                     other = self._flights.board(flight)
                     self._joined += other is not None and not joined
+                    if other is None:
+                        self._begin_capture(key)
                 if other is None:
                     return self._capture(flight, make, nbytes)
                 joined = True
@@ -364,14 +456,42 @@ class GraphCache(Closeable):
             del flight, other  # they hold errors whose tracebacks hold this frame
 
     def _known(self, key: Hashable, *, hit: bool = True) -> Entry | None:
-        """The entry under a key, used; None if there is none.  Raises ClosedError."""
+        """The entry under a key, which is a use if `hit`; None if there is none.
+
+        Raises ClosedError."""
         with self._lock:
-            entry = self._table.use(key)
+            entry = self._table.use(key) if hit else self._table.entries.get(key)
             if entry is None:
                 self._require_open()
-            else:
-                self._hits += hit
             return entry
+
+    def refusal(self, key: Hashable) -> Refused | None:
+        """Why a capture of this key would be refused now; None if it would not.  Not a use."""
+        limits = self.limits
+        if limits.per_key is None and limits.seconds is None:
+            return None
+        with self._lock:
+            record, _ = self._table.look(key)
+            return refuse(
+                limits,
+                spent=self._spent.within(limits.window),
+                uses=self._table.uses(key),
+                captured_at=() if record is None else record.captured_at,
+            )
+
+    def _begin_capture(self, key: Hashable) -> None:
+        """Notes that a capture begins.  Raises CaptureLimitError.  Call under the lock."""
+        refused, table = self.refusal(key), self._table
+        if refused is not None:
+            for record in table.counting(key):
+                record.refused[refused.reason] += 1
+            table.miss(key)
+            raise CaptureLimitError(
+                f"key {key!r} is not captured: {refused}. Run its work eagerly, or give the cache "
+                "a larger budget or other limits"
+            )
+        if self.limits.per_key is not None:
+            table.record(key).note_capture(table.uses(key), self.limits.per_key)
 
     def _capture(
         self, flight: Flight, make: Callable[[], GraphExec], nbytes: int | None
@@ -382,7 +502,7 @@ class GraphCache(Closeable):
                 executable = self._checked(make())
             seconds = time.perf_counter() - started
             taken = meter.taken if flight.alone else None
-            charge = footprint(executable, given=nbytes, taken=taken)
+            charge = footprint(executable, given=nbytes, taken=taken, free=meter.free)
             try:
                 self._put(flight.key, executable, charge, 1e3 * seconds)
             except ClosedError:  # the cache was closed meanwhile: nothing else has the executable
@@ -394,11 +514,18 @@ class GraphCache(Closeable):
             raise
         finally:
             with self._lock:
-                self._captures += landed
-                self._failures += not landed
-                self._capture_seconds += time.perf_counter() - started
+                self._end_capture(flight.key, landed, time.perf_counter() - started)
             del flight  # as above
         return executable
+
+    def _end_capture(self, key: Hashable, landed: bool, seconds: float) -> None:
+        """Counts a capture.  Call under the lock."""
+        for record in self._table.counting(key):
+            record.captures += landed
+            record.failures += not landed
+            record.capture_seconds += seconds
+        self._spent.add(seconds, self.limits.window)
+        self._table.note(key, "captured" if landed else "failed")
 
     def _checked(self, executable: GraphExec) -> GraphExec:
         if not isinstance(executable, GraphExec):
@@ -426,7 +553,10 @@ class GraphCache(Closeable):
         with self._lock:
             self._require_open()
             out = self._table.put(key, Entry(executable, charge, capture_ms))
-            self._installed += capture_ms is None
+            if capture_ms is None:
+                for record in self._table.counting(key):
+                    record.installed += 1
+                self._table.note(key, "installed")
         self._close(out)
 
     # --- taking out
@@ -496,25 +626,46 @@ class GraphCache(Closeable):
     def statistics(self) -> CacheStatistics:
         """Counts, bytes, and a line for each key, taken at one moment."""
         with self._lock:
-            table = self._table
+            table, total = self._table, self._table.total
             return CacheStatistics(
                 graphs=len(table.entries),
                 nbytes=table.nbytes,
                 budget=table.budget,
                 max_graphs=table.max_graphs,
                 leaving=len(table.leaving),
-                hits=self._hits,
-                misses=self._misses,
-                captures=self._captures,
-                capture_failures=self._failures,
+                hits=total.hits,
+                misses=total.misses,
+                captures=total.captures,
+                capture_failures=total.failures,
                 joined=self._joined,
-                capture_ms=1e3 * self._capture_seconds,
-                installed=self._installed,
-                replaced=table.replaced,
-                evictions=table.evictions,
+                capture_ms=1e3 * total.capture_seconds,
+                installed=total.installed,
+                replaced=total.left["replaced"],
+                evictions=evictions(total.left),
                 over_budget=table.over_budget,
-                keys=table.key_statistics(),
+                keys=table.all_statistics(),
+                limits=self.limits,
+                refused=total.refusals,
+                shared_growth=table.blocks.grown,
+                gone=table.gone_statistics(),
+                forgotten=table.records.forgotten,
             )
+
+    def key_statistics(self, key: Hashable) -> KeyStatistics | None:
+        """The line of one key, with or without a graph; None if nothing is known of it."""
+        with self._lock:
+            return self._table.key_statistics(key)
+
+    def schedule_digest(self) -> str:
+        """Which keys were used, missed, captured and installed until now, and in which order.
+
+        64 hexadecimal digits, equal in all processes that made the same calls in the same order:
+        for ranks to compare.  `cache.schedule` says how a key counts.  An eviction shows in the
+        misses after it.  A graph that is held counts once, however often it is launched.  Calls of
+        several threads at once come in any order, so their digests cannot be compared.
+        """
+        with self._lock:
+            return self._table.schedule_digest()
 
     def _require_open(self) -> None:
         if self._closed:

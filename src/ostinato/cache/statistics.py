@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 
 from ostinato.cache.budget import FootprintSource
+from ostinato.cache.limits import CaptureLimits
 
 __all__ = ["CacheStatistics", "Evictions", "KeyStatistics"]
 
@@ -30,13 +31,35 @@ class Evictions:
 
 @dataclass(frozen=True, slots=True)
 class KeyStatistics:
-    """One graph in the cache.  `capture_ms` is None if it was installed ready-made."""
+    """One key: its graph in the cache, and what happened to the key since it first came.
+
+    Of a key without a graph at present, `nbytes` is 0 and the two fields after it are None.
+    """
 
     key: Hashable
     hits: int
+    """Uses that found a graph, over all graphs that the key had."""
     nbytes: int
-    nbytes_source: FootprintSource
+    """Bytes that its graph is charged with."""
+    nbytes_source: FootprintSource | None
     capture_ms: float | None
+    """What the capture of its graph took; None if it was installed ready-made."""
+    misses: int = 0
+    captures: int = 0
+    """Those that gave a graph."""
+    capture_failures: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Captures that the limits refused to `get_or_capture`, by reason."""
+    all_captures_ms: float = 0.0
+    """What all captures of the key took, failed ones too."""
+    installed: int = 0
+    replaced: int = 0
+    evictions: Evictions = Evictions()
+
+    @property
+    def left(self) -> int:
+        """Graphs of this key that are not in the cache any more."""
+        return self.replaced + self.evictions.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +76,8 @@ class CacheStatistics:
     hits: int
     """Calls for a key that was there: replay, get, hold, get_or_capture."""
     misses: int
-    """Calls of replay, get and hold for a key that was not there."""
+    """Calls of replay, get and hold for a key that was not there, and of get_or_capture that the
+    limits refused."""
     captures: int
     capture_failures: int
     joined: int
@@ -67,4 +91,14 @@ class CacheStatistics:
     over_budget: int
     """How often the graph just put in was over the budget by itself (it is kept)."""
     keys: tuple[KeyStatistics, ...]
-    """From the least to the most recently used."""
+    """Those with a graph, from the least to the most recently used."""
+    limits: CaptureLimits
+    refused: Mapping[str, int]
+    """Captures that the limits refused to `get_or_capture`, by reason."""
+    shared_growth: int
+    """By how much free device memory fell in captures of graphs that share blocks."""
+    gone: tuple[KeyStatistics, ...]
+    """Those without a graph, the latest last; of so many as are remembered."""
+    forgotten: int
+    """Keys without a graph that are in `gone` no more.  While this is 0, the counts of all keys add
+    up to those of the cache."""

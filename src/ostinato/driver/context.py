@@ -166,6 +166,10 @@ class Context:
         """The live owners of allocations made here, by address."""
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         """Watchers of all memory that is given back, and not of single owners."""
+        self.given_back = 0
+        """Bytes by which free memory rose while retired objects were destroyed, as far as that
+        happened while someone was `measuring`."""
+        self._measuring = 0
         self._hot: weakref.WeakSet[Hot] = weakref.WeakSet()
         self._incoming: deque[_Retired] = deque()
         self._waiting: list[_Retired] = []
@@ -338,8 +342,13 @@ class Context:
                 self._take_in()
                 self._waiting = self._sorted_out(ready)
                 self._looking = None
+            before = self.free_memory() if ready and self._measuring else None
             while ready:
                 self._destroy(ready.popleft())
+            after = None if before is None else self.free_memory()
+            if before is not None and after is not None:
+                with self._lock:
+                    self.given_back += max(0, after - before)
         finally:
             self._incoming.extend(ready)  # left over only by an interruption
             if self._looking is mine:
@@ -349,6 +358,18 @@ class Context:
                 self._idle.notify_all()
         # Destroying an object retires what it alone kept alive.
         return self.collect() if self._incoming else self.retired
+
+    def free_memory(self) -> int | None:
+        """Free bytes of the device; None if the driver cannot say."""
+        try:
+            return self.driver.memory_info()[0]
+        except DriverError:
+            return None  # a later call that uses the driver raises; a size need not
+
+    def measuring(self, on: bool) -> None:
+        """From here on `given_back` is counted; with False, no more for the one who began."""
+        with self._lock:
+            self._measuring += 1 if on else -1
 
     def _take_in(self) -> None:
         """Moves the objects that finalisers noted to the waiting ones."""

@@ -519,6 +519,16 @@ class Graph(Closeable):
 
         return diff(self.outline(readable=False), other.outline(readable=False))
 
+    def digest(self) -> str:
+        """The graph's shape as 64 hexadecimal digits, for processes to compare.
+
+        It covers nodes, launch shapes and edges, and no addresses, handles or values of arguments:
+        `graph.show.digest` lists both.  Of the definition: changes of executables do not count.
+        """
+        from ostinato.graph.show.digest import digest
+
+        return digest(self.outline(readable=False))
+
     # --- lifetime
     def __repr__(self) -> str:
         state = "closed" if self._closed else "lost" if self._lost else "open"

@@ -6,7 +6,7 @@ from ostinato.replay.policy import Action, Decision, Reason, Situation, decide
 from ostinato.replay.profile import Percentiles, ReplayEvent, ReplayProfile
 from ostinato.replay.sizes import StepKey
 from ostinato.replay.slots import Role, Slot
-from ostinato.replay.statistics import StepStatistics
+from ostinato.replay.statistics import StepKeyStatistics, StepStatistics
 from ostinato.replay.step import GraphedStep
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Situation",
     "Slot",
     "StepKey",
+    "StepKeyStatistics",
     "StepStatistics",
     "decide",
 ]

@@ -1,7 +1,8 @@
 """What a graphed step does next: a pure function from its situation to a decision with a reason.
 
 Calls no driver and does no I/O.  A graph that fails costs speed, and no answer: the call runs
-eagerly, and its reason is counted.  If the eager run may be wrong too, the call raises.
+eagerly, and its reason is counted.  If the eager run may be wrong too, or if the step is strict,
+the call raises.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Action", "Decision", "Reason", "Situation", "decide"]
+from ostinato.cache import Refusal
+
+__all__ = ["Action", "Decision", "Reason", "Situation", "decide", "fall_back"]
 
 
 class Action(enum.Enum):
@@ -21,7 +24,7 @@ class Action(enum.Enum):
     """Makes the graph of this key: captures and then replays it, or records a real run."""
     REPLAY = "replay"
     REFUSE = "refuse"
-    """Raises: neither a replay nor an eager run is known to be right."""
+    """Raises: neither a replay nor an eager run is known to be right, or the step is strict."""
 
 
 class Reason(enum.StrEnum):
@@ -41,6 +44,25 @@ class Reason(enum.StrEnum):
     OVER_BUCKETS = "the size is over the largest bucket"
     OVER_SLOT = "the bucket has more rows than a slot"
     REFUSED = "the replay was refused, and nothing of it ran"
+    RECAPTURED = Refusal.RECAPTURED.value
+    CAPTURE_TIME = Refusal.SECONDS.value
+    EVICTED = "another thread evicted the graph before its first replay"
+
+    @property
+    def silent(self) -> bool:
+        """Whether an eager run for this reason is one that the caller need not expect: no switch
+        of theirs, no step on the way to a graph, and not inside a capture."""
+        return self not in _EXPECTED
+
+
+_EXPECTED = {
+    Reason.REPLAYED,
+    Reason.FIRST_USE,
+    Reason.WARMING_UP,
+    Reason.GRAPHS_OFF,
+    Reason.PROFILING,
+    Reason.INSIDE_CAPTURE,
+}
 
 
 @dataclass(slots=True)
@@ -61,6 +83,10 @@ class Situation:
     runs: int = 0
     """Eager runs of this key so far."""
     warmups: int = 1
+    capped: tuple[Reason, str] | None = None
+    """Why the cache would refuse a capture, and the numbers behind it."""
+    strict: bool = False
+    """Whether a silent eager run is an error."""
     records: bool = False
     """Whether the graph is built by recording, so that the recorded run is the first real run."""
 
@@ -93,16 +119,23 @@ def decide(situation: Situation) -> Decision:
     if s.inside_capture:
         return Decision(Action.EAGER, Reason.INSIDE_CAPTURE)
     if s.over_buckets is not None:
-        return Decision(Action.EAGER, Reason.OVER_BUCKETS, s.over_buckets)
+        return fall_back(Reason.OVER_BUCKETS, s.over_buckets, strict=s.strict)
     if s.over_slot is not None:
-        return Decision(Action.EAGER, Reason.OVER_SLOT, s.over_slot)
+        return fall_back(Reason.OVER_SLOT, s.over_slot, strict=s.strict)
     if s.quarantine is not None:
-        refuse = s.quarantine[0] is Reason.HOST_STATE
-        return Decision(Action.REFUSE if refuse else Action.EAGER, *s.quarantine)
+        reason, why = s.quarantine
+        return fall_back(reason, why, strict=s.strict or reason is Reason.HOST_STATE)
     if s.unmet:
-        return Decision(Action.EAGER, Reason.PRECONDITION, ", ".join(s.unmet))
+        return fall_back(Reason.PRECONDITION, ", ".join(s.unmet), strict=s.strict)
     if s.has_graph:
         return _REPLAY
     if not s.records and s.runs < s.warmups:
         return Decision(Action.EAGER, Reason.WARMING_UP)
+    if s.capped is not None:
+        return fall_back(*s.capped, strict=s.strict)
     return Decision(Action.BUILD, Reason.FIRST_USE)
+
+
+def fall_back(reason: Reason, detail: str, *, strict: bool) -> Decision:
+    """Where no graph is replayed, for a silent reason: an eager run, or a refusal if strict."""
+    return Decision(Action.REFUSE if strict else Action.EAGER, reason, detail)

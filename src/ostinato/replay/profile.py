@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,13 +44,25 @@ class ReplayEvent:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of the events kept, in microseconds (nearest rank)."""
+    """Of durations in microseconds, by nearest rank; zeros if there are none."""
 
     count: int
     p50: float
     p90: float
     p99: float
     largest: float
+
+    @classmethod
+    def of(cls, durations: Iterable[float]) -> Percentiles:
+        """Of these, in any order."""
+        values = sorted(durations)
+        if not values:
+            return cls(0, 0.0, 0.0, 0.0, 0.0)
+
+        def rank(share: float) -> float:
+            return float(values[max(0, math.ceil(share * len(values)) - 1)])
+
+        return cls(len(values), rank(0.5), rank(0.9), rank(0.99), values[-1])
 
 
 class ReplayProfile:
@@ -136,16 +148,11 @@ class ReplayProfile:
         for sink in self._sinks:
             sink(event)
 
-    def percentiles(self, part: str = "total") -> Percentiles:
-        """Of "upload", "launch", "synchronize" or "total"; zeros where nothing was replayed."""
-        values = sorted(getattr(e, part) for e in self.events)
-        if not values:
-            return Percentiles(0, 0.0, 0.0, 0.0, 0.0)
-
-        def rank(share: float) -> float:
-            return float(values[max(0, math.ceil(share * len(values)) - 1)])
-
-        return Percentiles(len(values), rank(0.5), rank(0.9), rank(0.99), values[-1])
+    def percentiles(self, part: str = "total", *, key: Hashable = None) -> Percentiles:
+        """Of "upload", "launch", "synchronize" or "total" of the events kept: of one key, or of
+        all."""
+        name = None if key is None else str(key)
+        return Percentiles.of(getattr(e, part) for e in self.events if name in (None, e.key))
 
     def to_json_lines(self) -> str:
         """One JSON object a line for each event kept."""

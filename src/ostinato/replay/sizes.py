@@ -28,6 +28,11 @@ class StepKey:
     identity: int | str
     sizes: tuple[tuple[str, int], ...]
 
+    def stable_key(self) -> tuple[object, ...]:
+        """What it is in every process (`cache.schedule`): without the step's own number."""
+        shared = self.identity if isinstance(self.identity, str) else None
+        return (self.step, shared, self.sizes)
+
     def __str__(self) -> str:
         number = f"#{self.identity}" if isinstance(self.identity, int) else ""
         return f"{self.step}{number}({', '.join(f'{n}={size}' for n, size in self.sizes)})"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ostinato.errors import InputError
 from ostinato.memory import Buffer
 
-__all__ = ["Role", "Slot", "Values", "check_slots"]
+__all__ = ["Role", "Slot", "Values", "check_slots", "check_verify"]
 
 Values = npt.NDArray[Any]
 
@@ -147,3 +147,16 @@ def check_slots(slots: Sequence[Slot]) -> None:
                     f"slots {other.name!r} and {slot.name!r} overlap in memory; declare the whole "
                     "buffer once, with the role of what the step does with it"
                 )
+
+
+def check_verify(verify: object, slots: Sequence[Slot]) -> None:
+    """Raises InputError for an unknown value of `verify`, and for a check without slots."""
+    if verify == "off":
+        return
+    number = isinstance(verify, int) and not isinstance(verify, bool) and verify >= 1
+    if verify != "first" and not number:
+        raise InputError(
+            f'verify={verify!r}: "off", "first", or every how many replays (1 or more)'
+        )
+    if not slots:
+        raise InputError("verify needs the slots that the step reads and writes")

@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
+from ostinato.cache import KeyStatistics
 from ostinato.replay.check import CheckReport
 from ostinato.replay.held import HeldCounts
 from ostinato.replay.policy import Reason
+from ostinato.replay.profile import Percentiles
+from ostinato.replay.sizes import StepKey
 
-__all__ = ["Counts", "StepStatistics"]
+__all__ = ["Counts", "StepKeyStatistics", "StepStatistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepKeyStatistics:
+    """What a step did so far for one key; fields of the same name are those of `StepStatistics`.
+
+    `us`: host time of replays in microseconds, of the latest that were timed: one in 32, and no
+    launch of a graph that is held.  It contains what the step's settings add to a launch: with
+    `synchronize`, the time of the device too.  `graph`: what the cache says of the key (bytes,
+    capture ms, hits, evictions); None if it knows nothing of it.
+    """
+
+    key: StepKey
+    calls: int
+    eager: int
+    replayed: int
+    built: int
+    eager_reasons: dict[str, int]
+    quarantined: str | None
+    used: int
+    padded: int
+    us: Percentiles
+    graph: KeyStatistics | None
+
+    @property
+    def padding_waste(self) -> float:
+        """The share of bucketed sizes that was padding, 0 to 1."""
+        return 1 - self.used / self.padded if self.padded else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +49,8 @@ class StepStatistics:
     """What a step did so far.
 
     `launches_eager` counts operations launched one by one, `launches_replayed` graph launches.
-    `eager_reasons` counts calls by reason.  `padded` and `used` add up bucketed and real sizes.
+    `eager_reasons` counts eager runs by reason.  `padded` and `used` add up bucketed and real
+    sizes.  Calls that raised are in `calls` alone.
     """
 
     calls: int
@@ -33,6 +66,9 @@ class StepStatistics:
     padded: int
     last_check: CheckReport | None = None
     """What the last check compared, and what it left out."""
+    keys: tuple[StepKeyStatistics, ...] = ()
+    """A line for each key, in the order in which they came.  They add up to the numbers above,
+    unless there were so many keys (4,096) that the oldest were dropped."""
 
     @property
     def padding_waste(self) -> float:
@@ -42,14 +78,13 @@ class StepStatistics:
 
 @dataclass(slots=True)
 class Counts:
-    """What a step counts while it runs; the fields are those of `StepStatistics`."""
+    """What a step counts for a key while it runs; the fields are those of `StepStatistics`."""
 
     calls: int = 0
     eager: int = 0
     replayed: int = 0
     built: int = 0
     launches_eager: int = 0
-    launches_replayed: int = 0
     verified: int = 0
     used: int = 0
     padded: int = 0
@@ -65,25 +100,65 @@ class Counts:
         """What a held graph was launched for, a call each."""
         self.calls += held.launches
         self.replayed += held.launches
-        self.launches_replayed += held.launches
         self.used += held.launches * held.used
         self.padded += held.launches * held.padded
 
+    def add(self, other: Counts) -> None:
+        """Adds the counts of another key."""
+        for each in fields(self):
+            if each.name != "reasons":
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self.reasons.update(other.reasons)
+
+    def copy(self) -> Counts:
+        return Counts.sum([self])
+
+    @classmethod
+    def sum(cls, counts: Iterable[Counts]) -> Counts:
+        """The counts of several keys."""
+        total = cls()
+        for each in counts:
+            total.add(each)
+        return total
+
+    def key_statistics(
+        self,
+        key: StepKey,
+        quarantined: str | None,
+        times: Iterable[float],
+        graph: KeyStatistics | None,
+    ) -> StepKeyStatistics:
+        """A snapshot, of one key."""
+        return StepKeyStatistics(
+            key,
+            self.calls,
+            self.eager,
+            self.replayed,
+            self.built,
+            dict(self.reasons),
+            quarantined,
+            self.used,
+            self.padded,
+            Percentiles.of(times),
+            graph,
+        )
+
     def statistics(
-        self, quarantined: dict[str, str], last_check: CheckReport | None
+        self, keys: tuple[StepKeyStatistics, ...], last_check: CheckReport | None
     ) -> StepStatistics:
-        """A snapshot."""
+        """A snapshot, of all keys together."""
         return StepStatistics(
             self.calls,
             self.eager,
             self.replayed,
             self.built,
             self.launches_eager,
-            self.launches_replayed,
+            self.replayed,
             dict(self.reasons),
-            quarantined,
+            {str(line.key): line.quarantined for line in keys if line.quarantined is not None},
             self.verified,
             self.used,
             self.padded,
             last_check,
+            keys,
         )

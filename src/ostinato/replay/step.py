@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 from ostinato import settings as _settings
 from ostinato.cache import GraphCache, parse_bytes
@@ -32,8 +33,10 @@ from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import (
     CaptureBrokenError,
+    CaptureLimitError,
     ClosedError,
     ContextPoisonedError,
+    EagerRunError,
     InputError,
     OstinatoError,
     StateLostError,
@@ -51,10 +54,11 @@ from ostinato.graph import (
 from ostinato.memory import CapturePool
 from ostinato.replay.check import Cause, CheckReport, Finding, check_replay, watch_promises
 from ostinato.replay.held import HeldCounts, HeldReplay
-from ostinato.replay.policy import Action, Decision, Reason, Situation, decide
+from ostinato.replay.key_state import TIMED_EVERY, KeyState, remember
+from ostinato.replay.policy import Action, Decision, Reason, Situation, decide, fall_back
 from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
 from ostinato.replay.sizes import Call, DeviceSizes, StepKey, bucket_of, checked_sizes
-from ostinato.replay.slots import Slot, check_slots
+from ostinato.replay.slots import Slot, check_slots, check_verify
 from ostinato.replay.statistics import Counts, StepStatistics
 from ostinato.settings import ReplaySettings
 from ostinato.state import DeviceScalar
@@ -64,11 +68,12 @@ __all__ = ["GraphedStep", "StepStatistics"]
 _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
 
-K = TypeVar("K")
-V = TypeVar("V")
-
-_REMEMBERED = 4096
-"""How many sizes and keys a step keeps records of; the least recently used are dropped."""
+_ERRORS: Mapping[Reason, type[OstinatoError]] = {
+    Reason.STATE_LOST: StateLostError,
+    Reason.HOST_STATE: VerificationError,
+    Reason.MISMATCH: VerificationError,
+}
+"""What a call raises if it is refused for this reason; EagerRunError for others."""
 _REFUSALS = 3
 """A key is quarantined after so many refused replays in a row."""
 
@@ -78,32 +83,6 @@ Work: TypeAlias = Callable[..., object]
 """What a step runs: submits work of the given sizes to the stream."""
 Builder: TypeAlias = Callable[..., GraphExec]
 """Makes the executable of the given (bucketed) sizes, uploaded on the stream or not."""
-
-
-@dataclass(slots=True, eq=False)
-class _KeyState:
-    """The records of one key, besides its graph."""
-
-    runs: int = 0
-    replays: int = 0
-    refusals: int = 0
-    quarantine: tuple[Reason, str] | None = None
-    submitted: tuple[Submission, ...] | None = None
-    """What the last warm-up submitted."""
-    checked: weakref.ref[GraphExec] | None = None
-    """The graph that was checked."""
-    checked_padded: bool = False
-    """Whether it was checked with padding."""
-
-    def is_checked(self, executable: GraphExec, padded: bool) -> bool:
-        """Whether this graph was checked, and with padding if there is some now."""
-        known = self.checked is not None and self.checked() is executable
-        return known and (self.checked_padded or not padded)
-
-    def note_check(self, executable: GraphExec, padded: bool) -> None:
-        again = self.checked is not None and self.checked() is executable
-        self.checked_padded = padded or (again and self.checked_padded)
-        self.checked = weakref.ref(executable)
 
 
 class GraphedStep(Closeable):
@@ -127,6 +106,11 @@ class GraphedStep(Closeable):
     call `run` too, so no run is known to be right until the caller has corrected that state and
     calls `release`.  Memory that the step writes and that no slot declares is checked up to
     `check_limit`.  `replay.check` describes what a check finds.
+
+    `strict`: a call that would run eagerly although graphs are on raises EagerRunError, and nothing
+    of it runs; later calls of a key whose check failed raise VerificationError.  Warm-ups, recorded
+    runs, calls inside another capture, and calls while `enabled` is False or `profiling` is set run
+    eagerly as ever.  `Reason.silent` says which reasons are errors.
 
     `preconditions` are called before each replay or build.  If one returns False, the call runs
     eagerly, and its reason has the names of those that did.  `warmups` eager runs come before a
@@ -177,7 +161,7 @@ class GraphedStep(Closeable):
             raise InputError(f"warmups={warmups}: 0 or more")
         if stream.context is not cache.context:
             raise InputError("the step's stream is of another device than its cache")
-        _check_verify(verify, slots)
+        check_verify(verify, slots)
         check_slots(slots)
         self.run = run
         self.stream = stream
@@ -211,13 +195,14 @@ class GraphedStep(Closeable):
         self._last_check: CheckReport | None = None
         self._calls: OrderedDict[tuple[tuple[str, object], ...], Call] = OrderedDict()
         self._buckets = cache.buckets
-        self._states: OrderedDict[StepKey, _KeyState] = OrderedDict()
+        self._states: OrderedDict[StepKey, KeyState] = OrderedDict()
         self._broken: tuple[Reason, str] | None = None
         """Why no key is served until `release`, and the text of the error."""
         self._keys: set[Hashable] = set()
         """Keys under which this step put graphs into the cache."""
-        self._counts = Counts()
-        self._held: list[HeldCounts] = []
+        self._dropped = Counts()
+        """Of keys whose records were dropped."""
+        self._held: list[tuple[StepKey, HeldCounts]] = []
         self._lock = new_lock()
         self._finalizer = weakref.finalize(
             self, stream.context.retire, partial(_evict, cache, self._keys)
@@ -262,7 +247,7 @@ class GraphedStep(Closeable):
             known = None
         if known is None:
             known = self._bucketed(checked_sizes(sizes))
-            _remember(self._calls, given, known)
+            remember(self._calls, given, known)
         return known
 
     def _bucketed(self, sizes: dict[str, int]) -> Call:
@@ -291,11 +276,13 @@ class GraphedStep(Closeable):
         if not self._finalizer.alive:
             raise ClosedError(f"the step {self.name!r} is closed; make another")
 
-    def _state(self, key: StepKey) -> _KeyState:
+    def _state(self, key: StepKey) -> KeyState:
         state = self._states.get(key)
         if state is None:
-            state = _KeyState()
-            _remember(self._states, key, state)
+            state = KeyState()
+            dropped = remember(self._states, key, state)
+            if dropped is not None:
+                self._dropped.add(dropped.counts)
         return state
 
     # --- calling
@@ -303,12 +290,14 @@ class GraphedStep(Closeable):
         """Runs the step once for these sizes; returns what was done and why.  Does not wait.
 
         Raises InputError for a size that is no whole number of 0 or more, or over a slot's rows;
-        what `run` raises in an eager run; VerificationError (see the class); StateLostError if a
-        check could not put back what it changed; ContextPoisonedError; ClosedError.
+        what `run` raises in an eager run; VerificationError and EagerRunError (see the class);
+        StateLostError if a check could not put back what it changed; ContextPoisonedError;
+        ClosedError.
         """
         with self._lock, self.stream.turn.lock:
-            call, counts = self._call(sizes), self._counts
+            call = self._call(sizes)
             state = self._state(call.key)
+            counts = state.counts
             counts.calls += 1
             counts.used += call.used
             counts.padded += call.room
@@ -320,10 +309,6 @@ class GraphedStep(Closeable):
                     return self._replay(call, state, executable, decision)
             if decision.action is Action.BUILD:
                 return self._build(call, state, decision)
-            if decision.action is Action.REFUSE:
-                lost = decision.reason is Reason.STATE_LOST
-                refusal = StateLostError if lost else VerificationError
-                raise refusal(f"{call.key}: {decision.detail}")
             return self._run_eager(call, state, decision)
 
     def prepare(self, **sizes: int) -> Decision:
@@ -380,8 +365,8 @@ class GraphedStep(Closeable):
             if not self._plain or self._sizes.asked:
                 replay = partial(self._replay_held, call, executable)
             counts = HeldCounts(call.used, call.room)
-            lease.callback(self._let_go, counts)
-            self._held.append(counts)
+            lease.callback(self._let_go, call.key, counts)
+            self._held.append((call.key, counts))
             return HeldReplay(self.stream.context, replay, lease, counts)
 
     def _replay_held(self, call: Call, executable: GraphExec) -> None:
@@ -392,10 +377,11 @@ class GraphedStep(Closeable):
             assert refused.__cause__ is not None
             raise refused.__cause__ from None
 
-    def _let_go(self, counts: HeldCounts) -> None:
+    def _let_go(self, key: StepKey, counts: HeldCounts) -> None:
         with self._lock:
-            self._held.remove(counts)
-            self._counts.replays(counts)
+            self._held.remove((key, counts))
+            state = self._states.get(key)
+            (self._dropped if state is None else state.counts).replays(counts)
 
     def _usable(self, call: Call, executable: GraphExec | None) -> GraphExec | None:
         """The executable; None, and it is taken out of the cache, if memory that it points at was
@@ -405,7 +391,7 @@ class GraphedStep(Closeable):
         self.cache.evict(call.key)
         return None
 
-    def _situation(self, call: Call, state: _KeyState, has_graph: bool) -> Situation:
+    def _situation(self, call: Call, state: KeyState, has_graph: bool) -> Situation:
         context = self.stream.context
         return Situation(
             enabled=self.enabled,
@@ -421,11 +407,26 @@ class GraphedStep(Closeable):
             has_graph=has_graph,
             runs=state.runs,
             warmups=self.warmups,
+            capped=None if has_graph else self._capped(call.key),
+            strict=self.strict,
             records=self.build == "record",
         )
 
-    def _run_eager(self, call: Call, state: _KeyState, decision: Decision) -> Decision:
-        """Runs the call launch by launch, at its real sizes."""
+    def _capped(self, key: StepKey) -> tuple[Reason, str] | None:
+        """Why the cache would refuse a capture of a key."""
+        refused = self.cache.refusal(key)
+        return None if refused is None else (Reason(refused.reason.value), refused.detail)
+
+    def _run_eager(self, call: Call, state: KeyState, decision: Decision) -> Decision:
+        """Runs the call launch by launch, at its real sizes; raises if the decision refuses."""
+        if decision.action is Action.REFUSE:
+            error = _ERRORS.get(decision.reason)
+            if error is not None:
+                raise error(f"{call.key}: {decision.detail}")
+            raise EagerRunError(
+                f"{call.key} has no graph to replay, and a strict step does not run it eagerly: "
+                f"{decision.reason.value} ({decision.detail})"
+            )
         if decision.reason is Reason.INSIDE_CAPTURE:
             self._sizes.begin_in_capture(call.sizes)
         else:
@@ -439,12 +440,12 @@ class GraphedStep(Closeable):
             self.run(self.stream, **call.sizes)
         self._sizes.end()
         state.runs += 1
-        self._counts.ran_eagerly(self.stream.submitted - before, decision.reason)
+        state.counts.ran_eagerly(self.stream.submitted - before, decision.reason)
         return decision
 
     # --- replaying
     def _replay(
-        self, call: Call, state: _KeyState, executable: GraphExec, decision: Decision
+        self, call: Call, state: KeyState, executable: GraphExec, decision: Decision
     ) -> Decision:
         state.replays += 1
         if self._sizes.complete is not call.sizes:
@@ -452,19 +453,20 @@ class GraphedStep(Closeable):
         if self.verify != "off" and self._is_due(call, state, executable):
             return self._checked(call, state, executable, decision)
         try:
-            self._launch(call, executable)
+            self._launch(call, state, executable)
         except NotLaunched as refused:
             return self._refused(call, state, str(refused))
         state.refusals = 0
         return decision
 
-    def _is_due(self, call: Call, state: _KeyState, executable: GraphExec) -> bool:
+    def _is_due(self, call: Call, state: KeyState, executable: GraphExec) -> bool:
         if not state.is_checked(executable, call.padded):
             return True
         return isinstance(self.verify, int) and state.replays % self.verify == 0
 
-    def _launch(self, call: Call, executable: GraphExec) -> None:
-        """One replay.  Raises as `run_replay` does."""
+    def _launch(self, call: Call, state: KeyState, executable: GraphExec) -> None:
+        """One replay, one in `TIMED_EVERY` timed.  Raises as `run_replay` does."""
+        begin = 0 if state.replays % TIMED_EVERY else time.perf_counter_ns()
         if self._plain:
             try:
                 executable.launch(self.stream)
@@ -474,33 +476,37 @@ class GraphedStep(Closeable):
                 raise NotLaunched(str(error)) from error
         else:
             run_replay(call.key, executable, self.stream, self.settings, self.profile)
-        self._counts.replayed += 1
-        self._counts.launches_replayed += 1
+        if begin:
+            state.times.append((time.perf_counter_ns() - begin) / 1e3)
+        state.counts.replayed += 1
 
-    def _refused(self, call: Call, state: _KeyState, why: str) -> Decision:
+    def _refused(self, call: Call, state: KeyState, why: str) -> Decision:
         """Drops the graph, and runs the call eagerly."""
         state.refusals += 1
         if state.refusals >= _REFUSALS:
-            decision = self._quarantine(call.key, state, Reason.REFUSED, why)
+            self._quarantine(call.key, state, Reason.REFUSED, why)
         else:
             self.cache.evict(call.key)
-            decision = Decision(Action.EAGER, Reason.REFUSED, why)
-        return self._run_eager(call, state, decision)
+        return self._fall_back(call, state, Reason.REFUSED, why)
+
+    def _fall_back(self, call: Call, state: KeyState, reason: Reason, why: str) -> Decision:
+        """Runs the call eagerly, where a graph was expected; raises EagerRunError if strict."""
+        return self._run_eager(call, state, fall_back(reason, why, strict=self.strict))
 
     # --- building
-    def _build(self, call: Call, state: _KeyState, decision: Decision) -> Decision:
+    def _build(self, call: Call, state: KeyState, decision: Decision) -> Decision:
         if self.build == "record":
             return self._build_by_record(call, state, decision)
         failure = self._make_graph(call, state)
         if failure is not None:
             # The capture ran nothing, so the call must still run the step once.
-            return self._run_eager(call, state, failure)
+            return self._fall_back(call, state, failure.reason, failure.detail)
         with self.cache.hold(call.key) as executable:
-            if executable is None:  # evicted at once, by another thread
-                return self._run_eager(call, state, decision)
+            if executable is None:
+                return self._fall_back(call, state, Reason.EVICTED, "")
             return self._replay(call, state, executable, decision)
 
-    def _make_graph(self, call: Call, state: _KeyState) -> Decision | None:
+    def _make_graph(self, call: Call, state: KeyState) -> Decision | None:
         """Captures the step and installs its graph; returns a Decision if that failed."""
         self._sizes.begin(call.sizes, self.stream)
 
@@ -519,7 +525,7 @@ class GraphedStep(Closeable):
         return self._install(call, state, make)
 
     def _install(
-        self, call: Call, state: _KeyState, make: Callable[[], GraphExec]
+        self, call: Call, state: KeyState, make: Callable[[], GraphExec]
     ) -> Decision | None:
         """Puts the executable of `make` into the cache; quarantines the key if `make` raises."""
         try:
@@ -527,12 +533,15 @@ class GraphedStep(Closeable):
             self.cache.get_or_capture(call.key, make)
         except ContextPoisonedError:
             raise
+        except CaptureLimitError as limit:  # another thread's capture, or one that `make` made
+            reason, detail = self._capped(call.key) or (Reason.CAPTURE_TIME, str(limit))
+            return Decision(Action.EAGER, reason, detail)
         except Exception as error:
             return self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))
-        self._counts.built += 1
+        state.counts.built += 1
         return None
 
-    def _build_by_record(self, call: Call, state: _KeyState, decision: Decision) -> Decision:
+    def _build_by_record(self, call: Call, state: KeyState, decision: Decision) -> Decision:
         """Records a real run at the bucketed sizes and builds the graph; the answer of the run is
         kept, also if the graph cannot be built."""
         self._sizes.begin(call.sizes, self.stream)
@@ -544,7 +553,7 @@ class GraphedStep(Closeable):
             with record(self.stream) as recording:
                 self.run(self.stream, **call.buckets)
             self._sizes.end()
-            self._counts.ran_eagerly(self.stream.submitted - before, decision.reason)
+            state.counts.ran_eagerly(self.stream.submitted - before, decision.reason)
         except ContextPoisonedError:
             raise
         except Exception as error:
@@ -564,10 +573,11 @@ class GraphedStep(Closeable):
 
         return self._install(call, state, make) or decision
 
-    def _quarantine(self, key: StepKey, state: _KeyState, reason: Reason, why: str) -> Decision:
+    def _quarantine(self, key: StepKey, state: KeyState, reason: Reason, why: str) -> Decision:
         state.quarantine = (reason, why)
         self.cache.evict(key)
-        served = "not run" if reason is Reason.HOST_STATE else "run eagerly"
+        refused = self.strict or reason is Reason.HOST_STATE
+        served = "not run" if refused else "run eagerly"
         _log.warning("%s is %s from now on: %s: %s", key, served, reason.value, why)
         return Decision(Action.EAGER, reason, why)
 
@@ -585,7 +595,7 @@ class GraphedStep(Closeable):
 
     # --- checking
     def _checked(
-        self, call: Call, state: _KeyState, executable: GraphExec, decision: Decision
+        self, call: Call, state: KeyState, executable: GraphExec, decision: Decision
     ) -> Decision:
         def eager() -> Sequence[Operation]:
             with operations(self.stream.context) as made:
@@ -599,7 +609,7 @@ class GraphedStep(Closeable):
                 self.stream,
                 executable,
                 eager=eager,
-                replay=lambda: self._launch(call, executable),
+                replay=lambda: self._launch(call, state, executable),
                 own=self._sizes.ranges,
                 limit=self._check_limit,
             )
@@ -609,13 +619,13 @@ class GraphedStep(Closeable):
             self._broken = (Reason.STATE_LOST, str(lost))
             raise
         self._last_check = report
-        self._counts.verified += 1
+        state.counts.verified += 1
         state.note_check(executable, call.padded)
         if report.finding is None:
             return decision
         return self._mismatched(call, state, report.finding)
 
-    def _mismatched(self, call: Call, state: _KeyState, finding: Finding) -> Decision:
+    def _mismatched(self, call: Call, state: KeyState, finding: Finding) -> Decision:
         """After a failed check, with all memory as before the call: runs the call eagerly.
 
         Raises VerificationError if strict, or if the step keeps state on the host.
@@ -635,11 +645,21 @@ class GraphedStep(Closeable):
     def statistics(self) -> StepStatistics:
         """What the step did so far."""
         with self._lock:
-            quarantined = {str(k): s.quarantine[1] for k, s in self._states.items() if s.quarantine}
-            counts = replace(self._counts)
-            for held in self._held:
-                counts.replays(held)
-            return counts.statistics(quarantined, self._last_check)
+            counts = {key: state.counts.copy() for key, state in self._states.items()}
+            dropped = self._dropped.copy()
+            for key, held in self._held:
+                counts.get(key, dropped).replays(held)
+            lines = tuple(
+                counts[key].key_statistics(
+                    key,
+                    None if state.quarantine is None else state.quarantine[1],
+                    state.times,
+                    self.cache.key_statistics(key),
+                )
+                for key, state in self._states.items()
+            )
+            total = Counts.sum([*counts.values(), dropped])
+            return total.statistics(lines, self._last_check)
 
     def close(self) -> None:
         """Takes the step's graphs out of the cache, and gives its memory back.  Idempotent.
@@ -650,19 +670,6 @@ class GraphedStep(Closeable):
             self._finalizer.detach()
             _evict(self.cache, self._keys)
             self._sizes.close()
-
-
-def _check_verify(verify: object, slots: Sequence[Slot]) -> None:
-    """Raises InputError for an unknown value of `verify`, and for a check without slots."""
-    if verify == "off":
-        return
-    number = isinstance(verify, int) and not isinstance(verify, bool) and verify >= 1
-    if verify != "first" and not number:
-        raise InputError(
-            f'verify={verify!r}: "off", "first", or every how many replays (1 or more)'
-        )
-    if not slots:
-        raise InputError("verify needs the slots that the step reads and writes")
 
 
 def _require_all(eager: Sequence[Submission] | None, captured: Sequence[Submission]) -> None:
@@ -688,10 +695,3 @@ def _print(line: str) -> None:
     import sys
 
     print(line, file=sys.stderr)
-
-
-def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
-    """Puts an entry into a table, and drops the oldest one if the table is full."""
-    table[key] = value
-    if len(table) > _REMEMBERED:
-        table.popitem(last=False)

@@ -1,0 +1,119 @@
+"""How much a cache may capture: a pure function from what was captured to a refusal, or none.
+
+A capture costs milliseconds, a replay microseconds.  Under a budget that is too small, or with
+memory that moves all the time, a key is captured over and over, and its calls take longer than
+they would eagerly.  These limits refuse the capture then, with a reason; a `GraphedStep` runs the
+call eagerly.  `Spent` adds up the time that captures took.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ostinato.errors import InputError
+
+__all__ = ["CaptureLimits", "Refusal", "Refused", "Spent", "refuse"]
+
+
+class Refusal(enum.StrEnum):
+    """Why a capture is refused."""
+
+    SECONDS = "the captures of the cache have taken the time that they may take"
+    RECAPTURED = "the key was captured too often lately"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A refusal: its reason, and the numbers behind it as text."""
+
+    reason: Refusal
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.reason.value} ({self.detail})"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureLimits:
+    """Limits for the captures of one `GraphCache`.  None is no limit.
+
+    `seconds` of host time that captures may take in any `window` seconds; with `window` None, since
+    the cache was made.  A capture that has begun is finished, so the last one may go over.
+    `per_key` captures of one key in its last `within` uses (hits and misses); the key can be
+    captured again once enough of them are further back.  Captures that failed count too.
+
+    `per_key` depends on the order of calls alone, so processes that make the same calls decide
+    alike; `seconds` depends on the clock.  Raises InputError for numbers that are out of range.
+    """
+
+    seconds: float | None = None
+    window: float | None = None
+    per_key: int | None = None
+    within: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "window"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise InputError(f"{name}={value!r}: more than 0 seconds, or None for no limit")
+        if self.window is not None and self.seconds is None:
+            raise InputError("a window is for `seconds`: give the seconds that it may hold")
+        for name, least in (("per_key", 1), ("within", 1)):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not (whole or (value is None and name == "per_key")):
+                raise InputError(f"{name}={value!r}: a whole number of {least} or more is needed")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def refuse(
+    limits: CaptureLimits, *, spent: float, uses: int, captured_at: Sequence[int]
+) -> Refused | None:
+    """Why a capture of a key must not begin; None if it may.
+
+    `spent`: seconds that captures have taken in the window.  `uses`: of the key so far;
+    `captured_at`: how many there were when each of its last captures began.
+    """
+    if limits.per_key is not None:
+        recent = sum(1 for at in captured_at if uses - at < limits.within)
+        if recent >= limits.per_key:
+            return Refused(
+                Refusal.RECAPTURED,
+                f"{recent} times in its last {limits.within} uses, at most {limits.per_key}",
+            )
+    if limits.seconds is not None and spent >= limits.seconds:
+        window = "" if limits.window is None else f" in {limits.window:g} s"
+        return Refused(Refusal.SECONDS, f"{spent:.3g} s{window}, at most {limits.seconds:g} s")
+    return None
+
+
+class Spent:
+    """The host time of captures.  Not thread-safe; the cache's lock guards it."""
+
+    def __init__(self) -> None:
+        self._all = 0.0
+        self._lately: deque[tuple[float, float]] = deque()
+        """When each capture ended, and its seconds: those inside the window."""
+
+    def add(self, seconds: float, window: float | None) -> None:
+        """A capture that ended now; `window` is that of the limits at present."""
+        self._all += seconds
+        if window is not None:
+            self._lately.append((time.monotonic(), seconds))
+
+    def within(self, window: float | None) -> float:
+        """Seconds of the captures that ended in the last `window` seconds; None: of all."""
+        if window is None:
+            return self._all
+        since = time.monotonic() - window
+        while self._lately and self._lately[0][0] <= since:
+            self._lately.popleft()
+        return sum(seconds for _, seconds in self._lately)

@@ -1,0 +1,116 @@
+"""The schedule of a cache: which keys were used and captured, in which order, as a digest.
+
+Processes that must make the same calls, such as the ranks of one model, compare digests: the first
+call that differs changes every digest after it.
+
+A key counts by its text, not by Python's hash, which differs between processes.  Text has every
+key of None, numbers, strings, bytes, enumerations, tuples, frozen sets and dataclasses of those,
+and every key with a method `stable_key()` that returns one.  Other keys are numbered in the order
+in which they first came, which is the same in processes that make the same calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Literal, TypeAlias
+
+__all__ = ["FOLDED", "Event", "Schedule", "stable_text"]
+
+Event: TypeAlias = Literal["used", "missed", "captured", "failed", "installed"]
+
+FOLDED = 4096
+"""So many events are kept before they go into the digest."""
+_MARK_BYTES = 16
+_NUMBERED = 4096
+"""So many keys without text keep their numbers; the oldest are numbered anew."""
+
+
+def stable_text(value: object) -> str | None:
+    """The same text for equal keys in every process; None if there is none."""
+    stable = getattr(type(value), "stable_key", None)
+    if callable(stable):
+        return _listed(type(value).__qualname__, [stable(value)])
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return f"{type(value).__name__}:{value!r}"
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, tuple):
+        return _listed(type(value).__qualname__, value)
+    if type(value) is frozenset:
+        return _listed("frozenset", value, ordered=False)
+    if dataclasses.is_dataclass(value):
+        compared = [f.name for f in dataclasses.fields(value) if f.compare]
+        return _listed(type(value).__qualname__, [getattr(value, name) for name in compared])
+    return None
+
+
+def _listed(
+    name: str, values: tuple[object, ...] | list[object] | frozenset[object], ordered: bool = True
+) -> str | None:
+    texts = [stable_text(value) for value in values]
+    known = [text for text in texts if text is not None]
+    if len(known) < len(texts):
+        return None
+    # Each with its length, so that no two lists run into the same text.
+    parts = ",".join(f"{len(t)}={t}" for t in (known if ordered else sorted(known)))
+    return f"{name}({parts})"
+
+
+class Schedule:
+    """The events of one cache in order.  Not thread-safe; the cache's lock guards it."""
+
+    def __init__(self) -> None:
+        self.trail: list[tuple[bytes, int]] = []
+        """The latest events, not yet in the digest: the mark of each, and how many times in a row
+        it happened.  Who appends to it calls `fold` once there are `FOLDED`."""
+        self._state = hashlib.blake2b(digest_size=32, person=b"ostinato-order")
+        self._numbers: OrderedDict[Hashable, int] = OrderedDict()
+        self._numbered = 0
+
+    def mark(self, key: Hashable, event: Event) -> bytes:
+        """What stands for an event of a key, in every process."""
+        text = stable_text(key)
+        if text is None:
+            text = f"number {self._number(key)}"
+        # surrogatepass: text of any characters can be a key
+        raw = f"{event} {text}".encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(raw, digest_size=_MARK_BYTES).digest()
+
+    def _number(self, key: Hashable) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = self._numbered
+            self._numbered += 1
+            if len(self._numbers) > _NUMBERED:
+                self._numbers.popitem(last=False)
+        return number
+
+    def note(self, key: Hashable, event: Event) -> None:
+        """Adds an event."""
+        self.trail.append((self.mark(key, event), 1))
+        if len(self.trail) >= FOLDED:
+            self.fold()
+
+    def fold(self) -> None:
+        """Puts the events of the trail into the digest."""
+        self._state.update(b"".join(_packed(*each) for each in self.trail))
+        self.trail.clear()
+
+    def digest(self, mark: bytes, times: int) -> str:
+        """Of all events so far and one more that may go on, as 64 hexadecimal digits.
+
+        `times` 0: no other one.
+        """
+        self.fold()
+        state = self._state.copy()
+        if times:
+            state.update(_packed(mark, times))
+        return state.hexdigest()
+
+
+def _packed(mark: bytes, times: int) -> bytes:
+    return mark + times.to_bytes(8, "little")

@@ -1,0 +1,70 @@
+"""The digest of a graph's shape, for processes to compare.
+
+It covers what is the same in every process that builds the same graph: kinds and names of nodes,
+launch shapes, sizes of arguments, copies, fills and allocations, edges with their data, and what
+is inside of child graphs and bodies.  It does not cover addresses, handles, events, the values of
+arguments (a rank's number is one), fills and memory operations, and lines of Python.
+
+Nodes count in the driver's order: graphs whose nodes were made in another order differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from ostinato.driver.api import (
+    AllocNodeParams,
+    BatchMemOpNodeParams,
+    ConditionalNodeParams,
+    KernelNodeParams,
+    MemcpyNodeParams,
+    MemsetNodeParams,
+)
+from ostinato.graph.node import Node
+from ostinato.graph.show.outline import Outline
+
+__all__ = ["digest"]
+
+SCHEMA = "ostinato.digest/1"
+
+
+def digest(outline: Outline) -> str:
+    """64 hexadecimal digits.  The outline as the driver has it: not a readable one."""
+    text = json.dumps([SCHEMA, _body(outline)], separators=(",", ":"))
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
+
+
+def _body(outline: Outline) -> list[Any]:
+    return [
+        outline.title,
+        [
+            [node.kind.name, node.name, _shape(node), [_body(body) for body in bodies]]
+            for node, bodies in zip(outline.nodes, outline.inner, strict=True)
+        ],
+        [
+            [e.source, e.target, e.data.from_port, e.data.to_port, int(e.data.type)]
+            for e in outline.edges
+        ],
+    ]
+
+
+def _shape(node: Node) -> list[Any]:
+    match node.params:
+        case KernelNodeParams(_, config, arguments):
+            layout = [[slot.offset, slot.size] for slot in arguments.layout]
+            return [dataclasses.astuple(config), len(arguments.data), layout]
+        case MemcpyNodeParams() as copy:
+            return [copy.width, copy.height, copy.depth, copy.opaque]
+        case MemsetNodeParams() as fill:
+            return [fill.element_size, fill.width, fill.height]
+        case AllocNodeParams() as alloc:
+            return [alloc.nbytes]
+        case BatchMemOpNodeParams() as batch:
+            return [[int(op.kind), op.size] for op in batch.operations]
+        case ConditionalNodeParams() as conditional:
+            return [conditional.kind.name, conditional.size]
+        case _:
+            return []

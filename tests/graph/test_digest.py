@@ -1,0 +1,134 @@
+"""The digest of a graph: equal for equal shapes, whatever they point at, and for no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from tests.sources import config, kernel
+
+Build = Callable[[Device, ost.Graph, list[ost.Buffer]], None]
+
+
+def chain(
+    device: Device, graph: ost.Graph, buffers: list[ost.Buffer], *, value: float = 1.0, n: int = 64
+) -> None:
+    """A fill, a kernel after it, and a copy after both."""
+    x, y = buffers
+    fill = graph.add_memset(x, 0)
+    scaled = graph.add_kernel(kernel(device, "fill"), config(n), x, value, 64, after=[fill])
+    graph.add_memcpy(y, x, after=[fill, scaled])
+
+
+def digest_of(device: Device, build: Build, n: int = 64) -> str:
+    buffers = [device.zeros(n, np.float32) for _ in range(2)]
+    graph = ost.Graph.create(device.context)
+    build(device, graph, buffers)
+    return graph.digest()
+
+
+def test_addresses_handles_and_values_do_not_count(device: Device) -> None:
+    first = digest_of(device, chain)
+    assert len(first) == 64 and int(first, 16)
+    kept = [device.zeros(1000, np.float32) for _ in range(3)]
+    assert digest_of(device, chain) == first, "other buffers, functions and handles"
+
+    def other_value(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
+        chain(device, graph, buffers, value=2.0)
+
+    assert digest_of(device, other_value) == first and len(kept) == 3
+
+
+def test_a_captured_graph_and_its_clone_have_one_digest(device: Device) -> None:
+    stream, x = device.create_stream(), device.zeros(64, np.float32)
+    with ost.capture(stream) as capture:
+        for _ in range(3):
+            ost.launch(stream, kernel(device, "scale"), config(64), x, 64)
+    run = capture.graph.instantiate()
+    before = capture.graph.digest()
+    assert capture.graph.clone().digest() == before
+    run.rebind({x: device.zeros(64, np.float32)})
+    assert capture.graph.digest() == before
+
+
+def other_kernel(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
+    x, y = buffers
+    fill = graph.add_memset(x, 0)
+    scaled = graph.add_kernel(kernel(device, "scale"), config(64), x, 64, after=[fill])
+    graph.add_memcpy(y, x, after=[fill, scaled])
+
+
+def other_grid(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
+    chain(device, graph, buffers, n=256)
+
+
+def other_edges(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
+    x, y = buffers
+    fill = graph.add_memset(x, 0)
+    scaled = graph.add_kernel(kernel(device, "fill"), config(64), x, 1.0, 64, after=[fill])
+    graph.add_memcpy(y, x, after=[scaled])
+
+
+def other_copy(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
+    x, y = buffers
+    fill = graph.add_memset(x, 0)
+    scaled = graph.add_kernel(kernel(device, "fill"), config(64), x, 1.0, 64, after=[fill])
+    graph.add_memcpy(y[:32], x[:32], after=[fill, scaled])
+
+
+def other_fill(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
+    x, y = buffers
+    fill = graph.add_memset(x, 0, 4)
+    scaled = graph.add_kernel(kernel(device, "fill"), config(64), x, 1.0, 64, after=[fill])
+    graph.add_memcpy(y, x, after=[fill, scaled])
+
+
+def one_more(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
+    chain(device, graph, buffers)
+    graph.add_empty()
+
+
+def as_a_child(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
+    child = ost.Graph.create(device.context)
+    chain(device, child, buffers)
+    graph.add_child(child)
+
+
+def as_another_child(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
+    child = ost.Graph.create(device.context)
+    other_edges(device, child, buffers)
+    graph.add_child(child)
+
+
+def test_what_runs_and_in_which_order_counts(device: Device) -> None:
+    builds = [
+        chain,
+        other_kernel,
+        other_grid,
+        other_edges,
+        other_copy,
+        other_fill,
+        one_more,
+        as_a_child,
+        as_another_child,
+    ]
+    digests = {build.__name__: digest_of(device, build) for build in builds}
+    assert len(set(digests.values())) == len(builds), digests
+
+
+@pytest.mark.parametrize("kind", list(ost.ConditionalKind))
+def test_bodies_count(device: Device, kind: ost.ConditionalKind) -> None:
+    def build(device: Device, graph: ost.Graph, filled: bool) -> str:
+        node = graph.add_conditional(kind, graph.condition())
+        if filled:
+            node.bodies[0].add_empty()
+        return graph.digest()
+
+    def digest(filled: bool) -> str:
+        return build(device, ost.Graph.create(device.context), filled)
+
+    assert digest(True) == digest(True) != digest(False) == digest(False)
