@@ -17,9 +17,11 @@ import pytest
 
 import ostinato as ost
 from ostinato.driver import launcher as driver_launcher
+from ostinato.driver.api import KernelNodeParams
 from ostinato.errors import ClosedError, GraphError, InputError, NodeKindError, UpdateRefusedError
 from ostinato.modules import Kernel
 from tests.emulator.stub import SIGNATURE, Stub, build, stub_device
+from tests.interrupted import interrupt
 
 NODES = 12
 CELLS = 8
@@ -237,6 +239,55 @@ def test_a_rebinding_follows_a_patch_that_nothing_read(rig: Rig) -> None:
             one.a, one.b, one.out = became[one.a], became[one.b], became[one.out]
         state[0].a, state[1].b = cells[5], cells[6]
         rig.check(run, state)
+
+
+@pytest.mark.parametrize("what", ["patch", "patch number", "patch all", "rebind"])
+def test_an_interruption_leaves_the_driver_and_the_shadow_alike(
+    rig: Rig, what: str, request: pytest.FixtureRequest
+) -> None:
+    """Ctrl-C before any line (some of them without --all-lines): what the driver holds is what the
+    shadow says, and what a word points at is kept."""
+    step = 1 if request.config.getoption("--all-lines") else 11
+    cells, rng = rig.buffers(), random.Random(11)
+    state = launches(rng, cells[:1])
+    with rig.graph(state) as graph:
+
+        def attempt(at: int) -> str | None:
+            run = graph.instantiate()
+            new = [rig.device.zeros(CELL, np.float32)]
+            seen, memory = weakref.ref(new[0]), new[0].range
+
+            def call() -> object:
+                if what == "patch":
+                    return run.patch(0, "a", new[0])
+                if what == "patch number":
+                    return run.patch(0, "n", 3)
+                if what == "patch all":
+                    return run.patch_all([(0, "a", new[0]), (1, "b", new[0]), (0, "n", 3)])
+                return run.rebind({cells[0]: new[0]})
+
+            run.patch(0, "out", cells[0])
+            run.rebind({memory: memory})  # makes the index
+            where = interrupt(call, at)
+            new.clear()
+            gc.collect()
+            pointed = False
+            for index in range(NODES):
+                held = run.params(index)
+                assert isinstance(held, KernelNodeParams)
+                words = [int.from_bytes(held.arguments.raw(i), "little") for i in range(3)]
+                pointed = pointed or memory.address in words
+                if rig.stub is not None:
+                    assert rig.stub.holds(run, index)[0] == held.arguments.data, where
+            assert not pointed or seen() is not None, where
+            run.close()
+            rig.device.synchronize()
+            return where
+
+        at = 1
+        while attempt(at) is not None:
+            at += step
+        assert at > step
 
 
 def test_an_empty_node_has_nothing_to_patch(rig: Rig) -> None:

@@ -140,9 +140,11 @@ class PointerIndex:
         owners, counts = np.unique(self._owners[rows], return_counts=True)
         targets = [moves[number].target for number in which[rows].tolist()]
         chosen = new[rows]
-        report = RebindReport(_Later(self, rows, addresses[rows], chosen), nodes=len(owners))
+        entries = [self._entries[owner] for owner in owners.tolist()]
+        outermost = {(entry.outer[0] if entry.outer else entry.node).index for entry in entries}
+        report = RebindReport(_Later(self, rows, addresses[rows], chosen), nodes=len(outermost))
         return PlainMove(
-            [self._entries[owner].node for owner in owners.tolist()],
+            [entry.node for entry in entries],
             counts.astype(np.uint32),
             self._places[rows],
             chosen,

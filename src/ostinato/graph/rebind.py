@@ -113,7 +113,7 @@ class RebindReport:
 
     @property
     def nodes(self) -> int:
-        """How many nodes were changed, those inside others too."""
+        """How many of the graph's own nodes were changed, or hold one that was."""
         return self._nodes
 
     def __repr__(self) -> str:
