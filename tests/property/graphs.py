@@ -344,10 +344,10 @@ class GraphRules(World):
         on, ops = self.lane(lane), [self.op(spec) for spec in specs]
         into = None
         if where % 2 and self.definitions and how != "empty":
-            into = self.definitions[where % len(self.definitions)].graph
-            into = None if into.closed else into
-            if into is not None and how == "sync":
-                into = into.clone()  # it goes with the capture
+            chosen = self.definitions[where % len(self.definitions)]
+            into = None if chosen.graph.closed else chosen.graph
+            if into is not None and how == "sync":  # it goes with the capture
+                into = None if chosen.single else into.clone()
         before = None if into is None else [node.handle for node in into.nodes]
 
         def attempt() -> None:

@@ -20,6 +20,7 @@ from typing import Literal
 
 from ostinato.cache.budget import Footprint
 from ostinato.cache.statistics import Evictions, KeyStatistics
+from ostinato.driver.context import members
 from ostinato.errors import InputError
 from ostinato.graph.executable import GraphExec
 
@@ -99,7 +100,7 @@ class Table:
                     f"the executable for key {key!r} is in the cache under key {other!r} already; "
                     "use one key, or instantiate twice"
                 )
-        if any(entry.executable is executable for entry in self.leaving):
+        if any(entry.executable is executable for entry in members(self.leaving)):
             raise InputError(
                 f"the executable for key {key!r} has just been evicted and will be closed; "
                 "instantiate another"
