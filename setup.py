@@ -46,7 +46,8 @@ NATIVE = Extension(
     optional=True,
     py_limited_api=True,
 )
-# The limited API that they keep to is that of CPython with the GIL.
+# They keep to the limited API of CPython with the GIL, and the GIL guards the state of a Launcher.
+# Free-threaded Pythons take the ways in Python, which are safe there.
 BUILD = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import sys
 import threading
 import time
 import tracemalloc
@@ -1888,3 +1889,43 @@ def test_a_closed_device_lets_go_of_what_was_still_alive(device: Device) -> None
     gc.collect()
     assert [one() for one in left] == [None] * len(left)
     assert device.context.retired == 0
+
+
+def test_memory_is_given_back_while_graphs_are_adopted(device: Device) -> None:
+    """Closing a buffer tells all graphs, also those that another thread adds meanwhile: a set that
+    grew ended the call half done, with memory neither freed nor known to be closed."""
+
+    class Graph:
+        def __init__(self) -> None:
+            self.told = 0
+
+        def memory_closed(self, memory: ost.MemoryRange) -> None:
+            self.told += 1
+
+    first, ended, failures = Graph(), threading.Event(), list[BaseException]()
+    watchers = device.context.watchers
+    watchers.add(first)
+    buffers = [device.empty(8) for _ in range(800)]
+
+    def adopt() -> None:
+        kept: list[Graph] = []
+        try:
+            while not ended.is_set():
+                kept = [*kept[-500:], Graph()]
+                watchers.add(kept[-1])
+        except BaseException as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=adopt)
+    try:
+        thread.start()
+        for buffer in buffers:
+            buffer.close()
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not failures
+    assert first.told == len(buffers)

@@ -724,8 +724,8 @@ _FAULTS = (
         "closed-memory-of-an-adopted-graph",
         "An adopted graph is launched although memory that it points at was closed.",
         "ostinato.memory.buffer:Buffer.close",
-        "(*self._watchers, *self.context.watchers)",
-        "(*self._watchers,)",
+        "(*members(self._watchers), *members(self.context.watchers))",
+        "members(self._watchers)",
         (FOOTGUNS + "test_closed_memory_is_seen_by_an_adopted_graph",),
     ),
     Fault(

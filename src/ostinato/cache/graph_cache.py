@@ -27,7 +27,7 @@ from ostinato.cache.records import KeyRecord, Reason, Records, evictions
 from ostinato.cache.schedule import FOLDED, Event, Schedule
 from ostinato.cache.statistics import CacheStatistics, KeyStatistics
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.driver.context import Context, HasContext, context_of, members
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureLimitError, ClosedError, InputError
@@ -191,7 +191,9 @@ class Table:
             return
         if len(self.entries) == 1 and not self.leaving:
             self.blocks = SharedBlocks()
-        others = [e.footprint for e in (*self.entries.values(), *self.leaving) if e is not entry]
+        others = [
+            e.footprint for e in (*self.entries.values(), *members(self.leaving)) if e is not entry
+        ]
         estimated = sum(each.nbytes for each in others if each.grown is not None)
         self.blocks.note(footprint.grown, footprint.free, estimated, footprint.nbytes)
 
@@ -202,7 +204,7 @@ class Table:
                     f"the executable for key {key!r} is in the cache under key {other!r} already; "
                     "use one key, or instantiate twice"
                 )
-        if any(entry.executable is executable for entry in self.leaving):
+        if any(entry.executable is executable for entry in members(self.leaving)):
             raise InputError(
                 f"the executable for key {key!r} has just been evicted and will be closed; "
                 "instantiate another"

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ostinato.driver.api import Driver, EventHandle, MemoryRange
 from ostinato.driver.callbacks import in_host_function
@@ -39,7 +39,19 @@ from ostinato.errors import (
 if TYPE_CHECKING:
     from ostinato.driver.stream import Event, Operation, Stream
 
-__all__ = ["Context", "Entry", "HasContext", "Hot", "Tap", "Turn", "Watcher", "context_of"]
+__all__ = [
+    "Context",
+    "Entry",
+    "HasContext",
+    "Hot",
+    "Tap",
+    "Turn",
+    "Watcher",
+    "context_of",
+    "members",
+]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 64
@@ -86,6 +98,18 @@ class Tap(Protocol):
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Called when the driver refused a call on this stream, or one that is no stream's."""
         ...
+
+
+def members(objects: weakref.WeakSet[T]) -> tuple[T, ...]:
+    """What is in a set to which other threads add, and whose members may be dropped, meanwhile.
+
+    Before CPython 3.14 a WeakSet that changes so ends its iteration with RuntimeError.
+    """
+    while True:
+        try:
+            return tuple(objects)
+        except RuntimeError:
+            continue
 
 
 class Hot(Protocol):
@@ -288,7 +312,7 @@ class Context:
     def cool(self) -> None:
         """Drops every shortcut, because a tap was added or a stream was closed."""
         with self._lock:
-            for one in list(self._hot):
+            for one in members(self._hot):
                 one.cool()
             # Only now: a child that is forked in between finds the others here.
             self._hot = weakref.WeakSet()

@@ -382,9 +382,11 @@ class Shadow:
     def clear(self) -> None:
         """Releases what was set, after the executable was destroyed."""
         self._now = Now()
+        for live in self._live.values():  # which a patcher may hold for longer
+            live.owners = {}
         self._drop(tuple(self._live))
         self._dirty = []
-        self._given = {}  # a `Live` writes owners into the setting that it was made of
+        self._given = {}  # a `Live` notes owners in the setting that it was made of
 
 
 def _given(node: Node) -> Setting:

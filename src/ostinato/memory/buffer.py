@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context, Entry, Watcher
+from ostinato.driver.context import Context, Entry, Watcher, members
 from ostinato.driver.process_memory import as_numpy
 from ostinato.driver.signature import exact_bytes
 from ostinato.driver.stream import Operation, Stream
@@ -274,7 +274,7 @@ class Buffer(Closeable):
             return
         self._closed = True
         self.__dict__.pop("address", None)
-        for watcher in (*self._watchers, *self.context.watchers):
+        for watcher in (*members(self._watchers), *members(self.context.watchers)):
             watcher.memory_closed(self._range)
         if self._finalizer is not None:
             self._finalizer()

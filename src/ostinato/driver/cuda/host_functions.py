@@ -115,16 +115,19 @@ class HostFunctions:
     def keep_with(self, executable: int, number: int) -> None:
         """Keeps a function of `add` as long as the executable.  Functions set before are kept too:
         launches under way may still call them."""
-        self._of_executables.setdefault(executable, []).append(number)
+        with self._lock:
+            self._of_executables.setdefault(executable, []).append(number)
 
     def give_up(self, executable: int) -> None:
         """The executable was destroyed; launches under way may still call its functions."""
-        self._given_up.extend(self._of_executables.pop(executable, ()))
+        with self._lock:
+            self._given_up.extend(self._of_executables.pop(executable, ()))
 
     def take_given_up(self) -> list[int]:
         """The functions of destroyed executables: release them once the device has finished."""
-        taken, self._given_up = self._given_up, []
-        return taken
+        with self._lock:  # else one given up meanwhile could join those that are taken
+            taken, self._given_up = self._given_up, []
+            return taken
 
     def sweep(self) -> None:
         """Forgets the functions whose graphs are gone."""

@@ -181,7 +181,7 @@ class HostDriver:
 
     def close(self) -> None:
         """Ends the threads; work that has not begun is dropped, memory is given back."""
-        queues = tuple(self._context.queues)
+        queues = self._context.queues.copy()
         self._finalizer()
         for queue in queues:
             queue.join(_PATIENCE)
@@ -205,7 +205,7 @@ class HostDriver:
     def _wait_for_all(self, call: str) -> None:
         """Waits for the work of every stream that was submitted before."""
         with self._lock:
-            queues = tuple(self._context.queues)
+            queues = self._context.queues.copy()
         for queue in queues:
             queue.wait(queue.submitted)
         self._context.raise_failure(call)

@@ -107,7 +107,7 @@ class HostContext:
     def shut_down(self) -> None:
         """Ends every thread; work that has not begun is dropped."""
         self.closed = True
-        for queue in tuple(self.queues):
+        for queue in self.queues.copy():
             queue.stop(drop=True)
 
 
