@@ -245,12 +245,15 @@ def launch_cost() -> Iterable[str]:
 
 def change_cost() -> Iterable[str]:
     names = {
-        "patch one": "`patch` of one argument",
+        "first patch": "the first `patch`, of a graph of 1,000 kernels",
+        "patch one": "a later `patch` of a pointer",
+        "patch a number": "a later `patch` of a number",
+        "patch prepared": "the same, by a `patcher`",
         "rebind all": "`rebind` of every pointer",
         "update": "`update` from another graph",
         "recapture": "capture again and instantiate",
     }
-    rows = results(f"change_cost-{H100}")["rows"]
+    rows = results("change_cost-nvidia-h200.json")["rows"]
     for_each = (
         (name, row(rows, {"change": key, "by": "ostinato"}), row(rows, {"change": key, "by": "C"}))
         for key, name in names.items()
