@@ -222,7 +222,7 @@ SILENT: list[tuple[Callable[[Counting], None], Reason, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "reason", "why"), SILENT, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(("spoil", "reason", "why"), SILENT, ids=[s.__name__ for s, _, _ in SILENT])
 def test_a_strict_step_raises_and_runs_nothing(
     device: Device, spoil: Callable[[Counting], None], reason: Reason, why: str
 ) -> None:
