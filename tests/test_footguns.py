@@ -1750,7 +1750,7 @@ def test_a_step_forgets_sizes_that_it_has_not_seen_for_long(host_device: Device)
         for n in range(5_000):
             step(n=n)
         first = tracemalloc.get_traced_memory()[0]
-        for n in range(5_000, 20_000):
+        for n in range(5_000, 10_000):
             step(n=n)
         assert tracemalloc.get_traced_memory()[0] < first + (1 << 20)
     finally:

@@ -84,7 +84,7 @@ class EmulatedBackend:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize("clusters", [False, True])
+@pytest.mark.parametrize("clusters", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_decoder_agrees_with_numpy_on_the_emulator(
     host_device: Device, monkeypatch: pytest.MonkeyPatch, clusters: bool
 ) -> None:

@@ -102,7 +102,10 @@ def wanted() -> dict[int, Any]:
 # ------------------------------------------------------------------------------------------ prompts
 
 
-@pytest.mark.parametrize("count", [20, 65, 300, 600])
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(20, marks=pytest.mark.slow), 65, pytest.param(300, marks=pytest.mark.slow), 600],
+)
 def test_a_prompt_in_large_pieces_agrees_with_the_host(
     host_device: Device, library: NumpyProducts, wanted: dict[int, Any], count: int
 ) -> None:
@@ -162,7 +165,7 @@ def test_every_way_gives_the_same_bits(
 # ------------------------------------------------------------------------------------------ batches
 
 
-@pytest.mark.parametrize("count", [16, 33])
+@pytest.mark.parametrize("count", [pytest.param(16, marks=pytest.mark.slow), 33])
 def test_a_batch_agrees_with_the_host(
     host_device: Device, library: NumpyProducts, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
