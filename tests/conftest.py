@@ -77,6 +77,10 @@ def _quick_collections() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries that look for leaks at the end report what is frozen
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     share: tuple[int, int] | None = config.getoption("--share")
