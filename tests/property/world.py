@@ -77,6 +77,11 @@ class Memory:
         self.buffer = self.owner.buffer if isinstance(self.owner, ost.DeviceArray) else self.owner
 
 
+def _workers() -> set[threading.Thread]:
+    """Threads of host devices: also of those that other tests have left open."""
+    return {t for t in threading.enumerate() if t.name.startswith("ostinato-host")}
+
+
 class World:
     """Device, streams, memory, and the books on them."""
 
@@ -93,6 +98,7 @@ class World:
     def open(self) -> None:
         self.driver = WatchedDriver()
         self.faults = FaultyDriver(self.driver)
+        self.workers_of_others = _workers()
         self.device = Device(self.faults)
         self.device.modules.preload([(SOURCE, list(SOURCE.host))])
         self.device.zeros(1).close()  # makes the device's own stream
@@ -123,7 +129,7 @@ class World:
     def shut(self) -> None:
         """The device goes, and its threads with it."""
         self.device.close()
-        names = [t.name for t in threading.enumerate() if t.name.startswith("ostinato-host")]
+        names = [t.name for t in _workers() - self.workers_of_others]
         assert not names, f"threads of a closed device: {names}"
 
     def close_everything(self) -> None:
