@@ -146,51 +146,46 @@ def ours(joiner: Joiner, way: str, *, read: bool, indexed: bool) -> Contender:
 def pyarrow() -> Contender:
     import pyarrow as pa
 
-    def prepare(tables: Tables) -> None:
-        rows = np.arange(tables.rows, dtype=np.uint32)
-        tables.made["pyarrow"] = (
-            pa.table({"k": tables.left, "l": rows}),
-            pa.table({"k": tables.right, "r": rows}),
-        )
-
-    def join(tables: Tables) -> Any:
-        left, right = tables.made["pyarrow"]
+    def join(left: Any, right: Any) -> Any:
         return left.join(right, keys="k", join_type="inner")
 
-    def check(tables: Tables) -> None:
-        found = join(tables)
-        tables.check("pyarrow", found["l"].to_numpy(), found["r"].to_numpy())
-
-    def run(chosen: Sequence[Tables]) -> None:
-        for tables in chosen:
-            join(tables)
-
-    return Contender("pyarrow, read", prepare, run, check, share=0.02)
+    return library("pyarrow", pa.table, join, share=0.02)
 
 
 def cudf() -> Contender:
-    import cudf as library
+    import cudf as frames
+
+    def join(left: Any, right: Any) -> Any:
+        return left.merge(right, on="k", how="inner")
+
+    return library("cuDF", frames.DataFrame, join, share=0.1)
+
+
+def library(
+    name: str,
+    table: Callable[[dict[str, npt.NDArray[Any]]], Any],
+    join: Callable[[Any, Any], Any],
+    *,
+    share: float,
+) -> Contender:
+    """A library of tables, which `table` makes of columns and `join` joins by the column "k"."""
 
     def prepare(tables: Tables) -> None:
         rows = np.arange(tables.rows, dtype=np.uint32)
-        tables.made["cudf"] = (
-            library.DataFrame({"k": tables.left, "l": rows}),
-            library.DataFrame({"k": tables.right, "r": rows}),
+        tables.made[name] = (
+            table({"k": tables.left, "l": rows}),
+            table({"k": tables.right, "r": rows}),
         )
 
-    def join(tables: Tables) -> Any:
-        left, right = tables.made["cudf"]
-        return left.merge(right, on="k", how="inner")
-
     def check(tables: Tables) -> None:
-        found = join(tables)
-        tables.check("cuDF", found["l"].to_numpy(), found["r"].to_numpy())
+        found = join(*tables.made[name])
+        tables.check(name, found["l"].to_numpy(), found["r"].to_numpy())
 
     def run(chosen: Sequence[Tables]) -> None:
         for tables in chosen:
-            len(join(tables))
+            len(join(*tables.made[name]))
 
-    return Contender("cuDF, read", prepare, run, check, share=0.1)
+    return Contender(f"{name}, read", prepare, run, check, share=share)
 
 
 def contenders(replayed: Joiner, eager: Joiner, skipped: dict[str, str]) -> list[Contender]:

@@ -70,6 +70,7 @@ from ostinato.errors import (
     NotAvailableError,
     Status,
 )
+from tests.emulator.stub import core_device
 from tools import cuda_versions
 
 CONTEXT = 0x1234
@@ -265,19 +266,7 @@ class Rig:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._dll = ctypes.CDLL(str(path))
         self.returns(0)
-        found = SimpleNamespace(
-            multiprocessor_count=1,
-            l2_cache_size=1,
-            max_threads_per_block=1024,
-            max_shared_memory_per_block_optin=1,
-            can_use_64_bit_stream_mem_ops=True,
-            memory_pools_supported=True,
-            cluster_launch=True,
-            cooperative_launch=True,
-        )
-        device = SimpleNamespace(
-            name="stub", compute_capability=(9, 0), properties=found, set_current=lambda: None
-        )
+        device = core_device()
         monkeypatch.setattr(cuda_driver, "_import_device", lambda: lambda _: device)
         monkeypatch.setattr(cuda_driver, "Libcuda", lambda: Libcuda(str(path)))
         monkeypatch.setattr(cuda_driver, "_start", lambda lib, ordinal: None)

@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["TEMPORARY_PREFIX", "UntrustedError", "open_regular", "write_private"]
+__all__ = ["TEMPORARY_PREFIX", "UntrustedError", "open_regular", "replace_file"]
 
 TEMPORARY_PREFIX = ".tmp-"
-"""The names of files that `write_private` has not finished begin with this."""
+"""The names of files that `replace_file` has not finished begin with this."""
 
 # O_NONBLOCK: if a FIFO takes the file's place after the check, the open must not block.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -44,15 +44,16 @@ def open_regular(path: str | Path, *, private: bool) -> BinaryIO:
     return file
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Writes a file that only this user may read, and puts it in place of an older one.
+def replace_file(path: Path, data: bytes, *, private: bool) -> None:
+    """Writes a file and puts it in place of an older one.
 
-    Readers see the old file or the new one, never a part.  Not fsynced: a power cut may leave a
-    torn file.  Raises OSError; then the old file is as it was.
+    `private`: only this user may read it; else the process' umask says who may.  Readers see the
+    old file or the new one, never a part.  Not fsynced: a power cut may leave a torn file.  Raises
+    OSError; then the old file is as it was.
     """
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
     try:
-        with open(temporary, "xb", opener=_open_private) as file:
+        with open(temporary, "xb", opener=_open_private if private else None) as file:
             file.write(data)
         temporary.replace(path)
     except BaseException:

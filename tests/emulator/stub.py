@@ -17,7 +17,7 @@ from ostinato.driver.cuda import driver as cuda_driver
 from ostinato.driver.cuda.libcuda import Libcuda, parse_prototypes
 from ostinato.modules import LoadedModule
 
-__all__ = ["Stub", "build", "stub_device"]
+__all__ = ["Stub", "build", "core_device", "stub_device"]
 
 _SOURCE = Path(__file__).with_name("libcuda.c")
 SIGNATURE = "a: *const f32, b: *const f32, out: *out f32, n: u32"
@@ -62,9 +62,8 @@ class Stub:
         return bytes(data)[:28], tuple(launch)
 
 
-@contextmanager
-def stub_device(path: Path) -> Iterator[Stub]:
-    """A device on the library that `build` made."""
+def core_device() -> SimpleNamespace:
+    """What `cuda.core.Device` gives, as far as the driver asks it."""
     properties = SimpleNamespace(
         multiprocessor_count=1,
         l2_cache_size=1,
@@ -75,9 +74,15 @@ def stub_device(path: Path) -> Iterator[Stub]:
         cluster_launch=True,
         cooperative_launch=True,
     )
-    opened = SimpleNamespace(
+    return SimpleNamespace(
         name="stub", compute_capability=(9, 0), properties=properties, set_current=lambda: None
     )
+
+
+@contextmanager
+def stub_device(path: Path) -> Iterator[Stub]:
+    """A device on the library that `build` made."""
+    opened = core_device()
     with (
         mock.patch.object(cuda_driver, "_import_device", lambda: lambda _: opened),
         mock.patch.object(cuda_driver, "Libcuda", lambda: Libcuda(str(path))),

@@ -544,7 +544,7 @@ _FAULTS = (
     Fault(
         "moved-buffer-is-dropped",
         "An executable does not keep the buffer that C rebound it to.",
-        "ostinato.graph.patching:_note_all",
+        "ostinato.graph.patching:write_words",
         "live.owners[place] = target",
         "pass",
         (CHANGES + "test_a_rebound_buffer_lives_as_long_as_it_is_pointed_at",),

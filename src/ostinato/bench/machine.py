@@ -33,7 +33,7 @@ def commit() -> str:
         return given
     here = Path(__file__).resolve()
     try:
-        # Inside somebody else's repository, as in a virtual environment there, it is not tracked.
+        # In a virtual environment inside another repository, this file is not tracked.
         for command in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
             answer = subprocess.run(
                 ["git", *command], cwd=here.parent, capture_output=True, text=True, check=True

@@ -10,7 +10,6 @@ line of the table), `skipped` (what could not be measured here, and why).  The f
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from ostinato.bench.machine import SCHEMA, machine
 from ostinato.bench.options import DecodeOptions
 from ostinato.bench.profile import Profile, ProfileRow
 from ostinato.bench.prompts import PromptRow
+from ostinato.files import replace_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,13 +61,8 @@ class Result:
         slug = re.sub(r"[^a-z0-9]+", "-", str(self.machine["device"]).lower()).strip("-")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.benchmark}-{slug}.json"
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        text = json.dumps(self.as_dict(), indent=1) + "\n"
+        replace_file(path, text.encode(), private=False)
         return path
 
     def line(self) -> str:

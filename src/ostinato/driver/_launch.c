@@ -499,13 +499,19 @@ as_target(PyObject *four, void *result)
     return 0;
 }
 
+static int
+is_current(current_function current, void *context)
+{
+    void *found = NULL;
+    return current(&found) == 0 && found == context;
+}
+
 /* The status, or None if another context is current: then nothing was launched. */
 static PyObject *
 launch_target(const Target *target, const LaunchConfig *config, void **params)
 {
-    void *context = NULL;
     int status;
-    if (((current_function)target->current)(&context) != 0 || context != target->context)
+    if (!is_current((current_function)target->current, target->context))
         Py_RETURN_NONE;
     Py_BEGIN_ALLOW_THREADS
     status = ((launch_function)target->launch)(config, target->function, params, NULL);
@@ -548,6 +554,23 @@ as_dimensions(PyObject *three, void *result)
     return 1;
 }
 
+/* A pointer to each argument, from a tuple of offsets.  0 if one is wrong: an exception is set. */
+static int
+point_into(void **pointers, PyObject *offsets, char *data, Py_ssize_t size)
+{
+    for (Py_ssize_t i = 0, count = PyTuple_Size(offsets); i < count; i++) {
+        uint32_t offset;
+        if (!as_u32(PyTuple_GetItem(offsets, i), &offset))
+            return 0;
+        if (offset > size) {
+            PyErr_Format(PyExc_ValueError, "argument %zd begins behind the last byte", i);
+            return 0;
+        }
+        pointers[i] = data + offset;
+    }
+    return 1;
+}
+
 static PyObject *
 kernel_call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -577,18 +600,9 @@ kernel_call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     char *copy = (char *)(self->params + count);
     memcpy(copy, data, size);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint32_t offset;
-        if (!as_u32(PyTuple_GetItem(offsets, i), &offset)) {
-            Py_DECREF(self);
-            return NULL;
-        }
-        if (offset > size) {
-            PyErr_Format(PyExc_ValueError, "argument %zd begins behind the last byte", i);
-            Py_DECREF(self);
-            return NULL;
-        }
-        self->params[i] = copy + offset;
+    if (!point_into(self->params, offsets, copy, size)) {
+        Py_DECREF(self);
+        return NULL;
     }
     return (PyObject *)self;
 }
@@ -803,18 +817,9 @@ kernel_node_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         self->params.extra = size ? self->words : NULL;
         return (PyObject *)self;
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint32_t offset;
-        if (!as_u32(PyTuple_GetItem(offsets, i), &offset)) {
-            Py_DECREF(self);
-            return NULL;
-        }
-        if (offset > size) {
-            PyErr_Format(PyExc_ValueError, "argument %zd begins behind the last byte", i);
-            Py_DECREF(self);
-            return NULL;
-        }
-        self->words[i] = self->data + offset;
+    if (!point_into(self->words, offsets, (char *)self->data, size)) {
+        Py_DECREF(self);
+        return NULL;
     }
     self->params.params = count ? self->words : NULL;
     return (PyObject *)self;
@@ -837,82 +842,8 @@ inside(const KernelNode *self, Py_ssize_t offset, Py_ssize_t size)
     return 0;
 }
 
-static PyObject *
-kernel_node_set(PyObject *op, PyObject *const *args, Py_ssize_t count)
-{
-    KernelNode *self = (KernelNode *)op;
-    char *raw;
-    Py_ssize_t size;
-    if (count != 2) {
-        PyErr_SetString(PyExc_TypeError, "an offset and bytes are needed");
-        return NULL;
-    }
-    Py_ssize_t offset = PyLong_AsSsize_t(args[0]);
-    if ((offset == -1 && PyErr_Occurred()) || PyBytes_AsStringAndSize(args[1], &raw, &size) < 0 ||
-        !inside(self, offset, size))
-        return NULL;
-    void *context = NULL;
-    if (self->current(&context) != 0 || context != self->context)
-        Py_RETURN_NONE;
-    unsigned char small[64], *before = size <= 64 ? small : PyMem_Malloc(size);
-    if (before == NULL)
-        return PyErr_NoMemory();
-    memcpy(before, self->data + offset, size);
-    memcpy(self->data + offset, raw, size);
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = self->set(self->executable, self->node, &self->params);
-    Py_END_ALLOW_THREADS
-    if (status)
-        memcpy(self->data + offset, before, size);
-    if (before != small)
-        PyMem_Free(before);
-    return PyLong_FromLong(status);
-}
-
-static PyObject *
-kernel_node_data(PyObject *op, void *Py_UNUSED(closure))
-{
-    KernelNode *self = (KernelNode *)op;
-    return PyBytes_FromStringAndSize((char *)self->data, (Py_ssize_t)self->size);
-}
-
-static PyMethodDef kernel_node_methods[] = {
-    {"set", (PyCFunction)(void (*)(void))kernel_node_set, METH_FASTCALL,
-     "set($self, offset, raw, /)\n--\n\nSets bytes of the arguments, in the executable too.  "
-     "Returns the status, or None if another context is current.  If it is not 0, nothing was "
-     "changed."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyGetSetDef kernel_node_getset[] = {
-    {"data", kernel_node_data, NULL, "The arguments' bytes as they were set last.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-static PyType_Slot kernel_node_slots[] = {
-    {Py_tp_doc,
-     "KernelNode(calls, context, executable, node, function, grid, block, shared, data, offsets)"
-     "\n--\n\nA kernel node of an executable, and what it holds.\n\n"
-     "`calls`: the addresses of cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent.  `data`: "
-     "the arguments' bytes, which are copied; `offsets`: where each begins, or None for arguments "
-     "that a library packed.  Not for several threads at once."},
-    {Py_tp_new, kernel_node_new},
-    {Py_tp_dealloc, kernel_node_dealloc},
-    {Py_tp_methods, kernel_node_methods},
-    {Py_tp_getset, kernel_node_getset},
-    {0, NULL},
-};
-
-static PyType_Spec kernel_node_spec = {
-    .name = "ostinato.driver._launch.KernelNode",
-    .basicsize = sizeof(KernelNode),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = kernel_node_slots,
-};
-
 typedef struct {
-    KernelNode *node; /* the list keeps it alive */
+    KernelNode *node; /* the caller keeps it alive */
     size_t offset, size, before;
     const char *raw;
 } Write;
@@ -965,6 +896,89 @@ set_all(const Write *writes, size_t count, unsigned char *before, int *undone)
 }
 
 static PyObject *
+kernel_node_set(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    KernelNode *self = (KernelNode *)op;
+    char *raw;
+    Py_ssize_t size;
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "an offset and bytes are needed");
+        return NULL;
+    }
+    Py_ssize_t offset = PyLong_AsSsize_t(args[0]);
+    if ((offset == -1 && PyErr_Occurred()) || PyBytes_AsStringAndSize(args[1], &raw, &size) < 0 ||
+        !inside(self, offset, size))
+        return NULL;
+    if (!is_current(self->current, self->context))
+        Py_RETURN_NONE;
+    unsigned char small[64], *before = size <= 64 ? small : PyMem_Malloc(size);
+    if (before == NULL)
+        return PyErr_NoMemory();
+    Write write = {self, (size_t)offset, (size_t)size, 0, raw};
+    int status, undone;
+    Py_BEGIN_ALLOW_THREADS
+    status = set_all(&write, 1, before, &undone);
+    Py_END_ALLOW_THREADS
+    if (before != small)
+        PyMem_Free(before);
+    return PyLong_FromLong(status);
+}
+
+static PyObject *
+kernel_node_data(PyObject *op, void *Py_UNUSED(closure))
+{
+    KernelNode *self = (KernelNode *)op;
+    return PyBytes_FromStringAndSize((char *)self->data, (Py_ssize_t)self->size);
+}
+
+static PyMethodDef kernel_node_methods[] = {
+    {"set", (PyCFunction)(void (*)(void))kernel_node_set, METH_FASTCALL,
+     "set($self, offset, raw, /)\n--\n\nSets bytes of the arguments, in the executable too.  "
+     "Returns the status, or None if another context is current.  If it is not 0, nothing was "
+     "changed."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef kernel_node_getset[] = {
+    {"data", kernel_node_data, NULL, "The arguments' bytes as they were set last.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot kernel_node_slots[] = {
+    {Py_tp_doc,
+     "KernelNode(calls, context, executable, node, function, grid, block, shared, data, offsets)"
+     "\n--\n\nA kernel node of an executable, and what it holds.\n\n"
+     "`calls`: the addresses of cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent.  `data`: "
+     "the arguments' bytes, which are copied; `offsets`: where each begins, or None for arguments "
+     "that a library packed.  Not for several threads at once."},
+    {Py_tp_new, kernel_node_new},
+    {Py_tp_dealloc, kernel_node_dealloc},
+    {Py_tp_methods, kernel_node_methods},
+    {Py_tp_getset, kernel_node_getset},
+    {0, NULL},
+};
+
+static PyType_Spec kernel_node_spec = {
+    .name = "ostinato.driver._launch.KernelNode",
+    .basicsize = sizeof(KernelNode),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = kernel_node_slots,
+};
+
+/* The status and that of taking back, or None if another context is current. */
+static PyObject *
+make_writes(const Write *writes, size_t count, unsigned char *before)
+{
+    int status, undone;
+    if (count && !is_current(writes->node->current, writes->node->context))
+        Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    status = set_all(writes, count, before, &undone);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("ii", status, undone);
+}
+
+static PyObject *
 set_nodes(PyObject *module, PyObject *list)
 {
     State *state = PyModule_GetState(module);
@@ -974,7 +988,6 @@ set_nodes(PyObject *module, PyObject *list)
     }
     Py_ssize_t count = PyList_Size(list);
     size_t total = 0;
-    int status = 0, undone = 0;
     unsigned char *before = NULL;
     PyObject *result = NULL;
     Write *writes = PyMem_Malloc((size_t)count * sizeof(Write) + 1);
@@ -1002,15 +1015,7 @@ set_nodes(PyObject *module, PyObject *list)
         PyErr_NoMemory();
         goto end;
     }
-    void *context = NULL;
-    if (count && (writes[0].node->current(&context) != 0 || context != writes[0].node->context)) {
-        result = Py_NewRef(Py_None);
-        goto end;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = set_all(writes, (size_t)count, before, &undone);
-    Py_END_ALLOW_THREADS
-    result = Py_BuildValue("ii", status, undone);
+    result = make_writes(writes, (size_t)count, before);
 end:
     PyMem_Free(before);
     PyMem_Free(writes);
@@ -1026,7 +1031,6 @@ set_words(PyObject *module, PyObject *args)
     const char *counts, *places, *values;
     Py_ssize_t counted, placed, valued;
     size_t total = 0, next = 0;
-    int status, undone;
     if (!PyArg_ParseTuple(args, "O!y#y#y#", &PyList_Type, &list, &counts, &counted, &places,
                           &placed, &values, &valued))
         return NULL;
@@ -1061,15 +1065,7 @@ set_words(PyObject *module, PyObject *args)
             writes[next] = (Write){(KernelNode *)node, place, 8, 8 * next, values + 8 * next};
         }
     }
-    void *context = NULL;
-    if (total && (writes[0].node->current(&context) != 0 || context != writes[0].node->context)) {
-        result = Py_NewRef(Py_None);
-        goto end;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = set_all(writes, total, before, &undone);
-    Py_END_ALLOW_THREADS
-    result = Py_BuildValue("ii", status, undone);
+    result = make_writes(writes, total, before);
 end:
     PyMem_Free(before);
     PyMem_Free(writes);

@@ -307,12 +307,14 @@ class KernelArguments:
 
     def with_raw(self, index: int, value: bytes) -> KernelArguments:
         """A copy with other bytes for one argument.  Raises InputError if the size differs."""
-        slot = self.slot(index)
-        if len(value) != slot.size:
-            raise InputError(
-                f"argument {index} takes {slot.size} bytes, and {len(value)} were given"
-            )
-        return self.with_bytes(slot.offset, value)
+        self.require_size(index, value)
+        return self.with_bytes(self.slot(index).offset, value)
+
+    def require_size(self, index: int, value: bytes) -> None:
+        """Raises InputError unless argument `index` takes as many bytes."""
+        size = self.slot(index).size
+        if len(value) != size:
+            raise InputError(f"argument {index} takes {size} bytes, and {len(value)} were given")
 
     def with_bytes(self, offset: int, value: bytes) -> KernelArguments:
         """A copy with other bytes at an offset of the packed buffer."""
@@ -389,6 +391,11 @@ class KernelNodeParams:
     config: LaunchConfig
     arguments: KernelArguments
     extra_attributes: tuple[str, ...] = ()
+
+    def with_data(self, data: bytes) -> KernelNodeParams:
+        """A copy with other bytes for all arguments, which lie where they lay."""
+        arguments = KernelArguments(data, self.arguments.layout, self.arguments.packed)
+        return KernelNodeParams(self.function, self.config, arguments, self.extra_attributes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from typing import Protocol
 from ostinato.driver.api import (
     Driver,
     ExecHandle,
-    KernelArguments,
     KernelNodeParams,
     KernelSetter,
     NodeHandle,
@@ -58,21 +57,18 @@ class _PlainSetter:
     def __init__(
         self, driver: Driver, executable: ExecHandle, node: NodeHandle, params: KernelNodeParams
     ) -> None:
-        self.data = params.arguments.data
         self._set = partial(driver.exec_set_params, executable, node)
         self._params = params
 
+    @property
+    def data(self) -> bytes:
+        return self._params.arguments.data
+
     def set(self, offset: int, raw: bytes, /) -> int:
-        data = self.data[:offset] + raw + self.data[offset + len(raw) :]
-        self._set(_with_data(self._params, data))
-        self.data = data
+        params = self._params.with_data(self._params.arguments.with_bytes(offset, raw).data)
+        self._set(params)
+        self._params = params
         return 0
-
-
-def _with_data(params: KernelNodeParams, data: bytes) -> KernelNodeParams:
-    old = params.arguments
-    arguments = KernelArguments(data, old.layout, old.packed)
-    return KernelNodeParams(params.function, params.config, arguments, params.extra_attributes)
 
 
 def kernel_setter(
@@ -199,26 +195,16 @@ def write_words(run: Run, move: PlainMove) -> bool:
                 run._give_up()
                 run._undo([live.node for live in lives])
             return False
-        _note_all(run, words, move.targets)
+        # As `Write.note` does for each.
+        run._let_go([live.owners.get(place) for live, place in words])
+        for (live, place), target in zip(words, move.targets, strict=True):
+            live.owners[place] = target
     except BaseException:
-        both = zip(words, move.targets, strict=True)
-        made = [
-            (word, target)
-            for i, (word, target) in enumerate(both)
-            if word[0].setter.data[word[1] : word[1] + 8] == values[8 * i : 8 * i + 8]
-        ]
-        _note_all(run, [word for word, _ in made], [target for _, target in made])
-        run._undo([live.node for live in lives])
+        raws = (values[at : at + 8] for at in range(0, len(values), 8))
+        each = zip(words, raws, move.targets, strict=True)
+        _keep_made(run, [Write(*word, raw, to, same_reach=True) for word, raw, to in each])
         raise
     return True
-
-
-def _note_all(run: Run, words: list[tuple[Live, int]], targets: list[object]) -> None:
-    """Notes what words point at, as `Write.note` does."""
-    old = [live.owners.get(place) for live, place in words]
-    run._let_go(old)
-    for (live, place), target in zip(words, targets, strict=True):
-        live.owners[place] = target
 
 
 def _changes_of(writes: list[Write]) -> list[Change]:
@@ -234,7 +220,7 @@ def _changes_of(writes: list[Write]) -> list[Change]:
             data[write.place : write.place + len(write.raw)] = write.raw
         owners = tuple((write.place, write.owner) for write in of_node)
         reach = tuple((w.place, w.nbytes) for w in of_node if not w.same_reach)
-        changes.append(Change(live.node, _with_data(live.params, bytes(data)), owners, reach))
+        changes.append(Change(live.node, live.params.with_data(bytes(data)), owners, reach))
     return changes
 
 
@@ -302,9 +288,7 @@ class Argument:
             index, raw = argument_bytes(
                 self._node, live.signature, arguments, self._argument, value
             )
-            size = arguments.slot(index).size
-            if len(raw) != size:
-                raise InputError(f"argument {index} takes {size} bytes, and {len(raw)} were given")
+            arguments.require_size(index, raw)
         owner, nbytes = owner_of(run.context, value, self._pointer)
         return Write(live, self._place, raw, owner, nbytes)
 

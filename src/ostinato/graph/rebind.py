@@ -319,11 +319,7 @@ class _Plan:
             data[word.offset : word.offset + _WORD] = new.to_bytes(_WORD, "little")
             owners.append((word.offset, move.target))
         if data is not None:
-            changed = KernelArguments(bytes(data), arguments.layout, arguments.packed)
-            made = KernelNodeParams(
-                params.function, params.config, changed, params.extra_attributes
-            )
-            self.changes.append(Change(node, made, tuple(owners)))
+            self.changes.append(Change(node, params.with_data(bytes(data)), tuple(owners)))
 
     def _words_of(
         self, signature: Signature | None, arguments: KernelArguments

@@ -19,7 +19,6 @@ from ostinato.driver.api import (
     EdgeData,
     FrozenGraph,
     GraphHandle,
-    KernelArguments,
     KernelNodeParams,
     KernelSetter,
     NodeHandle,
@@ -66,12 +65,7 @@ class Live:
 
     def setting(self) -> Setting:
         """What the node holds."""
-        kernel = self.params
-        old = kernel.arguments
-        arguments = KernelArguments(self.setter.data, old.layout, old.packed)
-        params = KernelNodeParams(
-            kernel.function, kernel.config, arguments, kernel.extra_attributes
-        )
+        params = self.params.with_data(self.setter.data)
         return Setting(self.node, params, self.signature, dict(self.reach), self.owners)
 
 

@@ -18,7 +18,7 @@ warning, and compiled again.  This guards against damage and other users, not ag
 as this user, which could change the program itself as well.  FIFOs, devices, links, folders and
 huge files in the folder are not opened, followed or waited for.
 
-Writers rename whole files into place (`files.write_private`), so that readers see whole files only,
+Writers rename whole files into place (`files.replace_file`), so that readers see whole files only,
 and two writers of one key both succeed.  There is no lock: removing a file that is gone already is
 no error.  A torn file, which a power cut may leave, is noticed.  A full disk and a read-only or
 foreign folder switch the store off, with one warning.
@@ -44,7 +44,7 @@ from pathlib import Path
 from ostinato import settings
 from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError
-from ostinato.files import TEMPORARY_PREFIX, UntrustedError, open_regular, write_private
+from ostinato.files import TEMPORARY_PREFIX, UntrustedError, open_regular, replace_file
 from ostinato.modules.compiler import Compiled
 from ostinato.modules.headers import Inputs
 from ostinato.modules.source import DIGEST_BYTES, SCHEMA
@@ -174,7 +174,7 @@ class DiskStore:
         path = self.path(key)
         try:
             self._make_folder()
-            write_private(path, data)
+            replace_file(path, data, private=True)
         except IsADirectoryError:
             _log.warning("kernel file %s is not written: a folder has its name; remove it", path)
             return False

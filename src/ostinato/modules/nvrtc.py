@@ -38,7 +38,7 @@ from typing import Any
 from ostinato import settings
 from ostinato.driver.forking import new_lock
 from ostinato.errors import CompileError, NoCudaError, SettingsError
-from ostinato.files import UntrustedError, open_regular, write_private
+from ostinato.files import UntrustedError, open_regular, replace_file
 from ostinato.modules.source import digest_of
 
 __all__ = [
@@ -464,7 +464,8 @@ def _remember(path: str) -> None:
     with suppress(OSError, SettingsError):
         memory = _memory(searched)
         memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_private(memory, json.dumps({"path": path, "searched": searched}).encode())
+        found = json.dumps({"path": path, "searched": searched}).encode()
+        replace_file(memory, found, private=True)
 
 
 class _SymbolInfo(ctypes.Structure):

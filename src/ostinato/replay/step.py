@@ -319,11 +319,7 @@ class GraphedStep(Closeable):
         and for a step with `build="record"`.
         """
         with self._lock, self.stream.turn.lock:
-            call = self._call(sizes)
-            state = self._state(call.key)
-            with self.cache.hold(call.key) as executable:
-                has_graph = self._usable(call, executable) is not None
-            decision = decide(self._situation(call, state, has_graph))
+            call, state, decision = self._next(sizes)
             if decision.reason is Reason.WARMING_UP or decision.action is Action.BUILD:
                 if self.build == "record":
                     raise InputError("a recorded step is built by its first call, not beforehand")
@@ -340,11 +336,7 @@ class GraphedStep(Closeable):
         again while the graph is held.  Raises ContextPoisonedError and InputError as a call does.
         """
         with self._lock, self.stream.turn.lock:
-            call = self._call(sizes)
-            state = self._state(call.key)
-            with self.cache.hold(call.key) as executable:
-                has_graph = self._usable(call, executable) is not None
-            decision = decide(self._situation(call, state, has_graph))
+            call, state, decision = self._next(sizes)
             if decision.action in (Action.EAGER, Action.REFUSE) or isinstance(self.verify, int):
                 return decision
             if decision.action is Action.BUILD:
@@ -368,6 +360,14 @@ class GraphedStep(Closeable):
             lease.callback(self._let_go, call.key, counts)
             self._held.append((call.key, counts))
             return HeldReplay(self.stream.context, replay, lease, counts)
+
+    def _next(self, sizes: Mapping[str, int]) -> tuple[Call, KeyState, Decision]:
+        """What a call of these sizes would do now."""
+        call = self._call(sizes)
+        state = self._state(call.key)
+        with self.cache.hold(call.key) as executable:
+            has_graph = self._usable(call, executable) is not None
+        return call, state, decide(self._situation(call, state, has_graph))
 
     def _replay_held(self, call: Call, executable: GraphExec) -> None:
         self._sizes.set(call.sizes, self.stream)

@@ -113,16 +113,7 @@ def _decoded(raw: bytes, attributes: tuple[int, ...], programmatic: bool) -> _Sh
             found[identity] = cu.LaunchAttributeValue.from_buffer_copy(
                 value.ljust(_VALUE_BYTES, b"\0")
             )
-    known = settable(found)
-    config = LaunchConfig(
-        grid=sizes[:3],
-        block=sizes[3:6],
-        shared=sizes[6],
-        cluster=known.cluster,
-        cooperative=known.cooperative,
-        programmatic=programmatic,
-        priority=known.priority or None,
-    )
+    config = settable(found).config(sizes, programmatic=programmatic)
     return _Shape(config, attribute_words(found))
 
 

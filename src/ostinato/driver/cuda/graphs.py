@@ -224,7 +224,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         return found
 
     def _read_other(self, node: NodeHandle, kind: int | None) -> Other:
-        """Errors are kept: they belong to who asks for this node."""
+        """A node that Python must read.  An error is raised when the node is asked for."""
         try:
             params: NodeParams | DriverError = self.node_params(node)
         except ContextPoisonedError:
@@ -236,10 +236,10 @@ class GraphCalls(StreamCalls, ModuleCalls):
         except ValueError:  # a kind that this release does not know
             return Other(None, params)
 
-    def layout_of(self, function: int) -> tuple[ParameterSlot, ...]:
+    def layout_of(self, function: int, seam: str = "node_params") -> tuple[ParameterSlot, ...]:
         """The layout of a function's parameters."""
         known = self._layouts.get(function)
-        return self._parameter_layout("node_params", function) if known is None else known
+        return self._parameter_layout(seam, function) if known is None else known
 
     def words_of(self, node: int, attributes: tuple[int, ...]) -> tuple[str, ...]:
         """Those of a node's attributes that `LaunchConfig` has no field for, in words."""
@@ -628,20 +628,16 @@ class GraphCalls(StreamCalls, ModuleCalls):
         function = raw.func or 0
         if not function and raw.kern:  # a context-independent kernel
             function = self._handle(seam, "cuKernelGetFunction", raw.kern)
-        layout = self._layouts.get(function)
-        if layout is None:
-            layout = self._parameter_layout(seam, function)
+        layout = self.layout_of(function, seam)
         attributes = self._attributes_of(node, SHOWN)
-        known = settable(attributes)
         edges = self._incoming_edge_data(seam, node)
-        config = LaunchConfig(
-            grid=(raw.gridDimX, raw.gridDimY, raw.gridDimZ),
-            block=(raw.blockDimX, raw.blockDimY, raw.blockDimZ),
-            shared=raw.sharedMemBytes,
-            cluster=known.cluster,
-            cooperative=known.cooperative,
-            programmatic=any(edge.type is EdgeType.PROGRAMMATIC for edge in edges),
-            priority=known.priority or None,
+        sizes = (
+            *(raw.gridDimX, raw.gridDimY, raw.gridDimZ),
+            *(raw.blockDimX, raw.blockDimY, raw.blockDimZ),
+            raw.sharedMemBytes,
+        )
+        config = settable(attributes).config(
+            sizes, programmatic=any(edge.type is EdgeType.PROGRAMMATIC for edge in edges)
         )
         self.note_config(node, config)
         return KernelNodeParams(

@@ -257,6 +257,18 @@ class Settable:
     cooperative: bool
     priority: int
 
+    def config(self, sizes: Sequence[int], *, programmatic: bool) -> LaunchConfig:
+        """With a node's grid (three numbers), block (three) and dynamic shared memory."""
+        return LaunchConfig(
+            grid=(sizes[0], sizes[1], sizes[2]),
+            block=(sizes[3], sizes[4], sizes[5]),
+            shared=sizes[6],
+            cluster=self.cluster,
+            cooperative=self.cooperative,
+            programmatic=programmatic,
+            priority=self.priority or None,
+        )
+
 
 def settable(found: dict[int, cu.LaunchAttributeValue]) -> Settable:
     """An attribute that the device lacks counts as not set."""

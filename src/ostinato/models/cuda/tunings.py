@@ -22,8 +22,6 @@ import hashlib
 import json
 import logging
 import math
-import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -32,6 +30,7 @@ from typing import Any
 
 from ostinato import settings
 from ostinato.errors import NotAvailableError
+from ostinato.files import replace_file
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.legal import problems_of
 from ostinato.models.cuda.shapes import (
@@ -264,17 +263,10 @@ class TuningStore:
             "made": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         path = self.folder / key.name
-        temporary = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self._locked():
-                try:
-                    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-                    temporary.replace(path)
-                except BaseException:
-                    with contextlib.suppress(OSError):
-                        temporary.unlink()
-                    raise
+                replace_file(path, (json.dumps(record, indent=1) + "\n").encode(), private=False)
         except OSError as error:
             raise NotAvailableError(
                 f"the tuning cannot be written to {self.folder}: {error}; OSTINATO_CACHE_DIR names "

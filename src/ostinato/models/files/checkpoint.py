@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import math
+import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ __all__ = [
     "RawTensor",
     "TokenizerSource",
     "check_tensors",
+    "name_in_layer",
     "to_bfloat16",
 ]
 
@@ -372,3 +374,20 @@ def _destination(
             f"{dtype} {list(raw.shape)}"
         )
     return out
+
+
+def name_in_layer(
+    name: str, pattern: re.Pattern[str], in_layer: Mapping[str, str], path: Path
+) -> str:
+    """Our name of a tensor of a layer.
+
+    `pattern` finds the layer's number and the rest of a file's name, `in_layer` has our word for
+    the rest.  Raises UnsupportedModelError for any other name.
+    """
+    match = pattern.fullmatch(name)
+    if match is None or match[2] not in in_layer:
+        raise UnsupportedModelError(
+            f"{path}: tensor {quoted(name)} has no place in a Llama decoder; this variant of the "
+            "architecture is not supported (biases, experts and adapters are not)"
+        )
+    return f"layers.{match[1]}.{in_layer[match[2]]}"

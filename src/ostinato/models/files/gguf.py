@@ -28,6 +28,7 @@ from ostinato.models.files.checkpoint import (
     GgufTokenizerSource,
     RawTensor,
     check_tensors,
+    name_in_layer,
 )
 from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
 from ostinato.models.files.reading import forget, map_file, unmap
@@ -151,13 +152,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
 def _canonical(name: str, path: Path) -> str:
     if name in _WHOLE:
         return _WHOLE[name]
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None or match[2] not in _IN_LAYER:
-        raise UnsupportedModelError(
-            f"{path}: tensor {quoted(name)} has no place in a Llama decoder; this variant of the "
-            "architecture is not supported (biases, experts and adapters are not)"
-        )
-    return f"layers.{match[1]}.{_IN_LAYER[match[2]]}"
+    return name_in_layer(name, _LAYER_NAME, _IN_LAYER, path)
 
 
 def _config(header: GgufHeader, data: memoryview, path: Path) -> LlamaConfig:

@@ -6,13 +6,11 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
-import os
-import secrets
-import stat
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from ostinato.errors import ModelFormatError
+from ostinato.files import UntrustedError, open_regular, replace_file
 
 __all__ = [
     "MAX_JSON",
@@ -37,16 +35,10 @@ def open_file(path: Path) -> BinaryIO:
     """
     # Looked at before, since opening alone makes some devices act, and after, since it may have
     # been another file then.  Without O_NONBLOCK, opening a pipe waits.
-    if stat.S_ISREG(path.stat().st_mode):
-        file = open(path, "rb", opener=_open)  # noqa: SIM115 - it is given to the caller
-        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return file
-        file.close()
-    raise ModelFormatError(f"{path}: it is no regular file")
-
-
-def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    try:
+        return open_regular(path, private=False)
+    except UntrustedError:
+        raise ModelFormatError(f"{path}: it is no regular file") from None
 
 
 def read_file(path: Path, limit: int) -> bytes:
@@ -105,13 +97,7 @@ def write_file(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():  # a device, a pipe: nothing to put in its place
             path.write_text(text, encoding="utf-8")
             return
-        target = path.resolve()  # what a link points to, not the link
-        temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        # What a link points to, not the link.
+        replace_file(path.resolve(), text.encode(), private=False)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None

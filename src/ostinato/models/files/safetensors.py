@@ -25,6 +25,7 @@ from ostinato.models.files.checkpoint import (
     JsonTokenizerSource,
     RawTensor,
     check_tensors,
+    name_in_layer,
 )
 from ostinato.models.files.dequantise import dequantise_rows
 from ostinato.models.files.reading import MAX_JSON, forget, map_file, parse_object, read_json, unmap
@@ -237,10 +238,4 @@ def _canonical(name: str, path: Path) -> str | None:
         return _WHOLE[name]
     if _IGNORED.fullmatch(name):
         return None
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None or match[2] not in _IN_LAYER:
-        raise UnsupportedModelError(
-            f"{path}: tensor {quoted(name)} has no place in a Llama decoder; this variant of the "
-            "architecture is not supported (biases, experts and adapters are not)"
-        )
-    return f"layers.{match[1]}.{_IN_LAYER[match[2]]}"
+    return name_in_layer(name, _LAYER_NAME, _IN_LAYER, path)
