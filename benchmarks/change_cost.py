@@ -11,7 +11,7 @@ and keeping what is needed to take a refused change back.
   patch prepared   the same, by a patcher
   patch all        a number of every node, in one call
   rebind all       every pointer into one buffer, in all nodes (two a node)
-  inventory        the graph's nodes as records (no C beside it)
+  inventory        the graph's nodes as records, with all arguments (no C beside it)
   add a node       to a graph of 100, and to one of 2,000 nodes (no C beside it)
   update           all parameters from another definition of the same topology
   recapture        capture all launches again and instantiate
@@ -332,7 +332,8 @@ class Ours:
 
     def inventory(self, count: int) -> list[int]:
         def read(_: int) -> None:
-            assert len(self.graphs[0].nodes) == self.chain.length
+            arguments = [node.arguments for node in self.graphs[0].nodes]
+            assert len(arguments) == self.chain.length
 
         return timed(count, read, lambda: None)
 

@@ -173,6 +173,7 @@ class Chain:
         self._other = rng.uniform(1, 2, CELL).astype(np.float32)
         self.arena = self.new_arena()
         self.other = device.array(self._other)
+        self._operands: dict[int, list[tuple[object, ...]]] = {}
         self._expected = self._first
         for _ in range(length):
             self._expected = np.float32(0.5) * self._expected + np.float32(0.5) * self._other
@@ -185,10 +186,18 @@ class Chain:
 
     def submit(self, stream: ost.Stream, arena: ost.Buffer | None = None) -> None:
         """Launches it on a stream: eagerly, or into whichever capture is under way there."""
-        cells = self.arena if arena is None else arena
-        for i in range(self.length):
-            operands = (cells[i], self.other, cells[i + 1], CELL)
+        for operands in self.operands(self.arena if arena is None else arena):
             ost.launch(stream, self.kernel, self.config, *operands)
+
+    def operands(self, arena: ost.Buffer) -> list[tuple[object, ...]]:
+        """What each kernel is launched with; made once for each arena, as a program's buffers
+        are."""
+        known = self._operands.get(arena.address)
+        if known is None:
+            cells = list(arena)
+            known = [(cells[i], self.other, cells[i + 1], CELL) for i in range(self.length)]
+            self._operands[arena.address] = known
+        return known
 
     def check(self, what: str, stream: ost.Stream, arena: ost.Buffer | None = None) -> None:
         """The last cell is right; it is cleared for who comes next."""

@@ -45,6 +45,7 @@ typedef struct {
 int stub_refused;      /* the status of the next calls that change a node of an executable */
 int stub_refused_after; /* how many of them go well before */
 int stub_refused_node = -1; /* if it is not -1: those of this node, and no others */
+int stub_newest_first; /* whether graphs list the node that was added last as their first */
 
 static struct {
     Graph *graph;
@@ -163,10 +164,17 @@ int cuGraphAddNode_v2(Node **node, Graph *graph, Node *const *before, const void
     return 0;
 }
 
+int cuGraphAddKernelNode_v2(Node **node, Graph *graph, Node *const *before, size_t count,
+                            const Kernel *params) {
+    *node = add(graph, params, count ? before[0] : NULL);
+    return 0;
+}
+
 int cuGraphGetNodes(const Graph *graph, Node **nodes, size_t *count) {
     if (nodes) {
         if (*count > graph->count) *count = graph->count;
-        memcpy(nodes, graph->nodes, *count * sizeof(Node *));
+        for (size_t i = 0; i < *count; i++)
+            nodes[i] = graph->nodes[stub_newest_first ? graph->count - 1 - i : i];
     }
     else
         *count = graph->count;

@@ -53,6 +53,10 @@ class Stub:
         for name, value in (("", status), ("_after", after), ("_node", node)):
             ctypes.c_int.in_dll(self._dll, f"stub_refused{name}").value = value
 
+    def newest_first(self, on: bool) -> None:
+        """Whether graphs list the node that was added last as their first."""
+        ctypes.c_int.in_dll(self._dll, "stub_newest_first").value = on
+
     def holds(self, run: ost.GraphExec, index: int) -> tuple[bytes, tuple[int, ...]]:
         """The argument bytes that a node of the executable would run with, and grid, block and
         shared memory."""

@@ -420,3 +420,39 @@ def test_a_definition_that_is_changed_afterwards_does_not_show(rig: Rig) -> None
                     if getattr(one, name) is cells[2]:
                         setattr(one, name, cells[3])
             rig.check(run, expected)
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_a_node_that_was_added_has_its_place(rig: Rig, newest_first: bool) -> None:
+    """Also where the driver lists nodes in an order that no known one has."""
+    if rig.stub is None and newest_first:
+        pytest.skip("the host driver lists nodes as they were added")
+    (a, b, out), config = rig.buffers()[:3], ost.LaunchConfig(1, 32)
+    if rig.stub is not None:
+        rig.stub.newest_first(newest_first)
+    try:
+        with ost.Graph.create(rig.device) as graph:
+            for _ in range(40):
+                made = graph.add_kernel(rig.kernel, config, a, b, out, CELL)
+                assert [node.handle for node in graph.nodes][made.index] == made.handle
+                assert graph.node(made.index).arguments == made.arguments
+    finally:
+        if rig.stub is not None:
+            rig.stub.newest_first(False)
+
+
+def test_a_closed_view_frees_nothing(rig: Rig) -> None:
+    cells, n = rig.device.zeros((3, CELL), np.float32), CELL
+    views = [cells[i] for i in range(3)]
+    with ost.capture(rig.stream) as capture:
+        ost.launch(rig.stream, rig.kernel, ost.LaunchConfig(1, 32), *views, n)
+    for view in views:
+        view.close()
+    with capture.graph.instantiate() as run:
+        run.launch(rig.stream)
+        rig.stream.synchronize()
+        cells.close()
+        with pytest.raises(ClosedError, match="closed"):
+            run.launch(rig.stream)
+    with pytest.raises(ClosedError, match="closed"):
+        capture.graph.instantiate()

@@ -706,21 +706,29 @@ function_call_launch(PyObject *op, PyObject *const *args, Py_ssize_t count)
         PyErr_Clear(); /* `launch_kernel` looks again, and words the error */
         Py_RETURN_NONE;
     }
-    int packed = pack_all(packer, args[4], data);
-    if (packed < 0)
-        return NULL;
-    if (packed == 0)
-        Py_RETURN_NONE;
+    unsigned char *from = data;
+    if (PyBytes_CheckExact(args[4])) { /* packed before */
+        if (PyBytes_Size(args[4]) != packer->size)
+            Py_RETURN_NONE;
+        from = (unsigned char *)PyBytes_AsString(args[4]); /* which the driver copies */
+    } else {
+        int packed = pack_all(packer, args[4], data);
+        if (packed < 0)
+            return NULL;
+        if (packed == 0)
+            Py_RETURN_NONE;
+    }
     for (Py_ssize_t i = 0; i < packer->count; i++)
-        params[i] = data + packer->slots[i].offset;
+        params[i] = from + packer->slots[i].offset;
     return launch_target(&self->target, &config, params);
 }
 
 static PyMethodDef function_call_methods[] = {
     {"launch", (PyCFunction)(void (*)(void))function_call_launch, METH_FASTCALL,
-     "launch($self, stream, grid, block, shared, values, /)\n--\n\nReturns the status, or None if "
-     "nothing was launched: a value does not have exactly the type of its slot, a number does not "
-     "fit, or another context is current."},
+     "launch($self, stream, grid, block, shared, values, /)\n--\n\n`values`: a tuple, or bytes that "
+     "were packed before.  Returns the status, or None if nothing was launched: a value does not "
+     "have exactly the type of its slot, the bytes are not as many as the slots', a number does "
+     "not fit, or another context is current."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1223,7 +1231,46 @@ read_nodes(PyObject *Py_UNUSED(module), PyObject *args)
     return list;
 }
 
+/* ----------------------------------------------------------------------- the state of a capture */
+
+typedef int (*info_function)(void *stream, int *state, uint64_t *number, void **graph,
+                             void *const **nodes, const void **edges, size_t *count);
+
+static PyObject *
+capture_info(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    void *info, *current, *context, *stream, *graph = NULL, *const *nodes = NULL;
+    const void *edges = NULL; /* without a place for them it fails after programmatic launches */
+    int state = 0;
+    uint64_t number = 0;
+    size_t count = 0;
+    if (!PyArg_ParseTuple(args, "(O&O&)O&O&", as_pointer, &info, as_pointer, &current, as_pointer,
+                          &context, as_pointer, &stream))
+        return NULL;
+    if (!is_current((current_function)current, context))
+        Py_RETURN_NONE;
+    /* With the GIL: the nodes are the driver's array until the next call, of any thread. */
+    int status = ((info_function)info)(stream, &state, &number, &graph, &nodes, &edges, &count);
+    if (status)
+        return PyLong_FromLong(status);
+    if (nodes == NULL)
+        count = 0;
+    PyObject *held = PyTuple_New((Py_ssize_t)count);
+    for (size_t i = 0; held != NULL && i < count; i++) {
+        PyObject *node = PyLong_FromVoidPtr(nodes[i]);
+        if (node == NULL || PyTuple_SetItem(held, (Py_ssize_t)i, node) < 0)
+            Py_CLEAR(held);
+    }
+    if (held == NULL)
+        return NULL;
+    return Py_BuildValue("iKNN", state, (unsigned long long)number, PyLong_FromVoidPtr(graph), held);
+}
+
 static PyMethodDef module_methods[] = {
+    {"capture_info", capture_info, METH_VARARGS,
+     "capture_info($module, calls, context, stream, /)\n--\n\nCalls cuStreamGetCaptureInfo_v3.\n\n"
+     "`calls`: its address and that of cuCtxGetCurrent.  Returns a status that is not 0, or (state, "
+     "number, graph, nodes); None if another context is current: then nothing was called."},
     {"set_nodes", set_nodes, METH_O,
      "set_nodes($module, writes, /)\n--\n\nMakes a list of writes (KernelNode, offset, bytes), all "
      "or none; those next to each other that are one node's go in one call.\n\nReturns the status, "

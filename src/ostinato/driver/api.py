@@ -274,7 +274,7 @@ Pack: TypeAlias = Callable[[tuple[object, ...]], bytes | None]
 """Packs a kernel's values into its parameter buffer; returns None if a value does not have exactly
 the type of its parameter."""
 
-PlainLaunch: TypeAlias = Callable[[int, Dim3, Dim3, int, tuple[object, ...]], int | None]
+PlainLaunch: TypeAlias = Callable[[int, Dim3, Dim3, int, tuple[object, ...] | bytes], int | None]
 """Stream, grid, block, shared bytes, values: see `Driver.function_prepare_launch`."""
 
 
@@ -925,8 +925,8 @@ class Driver(Protocol):
         """
         ...
 
-    def graph_node_index(self, graph: GraphHandle, node: NodeHandle) -> int:
-        """The place of a node in `graph_nodes`."""
+    def graph_last_index(self, graph: GraphHandle, node: NodeHandle) -> int:
+        """The place in `graph_nodes` of the node that was added last."""
         ...
 
     def graph_add_node(

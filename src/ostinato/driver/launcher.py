@@ -36,6 +36,7 @@ __all__ = [
     "KernelTarget",
     "Launcher",
     "PythonLauncher",
+    "capture_reader",
     "compiled",
     "description",
     "function_call",
@@ -263,6 +264,11 @@ def set_words(
 def node_reader() -> Callable[..., Any] | None:
     """`read_nodes` of the extension, or None where it was not built."""
     return None if _extension is None else _extension.read_nodes
+
+
+def capture_reader() -> Callable[..., Any] | None:
+    """`capture_info` of the extension, or None where it was not built."""
+    return None if _extension is None else _extension.capture_info
 
 
 @contextmanager

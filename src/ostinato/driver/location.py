@@ -29,8 +29,8 @@ def caller_location() -> str:
 def caller_line() -> tuple[str, int] | None:
     """`caller_location` as file and line number, which `describe_line` makes into text later."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not is_internal(frame):
+    while frame is not None:  # as `is_internal`, without a call for each frame
+        if not _is_machinery(frame.f_globals.get("__name__", "")):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None

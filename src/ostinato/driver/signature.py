@@ -109,6 +109,8 @@ class _LaidOut:
     parameters: tuple[Parameter, ...]
     layout: tuple[ParameterSlot, ...] = field(repr=False, compare=False)
     """Offset and size of each parameter in the packed buffer."""
+    pointers: tuple[int, ...] = field(repr=False, compare=False)
+    """Which parameters are pointers, by index."""
 
 
 class Signature(_LaidOut):
@@ -123,7 +125,8 @@ class Signature(_LaidOut):
             start = -(-end // parameter.alignment) * parameter.alignment
             slots.append(ParameterSlot(start, parameter.size))
             end = start + parameter.size
-        super().__init__(parameters, tuple(slots))
+        pointers = tuple(i for i, parameter in enumerate(parameters) if parameter.pointer)
+        super().__init__(parameters, tuple(slots), pointers)
 
     @classmethod
     def parse(cls, text: str) -> Signature:

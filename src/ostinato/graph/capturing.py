@@ -83,7 +83,8 @@ class _Session:
         """The driver's error at the end of the capture."""
         self.labels: dict[NodeHandle, NodeLabel] = {}
         self.keep: list[object] = []
-        self.submissions: list[Submission] = []
+        self.noted: list[NodeLabel] = []
+        """The operations that went into this capture, in order."""
         self.refusal: CaptureBrokenError | None = None
         """The error for work that this library refused, and that the graph would lack."""
         self.broken_at: str | None = None
@@ -252,7 +253,7 @@ class _Session:
     def submitted(self, stream: Stream, operation: Operation) -> None:
         """Notes the node and the line of an operation, if it went into this capture."""
         try:
-            info = stream.capture_info
+            info = stream.context.driver.stream_capture_info(stream.handle)
         except DriverError as error:  # the graph would not keep what the node points at
             self.refusal = self.refusal or CaptureBrokenError(
                 f"the capture was broken at {caller_location()}: after {operation.name} the driver "
@@ -268,9 +269,10 @@ class _Session:
         line = caller_line()
         if stream is not self.stream and line is not None:
             self.forked_at = describe_line(*line)
+        label = NodeLabel(operation, line)
         if len(info.dependencies) == 1:
-            self.labels[info.dependencies[0]] = NodeLabel(operation, line)
-        self.submissions.append(Submission(operation.name, line))
+            self.labels[info.dependencies[0]] = label
+        self.noted.append(label)
 
     def recorded(self, stream: Stream, event: Event) -> None:
         """Nothing to note: the driver knows which nodes an event is behind."""
@@ -476,7 +478,8 @@ class Capture:
     @property
     def submissions(self) -> tuple[Submission, ...]:
         """The operations that this library put into the capture so far, in order."""
-        return tuple(self._session.submissions)
+        noted = self._session.noted
+        return tuple(Submission(made.operation.name, made.line) for made in noted if made.operation)
 
 
 def _leaves(graph: Graph) -> list[NodeHandle]:

@@ -135,7 +135,7 @@ class GraphExec(Launcher, Closeable):
         self._toggled = False
         self._given_back: deque[MemoryRange] = deque()
         """Memory that was closed since the last launch that looked, and may be pointed at."""
-        self._watch(graph.keep)
+        self._watch(graph.storages)
         if not graph.owned:  # what its nodes were given is not known
             self.context.watchers.add(self)
         release.shadow = self._shadow
@@ -207,7 +207,7 @@ class GraphExec(Launcher, Closeable):
     # --- memory that is given back
     def _watch(self, owners: Iterable[object]) -> None:
         """Registers with the owners: they call `memory_closed` when their memory is given back."""
-        for owner in {id(owner): owner for owner in owners}.values():
+        for owner in owners:
             watch = getattr(owner, "watch", None)
             if callable(watch):
                 watch(self)
@@ -590,7 +590,7 @@ class GraphExec(Launcher, Closeable):
             executable = self.handle
             graph.require_launchable()
             now = self._shadow.after_update(graph)
-            self._watch(graph.keep)
+            self._watch(graph.storages)
             try:
                 outcome = driver.exec_update(executable, graph.handle)
                 if outcome.verdict is UpdateVerdict.SUCCESS:

@@ -38,8 +38,8 @@ from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
-from ostinato.graph.launching import prepare
-from ostinato.graph.node import Argument, Node, NodeLabel, decode_arguments
+from ostinato.graph.launching import prepare_node
+from ostinato.graph.node import Argument, LazyArguments, Node, NodeLabel
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import KnownRanges
@@ -83,6 +83,9 @@ class Graph(Closeable):
         self.owner = owner
         self.labels: dict[NodeHandle, NodeLabel] = dict(labels or {})
         self.keep: list[object] = list(keep)
+        self._storages: dict[int, object] = {}
+        self._looked_at = 0
+        """How much of `keep` is in `_storages`."""
         self.only_to_read = ""
         self._lost = ""
         """Why it must not be launched by this library; empty if it may."""
@@ -145,12 +148,25 @@ class Graph(Closeable):
         """What a copy of it must keep alive."""
         return (*self.keep, self.owner)
 
+    @property
+    def storages(self) -> tuple[object, ...]:
+        """What `keep` holds, each once, with the buffer under a view in place of the view."""
+        keep = self.keep
+        if self._looked_at > len(keep):  # a node that could not be added
+            self._storages, self._looked_at = {}, 0
+        if self._looked_at < len(keep):
+            for owner in keep[self._looked_at :]:
+                storage = getattr(owner, "storage", owner)
+                self._storages[id(storage)] = storage
+            self._looked_at = len(keep)
+        return tuple(self._storages.values())
+
     def require_launchable(self) -> None:
         """Raises GraphError if this library must not launch it; ClosedError if memory that a node
         was given is closed by now."""
         if self.only_to_read:
             raise GraphError(f"the graph can be read, but not launched here: {self.only_to_read}")
-        if _any_closed(self.keep):
+        if _any_closed(self.storages):
             for node in self.nodes:
                 if _any_closed(node.keep):
                     raise ClosedError(
@@ -196,19 +212,21 @@ class Graph(Closeable):
     ) -> Node:
         label = self.labels.get(handle)
         operation = None if label is None else label.operation
-        name, signature = kind.name.lower(), None if operation is None else operation.signature
-        arguments: tuple[Argument, ...] = ()
+        signature = None if operation is None else operation.signature
+        arguments: tuple[Argument, ...] | LazyArguments = ()
         children: tuple[tuple[Node, ...], ...] = ()
         if isinstance(params, KernelNodeParams):
             name = self.context.driver.function_info(params.function).name
-            arguments = decode_arguments(params, signature, find, find.notes)
-        elif isinstance(params, HostNodeParams) and params.function is not None:
-            name = getattr(params.function, "__qualname__", name)
-        elif isinstance(params, ChildGraphNodeParams):
-            children = (inside(params.graph),)
+            arguments = LazyArguments(params, signature, find)
         elif isinstance(params, ConditionalNodeParams):
             name = params.kind.name.lower()
             children = tuple(inside(body) for body in params.bodies)
+        else:
+            name = kind.name.lower()
+            if isinstance(params, HostNodeParams) and params.function is not None:
+                name = getattr(params.function, "__qualname__", name)
+            elif isinstance(params, ChildGraphNodeParams):
+                children = (inside(params.graph),)
         return Node(
             index,
             handle,
@@ -216,7 +234,7 @@ class Graph(Closeable):
             name,
             params,
             arguments,
-            None if label is None else _location(label, find),
+            None if label is None else label.line,
             signature,
             () if operation is None else operation.keep,
             children,
@@ -288,7 +306,7 @@ class Graph(Closeable):
         self.labels[handle] = NodeLabel(operation, line or caller_line())
         if child is not None:
             self._label_copies(child.labels, child.handle, handle)
-        index = driver.graph_node_index(self.handle, handle)
+        index = driver.graph_last_index(self.handle, handle)
         if isinstance(params, KernelNodeParams) and params.config.plain and not edge_data:
             # It holds what it was given: nothing is to be read back.
             find = KnownRanges(driver.memory_range)
@@ -355,7 +373,7 @@ class Graph(Closeable):
         self, kernel: Kernel, config: LaunchConfig, *args: object, after: Sequence[NodeRef] = ()
     ) -> Node:
         """Adds a kernel launch.  Raises InputError if the arguments do not fit."""
-        return self.add_operation(prepare(kernel, config, *args), after)
+        return self.add_operation(prepare_node(kernel, config, args), after)
 
     def add_memcpy(self, dst: Buffer, src: Buffer, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a copy between two buffers of the same number of bytes."""
@@ -586,12 +604,3 @@ class _Body(Graph):
 def _count(nodes: tuple[Node, ...], kind: NodeKind | None) -> int:
     own = sum(1 for n in nodes if kind is None or n.kind is kind)
     return own + sum(_count(body, kind) for n in nodes for body in n.children)
-
-
-def _location(label: NodeLabel, find: KnownRanges) -> str | None:
-    """The label's line in words; of many nodes that one line made, once."""
-    line = label.line
-    if line not in find.notes:
-        find.notes[line] = label.location
-    found: str | None = find.notes[line]
-    return found

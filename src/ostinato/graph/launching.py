@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from ostinato.driver.context import Context
     from ostinato.modules import Kernel
 
-__all__ = ["launch", "prepare"]
+__all__ = ["launch", "prepare", "prepare_node"]
+
+# Made once: a union is made anew each time that it is written.
+_PLAIN = (int, float, bytes, str, np.number)
+_WHOLE = (int, np.integer)
 
 
 def prepare(kernel: Kernel, config: LaunchConfig, *args: object) -> Operation:
@@ -32,8 +36,16 @@ def prepare(kernel: Kernel, config: LaunchConfig, *args: object) -> Operation:
     _require_types("prepare", kernel, config)
     params = KernelNodeParams(kernel.function, config, kernel.arguments(*args))
     reads, writes = _touched(kernel.context, kernel.signature, args)
-    keep = (kernel, *_owners(kernel, args))
+    keep = _owners(kernel, args)
     return Operation(params, kernel.name, reads, writes, keep, kernel.signature)
+
+
+def prepare_node(kernel: Kernel, config: LaunchConfig, args: Sequence[object]) -> Operation:
+    """`prepare` for a node whose dependencies are given, so that what it reads and writes need not
+    be known."""
+    if not isinstance(config, LaunchConfig) or not hasattr(kernel, "arguments"):
+        _require_types("add_kernel", kernel, config)
+    return _operation(kernel, config, kernel.arguments(*args), args)
 
 
 def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) -> None:
@@ -52,25 +64,28 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
     except AttributeError:
         _require_types("launch", kernel, config, stream)
         raise
-    if call is not None and plain and not (taps or closed or context.closed):
+    open_ = not (closed or context.closed)
+    if not taps and call is not None and plain and open_:
         if call(stream.handle, config.grid, config.block, config.shared, args) == 0:
             stream.submitted += 1
             return
-    elif taps and any(tap.needs_access for tap in taps):
-        stream.submit(prepare(kernel, config, *args))
-        return
-    elif call is not None and plain and not (closed or context.closed):
+    else:
+        for tap in taps:
+            if tap.needs_access:
+                stream.submit(prepare(kernel, config, *args))
+                return
+    packed = kernel.arguments(*args)
+    if taps and call is not None and plain and open_:
         handle = stream.enter(kernel.name)
-        status = call(handle, config.grid, config.block, config.shared, args)
+        status = call(handle, config.grid, config.block, config.shared, packed.data)
         if status == 0:
             stream.submitted += 1
-            _announce(stream, kernel, config, kernel.arguments(*args), args)
+            _announce(stream, kernel, config, packed, args)
             return
         if status is not None:  # not again: after this one, another launch gives another status
             error = driver_error(status, "launch_kernel", f"kernel {kernel.name} with {config}")
             stream.report(error)
             raise error
-    packed = kernel.arguments(*args)
     # A tap that needs no access only asks what the launch keeps alive.
     if stream.launch(kernel.name, kernel.function, config, packed):
         _announce(stream, kernel, config, packed, args)
@@ -84,20 +99,25 @@ def _announce(
     args: tuple[object, ...],
 ) -> None:
     """Tells the taps of a launch, which need not know what it reads and writes."""
-    params, keep = KernelNodeParams(kernel.function, config, packed), _owners(kernel, args)
-    made = Operation(params, kernel.name, None, None, (kernel, *keep), kernel.signature)
-    stream.announce(made)
+    stream.announce(_operation(kernel, config, packed, args))
+
+
+def _operation(
+    kernel: Kernel, config: LaunchConfig, packed: KernelArguments, args: Sequence[object]
+) -> Operation:
+    """A launch without what it reads and writes."""
+    params = KernelNodeParams(kernel.function, config, packed)
+    return Operation(params, kernel.name, None, None, _owners(kernel, args), kernel.signature)
 
 
 def _require_types(what: str, kernel: object, config: object, stream: object = None) -> None:
     """Raises InputError for arguments of the wrong type."""
     from ostinato.modules import Kernel
 
-    order = (
-        "kernel, config, *arguments" if what == "prepare" else "stream, kernel, config, *arguments"
-    )
+    order = "kernel, config, *arguments"
     wanted = [("kernel", kernel, Kernel), ("config", config, LaunchConfig)]
     if what == "launch":
+        order = f"stream, {order}"
         wanted.insert(0, ("stream", stream, Stream))
     for name, value, kind in wanted:
         if not isinstance(value, kind):
@@ -107,15 +127,14 @@ def _require_types(what: str, kernel: object, config: object, stream: object = N
 
 
 def _owners(kernel: Kernel, args: Sequence[object]) -> tuple[object, ...]:
-    """What a graph of the launch must keep alive: the arguments that are objects, and the owners of
-    the memory at addresses that were given as plain numbers."""
-    owners = [a for a in args if not isinstance(a, int | float | bytes | str | np.number)]
-    if len(owners) < len(args):
-        parameters = None if kernel.signature is None else kernel.signature.parameters
-        for index, value in enumerate(args):
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value <= 0:
-                continue
-            if parameters is None or parameters[index].pointer:
+    """What a graph of the launch must keep alive: the kernel, the arguments that are objects, and
+    the owners of the memory at addresses that were given as plain numbers."""
+    owners: list[object] = [kernel, *(value for value in args if not isinstance(value, _PLAIN))]
+    if len(owners) <= len(args):
+        signature = kernel.signature
+        for index in range(len(args)) if signature is None else signature.pointers:
+            value = args[index]
+            if isinstance(value, _WHOLE) and not isinstance(value, bool) and value > 0:
                 owner = kernel.context.owner_of(int(value))
                 if owner is not None:
                     owners.append(owner)

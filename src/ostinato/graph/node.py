@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -23,15 +23,17 @@ from ostinato.driver.api import (
     NodeHandle,
     NodeKind,
     NodeParams,
+    ParameterSlot,
 )
 from ostinato.driver.location import describe_line
 from ostinato.driver.signature import Parameter, Signature
 from ostinato.driver.stream import Operation
 from ostinato.errors import InputError, NodeKindError
-from ostinato.memory.ranges import range_of
+from ostinato.memory.ranges import KnownRanges, range_of
 
 __all__ = [
     "Argument",
+    "LazyArguments",
     "Node",
     "NodeLabel",
     "Pointer",
@@ -44,8 +46,7 @@ P = TypeVar("P")
 _WORD = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Pointer:
+class Pointer(NamedTuple):
     """A word that points into device memory: which allocation, and how far in (bytes)."""
 
     offset: int
@@ -62,15 +63,14 @@ class Pointer:
         return None if self.allocation is None else self.address - self.allocation.address
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+class Argument(NamedTuple):
     """One kernel argument: its place, its bytes, and what is known of their meaning.
 
     `value` is a number where a signature gives the type, else None.  `pointers` are the words in
     it that point into device memory (more than one in a struct).
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method has this name too
     offset: int
     size: int
     raw: bytes
@@ -104,17 +104,33 @@ class Argument:
         return f"{label}<{self.size} bytes>"
 
 
+class LazyArguments:
+    """The arguments of one kernel node, decoded when they are first asked for.
+
+    The allocations that they name are those that are live then.
+    """
+
+    __slots__ = ("_decoded", "_find", "_params", "_signature")
+
+    def __init__(
+        self, params: KernelNodeParams, signature: Signature | None, find: KnownRanges
+    ) -> None:
+        self._params, self._signature, self._find = params, signature, find
+        self._decoded: tuple[Argument, ...] | None = None
+
+    def get(self) -> tuple[Argument, ...]:
+        if self._decoded is None:
+            find = self._find
+            self._decoded = decode_arguments(self._params, self._signature, find, find.notes)
+        return self._decoded
+
+
 @dataclass(frozen=True, slots=True)
 class NodeLabel:
     """What this library knows of a node beyond what the driver does: who made it, and where."""
 
     operation: Operation | None
     line: tuple[str, int] | None
-
-    @property
-    def location(self) -> str | None:
-        """ "file:line: source", where it is known."""
-        return None if self.line is None else describe_line(*self.line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +146,10 @@ class Node:
     kind: NodeKind
     name: str
     params: NodeParams
-    arguments: tuple[Argument, ...] = ()
-    location: str | None = None
+    held: tuple[Argument, ...] | LazyArguments = field(default=(), compare=False, repr=False)
+    """What `arguments` gives."""
+    line: tuple[str, int] | None = None
+    """File and line of the Python that made it, where that is known."""
     signature: Signature | None = None
     keep: tuple[object, ...] = ()
     """What must live while the node can run."""
@@ -142,6 +160,21 @@ class Node:
 
     def __repr__(self) -> str:
         return f"<Node {self.index} {self.kind.name} {self.name!r}>"
+
+    @property
+    def location(self) -> str | None:
+        """ "file:line: source" of the Python that made it, where that is known."""
+        return None if self.line is None else describe_line(*self.line)
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """A kernel's arguments, in order; () for other kinds.
+
+        They are decoded when they are first asked for.  The bytes are those that the node held when
+        it was read; the allocations are those that are live when they are asked for.  Raises
+        ClosedError if the device was closed before.
+        """
+        return self.held if isinstance(self.held, tuple) else self.held.get()
 
     def _as(self, kind: type[P]) -> P:
         if not isinstance(self.params, kind):
@@ -194,16 +227,19 @@ class Node:
 
 
 def pointer_words(
-    data: bytes,
+    raw: bytes,
     offset: int,
     size: int,
     find: Callable[[int], MemoryRange | None],
 ) -> tuple[Pointer, ...]:
-    """The aligned 8-byte words of one argument that lie in live allocations."""
+    """The aligned 8-byte words of one argument that lie in live allocations.
+
+    `raw` is the argument, which lies at `offset` in the packed buffer.
+    """
     found = []
     first = -(-offset // _WORD) * _WORD
     for at in range(first, offset + size - _WORD + 1, _WORD):
-        address = int.from_bytes(data[at : at + _WORD], "little")
+        address = int.from_bytes(raw[at - offset : at - offset + _WORD], "little")
         allocation = find(address) if address else None
         if allocation is not None:
             found.append(Pointer(at, address, allocation, typed=False))
@@ -231,57 +267,77 @@ def decode_arguments(
     params: KernelNodeParams,
     signature: Signature | None,
     find: Callable[[int], MemoryRange | None],
-    made: dict[tuple[int, bytes, int, int], Argument] | None = None,
+    made: dict[Any, Any] | None = None,
 ) -> tuple[Argument, ...]:
     """The arguments of a kernel node.
 
-    `made`: arguments of other nodes that were decoded with the same `find`, which are shared.
+    `made`: what was decoded of other nodes with the same `find`, which is shared.
 
     With a signature of the same layout by type; else by size, with words that lie in live
     allocations (`find`) shown as pointers.  A packed buffer of unknown layout is one argument.
     """
-    arguments = params.arguments
-    data = arguments.data
-    typed: tuple[Parameter | None, ...] = (None,) * len(arguments.layout)
-    if signature is not None and signature.layout == arguments.layout:
-        typed = signature.parameters
-    if not arguments.layout:
+    data, layout = params.arguments.data, params.arguments.layout
+    if not layout:
         if not data:
             return ()
         return (Argument(0, 0, len(data), data, pointers=pointer_words(data, 0, len(data), find)),)
-    made = {} if made is None else made
+    slots: _Slots | None = None
+    # By identity: comparing and hashing signatures and layouts takes longer than all the rest.
+    pair = id(signature), id(layout)
+    if made is not None:
+        slots = made.get(pair)
+    if slots is None:
+        slots = _slots(layout, signature)
+        if made is not None:
+            made[pair] = slots
     decoded: list[Argument] = []
-    for index, (slot, parameter) in enumerate(zip(arguments.layout, typed, strict=True)):
-        offset, size = slot.offset, slot.size
-        # By identity: equal parameters may be found twice, and hashing one takes longer.
-        key = id(parameter), data[offset : offset + size], offset, index
-        known = made.get(key)
-        if known is None:
-            known = made[key] = _argument(index, data, offset, size, parameter, find)
-        decoded.append(known)
+    for offset, end, parameter, index, known in slots.each:
+        raw = data[offset:end]
+        argument = known.get(raw)
+        if argument is None:
+            argument = known[raw] = _argument(index, offset, raw, parameter, find)
+        decoded.append(argument)
     return tuple(decoded)
+
+
+class _Slots(NamedTuple):
+    """How the arguments of one layout and one signature lie, and those that were decoded."""
+
+    each: tuple[tuple[int, int, Parameter | None, int, dict[bytes, Argument]], ...]
+    """Offset, end, parameter where the signature has it, index, and arguments by their bytes."""
+    known_by: tuple[object, object]
+    """Layout and signature, kept alive: they are found by their `id`."""
+
+
+def _slots(layout: tuple[ParameterSlot, ...], signature: Signature | None) -> _Slots:
+    typed: tuple[Parameter | None, ...] = (None,) * len(layout)
+    if signature is not None and signature.layout == layout:
+        typed = signature.parameters
+    each: tuple[tuple[int, int, Parameter | None, int, dict[bytes, Argument]], ...] = tuple(
+        (slot.offset, slot.offset + slot.size, parameter, index, {})
+        for index, (slot, parameter) in enumerate(zip(layout, typed, strict=True))
+    )
+    return _Slots(each, (layout, signature))
 
 
 def _argument(
     index: int,
-    data: bytes,
     offset: int,
-    size: int,
+    raw: bytes,
     parameter: Parameter | None,
     find: Callable[[int], MemoryRange | None],
 ) -> Argument:
-    raw = data[offset : offset + size]
+    size = len(raw)
     if parameter is None:
-        words = pointer_words(data, offset, size, find)
+        words = pointer_words(raw, offset, size, find)
         return Argument(index, offset, size, raw, pointers=words)
     name, kind = parameter.name, parameter.type
     if parameter.pointer:
         address = int.from_bytes(raw, "little")
-        held = find(address) if address else None
-        pointer = Pointer(offset, address, held, typed=True)
-        return Argument(index, offset, size, raw, name, f"*{kind}", pointers=(pointer,))
+        pointer = Pointer(offset, address, find(address) if address else None, True)
+        return Argument(index, offset, size, raw, name, f"*{kind}", None, (pointer,))
     if kind == "bytes":
-        words = pointer_words(data, offset, size, find)
+        words = pointer_words(raw, offset, size, find)
         return Argument(index, offset, size, raw, name, kind, pointers=words)
     (value,) = struct.unpack(f"<{parameter.code}", raw)
     return Argument(index, offset, size, raw, name, kind, value)

@@ -90,7 +90,7 @@ class _Frozen:
 
     def node(self, graph: Graph, index: int, find: KnownRanges) -> Node:
         """One of its own nodes."""
-        return graph.read_node(self.outer, index, find, partial(self._inside, graph, find))
+        return self._read(graph, self.outer, index, find)
 
     def nodes(self, graph: Graph) -> tuple[Node, ...]:
         """All of them."""
@@ -99,10 +99,12 @@ class _Frozen:
 
     def _inside(self, graph: Graph, find: KnownRanges, handle: GraphHandle) -> tuple[Node, ...]:
         frozen = self._graphs[handle]
-        inside = partial(self._inside, graph, find)
-        return tuple(
-            graph.read_node(frozen, index, find, inside) for index in range(len(frozen.nodes))
-        )
+        return tuple(self._read(graph, frozen, index, find) for index in range(len(frozen.nodes)))
+
+    def _read(self, graph: Graph, frozen: FrozenGraph, index: int, find: KnownRanges) -> Node:
+        node = graph.read_node(frozen, index, find, partial(self._inside, graph, find))
+        _ = node.arguments  # decoded now: memory may be closed before they are asked for
+        return node
 
 
 class Shadow:

@@ -26,11 +26,13 @@ from ostinato.errors import ClosedError, InputError, NotAvailableError
 
 __all__ = ["Buffer", "allocate", "as_shape", "copy", "fill"]
 
+_WHOLE = (int, np.integer)
+
 
 def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     """A shape as a tuple.  Raises InputError for negative or fractional sizes."""
-    parts = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-    if any(isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 0 for n in parts):
+    parts = (shape,) if isinstance(shape, _WHOLE) else tuple(shape)
+    if any(isinstance(n, bool) or not isinstance(n, _WHOLE) or n < 0 for n in parts):
         raise InputError(f"shape {shape!r}: whole numbers of 0 or more are needed")
     return tuple(int(n) for n in parts)
 
@@ -69,12 +71,13 @@ class Buffer(Closeable):
         """The object that owns the memory, if this is a view, which keeps it alive."""
         self._range = MemoryRange(address, math.prod(shape) * dtype.itemsize)
         self._closed = False
-        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         self._finalizer: weakref.finalize[..., Buffer] | None = None
         self._place(address)
 
     def _place(self, address: int) -> None:
-        """Makes `address` a plain attribute until `close`: the fastest for launches to read."""
+        """What a view does differently."""
+        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        # A plain attribute until `close`: the fastest for launches to read.
         self.address = address
 
     if not TYPE_CHECKING:
@@ -109,6 +112,11 @@ class Buffer(Closeable):
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def storage(self) -> Buffer:
+        """The buffer under this view, and under that one; itself if it is no view."""
+        return self
+
     def watch(self, watcher: Watcher) -> None:
         """`watcher.memory_closed(range)` is called when this memory is given back."""
         self._watchers.add(watcher)
@@ -137,11 +145,16 @@ class Buffer(Closeable):
                 f"a view of {kind.name}{list(new)} at byte {offset} reaches outside "
                 f"{self.nbytes} bytes"
             )
+        return self._part(offset, new, kind)
+
+    def _part(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
+        """A view that is known to lie inside."""
         address = self._range.address + offset
-        return _View(self.context, address, new, kind, pinned=self.pinned, base=self)
+        return _View(self.context, address, shape, dtype, pinned=self.pinned, base=self)
 
     def __getitem__(self, index: int | slice) -> Buffer:
         """Rows of the first axis, contiguous only."""
+        self._require_open()
         if not self.shape:
             raise InputError("a buffer without dimensions has no rows")
         row = self.shape[1:]
@@ -150,10 +163,10 @@ class Buffer(Closeable):
             start, stop, step = index.indices(self.shape[0])
             if step != 1:
                 raise InputError("only contiguous rows can be viewed (step 1)")
-            return self.view(start * row_bytes, (max(0, stop - start), *row))
+            return self._part(start * row_bytes, (max(0, stop - start), *row), self.dtype)
         if not -self.shape[0] <= index < self.shape[0]:
             raise InputError(f"row {index} of {self.shape[0]}")
-        return self.view((index % self.shape[0]) * row_bytes, row)
+        return self._part((index % self.shape[0]) * row_bytes, row, self.dtype)
 
     def __len__(self) -> int:
         return self.shape[0] if self.shape else 0
@@ -264,6 +277,10 @@ class Buffer(Closeable):
         return out
 
     # --- lifetime
+    def _told(self) -> tuple[Watcher, ...]:
+        """Who watches this buffer alone."""
+        return members(self._watchers)
+
     def close(self) -> None:
         """Frees the memory once no work under way can use it; does not wait.  Idempotent.
 
@@ -274,7 +291,7 @@ class Buffer(Closeable):
             return
         self._closed = True
         self.__dict__.pop("address", None)
-        for watcher in (*members(self._watchers), *members(self.context.watchers)):
+        for watcher in (*self._told(), *members(self.context.watchers)):
             watcher.memory_closed(self._range)
         if self._finalizer is not None:
             self._finalizer()
@@ -287,17 +304,28 @@ class _View(Buffer):
     base: Buffer
 
     def _place(self, address: int) -> None:
-        """Sets nothing: `address` is a property, which checks the buffer under the view."""
+        """Sets nothing: `address` is a property, which checks the buffer under the view, and those
+        who watch watch that buffer."""
+
+    def _told(self) -> tuple[Watcher, ...]:
+        return ()
 
     @property
     def address(self) -> int:  # type: ignore[override]
         """Where it begins.  Raises ClosedError once this view or its owner is closed."""
-        self._require_open()
+        base = self.base
+        # Of a buffer that is no view the flag itself: launches read this.
+        if self._closed or (base._closed if type(base) is Buffer else base.closed):
+            self._require_open()
         return self._range.address
 
     @property
     def closed(self) -> bool:
         return self._closed or self.base.closed
+
+    @property
+    def storage(self) -> Buffer:
+        return self.base.storage
 
     def watch(self, watcher: Watcher) -> None:
         self.base.watch(watcher)  # closing a view frees nothing

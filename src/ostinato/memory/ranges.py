@@ -22,22 +22,25 @@ class KnownRanges:
 
     def __init__(self, find: Callable[[int], MemoryRange | None]) -> None:
         self._find = find
-        self._starts: list[int] = []
-        self._known: list[MemoryRange] = []
+        # Replaced as a whole: nodes of one reading may be decoded by several threads.
+        self._known: tuple[tuple[int, ...], tuple[MemoryRange, ...]] = (), ()
         self.notes: dict[Any, Any] = {}
         """For who reads through it: what it made of the ranges."""
 
     def __call__(self, address: int) -> MemoryRange | None:
         """The live allocation that holds an address."""
-        place = bisect_right(self._starts, address)
+        starts, ranges = self._known
+        place = bisect_right(starts, address)
         if place:
-            known = self._known[place - 1]
+            known = ranges[place - 1]
             if address < known.address + known.nbytes:
                 return known
         found = self._find(address)
         if found is not None:
-            self._starts.insert(place, found.address)
-            self._known.insert(place, found)
+            self._known = (
+                (*starts[:place], found.address, *starts[place:]),
+                (*ranges[:place], found, *ranges[place:]),
+            )
         return found
 
 

@@ -127,6 +127,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
         super().__init__(lib, context, ordinal)
         self._conditionals = _Conditionals()
         self.shapes = Shapes()
+        self._lists_in_order = True
+        """Whether the driver lists a graph's nodes in the order they were added in."""
         self._read_addresses = tuple(lib.address(symbol) for symbol in _READ)
         self._configs_read: dict[int, LaunchConfig] = {}
         """Node to the config last read from it.  An update that passes this same object keeps the
@@ -157,16 +159,23 @@ class GraphCalls(StreamCalls, ModuleCalls):
         # The graph may have shrunk in between.
         return nodes if count.value == len(nodes) else (ctypes.c_uint64 * count.value)(*nodes)
 
-    def graph_node_index(self, graph: GraphHandle, node: NodeHandle) -> int:
-        nodes = self._node_array("graph_node_index", graph)
-        # Mostly the last one, but CUDA does not document the order.
-        if len(nodes) and nodes[len(nodes) - 1] == node:
+    def graph_last_index(self, graph: GraphHandle, node: NodeHandle) -> int:
+        seam = "graph_last_index"
+        count = ctypes.c_size_t()
+        self._call(seam, "cuGraphGetNodes", graph, None, byref(count))
+        last = count.value - 1
+        # All known drivers list nodes in the order they were added, which CUDA does not document.
+        # Looking at all of them for each new one would make a graph's cost grow with its square, so
+        # the order is checked as the graph doubles.
+        if self._lists_in_order and last & count.value:
+            return last
+        nodes = self.graph_nodes(graph)
+        if nodes and nodes[-1] == node:
             return len(nodes) - 1
+        self._lists_in_order = False
         if node not in nodes:
-            raise self._error(
-                Status.INVALID_VALUE, "graph_node_index", "the node is not of the graph", node=node
-            )
-        return _handles(nodes).index(node)
+            raise self._error(Status.INVALID_VALUE, seam, "the node is not of the graph", node=node)
+        return nodes.index(node)
 
     def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]:
         return self._edge_arrays("graph_edges", graph).edges()
@@ -326,22 +335,27 @@ class GraphCalls(StreamCalls, ModuleCalls):
         if isinstance(params, HostNodeParams) and params.function is not None:
             self._require_on(seam)
             number = self._host_functions.add_to_graph(graph, params.function)
-        raw = cu.GraphNodeParams()
-        keep = self._fill(seam, raw, params, number)
         count = len(dependencies)
         nodes = (ctypes.c_void_p * count)(*dependencies) if count else None
         edges = edge_array(edge_data) if count and edge_data is not None else None
         node = ctypes.c_uint64()
-        status = self._status(
-            seam, "cuGraphAddNode_v2", byref(node), graph, nodes, edges, count, byref(raw)
-        )
-        del keep  # what `raw` points to had to live until here
+        raw = cu.GraphNodeParams()
+        if isinstance(params, KernelNodeParams) and edges is None:
+            block = self._kernel_block(seam, params)
+            symbol = "cuGraphAddKernelNode_v2"
+            status = self._status(seam, symbol, byref(node), graph, nodes, count, block)
+        else:
+            keep = self._fill(seam, raw, params, number)
+            symbol = "cuGraphAddNode_v2"
+            status = self._status(seam, symbol, byref(node), graph, nodes, edges, count, byref(raw))
+            del keep  # what `raw` points to had to live until here
         if status:
             self._host_functions.release(number)
             raise self._error(status, seam, type(params).__name__)
         handle = NodeHandle(node.value)
         if isinstance(params, KernelNodeParams):
-            self._set_attributes_or_remove(seam, handle, params.config)
+            if not params.config.plain:
+                self._set_attributes_or_remove(seam, handle, params.config)
         elif isinstance(params, ConditionalNodeParams):
             self._conditionals.add(graph, handle, read_conditional(raw.conditional))
         return handle

@@ -151,6 +151,8 @@ cuGraphGetEdges_v2(CUgraph, CUgraphNode *, CUgraphNode *, CUgraphEdgeData *, siz
 cuGraphNodeGetDependencies_v2(CUgraphNode, CUgraphNode *, CUgraphEdgeData *, size_t *)
 cuGraphAddNode_v2(CUgraphNode *, CUgraph, const CUgraphNode *, const CUgraphEdgeData *, size_t, \
 CUgraphNodeParams *)
+cuGraphAddKernelNode_v2(CUgraphNode *, CUgraph, const CUgraphNode *, size_t, \
+const CUDA_KERNEL_NODE_PARAMS_v2 *)
 cuGraphAddDependencies_v2(CUgraph, const CUgraphNode *, const CUgraphNode *, \
 const CUgraphEdgeData *, size_t)
 cuGraphRemoveDependencies_v2(CUgraph, const CUgraphNode *, const CUgraphNode *, \

@@ -18,6 +18,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda.core import CudaCalls
 from ostinato.driver.cuda.libcuda import Libcuda
+from ostinato.driver.launcher import capture_reader
 from ostinato.errors import Status
 
 __all__ = ["StreamCalls"]
@@ -46,6 +47,10 @@ class StreamCalls(CudaCalls):
     def __init__(self, lib: Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)
         self._capture_slots = _CaptureSlots()
+        self._info_addresses = (
+            lib.address("cuStreamGetCaptureInfo_v3"),
+            lib.address("cuCtxGetCurrent"),
+        )
         self._into_graph: dict[int, int] = {}
         """Stream to the graph that its capture adds to, for captures into an existing graph."""
 
@@ -164,6 +169,15 @@ class StreamCalls(CudaCalls):
         return GraphHandle(graph.value)
 
     def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo:
+        compiled = capture_reader()
+        if compiled is not None and self._off is None and all(self._info_addresses):
+            found = compiled(self._info_addresses, self._context, stream)
+            if isinstance(found, tuple):
+                if found[0] != _ACTIVE:
+                    return CaptureInfo(CaptureStatus(found[0]))
+                return CaptureInfo(CaptureStatus.ACTIVE, *found[1:])
+            if found is not None:
+                raise self._error(found, "stream_capture_info")
         slots = self._capture_slots
         # Without a place for edge data the query fails where programmatic launches were captured.
         self._call("stream_capture_info", "cuStreamGetCaptureInfo_v3", stream, *slots.references)

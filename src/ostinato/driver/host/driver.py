@@ -570,8 +570,8 @@ class HostDriver:
             definition = self._graphs.find(call, graph)
             return Frozen(definition)
 
-    def graph_node_index(self, graph: GraphHandle, node: NodeHandle) -> int:
-        with self._entered("graph_node_index") as call:
+    def graph_last_index(self, graph: GraphHandle, node: NodeHandle) -> int:
+        with self._entered("graph_last_index") as call:
             definition = self._graphs.find(call, graph)
             if node not in definition.nodes:
                 raise driver_error(

@@ -369,7 +369,7 @@ def _argument_changes(x: Argument, y: Argument) -> Iterator[FieldChange]:
 
 def _value_text(argument: Argument) -> str:
     """The argument without its name."""
-    return str(dataclasses.replace(argument, name=""))
+    return str(argument._replace(name=""))
 
 
 def _parameters(node: Node) -> Mapping[str, object]:

@@ -179,7 +179,10 @@ def _argument_json(argument: Argument) -> dict[str, object]:
         "name": argument.name,
         "type": argument.type,
         "value": plain(argument.value),
-        "pointers": [{**_record(p), "into": p.into} for p in argument.pointers],
+        "pointers": [
+            {**{name: plain(value) for name, value in p._asdict().items()}, "into": p.into}
+            for p in argument.pointers
+        ],
     }
 
 
