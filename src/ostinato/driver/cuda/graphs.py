@@ -339,25 +339,25 @@ class GraphCalls(StreamCalls, ModuleCalls):
         nodes = (ctypes.c_void_p * count)(*dependencies) if count else None
         edges = edge_array(edge_data) if count and edge_data is not None else None
         node = ctypes.c_uint64()
-        raw = cu.GraphNodeParams()
         if isinstance(params, KernelNodeParams) and edges is None:
             block = self._kernel_block(seam, params)
             symbol = "cuGraphAddKernelNode_v2"
             status = self._status(seam, symbol, byref(node), graph, nodes, count, block)
         else:
+            raw = cu.GraphNodeParams()
             keep = self._fill(seam, raw, params, number)
             symbol = "cuGraphAddNode_v2"
             status = self._status(seam, symbol, byref(node), graph, nodes, edges, count, byref(raw))
             del keep  # what `raw` points to had to live until here
+            if not status and isinstance(params, ConditionalNodeParams):
+                bodies = read_conditional(raw.conditional)
+                self._conditionals.add(graph, NodeHandle(node.value), bodies)
         if status:
             self._host_functions.release(number)
             raise self._error(status, seam, type(params).__name__)
         handle = NodeHandle(node.value)
-        if isinstance(params, KernelNodeParams):
-            if not params.config.plain:
-                self._set_attributes_or_remove(seam, handle, params.config)
-        elif isinstance(params, ConditionalNodeParams):
-            self._conditionals.add(graph, handle, read_conditional(raw.conditional))
+        if isinstance(params, KernelNodeParams) and not params.config.plain:
+            self._set_attributes_or_remove(seam, handle, params.config)
         return handle
 
     def _fill(self, seam: str, raw: cu.GraphNodeParams, params: NodeParams, number: int) -> object:
