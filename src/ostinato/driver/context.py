@@ -207,13 +207,14 @@ class Context:
         """The captures of this library that are under way, by token.  Only read it."""
         self._abandoned: deque[Callable[[], None]] = deque()
         self._turns: weakref.WeakValueDictionary[int, Turn] = weakref.WeakValueDictionary()
-        self._closed = False
+        self.closed = False
+        """Whether the device was closed, or this is a forked child."""
         self._forked = False
         switch_off_in_children(self)
 
     def after_fork(self) -> None:
         """In a forked child: no call reaches the driver from here on."""
-        self._forked = self._closed = True
+        self._forked = self.closed = True
         self.cool()
 
     def turn(self, handle: int) -> Turn:
@@ -337,7 +338,7 @@ class Context:
         so work submitted in between is waited for as well.  Nothing is noted once the device is
         closed: the driver has destroyed it, and what `destroy` holds must be free to go.
         """
-        if not self._closed:
+        if not self.closed:
             self._incoming.append(_Retired(destroy, tuple(streams), quiet))
 
     def collect(self) -> int:
@@ -349,7 +350,7 @@ class Context:
         break.  Objects are destroyed outside of the lock: that may take long (freeing memory waits
         for the device) and may retire more.  Errors of the driver are logged, not raised.
         """
-        if self._abandoned and not self._closed:
+        if self._abandoned and not self.closed:
             self.end_abandoned()
         if not self._incoming and not self._waiting:
             return 0
@@ -359,7 +360,7 @@ class Context:
         mine = object()  # so that the `finally` resets nothing that another thread has set
         try:
             with self._lock:
-                if self._closed or self._looking is not None or self._must_wait():
+                if self.closed or self._looking is not None or self._must_wait():
                     return self.retired
                 self._looking = mine
                 self._destroying.add(mine)
@@ -497,21 +498,16 @@ class Context:
                 item.past = True
 
     # --- lifetime
-    @property
-    def closed(self) -> bool:
-        """Whether the device was closed, or this is a forked child."""
-        return self._closed
-
     def require_open(self) -> None:
         """Raises ClosedError once the device is closed, and in a forked child."""
-        if self._closed:
+        if self.closed:
             raise ClosedError(
                 FORKED if self._forked else f"{self.driver.name} is closed; open it again"
             )
 
     def close(self) -> None:
         """Waits for the device, destroys what waits, and gives the driver back.  Idempotent."""
-        if self._closed:
+        if self.closed:
             return
         try:
             self._wait_for_all()
@@ -519,7 +515,7 @@ class Context:
             _log.debug("closing %s: %s", self.driver.name, str(error))
         self.collect()
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._incoming.clear()
             self._waiting.clear()
         self.driver.close()

@@ -668,8 +668,10 @@ class GraphExec(Launcher, Closeable):
 
     def _let_go(self, old: list[object]) -> None:
         """Keeps what is no longer pointed at until the launches under way are done."""
-        if any(owner is not None for owner in old):
-            self.context.retire(old.clear, tuple(self._prepared))
+        for owner in old:
+            if owner is not None:
+                self.context.retire(old.clear, tuple(self._prepared))
+                return
 
     # --- lifetime
     @property

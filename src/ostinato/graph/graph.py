@@ -89,7 +89,7 @@ class Graph(Closeable):
         self.only_to_read = ""
         self._lost = ""
         """Why it must not be launched by this library; empty if it may."""
-        self._closed = False
+        self.closed = False
         self._finalizer: weakref.finalize[..., Graph] | None = None
         if owned:
             driver = context.driver
@@ -126,7 +126,7 @@ class Graph(Closeable):
     @property
     def handle(self) -> GraphHandle:
         """The driver's handle.  Raises ClosedError after close(), GraphError if it was lost."""
-        if self._closed:
+        if self.closed:
             raise ClosedError("the graph is closed")
         if self._lost:
             raise GraphError(self._lost)
@@ -549,22 +549,18 @@ class Graph(Closeable):
 
     # --- lifetime
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "lost" if self._lost else "open"
+        state = "closed" if self.closed else "lost" if self._lost else "open"
         adopted = "" if self.owned else ", not owned"
         return f"<Graph {self._handle:#x} on {self.context.driver.name}, {state}{adopted}>"
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def close(self) -> None:
         """Destroys the definition; an adopted one is only released.  Idempotent.
 
         Executables made from it go on working, but can no longer be patched.
         """
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         if self._finalizer is not None:
             self._finalizer()
         self.context.collect()

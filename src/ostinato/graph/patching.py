@@ -117,9 +117,7 @@ def write_one(run: Run, write: Write) -> None:
     """Makes one write, or none.  Raises UpdateRefusedError."""
     live, owner = write.live, write.owner
     if owner is not None:
-        watch = getattr(owner, "watch", None)
-        if callable(watch):
-            watch(run)
+        run._watch((owner,))
     run._shadow.touch(live)
     try:
         if live.setter.set(write.place, write.raw) == 0:

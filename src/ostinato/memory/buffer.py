@@ -119,7 +119,8 @@ class Buffer(Closeable):
 
     def watch(self, watcher: Watcher) -> None:
         """`watcher.memory_closed(range)` is called when this memory is given back."""
-        self._watchers.add(watcher)
+        if watcher not in self._watchers:  # which costs less than to add it again
+            self._watchers.add(watcher)
 
     def _require_open(self) -> None:
         if self.closed:
