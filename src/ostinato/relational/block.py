@@ -7,6 +7,7 @@ the C structs of them, with their offsets asserted, and the NumPy kernels view m
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
@@ -90,11 +91,12 @@ def offset_of(dtype: np.dtype[Any], field: str) -> int:
     return int(fields[field][1])
 
 
-_HEAD = struct.Struct("<11Q6I")
-_COLUMN = struct.Struct("<QQII")
-_OWN = BLOCK.itemsize - _HEAD.size
-_ZEROS = bytes(_OWN)
-assert _HEAD.size == offset_of(BLOCK, "total") and _COLUMN.size == COLUMN.itemsize
+_HEAD = "<11Q6I"
+"""The fields of BLOCK that the host writes; `pack` writes zeros for the rest, the device's own."""
+_OWN = BLOCK.itemsize - struct.calcsize(_HEAD)
+_COLUMN = "QQII"
+assert BLOCK.itemsize - _OWN == offset_of(BLOCK, "total")
+assert struct.calcsize(f"<{_COLUMN}") == COLUMN.itemsize
 
 
 def block_bytes(arity: int) -> int:
@@ -102,18 +104,15 @@ def block_bytes(arity: int) -> int:
     return BLOCK.itemsize + arity * COLUMN.itemsize
 
 
-def pack(
-    into: memoryview, at: int, head: tuple[int, ...], columns: tuple[tuple[int, int, int], ...]
-) -> None:
-    """Writes a block: the fields of BLOCK up to `clear`, zeros for the device's own, and
-    (left address, right address, bytes of a value) for each column."""
-    _HEAD.pack_into(into, at, *head)
-    at += _HEAD.size
-    into[at : at + _OWN] = _ZEROS
-    at += _OWN
-    for left, right, nbytes in columns:
-        _COLUMN.pack_into(into, at, left, right, nbytes, 0)
-        at += _COLUMN.size
+@functools.cache
+def _packing(columns: int) -> struct.Struct:
+    return struct.Struct(f"{_HEAD}{_OWN}x{columns * _COLUMN}")
+
+
+def pack(into: memoryview, at: int, head: tuple[int, ...], columns: tuple[int, ...]) -> None:
+    """Writes a block: the fields of BLOCK up to `clear`, zeros for the device's own, and the fields
+    of COLUMN for each column."""
+    _packing(len(columns) // 4).pack_into(into, at, *head, *columns)
 
 
 _TYPES = {"u4": "u32", "u8": "u64"}

@@ -47,6 +47,9 @@ class JoinKind(enum.StrEnum):
     """Uses an index that `build_index` made."""
 
 
+_INNER = JoinKind.INNER
+
+
 @dataclass(frozen=True, slots=True)
 class ScanTopology:
     """The kernels of a multi-block exclusive scan with blocks of 256.
@@ -112,6 +115,10 @@ class JoinKey:
                 raise InputError(f"{name}={value} is no capacity class: a power of two, or 2**32-1")
         if self.scan != scan_topology(self.probe):
             raise InputError(f"scan={self.scan}: probe class {self.probe} has another topology")
+
+    def __hash__(self) -> int:
+        """Of some fields only: each join looks its graph up."""
+        return hash((self.kind is _INNER, self.arity, self.key_bytes, self.probe, self.output))
 
     @classmethod
     def of(cls, kind: JoinKind, arity: int, key_bytes: int, rows: int, capacity: int) -> JoinKey:

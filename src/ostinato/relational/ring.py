@@ -25,6 +25,7 @@ from ostinato.relational.block import DONE, MAX_BYTES, RING_DEPTH, RING_PITCH, p
 
 __all__ = ["Ring", "Turn"]
 
+_DONE_WORDS = DONE.itemsize // 8
 _SPINS = 100
 """Looks at a turn's word before the stream is asked."""
 
@@ -87,7 +88,7 @@ class Ring:
     def enter(
         self,
         head: tuple[int, ...],
-        columns: tuple[tuple[int, int, int], ...],
+        columns: tuple[int, ...],
         keep: tuple[object, ...],
     ) -> Turn:
         """Puts the block of the next turn into its entry, as soon as that is free.
@@ -118,10 +119,11 @@ class Ring:
         if turn.done:
             return True
         with self._lock:  # the entry is not used again between these lines
-            at = (turn.number - 1) % RING_DEPTH * (DONE.itemsize // 8)
-            if turn.done or self._context.closed or self._closed or self._words[at] != turn.number:
+            number, words = turn.number, self._words
+            at = (number - 1) % RING_DEPTH * _DONE_WORDS
+            if turn.done or self._context.closed or self._closed or words[at] != number:
                 return turn.done
-            turn.total, turn.overflow = self._words[at + 1], self._words[at + 2]
+            turn.total, turn.overflow = words[at + 1], words[at + 2]
             turn.done, turn.keep = True, ()
             return True
 

@@ -24,6 +24,7 @@ from ostinato.errors import Status
 __all__ = ["StreamCalls"]
 
 _ACTIVE = int(CaptureStatus.ACTIVE)
+_NONE = CaptureInfo(CaptureStatus.NONE)
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 # The legacy default stream: the null handle, or CU_STREAM_LEGACY.
@@ -184,6 +185,8 @@ class StreamCalls(CudaCalls):
         # All at once: what runs in between (a finaliser) may ask for the state of another capture.
         state, number, graph = slots.state.value, slots.capture_id.value, slots.graph.value
         count, nodes = slots.count.value, slots.nodes.value
+        if state == _NONE.status:  # the usual answer: made once
+            return _NONE
         if state != _ACTIVE:  # the rest is valid only while it is active
             return CaptureInfo(CaptureStatus(state))
         dependencies: tuple[NodeHandle, ...] = ()
