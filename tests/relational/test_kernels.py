@@ -31,7 +31,7 @@ def test_the_header_would_notice_another_layout() -> None:
 def test_a_block_is_packed_as_its_record_says() -> None:
     into = bytearray(b"\xa5" * 1024)
     head = tuple(range(1, 18))
-    pack(memoryview(into), 64, head, ((101, 102, 4), (103, 104, 8)))
+    pack(memoryview(into), 64, head, (101, 102, 4, 0, 103, 104, 8, 0))
     record = np.frombuffer(into, BLOCK, 1, 64)[0]
     assert list(record.tolist())[:17] == [*head]
     assert not any(record.tolist()[17:])

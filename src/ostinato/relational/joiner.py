@@ -193,12 +193,15 @@ class Joiner(Closeable):
             table = self.device.empty(columns.slots * SLOT.itemsize)
             grouped = self.device.empty(rows, np.uint32)
             fill(self.stream, table, 0)
-            self._workspace.reserve_build(rows)
+            work = self._workspace
+            work.reserve(0, rows, 0, None)
             index = JoinIndex(self, columns, table, grouped)
-            head = self._head(columns, table.address, grouped.address, None, None, 0)
-            key = IndexKey(len(columns.names), columns.key_bytes)
-            lefts = (0,) * len(columns.sizes)
-            self._launch(key, head, _columns(lefts, columns), (columns, table, grouped))
+            arity = len(columns.sizes)
+            addresses = table.address, grouped.address, work.slot_of, work.rank, 0, 0, 0, 0, 0
+            sizes = 0, rows, columns.slots - 1, 0, arity, 0
+            records = _columns((0,) * arity, columns)
+            turn = self._ring.enter(addresses, sizes, records, (columns, table, grouped))
+            self._launch(IndexKey(arity, columns.key_bytes), turn)
             self._counts["indexes"] += 1
             return index
 
@@ -290,70 +293,42 @@ class Joiner(Closeable):
                 kind = JoinKind.INNER if inner else JoinKind.INDEXED_INNER
                 key = JoinKey.of(kind, len(left.sizes), left.key_bytes, left.rows, capacity)
                 self._keys[known] = key
+            slots, rows = (columns.slots, columns.rows) if inner else (0, 0)
+            work = self._workspace
             try:
-                lease = self._reserve(key, columns, inner)
+                work.reserve(slots, rows, key.probe, key.scan)
+                lease = self._outputs.take(key.output)
             except OutOfMemoryError:
                 self._outputs.clear()
-                lease = self._reserve(key, columns, inner)
+                work.reserve(slots, rows, key.probe, key.scan)
+                lease = self._outputs.take(key.output)
             if isinstance(right, KeyColumns):
-                table, grouped = self._workspace.slots, self._workspace.grouped
+                table, grouped = work.slots, work.grouped
             else:
                 table, grouped = right.table.address, right.grouped.address  # or ClosedError
-            head = self._head(columns, table, grouped, left, lease, inner)
-            turn = self._launch(key, head, _columns(left.addresses, columns), (left, right))
+            out, room = lease.buffer.address, lease.capacity
+            turn = self._ring.enter(
+                (
+                    table,
+                    grouped,
+                    work.slot_of,
+                    work.rank,
+                    work.found,
+                    work.offsets,
+                    work.sums,
+                    out,
+                    out + 4 * room,
+                ),
+                (left.rows, columns.rows, columns.slots - 1, room, len(left.sizes), inner),
+                _columns(left.addresses, columns),
+                (left, right),
+            )
+            self._launch(key, turn)
             self._counts[count] += 1
             return key, lease, turn
 
-    def _reserve(self, key: JoinKey, right: KeyColumns, inner: bool) -> Lease:
-        """All memory that a join needs; that of its result is leased."""
-        workspace = self._workspace
-        if inner:
-            workspace.reserve_table(right.slots)
-            workspace.reserve_build(right.rows)
-        workspace.reserve_probe(key.probe, key.scan)
-        return self._outputs.take(key.output)
-
-    def _head(
-        self,
-        right: KeyColumns,
-        table: int,
-        grouped: int,
-        left: KeyColumns | None,
-        lease: Lease | None,
-        clear: bool | int,
-    ) -> tuple[int, ...]:
-        """The fields of `block.BLOCK` that the host writes."""
-        work, ring = self._workspace, self._ring
-        out, capacity = (0, 0) if lease is None else (lease.buffer.address, lease.capacity)
-        return (
-            ring.turns + 1,
-            table,
-            grouped,
-            work.slot_of,
-            work.rank,
-            work.found,
-            work.offsets,
-            work.sums,
-            out,
-            out + 4 * capacity,
-            ring.next_done,
-            0 if left is None else left.rows,
-            right.rows,
-            right.slots - 1,
-            capacity,
-            len(right.sizes),
-            clear,
-        )
-
-    def _launch(
-        self,
-        key: JoinKey | IndexKey,
-        head: tuple[int, ...],
-        columns: tuple[int, ...],
-        keep: tuple[object, ...],
-    ) -> Turn:
-        """Puts a block into the ring and launches the key's chain."""
-        turn = self._ring.enter(head, columns, keep)
+    def _launch(self, key: JoinKey | IndexKey, turn: Turn) -> None:
+        """Launches the key's chain for a turn that was entered."""
         if self._use_graphs:
             while not self.cache.replay(key, self.stream):
                 self.cache.get_or_capture(key, lambda: self._captured(key))
@@ -363,7 +338,6 @@ class Joiner(Closeable):
             self._launch_eagerly(key)
             self._counts["eager"] += 1
         self._ring.launched(turn)
-        return turn
 
     def _launch_eagerly(self, key: JoinKey | IndexKey) -> None:
         made = self._chains.get(key)

@@ -65,6 +65,7 @@ class Ring:
         bytes_ = self.pinned.array.data
         self._entries = bytes_[: self._entry_bytes]
         self._words = bytes_[self._entry_bytes :].cast("Q")
+        self._done_address = self.pinned.address + self._entry_bytes
         self._under_way: deque[Turn] = deque()
         self._lock = new_lock()
         self.turns = 0
@@ -80,32 +81,31 @@ class Ring:
         self._finalizer.atexit = False
 
     # --- launching
-    @property
-    def next_done(self) -> int:
-        """The address of the next turn's DONE."""
-        return self.pinned.address + self._entry_bytes + self.turns % RING_DEPTH * DONE.itemsize
-
     def enter(
         self,
-        head: tuple[int, ...],
+        fields: tuple[int, ...],
+        sizes: tuple[int, ...],
         columns: tuple[int, ...],
         keep: tuple[object, ...],
     ) -> Turn:
         """Puts the block of the next turn into its entry, as soon as that is free.
 
-        `head` and `columns` as in `block.pack`.  The turn counts, and the ring is certain again,
-        once it is `launched`.
+        `fields` and `sizes`: those of BLOCK between `sequence` and `done`, and behind them; `columns`
+        as in `block.pack`.  The turn counts, and the ring is certain again, once it is `launched`.
         """
-        under_way = self._under_way
-        while under_way and self.look(under_way[0]):
-            under_way.popleft()
+        under_way, turns = self._under_way, self.turns
+        with self._lock:
+            while under_way and self._read(under_way[0]):
+                under_way.popleft()
         if len(under_way) == RING_DEPTH:
             self.waits += 1
             self.wait(under_way[0])
             under_way.popleft()
-        pack(self._entries, self.turns % RING_DEPTH * RING_PITCH, head, columns)
+        at = turns % RING_DEPTH
+        done = self._done_address + at * DONE.itemsize
+        pack(self._entries, at * RING_PITCH, (turns + 1, *fields, done, *sizes), columns)
         self.uncertain = True
-        return Turn(self.turns + 1, keep)
+        return Turn(turns + 1, keep)
 
     def launched(self, turn: Turn) -> None:
         """The turn's chain is on the stream."""
@@ -118,14 +118,18 @@ class Ring:
         """Whether a turn is done; does not wait."""
         if turn.done:
             return True
-        with self._lock:  # the entry is not used again between these lines
-            number, words = turn.number, self._words
-            at = (number - 1) % RING_DEPTH * _DONE_WORDS
-            if turn.done or self._context.closed or self._closed or words[at] != number:
-                return turn.done
-            turn.total, turn.overflow = words[at + 1], words[at + 2]
-            turn.done, turn.keep = True, ()
-            return True
+        with self._lock:
+            return self._read(turn)
+
+    def _read(self, turn: Turn) -> bool:
+        """`look`, under the lock: the entry is not used again between these lines."""
+        number, words = turn.number, self._words
+        at = (number - 1) % RING_DEPTH * _DONE_WORDS
+        if turn.done or self._context.closed or self._closed or words[at] != number:
+            return turn.done
+        turn.total, turn.overflow = words[at + 1], words[at + 2]
+        turn.done, turn.keep = True, ()
+        return True
 
     def wait(self, turn: Turn) -> None:
         """Waits until a turn is done.

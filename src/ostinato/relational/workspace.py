@@ -39,7 +39,7 @@ class Workspace:
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device, self._stream = device, stream
-        self._slots = self._right = self._left = self._sums = 0
+        self._slots = self._right = self._left = 0
         self.table: Buffer | None = None
         self._build: Buffer | None = None
         self._found: Buffer | None = None
@@ -59,42 +59,43 @@ class Workspace:
         every = (self.table, self._build, self._found, self._offsets, self._level_sums)
         return [buffer for buffer in every if buffer is not None]
 
-    def reserve_table(self, slots: int) -> None:
-        """Room for a hash table of so many slots."""
+    def reserve(self, slots: int, right: int, probe: int, scan: ScanTopology | None) -> None:
+        """Room for a hash table of so many slots, for building an index of so many right rows, and
+        for probing by a class of left rows; 0 of what is not needed."""
         if slots > self._slots:
-            require_no_capture(self._stream)
-            table = self._device.empty(slots * SLOT.itemsize)
-            fill(self._stream, table, 0)
-            old, self.table = self.table, table
-            self._slots, self.slots = slots, table.address
-            self._replaced(old)
+            self._reserve_table(slots)
+        if right > self._right:
+            self._reserve_build(right)
+        if probe > self._left and scan is not None:
+            self._reserve_probe(probe, scan)
 
-    def reserve_build(self, rows: int) -> None:
-        """Room for what the building of an index of so many right rows needs."""
-        if rows > self._right:
-            capacity = capacity_class(rows)
-            build = self._device.empty((3, capacity), np.uint32)
-            old, self._build = self._build, build
-            self._right = capacity
-            self.slot_of, self.rank, self.grouped = (build[i].address for i in range(3))
-            self._replaced(old)
+    def _reserve_table(self, slots: int) -> None:
+        require_no_capture(self._stream)
+        table = self._device.empty(slots * SLOT.itemsize)
+        fill(self._stream, table, 0)
+        old, self.table = self.table, table
+        self._slots, self.slots = slots, table.address
+        self._replaced(old)
 
-    def reserve_probe(self, probe: int, scan: ScanTopology) -> None:
-        """Room for what the probing by a class of left rows needs."""
-        if probe > self._left:
-            found = self._device.empty(probe, np.uint32)
-            offsets = self._device.empty(probe, np.uint32)
-            old = self._found, self._offsets
-            self._found, self._offsets = found, offsets
-            self._left, self.found, self.offsets = probe, found.address, offsets.address
-            for buffer in old:
-                self._replaced(buffer)
-        sums = max(1, sum(scan.scratch))
-        if sums > self._sums:
-            buffer = self._device.empty(sums, np.uint64)
-            before, self._level_sums = self._level_sums, buffer
-            self._sums, self.sums = sums, buffer.address
-            self._replaced(before)
+    def _reserve_build(self, rows: int) -> None:
+        capacity = capacity_class(rows)
+        build = self._device.empty((3, capacity), np.uint32)
+        old, self._build = self._build, build
+        self._right = capacity
+        self.slot_of, self.rank, self.grouped = (build[i].address for i in range(3))
+        self._replaced(old)
+
+    def _reserve_probe(self, probe: int, scan: ScanTopology) -> None:
+        # The sums first: a smaller class needs fewer, so one comparison stands for both.
+        sums = self._device.empty(max(1, sum(scan.scratch)), np.uint64)
+        found = self._device.empty(probe, np.uint32)
+        offsets = self._device.empty(probe, np.uint32)
+        old = self._found, self._offsets, self._level_sums
+        self._found, self._offsets, self._level_sums = found, offsets, sums
+        self.found, self.offsets, self.sums = found.address, offsets.address, sums.address
+        self._left = probe
+        for buffer in old:
+            self._replaced(buffer)
 
     def _replaced(self, old: Buffer | None) -> None:
         self.growths += 1
@@ -146,7 +147,9 @@ class OutputPool:
 
     def take(self, capacity: int) -> Lease:
         """Room for `capacity` pairs.  Raises OutOfMemoryError."""
-        free = self._free.setdefault(capacity, deque())
+        free = self._free.get(capacity)
+        if free is None:
+            free = self._free.setdefault(capacity, deque())
         try:
             buffer = free.pop()
         except IndexError:
