@@ -7,10 +7,16 @@ row reads a slot of the hash table, the right key of that slot and the matching 
 large join stands beside a kernel that reads as many random sectors of arrays of the same sizes,
 with no reads that depend on each other.
 
-Two figures each for small joins:
+Three figures each for small joins:
 
-  read      each join's count is read before the next begins
-  not read  joins are submitted one after the other, and the last is waited for
+  read                 each join's count is read before the next begins
+  not read             joins are submitted one after the other, and the last is waited for
+  not read, 4 joiners  the same by four joiners in turn, each with its own stream: the chains of four
+                       joins overlap, and what bounds them is the CPU that submits them
+
+Eager launches are those of the same kernels, one by one, each by the library's fast launch, with
+configurations and arguments made once a key.  `times_eager` compares a replay with the fastest of
+the eager ways, with one joiner or with four, that reads or does not read as it does.
 
 Tables are random: equal numbers of rows on both sides, keys uniform over that many values, so a
 join gives about as many rows.  They lie on the device beforehand (for pyarrow, in Arrow tables).
@@ -23,10 +29,13 @@ The last line is one JSON object.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +44,7 @@ import numpy.typing as npt
 
 import ostinato as ost
 from benchmarks import common
-from ostinato.relational import Joiner, JoinIndex, KeyColumns
+from ostinato.relational import Joiner, JoinIndex, KeyColumns, PendingJoin
 
 TURNS = 5
 SIZES = (1_000, 10_000, 100_000)
@@ -43,6 +52,8 @@ JOINS = {1_000: 2000, 10_000: 1000, 100_000: 500}
 """Joins of one size in a turn."""
 MIXED_JOINS, MIXED_TABLES = 10_000, 64
 LARGE = (10_000_000, 1_000_000)
+SIDE_BY_SIDE = 4
+"""Joiners that take turns."""
 
 CUDA = r"""
 // Each thread reads one random sector of each of three arrays.
@@ -84,7 +95,7 @@ class Tables:
     left: npt.NDArray[np.int64]
     right: npt.NDArray[np.int64]
     total: int = 0
-    made: dict[str, Any] = field(default_factory=dict)
+    made: dict[object, Any] = field(default_factory=dict)
     """By contender: the tables as it takes them."""
 
     @classmethod
@@ -115,30 +126,40 @@ class Contender:
     """Per join, by turn."""
 
 
-def ours(joiner: Joiner, way: str, *, read: bool, indexed: bool) -> Contender:
+def ours(joiners: Sequence[Joiner], way: str, *, read: bool, indexed: bool) -> Contender:
     kind = "indexed" if indexed else "inner"
     name = f"{way}, {kind}, {'read' if read else 'not read'}"
+    if len(joiners) > 1:
+        name += f", {len(joiners)} joiners"
 
-    def sides(tables: Tables) -> tuple[KeyColumns, KeyColumns | JoinIndex]:
-        found: tuple[KeyColumns, KeyColumns | JoinIndex] = tables.made[f"{way} {kind}"]
+    def sides(tables: Tables, joiner: Joiner) -> tuple[KeyColumns, KeyColumns | JoinIndex]:
+        made = tables.made.get((id(joiner), kind))
+        if made is None:
+            left, right = (joiner.columns({"k": v}, "k") for v in (tables.left, tables.right))
+            made = left, joiner.build_index(right) if indexed else right
+            tables.made[id(joiner), kind] = made
+        found: tuple[KeyColumns, KeyColumns | JoinIndex] = made
         return found
 
     def prepare(tables: Tables) -> None:
-        if f"{way} {kind}" not in tables.made:
-            left, right = (joiner.columns({"k": v}, "k") for v in (tables.left, tables.right))
-            tables.made[f"{way} {kind}"] = left, joiner.build_index(right) if indexed else right
+        for joiner in joiners:
+            sides(tables, joiner)
 
     def run(chosen: Sequence[Tables]) -> None:
-        pending = None
-        for tables in chosen:
-            pending = joiner.submit(*sides(tables), capacity=2 * tables.rows)
+        last: deque[PendingJoin] = deque(maxlen=len(joiners))
+        for tables, joiner in zip(chosen, itertools.cycle(joiners), strict=False):
+            left, right = tables.made[id(joiner), kind]
+            pending = joiner.submit(left, right, capacity=2 * tables.rows)
             if read:
                 pending.result()
-        if pending is not None:
+            last.append(pending)
+        for pending in last:
             pending.result()
 
     def check(tables: Tables) -> None:
-        tables.check(name, *joiner.join(*sides(tables), capacity=2 * tables.rows).to_numpy())
+        for joiner in joiners:
+            result = joiner.join(*sides(tables, joiner), capacity=2 * tables.rows)
+            tables.check(name, *result.to_numpy())
 
     return Contender(name, prepare, run, check)
 
@@ -188,12 +209,14 @@ def library(
     return Contender(f"{name}, read", prepare, run, check, share=share)
 
 
-def contenders(replayed: Joiner, eager: Joiner, skipped: dict[str, str]) -> list[Contender]:
+def contenders(
+    replayed: Sequence[Joiner], eager: Sequence[Joiner], skipped: dict[str, str]
+) -> list[Contender]:
     found = [
-        ours(joiner, way, read=read, indexed=indexed)
+        ours(joiners[:count], way, read=read, indexed=indexed)
         for indexed in (False, True)
-        for read in (False, True)
-        for way, joiner in (("replay", replayed), ("eager", eager))
+        for read, count in ((False, SIDE_BY_SIDE), (False, 1), (True, 1))
+        for way, joiners in (("replay", replayed), ("eager", eager))
     ]
     for name, make in (("pyarrow", pyarrow), ("cuDF", cudf)):
         made = common.optional(skipped, name, make)
@@ -225,11 +248,11 @@ def measure(
             contender.run(part)
             contender.seconds.append((time.perf_counter() - start) / len(part))
     rows: list[dict[str, object]] = []
-    eager = {c.name: statistics.median(c.seconds) for c in found}
+    taken = {c.name: statistics.median(c.seconds) for c in found}
     for contender in found:
-        middle = statistics.median(contender.seconds)
-        name = contender.name
-        beside = eager[name.replace("replay", "eager")] if name.startswith("replay") else None
+        name, middle = contender.name, taken[contender.name]
+        like = name.replace("replay", "eager").partition(f", {SIDE_BY_SIDE} ")[0]
+        beside = [us for other, us in taken.items() if other.startswith(like)]
         rows.append(
             {
                 "rows": what,
@@ -237,7 +260,9 @@ def measure(
                 "joins_per_s": round(1 / middle),
                 "us": round(1e6 * middle, 2),
                 "worst_us": round(1e6 * max(contender.seconds), 2),
-                "times_eager": round(beside / middle, 2) if beside else None,
+                "times_eager": round(min(beside) / middle, 2)
+                if name.startswith("replay")
+                else None,
             }
         )
     return rows
@@ -245,7 +270,7 @@ def measure(
 
 def submission(joiner: Joiner, tables: Tables, *, count: int) -> float:
     """Median microseconds that `submit` takes the CPU, a wait after every eight."""
-    left, right = tables.made["replay inner"]
+    left, right = tables.made[id(joiner), "inner"]
     times: list[int] = []
     for i in range(count):
         start = time.perf_counter_ns()
@@ -320,12 +345,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     turns = 1 if quick else TURNS
     skipped: dict[str, str] = {}
     rng = np.random.default_rng(7)
-    with (
-        ost.open_device(options.device) as device,
-        Joiner(device) as replayed,
-        Joiner(device, graphs=False) as eager,
-    ):
-        found = contenders(replayed, eager, skipped)
+    with ost.open_device(options.device) as device, ExitStack() as stack:
+        joiners, eager = (
+            [stack.enter_context(Joiner(device, graphs=graphs)) for _ in range(SIDE_BY_SIDE)]
+            for graphs in (True, False)
+        )
+        replayed = joiners[0]
+        found = contenders(joiners, eager, skipped)
         rows: list[dict[str, object]] = []
         for size in SIZES[:1] if quick else SIZES:
             pool = [Tables.random(size, rng) for _ in range(4)]
