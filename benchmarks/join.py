@@ -11,8 +11,8 @@ Three figures each for small joins:
 
   read                 each join's count is read before the next begins
   not read             joins are submitted one after the other, and the last is waited for
-  not read, 4 joiners  the same by four joiners in turn, each with its own stream: the chains of four
-                       joins overlap, and what bounds them is the CPU that submits them
+  not read, 4 joiners  the same by four joiners in turn, each with its own stream: the chains of
+                       four joins overlap, and what bounds them is the CPU that submits them
 
 Eager launches are those of the same kernels, one by one, each by the library's fast launch, with
 configurations and arguments made once a key.  `times_eager` compares a replay with the fastest of

@@ -94,7 +94,7 @@ def graph_picture() -> str:
 
 def join_picture() -> str:
     """The graph of an inner join of 1,000 rows on a GPU with 132 multiprocessors."""
-    key = JoinKey.of(JoinKind.INNER, arity=1, key_bytes=8, rows=1000, capacity=1000)
+    key = JoinKey.of(JoinKind.INNER, 1, 8, rows=1000, right_rows=1000, capacity=1000)
     with ost.open_device("host") as device:
         stream = device.create_stream()
         ring, state, block = (device.zeros(1 << 15) for _ in range(3))

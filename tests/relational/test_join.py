@@ -21,7 +21,7 @@ from ostinato.errors import (
     InputError,
     OutOfMemoryError,
 )
-from ostinato.relational import Joiner, JoinKind, build_index, hash_join
+from ostinato.relational import Joiner, JoinKey, JoinKind, build_index, hash_join
 from ostinato.relational import joiner as joiner_module
 from ostinato.relational.block import RING_DEPTH
 from ostinato.testing import HeldStream
@@ -175,11 +175,16 @@ def test_a_key_is_captured_once_and_replayed_with_other_tables(joiner: Joiner) -
     assert after.retries == 0
 
 
-def test_the_right_side_is_not_in_the_key(joiner: Joiner) -> None:
-    results = [
-        joiner.join(column([5]), column(np.arange(n)), on="k").key for n in (0, 1, 100, 5000)
-    ]
-    assert len(set(results)) == 1
+def test_right_sides_have_two_classes(joiner: Joiner) -> None:
+    def keys(*rows: int) -> set[JoinKey]:
+        tables = [column(np.arange(n)) for n in rows]
+        return {
+            check(joiner, column([5, n - 1, n]), t).key for n, t in zip(rows, tables, strict=True)
+        }
+
+    assert len(keys(0, 1, 100, 5000)) == len(keys(16_384)) == len(keys(16_385, 20_000)) == 1
+    assert len(keys(1, 16_384)) == 1
+    assert len(keys(16_384, 16_385)) == 2
 
 
 @pytest.mark.parametrize(("rows", "kernels"), [(256, 1), (257, 3), (65_537, 5)])

@@ -45,11 +45,13 @@ def test_a_block_is_packed_as_its_record_says() -> None:
 @pytest.mark.parametrize("kind", JoinKind)
 def test_grids_follow_the_key(kind: JoinKind) -> None:
     for rows in PowersOfTwo():
-        key = JoinKey.of(kind, 1, 8, rows, rows)
+        key = JoinKey.of(kind, 1, 8, rows, rows, rows)
         chain = chain_of(key, 132)
         grids = {one.kernel: one.grid for one in chain}
         blocks = -(-rows // 256)
         build = grids.get("insert", 0)
+        small, large = (64, 4 * 132) if kind is JoinKind.INNER else (0, 0)
+        assert build == (small if rows <= 16_384 else large)
         assert grids["begin"] == 1 and grids["probe"] == blocks + build
         assert grids["materialize"] == min(-(-rows // 1024), 16 * 132) + build
         levels = [one for one in chain if one.kernel in ("scan", "add")]
@@ -69,6 +71,6 @@ def test_an_index_is_built_by_a_chain_of_its_own() -> None:
 
 def test_only_begin_waits_for_the_whole_join_before_it() -> None:
     """Kernels read what `begin` wrote through L1: it must not overlap what came before."""
-    for key in (IndexKey(1, 8), JoinKey.of(JoinKind.INNER, 1, 8, 10**6, 10**6)):
+    for key in (IndexKey(1, 8), JoinKey.of(JoinKind.INNER, 1, 8, 10**6, 10**6, 10**6)):
         overlaps = [one.config(programmatic=True).programmatic for one in chain_of(key, 132)]
         assert overlaps == [False] + [True] * (len(overlaps) - 1)

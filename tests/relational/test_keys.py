@@ -57,17 +57,19 @@ def test_no_topology(rows: object) -> None:
 def keys(draw: st.DrawFn) -> JoinKey:
     arity = draw(st.integers(1, 255))
     key_bytes = 4 * draw(st.integers(arity, 2 * arity))
-    rows, capacity = (draw(st.integers(0, LARGEST)) for _ in range(2))
-    return JoinKey.of(draw(st.sampled_from(JoinKind)), arity, key_bytes, rows, capacity)
+    rows, capacity, right = (draw(st.integers(0, LARGEST)) for _ in range(3))
+    right %= draw(st.sampled_from([16_386, LARGEST + 1]))
+    return JoinKey.of(draw(st.sampled_from(JoinKind)), arity, key_bytes, rows, right, capacity)
 
 
 @given(keys())
 def test_a_key_says_all_it_is(key: JoinKey) -> None:
-    same = JoinKey(key.kind, key.arity, key.key_bytes, key.probe, key.output, key.scan, key.layout)
+    classes = key.probe, key.output, key.build
+    same = JoinKey(key.kind, key.arity, key.key_bytes, *classes, key.scan, key.layout)
     assert same == key and hash(same) == hash(key) and str(same) == str(key)
     assert key.scan == scan_topology(key.probe)
     text = str(key)
-    for value in (key.kind, key.arity, key.key_bytes, key.probe, key.output, key.layout):
+    for value in (key.kind, key.arity, key.key_bytes, *classes, key.layout):
         assert str(value) in text
 
 
@@ -79,7 +81,13 @@ def test_equal_keys_have_equal_texts_and_no_others(one: JoinKey, other: JoinKey)
 @given(keys())
 def test_each_field_counts(key: JoinKey) -> None:
     others = [replace(key, layout=key.layout + 1)]
-    others += [replace(key, kind=kind) for kind in JoinKind if kind is not key.kind]
+    builds = {JoinKind.INNER: (16_384, LARGEST), JoinKind.INDEXED_INNER: (0,)}
+    others += [
+        replace(key, kind=kind, build=build)
+        for kind, classes in builds.items()
+        for build in classes
+        if (kind, build) != (key.kind, key.build)
+    ]
     others += [replace(key, output=1 if key.output > 1 else 2)]
     wide = key.key_bytes + (4 if key.key_bytes < 8 * key.arity else -4)
     others += [replace(key, key_bytes=wide)]
@@ -88,14 +96,22 @@ def test_each_field_counts(key: JoinKey) -> None:
 
 @given(st.integers(0, LARGEST), st.integers(0, LARGEST))
 def test_rows_of_a_class_share_a_key(rows: int, others: int) -> None:
-    one, other = (JoinKey.of(JoinKind.INNER, 1, 8, n, 1) for n in (rows, others))
+    one, other = (JoinKey.of(JoinKind.INNER, 1, 8, n, 1, 1) for n in (rows, others))
     assert (one == other) == (capacity_class(rows) == capacity_class(others))
+
+
+@given(st.integers(0, LARGEST), st.integers(0, LARGEST))
+def test_right_sides_share_a_key_if_both_are_small_or_both_are_not(rows: int, others: int) -> None:
+    for kind in JoinKind:
+        one, other = (JoinKey.of(kind, 1, 8, 1, n, 1) for n in (rows, others))
+        alike = kind is JoinKind.INDEXED_INNER or (rows <= 16_384) == (others <= 16_384)
+        assert (one == other) == alike
 
 
 @pytest.mark.parametrize("arity", [0, 256, -1, True, 1.5])
 @pytest.mark.parametrize("kind", [IndexKey, JoinKey])
 def test_an_arity_out_of_bounds_says_the_bounds(kind: type, arity: int) -> None:
-    rest = () if kind is IndexKey else (1, 1, scan_topology(1))
+    rest = () if kind is IndexKey else (1, 1, LARGEST, scan_topology(1))
     before = () if kind is IndexKey else (JoinKind.INNER,)
     with pytest.raises(InputError, match=r"arity=.*1 to 255|arity is"):
         kind(*before, arity, 8, *rest)
@@ -110,8 +126,11 @@ def test_an_arity_out_of_bounds_says_the_bounds(kind: type, arity: int) -> None:
         {"output": 0},
         {"output": 2**32},
         {"scan": scan_topology(1000)},
+        {"build": 0},
+        {"build": 16_383},
+        {"kind": JoinKind.INDEXED_INNER},
     ],
 )
 def test_what_is_no_key(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError):
-        replace(JoinKey.of(JoinKind.INNER, 1, 8, 5, 5), **wrong)  # type: ignore[arg-type]
+        replace(JoinKey.of(JoinKind.INNER, 1, 8, 5, 5, 5), **wrong)  # type: ignore[arg-type]

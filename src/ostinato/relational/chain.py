@@ -1,7 +1,8 @@
 """Which kernels a join is made of: launches in order, with their grids.  Pure.
 
 The grids follow the key alone: those of the left side its probe class, those of the output its
-output class.  Kernels that go through the right side have a fixed number of blocks, with loops.
+output class, those of the right side its build class.  Large classes of the right side and of the
+output have a fixed number of blocks, with loops.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ __all__ = ["KERNELS", "Launch", "chain_of", "source"]
 KERNELS = tuple(kernel.name for kernel in HOST_KERNELS)
 _BUILD_BLOCKS = 4
 _TILE_BLOCKS = 16
-"""Blocks for each multiprocessor, of kernels that loop: over the right side, over the output."""
+"""Blocks for each multiprocessor, at most: of kernels that loop over the right side, and over the
+output."""
 
 
 @functools.cache
@@ -50,14 +52,13 @@ class Launch:
 
 def chain_of(key: JoinKey | IndexKey, multiprocessors: int) -> tuple[Launch, ...]:
     """The launches of a join, or of the building of an index."""
-    build = _BUILD_BLOCKS * max(1, multiprocessors)
+    most = _BUILD_BLOCKS * max(1, multiprocessors)
+    build = most if isinstance(key, IndexKey) else min(-(-key.build // SCAN_BLOCK), most)
     launches = [Launch("begin", 1, (block_bytes(key.arity) // 8,))]
     if isinstance(key, IndexKey):
         return (*launches, *(Launch(name, build) for name in ("insert", "starts", "fill")))
     if key.kind is JoinKind.INNER:
         launches += [Launch("insert", build), Launch("starts", build)]
-    else:
-        build = 0
     probe = -(-key.probe // SCAN_BLOCK)
     launches.append(Launch("probe", probe + build, (probe,)))
     launches += _scan(key)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ostinato import Buffer, Device, Stream
 from ostinato.cache import capacity_class
 from ostinato.errors import InputError
-from ostinato.relational.keys import LARGEST, MAX_ARITY, table_slots
+from ostinato.relational.keys import LARGEST, MAX_ARITY, build_class, table_slots
 from ostinato.relational.workspace import require_no_capture
 
 __all__ = ["KeyColumns", "On", "Table", "check_same_types", "names_of"]
@@ -36,6 +36,7 @@ class KeyColumns:
     __slots__ = (
         "addresses",
         "buffers",
+        "build",
         "device",
         "dtypes",
         "key_bytes",
@@ -73,6 +74,8 @@ class KeyColumns:
         self.addresses = tuple(b.address for b in buffers)
         self.probe = capacity_class(self.rows)
         """The capacity class of the rows."""
+        self.build = build_class(self.rows)
+        """The class of the rows as the right side of a join."""
         self.slots = table_slots(self.rows)
         """Slots of the hash table of the rows."""
 

@@ -287,11 +287,14 @@ class Joiner(Closeable):
             left.require_open()
             columns.require_open()
             # Capacities of one class share their bit length: cheaper to work out than the class.
-            known = (inner, left.sizes, left.probe, (max(capacity, 1) - 1).bit_length())
+            room = (max(capacity, 1) - 1).bit_length()
+            known = (inner and columns.build, left.sizes, left.probe, room)
             key = self._keys.get(known)
             if key is None:
                 kind = JoinKind.INNER if inner else JoinKind.INDEXED_INNER
-                key = JoinKey.of(kind, len(left.sizes), left.key_bytes, left.rows, capacity)
+                key = JoinKey.of(
+                    *(kind, len(left.sizes), left.key_bytes, left.rows, columns.rows, capacity)
+                )
                 self._keys[known] = key
             slots, rows = (columns.slots, columns.rows) if inner else (0, 0)
             work = self._workspace
@@ -306,7 +309,7 @@ class Joiner(Closeable):
                 table, grouped = work.slots, work.grouped
             else:
                 table, grouped = right.table.address, right.grouped.address  # or ClosedError
-            out, room = lease.buffer.address, lease.capacity
+            out = lease.buffer.address
             turn = self._ring.enter(
                 (
                     table,
@@ -317,9 +320,9 @@ class Joiner(Closeable):
                     work.offsets,
                     work.sums,
                     out,
-                    out + 4 * room,
+                    out + 4 * key.output,
                 ),
-                (left.rows, columns.rows, columns.slots - 1, room, len(left.sizes), inner),
+                (left.rows, columns.rows, columns.slots - 1, key.output, len(left.sizes), inner),
                 _columns(left.addresses, columns),
                 (left, right),
             )

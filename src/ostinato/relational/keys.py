@@ -15,6 +15,7 @@ from ostinato.cache import capacity_class
 from ostinato.errors import InputError
 
 __all__ = [
+    "BUILD_CLASSES",
     "LARGEST",
     "MAX_ARITY",
     "NODE_LAYOUT",
@@ -23,6 +24,7 @@ __all__ = [
     "JoinKey",
     "JoinKind",
     "ScanTopology",
+    "build_class",
     "scan_topology",
     "table_slots",
     "whole_number",
@@ -34,7 +36,10 @@ MAX_ARITY = 255
 """The most key columns that a join may have."""
 SCAN_BLOCK = 256
 """Elements that one block scans."""
-NODE_LAYOUT = 1
+BUILD_CLASSES = (16_384, LARGEST)
+"""The most right rows of each class of the build side.  Small ones have a class of their own: the
+more blocks wait for rows that are not there, the fewer chains of other joins fit beside them."""
+NODE_LAYOUT = 2
 """Version of the nodes of a join's graph: their order, grids and arguments."""
 
 
@@ -81,6 +86,11 @@ def scan_topology(rows: SupportsIndex) -> ScanTopology:
     return ScanTopology(1 + 2 * len(scratch), tuple(scratch))
 
 
+def build_class(rows: int) -> int:
+    """The class of a right side of so many rows."""
+    return next(most for most in BUILD_CLASSES if rows <= most)
+
+
 def table_slots(rows: int) -> int:
     """Slots of the hash table of so many rows: a power of two, at least twice as many."""
     return max(2, 1 << (2 * rows - 1).bit_length()) if rows else 2
@@ -91,11 +101,12 @@ class JoinKey:
     """What the graph of a join depends on.
 
     `arity`: key columns, 1 to 255.  `key_bytes`: bytes of one row's key, 4 or 8 a column.  `probe`
-    and `output`: capacity classes of the probe side's rows and of the result.  `scan`: the topology
-    of the scan over the probe class.  `layout`: version of the graph's nodes.
+    and `output`: capacity classes of the probe side's rows and of the result.  `build`: the right
+    side's class, one of BUILD_CLASSES, or 0 with an index.  `scan`: the topology of the scan over
+    the probe class.  `layout`: version of the graph's nodes.
 
-    Raises InputError for values outside these bounds, for classes that are no capacity classes, and
-    for a topology of another class.
+    Raises InputError for values outside these bounds, for classes that are none, and for a topology
+    of another class.
     """
 
     kind: JoinKind
@@ -103,6 +114,7 @@ class JoinKey:
     key_bytes: int
     probe: int
     output: int
+    build: int
     scan: ScanTopology
     layout: int = NODE_LAYOUT
 
@@ -113,23 +125,28 @@ class JoinKey:
         for name, value in (("probe", self.probe), ("output", self.output)):
             if capacity_class(value) != value:
                 raise InputError(f"{name}={value} is no capacity class: a power of two, or 2**32-1")
+        if self.build not in ((0,) if self.kind is not _INNER else BUILD_CLASSES):
+            raise InputError(f"build={self.build}: {self.kind} has no such class of the right side")
         if self.scan != scan_topology(self.probe):
             raise InputError(f"scan={self.scan}: probe class {self.probe} has another topology")
 
     def __hash__(self) -> int:
         """Of some fields only: each join looks its graph up."""
-        return hash((self.kind is _INNER, self.arity, self.key_bytes, self.probe, self.output))
+        return hash((self.build, self.arity, self.key_bytes, self.probe, self.output))
 
     @classmethod
-    def of(cls, kind: JoinKind, arity: int, key_bytes: int, rows: int, capacity: int) -> JoinKey:
+    def of(
+        cls, kind: JoinKind, arity: int, key_bytes: int, rows: int, right_rows: int, capacity: int
+    ) -> JoinKey:
         """The key of a join of `rows` probe rows with room for `capacity` output rows."""
-        probe = capacity_class(rows)
-        return cls(kind, arity, key_bytes, probe, capacity_class(capacity), scan_topology(probe))
+        probe, output = capacity_class(rows), capacity_class(capacity)
+        build = build_class(right_rows) if kind is _INNER else 0
+        return cls(kind, arity, key_bytes, probe, output, build, scan_topology(probe))
 
     def __str__(self) -> str:
         return (
             f"{self.kind}, {self.arity} columns of {self.key_bytes} bytes, probe {self.probe}, "
-            f"output {self.output}, scan {self.scan}, layout {self.layout}"
+            f"output {self.output}, build {self.build}, scan {self.scan}, layout {self.layout}"
         )
 
 

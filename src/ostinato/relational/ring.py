@@ -90,8 +90,9 @@ class Ring:
     ) -> Turn:
         """Puts the block of the next turn into its entry, as soon as that is free.
 
-        `fields` and `sizes`: those of BLOCK between `sequence` and `done`, and behind them; `columns`
-        as in `block.pack`.  The turn counts, and the ring is certain again, once it is `launched`.
+        `fields` and `sizes`: those of BLOCK between `sequence` and `done`, and behind them;
+        `columns` as in `block.pack`.  The turn counts, and the ring is certain again, once it is
+        `launched`.
         """
         under_way, turns = self._under_way, self.turns
         with self._lock:
