@@ -143,6 +143,8 @@ int cuStreamEndCapture(void *stream, Graph **graph) {
     return 0;
 }
 
+int cuStreamIsCapturing(void *stream, int *state) { *state = capture.graph != NULL; return 0; }
+
 int cuStreamGetCaptureInfo_v3(void *stream, int *state, uint64_t *id, Graph **graph, Node ***nodes,
                               void **edges, size_t *count) {
     *state = capture.graph != NULL;

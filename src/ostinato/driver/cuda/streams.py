@@ -180,13 +180,15 @@ class StreamCalls(CudaCalls):
             if found is not None:
                 raise self._error(found, "stream_capture_info")
         slots = self._capture_slots
+        # The usual answer is none, and a call with fewer arguments has it sooner.
+        self._call("stream_capture_info", "cuStreamIsCapturing", stream, slots.references[0])
+        if slots.state.value == _NONE.status:
+            return _NONE
         # Without a place for edge data the query fails where programmatic launches were captured.
         self._call("stream_capture_info", "cuStreamGetCaptureInfo_v3", stream, *slots.references)
         # All at once: what runs in between (a finaliser) may ask for the state of another capture.
         state, number, graph = slots.state.value, slots.capture_id.value, slots.graph.value
         count, nodes = slots.count.value, slots.nodes.value
-        if state == _NONE.status:  # the usual answer: made once
-            return _NONE
         if state != _ACTIVE:  # the rest is valid only while it is active
             return CaptureInfo(CaptureStatus(state))
         dependencies: tuple[NodeHandle, ...] = ()
