@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -592,3 +593,22 @@ def test_two_joiners_on_one_device(device: Device) -> None:
             np.testing.assert_array_equal(pairs(result.result()), expected(left, right))
         with pytest.raises(InputError, match="another joiner"):
             one.join(left, other.build_index(right, "k"), on="k")
+
+
+def test_joiners_in_turn(device: Device) -> None:
+    """Chains of several joins overlap, some of which must be repeated; each has its own answer."""
+    rng = np.random.default_rng(21)
+    with ExitStack() as stack:
+        joiners = [stack.enter_context(Joiner(device)) for _ in range(4)]
+        one, other = (column(rng.integers(0, 500, n)) for n in (700, 900))
+        indexes = [joiner.build_index(other, "k") for joiner in joiners]
+        wanted, joins = expected(one, other), []
+        for number in range(60):
+            joiner, index = joiners[number % 4], indexes[number % 4]
+            left, right = (column(rng.integers(0, 300, n)) for n in rng.integers(1, 600, 2))
+            capacity = int(rng.choice([4, 4096]))
+            pending = joiner.submit(left, right, "k", capacity=capacity)
+            joins.append((expected(left, right), pending))
+            joins.append((wanted, joiner.submit(one, index, "k")))
+        for answer, pending in joins:
+            np.testing.assert_array_equal(pairs(pending.result()), answer)
