@@ -345,7 +345,7 @@ class Joiner(Closeable):
     def _launch_eagerly(self, key: JoinKey | IndexKey) -> None:
         made = self._chains.get(key)
         if made is None:
-            # Not programmatic: such launches take the CPU longer than they save the device.
+            # Not programmatic: such a launch takes the CPU longer, and the CPU bounds these.
             made = self._chains[key] = self._chain(key, programmatic=False)
         for kernel, config, arguments in made:
             launch(self.stream, kernel, config, *arguments)

@@ -86,7 +86,7 @@ class Workspace:
         self._replaced(old)
 
     def _reserve_probe(self, probe: int, scan: ScanTopology) -> None:
-        # The sums first: a smaller class needs fewer, so one comparison stands for both.
+        # All at once: a smaller class needs no more sums, so one comparison stands for them too.
         sums = self._device.empty(max(1, sum(scan.scratch)), np.uint64)
         found = self._device.empty(probe, np.uint32)
         offsets = self._device.empty(probe, np.uint32)
