@@ -156,7 +156,6 @@ CALLS: dict[str, Callable[[CudaDriver], object]] = {
     "graph_nodes": lambda d: d.graph_nodes(GRAPH),
     "graph_edges": lambda d: d.graph_edges(GRAPH),
     "graph_freeze": lambda d: d.graph_freeze(GRAPH),
-    "graph_last_index": lambda d: d.graph_last_index(GRAPH, NODE),
     "graph_add_edges": lambda d: d.graph_add_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
     "graph_remove_edges": lambda d: d.graph_remove_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
     "graph_remove_node": lambda d: d.graph_remove_node(NODE),

@@ -925,10 +925,6 @@ class Driver(Protocol):
         """
         ...
 
-    def graph_last_index(self, graph: GraphHandle, node: NodeHandle) -> int:
-        """The place in `graph_nodes` of the node that was added last."""
-        ...
-
     def graph_add_node(
         self,
         graph: GraphHandle,

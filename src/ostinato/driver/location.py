@@ -26,9 +26,12 @@ def caller_location() -> str:
     return "unknown line" if line is None else describe_line(*line)
 
 
-def caller_line() -> tuple[str, int] | None:
-    """`caller_location` as file and line number, which `describe_line` makes into text later."""
-    frame: FrameType | None = sys._getframe(1)
+def caller_line(above: int = 1) -> tuple[str, int] | None:
+    """`caller_location` as file and line number, which `describe_line` makes into text later.
+
+    `above`: how many frames above this one are known to be this package's own.
+    """
+    frame: FrameType | None = sys._getframe(above)
     while frame is not None:  # as `is_internal`, without a call for each frame
         if not _is_machinery(frame.f_globals.get("__name__", "")):
             return frame.f_code.co_filename, frame.f_lineno

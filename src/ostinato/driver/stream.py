@@ -167,13 +167,14 @@ class Stream(Closeable):
         `what` names the call.  Raises ClosedError, and CaptureError if the call would go into
         another thread's capture, or past the capture that must hold all work of this thread.
         """
-        handle = self._require_open()
         context = self.context
+        if self.closed or context.closed:
+            self._require_open()
         if context.taps:
             context.end_abandoned()
             for tap in context.taps:
                 tap.entering(self, what, entry, operation)
-        return handle
+        return self.handle
 
     # --- work
     def submit(self, operation: Operation) -> None:

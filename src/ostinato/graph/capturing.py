@@ -128,6 +128,7 @@ class _Session:
         else:
             leaves = _leaves(self.into)
             self._before = frozenset(driver.graph_nodes(self.into.handle))
+            self.into.recount()
             driver.stream_begin_capture_to_graph(stream, self.into.handle, leaves, self.mode)
 
     def leave(self) -> None:
@@ -266,7 +267,7 @@ class _Session:
         if info.status is not CaptureStatus.ACTIVE or info.capture_id != self._id:
             return
         self.keep.extend(operation.keep)
-        line = caller_line()
+        line = caller_line(2)  # `Stream.announce` calls this
         if stream is not self.stream and line is not None:
             self.forked_at = describe_line(*line)
         label = NodeLabel(operation, line)

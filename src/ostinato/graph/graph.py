@@ -83,6 +83,10 @@ class Graph(Closeable):
         self.owner = owner
         self.labels: dict[NodeHandle, NodeLabel] = dict(labels or {})
         self.keep: list[object] = list(keep)
+        self._count: int | None = None
+        """How many nodes there are; None if it is not known."""
+        self._foreign = False
+        """Whether another library may add nodes."""
         self._storages: dict[int, object] = {}
         self._looked_at = 0
         """How much of `keep` is in `_storages`."""
@@ -121,6 +125,7 @@ class Graph(Closeable):
             )
         graph = cls(context_of(device), GraphHandle(int(handle)), owned=False, owner=owner)
         graph.only_to_read = only_to_read
+        graph._foreign = True
         return graph
 
     @property
@@ -306,12 +311,33 @@ class Graph(Closeable):
         self.labels[handle] = NodeLabel(operation, line or caller_line())
         if child is not None:
             self._label_copies(child.labels, child.handle, handle)
-        index = driver.graph_last_index(self.handle, handle)
+        index = self._place_of_last(handle)
         if isinstance(params, KernelNodeParams) and params.config.plain and not edge_data:
             # It holds what it was given: nothing is to be read back.
             find = KnownRanges(driver.memory_range)
             return self._node(index, handle, NodeKind.KERNEL, params, find, self._read_inside)
         return self._read_one(index, handle)
+
+    def _place_of_last(self, node: NodeHandle) -> int:
+        """The index of the node that was added last.
+
+        All known drivers list nodes in the order they were added in, which CUDA does not document.
+        Asking for the list, or for its length, takes the longer the more nodes there are; so nodes
+        are counted, and the list is asked for as the graph doubles.
+        """
+        count = self._count
+        if count is not None and count & (count + 1) and not self.context.captures:
+            self._count = count + 1
+            return count
+        nodes = self.context.driver.graph_nodes(self.handle)
+        # A driver with another order is asked each time.
+        in_order = bool(nodes) and nodes[-1] == node
+        self._count = len(nodes) if in_order and not self._foreign else None
+        return len(nodes) - 1 if in_order else nodes.index(node)
+
+    def recount(self) -> None:
+        """Must be called after nodes were added or taken out in another way than by `add`."""
+        self._count = None
 
     def _label_copies(
         self, labels: Mapping[NodeHandle, NodeLabel], original: GraphHandle, node: NodeHandle

@@ -96,16 +96,8 @@ class Write:
 
     def note(self, run: Run) -> None:
         """Notes what the place points at.  May be repeated, after an interruption."""
-        live, place = self.live, self.place
-        old = live.owners.get(place)
-        if old is not None:
-            run._let_go([old])
-        live.owners[place] = self.owner
-        if not self.same_reach:
-            if self.nbytes is None:
-                live.reach.pop(place, None)
-            else:
-                live.reach[place] = self.nbytes
+        reach = _SAME if self.same_reach else self.nbytes
+        _note(run, self.live, self.place, self.owner, reach)
 
     @property
     def made(self) -> bool:
@@ -113,22 +105,39 @@ class Write:
         return self.live.setter.data[self.place : self.place + len(self.raw)] == self.raw
 
 
-def write_one(run: Run, write: Write) -> None:
+_SAME = -1
+"""As many bytes as before are used of what a word points at."""
+
+
+def _note(run: Run, live: Live, place: int, owner: object, nbytes: int | None) -> None:
+    """Notes what a place points at, and how many bytes are known to be used there."""
+    old = live.owners.get(place)
+    if old is not None and old is not owner:
+        run._let_go([old])
+    live.owners[place] = owner
+    if nbytes is None:
+        live.reach.pop(place, None)
+    elif nbytes != _SAME:
+        live.reach[place] = nbytes
+
+
+def _write_one(
+    run: Run, live: Live, place: int, raw: bytes, owner: object, nbytes: int | None
+) -> None:
     """Makes one write, or none.  Raises UpdateRefusedError."""
-    live, owner = write.live, write.owner
     if owner is not None:
         run._watch((owner,))
     run._shadow.touch(live)
     try:
-        if live.setter.set(write.place, write.raw) == 0:
-            write.note(run)
+        if live.setter.set(place, raw) == 0:
+            _note(run, live, place, owner, nbytes)
             return
     except DriverError as error:
         raise refused(live.node, error) from error
     except BaseException:
-        _keep_made(run, [write])
+        _keep_made(run, [Write(live, place, raw, owner, nbytes)])
         raise
-    run._apply(_changes_of([write]))  # it raises the reason
+    run._apply(_changes_of([Write(live, place, raw, owner, nbytes)]))  # it raises the reason
 
 
 def write_all(run: Run, writes: list[Write]) -> None:
@@ -136,8 +145,9 @@ def write_all(run: Run, writes: list[Write]) -> None:
 
     Raises UpdateRefusedError, and GraphError if the driver refused to take some of them back.
     """
-    if len(writes) == 1:
-        write_one(run, writes[0])
+    if len(writes) == 1 and not writes[0].same_reach:
+        one = writes[0]
+        _write_one(run, one.live, one.place, one.raw, one.owner, one.nbytes)
         return
     run._watch([write.owner for write in writes])
     for write in writes:
@@ -263,7 +273,8 @@ class Argument:
         raw = self._pack((value,))
         place = self._place
         if raw is None or self._pointer or place in live.owners or place in live.reach:
-            write_one(run, self._write(run, live, raw, value))
+            raw = self._raw(live, raw, value)
+            _write_one(run, live, place, raw, *owner_of(run.context, value, self._pointer))
             return
         run._shadow.touch(live)
         try:  # a number, which points at nothing: only bytes change
@@ -278,17 +289,19 @@ class Argument:
 
     def write(self, run: Run, value: object) -> Write:
         """What `set` would write, for `write_all`."""
-        return self._write(run, self._current(run), self._pack((value,)), value)
+        live = self._current(run)
+        raw = self._raw(live, self._pack((value,)), value)
+        return Write(live, self._place, raw, *owner_of(run.context, value, self._pointer))
 
-    def _write(self, run: Run, live: Live, raw: bytes | None, value: object) -> Write:
+    def _raw(self, live: Live, raw: bytes | None, value: object) -> bytes:
+        """The value's bytes, if they were not packed by its exact type."""
         if raw is None:
             arguments = live.params.arguments
             index, raw = argument_bytes(
                 self._node, live.signature, arguments, self._argument, value
             )
             arguments.require_size(index, raw)
-        owner, nbytes = owner_of(run.context, value, self._pointer)
-        return Write(live, self._place, raw, owner, nbytes)
+        return raw
 
 
 class Patcher:
@@ -333,9 +346,12 @@ def _found(live: Live, argument: int | str) -> tuple[ParameterSlot, str, bool]:
     return slot, code, parameter.pointer
 
 
+_PLAIN = (int, float, bytes)
+
+
 def owner_of(context: Context, value: object, pointer: bool) -> tuple[object, int | None]:
     """What a new argument points at, to be kept alive, and how many bytes that has."""
-    if isinstance(value, int | float | bytes):
+    if isinstance(value, _PLAIN):
         if isinstance(value, int) and pointer and value > 0:
             return context.owner_of(value), None
         return None, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -27,6 +27,10 @@ from ostinato.errors import ClosedError, InputError, NotAvailableError
 __all__ = ["Buffer", "allocate", "as_shape", "copy", "fill"]
 
 _WHOLE = (int, np.integer)
+
+
+def _nobody() -> None:
+    """Stands for a reference to nothing."""
 
 
 def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -77,6 +81,7 @@ class Buffer(Closeable):
     def _place(self, address: int) -> None:
         """What a view does differently."""
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self._last_watcher: Callable[[], Watcher | None] = _nobody
         # A plain attribute until `close`: the fastest for launches to read.
         self.address = address
 
@@ -119,8 +124,10 @@ class Buffer(Closeable):
 
     def watch(self, watcher: Watcher) -> None:
         """`watcher.memory_closed(range)` is called when this memory is given back."""
-        if watcher not in self._watchers:  # which costs less than to add it again
+        # An executable that is patched by turns to the same few buffers asks each time.
+        if self._last_watcher() is not watcher:
             self._watchers.add(watcher)
+            self._last_watcher = weakref.ref(watcher)
 
     def _require_open(self) -> None:
         if self.closed:

@@ -127,8 +127,6 @@ class GraphCalls(StreamCalls, ModuleCalls):
         super().__init__(lib, context, ordinal)
         self._conditionals = _Conditionals()
         self.shapes = Shapes()
-        self._lists_in_order = True
-        """Whether the driver lists a graph's nodes in the order they were added in."""
         self._read_addresses = tuple(lib.address(symbol) for symbol in _READ)
         self._configs_read: dict[int, LaunchConfig] = {}
         """Node to the config last read from it.  An update that passes this same object keeps the
@@ -158,24 +156,6 @@ class GraphCalls(StreamCalls, ModuleCalls):
             self._call(seam, "cuGraphGetNodes", graph, nodes, byref(count))
         # The graph may have shrunk in between.
         return nodes if count.value == len(nodes) else (ctypes.c_uint64 * count.value)(*nodes)
-
-    def graph_last_index(self, graph: GraphHandle, node: NodeHandle) -> int:
-        seam = "graph_last_index"
-        count = ctypes.c_size_t()
-        self._call(seam, "cuGraphGetNodes", graph, None, byref(count))
-        last = count.value - 1
-        # All known drivers list nodes in the order they were added, which CUDA does not document.
-        # Looking at all of them for each new one would make a graph's cost grow with its square, so
-        # the order is checked as the graph doubles.
-        if self._lists_in_order and last & count.value:
-            return last
-        nodes = self.graph_nodes(graph)
-        if nodes and nodes[-1] == node:
-            return len(nodes) - 1
-        self._lists_in_order = False
-        if node not in nodes:
-            raise self._error(Status.INVALID_VALUE, seam, "the node is not of the graph", node=node)
-        return nodes.index(node)
 
     def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]:
         return self._edge_arrays("graph_edges", graph).edges()

@@ -48,10 +48,8 @@ class StreamCalls(CudaCalls):
     def __init__(self, lib: Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)
         self._capture_slots = _CaptureSlots()
-        self._info_addresses = (
-            lib.address("cuStreamGetCaptureInfo_v3"),
-            lib.address("cuCtxGetCurrent"),
-        )
+        calls = lib.address("cuStreamGetCaptureInfo_v3"), lib.address("cuCtxGetCurrent")
+        self._info_addresses = calls if all(calls) else None
         self._into_graph: dict[int, int] = {}
         """Stream to the graph that its capture adds to, for captures into an existing graph."""
 
@@ -170,20 +168,16 @@ class StreamCalls(CudaCalls):
         return GraphHandle(graph.value)
 
     def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo:
-        compiled = capture_reader()
-        if compiled is not None and self._off is None and all(self._info_addresses):
-            found = compiled(self._info_addresses, self._context, stream)
-            if isinstance(found, tuple):
-                if found[0] != _ACTIVE:
-                    return CaptureInfo(CaptureStatus(found[0]))
-                return CaptureInfo(CaptureStatus.ACTIVE, *found[1:])
+        compiled, addresses = capture_reader(), self._info_addresses
+        if compiled is not None and addresses is not None and self._off is None:
+            found = compiled(addresses, self._context, stream)
+            if type(found) is tuple:
+                if found[0] == _ACTIVE:
+                    return CaptureInfo(CaptureStatus.ACTIVE, *found[1:])
+                return CaptureInfo(CaptureStatus(found[0])) if found[0] else _NONE
             if found is not None:
                 raise self._error(found, "stream_capture_info")
         slots = self._capture_slots
-        # The usual answer is none, and a call with fewer arguments has it sooner.
-        self._call("stream_capture_info", "cuStreamIsCapturing", stream, slots.references[0])
-        if slots.state.value == _NONE.status:
-            return _NONE
         # Without a place for edge data the query fails where programmatic launches were captured.
         self._call("stream_capture_info", "cuStreamGetCaptureInfo_v3", stream, *slots.references)
         # All at once: what runs in between (a finaliser) may ask for the state of another capture.

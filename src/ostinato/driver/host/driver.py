@@ -570,15 +570,6 @@ class HostDriver:
             definition = self._graphs.find(call, graph)
             return Frozen(definition)
 
-    def graph_last_index(self, graph: GraphHandle, node: NodeHandle) -> int:
-        with self._entered("graph_last_index") as call:
-            definition = self._graphs.find(call, graph)
-            if node not in definition.nodes:
-                raise driver_error(
-                    Status.INVALID_VALUE, call, "the node is not of the graph", node=node
-                )
-            return definition.index(node)
-
     def graph_add_node(
         self,
         graph: GraphHandle,
