@@ -36,6 +36,9 @@ test: $(VENV)/.dev              ## the tests that need no GPU: minutes on two co
 test-all: $(VENV)/.dev          ## the slow ones too, and new random examples
 	$(TESTS) --hypothesis-profile=random --cov --cov-report=term:skip-covered $(ARGS)
 
+pythons: $(VENV)/.dev           ## the graph layer's tests on the other Pythons of this machine
+	$(BIN)/python -m tools.check_pythons $(ARGS)
+
 check: $(VENV)/.dev             ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -203,8 +203,12 @@ def write_words(run: Run, move: PlainMove) -> bool:
                 run._give_up()
                 run._undo([live.node for live in lives])
             return False
-        # As `Write.note` does for each.
-        run._let_go([live.owners.get(place) for live, place in words])
+        # As `Write.note` does for each.  No comprehension: from CPython 3.12 on an exception before
+        # its first instruction passes the handler below.
+        old: list[object] = []
+        for live, place in words:
+            old.append(live.owners.get(place))
+        run._let_go(old)
         for (live, place), target in zip(words, move.targets, strict=True):
             live.owners[place] = target
     except BaseException:
