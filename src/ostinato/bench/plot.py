@@ -51,21 +51,22 @@ _STYLE = """
 
 
 def _heading(sheet: Drawing, name: str, below: str) -> None:
-    """Writes where the sheet ends so far, as `_bar` does."""
+    """At the lower end of the sheet, which grows; so does `_bar`."""
     sheet.text(_LEFT, sheet.height + 10, name, "title")
     sheet.text(_LEFT, sheet.height + 28, below, "small")
     sheet.height += 48
 
 
 def _bar(
-    sheet: Drawing, name: str, colour: str, share: float, floor: float, texts: Iterable[str]
+    sheet: Drawing, name: str, colour: str, share: float, floor: float | None, texts: Iterable[str]
 ) -> None:
-    """A bar of which a share is filled, with a mark at its floor if that is not 0."""
-    y, mark = sheet.height, _BAR + _WIDE * floor
+    """A bar of which `share` is filled, and `floor` marked; its texts to the right."""
+    y = sheet.height
     sheet.text(_BAR - 10, y + 13, name, anchor="end")
     sheet.rect(_BAR, y, _WIDE, 18, class_="track", rx=3)
     sheet.rect(_BAR, y, _WIDE * share, 18, fill=colour, rx=3)
-    if floor:
+    if floor is not None:
+        mark = _BAR + _WIDE * floor
         sheet.line([(mark, y - 3), (mark, y + 21)], "floor")
     for text, end in zip(texts, _ENDS, strict=False):
         sheet.text(end, y + 13, text, anchor="end")
@@ -143,7 +144,8 @@ def _chart(sheet: Drawing, axis: str, rows: Sequence[Row], colours: Mapping[str,
     below = -math.inf
     for last, way in sorted((y(line[max(line)]), way) for way, line in lines.items()):
         line, colour = sorted(lines[way].items()), colours[way]
-        sheet.line([(xs[place], y(value)) for place, value in line], "line", colour)
+        look = "floor" if way == "floor" else "line"
+        sheet.line([(xs[place], y(value)) for place, value in line], look, colour)
         for place, value in line:
             tip = f"{way}, {axis} {place}: {value:,.1f} tokens a second"
             sheet.add("circle", "", tip, cx=xs[place], cy=y(value), r=3.2, fill=colour)
@@ -183,11 +185,12 @@ def profile_svg(subject: str, machine: str, profile: Profile) -> str:
     sheet.height += 74
     most = max(max(row.total_us, row.floor_us * row.launches) for row in profile.rows)
     for row in profile.rows:
-        texts = [_duration(row.total_us), f"{_duration(row.us)} each"]
+        texts, floor = [_duration(row.total_us), f"{_duration(row.us)} each"], None
         if row.nbytes:
             texts += [_speed(row.terabytes_per_second), f"{row.of_floor:.0%}"]
-        share, floor = row.total_us / most, row.floor_us * row.launches / most
-        _bar(sheet, f"{row.name} × {row.launches}", colours[row.name], share, floor, texts)
+            floor = row.floor_us * row.launches / most
+        name_and_times = f"{row.name} × {row.launches}"
+        _bar(sheet, name_and_times, colours[row.name], row.total_us / most, floor, texts)
     gaps = profile.gap_us * len(profile.launch_names)
     text = (
         f"dashed: bytes over {profile.bandwidth.best / 1e12:.2f} TB/s.  Empty launches of the same "

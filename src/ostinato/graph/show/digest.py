@@ -33,7 +33,7 @@ SCHEMA = "ostinato.digest/1"
 
 
 def digest(outline: Outline) -> str:
-    """64 hexadecimal digits.  The outline as the driver has it: not a readable one."""
+    """64 hexadecimal digits.  The outline must be made with `readable=False`."""
     text = json.dumps([SCHEMA, _body(outline)], separators=(",", ":"))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 

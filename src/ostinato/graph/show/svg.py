@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
-from itertools import accumulate, chain, takewhile
+from itertools import accumulate, chain
 
 from ostinato.driver.api import ConditionalKind, ConditionalNodeParams, KernelNodeParams, NodeKind
 from ostinato.graph.node import Node
@@ -97,8 +97,8 @@ def _legend(top: Outline) -> Drawing:
 # ------------------------------------------------------------------------------- what is drawn
 
 _Unit = list[tuple[int, ...]]
-"""Nodes that are drawn as one, by index: one tuple for each time that a run of nodes repeats.  A
-node by itself is [(index,)]; nodes that do not repeat are left out."""
+"""What is drawn as one thing: the indices of its nodes, one tuple for each time that they repeat.
+A node by itself is [(index,)]; several nodes that do not repeat are left out of the picture."""
 
 
 def _draw(body: Outline, max_nodes: int, within: Sequence[int] | None = None) -> Drawing:
@@ -151,7 +151,7 @@ def _card(name: str, below: str, width: float, tip: str = "", **look: str) -> Dr
     """Two lines of text in a box, at least so wide."""
     width = max(width, 28 + len(name) * _CHARACTER)
     card = Drawing(width, _HEIGHT)
-    card.add("title", tip)
+    card.add("title", tip or name)
     card.rect(0, 0, width, _HEIGHT, rx=6, **look)
     card.text(14, 17, name, "name")
     card.text(14, 31.5, below)
@@ -215,28 +215,34 @@ def _folded(body: Outline, order: Sequence[int]) -> list[_Unit]:
     folded.
     """
     at = {index: place for place, index in enumerate(order)}
-    keys: dict[str, int] = {}
-    same: list[int] = []  # equal numbers for nodes that may be drawn once
+    back: dict[int, list[tuple[int, bool]]] = {i: [] for i in order}
+    for e in body.edges:
+        back[e.target].append((at[e.target] - at[e.source], e.programmatic))
+    numbers: dict[str, int] = {}
+    keys: list[int] = []  # equal for nodes of which one may be drawn for all
     for i in order:
-        back = sorted((at[i] - at[e.source], e.programmatic) for e in body.after(i))
-        key = repr((described(body.nodes[i], body.inner[i]), back))
-        same.append(keys.setdefault(key, len(keys)))
+        key = repr((described(body.nodes[i], body.inner[i]), sorted(back[i])))
+        keys.append(numbers.setdefault(key, len(numbers)))
     units: list[_Unit] = []
     place = 0
     while place < len(order):
-        period, times = _repetition(same[place:])
-        ends = range(place + period, place + period * times + 1, period)
-        units.append([tuple(order[end - period : end]) for end in ends])
+        period, times = _repetition(keys, place)
+        units.append(
+            [tuple(order[place + k * period : place + (k + 1) * period]) for k in range(times)]
+        )
         place += period * times
     return units
 
 
-def _repetition(keys: Sequence[int]) -> tuple[int, int]:
-    """The period whose repetition from the start covers the most, and how often it repeats."""
+def _repetition(keys: Sequence[int], start: int) -> tuple[int, int]:
+    """The period whose repetition from `start` covers the most, and how often it repeats."""
     best = (1, 1)
-    for period in range(1, len(keys) // 2 + 1):
-        pairs = zip(keys, keys[period:], strict=False)
-        times = 1 + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) // period
+    left = len(keys) - start
+    for period in range(1, left // 2 + 1):
+        same = period
+        while same < left and keys[start + same] == keys[start + same - period]:
+            same += 1
+        times = same // period
         if times > 1 and period * times >= max(_SHORTEST_FOLD, best[0] * best[1] + 1):
             best = (period, times)
     return best
