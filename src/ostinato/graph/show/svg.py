@@ -129,19 +129,21 @@ def _unit(body: Outline, unit: _Unit, max_nodes: int, width: float) -> Drawing:
         return _frame(f"{len(unit)} times: {nodes}", [repeated], _GREY)
     if others:
         return _card(f"… {len(unit[0])} nodes not drawn", nodes, width, class_="gap")
-    node, parts = body.nodes[first], []
+    node = body.nodes[first]
     if not body.inner[first]:
         return _box(node, width)
     look = _COLOURS.get(node.kind, _GREY)
+    parts = []
     for part in body.inner[first]:
         drawn = _draw(part, max_nodes)
         title = part.title if drawn.height else f"{part.title}: empty"
         parts.append(_frame(title, [drawn], look | {"fill": "#ffffff"}, kind="part"))
     params = node.params
-    if isinstance(params, ConditionalNodeParams) and params.kind is ConditionalKind.WHILE:
+    loop = isinstance(params, ConditionalNodeParams) and params.kind is ConditionalKind.WHILE
+    if loop:
         parts.append(Drawing(12))  # room for the way back
     frame = _frame(f"{node.name.replace('_', ' ')} #{first}", parts, look, _tooltip(node))
-    if not parts[-1].height:
+    if loop:
         x, low = frame.width - 39, frame.height - 30
         frame.arrow(f"M{x:g} {low:g}C{x + 27:g} {low:g} {x + 27:g} 44 {x + 1:g} 44", "again")
     return frame
