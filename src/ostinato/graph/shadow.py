@@ -320,7 +320,7 @@ class Shadow:
         self._stale.add(live.node.handle)
 
     def _drop(self, handles: Iterable[NodeHandle]) -> None:
-        """Forgets the `Live` objects of these nodes, which the driver no longer agrees with."""
+        """Forgets the `Live` objects of these nodes: the driver was given other parameters."""
         for handle in handles:
             live = self._live.pop(handle, None)
             if live is not None:
