@@ -5,12 +5,13 @@ Equal calls give equal text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape
 
 from ostinato.graph.show.outline import printable
 
-__all__ = ["Drawing"]
+__all__ = ["Drawing", "bend"]
 
 
 class Drawing:
@@ -64,3 +65,15 @@ class Drawing:
 def _escaped(text: str) -> str:
     """Text for XML, which does not allow most control characters."""
     return escape("\n".join(printable(line) for line in text.split("\n")))
+
+
+def bend(points: Sequence[tuple[float, float]]) -> str:
+    """A path's data after its first point: straight lines with rounded corners."""
+    path = ""
+    for before, at, after in zip(points, points[1:], points[2:], strict=False):
+        ends = []
+        for other in (before, after):
+            part = min(0.5, 6 / (math.dist(other, at) or 1.0))
+            ends.append(" ".join(f"{a + (b - a) * part:g}" for a, b in zip(at, other, strict=True)))
+        path += f"L{ends[0]}Q{at[0]:g} {at[1]:g} {ends[1]}"
+    return f"{path}L{points[-1][0]:g} {points[-1][1]:g}"

@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 from ostinato.driver.api import ConditionalKind, ConditionalNodeParams, KernelNodeParams, NodeKind
 from ostinato.graph.node import Node
 from ostinato.graph.show.digest import described
-from ostinato.graph.show.drawing import Drawing
+from ostinato.graph.show.drawing import Drawing, bend
 from ostinato.graph.show.layout import lay_out
 from ostinato.graph.show.outline import Outline, count_text, details, kind_text, shape_text, shorten
 
@@ -107,7 +107,10 @@ def _draw(body: Outline, max_nodes: int, within: Sequence[int] | None = None) ->
     edges = [e for e in body.edges if e.source in after and e.target in after]
     for e in edges:
         after[e.target].append(e.source)
-    order = [*TopologicalSorter(after).static_order()]
+    depth: dict[int, int] = {}
+    for i in TopologicalSorter(after).static_order():
+        depth[i] = 1 + max((depth[j] for j in after[i]), default=0)
+    order = sorted(depth, key=lambda i: (depth[i], i))
     units: list[_Unit] = [[(i,)] for i in order]
     if within is None and len(order) > max_nodes:
         units = _shortened(_folded(body, order), max_nodes)
@@ -144,8 +147,9 @@ def _unit(body: Outline, unit: _Unit, max_nodes: int, width: float) -> Drawing:
         parts.append(Drawing(12))  # room for the way back
     frame = _frame(f"{node.name.replace('_', ' ')} #{first}", parts, look, _tooltip(node))
     if loop:
-        x, low = frame.width - 39, frame.height - 30
-        frame.arrow(f"M{x:g} {low:g}C{x + 27:g} {low:g} {x + 27:g} 44 {x + 1:g} 44", "again")
+        x, low, high = frame.width - 20, frame.height - 30, 44
+        way = [(x, low), (x, high), (x - 19, high)]
+        frame.arrow(f"M{x - 20:g} {low:g}{bend([(x - 20, low), *way])}", "again")
     return frame
 
 
@@ -184,13 +188,14 @@ def _frame(
     """A frame with a name around drawings side by side."""
     wide = sum(d.width for d in inside) + _PAD * (len(inside) - 1)
     width = max(wide, len(name) * _CHARACTER, 48.0) + 2 * _PAD
-    frame = Drawing(width, 3 * _PAD + (max(d.height for d in inside) or 20))
+    head, left, base = (28, _PAD, 19) if kind == "frame" else (18, 8, 13)
+    frame = Drawing(width, head + (max(d.height for d in inside) or 20) + _PAD)
     frame.add("title", tip or name)
     frame.rect(0, 0, width, frame.height, class_=kind, rx=8, **look)
-    frame.text(_PAD, 19, name, "name" if kind == "frame" else "")
+    frame.text(left, base, name, "name" if kind == "frame" else "")
     x = (width - wide) / 2
     for drawing in inside:
-        frame.place(x, 2 * _PAD, drawing)
+        frame.place(x, head, drawing)
         x += drawing.width + _PAD
     return frame
 
