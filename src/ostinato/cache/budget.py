@@ -5,7 +5,7 @@ Measured on an H100 80GB (driver 580.159, CUDA 13.0) with 64 executables each of
 
 * a kernel node takes 2,224 to 2,261 bytes, nearly the same for 280 and for 2,000 nodes;
 * the driver takes memory in blocks of 2 MiB, so free memory does not change for most graphs, and
-  falls by about 2 MiB for one now and then;
+  falls by about 2 MiB for a few;
 * the driver keeps the memory of destroyed executables for later graphs: free memory does not rise
   again, and the next graph of that size takes none.
 
@@ -13,7 +13,7 @@ So the change of free memory is no measure of one small graph: it is 0 or 2 MiB.
 
 * with what is given;
 * with the change of free memory around its capture, if that is larger than its estimate by more
-  than a block: then it brought its own memory (a pool, a module);
+  than a block: then it allocated memory of its own (a pool, a module);
 * else with its estimate by nodes, times what all such graphs of the cache took together over what
   they were estimated at together (`SharedBlocks`).
 
@@ -76,20 +76,20 @@ def parse_bytes(value: int | str) -> int:
         match = _SIZE.match(value)
         unit = _UNITS.get(match["unit"].lower()) if match else None
         if match is None or unit is None:
-            raise InputError(f'{value!r} is no number of bytes; write "512 MiB", "2 GB" or 4096')
+            raise InputError(f'{value!r} is not a number of bytes; write "512 MiB", "2 GB" or 4096')
         number = match["number"]
         nbytes = int(float(number) * unit) if "." in number else int(number) * unit
     elif isinstance(value, int) and not isinstance(value, bool):
         nbytes = value
     else:
-        raise InputError(f'{value!r} is no number of bytes; write "512 MiB", "2 GB" or 4096')
+        raise InputError(f'{value!r} is not a number of bytes; write "512 MiB", "2 GB" or 4096')
     if nbytes < 1:
         raise InputError(f"{value!r}: 1 byte or more is needed (None is for no limit)")
     return nbytes
 
 
 class FootprintSource(enum.StrEnum):
-    """Where a graph's number of bytes is from."""
+    """Where the number of a graph's bytes comes from."""
 
     GIVEN = "given"
     MEASURED = "measured"
@@ -102,10 +102,10 @@ class FootprintSource(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of device memory that a graph is charged with, and where the number is from.
+    """Bytes of device memory that a graph is charged with, and where the number comes from.
 
-    Of an estimate: by how much free memory fell around the capture, and how much was free after
-    it; None if that is not known.
+    `grown` and `free` belong to an estimate: by how many bytes free memory fell during the capture,
+    and how many were free after it.  None if that is not known.
     """
 
     nbytes: int
@@ -118,9 +118,10 @@ class Footprint:
 class SharedBlocks:
     """The blocks of memory that the small graphs of one cache share.
 
-    The driver keeps the memory of graphs that left for the next ones, so what was taken is for as
-    many graphs as there were at most at the same time.  Memory that graphs brought by themselves
-    is given back when they leave: free memory rises between two captures then.
+    The driver keeps the memory of graphs that left the cache, and gives it to later graphs.  So the
+    memory taken is divided by the largest number of bytes that graphs were estimated at together.
+    Memory that graphs allocated themselves is given back when they leave: then free memory rises
+    between two captures.
     """
 
     grown: int = 0
@@ -131,8 +132,8 @@ class SharedBlocks:
     """Free memory after the last capture."""
 
     def note(self, grown: int, free: int, others: int, nbytes: int) -> None:
-        """A capture: by how much free memory fell, and to what; the estimate of the graph, and
-        those of the others that are there."""
+        """Counts a capture: free memory fell by `grown` bytes and is `free` now; the graph was
+        estimated at `nbytes`, and all other graphs in the cache at `others`."""
         if self._free is not None and self.peak:
             rose = free + grown - self._free
             left = self.grown * max(0, self.peak - others) // self.peak
@@ -145,10 +146,11 @@ class SharedBlocks:
         self.peak = max(self.peak, others + nbytes)
 
     def share(self, footprint: Footprint) -> Footprint:
-        """What to charge for an estimate: not less than that, nor over a block more.
+        """The footprint to charge in place of an estimate: at least the estimate, and at most one
+        block more.
 
-        The last block need not be full, so it counts only once another one is begun.  Footprints
-        of other sources stay.
+        The last block may be partly empty, so it is not counted until the next one is begun.
+        Footprints from other sources are returned as they are.
         """
         taken = self.grown - BLOCK_BYTES
         if footprint.source is not FootprintSource.ESTIMATED or taken <= self.peak:

@@ -41,7 +41,7 @@ class Flights:
         """Begins a flight of this thread and returns None; or returns the flight of another thread
         for the same key, for which the caller must `wait`.
 
-        Call under the lock.  Raises CaptureError if that would be for ever.
+        The caller must hold the lock.  Raises CaptureError if the wait would never end.
         """
         other = self._flights.get(flight.key)
         if other is not None:

@@ -106,7 +106,7 @@ class Table:
         return entry
 
     def _begin_uses(self, entry: Entry | None) -> None:
-        """Ends the uses in a row of one entry, and begins those of another, or of none."""
+        """Ends the uses in a row of the latest entry, and begins to count those of this one."""
         latest, before = self._latest, self._hits_before
         self._latest, self._hits_before = entry, 0 if entry is None else entry.hits
         if latest is not None and latest.hits > before:
@@ -143,7 +143,7 @@ class Table:
         return self.records.of(key) if entry is None else entry.record
 
     def look(self, key: Hashable) -> tuple[KeyRecord | None, Entry | None]:
-        """The record and the entry of a key, where there are."""
+        """The record and the entry of a key; None for each that there is not."""
         entry = self.entries.get(key)
         return self.records.gone.get(key) if entry is None else entry.record, entry
 
@@ -430,8 +430,8 @@ class GraphCache(Closeable):
         Like `get`, this does not keep the executable from being evicted: launch it with `replay`.
         Not guaranteed: that an eviction during a capture also evicts the graph of that capture.
         Raises CaptureError, instead of waiting for ever, if `make` asks for the key that its own
-        thread is capturing, directly or through other threads; CaptureLimitError, and calls `make`
-        not at all, if the cache's limits refuse the capture; InputError, ClosedError.
+        thread is capturing, directly or through other threads; CaptureLimitError, without
+        a call of `make`, if the cache's limits refuse the capture; InputError, ClosedError.
         """
         entry = self._known(key)
         if entry is not None:

@@ -22,7 +22,8 @@ _REMEMBERED = 4096
 
 @dataclass(slots=True, eq=False)
 class KeyRecord:
-    """The counts of one key.  `hits` are of graphs that left; a graph counts its own."""
+    """The counts of one key.  `hits` are those of its graphs that left the cache; the entry of a
+    graph that is in the cache counts its own hits."""
 
     hits: int = 0
     misses: int = 0
@@ -36,7 +37,8 @@ class KeyRecord:
     refused: Counter[Refusal] = field(default_factory=Counter)
 
     def note_capture(self, uses: int, most: int) -> None:
-        """A capture begins after so many uses; at most the last `most` of these are kept."""
+        """Notes that a capture begins, and that the key had `uses` before it; keeps the last
+        `most` of these numbers."""
         if self.captured_at.maxlen != most:
             self.captured_at = deque(self.captured_at, most)
         self.captured_at.append(uses)
@@ -71,7 +73,8 @@ class KeyRecord:
 
 
 class Records:
-    """The records of keys without a graph, the latest last.  Those with one are at their graphs."""
+    """The records of keys without a graph, the latest last.  The record of a key with a graph is
+    in its entry."""
 
     def __init__(self) -> None:
         self.gone: OrderedDict[Hashable, KeyRecord] = OrderedDict()
@@ -98,5 +101,5 @@ class Records:
 
 
 def evictions(left: Counter[Reason]) -> Evictions:
-    """Counts of graphs that left, as a record."""
+    """How many graphs left the cache, by reason."""
     return Evictions(left["asked"], left["touching"], left["budget"], left["count"])

@@ -3,9 +3,9 @@
 Processes that must make the same calls, such as the ranks of one model, compare digests: the first
 call that differs changes every digest after it.
 
-A key counts by its text, not by Python's hash, which differs between processes.  Text has every
-key of None, numbers, strings, bytes, enumerations, tuples, frozen sets and dataclasses of those,
-and every key with a method `stable_key()` that returns one.  Other keys are numbered in the order
+A key is digested as text, because Python's hash of it differs between processes.  A key has a text
+if it is None, a number, a string, bytes, an enumeration, a tuple, frozen set or dataclass of these,
+or if it has a method `stable_key()` that returns such a key.  Other keys are numbered in the order
 in which they first came, which is the same in processes that make the same calls.
 """
 
@@ -72,7 +72,7 @@ class Schedule:
         self._numbered = 0
 
     def mark(self, key: Hashable, event: Event) -> bytes:
-        """What stands for an event of a key, in every process."""
+        """A digest of one event of a key, the same in every process."""
         text = stable_text(key)
         if text is None:
             text = f"number {self._number(key)}"
@@ -101,9 +101,10 @@ class Schedule:
         self.trail.clear()
 
     def digest(self, mark: bytes, times: int) -> str:
-        """Of all events so far and one more that may go on, as 64 hexadecimal digits.
+        """The digest of all events so far, as 64 hexadecimal digits.
 
-        `times` 0: no other one.
+        An event that may still be repeated is not noted yet: its mark is given, and how many times
+        it has happened (0: there is none).
         """
         self.fold()
         state = self._state.copy()

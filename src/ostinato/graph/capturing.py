@@ -276,7 +276,7 @@ class _Session:
         self.noted.append(label)
 
     def recorded(self, stream: Stream, event: Event) -> None:
-        """Nothing to note: the driver knows which nodes an event is behind."""
+        """Notes nothing: the driver knows which nodes an event waits for."""
 
     def waited(self, stream: Stream, event: Event) -> None:
         """Notes the line that pulled another stream into this capture."""

@@ -114,8 +114,8 @@ class GraphExec(Launcher, Closeable):
     It keeps its graph alive, and with it what the nodes point at, and every buffer it was rebound
     or patched to.  It refuses to launch once memory that it points at was closed.  Launches of one
     executable never overlap.  Changes apply to later launches; one under way keeps what it began
-    with.  Thread-safe for changes; `launch` may be called from several threads, whose order the
-    caller must see to.
+    with.  Thread-safe for changes; `launch` may be called from several threads; the
+    caller must order them.
 
         run.rebind({x: y})
         run.launch(stream)
@@ -529,7 +529,7 @@ class GraphExec(Launcher, Closeable):
         if rows != 1 or opaque:
             what = "works on a CUDA array" if opaque else f"has {rows} rows"
             raise UpdateRefusedError(
-                f"node {node.index} ({node.name}) {what}, and a buffer says nothing of that; set "
+                f"node {node.index} ({node.name}) {what}, which a buffer does not describe; set "
                 "all of its parameters with set_params",
                 node_index=node.index,
             )

@@ -31,7 +31,8 @@ class Recorded:
 def edge_data(
     recorded: Sequence[Recorded], index: int, before: int | None, after: Sequence[int]
 ) -> list[EdgeData] | None:
-    """A programmatic edge from the launch before on the stream, if the launch was made so."""
+    """The data of all edges into one operation: programmatic for the edge from `before` (the launch
+    before it on the stream), if the launch asks for that.  None: all edges are plain."""
     params = recorded[index].operation.params
     if not (isinstance(params, KernelNodeParams) and params.config.programmatic):
         return None

@@ -101,7 +101,7 @@ class Write:
 
     @property
     def made(self) -> bool:
-        """Whether the bytes are there."""
+        """Whether the node holds these bytes."""
         return self.live.setter.data[self.place : self.place + len(self.raw)] == self.raw
 
 

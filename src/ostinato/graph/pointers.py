@@ -158,7 +158,7 @@ class PointerIndex:
         self._addresses[move.rows] = move.values
 
     def word(self, row: int, old: int, new: int) -> ReboundWord:
-        """A row in words."""
+        """One row as a record of the report."""
         entry = self._entries[int(self._owners[row])]
         word = entry.words[row - entry.start]
         by = "signature" if word.sort is Sort.POINTER else "allocation"

@@ -291,7 +291,8 @@ class Shadow:
         return index
 
     def moved(self, move: PlainMove) -> None:
-        """Notes in the index that a rebinding was made which it gave, and nothing else since."""
+        """Notes in the index that a rebinding which it planned was made, with no other change in
+        between."""
         if self._pointers is not None:
             self._pointers.moved(move)
             self._stale.clear()
@@ -319,7 +320,7 @@ class Shadow:
         self._stale.add(live.node.handle)
 
     def _drop(self, handles: Iterable[NodeHandle]) -> None:
-        """The driver holds something else for these nodes than their `Live` objects."""
+        """Forgets the `Live` objects of these nodes: the driver was given other parameters."""
         for handle in handles:
             live = self._live.pop(handle, None)
             if live is not None:
@@ -355,8 +356,8 @@ class Shadow:
         return Now(updated=(graph, _Frozen(graph)))
 
     def commit(self, now: Now) -> list[object]:
-        """Stores a record that the driver took. Returns what was pointed at before and may not be
-        now."""
+        """Stores a record that the driver took.  Returns what was pointed at before it, and may not
+        be pointed at any more."""
         before = self._folded()
         if now.updated is not before.updated:
             # Decoded only when a single node is asked for.
@@ -419,7 +420,7 @@ def _links(edges: Sequence[Edge], nodes: Sequence[Node]) -> set[tuple[int, int, 
 
 
 def _under_handles(first: Sequence[Node], new: Sequence[Node]) -> tuple[Node, ...]:
-    """The new nodes under the first ones' handles and places, also inside."""
+    """The new nodes with the handles and indices of the first ones, also inside of nodes."""
     return tuple(
         replace(
             n,

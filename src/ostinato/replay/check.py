@@ -286,7 +286,8 @@ class _Check:
         return None
 
     def _difference(self, a: _Snapshot, b: _Snapshot) -> tuple[str, str, Cause | None] | None:
-        """Where, in what and, if that shows already, why the answers of two runs differ."""
+        """The place and the values in which the answers of two runs differ first, and the cause if
+        it is known without another run; None if they are the same."""
         for slot in self.slots:
             if slot.role is Role.INPUT:
                 continue

@@ -43,7 +43,7 @@ class KeyState:
     """Microseconds of host time of the replays that were timed."""
 
     def is_checked(self, executable: GraphExec, padded: bool) -> bool:
-        """Whether this graph was checked, and with padding if there is some now."""
+        """Whether this graph was checked; with padding, if this call has padding."""
         known = self.checked is not None and self.checked() is executable
         return known and (self.checked_padded or not padded)
 

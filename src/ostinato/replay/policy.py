@@ -50,8 +50,8 @@ class Reason(enum.StrEnum):
 
     @property
     def silent(self) -> bool:
-        """Whether an eager run for this reason is one that the caller need not expect: no switch
-        of theirs, no step on the way to a graph, and not inside a capture."""
+        """Whether the caller would not notice that a call ran eagerly for this reason: they did not
+        switch graphs off, it was no step on the way to a graph, and no capture was under way."""
         return self not in _EXPECTED
 
 
@@ -137,5 +137,6 @@ def decide(situation: Situation) -> Decision:
 
 
 def fall_back(reason: Reason, detail: str, *, strict: bool) -> Decision:
-    """Where no graph is replayed, for a silent reason: an eager run, or a refusal if strict."""
+    """The decision where a replay was expected and is not possible: an eager run, or a refusal if
+    the step is strict."""
     return Decision(Action.REFUSE if strict else Action.EAGER, reason, detail)

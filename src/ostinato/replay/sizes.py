@@ -29,7 +29,7 @@ class StepKey:
     sizes: tuple[tuple[str, int], ...]
 
     def stable_key(self) -> tuple[object, ...]:
-        """What it is in every process (`cache.schedule`): without the step's own number."""
+        """The key without the step's own number, which differs between processes."""
         shared = self.identity if isinstance(self.identity, str) else None
         return (self.step, shared, self.sizes)
 

@@ -6,7 +6,7 @@ inserted launch is one addition, not a change of every launch after it, and also
 of the same name.
 
 Not compared, because they differ between equal graphs: handles of functions (their
-names are), of child graphs and of conditions (which of the graph's conditions it is, is), and the
+names are), of child graphs and of conditions (their place among the graph's conditions is), and the
 Python lines.  Addresses and events are compared: to use another buffer is a difference.
 """
 
@@ -183,7 +183,7 @@ class GraphDiff:
 def diff(before: Outline, after: Outline) -> GraphDiff:
     """What must change in one graph to make it the other; empty for a graph and its clone.
 
-    Both as the driver has them: not readable ones.
+    Both must be outlines made with `readable=False`.
     """
     pairs = _Pairs(before, after)
     conditions = _Conditions(pairs)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from ostinato.driver.api import (
@@ -26,13 +27,13 @@ from ostinato.driver.api import (
 from ostinato.graph.node import Node
 from ostinato.graph.show.outline import Outline
 
-__all__ = ["digest"]
+__all__ = ["described", "digest"]
 
 SCHEMA = "ostinato.digest/1"
 
 
 def digest(outline: Outline) -> str:
-    """64 hexadecimal digits.  The outline as the driver has it: not a readable one."""
+    """64 hexadecimal digits.  The outline must be made with `readable=False`."""
     text = json.dumps([SCHEMA, _body(outline)], separators=(",", ":"))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 
@@ -41,7 +42,7 @@ def _body(outline: Outline) -> list[Any]:
     return [
         outline.title,
         [
-            [node.kind.name, node.name, _shape(node), [_body(body) for body in bodies]]
+            described(node, bodies)
             for node, bodies in zip(outline.nodes, outline.inner, strict=True)
         ],
         [
@@ -49,6 +50,11 @@ def _body(outline: Outline) -> list[Any]:
             for e in outline.edges
         ],
     ]
+
+
+def described(node: Node, bodies: Iterable[Outline]) -> list[Any]:
+    """What the digest covers of a node and of the bodies inside it."""
+    return [node.kind.name, node.name, _shape(node), [_body(body) for body in bodies]]
 
 
 def _shape(node: Node) -> list[Any]:

@@ -1,41 +1,65 @@
-"""SVG as text: the few elements that pictures of graphs and charts of benchmarks are made of.
+"""SVG as text: what pictures of graphs and charts of benchmarks are drawn with.
 
-Equal arguments give equal text.
+Equal calls give equal text.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from ostinato.graph.show.outline import printable
 
-__all__ = ["Drawing", "bend", "element", "group", "label", "picture", "px", "rect", "title"]
+__all__ = ["Drawing", "bend"]
 
 
-@dataclass(frozen=True, slots=True)
 class Drawing:
-    """Elements between (0, 0) and (`width`, `height`), in pixels."""
+    """A picture or a part of one: its size in pixels, and its elements in the order in which they
+    are drawn.  A `tip` is shown when the pointer is over the element."""
 
-    width: float
-    height: float
-    lines: Sequence[str]
+    def __init__(self, width: float = 0.0, height: float = 0.0) -> None:
+        self.width, self.height = width, height
+        self.lines: list[str] = []
 
+    def add(self, tag: str, text: str = "", tip: str = "", /, **look: float | str) -> None:
+        """Adds an element.  `class_` is `class`, `text_anchor` is `text-anchor`, and an attribute
+        that is "" is left out."""
+        opened = tag
+        for key, value in look.items():
+            shown = value if isinstance(value, str) else f"{value:g}"
+            opened += f' {key.rstrip("_").replace("_", "-")}="{shown}"' if shown else ""
+        title = f"<title>{_escaped(tip)}</title>" if tip else ""
+        self.lines.append(f"<{opened}>{title}{_escaped(text)}</{tag}>")
 
-def px(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
+    def rect(
+        self, x: float, y: float, width: float, height: float, tip: str = "", **look: float | str
+    ) -> None:
+        self.add("rect", "", tip, x=x, y=y, width=max(0.0, width), height=height, **look)
 
+    def text(self, x: float, y: float, text: str, look: str = "", anchor: str = "") -> None:
+        self.add("text", text, x=x, y=y, class_=look, text_anchor=anchor)
 
-def element(name: str, *inside: str, **attributes: float | str) -> str:
-    """An element.  Numbers get one decimal, "" leaves an attribute out; `class_` is `class`, and
-    `text_anchor` is `text-anchor`."""
-    opened = name
-    for key, value in attributes.items():
-        shown = value if isinstance(value, str) else px(value)
-        opened += f' {key.rstrip("_").replace("_", "-")}="{shown}"' if shown else ""
-    return f"<{opened}>{''.join(inside)}</{name}>" if inside else f"<{opened}/>"
+    def line(self, points: Iterable[tuple[float, float]], look: str, stroke: str = "") -> None:
+        path = "L".join(f"{x:g} {y:g}" for x, y in points)
+        self.add("path", d=f"M{path}", class_=look, stroke=stroke)
+
+    def arrow(self, path: str, look: str) -> None:
+        """A path that ends in the marker of this look."""
+        self.add("path", d=path, class_=look, marker_end=f"url(#ostinato-{look})")
+
+    def place(self, x: float, y: float, part: Drawing) -> None:
+        self.lines += [f'<g transform="translate({x:g} {y:g})">', *part.lines, "</g>"]
+
+    def svg(self, name: str, style: str) -> str:
+        """The text of an SVG file: the drawing on a card of its own."""
+        size = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}"'
+        opened = f'<svg xmlns="http://www.w3.org/2000/svg" {size} height="{self.height:g}"'
+        card = Drawing()
+        card.add("title", name)
+        card.add("style", style)
+        card.rect(0.5, 0.5, self.width - 1, self.height - 1, class_="card", rx=10)
+        return "\n".join([f'{opened} role="img">', *card.lines, *self.lines, "</svg>\n"])
 
 
 def _escaped(text: str) -> str:
@@ -43,40 +67,13 @@ def _escaped(text: str) -> str:
     return escape("\n".join(printable(line) for line in text.split("\n")))
 
 
-def title(text: str) -> str:
-    """In front of elements: the text that is shown when the pointer is over one of them."""
-    return element("title", _escaped(text))
-
-
-def label(x: float, y: float, text: str, look: str = "", anchor: str = "") -> str:
-    return element("text", _escaped(text), x=x, y=y, class_=look, text_anchor=anchor)
-
-
-def rect(x: float, y: float, width: float, height: float, *inside: str, **look: float | str) -> str:
-    return element("rect", *inside, x=x, y=y, width=max(0.0, width), height=height, **look)
-
-
-def group(x: float, y: float, lines: Iterable[str]) -> str:
-    return element("g", "\n".join(("", *lines, "")), transform=f"translate({px(x)} {px(y)})")
-
-
-def bend(points: Sequence[tuple[float, float]], radius: float = 6.0) -> str:
-    """The data of a path along straight lines, with rounded corners."""
-    path = f"M{px(points[0][0])} {px(points[0][1])}"
+def bend(points: Sequence[tuple[float, float]]) -> str:
+    """A path's data after its first point: straight lines with rounded corners."""
+    path = ""
     for before, at, after in zip(points, points[1:], points[2:], strict=False):
         ends = []
         for other in (before, after):
-            part = min(0.5, radius / (math.dist(other, at) or 1.0))
-            ends.append(" ".join(px(a + (b - a) * part) for a, b in zip(at, other, strict=True)))
-        path += f"L{ends[0]}Q{px(at[0])} {px(at[1])} {ends[1]}"
-    return f"{path}L{px(points[-1][0])} {px(points[-1][1])}"
-
-
-def picture(name: str, style: str, drawing: Drawing) -> str:
-    """The text of an SVG file: the drawing on a card of its own."""
-    width, height = drawing.width, drawing.height
-    card = rect(0.5, 0.5, width - 1, height - 1, class_="card", rx=10)
-    lines = "\n".join(("", title(name), element("style", style), card, *drawing.lines, ""))
-    look = {"width": px(width), "height": px(height), "role": "img"}
-    box, xmlns = f"0 0 {px(width)} {px(height)}", "http://www.w3.org/2000/svg"
-    return element("svg", lines, xmlns=xmlns, viewBox=box, **look) + "\n"
+            part = min(0.5, 6 / (math.dist(other, at) or 1.0))
+            ends.append(" ".join(f"{a + (b - a) * part:g}" for a, b in zip(at, other, strict=True)))
+        path += f"L{ends[0]}Q{at[0]:g} {at[1]:g} {ends[1]}"
+    return f"{path}L{points[-1][0]:g} {points[-1][1]:g}"
