@@ -99,7 +99,11 @@ def run(page: str, blocks: list[Sample]) -> list[str]:
         for block in blocks:
             printed = io.StringIO()
             try:
-                with contextlib.redirect_stdout(printed):
+                # Keys that are quarantined are logged, and pages speak of that.
+                with (
+                    contextlib.redirect_stdout(printed),
+                    contextlib.redirect_stderr(io.StringIO()),
+                ):
                     exec(compile("\n" * end + block.code, name, "exec"), names)
             except Exception as error:
                 raise SampleError(
