@@ -248,7 +248,7 @@ def main() -> int:
     check = "--check" in sys.argv[1:]
     stale = []
     texts = {name: make() for name, make in WRITTEN.items()}
-    for name in {*figures.PAGES, *samples.PAGES}:
+    for name in dict.fromkeys((*figures.PAGES, *samples.PAGES)):
         text = (ROOT / name).read_text(encoding="utf-8")
         try:
             text = figures.filled(text) if name in figures.PAGES else text
