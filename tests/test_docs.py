@@ -110,8 +110,13 @@ def test_every_block_of_python_in_the_docs_is_a_sample() -> None:
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         lines = text.splitlines()
-        found = [lines[block.line - 2] for block in samples.samples(text)]
-        assert text.count("```python") == found.count("```python"), page
+        found = samples.samples(text)
+        shown = [lines[block.line - 2] for block in found].count("```python")
+        assert text.count("```python") == shown, page
+        for block in found:
+            if block.note.startswith("run by "):
+                test = ROOT / block.note.removeprefix("run by ")
+                assert page.name in test.read_text(encoding="utf-8"), block.note
 
 
 PRINTS = """```python

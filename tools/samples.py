@@ -5,6 +5,7 @@ file.  A ```text block right after one holds what it prints.  In front of a bloc
 
     <!-- needs a GPU and torch -->      it runs where both are (tests/gpu), and nowhere else
     <!-- a test file -->                it is a file of its own, and pytest passes it
+    <!-- run by tests/test_x.py -->     that test runs it, because it needs more than its page
 
 and a comment that begins with `<!-- python` holds a part of the program that a reader need not see.
 `filled` runs a page on the host driver, and returns it with what was printed.
@@ -46,7 +47,7 @@ PAGES_FOR_GPUS = _pages_with("\n<!-- needs a GPU and torch -->\n")
 
 _BLOCK = re.compile(
     r"""
-    (?:^<!--\ (?P<note>needs\ a\ GPU\ and\ torch|a\ test\ file)\ -->\n)?
+    (?:^<!--\ (?P<note>needs\ a\ GPU\ and\ torch|a\ test\ file|run\ by\ [\w/]+\.py)\ -->\n)?
     ^(?:```python\n(?P<code>.*?)^```$ | <!--\ python\n(?P<hidden>.*?)^-->$)
     (?:\n\n```text\n(?P<output>.*?)^```$)?
     """,
