@@ -166,11 +166,10 @@ PRIVATE = {
 why."""
 
 
-def public_modules() -> list[str]:
-    package = ROOT / "src" / "ostinato"
-    names = {path.stem for path in package.iterdir() if path.suffix in ("", ".py")}
-    own = {name for name in names if not name.startswith("_")} - PRIVATE.keys() - {"interop"}
-    return ["ostinato", "ostinato.driver.api", *(f"ostinato.{name}" for name in sorted(own))]
+def public_paths(folder: Path) -> list[Path]:
+    """The modules and packages of a folder that the reference must have."""
+    paths = (path for path in sorted(folder.iterdir()) if path.suffix in ("", ".py"))
+    return [path for path in paths if path.stem not in PRIVATE and not path.stem.startswith("_")]
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -180,15 +179,17 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert len(set(told)) == len(told), "a name is there twice"
     places = (name.rpartition(".") for name in told if "interop" not in name)
     there = [getattr(pkgutil.resolve_name(parent), name) for parent, _, name in places]
-    for module in map(importlib.import_module, public_modules()):
+    package = ROOT / "src" / "ostinato"
+    modules = ["ostinato", "ostinato.driver.api"]
+    modules += [f"ostinato.{path.stem}" for path in public_paths(package)]
+    for module in map(importlib.import_module, modules):
         for name in getattr(module, "__all__", ()):
             value = getattr(module, name)
             if not inspect.ismodule(value):
                 assert any(value is other for other in there), f"{module.__name__}.{name}"
-    for path in sorted((ROOT / "src" / "ostinato" / "interop").iterdir()):
-        if path.suffix in ("", ".py") and path.stem not in PRIVATE:
-            for name in listed(path / "__init__.py" if path.is_dir() else path):
-                assert f"ostinato.interop.{path.stem}.{name}" in told
+    for path in public_paths(package / "interop"):
+        for name in listed(path / "__init__.py" if path.is_dir() else path):
+            assert f"ostinato.interop.{path.stem}.{name}" in told
 
 
 def listed(path: Path) -> list[str]:
