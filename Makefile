@@ -13,7 +13,7 @@ BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinat
 
 TESTS  := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all check format native dist gpu sanitize bench docs clean setup
+.PHONY: demo test test-all check format native dist gpu sanitize bench docs site clean setup
 
 $(VENV)/.runtime: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,7 +22,7 @@ $(VENV)/.runtime: $(BUILD)
 
 $(VENV)/.dev: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,llm,cuda13]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,docs,llm,cuda13]"
 	@touch $@ $(VENV)/.runtime
 
 setup: $(VENV)/.dev
@@ -60,6 +60,9 @@ dist: $(VENV)/.dev              ## wheel and sdist, checked, and used in environ
 docs: $(VENV)/.dev              ## what is generated in README.md and docs/: help, tables, pictures
 	$(BIN)/python -m tools.make_docs
 	$(BIN)/python -m tests.planted.table
+
+site: $(VENV)/.dev              ## the documentation site, under build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # A tree that is not installed, before what the caller has on the path.
 HERE := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}

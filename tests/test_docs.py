@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 import ostinato as ost
-from tools import figures
+from tests.kernel_checks import KernelCheck, check
+from tests.modules.cubin_loader import needs_nvrtc
+from tools import figures, samples
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -33,9 +39,8 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def samples(page: str) -> list[str]:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, flags=re.S | re.M)
+def blocks(page: str) -> list[samples.Sample]:
+    return samples.samples((ROOT / page).read_text(encoding="utf-8"))
 
 
 def test_the_code_in_the_readme_runs(
@@ -43,9 +48,9 @@ def test_the_code_in_the_readme_runs(
 ) -> None:
     monkeypatch.setenv("OSTINATO_DEVICE", "host")
     names: dict[str, object] = {}
-    assert len(samples("README.md")) == 2
-    for block in samples("README.md"):
-        exec(compile(block, "README.md", "exec"), names)
+    assert len(blocks("README.md")) == 2
+    for block in blocks("README.md"):
+        exec(compile(block.code, "README.md", "exec"), names)
     out = capsys.readouterr().out
     assert "scale" in out
     assert "launches_replayed=2" in out
@@ -53,12 +58,18 @@ def test_the_code_in_the_readme_runs(
     names["device"].close()  # type: ignore[attr-defined]
 
 
-def test_the_code_in_the_readme_has_types(tmp_path: Path) -> None:
+def test_the_code_has_types(tmp_path: Path) -> None:
     """Where the package is installed: as a user's own mypy sees it."""
-    program = tmp_path / "readme.py"
-    program.write_text("\n".join(samples("README.md")), encoding="utf-8")
-    checker = ("-m", "mypy", "--strict", "--config-file=", f"--cache-dir={tmp_path}", str(program))
-    result = run(*checker, MYPYPATH=str(ROOT / "src"))
+    programs = []
+    for page in ("README.md", *samples.PAGES_FOR_GPUS):
+        program = tmp_path / f"{Path(page).stem.lower()}.py"
+        # A tutorial's functions need no annotations.
+        head = "" if page == "README.md" else "# mypy: allow-untyped-defs\n"
+        text = head + "\n".join(block.code for block in blocks(page))
+        program.write_text(text, encoding="utf-8")
+        programs.append(str(program))
+    checker = ("-m", "mypy", "--strict", "--config-file=", "--ignore-missing-imports")
+    result = run(*checker, f"--cache-dir={tmp_path}", *programs, MYPYPATH=str(ROOT / "src"))
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -71,21 +82,122 @@ def test_the_error_in_the_readme_is_the_error(host_device: ost.Device) -> None:
     assert " ".join(said.split()) == " ".join(shown.split())
 
 
-def test_the_code_on_joins_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", samples.PAGES)
+def test_samples_print_what_their_page_says(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert samples.filled(page, text) == text, "run make docs"
+
+
+@needs_nvrtc()
+@pytest.mark.parametrize("page", samples.PAGES)
+def test_the_cuda_of_samples_compiles(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources: list[ost.Source] = []
+
+    def noted(*arguments: Any, **options: Any) -> ost.Source:
+        sources.append(source(*arguments, **options))
+        return sources[-1]
+
+    source = ost.Source
+    monkeypatch.setattr(ost, "Source", noted)
     monkeypatch.setenv("OSTINATO_DEVICE", "host")
-    (block,) = samples("docs/relational.md")
-    column = np.arange(4)
-    left = {"key": column, "a": column, "b": column + 1}
-    right = {"key": column[::-1].copy(), "a": column, "c": column + 1}
-    names: dict[str, object] = {"ost": ost, "left": left, "right": right}
-    exec(compile(block, "relational.md", "exec"), names)
-    assert len(names["result"]) == 4  # type: ignore[arg-type]
+    samples.run(page, [block for block in blocks(page) if not block.note])
+    for made in sources:
+        if made.cuda is not None:
+            assert not check(KernelCheck(page, made), "sm_90").problems
 
 
-def test_only_pages_that_are_run_have_code() -> None:
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        has_code = "```python" in page.read_text(encoding="utf-8")
-        assert has_code == (page.name == "relational.md"), page.name
+def test_every_block_of_python_in_the_docs_is_a_sample() -> None:
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        found = samples.samples(text)
+        shown = [lines[block.line - 2] for block in found].count("```python")
+        assert text.count("```python") == shown, page
+        for block in found:
+            if block.note.startswith("run by "):
+                test = ROOT / block.note.removeprefix("run by ")
+                assert page.name in test.read_text(encoding="utf-8"), block.note
+
+
+PRINTS = """```python
+import numpy as np
+
+print(np.arange({}), hex(id(np)))
+```
+
+```text
+[0 1] 0x000000001000
+```
+"""
+
+
+def test_what_a_sample_prints_is_mended() -> None:
+    page = samples.filled("docs/page.md", PRINTS.format(3))
+    assert re.search(r"^\[0 1 2\] 0x0+1000$", page, re.M)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("```python\nx = 1\n\ny = x.z\n```\n", r"docs/page\.md:2: AttributeError"),
+        ("```python\nprint(1)\n```\n", "no ```text block"),
+        ("<!-- a test file -->\n```python\ndef test_it():\n    assert 0\n```\n", "assert 0"),
+        ("<!-- python\nx = 1\n-->\n\n```python\nassert x == 2\n```\n", "AssertionError"),
+    ],
+)
+def test_a_sample_that_does_not_run_is_an_error(text: str, why: str) -> None:
+    with pytest.raises(samples.SampleError, match=why):
+        samples.filled("docs/page.md", text)
+
+
+def test_a_sample_for_a_gpu_does_not_run_without_one() -> None:
+    text = "<!-- needs a GPU and torch -->\n```python\nimport no_such_module\n```\n"
+    assert samples.filled("docs/page.md", text) == text
+
+
+PRIVATE = {
+    "bench": "what `ostinato bench` is made of",
+    "cli": "the command, which has a page of its own",
+    "device": "its names are at the top",
+    "driver": "only its protocol is public: driver.api",
+    "files": "the library's own",
+}
+"""Packages and modules right under `ostinato` and in `interop` that are not in the reference, and
+why."""
+
+
+def public_paths(folder: Path) -> list[Path]:
+    """The modules and packages of a folder that the reference must have."""
+    paths = (path for path in sorted(folder.iterdir()) if path.suffix in ("", ".py"))
+    return [path for path in paths if path.stem not in PRIVATE and not path.stem.startswith("_")]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    told = re.findall(r"^::: (\S+)$", text, re.M)
+    assert len(set(told)) == len(told), "a name is there twice"
+    places = (name.rpartition(".") for name in told if "interop" not in name)
+    there = [getattr(pkgutil.resolve_name(parent), name) for parent, _, name in places]
+    package = ROOT / "src" / "ostinato"
+    modules = ["ostinato", "ostinato.driver.api"]
+    modules += [f"ostinato.{path.stem}" for path in public_paths(package)]
+    missing = []
+    for module in map(importlib.import_module, modules):
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            if not (inspect.ismodule(value) or any(value is other for other in there)):
+                missing.append(f"{module.__name__}.{name}")
+    for path in public_paths(package / "interop"):
+        names = listed(path / "__init__.py" if path.is_dir() else path)
+        missing += {f"ostinato.interop.{path.stem}.{name}" for name in names}.difference(told)
+    assert missing == []
+
+
+def listed(path: Path) -> list[str]:
+    """`__all__` of a module that may not be importable here."""
+    found = re.search(r"^__all__ = (\[.*?\])", path.read_text(encoding="utf-8"), re.S | re.M)
+    return [] if found is None else list(ast.literal_eval(found[1]))
 
 
 def test_the_commands_in_the_readme_exist() -> None:
@@ -102,7 +214,7 @@ def test_the_commands_in_the_readme_exist() -> None:
 def test_links_in_the_docs_lead_somewhere() -> None:
     """Files of this repository are linked from where the page is; setup.py makes the package
     index's links of the README's."""
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md"):
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -1,5 +1,5 @@
 """Writes what is generated in the docs: docs/cli.md from the --help texts, docs/errors.md from
-ostinato.errors, pictures from captures, measured figures from benchmarks/results.
+ostinato.errors, pictures from captures, figures from benchmarks/results, what samples print.
 
 python -m tools.make_docs           writes them
 python -m tools.make_docs --check   says which are not as they would be written; exit status 1
@@ -31,7 +31,7 @@ from ostinato.bench.profile import Profile, ProfileRow
 from ostinato.cli import app
 from ostinato.relational import JoinKey, JoinKind
 from ostinato.relational.chain import KERNELS, chain_of, source
-from tools import figures
+from tools import figures, samples
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -149,20 +149,21 @@ def errors_page() -> str:
     """The tree of exceptions, and every driver status in words."""
     tree = inspect.getdoc(errors).split("\n\n")[1]  # type: ignore[union-attr]
     rows = "".join(
-        f"| {int(status)} | {status.name} | {words.meaning} | {words.advice} |\n"
+        f'| <a id="{int(status)}"></a>{int(status)} | {status.name} '
+        f"| {type(errors.driver_error(status, '')).__name__} | {words.meaning} | {words.advice} |\n"
         for status, words in ((status, errors.explain(status)) for status in errors.Status)
         if status is not errors.Status.SUCCESS
     )
     lines = [
-        "# Errors\n",
+        "# Errors by status number\n",
         "Generated from `ostinato.errors` by `make docs`; do not edit by hand.\n",
         "Everything that the library raises on purpose is an `ost.errors.OstinatoError`. An error",
         "says what failed, which node, key or file, the driver's status where there is one, and",
         "what to do.\n",
         f"```\n{textwrap.dedent(tree)}\n```\n",
         "A `DriverError` carries the status of the driver's call (`CUresult` in cuda.h), whichever",
-        "driver it is:\n",
-        "| status | name | it means | what to do |\n|---|---|---|---|",
+        "driver it is. `ost.errors.explain(status)` gives the same words in a program.\n",
+        "| status | name | raised as | it means | what to do |\n|---|---|---|---|---|",
     ]
     return "\n".join(lines) + "\n" + rows
 
@@ -247,10 +248,12 @@ def main() -> int:
     check = "--check" in sys.argv[1:]
     stale = []
     texts = {name: make() for name, make in WRITTEN.items()}
-    for name in figures.PAGES:
+    for name in dict.fromkeys((*figures.PAGES, *samples.PAGES)):
+        text = (ROOT / name).read_text(encoding="utf-8")
         try:
-            texts[name] = figures.filled((ROOT / name).read_text(encoding="utf-8"))
-        except figures.FigureError as error:
+            text = figures.filled(text) if name in figures.PAGES else text
+            texts[name] = samples.filled(name, text) if name in samples.PAGES else text
+        except (figures.FigureError, samples.SampleError) as error:
             raise SystemExit(f"{name}: {error}") from error
     texts["docs/design.md"] = with_lines(texts["docs/design.md"])
     for name, text in texts.items():

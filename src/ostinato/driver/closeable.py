@@ -10,10 +10,12 @@ __all__ = ["Closeable"]
 
 
 class Closeable(ABC):
-    """Base of everything that has `close()`, which the end of a `with` block calls.
+    """Base of everything that has `close()`.
 
-    with ost.open_device() as device:
-        ...
+        with ost.open_device() as device:
+            ...
+
+    The end of the `with` block calls it.
     """
 
     __slots__ = ()

@@ -64,10 +64,12 @@ class Operation:
 
 
 class Event(Closeable):
-    """A point in a stream's work.  `close()` or the end of `with` gives it back.
+    """A point in a stream's work.
 
-    start, end = device.create_event(timing=True), device.create_event(timing=True)
-    milliseconds = end.elapsed_since(start)    # once both are recorded and reached
+        start, end = device.create_event(timing=True), device.create_event(timing=True)
+        milliseconds = end.elapsed_since(start)    # once both are recorded and reached
+
+    `close()` or the end of `with` gives it back.
     """
 
     def __init__(self, context: Context, *, timing: bool = False) -> None:

@@ -532,9 +532,11 @@ def capture_function(
     pool: CapturePool | None = None,
     trace: bool = False,
 ) -> Graph:
-    """Captures what `work()` submits to `stream`.  Ends and cleans up as `capture` does.
+    """Captures what `work()` submits to `stream`.
 
-    graph = ost.capture_function(stream, lambda: step(stream))
+        graph = ost.capture_function(stream, lambda: step(stream))
+
+    Ends and cleans up as `capture` does.
     """
     with capture(stream, mode=mode, pool=pool, trace=trace) as under_way:
         work()
