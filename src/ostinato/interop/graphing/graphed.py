@@ -204,6 +204,8 @@ class Captured:
     """Of the static arguments."""
     epoch: int
     """Of the guarded arrays."""
+    simple: bool = False
+    """Whether the result is one array, which is copied, and nothing else is to be done."""
     checked: bool = False
     checked_padding: bool = False
 
@@ -278,7 +280,8 @@ class Graphed(Guarded):
         self._owns_cache = owns_cache
         self._lock = new_lock()
         self._lines: dict[Hashable, Line] = {}
-        self._guards = Guards(function, library) if options.guard else None
+        guards = Guards(function, library) if options.guard else None
+        self._guards = None if guards is None or guards.empty else guards
         self._ids: list[int] = []
         self._pointers: list[int] = []
         self._guarded: list[Any] = []
@@ -356,17 +359,21 @@ class Graphed(Guarded):
         tokens: list[Hashable] = []
         work = Work(args, kwargs, [], [], [], None)
         leaves = work.leaves
-        if special:
+        if not (special or kwargs):
+            tokens = [signature(v) if type(v) is array else None for v in args]
+            if None in tokens:
+                tokens.clear()
+            else:
+                leaves += args
+        if tokens:
+            pass
+        elif special:
             names: Iterable[str] = itertools.chain(self._names, itertools.repeat("*"))
             for name, value in zip(names, args, strict=False):
                 self._one(name, value, tokens, work)
         else:
             for value in args:
-                if type(value) is array:
-                    tokens.append(signature(value))
-                    leaves.append(value)
-                else:
-                    self._one("an argument", value, tokens, work)
+                self._one("an argument", value, tokens, work)
         for name, value in kwargs.items():
             tokens.append(name)
             self._one(name, value, tokens, work)
@@ -511,6 +518,8 @@ class Graphed(Guarded):
 
     def _results(self, line: Line, captured: Captured, work: Work) -> Any:
         library = self._library
+        if captured.simple:
+            return library.clone(captured.outputs[0])
         if captured.written:
             axes = self._axes(work)[0] if work.sizes else [None] * len(work.leaves)
             for index in captured.written:
@@ -637,7 +646,7 @@ class Graphed(Guarded):
                 continue
             if library.difference(into, leaf, None):
                 line.written.add(index)
-                captured.written = tuple(sorted(line.written))
+                captured.written, captured.simple = tuple(sorted(line.written)), False
                 library.copy(leaf, into)
 
     def _due(self, line: Line, captured: Captured, work: Work) -> bool:
@@ -837,6 +846,12 @@ class Graphed(Guarded):
             bound=bound,
             pointers=self._pointers_of(work),
             epoch=self._epoch,
+        )
+        captured.simple = (
+            self._options.results == "clone"
+            and type(result) is library.array_type
+            and clones == [True]
+            and not (captured.written or work.sizes)
         )
         graph.owner = captured
         if work.sizes:

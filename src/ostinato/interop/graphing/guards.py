@@ -17,7 +17,7 @@ import functools
 import types
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ostinato.interop.graphing.trees import Arrays, children_of, is_plain, plain_token
 
@@ -45,8 +45,7 @@ class Watcher(Arrays, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):  # it is made in each call, and a dataclass takes twice as long
     """What a function uses besides its arguments, at one moment."""
 
     tokens: tuple[Hashable, ...]
@@ -82,6 +81,11 @@ class Guards:
         self._watches: dict[int, tuple[object, Watch | None]] = {}
         self._places = tuple(_places(function))
         self._generation = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to read."""
+        return not self._places
 
     @property
     def names(self) -> list[str]:

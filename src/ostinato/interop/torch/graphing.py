@@ -216,6 +216,10 @@ def _index(device: Device) -> int:
     return int(number or 0)
 
 
+# Without the functions in Python around them: they are asked in each call.
+_deterministic = torch._C._get_deterministic_algorithms
+_precision = torch._C._get_float32_matmul_precision
+
 _captures = threading.RLock()
 """torch captures one graph at a time in a process."""
 
@@ -311,14 +315,13 @@ class Torch:
         return None if tensor.is_inference() else tensor._version
 
     def modes(self) -> Hashable:
-        autocast = torch.is_autocast_enabled("cuda")
         return (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            autocast and torch.get_autocast_dtype("cuda"),
-            torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            _deterministic(),
             torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
+            _precision(),
         )
 
     # --- streams
