@@ -8,6 +8,7 @@ import struct
 import sys
 import types
 from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -40,7 +41,7 @@ def interop(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
         memory_snapshot=lambda: [{"address": 4096, "total_size": 2048, "blocks": blocks}]
     )
     torch.cuda.CUDAGraph = object  # type: ignore[attr-defined]
-    torch.__dict__["__getattr__"] = lambda name: type(name, (), {})
+    torch.__dict__["__getattr__"] = lambda name: MagicMock(name=name)
     monkeypatch.setitem(sys.modules, "torch", torch)
     ours = [m for m in sys.modules if m.startswith("ostinato.interop.torch")]
     for module in ours:
