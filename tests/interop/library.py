@@ -122,7 +122,10 @@ class Lib:
         return array.buffer.address
 
     def storage(self, array: Array, /) -> ost.MemoryRange:
-        return ost.MemoryRange(array.buffer.address, array.buffer.nbytes)
+        return array.buffer.storage.range
+
+    def offset(self, array: Array, /) -> int:
+        return self.address(array) - self.storage(array).address
 
     def refusal(self, array: Array, /) -> str:
         if type(array) is not Array:

@@ -301,6 +301,47 @@ def test_static_arguments_are_not_copied(lib: Lib, make: Make) -> None:
     assert (step.statistics().captures, step.statistics().rebound) == (1, 1)
 
 
+def test_static_arguments_that_change_places(lib: Lib, make: Make) -> None:
+    """Two buffers, one read and the other written, in turns: the graph is bound anew each time."""
+
+    def f(old: Array, new: Array) -> Array:
+        old.lib.launch("line", new.buffer, old.buffer, old.size, 1.0, 1.0)
+        return new.line(1.0)
+
+    step = make(f, static=("old", "new"))
+    pair = [lib.array(numbers()), lib.array(numbers())]
+    for time in range(1, 8):
+        np.testing.assert_array_equal(step(*pair).numpy(), numbers() + time)
+        pair.reverse()
+    statistics = step.statistics()
+    assert (statistics.captures, statistics.rebound) == (1, 5), step.explain()
+
+
+def test_views_of_one_memory_are_told_apart(lib: Lib, make: Make) -> None:
+    whole = lib.array(numbers(256))
+    views = [Array(lib, (4,), whole.buffer.view(offset=256 * i, shape=(4,))) for i in range(3)]
+    step = make(lambda x: x.line(1.0), static=("x",))
+    for view in views * 3:
+        np.testing.assert_array_equal(step(view).numpy(), view.numpy())
+    assert step.statistics().replays == 6, step.explain()
+
+
+def test_arrays_that_share_memory_otherwise_than_before(lib: Lib, make: Make) -> None:
+    def f(x: Array, y: Array, z: Array) -> tuple[Array, ...]:
+        return x.line(1.0), y.line(1.0), z.line(1.0)
+
+    step = make(f, static=("x", "y", "z"))
+    a, b, c, d = (lib.array(numbers(4, 10 * i)) for i in range(4))
+    for arrays in [(a, b, a), (a, b, a), (c, c, d), (c, d, d), (d, c, d), (a, b, c)]:
+        found = step(*arrays)
+        for one, other in zip(found, arrays, strict=True):
+            np.testing.assert_array_equal(one.numpy(), other.numpy())
+    statistics = step.statistics()
+    assert (statistics.captures, statistics.rebound) == (5, 0), step.explain()
+    (again,) = [why for why in statistics.capture_reasons if "share" in why]
+    assert statistics.capture_reasons[again] == 4 and again in step.explain()
+
+
 class Cache:
     def __init__(self, lib: Lib) -> None:
         self.layers = [lib.array(numbers()), lib.array(numbers())]

@@ -27,6 +27,7 @@ def make(host_device: Device) -> Iterator[Callable[..., Any]]:
             self.inside = False
             self.capturing = lambda: self.inside
             self.address = torch.Tensor.data_ptr
+            self.offset = torch.Tensor.storage_offset
             self.clone = torch.Tensor.clone
             self.ours = host_device.create_stream()
 

@@ -30,6 +30,7 @@ from ostinato.errors import (
     EagerRunError,
     InputError,
     OstinatoError,
+    UpdateRefusedError,
     VerificationError,
 )
 from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch, Seen, Watcher
@@ -84,6 +85,10 @@ class Library(Watcher, Protocol):
 
     def storage(self, array: Any, /) -> MemoryRange:
         """The whole memory that an array is a view of."""
+        ...
+
+    def offset(self, array: Any, /) -> int:
+        """Where in its memory an array begins."""
         ...
 
     def refusal(self, array: Any, /) -> str:
@@ -184,6 +189,16 @@ class Options:
             raise InputError("static: a tuple of parameter names")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Bound:
+    """The memory that a graph uses and that is not its own."""
+
+    storages: list[tuple[MemoryRange, Any]]
+    """Each piece once, with an array that keeps it alive."""
+    pattern: list[int]
+    """Of each array, in which piece it is."""
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Captured:
     """What belongs to one graph; the graph owns it."""
@@ -198,8 +213,7 @@ class Captured:
     """Which outputs are copied; the others are views of memory that the caller declared static."""
     written: tuple[int, ...]
     """Inputs that the function writes, which are copied back."""
-    bound: list[tuple[MemoryRange, Any]]
-    """The static memory that the graph points at, and an array that keeps it alive."""
+    bound: Bound
     pointers: list[int]
     """Of the static arguments."""
     epoch: int
@@ -237,6 +251,8 @@ class Line:
     learned: set[int] = field(default_factory=set)
     """Dynamic sizes of which it is known where they show in the results."""
     reasons: Counter[str] = field(default_factory=Counter)
+    """Of eager runs."""
+    capture_reasons: Counter[str] = field(default_factory=Counter)
     times: deque[float] = field(default_factory=lambda: deque(maxlen=256))
     kept: list[object] = field(default_factory=list)
     """Objects that stand in the key by their identity."""
@@ -298,6 +314,9 @@ class Graphed(Guarded):
         self._stateful = 0
         self._state_reason = ""
         self._nested = 0
+        # Not the other lock: another thread may hold that and wait for the capture that is under
+        # way here.
+        self._nesting = new_lock()
         self._closed = False
         self._calls = 0
         self.__name__ = name
@@ -314,7 +333,8 @@ class Graphed(Guarded):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         library = self._library
         if library.capturing():
-            self._nested += 1
+            with self._nesting:
+                self._nested += 1
             return self._function(*args, **kwargs)
         if self._closed:
             raise ClosedError(f"graphed {self.name} is closed; call the function itself")
@@ -387,7 +407,7 @@ class Graphed(Guarded):
             ids, pointers = [*map(id, arrays)], [*map(library.address, arrays)]
             if ids != self._ids or pointers != self._pointers:
                 self._ids, self._pointers, self._guarded = ids, pointers, arrays
-                shape = tuple([(type(a), signature(a)) for a in arrays])
+                shape = tuple([(type(a), signature(a), library.offset(a)) for a in arrays])
                 self._shape = self._shapes.setdefault(shape, len(self._shapes))
                 self._epoch += 1
             tokens.append(self._shape)
@@ -444,7 +464,9 @@ class Graphed(Guarded):
                 watch = ObjectWatch(value, library)
             watch.read(tokens, work.statics)
         for array in work.statics[before:]:
-            tokens.append((type(array).__qualname__, library.signature(array)))
+            tokens.append(
+                (type(array).__qualname__, library.signature(array), library.offset(array))
+            )
 
     def _line(self, key: Hashable, work: Work) -> Line:
         line = self._lines.get(key)
@@ -606,7 +628,8 @@ class Graphed(Guarded):
         captured, fresh = line.captured(), False
         try:
             if captured is None or line.name not in self.cache:
-                captured, fresh = self._capture(line, work), True
+                why = "the graph was evicted" if line.captures else "the second call of a key"
+                captured, fresh = self._capture(line, work, why), True
             elif captured.epoch != self._epoch or self._pointers_of(work) != captured.pointers:
                 captured = self._rebind(line, captured, work)
         except CaptureLimitError as error:
@@ -770,7 +793,7 @@ class Graphed(Guarded):
         ]
 
     # --- making graphs
-    def _capture(self, line: Line, work: Work) -> Captured:
+    def _capture(self, line: Line, work: Work, why: str) -> Captured:
         """Captures a key.  Raises NotGraphable, and the errors of the library below."""
         made: list[Captured] = []
 
@@ -784,6 +807,7 @@ class Graphed(Guarded):
         self.cache.get_or_capture(line.name, make)
         captured = made[0]
         line.captures += 1
+        line.capture_reasons[why] += 1
         line.captured = weakref.ref(captured)
         return captured
 
@@ -828,9 +852,8 @@ class Graphed(Guarded):
                         f"eagerly ({line.shapes[0]})"
                     )
                 )
-        guarded = [] if before is None else before.arrays
-        bound = _storages([*work.statics, *guarded], library)
-        static = [memory for memory, _ in bound]
+        bound = self._bound(work)
+        static = [memory for memory, _ in bound.storages]
         clones = [
             not any(m.nbytes and m.holds(library.address(leaf)) for m in static)
             for leaf in tree.leaves
@@ -922,38 +945,67 @@ class Graphed(Guarded):
 
         Raises what `_capture` raises.
         """
-        guarded = [] if work.seen is None else work.seen.arrays
-        now = _storages([*work.statics, *guarded], self._library)
-        old = captured.bound
-        fits = len(now) == len(old) and all(
-            a.nbytes == b.nbytes for (a, _), (b, _) in zip(old, now, strict=True)
-        )
-        moved = [(a, b) for (a, _), (b, _) in zip(old, now, strict=False) if a != b]
-        free = all(b.address for _, b in moved) and not any(
-            a.address < c.end and c.address < a.end
-            for (a, _), (_, c) in itertools.product(moved, moved)
-        )
-        touched = any(
-            m.holds(self._library.address(leaf))
-            for (m, _), leaf in itertools.product(moved, captured.outputs)
-        )
-        if not (fits and free) or touched:
-            return self._capture(line, work)
-        if moved:
+        now = self._bound(work)
+        why = self._cannot_rebind(captured, now)
+        moved = [
+            (a, b)
+            for (a, _), (b, _) in zip(captured.bound.storages, now.storages, strict=False)
+            if a != b
+        ]
+        if moved and not why:
             with self.cache.hold(line.name) as run:
                 if run is None:
-                    return self._capture(line, work)
-                report = run.rebind(moved)
-                if report.left or any(run.touches(a) for a, _ in moved):
-                    run = None
-            if run is None:
-                return self._capture(line, work)
-            line.rebound += 1
+                    why = "the graph was evicted"
+                else:
+                    try:
+                        report = run.rebind(moved)
+                    except (InputError, UpdateRefusedError) as error:
+                        why = f"memory that it uses has moved, and rebinding failed: {error}"
+                    else:
+                        if report.left:
+                            left = report.left[0]
+                            why = (
+                                "memory that it uses has moved, and not every word that may point "
+                                f"there could be changed: node {left.node_index} "
+                                f"({left.node_name}), {left.place}: {left.why}"
+                            )
+        if why:
+            return self._capture(line, work, why)
+        line.rebound += bool(moved)
         captured.bound = now
         captured.checked = False
         captured.pointers = self._pointers_of(work)
         captured.epoch = self._epoch
         return captured
+
+    def _bound(self, work: Work) -> Bound:
+        """The memory of the arrays of a call that are not copied, each piece once, in the order in
+        which it first comes."""
+        found: dict[int, tuple[MemoryRange, Any]] = {}
+        places: dict[int, int] = {}
+        pattern = []
+        for array in self._state(work):
+            memory = self._library.storage(array)
+            found.setdefault(memory.address, (memory, array))
+            pattern.append(places.setdefault(memory.address, len(places)))
+        return Bound(list(found.values()), pattern)
+
+    def _cannot_rebind(self, captured: Captured, now: Bound) -> str:
+        """Why a graph cannot be pointed at other memory; empty if it can."""
+        old = captured.bound
+        if now.pattern != old.pattern:
+            return "memory that it uses has moved, and other arrays share memory than before"
+        moved = []
+        for (a, _), (b, _) in zip(old.storages, now.storages, strict=True):
+            if a == b:
+                continue
+            if a.nbytes != b.nbytes or not b.address:
+                return f"memory that it uses has moved: {a.nbytes} bytes before, {b.nbytes} now"
+            moved.append(a)
+        address = self._library.address
+        if any(m.holds(address(leaf)) for m in moved for leaf in captured.outputs):
+            return "memory that it uses has moved, and a result is a view of it"
+        return ""
 
     # --- checking
     def _verify(self, line: Line, captured: Captured, work: Work) -> Any:
@@ -1072,12 +1124,15 @@ class Graphed(Guarded):
                     us=median(line.times) if line.times else None,
                     nbytes=charged.get(line.name, 0),
                     eager_reasons=dict(line.reasons),
+                    capture_reasons=dict(line.capture_reasons),
                 )
                 for line in self._lines.values()
             )
         reasons: Counter[str] = Counter()
+        captures: Counter[str] = Counter()
         for each in lines:
             reasons.update(each.eager_reasons)
+            captures.update(each.capture_reasons)
         return GraphedStatistics(
             calls=sum(each.calls for each in lines) + self._nested,
             eager=sum(each.eager for each in lines),
@@ -1088,6 +1143,7 @@ class Graphed(Guarded):
             nested=self._nested,
             quarantined={each.name: each.reason for each in lines if each.reason},
             eager_reasons=dict(reasons),
+            capture_reasons=dict(captures),
             keys=lines,
             cache=cache,
         )
@@ -1113,7 +1169,7 @@ class Graphed(Guarded):
                     str(each.eager),
                     us,
                     str(each.nbytes),
-                    each.reason,
+                    each.reason or _again(each.capture_reasons),
                 ]
             )
         return table(rows)
@@ -1163,13 +1219,10 @@ class Graphed(Guarded):
         self.close()
 
 
-def _storages(arrays: Sequence[Any], library: Library) -> list[tuple[MemoryRange, Any]]:
-    """The memory of arrays, each piece once, in the order in which it first comes."""
-    found: dict[int, tuple[MemoryRange, Any]] = {}
-    for array in arrays:
-        memory = library.storage(array)
-        found.setdefault(memory.address, (memory, array))
-    return list(found.values())
+def _again(reasons: Mapping[str, int]) -> str:
+    """Why a key was captured more than once."""
+    again = [f"{why} ({count}x)" for why, count in [*reasons.items()][1:]]
+    return f"captured again: {'; '.join(again)}" if again else ""
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:

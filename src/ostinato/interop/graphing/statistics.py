@@ -34,6 +34,8 @@ class GraphedKeyStatistics:
     us: float | None
     nbytes: int
     eager_reasons: Mapping[str, int]
+    capture_reasons: Mapping[str, int]
+    """Why it was captured: the first time, and why again instead of bound to other memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class GraphedStatistics:
     quarantined: Mapping[str, str]
     """The reason for each key that runs eagerly from now on."""
     eager_reasons: Mapping[str, int]
+    capture_reasons: Mapping[str, int]
     keys: tuple[GraphedKeyStatistics, ...]
     cache: CacheStatistics
 

@@ -241,6 +241,7 @@ class Torch:
         self.generators = tuple(generators)
         self.capturing = torch.cuda.is_current_stream_capturing
         self.address = torch.Tensor.data_ptr
+        self.offset = torch.Tensor.storage_offset
         self.clone = torch.Tensor.clone
         self._streams: dict[int, tuple[Stream, Any]] = {}
         self._keeper: Any = None
