@@ -52,3 +52,24 @@ def test_the_same_as_eager(cuda_device: Device, name: str) -> None:
     statistics = step.statistics()
     assert (statistics.eager, statistics.captures, statistics.replays) == (1, 1, 5), step.explain()
     step.close()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_encoder_with_a_mask(cuda_device: Device, padded: bool) -> None:
+    """Whether the mask masks anything is asked eagerly, which no graph can: other kernels then."""
+    from ostinato.interop.torch import graphed
+
+    library("transformers")
+    work = make_work("encoder")
+    mask = torch.ones(2, 16, dtype=torch.int64, device="cuda")
+    if padded:
+        mask[0, 10:] = 0
+    step: Any = graphed(work.function, device=cuda_device)
+    with torch.inference_mode():
+        for _ in range(4):
+            (ids,) = work.draw()
+            found = step(ids, attention_mask=mask).last_hidden_state
+            wanted = work.function(ids, attention_mask=mask).last_hidden_state
+            torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.05)
+    assert step.statistics().replays == 3, step.explain()
+    step.close()

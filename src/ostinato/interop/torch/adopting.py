@@ -70,13 +70,13 @@ def adopt_graph(
         ) from error
     adopted = Graph.adopt(device, handle, owner=graph)
     nodes = adopted.nodes
-    drawing = list(_drawing(nodes, device.driver.memory_range))
-    if drawing:
-        places = {place for _, place in drawing}
+    found = list(drawing(nodes, device.driver.memory_range))
+    if found:
+        places = {place for _, place in found}
         try:
             adopted.before_launch = _measure(device, graph, nodes, places, generators)
         except GraphError as error:
-            node = drawing[0][0]
+            node = found[0][0]
             adopted.only_to_read = (
                 f"node {node.index} ({node.name}) draws random numbers, and {error}; replay it "
                 "with torch (graph.replay()), or draw the numbers outside of the graph"
@@ -115,7 +115,7 @@ _STATES = ((4, 20), (8, 24))
 """Bytes of the offset inside the graph, and where the flag is."""
 
 
-def _drawing(
+def drawing(
     nodes: tuple[Node, ...], find: Callable[[int], MemoryRange | None]
 ) -> Iterator[tuple[Node, tuple[int, int]]]:
     """The nodes with a generator's state among their arguments, also inside other nodes, each with
@@ -133,7 +133,7 @@ def _drawing(
                 if is_scalar(seed) and is_scalar(offset):
                     yield node, (seed, offset)
         for body in node.children:
-            yield from _drawing(body, find)
+            yield from drawing(body, find)
 
 
 def _captured_states(

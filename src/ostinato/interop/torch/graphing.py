@@ -8,24 +8,37 @@ from __future__ import annotations
 import gc
 import itertools
 import linecache
+import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import ostinato
-from ostinato import Device, Graph, GraphCache, MemoryRange, PowersOfTwo, Stream, open_device
+from ostinato import (
+    Device,
+    Graph,
+    GraphCache,
+    MemoryRange,
+    Node,
+    NodeKind,
+    PowersOfTwo,
+    Stream,
+    open_device,
+)
 from ostinato.cache import Buckets, CaptureLimits
-from ostinato.errors import InputError, NotAvailableError
+from ostinato.errors import CaptureError, ContextPoisonedError, InputError, NotAvailableError
 from ostinato.interop.graphing.graphed import Graphed, NotGraphable, Options
 from ostinato.interop.graphing.guards import Watch
 from ostinato.interop.graphing.padding import Padding
 from ostinato.interop.graphing.trees import is_plain
-from ostinato.interop.torch.adopting import adopt_graph
+from ostinato.interop.torch.adopting import adopt_graph, drawing
 
 __all__ = ["GraphedModule", "graphed"]
 
@@ -224,6 +237,27 @@ _captures = threading.RLock()
 """torch captures one graph at a time in a process."""
 
 
+_begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
+
+_NOT_REGISTERED = "generator not in capture mode"
+"""In torch's error for random numbers in a capture that is not its own."""
+
+
+class _Kept:
+    """Something that a pool is kept for."""
+
+
+@dataclass(slots=True)
+class _Made:
+    """What became of a capture: a graph and a result, or an error."""
+
+    graph: Graph | None = None
+    result: Any = None
+    error: str = ""
+    asked: bool = False
+    """Whether the function asked if it is captured, and was told that it is not."""
+
+
 class Torch:
     """What torch does for `Graphed` (`interop.graphing.graphed.Library`)."""
 
@@ -245,11 +279,13 @@ class Torch:
         self.clone = torch.Tensor.clone
         self._streams: dict[int, tuple[Stream, Any]] = {}
         self._keeper: Any = None
-        """A graph of the pool: torch ends a pool whose last graph is destroyed, and refuses it from
-        then on."""
+        """Keeps the pool: torch ends one whose last graph is destroyed, and refuses it from then
+        on."""
         self._side: Any = None
         self._side_stream: Stream | None = None
         self._pool: Any = None
+        self._by_torch = bool(self.generators) or _begin_pool is None
+        """Whether torch captures, because the function draws random numbers."""
 
     # --- values
     def is_array(self, value: object, /) -> bool:
@@ -365,41 +401,113 @@ class Torch:
     # --- captures
     def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
         with _captures, torch.cuda.device(self.index):
-            owner, result, error = self._captured(work)
-        if error is not None:
-            raise NotGraphable(error)
-        graph = adopt_graph(self.device, owner, generators=self.generators)
-        if graph.only_to_read:
-            raise NotGraphable(f"the graph cannot be replayed here: {graph.only_to_read}")
-        if not len(graph):
-            raise NotGraphable("the capture is empty: nothing ran on the caller's current stream")
-        return graph, result
+            made = self._captured(work, hidden=True)
+            if made.error and made.asked:
+                made = self._captured(work, hidden=False)
+        if made.graph is None:
+            raise NotGraphable(made.error)
+        if made.graph.only_to_read:
+            raise NotGraphable(f"the graph cannot be replayed here: {made.graph.only_to_read}")
+        return made.graph, made.result
 
-    def _captured(self, work: Callable[[], Any]) -> tuple[Any, Any, str | None]:
-        """A capture by torch: its graph, the result, and why it failed, if it did."""
-        side, current = self._beside(), torch.cuda.current_stream(self.index)
+    def _captured(self, work: Callable[[], Any], *, hidden: bool) -> _Made:
+        self._open_pool()
+        with _hidden_capture(hidden) as asked:
+            made = None if self._by_torch else self._capture_here(work)
+            if made is None:
+                self._by_torch = True
+                made = self._capture_by_torch(work)
+        made.asked = bool(asked)
+        return made
+
+    def _open_pool(self) -> None:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-            self._keeper = self._trivial(self._pool)
+            if _begin_pool is None:
+                self._keeper = self._trivial(self._pool)
+            else:
+                self._keeper = _Kept()
+                with self._allocating(self._keeper):
+                    pass
+
+    @contextmanager
+    def _allocating(self, owner: object) -> Iterator[None]:
+        """This thread's tensors come out of the pool, which stays as long as the owner does."""
+        _begin_pool(self.index, self._pool)
+        release = weakref.finalize(owner, torch._C._cuda_releasePool, self.index, self._pool)
+        release.atexit = False
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(self.index, self._pool)
+
+    def _capture_here(self, work: Callable[[], Any]) -> _Made | None:
+        """A capture by this library, into the pool of torch's allocator.
+
+        torch's own captures take the default generator, so that other threads which draw random
+        numbers meanwhile get an exception; this one leaves the generators alone.  None if torch
+        must capture: the work draws random numbers, or copies from memory of the host, which torch
+        keeps for a graph.
+        """
+        side, current = self._beside(), torch.cuda.current_stream(self.index)
+        assert self._side_stream is not None
+        capture, owner = ostinato.Capture(self._side_stream), _Kept()
+        side.wait_stream(current)
+        made = _Made()
+        try:
+            with torch.cuda.stream(side), _undisturbed(), self._allocating(owner):
+                capture.begin()
+                try:
+                    made.result = work()
+                    graph = capture.end()
+                except ContextPoisonedError:
+                    raise
+                except CaptureError as broken:
+                    made.error = f"the capture failed: {broken}"
+                    return made
+                except Exception as raised:
+                    if _NOT_REGISTERED in str(raised):
+                        return None
+                    made.error = _explained(raised)
+                    return made
+                finally:
+                    capture.abort()  # nothing to do if it has ended
+        finally:
+            current.wait_stream(side)
+        nodes = graph.nodes
+        if any(drawing(nodes, self.device.driver.memory_range)) or _copies_elsewhere(nodes):
+            return None
+        # Adopted: what torch's kernels point at is not known to this library.
+        made.graph = Graph.adopt(self.device, int(graph.handle), owner=(graph, owner))
+        return made
+
+    def _capture_by_torch(self, work: Callable[[], Any]) -> _Made:
+        side, current = self._beside(), torch.cuda.current_stream(self.index)
         owner = torch.cuda.CUDAGraph(keep_graph=True)
         for generator in self.generators:
             owner.register_generator_state(generator)
         side.wait_stream(current)
-        result, error = None, None
+        made = _Made()
         with torch.cuda.stream(side), _undisturbed():
             owner.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                result = work()
+                made.result = work()
             except Exception as raised:
-                error = _explained(raised)
+                made.error = _explained(raised)
             except BaseException:
                 self._end(owner)
                 raise
             ended = self._end(owner)
         current.wait_stream(side)
-        if error is None and ended:
-            error = f"the capture failed: {ended}"
-        return owner, result, error
+        if not made.error and ended:
+            made.error = f"the capture failed: {ended}"
+        if not made.error:
+            graph = adopt_graph(self.device, owner, generators=self.generators)
+            if len(graph):
+                made.graph = graph
+            else:
+                made.error = "the capture is empty: nothing ran on the caller's current stream"
+        return made
 
     def _end(self, owner: Any) -> str:
         """Ends a capture; the driver's reason if it was broken, after mending what that leaves."""
@@ -583,6 +691,54 @@ class ModuleWatch:
         tokens.append(self._version)
         for held in self._tensors:
             arrays.extend([t for t in held.values() if t is not None])
+
+
+@contextmanager
+def _hidden_capture(hidden: bool) -> Iterator[list[bool]]:
+    """Gives a list that is filled if transformers asks whether the stream captures.
+
+    It asks before it looks at data (whether a mask masks anything), and runs other kernels than
+    eagerly if it must not look.  While this is `hidden`, it is told that nothing captures, so that
+    it does what it does eagerly: the capture has the same kernels, or fails where it does look.
+    """
+    asked: list[bool] = []
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    question = getattr(module, "is_cuda_stream_capturing", None)
+    if not hidden or question is None:
+        yield asked
+        return
+    thread = threading.get_ident()
+
+    def answer() -> bool:
+        if threading.get_ident() != thread:
+            return bool(question())
+        asked.append(True)
+        return False
+
+    module.is_cuda_stream_capturing = answer
+    try:
+        yield asked
+    finally:
+        module.is_cuda_stream_capturing = question
+
+
+def _copies_elsewhere(nodes: tuple[Node, ...]) -> bool:
+    """Whether a graph copies from or to memory that is not of torch's allocator on a device."""
+    found = []
+    for node in nodes:
+        if node.kind is NodeKind.MEMCPY:
+            found += [node.memcpy.src, node.memcpy.dst]
+        for body in node.children:
+            if _copies_elsewhere(body):
+                return True
+    if not found:
+        return False
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except RuntimeError:  # another allocator than torch's own
+        return True
+    ranges = [MemoryRange(s["address"], s["total_size"]) for s in segments]
+    return not all(any(r.holds(address) for r in ranges) for address in found)
 
 
 @contextmanager
