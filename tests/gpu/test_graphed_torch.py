@@ -636,6 +636,17 @@ def test_7_an_input_is_changed_in_place(make: Make, inference: bool) -> None:
             assert same(total, before.sum())
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_7_a_change_in_place_that_changes_nothing_at_first(make: Make, inference: bool) -> None:
+    with torch.inference_mode() if inference else torch.no_grad():
+        step = make(lambda x, y: x.add_(y).sum())
+        x, y = torch.zeros(64, device="cuda"), torch.zeros(64, device="cuda")
+        for number in range(6):
+            y.fill_(number // 3)
+            assert float(step(x, y)) == 64 * max(0, number - 2)
+            assert float(x[0]) == max(0, number - 2)
+
+
 def test_8_another_stream(make: Make) -> None:
     w = randn(512, 512)
     f = lambda x: (x @ w).relu() @ w  # noqa: E731

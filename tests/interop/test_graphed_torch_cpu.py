@@ -159,6 +159,31 @@ def test_in_place(make: Any, inference: bool) -> None:
             assert x.tolist() == [number] * 4 and float(total) == 4 * number
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_writes_that_change_nothing_at_first(make: Any, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        step = make(lambda x, y: (x.add_(y).sum(),))
+        x, y = torch.zeros(4), torch.zeros(4)
+        for number in range(6):
+            y.fill_(number // 3)
+            step(x, y)
+            assert x.tolist() == [max(0, number - 2)] * 4
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_written_argument_that_is_another_one_too(make: Any, inference: bool) -> None:
+    def f(x: Any, y: Any) -> Any:
+        x.add_(1)
+        return y.sum()
+
+    with torch.inference_mode(inference):
+        step = make(f)
+        x = torch.zeros(4)
+        for number in range(1, 6):
+            assert float(step(x, x)) == 4 * number
+        assert "shares memory" in str(step.statistics().eager_reasons)
+
+
 def test_registered_containers(make: Any) -> None:
     def f(pair: Any) -> Any:
         return torch.max(pair[0], 1), {"a": pair[1] + 1, "b": torch.Size([1])}

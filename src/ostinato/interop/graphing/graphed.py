@@ -98,7 +98,8 @@ class Library(Watcher, Protocol):
     def wants_gradient(self, result: Any, /) -> bool: ...
 
     def version(self, array: Any, /) -> int | None:
-        """A number that changes when the array is written; None where that is not counted."""
+        """A number that changes when the array is written; None where that is not counted: it is
+        taken for written then."""
         ...
 
     def stream(self) -> Stream:
@@ -121,7 +122,9 @@ class Library(Watcher, Protocol):
         ...
 
     def buffer(self, array: Any, shape: Sequence[int] | None) -> Any:
-        """Memory for a copy of an array; None for its own shape, in its own layout."""
+        """Memory for a copy of an array, of a shape, or of its own in its own layout.
+
+        Its writes are counted (`version`) where the library counts any."""
         ...
 
     def stager(self, buffers: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
@@ -642,6 +645,8 @@ class Graphed(Guarded):
         except OstinatoError as error:
             line.reason = self._at(f"no graph could be made ({type(error).__name__}: {error})")
             return self._eager(line, work, line.reason)
+        if fresh and self._overlaps(line, work):  # the capture told what is written
+            return self._eager(line, work, "an argument shares memory with another that is written")
         if work.sizes and not self._fits(line, work):
             return self._learn(line, captured, work)
         if self._due(line, captured, work):
@@ -649,28 +654,7 @@ class Graphed(Guarded):
         done, result = self._replay(line, captured, work)
         if not done:
             return self._eager(line, work, "the graph was evicted while it was to be replayed")
-        if fresh:
-            self._find_written(line, captured, work)
         return result
-
-    def _find_written(self, line: Line, captured: Captured, work: Work) -> None:
-        """Looks, after the first replay, which arguments the function writes, where no version
-        tells that; copies those back, now and after each replay."""
-        library = self._library
-        axes = self._axes(work)[0] if work.sizes else [None] * len(work.leaves)
-        place = 0
-        for index, (into, leaf, axis) in enumerate(
-            zip(captured.inputs, work.leaves, axes, strict=True)
-        ):
-            if axis is not None:
-                into = library.narrow(into, axis, work.sizes[place])
-                place += 1
-            if index in line.written or library.version(leaf) is not None:
-                continue
-            if library.difference(into, leaf, None):
-                line.written.add(index)
-                captured.written, captured.simple = tuple(sorted(line.written)), False
-                library.copy(leaf, into)
 
     def _due(self, line: Line, captured: Captured, work: Work) -> bool:
         """Whether a replay is to be checked: the first of a graph, the first that has padding, and
@@ -828,8 +812,14 @@ class Graphed(Guarded):
             for buffer in inputs:
                 library.fill(buffer, 0)
         before = work.seen
+        versions = [*map(library.version, inputs)]
         self._turn()
         graph, result = library.capture(lambda: self._function(*args, **kwargs))
+        line.written |= {
+            index
+            for index, (old, buffer) in enumerate(zip(versions, inputs, strict=True))
+            if old is None or library.version(buffer) != old
+        }
         if self._guards is not None and before is not None:
             changed = self._guards.explain(before, self._guards.read())
             if changed:

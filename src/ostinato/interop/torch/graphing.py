@@ -548,13 +548,14 @@ class Torch:
 
     # --- memory
     def buffer(self, tensor: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
-        if shape is not None:
-            return tensor.new_zeros(tuple(shape))
-        if torch._debug_has_internal_overlap(tensor) == 1:
-            return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        )
+        like: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+        # Tensors made in inference mode have no version, which tells whether they are written.
+        with torch.inference_mode(False), torch.no_grad():
+            if shape is not None:
+                return torch.zeros(tuple(shape), **like)
+            if torch._debug_has_internal_overlap(tensor) == 1:
+                return torch.empty(tensor.shape, **like)
+            return torch.empty_strided(tensor.shape, tensor.stride(), **like)
 
     def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], None]:
         into = list(buffers)
