@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +16,8 @@ from ostinato.device import Device
 from tests.gpu.foreign import library
 
 torch = library("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -73,3 +80,35 @@ def test_an_encoder_with_a_mask(cuda_device: Device, padded: bool) -> None:
             torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.05)
     assert step.statistics().replays == 3, step.explain()
     step.close()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/torch.md"])
+def test_the_code_of_the_pages_runs(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (block,) = [
+        b for b in re.findall(r"^```py\w*\n(.*?)^```", text, flags=re.S | re.M) if "graphed" in b
+    ]
+    inputs = [torch.randn(2, 8, device="cuda") for _ in range(4)]
+    names: dict[str, Any] = {"torch": torch, "model": torch.nn.Linear(8, 8).cuda()}
+    names |= {"inputs": inputs, "x": inputs[0]}
+    exec(compile(block, page, "exec"), names)
+    with torch.inference_mode():
+        last = inputs[-1] if page.startswith("docs") else inputs[0]
+        assert torch.equal(names["y"], names["model"](last))
+        names["step"](last)
+        assert names["step"].statistics().replays >= 1
+    names["step"].close()
+
+
+def test_the_example_runs() -> None:
+    result = subprocess.run(
+        [sys.executable, "examples/torch_step.py"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("replayed") >= 4, result.stdout
