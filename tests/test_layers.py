@@ -42,7 +42,7 @@ NEIGHBOURS = {("settings", "errors")}
 HOMES = {
     "cuda": ("driver/cuda", "modules/nvrtc.py"),
     "torch": ("interop/torch/", "bench/transformers_loop.py"),
-    "cupy": ("interop/cupy.py",),
+    "cupy": ("interop/cupy/",),
     "numba": ("interop/numba.py",),
     "triton": ("interop/triton.py",),
     "transformers": ("bench/transformers_loop.py",),

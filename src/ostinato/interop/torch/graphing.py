@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import gc
 import itertools
-import linecache
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +31,7 @@ from ostinato import (
 )
 from ostinato.cache import Buckets, CaptureLimits
 from ostinato.errors import CaptureError, ContextPoisonedError, InputError, NotAvailableError
+from ostinato.interop.graphing.errors import explained
 from ostinato.interop.graphing.graphed import Graphed, NotGraphable, Options
 from ostinato.interop.graphing.guards import Watch
 from ostinato.interop.graphing.padding import Padding
@@ -759,23 +757,9 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-_OURS = tuple(f"{Path(str(module.__file__)).resolve().parent}/" for module in (ostinato, torch))
-
-
 def _explained(error: Exception) -> str:
-    """What broke a capture, and the line of the caller's code where it did."""
-    text = str(error).strip().partition("\n")[0]
-    kind = type(error).__name__
-    place = ""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not str(Path(frame.filename).resolve()).startswith(_OURS):
-            source = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
-            place = f" at {frame.filename}:{frame.lineno}: {source}"
-            break
-    hint = ""
-    if "captur" in text:
-        hint = (
-            ". The line waits for the GPU, or does something else that no graph can hold (.item(), "
-            "a print, nonzero, a copy to the CPU, a generator that was not given)"
-        )
-    return f"it cannot be captured: {kind}: {text}{place}{hint}"
+    return explained(
+        error,
+        torch,
+        ".item(), a print, nonzero, a copy to the CPU, a generator that was not given",
+    )
