@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_random_numbers_of_curand_run_eagerly(make: Make) -> None:
     step = make(lambda x: x + cupy.random.rand(64, dtype=np.float32))
     x = cupy.zeros(64, np.float32)
     found = [step(x) for _ in range(5)]
-    assert not any(same(one, other) for one, other in zip(found, found[1:], strict=False))
+    assert not any(same(one, other) for one, other in itertools.pairwise(found))
     assert step.statistics().replays == 0, step.explain()
 
 

@@ -513,6 +513,42 @@ def test_subclasses_of_tensors(make: Make) -> None:
     assert "subclass" in step.explain() and step.statistics().replays == 0
 
 
+def test_sparse_tensors(make: Make) -> None:
+    f = lambda x: torch.sparse.sum(x)  # noqa: E731
+    x = torch.eye(8, device="cuda").to_sparse()
+    step = make(f)
+    for _ in range(3):
+        assert float(step(x)) == 8
+    assert "layout" in step.explain() and step.statistics().replays == 0
+
+
+def test_arguments_that_share_memory(make: Make) -> None:
+    def f(x: Any, y: Any) -> Any:
+        x.add_(1)
+        return y.sum()
+
+    for inference in (False, True):
+        with torch.inference_mode() if inference else torch.no_grad():
+            step = make(f)
+            x = torch.zeros(64, device="cuda")
+            for number in range(1, 6):
+                assert float(step(x, x)) == 64 * number
+            assert "shares memory" in str(step.statistics().eager_reasons)
+
+
+def test_other_modes_are_other_keys(make: Make) -> None:
+    step = make(lambda x: torch.zeros(4, device="cuda") + x)
+    x = randn(4)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32, torch.float64) * 3:
+            torch.set_default_dtype(dtype)
+            assert step(x).dtype is dtype
+    finally:
+        torch.set_default_dtype(before)
+    assert len(step.statistics().keys) == 2 and step.statistics().replays == 10, step.explain()
+
+
 def test_gradients_are_refused_or_run_eagerly(make: Make) -> None:
     model = Mlp().cuda()
     x = randn(2, 64)
