@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.interop.graphing.graphed import NotGraphable
 from ostinato.interop.graphing.guards import Watch
+from ostinato.interop.graphing.library import NotGraphable
 
 
 @ost.host_kernel("out: *out f32, x: *const f32, n: u32, by: f32, plus: f32", name="line")

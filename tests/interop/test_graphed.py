@@ -13,7 +13,8 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import ClosedError, EagerRunError, InputError
-from ostinato.interop.graphing.graphed import Graphed, Options
+from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.library import Options
 from ostinato.interop.graphing.padding import Padding
 from tests.interop.library import Array, Lib, SubArray
 

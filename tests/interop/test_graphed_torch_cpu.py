@@ -11,7 +11,8 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import InputError
-from ostinato.interop.graphing.graphed import Graphed, NotGraphable, Options
+from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.library import NotGraphable, Options
 from ostinato.interop.graphing.padding import Padding
 
 torch: Any = pytest.importorskip("torch")

@@ -30,8 +30,9 @@ from ostinato.cache import Buckets, CaptureLimits
 from ostinato.errors import CaptureError, ContextPoisonedError, InputError
 from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.graphing.errors import explained
-from ostinato.interop.graphing.graphed import Graphed, NotGraphable, Options
+from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.guards import Watch
+from ostinato.interop.graphing.library import NotGraphable, Options
 from ostinato.interop.graphing.padding import Padding
 
 __all__ = ["graphed"]
@@ -115,7 +116,7 @@ def graphed(
 
 
 class CuPy:
-    """What CuPy does for `Graphed` (`interop.graphing.graphed.Library`)."""
+    """What CuPy does for `Graphed` (`interop.graphing.library.Library`)."""
 
     array_type = cupy.ndarray
     plain: tuple[type, ...] = (np.dtype, np.generic)

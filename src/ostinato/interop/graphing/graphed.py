@@ -16,13 +16,12 @@ import inspect
 import itertools
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from statistics import median
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from ostinato import Device, Graph, GraphCache, MemoryRange, Stream, new_lock
+from ostinato import Graph, GraphCache, MemoryRange, Stream, new_lock
 from ostinato.errors import (
     CaptureLimitError,
     ClosedError,
@@ -33,8 +32,10 @@ from ostinato.errors import (
     UpdateRefusedError,
     VerificationError,
 )
-from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch, Seen, Watcher
-from ostinato.interop.graphing.padding import Cut, Padding, cuts
+from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch
+from ostinato.interop.graphing.library import Library, NotGraphable, Options
+from ostinato.interop.graphing.padding import cuts
+from ostinato.interop.graphing.records import Bound, Captured, Line, Work
 from ostinato.interop.graphing.statistics import GraphedKeyStatistics, GraphedStatistics, table
 from ostinato.interop.graphing.trees import (
     Tree,
@@ -47,7 +48,7 @@ from ostinato.interop.graphing.trees import (
     tree_of,
 )
 
-__all__ = ["Captured", "Graphed", "Library", "NotGraphable", "Options", "Work"]
+__all__ = ["Graphed"]
 
 _MOST_LINES = 4096
 _numbers = itertools.count()
@@ -56,222 +57,6 @@ _EAGER = object()
 """Stands for the result of a call that is to run eagerly."""
 _TIMED = 16
 """One call in so many is timed."""
-
-
-class NotGraphable(Exception):
-    """Why a call cannot be a graph, in words that name the line."""
-
-
-class Library(Watcher, Protocol):
-    """What a library does for `Graphed`."""
-
-    device: Device
-    array_type: type
-    """Of plain arrays, which need no other check."""
-
-    def capturing(self) -> bool:
-        """Whether the caller's current stream captures."""
-        ...
-
-    def modes(self) -> Hashable:
-        """The library's modes that decide what a function does."""
-        ...
-
-    def signature(self, array: Any, /) -> tuple[Any, ...]:
-        """Shape, type, and what else of an array decides which kernels run on it: strides first."""
-        ...
-
-    def address(self, array: Any, /) -> int: ...
-
-    def storage(self, array: Any, /) -> MemoryRange:
-        """The whole memory that an array is a view of."""
-        ...
-
-    def offset(self, array: Any, /) -> int:
-        """Where in its memory an array begins."""
-        ...
-
-    def refusal(self, array: Any, /) -> str:
-        """Why an array cannot be an argument of a graph; empty if it can."""
-        ...
-
-    def wants_gradient(self, result: Any, /) -> bool: ...
-
-    def version(self, array: Any, /) -> int | None:
-        """A number that changes when the array is written; None where that is not counted: it is
-        taken for written then."""
-        ...
-
-    def stream(self) -> Stream:
-        """The caller's current stream; the same object for the same stream."""
-        ...
-
-    def wait(self, stream: Stream, other: Stream) -> None:
-        """Later work of a stream waits for what the other has now."""
-        ...
-
-    def run_beside(self, work: Callable[[], Any]) -> Any:
-        """Runs work on the side stream on which captures are made, in the caller's order."""
-        ...
-
-    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Captures work; the graph, which keeps its memory alive, and the result.
-
-        Raises NotGraphable.
-        """
-        ...
-
-    def buffer(self, array: Any, shape: Sequence[int] | None) -> Any:
-        """Memory for a copy of an array, of a shape, or of its own in its own layout.
-
-        Its writes are counted (`version`) where the library counts any."""
-        ...
-
-    def stager(self, buffers: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
-        """A function that copies arrays of the buffers' shapes into them in one go."""
-        ...
-
-    def copy(self, into: Any, array: Any) -> None: ...
-
-    def clone(self, array: Any, /) -> Any: ...
-
-    def narrow(self, array: Any, axis: int, size: int) -> Any:
-        """The front of an array along an axis."""
-        ...
-
-    def rest(self, array: Any, axis: int, size: int) -> Any:
-        """What is behind the front."""
-        ...
-
-    def fill(self, array: Any, value: float) -> None: ...
-
-    def poison(self, rest: Any, front: Any, axis: int) -> None:
-        """Fills padding with what no answer may depend on: NaN, or other values of the front."""
-        ...
-
-    def difference(self, one: Any, other: Any, tolerance: tuple[float, float] | None) -> str:
-        """How two arrays differ, in words; empty if they do not."""
-        ...
-
-    def save_random(self) -> Any:
-        """The states of the generators."""
-        ...
-
-    def restore_random(self, state: Any) -> None: ...
-
-    def same_random(self, state: Any) -> bool:
-        """Whether the generators are in that state now."""
-        ...
-
-    def synchronize(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a function is graphed; `graphed` of each library says what they mean."""
-
-    static: tuple[str, ...] = ()
-    padding: Padding | None = None
-    fill: Mapping[str, float] = field(default_factory=dict)
-    results: str = "clone"
-    gradients: str = "refuse"
-    verify: str | int | None = None
-    tolerance: tuple[float, float] | None = None
-    strict: bool = False
-    guard: bool = True
-
-    def __post_init__(self) -> None:
-        if self.results not in ("clone", "static"):
-            raise InputError(f'results={self.results!r}: "clone" or "static"')
-        if self.gradients not in ("refuse", "eager"):
-            raise InputError(f'gradients={self.gradients!r}: "refuse" or "eager"')
-        whole = isinstance(self.verify, int) and not isinstance(self.verify, bool)
-        if not (self.verify in (None, "first") or (whole and int(self.verify) >= 1)):
-            raise InputError(f'verify={self.verify!r}: None, "first", or each how many replays')
-        if not isinstance(self.static, tuple):
-            raise InputError("static: a tuple of parameter names")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Bound:
-    """The memory that a graph uses and that is not its own."""
-
-    storages: list[tuple[MemoryRange, Any]]
-    """Each piece once, with an array that keeps it alive."""
-    pattern: list[int]
-    """Of each array, in which piece it is."""
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Captured:
-    """What belongs to one graph; the graph owns it."""
-
-    owner: object
-    """The library's own graph, with its memory."""
-    inputs: list[Any]
-    stage: Callable[[Sequence[Any]], None]
-    outputs: list[Any]
-    tree: Tree
-    clones: list[bool]
-    """Which outputs are copied; the others are views of memory that the caller declared static."""
-    written: tuple[int, ...]
-    """Inputs that the function writes, which are copied back."""
-    bound: Bound
-    pointers: list[int]
-    """Of the static arguments."""
-    epoch: int
-    """Of the guarded arrays."""
-    simple: bool = False
-    """Whether the result is one array, which is copied, and nothing else is to be done."""
-    checked: bool = False
-    checked_padding: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Line:
-    """One key."""
-
-    name: str
-    words: str
-    reason: str = ""
-    refused: bool = False
-    """Its calls need gradients, and raise."""
-    warmed: bool = False
-    captured: Callable[[], Captured | None] = lambda: None
-    calls: int = 0
-    eager: int = 0
-    captures: int = 0
-    replays: int = 0
-    rebound: int = 0
-    verified: int = 0
-    written: set[int] = field(default_factory=set)
-    """Arguments that the function writes, among those that are copied."""
-    state: set[int] = field(default_factory=set)
-    """What it writes of the static arguments and of the arrays that it uses besides them."""
-    shapes: tuple[list[tuple[int, ...]], list[int]] | None = None
-    """The result's shapes of the last eager run, and the dynamic sizes of that."""
-    cuts: dict[tuple[int, int], list[Cut]] = field(default_factory=dict)
-    learned: set[int] = field(default_factory=set)
-    """Dynamic sizes of which it is known where they show in the results."""
-    reasons: Counter[str] = field(default_factory=Counter)
-    """Of eager runs."""
-    capture_reasons: Counter[str] = field(default_factory=Counter)
-    times: deque[float] = field(default_factory=lambda: deque(maxlen=256))
-    kept: list[object] = field(default_factory=list)
-    """Objects that stand in the key by their identity."""
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """One call, taken apart."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    leaves: list[Any]
-    statics: list[Any]
-    sizes: list[int]
-    """Of the dynamic arrays, in order."""
-    seen: Seen | None
 
 
 class Graphed(Guarded):
@@ -1022,7 +807,9 @@ class Graphed(Guarded):
         moved_on = library.save_random()
         if work.sizes:
             put_back()
-            results.append(leaves_of(self._poisoned(line, captured, work)))
+            poisoned, result = self._poisoned(line, captured, work)
+            if poisoned:
+                results.append(leaves_of(result))
         put_back()
         eager = self._function(*work.args, **work.kwargs)
         line.eager += 1
@@ -1047,8 +834,9 @@ class Graphed(Guarded):
                 raise VerificationError(f"graphed {self.name}, {line.words}: {line.reason}")
         return eager
 
-    def _poisoned(self, line: Line, captured: Captured, work: Work) -> Any:
-        """A replay with padding that no answer may depend on."""
+    def _poisoned(self, line: Line, captured: Captured, work: Work) -> tuple[bool, Any]:
+        """A replay with padding that no answer may depend on.  (False, None) if the graph was
+        evicted: nothing ran then."""
         library, place = self._library, 0
         axes, fills = self._axes(work)
         self._stage(captured, work)
@@ -1061,8 +849,8 @@ class Graphed(Guarded):
                 library.poison(rest, library.narrow(into, axis, size), axis)
         stream = library.stream()
         if not self.cache.replay(line.name, stream):
-            raise NotGraphable("the graph was evicted while it was checked")
-        return self._results(line, captured, work)
+            return False, None
+        return True, self._results(line, captured, work)
 
     def _compare(
         self, line: Line, captured: Captured, leaves: list[Any], wanted: Tree, *, poisoned: bool

@@ -32,8 +32,9 @@ from ostinato import (
 from ostinato.cache import Buckets, CaptureLimits
 from ostinato.errors import CaptureError, ContextPoisonedError, InputError, NotAvailableError
 from ostinato.interop.graphing.errors import explained
-from ostinato.interop.graphing.graphed import Graphed, NotGraphable, Options
+from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.guards import Watch
+from ostinato.interop.graphing.library import NotGraphable, Options
 from ostinato.interop.graphing.padding import Padding
 from ostinato.interop.graphing.trees import is_plain
 from ostinato.interop.torch.adopting import adopt_graph, drawing
@@ -257,7 +258,7 @@ class _Made:
 
 
 class Torch:
-    """What torch does for `Graphed` (`interop.graphing.graphed.Library`)."""
+    """What torch does for `Graphed` (`interop.graphing.library.Library`)."""
 
     array_type = torch.Tensor
     plain: tuple[type, ...] = (
