@@ -43,6 +43,7 @@ PAGES = (
     "docs/design.md",
     "docs/performance.md",
     "docs/relational.md",
+    "docs/torch.md",
 )
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"

@@ -1,0 +1,329 @@
+"""`graphed`: a function of CuPy that replays a graph of itself.
+
+What is keyed, captured and replayed is in `interop.graphing`; here is what CuPy does for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ostinato import (
+    Capture,
+    CaptureMode,
+    Device,
+    Graph,
+    GraphCache,
+    MemoryRange,
+    Node,
+    PowersOfTwo,
+    Stream,
+    open_device,
+)
+from ostinato.cache import Buckets, CaptureLimits
+from ostinato.errors import CaptureError, ContextPoisonedError, InputError
+from ostinato.interop.cupy.adopting import external_stream
+from ostinato.interop.graphing.errors import explained
+from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.guards import Watch
+from ostinato.interop.graphing.library import NotGraphable, Options
+from ostinato.interop.graphing.padding import Padding
+
+__all__ = ["graphed"]
+
+LIMITS = CaptureLimits(per_key=8, within=1000)
+"""Of the cache that `graphed` makes: a key that is evicted all the time is run eagerly."""
+
+_names = itertools.count()
+_devices: dict[int, Device] = {}
+_captures = threading.RLock()
+
+
+def graphed(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    static: Sequence[str] = (),
+    dynamic: Mapping[str, int] | None = None,
+    buckets: Buckets | None = None,
+    padding: Mapping[str, float] | None = None,
+    results: str = "clone",
+    writes: bool = True,
+    verify: str | int | None = None,
+    tolerance: tuple[float, float] | None = None,
+    strict: bool = False,
+    guard: bool = True,
+    cache: GraphCache | None = None,
+    budget: int | str | None = None,
+    device: Device | None = None,
+    name: str | None = None,
+) -> Any:
+    """A function that replays a graph of itself; called like the original.
+
+        step = graphed(function)
+        y = step(x)
+
+    As `interop.torch.graphed`, whose options these are, but for CuPy:
+
+    * `writes`: whether the function may write arrays that it is given.  CuPy does not count writes,
+      so they are copied back after each replay; False saves that.
+    * Random numbers of cuRAND (`cupy.random.rand` and others of the legacy interface) would be the
+      same in each replay: such a function runs eagerly, with the reason.
+
+    Raises InputError for options that do not fit the function.
+    """
+    if function is None:
+        given = {k: v for k, v in locals().items() if k != "function"}
+        return lambda f: graphed(f, **given)
+    if isinstance(function, Graphed):
+        raise InputError(f"{function!r} is graphed already")
+    index = int(cupy.cuda.runtime.getDevice())
+    if device is None:
+        device = _devices.get(index)
+        if device is None or device.context.closed:
+            cupy.cuda.runtime.free(0)  # CuPy opens its context first
+            device = _devices[index] = open_device(f"cuda:{index}")
+    elif device.name.partition(":")[0] != "cuda":
+        raise InputError(f"device {device.name!r}: a CUDA device is needed")
+    else:
+        index = int(device.name.partition(":")[2] or 0)
+    for what, names in (("buckets", buckets), ("padding", padding)):
+        if names is not None and dynamic is None:
+            raise InputError(f"{what} is for dynamic axes: give dynamic={{parameter: axis}}")
+    options = Options(
+        static=tuple([static] if isinstance(static, str) else static),
+        padding=None if dynamic is None else Padding(dynamic, buckets or PowersOfTwo()),
+        fill=dict(padding or {}),
+        results=results,
+        verify=verify,
+        tolerance=tolerance,
+        strict=strict,
+        guard=guard,
+    )
+    if name is None:
+        number = next(_names)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        name = f"{name}~{number}" if number else name
+    kept = cache or GraphCache(device, budget=budget, limits=LIMITS)
+    library = CuPy(device, index, writes=writes)
+    return Graphed(function, library, options, kept, name=name, owns_cache=cache is None)
+
+
+class CuPy:
+    """What CuPy does for `Graphed` (`interop.graphing.library.Library`)."""
+
+    array_type = cupy.ndarray
+    plain: tuple[type, ...] = (np.dtype, np.generic)
+
+    def __init__(self, device: Device, index: int, *, writes: bool) -> None:
+        self.device, self.index = device, index
+        self._writes = writes
+        self._streams: dict[int, Stream] = {}
+        self._side: Stream | None = None
+        self._pool = cupy.cuda.MemoryPool(self._allocate)
+        """All that is allocated in captures.  Nothing else uses its memory, so that what a graph
+        points at stays its own."""
+
+    def _allocate(self, nbytes: int) -> Any:
+        """New memory for the pool, also while this thread captures."""
+        driver = self.device.driver
+        before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
+        try:
+            return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+        finally:
+            driver.thread_exchange_capture_mode(before)
+
+    # --- values
+    def is_array(self, value: object, /) -> bool:
+        return isinstance(value, cupy.ndarray)
+
+    def parts(self, value: object, /) -> tuple[Hashable, list[Any]] | None:
+        return None
+
+    def join(self, like: object, children: list[Any], /) -> object:
+        raise AssertionError(f"{type(like).__name__} is no container of CuPy")
+
+    def watch(self, value: object, /) -> Watch | None:
+        return None
+
+    def signature(self, array: Any, /) -> tuple[Any, ...]:
+        return array.shape, array.dtype, array.strides, array.data.device_id
+
+    def address(self, array: Any, /) -> int:
+        return int(array.data.ptr)
+
+    def storage(self, array: Any, /) -> MemoryRange:
+        memory = array.data.mem
+        return MemoryRange(int(memory.ptr), int(memory.size))
+
+    def offset(self, array: Any, /) -> int:
+        return int(array.data.ptr) - int(array.data.mem.ptr)
+
+    def refusal(self, array: Any, /) -> str:
+        kind = type(array)
+        if kind is not cupy.ndarray:
+            return f"an array of the subclass {kind.__module__}.{kind.__qualname__}"
+        if array.data.device_id != self.index:
+            return f"an array on device {array.data.device_id}; the graphs are of {self.index}"
+        return ""
+
+    def wants_gradient(self, result: Any, /) -> bool:
+        return False
+
+    def version(self, array: Any, /) -> int | None:
+        return None if self._writes else 0
+
+    def modes(self) -> Hashable:
+        return int(cupy.cuda.runtime.getDevice())
+
+    # --- streams
+    def capturing(self) -> bool:
+        stream = cupy.cuda.get_current_stream()
+        return bool(stream.ptr) and bool(stream.is_capturing())
+
+    def stream(self) -> Stream:
+        theirs = cupy.cuda.get_current_stream()
+        known = self._streams.get(theirs.ptr)
+        if known is None:
+            known = self._streams[theirs.ptr] = self.device.adopt_stream(theirs)
+        return known
+
+    def wait(self, stream: Stream, other: Stream) -> None:
+        stream.wait(other.record())
+
+    def _beside(self) -> Stream:
+        if self._side is None:
+            self._side = self.device.create_stream()
+        return self._side
+
+    def run_beside(self, work: Callable[[], Any]) -> Any:
+        side, current = self._beside(), self.stream()
+        side.wait(current.record())
+        try:
+            with external_stream(side):
+                return work()
+        finally:
+            current.wait(side.record())
+
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
+    # --- captures
+    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+        side, current = self._beside(), self.stream()
+        side.wait(current.record())
+        capture = Capture(side)
+        collecting = gc.isenabled()
+        with _captures:
+            gc.disable()  # it may destroy graphs, which would break the capture
+            try:
+                with external_stream(side), cupy.cuda.using_allocator(self._pool.malloc):
+                    capture.begin()
+                    try:
+                        result = work()
+                        graph = capture.end()
+                    except ContextPoisonedError:
+                        raise
+                    except CaptureError as broken:
+                        raise NotGraphable(f"the capture failed: {broken}") from None
+                    except Exception as raised:
+                        cannot = ".item(), .get(), a print, nonzero, a copy to the host"
+                        raise NotGraphable(explained(raised, cupy, cannot)) from None
+                    finally:
+                        capture.abort()  # nothing to do if it has ended
+            finally:
+                if collecting:
+                    gc.enable()
+        drawing = _drawing(graph.nodes)
+        if drawing is not None:
+            raise NotGraphable(
+                f"node {drawing.index} ({drawing.name}) draws random numbers with cuRAND, which "
+                "would be the same in each replay; draw them outside, and give them as an argument"
+            )
+        # Adopted: what CuPy's kernels point at is not known to this library.
+        return Graph.adopt(self.device, int(graph.handle), owner=(graph, self._pool)), result
+
+    # --- memory
+    def buffer(self, array: Any, shape: Sequence[int] | None) -> Any:
+        return cupy.empty_like(array) if shape is None else cupy.zeros(tuple(shape), array.dtype)
+
+    def stager(self, buffers: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        into, copy = list(buffers), cupy.copyto
+
+        def stage(arrays: Sequence[Any]) -> None:
+            for buffer, array in zip(into, arrays, strict=True):
+                copy(buffer, array)
+
+        return stage
+
+    def copy(self, into: Any, array: Any) -> None:
+        cupy.copyto(into, array)
+
+    def clone(self, array: Any, /) -> Any:
+        return array.copy("K")
+
+    def narrow(self, array: Any, axis: int, size: int) -> Any:
+        return array[(slice(None),) * axis + (slice(size),)]
+
+    def rest(self, array: Any, axis: int, size: int) -> Any:
+        return array[(slice(None),) * axis + (slice(size, None),)]
+
+    def fill(self, array: Any, value: float) -> None:
+        array.fill(value)
+
+    def poison(self, rest: Any, front: Any, axis: int) -> None:
+        if not rest.size:
+            return
+        if rest.dtype.kind in "fc":
+            rest.fill(float("nan"))
+        elif front.size:
+            cupy.copyto(rest, self.rest(front, axis, front.shape[axis] - 1))
+
+    def difference(self, one: Any, other: Any, tolerance: tuple[float, float] | None) -> str:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"{one.dtype} of shape {one.shape} against {other.dtype} of shape {other.shape}"
+        if not one.size:
+            return ""
+        if tolerance is not None and one.dtype.kind in "fc":
+            relative, absolute = tolerance
+            same = cupy.isclose(one, other, rtol=relative, atol=absolute, equal_nan=True)
+        else:
+            bits = [cupy.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (one, other)]
+            same = (bits[0] == bits[1]).reshape(-1, one.dtype.itemsize).all(axis=1)
+            same = same.reshape(one.shape)
+        wrong = int((~same).sum())
+        if not wrong:
+            return ""
+        where = np.unravel_index(int(same.argmin()), one.shape)
+        return (
+            f"{wrong} of {one.size} elements, the first at {[*map(int, where)]}: "
+            f"{one[where].item()} against {other[where].item()}"
+        )
+
+    # --- random numbers
+    def save_random(self) -> Any:
+        """Functions that draw from generators of the host run eagerly."""
+
+    def restore_random(self, state: Any) -> None:
+        """There is no state."""
+
+    def same_random(self, state: Any) -> bool:
+        return True
+
+
+def _drawing(nodes: Sequence[Node]) -> Node | None:
+    """A node of cuRAND, whose generators count on the host what they have drawn."""
+    for node in nodes:
+        if any(part in node.name for part in ("curand", "gen_sequenced", "generate_seed")):
+            return node
+        for body in node.children:
+            found = _drawing(body)
+            if found is not None:
+                return found
+    return None

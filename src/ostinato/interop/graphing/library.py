@@ -1,0 +1,148 @@
+"""What a library does for `Graphed` (`Library`), and what is asked of it (`Options`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ostinato import Device, Graph, MemoryRange, Stream
+from ostinato.errors import InputError
+from ostinato.interop.graphing.guards import Watcher
+from ostinato.interop.graphing.padding import Padding
+
+__all__ = ["Library", "NotGraphable", "Options"]
+
+
+class NotGraphable(Exception):
+    """Why a call cannot be a graph, in words that name the line."""
+
+
+class Library(Watcher, Protocol):
+    """What a library does for `Graphed`."""
+
+    device: Device
+    array_type: type
+    """Of plain arrays, which need no other check."""
+
+    def capturing(self) -> bool:
+        """Whether the caller's current stream captures."""
+        ...
+
+    def modes(self) -> Hashable:
+        """The library's modes that decide what a function does."""
+        ...
+
+    def signature(self, array: Any, /) -> tuple[Any, ...]:
+        """Shape, type, and what else of an array decides which kernels run on it: strides first."""
+        ...
+
+    def address(self, array: Any, /) -> int: ...
+
+    def storage(self, array: Any, /) -> MemoryRange:
+        """The whole memory that an array is a view of."""
+        ...
+
+    def offset(self, array: Any, /) -> int:
+        """Where in its memory an array begins."""
+        ...
+
+    def refusal(self, array: Any, /) -> str:
+        """Why an array cannot be an argument of a graph; empty if it can."""
+        ...
+
+    def wants_gradient(self, result: Any, /) -> bool: ...
+
+    def version(self, array: Any, /) -> int | None:
+        """A number that changes when the array is written; None where that is not counted: it is
+        taken for written then."""
+        ...
+
+    def stream(self) -> Stream:
+        """The caller's current stream; the same object for the same stream."""
+        ...
+
+    def wait(self, stream: Stream, other: Stream) -> None:
+        """Later work of a stream waits for what the other has now."""
+        ...
+
+    def run_beside(self, work: Callable[[], Any]) -> Any:
+        """Runs work on the side stream on which captures are made, in the caller's order."""
+        ...
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Captures work; the graph, which keeps its memory alive, and the result.
+
+        Raises NotGraphable.
+        """
+        ...
+
+    def buffer(self, array: Any, shape: Sequence[int] | None) -> Any:
+        """Memory for a copy of an array, of a shape, or of its own in its own layout.
+
+        Its writes are counted (`version`) where the library counts any."""
+        ...
+
+    def stager(self, buffers: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        """A function that copies arrays of the buffers' shapes into them in one go."""
+        ...
+
+    def copy(self, into: Any, array: Any) -> None: ...
+
+    def clone(self, array: Any, /) -> Any: ...
+
+    def narrow(self, array: Any, axis: int, size: int) -> Any:
+        """The front of an array along an axis."""
+        ...
+
+    def rest(self, array: Any, axis: int, size: int) -> Any:
+        """What is behind the front."""
+        ...
+
+    def fill(self, array: Any, value: float) -> None: ...
+
+    def poison(self, rest: Any, front: Any, axis: int) -> None:
+        """Fills padding with what no answer may depend on: NaN, or other values of the front."""
+        ...
+
+    def difference(self, one: Any, other: Any, tolerance: tuple[float, float] | None) -> str:
+        """How two arrays differ, in words; empty if they do not."""
+        ...
+
+    def save_random(self) -> Any:
+        """The states of the generators."""
+        ...
+
+    def restore_random(self, state: Any) -> None: ...
+
+    def same_random(self, state: Any) -> bool:
+        """Whether the generators are in that state now."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a function is graphed; `graphed` of each library says what they mean."""
+
+    static: tuple[str, ...] = ()
+    padding: Padding | None = None
+    fill: Mapping[str, float] = field(default_factory=dict)
+    results: str = "clone"
+    gradients: str = "refuse"
+    verify: str | int | None = None
+    tolerance: tuple[float, float] | None = None
+    strict: bool = False
+    guard: bool = True
+
+    def __post_init__(self) -> None:
+        if self.results not in ("clone", "static"):
+            raise InputError(f'results={self.results!r}: "clone" or "static"')
+        if self.gradients not in ("refuse", "eager"):
+            raise InputError(f'gradients={self.gradients!r}: "refuse" or "eager"')
+        whole = isinstance(self.verify, int) and not isinstance(self.verify, bool)
+        if not (self.verify in (None, "first") or (whole and int(self.verify) >= 1)):
+            raise InputError(f'verify={self.verify!r}: None, "first", or each how many replays')
+        if not isinstance(self.static, tuple):
+            raise InputError("static: a tuple of parameter names")
