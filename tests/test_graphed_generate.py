@@ -4,10 +4,12 @@ away, with a stand-in for what captures and replays them."""
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,9 +187,16 @@ def test_settings_are_put_back() -> None:
         assert steps.step.caches[-1].layers[0].keys.shape[2] == 64
         other = copy.deepcopy(model)
         count = len(steps.step.caches)
-        call = other.get_compiled_call
-        assert call.args == (other,), "a copy of the model would run the original's steps"
+        options = {"max_new_tokens": 3, "disable_compile": True}
+        compiled = other.get_compiled_call(None)
+        assert compiled is other._compiled_call, (
+            "a copy of the model would run the original's steps"
+        )
+        other.generate(torch.tensor(IDS), **options)
         assert len(steps.step.caches) == count
+        with graphed(other) as theirs:
+            other.generate(torch.tensor(IDS), max_new_tokens=3)
+            assert len(theirs.step.caches) == 2 and len(steps.step.caches) == count
     assert steps.step.closed and "get_compiled_call" not in vars(model)
     assert model.generation_config.cache_implementation is None
     assert model.generation_config.max_cache_len is None
@@ -198,6 +207,46 @@ def test_settings_are_put_back() -> None:
     steps.close()
     steps.close()
     assert model.generation_config.cache_implementation == "static"
+    # Settings of a user's own, given meanwhile, stay.
+    first = model.generation_config
+    first.cache_implementation = None
+    with graphed(model):
+        model.generation_config = transformers.GenerationConfig(cache_implementation="static")
+    assert model.generation_config.cache_implementation == "static"
+    assert first.cache_implementation is None
+
+
+def test_two_threads_with_caches_of_two_kinds() -> None:
+    """Whether a cache can be replayed is of one call; here both calls take their steps in turns."""
+    model = tiny("llama")
+    with graphed(model) as steps:
+        static = transformers.StaticCache(config=model.config, max_cache_len=32)
+        sliding = transformers.StaticCache(config=tiny("mistral").config, max_cache_len=32)
+        prompt = torch.tensor(IDS)
+        calls = []
+        for cache in (static, sliding):
+            model(prompt, past_key_values=cache)
+            calls.append((model.get_compiled_call(None), cache))
+        for _ in range(3):
+            for call, cache in calls:
+                call(input_ids=prompt[:, -1:], past_key_values=cache, return_dict=True)
+        assert steps.step.caches == [static] * 3
+        assert sum(steps.passed_on.values()) == 3
+
+
+def test_a_model_ends_with_its_last_user() -> None:
+    model = tiny("llama")
+    steps = graphed(model)
+    model.generate(torch.tensor(IDS), max_new_tokens=3)
+    steps.close()
+    gc.collect()
+    gc.disable()
+    try:
+        kept = weakref.ref(model)
+        del model, steps
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_the_code_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

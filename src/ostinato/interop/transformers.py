@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -105,13 +107,10 @@ class GraphedModel(Closeable):
     def __init__(self, model: Any, max_cache_len: int | None, options: dict[str, Any]) -> None:
         from ostinato.interop.torch import graphed as graphed_function  # type: ignore[attr-defined]
 
-        if "get_compiled_call" in vars(model):
-            raise InputError("the model has a get_compiled_call of its own: is it graphed already?")
+        _Method.require_free(model, "get_compiled_call", "graphed")
         self._model = model
         self._closed = False
         self._passed_on: Counter[str] = Counter()
-        self._checked: Any = None
-        self._reason = ""
 
         def decode_step(past_key_values: Any, **inputs: Any) -> Any:
             outputs = model(past_key_values=past_key_values, **inputs)
@@ -121,43 +120,47 @@ class GraphedModel(Closeable):
 
         self.step = graphed_function(decode_step, static=("past_key_values",), **options)
         self._settings: dict[str, Any] = {}
-        config = model.generation_config
-        if config.cache_implementation is None:
-            self._set(config, "cache_implementation", "static")
+        self._config = model.generation_config
+        if self._config.cache_implementation is None:
+            self._set("cache_implementation", "static")
         if max_cache_len is not None:
-            self._set(config, "max_cache_len", max_cache_len)
+            self._set("max_cache_len", max_cache_len)
         self._method = _Method(model, "get_compiled_call", self._compiled_call)
 
     def __repr__(self) -> str:
         return f"<GraphedModel {type(self._model).__name__}{', closed' * self._closed}>"
 
-    def _set(self, config: Any, name: str, value: object) -> None:
-        self._settings[name] = (getattr(config, name, None), value)
-        setattr(config, name, value)
+    def _set(self, name: str, value: object) -> None:
+        self._settings[name] = (getattr(self._config, name, None), value)
+        setattr(self._config, name, value)
 
-    def _compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+    def _compiled_call(self, model: Any, compile_config: Any) -> Callable[..., Any]:
         """What `generate` runs its steps with; it asks once a call."""
         if self._closed or compile_config is not None:
             if not self._closed:
                 self._passed_on["a compile_config was given"] += 1
-            own: Callable[..., Any] = _plain(self._model, "get_compiled_call")(compile_config)
+            own: Callable[..., Any] = type(model).get_compiled_call(model, compile_config)
             return own
-        reason = _hooks(self._model.modules())
+        reason = _hooks(model.modules())
         if reason:
             self._passed_on[reason] += 1
-            eager: Callable[..., Any] = self._model.__call__
+            eager: Callable[..., Any] = model.__call__
             return eager
-        self._checked = None
-        return self._decode_step
+        checked: Any = None
 
-    def _decode_step(self, *, past_key_values: Any = None, **inputs: Any) -> Any:
-        if past_key_values is not self._checked:
-            self._checked, self._reason = past_key_values, _not_static(past_key_values)
-        if self._reason or self._closed:
-            self._passed_on[self._reason or "closed"] += 1
-            return self._model(past_key_values=past_key_values, **inputs)
-        kind, kept, cached = self.step(past_key_values, **inputs)
-        return kind(**kept, past_key_values=past_key_values) if cached else kind(**kept)
+        # Of this call alone: two threads may generate at once.
+        def step(*, past_key_values: Any = None, **inputs: Any) -> Any:
+            nonlocal checked, reason
+            if past_key_values is not checked:
+                reason = _not_static(past_key_values)
+                checked = past_key_values
+            if reason or self._closed:
+                self._passed_on[reason or "closed"] += 1
+                return model(past_key_values=past_key_values, **inputs)
+            kind, kept, cached = self.step(past_key_values, **inputs)
+            return kind(**kept, past_key_values=past_key_values) if cached else kind(**kept)
+
+        return step
 
     @property
     def passed_on(self) -> dict[str, int]:
@@ -174,12 +177,10 @@ class GraphedModel(Closeable):
         if self._closed:
             return
         self._closed = True
-        self._checked = None
         self._method.remove()
-        config = self._model.generation_config
         for name, (before, ours) in self._settings.items():
-            if getattr(config, name, None) == ours:
-                setattr(config, name, before)
+            if getattr(self._config, name, None) == ours:
+                setattr(self._config, name, before)
         self.step.close()
 
 
@@ -286,14 +287,13 @@ class Accelerated(Closeable):
         max_context: int | None,
         tokens_per_launch: int,
     ) -> None:
-        if "generate" in vars(model):
-            raise InputError("the model has a generate of its own: is it accelerated already?")
+        _Method.require_free(model, "generate", "accelerated")
         self.config = _config_of(model)
-        self._model = model
+        # The model itself is not kept: it has us, and ends with its last user.
         self._plain: Callable[..., Any] = type(model).generate
         self._signature = inspect.signature(self._plain)
-        self._modules = tuple(model.modules())
-        if reason := self._changed_modules():
+        self._modules = tuple(_parts_of(model))
+        if reason := self._changed_modules(model):
             raise UnsupportedModelError(f"the model cannot be accelerated: {reason}")
         where = model.model.embed_tokens.weight.device
         self._torch_device = where
@@ -315,15 +315,15 @@ class Accelerated(Closeable):
             self._weights = self._own_weights.adopted
             self._weight_bytes = self._weights.nbytes
             self._make(sequences, max_context)
-            self._compare()
+            self._compare(model)
         except BaseException:
             self._give_back()
             raise
-        self._method = _Method(model, "generate", self.generate)
+        self._method = weakref.ref(_Method(model, "generate", self._generate))
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._accelerated} of {self._calls} calls done"
-        return f"<Accelerated {type(self._model).__name__} on {self.device.name}: {state}>"
+        return f"<Accelerated LlamaForCausalLM on {self.device.name}: {state}>"
 
     @property
     def decoder(self) -> Decoder:
@@ -380,16 +380,16 @@ class Accelerated(Closeable):
         except (InputError, UnsupportedModelError, OutOfMemoryError) as error:
             raise NotCovered(f"no decoder of {sequences} sequences: {error}") from error
 
-    def _compare(self) -> None:
+    def _compare(self, model: Any) -> None:
         """One prompt by both.  Raises UnsupportedModelError if the logits are not the same."""
-        model, decoder = self._model, self._decoder
+        decoder = self._decoder
         assert decoder is not None
         if _drops_out(model):
             return
         count = min(_CHECKED_TOKENS, decoder.plan.sizes.context)
         tokens = [(7919 * place + 13) % self.config.vocabulary for place in range(count)]
         ids = torch.tensor([tokens], device=self._torch_device)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self._torch_device.type, enabled=False):
             logits = model(input_ids=ids, use_cache=False).logits[0, -1]
         theirs = logits.float().cpu().numpy().astype(np.float64)
         self._refresh()
@@ -405,19 +405,19 @@ class Accelerated(Closeable):
             )
 
     # --- what may have changed since
-    def _changed_modules(self) -> str:
+    def _changed_modules(self, model: Any) -> str:
         """Why the model's modules do not compute what the decoder does; empty if they do."""
-        found = tuple(self._model.modules())
+        found = tuple(_parts_of(model))
         if len(found) != len(self._modules) or any(
             now is not before for now, before in zip(found, self._modules, strict=True)
         ):
             return "modules were replaced"
-        if reason := _hooks(found):
+        if reason := _hooks([model, *found]):
             return reason
-        for module in found:
+        for module in (model, *found):
             if "forward" in vars(module):
                 return f"a {type(module).__name__} with a forward of its own"
-        if _drops_out(self._model):
+        if _drops_out(model):
             return "training with dropout"
         return ""
 
@@ -428,25 +428,25 @@ class Accelerated(Closeable):
             torch.cuda.current_stream(self._torch_device).synchronize()
 
     # --- generate
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def _generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As the model's class has it."""
-        bound = self._signature.bind(self._model, *args, **kwargs).arguments
+        bound = self._signature.bind(model, *args, **kwargs).arguments
         arguments = {**bound, **bound.get("kwargs", {})}
         for name in ("self", "kwargs"):
             arguments.pop(name, None)
         try:
-            return self._by_decoder(arguments)
+            return self._by_decoder(model, arguments)
         except NotCovered as reason:
             with self._lock:
                 self._calls += 1
                 self._passed_on[str(reason)] += 1
-        return self._plain(self._model, *args, **kwargs)
+        return self._plain(model, *args, **kwargs)
 
-    def _by_decoder(self, arguments: dict[str, Any]) -> Any:
+    def _by_decoder(self, model: Any, arguments: dict[str, Any]) -> Any:
         if self._closed:
             raise NotCovered("closed")
         check_arguments(arguments, processes=_processes())
-        if reason := self._changed_modules() or self._own_weights.changed():
+        if reason := self._changed_modules(model) or self._own_weights.changed():
             raise NotCovered(reason)
         streamer = arguments.pop("streamer", None)
 
@@ -486,7 +486,7 @@ class Accelerated(Closeable):
 
         # transformers would give the streamer the prompt before it asks us.
         arguments = {**arguments, "streamer": None, "custom_generate": decode}
-        return self._plain(self._model, **arguments)
+        return self._plain(model, **arguments)
 
     def _decode(
         self,
@@ -527,7 +527,7 @@ class Accelerated(Closeable):
             steps.append(step)
             self._tokens += len(step)
             if streamer is not None:
-                streamer.put(torch.tensor(step, dtype=torch.long))
+                streamer.put(torch.tensor(step, dtype=torch.long, device="cpu"))
         if streamer is not None:
             streamer.end()
         return steps
@@ -572,7 +572,8 @@ class Accelerated(Closeable):
         with self._lock:
             if self._closed:
                 return
-            self._method.remove()
+            if (method := self._method()) is not None:
+                method.remove()
             self._give_back()
 
     def _give_back(self) -> None:
@@ -585,34 +586,47 @@ class Accelerated(Closeable):
             self._own_weights.give_back()
             weights.close()
             weights.tensors.clear()  # which keep torch's memory
+        self._modules = ()
         if self._owns_device:
             self.device.close()
 
 
 class _Method:
-    """A method of ours in place of one of a model's.  A copy of the model gets a plain one."""
+    """A method of ours in place of one of a model's, until `remove`; `ours` gets the model first.
 
-    def __init__(self, model: Any, name: str, ours: Callable[..., Any]) -> None:
-        self._model, self._name, self.ours = model, name, ours
-        method = getattr(model, name)
-        functools.update_wrapper(self, method)
-        self.__signature__ = inspect.signature(method)
-        setattr(model, name, self)
+    A copy of the model gets one that is the class's again.  The model is known by a weak reference:
+    a cycle would keep its memory until the collector runs.
+    """
+
+    def __init__(self, model: Any, name: str, ours: Callable[..., Any] | None = None) -> None:
+        self._model, self._name, self._ours = weakref.ref(model), name, ours
+        functools.update_wrapper(self, getattr(type(model), name))
+        self.__signature__ = inspect.signature(types.MethodType(getattr(type(model), name), model))
+        if ours is not None:
+            setattr(model, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.ours(*args, **kwargs)
+        model = self._model()
+        if model is None:
+            raise ClosedError(f"the model of this {self._name} is gone")
+        return (self._ours or getattr(type(model), self._name))(model, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _plain, (self._model, self._name)
+        return _Method, (self._model(), self._name)
+
+    @staticmethod
+    def require_free(model: Any, name: str, what: str) -> None:
+        """Raises InputError if the model has such a method of its own."""
+        found = vars(model).get(name)
+        if found is not None and not (type(found) is _Method and found._ours is None):
+            raise InputError(f"the model has a {name} of its own: is it {what} already?")
 
     def remove(self) -> None:
         """The model has its own method again, unless another one was put in place of ours."""
-        if vars(self._model).get(self._name) is self:
-            delattr(self._model, self._name)
-
-
-def _plain(model: Any, name: str) -> Callable[..., Any]:
-    return functools.partial(getattr(type(model), name), model)
+        self._ours = None
+        model = self._model()
+        if model is not None and vars(model).get(self._name) is self:
+            delattr(model, self._name)
 
 
 class _OwnWeights:
@@ -625,6 +639,16 @@ class _OwnWeights:
     def __init__(self, model: Any, config: LlamaConfig, device: Device) -> None:
         self._device = device
         self.shared_bytes = self.copied_bytes = self.peak_extra_bytes = 0
+        self._norms: list[Any] = []
+        self._moved: list[tuple[Any, int]] = []  # parameters, and where they were moved to
+        self._known: list[tuple[dict[str, Any], str, Any, int, torch.dtype]] = []
+        try:
+            self._adopt(model, config)
+        except BaseException:
+            self.give_back()
+            raise
+
+    def _adopt(self, model: Any, config: LlamaConfig) -> None:
         inner = model.model
         tensors: dict[str, object] = {}
         norms: list[Any] = []
@@ -643,15 +667,16 @@ class _OwnWeights:
         norms.append(inner.norm)
         if not config.tied_embeddings:
             tensors["head"] = self._memory([model.lm_head])
-        self._norms = [norm.weight for norm in norms]
+        self._norms += [norm.weight for norm in norms]
         self._copies, memory = self._new((len(norms), config.hidden), torch.float32)
         self.copied_bytes = self._copies.numel() * self._copies.element_size()
         names = [name for name, shape in weight_shapes(config).items() if len(shape) == 1]
         tensors.update({name: memory[place] for place, name in enumerate(names)})
         halves = inner.embed_tokens.weight.dtype == torch.bfloat16
-        self.adopted = adopt_weights(device, config, tensors, np.uint16 if halves else np.float32)
+        kind = np.uint16 if halves else np.float32
+        self.adopted = adopt_weights(self._device, config, tensors, kind)
         modules = [m for m in model.modules() if m._parameters]
-        self._known = [
+        self._known += [
             (module._parameters, name, parameter, parameter.data_ptr(), parameter.dtype)
             for module in modules
             for name, parameter in module._parameters.items()
@@ -673,12 +698,14 @@ class _OwnWeights:
                 copy.copy_(norm)
 
     def give_back(self) -> None:
-        """Memory of a host device, which ends with it, is copied to torch's own."""
+        """Lets go of the model.  Memory of a host device, which ends with it, is copied to
+        torch's own."""
         if self._device.capabilities.host_memory_is_device_memory:
-            for parameter in {
-                id(p): p for _, _, p, a, _ in self._known if p.data_ptr() == a
-            }.values():
-                parameter.data = parameter.data.clone()
+            with torch.inference_mode(False):
+                for parameter, address in self._moved:
+                    if parameter.data_ptr() == address:
+                        parameter.data = parameter.data.clone()
+        self._moved, self._known, self._norms = [], [], []
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """New memory as a tensor, and as something that `adopt_weights` takes rows of."""
@@ -709,6 +736,7 @@ class _OwnWeights:
             piece = whole[start : start + part.shape[0]]
             piece.copy_(part.data)
             part.data = piece  # the memory before is free now
+            self._moved.append((part, piece.data_ptr()))
             start += part.shape[0]
         return memory
 
@@ -797,6 +825,7 @@ def _check_parameters(model: Any, require: Callable[[object, str], None]) -> Non
     for parameter in parameters:
         plain = type(parameter) is torch.nn.Parameter and type(parameter.data) is torch.Tensor
         require(plain, f"a parameter is a {type(parameter).__name__}")
+        require(not parameter.is_inference(), "parameters made in torch.inference_mode()")
         require(parameter.device == where, "its parameters are on several devices")
         require(
             parameter.dtype == dtype,
@@ -804,6 +833,11 @@ def _check_parameters(model: Any, require: Callable[[object, str], None]) -> Non
         )
     addresses = {parameter.data_ptr() for parameter in parameters}
     require(len(addresses) == len(parameters), "parameters that share their memory")
+
+
+def _parts_of(model: Any) -> Iterable[Any]:
+    """Its modules without itself."""
+    return (module for module in model.modules() if module is not model)
 
 
 def _hooks(modules: Iterable[Any]) -> str:
