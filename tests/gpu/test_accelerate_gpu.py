@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,19 @@ def model(cuda_device: Device) -> Any:
 def accelerated(model: Any, cuda_device: Device) -> Iterator[Accelerated]:
     with accelerate(model, device=cuda_device) as handle:
         yield handle
+
+
+class Streamer(transformers.generation.streamers.BaseStreamer):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.ended = 0
+
+    def put(self, value: Any) -> None:
+        assert value.device.type == "cpu"
+        self.seen += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended += 1
 
 
 def ids(rows: list[list[int]], device: str = "cuda") -> Any:
@@ -201,6 +215,98 @@ def test_weights_and_inputs_that_are_still_being_written(
     assert not reasons(accelerated)
 
 
+def test_everything_on_a_stream_of_the_callers(model: Any, accelerated: Accelerated) -> None:
+    """Prompts and weights are written there, behind work that takes long, and the answers are read
+    there.  A stream of torch's does not wait for the default one, nor that one for it."""
+    first, second = [[700, 3, 3, 8]], [[5, 99, 130, 2]]
+    default = torch.cuda.current_stream()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream(), default]
+    sources = [ids(first), ids(second)]
+    found = []
+    with torch.no_grad():
+        for stream, source in zip(streams, sources * 2, strict=False):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                prompt = torch.zeros_like(source)
+                torch.cuda._sleep(400_000_000)
+                prompt.copy_(source)
+                assert not stream.query(), "the prompt was there before it was asked for"
+                answer = model.generate(prompt, max_new_tokens=30, do_sample=False)
+                torch.cuda._sleep(400_000_000)
+                found.append((source, answer.clone(), copy.deepcopy(model)))
+                # The answer's memory is given back here, where it may be written at once.
+                del answer
+                torch.full_like(source.expand(64, 4), -1)
+                model.model.norm.weight.mul_(-1)
+                model.model.layers[1].self_attn.v_proj.weight.mul_(-2)
+        torch.cuda.synchronize()
+        for source, answer, as_it_was in found:
+            check_greedy(as_it_was, answer, source)
+    assert len({str(answer[0, 4:].tolist()) for _, answer, _ in found}) == 3
+    assert not reasons(accelerated)
+
+
+def test_threads_with_streams_of_their_own(model: Any, accelerated: Accelerated) -> None:
+    prompts = [BATCH, [[700, 3, 3, 8]]]  # the larger one first: then there is one decoder
+    wanted = [
+        model.generate(ids(rows), max_new_tokens=30, do_sample=False).tolist() for rows in prompts
+    ]
+    wrong: list[object] = []
+
+    def work(rows: list[list[int]], right: list[list[int]]) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(6):
+                    prompt = torch.zeros(len(rows), len(rows[0]), dtype=torch.long, device="cuda")
+                    torch.cuda._sleep(20_000_000)
+                    prompt.copy_(torch.tensor(rows))
+                    found = model.generate(prompt, max_new_tokens=30, do_sample=False)
+                    if found.tolist() != right:
+                        wrong.append(found.tolist())
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip(prompts, wanted, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and not reasons(accelerated)
+    assert accelerated.statistics().accelerated == 14
+
+
+def test_modes_and_a_model_that_moves(model: Any, accelerated: Accelerated) -> None:
+    prompt = ids([[5, 99, 130, 2]])
+    wanted = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    for mode in (
+        torch.inference_mode,
+        torch.enable_grad,
+        lambda: torch.autocast("cuda", dtype=torch.float16),
+        lambda: torch.device("cuda"),
+    ):
+        with mode():
+            streamer = Streamer()
+            found = model.generate(prompt, max_new_tokens=12, do_sample=False, streamer=streamer)
+            assert torch.equal(found, wanted) and streamer.seen == wanted[0].tolist()
+    assert not reasons(accelerated)
+    plain(model, prompt, max_new_tokens=3)  # torch's libraries take memory for themselves
+    held = torch.cuda.memory_allocated()
+    model.to("cpu")
+    model.generate(prompt.cpu(), max_new_tokens=3, do_sample=False)
+    model.to("cuda")
+    model.generate(prompt, max_new_tokens=3, do_sample=False)
+    assert accelerated.statistics().passed_on == {"parameters were replaced or moved": 2}
+    accelerated.close()
+    assert torch.cuda.memory_allocated() <= held + (1 << 20), "the memory before was kept"
+    with accelerate(model, device=accelerated.device) as again:
+        assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False), wanted)
+        model.half()
+        model.generate(prompt, max_new_tokens=3, do_sample=False)
+        assert reasons(again) == ["parameters were replaced or moved"]
+
+
 def test_sampling(model: Any, accelerated: Accelerated) -> None:
     prompt = ids([[5, 99, 130, 2]])
     options = {"max_new_tokens": 30, "do_sample": True, "num_return_sequences": 3}
@@ -259,18 +365,6 @@ def test_what_is_not_covered_is_transformers(model: Any, accelerated: Accelerate
 
 
 def test_streamers(model: Any, accelerated: Accelerated) -> None:
-    class Streamer(transformers.generation.streamers.BaseStreamer):
-        def __init__(self) -> None:
-            self.seen: list[int] = []
-            self.ended = 0
-
-        def put(self, value: Any) -> None:
-            assert value.device.type == "cpu"
-            self.seen += value.flatten().tolist()
-
-        def end(self) -> None:
-            self.ended += 1
-
     streamer = Streamer()
     found = model.generate(ids([[5, 99]]), max_new_tokens=20, streamer=streamer, do_sample=False)
     assert streamer.seen == found[0].tolist() and streamer.ended == 1
@@ -317,6 +411,7 @@ def test_memory_is_shared(cuda_device: Device) -> None:
     with accelerate(model, device=cuda_device) as again:
         assert again.statistics().peak_extra_bytes == 0, "fused weights were fused again"
         check_greedy(model, model.generate(prompt, max_new_tokens=9, do_sample=False), prompt)
+    # At once: a cycle through a model that was copied would wait for the collector.
     assert torch.cuda.memory_allocated() - before <= 8 << 20
     assert "generate" not in vars(model)
 

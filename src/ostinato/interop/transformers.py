@@ -266,7 +266,7 @@ def accelerate(
 
     Weights that are changed in place count from the next call on.  If parameters or modules are
     replaced, or hooks added, transformers takes the calls: close and accelerate again.
-    Calls wait for each other.
+    Calls wait for each other, and for what the caller's current stream has to do before.
 
     Raises UnsupportedModelError for another model, and if logits are not transformers' (within what
     bfloat16 explains) after a prompt that is tried here; InputError if the model is accelerated
