@@ -234,6 +234,30 @@ def test_two_threads_with_caches_of_two_kinds() -> None:
         assert sum(steps.passed_on.values()) == 3
 
 
+def test_closed_in_the_middle_of_a_call() -> None:
+    """The other steps run eagerly, over the same cache."""
+    model = tiny("llama")
+    wanted = eager(model, max_new_tokens=9, do_sample=False)
+    steps = graphed(model)
+
+    class Closes(transformers.generation.streamers.BaseStreamer):
+        left = 4
+
+        def put(self, value: Any) -> None:
+            self.left -= 1
+            if not self.left:
+                steps.close()
+
+        def end(self) -> None:
+            pass
+
+    streamer = Closes()
+    found = model.generate(torch.tensor(IDS), max_new_tokens=9, do_sample=False, streamer=streamer)
+    assert torch.equal(found, wanted)
+    taken = len(steps.step.caches)
+    assert 1 <= taken < 8 and steps.passed_on == {"closed": 8 - taken}
+
+
 def test_a_model_ends_with_its_last_user() -> None:
     model = tiny("llama")
     steps = graphed(model)
