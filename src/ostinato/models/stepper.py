@@ -119,9 +119,11 @@ class Stepper:
         sequence: Sequence,
         tokens: Items[int],
         progress: Callable[[int, int], None] | None = None,
+        *,
+        choose: bool = True,
     ) -> int:
         """Puts tokens behind what the KV cache holds of a sequence, in pieces; returns the token
-        that is chosen after them.
+        that is chosen after them.  Unless it is to `choose` one: then -1, without a wait.
 
         Raises ModelError if the logits hold NaN.
         """
@@ -129,7 +131,7 @@ class Stepper:
         with self.phases.measure("prefill", len(tokens)):
             for start in range(0, len(tokens), largest):
                 piece = tokens[start : start + largest]
-                last = start + largest >= len(tokens)
+                last = choose and start + largest >= len(tokens)
                 end = self._plan.sizes.piece_end(len(piece))
                 rows = prompt_rows(
                     self._rows, sequence.index, piece, sequence.length, sample=last, end=end
