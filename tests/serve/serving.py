@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openai import OpenAI
+
 from ostinato import Device
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve.engine import End, Engine, Job, Refused, Update
+from ostinato.serve.server import ServeOptions, Server
 from tests.models.model_files import write_gguf
 
 SECONDS = 300.0
 """Against hangs alone."""
+MODEL = "tiny"
 
 
 def tiny(folder: Path) -> Path:
@@ -76,3 +85,73 @@ def alone(generator: TextGenerator, one: Job) -> tuple[str, int, End]:
     text = "".join(answer)
     reason = answer.finish_reason
     return text, len(answer.token_ids), End.STOP if reason == "stop" else End.LENGTH
+
+
+@contextmanager
+def running(generator: TextGenerator, **options: Any) -> Iterator[Server]:
+    """A server on a free port, in a thread; it is stopped gracefully at the end."""
+    chosen = ServeOptions(**{"model": MODEL, **options})
+    server = Server(generator, chosen, Server.bind("127.0.0.1", 0))
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            server.run()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="server")
+    thread.start()
+    try:
+        until(lambda: failed or server.engine.ready or server.engine.failure)
+        assert not failed, failed
+        yield server
+    finally:
+        server.stop()
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "the server does not stop"
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def client(server: Server | str, key: str = "none") -> OpenAI:
+    url = server if isinstance(server, str) else server.url
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=SECONDS)
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error object, whose form is checked."""
+        (name,) = self.json
+        assert name == "error" and self.headers["content-type"] == "application/json"
+        assert set(self.json["error"]) == {"message", "type", "param", "code"}
+        assert self.json["error"]["message"]
+        return dict(self.json["error"])
+
+
+def call(server: Server, method: str, path: str, body: object = None, **headers: str) -> Reply:
+    """A request as no client library would make it: `body` is bytes, or becomes JSON."""
+    with closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as connection:
+        connection.timeout = SECONDS
+        if body is not None:
+            headers = {"content-type": "application/json", **headers}
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, path, data, headers)
+        answer = connection.getresponse()
+        found = {name.lower(): value for name, value in answer.getheaders()}
+        return Reply(answer.status, found, answer.read())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ostinato.errors import ContextPoisonedError, ModelError
 from ostinato.models import TextGenerator
 from ostinato.serve import engine as engine_module
 from ostinato.serve.engine import End, Engine, Job, Refused, Timing, Update
-from tests.serve.serving import SECONDS, Answer, alone, job, open_generator, submit
+from tests.serve.serving import SECONDS, Answer, alone, job, open_generator, submit, until
 
 HOT = {"temperature": 3.0}
 
@@ -116,13 +116,6 @@ def test_who_goes_away_costs_others_nothing(generator: TextGenerator) -> None:
         again = [submit(engine, one)[1] for one in jobs[:12]]
         for answer, one in zip(again, wanted, strict=False):
             check(answer, one)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_a_full_engine_refuses_all_of_what_does_not_fit(generator: TextGenerator) -> None:
