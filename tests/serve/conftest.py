@@ -17,6 +17,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def close_clients() -> Iterator[None]:
+    yield
+    while serving.clients:
+        serving.clients.pop().close()
+
+
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """BLAS's threads spin while they wait: beside other work, two are slower than one."""
     with threadpoolctl.threadpool_limits(limits=1, user_api="blas"):

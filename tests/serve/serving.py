@@ -20,9 +20,10 @@ from ostinato.serve.engine import End, Engine, Job, Refused, Update
 from ostinato.serve.server import ServeOptions, Server
 from tests.models.model_files import write_gguf
 
-SECONDS = 300.0
+SECONDS = 120.0
 """Against hangs alone."""
 MODEL = "tiny"
+clients: list[OpenAI] = []
 
 
 def tiny(folder: Path) -> Path:
@@ -120,8 +121,11 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def client(server: Server | str, key: str = "none") -> OpenAI:
+    """It is closed at the end of the test."""
     url = server if isinstance(server, str) else server.url
-    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=SECONDS)
+    made = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=SECONDS)
+    clients.append(made)
+    return made
 
 
 @dataclass(frozen=True)

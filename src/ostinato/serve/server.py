@@ -73,6 +73,7 @@ class Server:
             self.engine, self.metrics, options.model, options.keys, options.limits
         )
         self._listener = listener
+        self._ready: Callable[[], object] = lambda: None
         config = uvicorn.Config(
             make_app(self.service, self._life),
             log_config=None,
@@ -109,12 +110,32 @@ class Server:
         host, port = self._listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def run(self) -> None:
-        """Serves until a signal or `stop`.  Raises what ended the engine, if something did."""
-        with _process(), self._listener:
-            self._uvicorn.run(sockets=[self._listener])
+    def run(self, ready: Callable[[], object] = lambda: None) -> None:
+        """Serves until a signal or `stop`.  `ready` is called when requests are answered.
+
+        Raises what ended the engine, if something did.
+        """
+        self._ready = ready
+        try:
+            with _process(), self._listener:
+                self._uvicorn.run(sockets=[self._listener])
+        finally:
+            # Whatever ended the loop: its owner is to close the decoder, so no step may be left.
+            self.engine.end_all()
+            self.engine.close()
         if self.engine.failure is not None:
             raise self.engine.failure
+
+    def summary(self) -> str:
+        """What was answered, in a line; once it has stopped."""
+        numbers = self.engine.statistics().result()
+        ends = ", ".join(f"{count} {end}" for end, count in numbers.ended.items() if count)
+        refused = sum(numbers.refused.values())
+        return (
+            f"{numbers.submitted} answers begun ({ends or 'none'}), {refused} refused; "
+            f"{numbers.answer_tokens} tokens given, {numbers.prompt_tokens} read, "
+            f"{numbers.cached_tokens} of prompts were there"
+        )
 
     def stop(self) -> None:
         """Ends it gracefully; from any thread, or a signal handler."""
@@ -136,8 +157,12 @@ class Server:
 
     async def _watch(self) -> None:
         """An engine that failed ends the process: whoever supervises it starts another."""
+        said = False
         while self.engine.failure is None:
-            await asyncio.sleep(0.2)
+            if self.engine.ready and not said:
+                said = True
+                self._ready()
+            await asyncio.sleep(0.05)
         self.stop()
 
     def _post(self, call: Callable[[], None]) -> None:
