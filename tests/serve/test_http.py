@@ -490,7 +490,8 @@ def test_an_answer_that_fails_in_its_middle_says_so_in_the_stream(
                 max_tokens=50,
                 stream=True,
             )
-            with pytest.raises(openai.APIError, match="the answer failed: the logits hold NaN"):
+            failed = pytest.raises(openai.APIError, match="the answer failed: the logits hold NaN")
+            with stream, failed:
                 for _ in stream:
                     pass
         finally:
@@ -526,12 +527,12 @@ def test_nothing_is_computed_for_who_went_away(reference: TextGenerator, stream:
         reference.decoder.run_batch = slow  # type: ignore[method-assign]
         try:
             for _ in range(3):
-                raw = begin(server, {**ASK, "max_tokens": 100, "stream": stream})
-                if stream:
-                    assert b"data:" in raw.recv(1 << 16)
-                else:
-                    until(lambda: server.engine._entries)
-                raw.close()
+                with begin(server, {**ASK, "max_tokens": 100, "stream": stream}) as raw:
+                    if stream:
+                        while b"data:" not in (came := raw.recv(1 << 16)):
+                            assert came, "the connection was closed"
+                    else:
+                        until(lambda: server.engine._entries)
                 until(lambda: server.engine._scheduler.under_way == 0)
         finally:
             del reference.decoder.run_batch
