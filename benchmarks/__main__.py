@@ -22,6 +22,7 @@ NAMES = (
     "host",
     "startup",
     "load",
+    "serve",
 )
 
 

@@ -164,10 +164,10 @@ class Service:
         return jobs
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        encode = self.engine.generator.encode
+        generator = self.engine.generator
         if isinstance(prompt, Chat):
-            return tuple(encode(prompt.messages))
-        return tuple(encode(prompt, chat=False)) if isinstance(prompt, str) else prompt
+            return tuple(generator.encode(prompt.messages))
+        return tuple(generator.encode(prompt, chat=False)) if isinstance(prompt, str) else prompt
 
     def _max_tokens(self, wanted: Wanted, room: int) -> int:
         limit = self.limits.max_tokens
