@@ -575,6 +575,19 @@ def test_a_run_that_is_finished_drops_nothing(
             assert tokens == wanted["PROMPT"][: len(tokens)]
 
 
+@pytest.mark.parametrize("spins", [True, False])
+def test_waiting_in_another_way_gives_the_same_tokens(
+    decoder: Decoder, wanted: dict[str, list[Any]], spins: bool
+) -> None:
+    decoder.spins = spins
+    assert decoder.spins is spins
+    for options in ({}, {"ahead": 0}, {"tokens_per_launch": 4}):
+        decoder.reset()
+        tokens = [decoder.prefill(PROMPT), *decoder.run(count=20, **options)]
+        tokens += [decoder.decode() for _ in range(5)]
+        assert tokens == wanted["PROMPT"][:26]
+
+
 def test_a_run_that_is_finished_with_sequences_that_stop(where: Device) -> None:
     """Whatever is launched when it is finished is taken, also of those that stop in it.  The same
     rows of the same bucket for the others, before and after."""

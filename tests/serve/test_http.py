@@ -181,6 +181,21 @@ def test_the_list_of_models(server: Server) -> None:
         api.models.retrieve("other")
 
 
+def test_the_code_in_the_docs_runs(
+    reference: TextGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "serve.md"
+    (sample,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.S | re.M)
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    text, _, _ = wanted(reference, reference.encode(messages), 40)
+    with running(reference, model="smollm2-135m") as server:
+        assert sample.count("http://127.0.0.1:8000") == 1
+        names: dict[str, Any] = {}
+        exec(sample.replace("http://127.0.0.1:8000", server.url), names)
+        names["client"].close()
+    assert capsys.readouterr().out == text
+
+
 # ------------------------------------------------------------------------------- what is refused
 
 

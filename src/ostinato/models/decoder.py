@@ -177,6 +177,17 @@ class Decoder(Closeable):
         )
 
     # --- settings
+    @property
+    def spins(self) -> bool:
+        """Whether the host looks for a token in a loop for a while before it waits: some µs faster,
+        and no other thread gets the interpreter meanwhile.  By itself as the backend wants it; a
+        program with other threads that have work to do sets it to False, between steps."""
+        return self._stepper.ring.spins
+
+    @spins.setter
+    def spins(self, wanted: bool) -> None:
+        self._stepper.ring.spins = bool(wanted)
+
     def set_sampling(
         self, options: SamplingOptions, sequence: int = 0, *, limit: int | None = None
     ) -> None:

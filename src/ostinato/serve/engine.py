@@ -28,7 +28,7 @@ from ostinato.serve.scheduler import Decode, Place, Read, Scheduler
 
 __all__ = ["End", "Engine", "EngineStatistics", "Job", "Refused", "Timing", "Update"]
 
-_GATHER_SECONDS = 0.01
+_GATHER_SECONDS = 0.02
 """Pieces of text are gathered for so long, but for the first and the last of an answer: at a
 thousand steps a second a message for each token costs more than the token."""
 _LOOK_SECONDS = 0.01
@@ -308,6 +308,7 @@ class Engine:
 
     # --- the thread
     def _work(self) -> None:
+        spun, self._decoder.spins = self._decoder.spins, False  # other threads have work, too
         try:
             self._warm_up()
             self.ready = True
@@ -317,6 +318,7 @@ class Engine:
             self._fail(error)
         finally:
             self.ready = False
+            self._decoder.spins = spun
             with self._lock:
                 self._answer_questions()
             self._flush()
