@@ -71,8 +71,9 @@ def test_many_at_once_answer_as_each_alone(
         assert 0 <= timing.placed <= timing.first <= timing.over
 
 
-def test_every_step_is_captured_before_it_is_ready(generator: TextGenerator) -> None:
-    with Engine(generator) as engine:
+@pytest.mark.parametrize("piece", [256, 5])
+def test_every_step_is_captured_before_it_is_ready(generator: TextGenerator, piece: int) -> None:
+    with Engine(generator, piece=piece) as engine:
         until(lambda: engine.ready)
         before = engine.statistics().result(SECONDS).decoder
         answers = [submit(engine, one)[1] for one in jobs_of(generator, 9)]

@@ -337,7 +337,7 @@ def test_a_body_that_is_too_large(server: Server) -> None:
     check(call(server, "POST", CHAT, b"{}", **{"content-length": "20001"}), 413, "20000 bytes")
 
     with socket.create_connection(server._listener.getsockname(), SECONDS) as raw:
-        head = "transfer-encoding: chunked\r\ncontent-type: application/json\r\nhost: x"
+        head = "transfer-encoding: chunked\r\ncontent-type: application/json\r\nhost: localhost"
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode())
         raw.sendall(b"7530\r\n" + b"x" * 30_000 + b"\r\n")  # and more to come
         assert b"413" in raw.recv(100)
@@ -345,9 +345,19 @@ def test_a_body_that_is_too_large(server: Server) -> None:
 
 def test_a_request_that_is_cut_off_leaves_nothing(server: Server) -> None:
     with socket.create_connection(server._listener.getsockname(), SECONDS) as raw:
-        head = "content-length: 500\r\ncontent-type: application/json\r\nhost: x"
+        head = "content-length: 500\r\ncontent-type: application/json\r\nhost: localhost"
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode() + b'{"model')
     assert call(server, "POST", CHAT, ASK).status == 200
+
+
+def test_without_a_key_only_this_machine_asks(server: Server) -> None:
+    """A page of another name, which leads here (DNS rebinding), has its own name in the request."""
+    for name in ("127.0.0.1", "localhost:8000", "LOCALHOST", "[::1]:80", "[::1]"):
+        assert call(server, "GET", "/v1/models", host=name).status == 200, name
+    for name in ("evil.example", "evil.example:8000", "localhost.evil.example", ""):
+        for method, path in (("GET", "/v1/models"), ("GET", "/health"), ("POST", CHAT)):
+            body = ASK if method == "POST" else None
+            check(call(server, method, path, body, host=name), 403, "answers at 127.0.0.1 alone")
 
 
 def test_a_key_is_wanted_where_there_is_one(reference: TextGenerator) -> None:
@@ -355,7 +365,7 @@ def test_a_key_is_wanted_where_there_is_one(reference: TextGenerator) -> None:
         for key in ("first", "secönd"):
             bearer = {"authorization": f"Bearer {key}".encode().decode("latin-1")}
             assert call(server, "POST", CHAT, ASK, **bearer).status == 200
-            assert call(server, "GET", "/metrics", **bearer).status == 200
+            assert call(server, "GET", "/metrics", **bearer, host="any.name").status == 200
         assert client(server, "first").models.list().data
         with pytest.raises(openai.AuthenticationError, match="a key is needed"):
             client(server, "wrong").models.list()
@@ -521,7 +531,7 @@ def test_an_answer_that_fails_in_its_middle_says_so_in_the_stream(
 def begin(server: Server, body: dict[str, object]) -> socket.socket:
     raw = socket.create_connection(server._listener.getsockname(), SECONDS)
     data = json.dumps(body).encode()
-    head = f"content-length: {len(data)}\r\ncontent-type: application/json\r\nhost: x"
+    head = f"content-length: {len(data)}\r\ncontent-type: application/json\r\nhost: localhost"
     raw.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode() + data)
     return raw
 

@@ -23,7 +23,6 @@ from ostinato.cli.speaker import speaker
 __all__ = ["serve"]
 
 _MOST_KEYS = 1 << 20  # bytes of a file of keys
-_HERE = ("127.0.0.1", "::1")
 
 
 def serve(
@@ -117,7 +116,7 @@ def serve(
     if not all(key.strip() == key != "" for key in keys):
         raise typer.BadParameter("a key is text without spaces around it", param_hint="--api-key")
     from ostinato.serve.app import HttpLimits
-    from ostinato.serve.server import ServeOptions, Server
+    from ostinato.serve.server import LOCAL, ServeOptions, Server
 
     options = ServeOptions(
         model=name or _name(model),
@@ -142,7 +141,7 @@ def serve(
         ) as generator,
     ):
         server = Server(generator, options, listener)
-        if not keys and listener.getsockname()[0] not in _HERE:
+        if not keys and listener.getsockname()[0] not in LOCAL:
             _say("no key is wanted, and other machines can reach this server: see --api-key")
 
         def ready() -> None:

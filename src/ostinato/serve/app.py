@@ -76,12 +76,14 @@ class HttpLimits:
 @dataclass(eq=False)
 class Service:
     """What the routes share.  `model`: the name that clients call the model by.  `keys`: of which a
-    client must have one; none for no such check."""
+    client must have one; none for no such check.  `hosts`: what clients may call the server; none
+    for any."""
 
     engine: Engine
     metrics: Metrics
     model: str
     keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     limits: HttpLimits = field(default_factory=HttpLimits)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -220,6 +222,7 @@ class Service:
 
         async def handle(request: Request) -> Response:
             try:
+                self._require_host(request)
                 if not open_to_all:
                     self._require_key(request)
                 response = await handler(request)
@@ -232,6 +235,19 @@ class Service:
             return response
 
         return handle
+
+    def _require_host(self, request: Request) -> None:
+        """A web page may have its own name lead to this machine, and then ask as if it were here
+        (DNS rebinding); the name stands in the request."""
+        name = request.headers.get("host", "")
+        name = name if name.endswith("]") else name.rpartition(":")[0] or name
+        if self.hosts and name.lower() not in self.hosts:
+            raise ApiError(
+                403,
+                f"this server answers at {self.hosts[0]} alone, and not as {name[:200]!r}; with a "
+                "key (--api-key) it answers by any name",
+                code="wrong_host",
+            )
 
     def _require_key(self, request: Request) -> None:
         if not self.keys:

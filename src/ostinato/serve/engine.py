@@ -326,14 +326,15 @@ class Engine:
     def _warm_up(self) -> None:
         """Every step twice, so that it is captured: of each number of rows that batches and pieces
         of prompts can have."""
-        decoder, context = self._decoder, self._context
+        decoder, most = self._decoder, min(self._piece, self._context)
         for rows in self._buckets:
-            if rows <= min(self._piece, context - 1):
-                for _ in range(2):
+            size = min(rows, most)
+            for _ in range(2):
+                for read in (decoder.extend, decoder.prefill):
                     decoder.reset(0)
-                    decoder.extend([0] * rows)
-                    decoder.reset(0)
-                    decoder.prefill([0] * rows)
+                    read([0] * size)
+            if size == most:
+                break
         for rows in self._buckets:
             count = min(rows, self._slots)
             for slot in range(count):

@@ -25,7 +25,10 @@ from ostinato.serve.app import HttpLimits, Service, make_app
 from ostinato.serve.engine import Engine
 from ostinato.serve.metrics import Metrics
 
-__all__ = ["ServeOptions", "Server"]
+__all__ = ["LOCAL", "ServeOptions", "Server"]
+
+LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
+"""What this machine calls itself."""
 
 _SWITCH_SECONDS = 5e-4
 """How long a thread may keep the interpreter while another one wants it: less than a step takes.
@@ -69,8 +72,14 @@ class Server:
             post=self._post,
             over=self.metrics.answer,
         )
+        address = listener.getsockname()[0]
         self.service = Service(
-            self.engine, self.metrics, options.model, options.keys, options.limits
+            self.engine,
+            self.metrics,
+            options.model,
+            options.keys,
+            LOCAL if address in LOCAL and not options.keys else (),
+            options.limits,
         )
         self._listener = listener
         self._ready: Callable[[], object] = lambda: None
