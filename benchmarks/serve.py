@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="1B")
     parser.add_argument("--clients", default="1,8,32,64")
     parser.add_argument("--prompt", type=int, default=20, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=512, help="of each answer")
     parser.add_argument("--requests", type=int, default=4, help="of each client")
     parser.add_argument("--soak", type=int, default=0, help="so many short answers after that")
     chosen = parser.parse_args(arguments)

@@ -22,7 +22,6 @@ from benchmarks import (
     launch_cost,
     load,
     replay_cost,
-    serve,
     soak,
     startup,
 )
@@ -144,6 +143,7 @@ def test_loading_is_measured_and_every_way_checked(
 def test_serving_is_measured_beside_the_same_batches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    serve = pytest.importorskip("benchmarks.serve")
     options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
     assert serve.main(options) == 0
     result = last_line(capsys.readouterr().out)

@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from openai import OpenAI
+from typing import TYPE_CHECKING, Any
 
 from ostinato import Device
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve.engine import End, Engine, Job, Refused, Update
-from ostinato.serve.server import ServeOptions, Server
 from tests.models.model_files import write_gguf
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+    from ostinato.serve.server import Server
 
 SECONDS = 120.0
 """Against hangs alone."""
@@ -91,6 +93,8 @@ def alone(generator: TextGenerator, one: Job) -> tuple[str, int, End]:
 @contextmanager
 def running(generator: TextGenerator, **options: Any) -> Iterator[Server]:
     """A server on a free port, in a thread; it is stopped gracefully at the end."""
+    from ostinato.serve.server import ServeOptions, Server
+
     chosen = ServeOptions(**{"model": MODEL, **options})
     server = Server(generator, chosen, Server.bind("127.0.0.1", 0))
     failed: list[BaseException] = []
@@ -122,6 +126,8 @@ def until(condition: Callable[[], object]) -> None:
 
 def client(server: Server | str, key: str = "none") -> OpenAI:
     """It is closed at the end of the test."""
+    from openai import OpenAI
+
     url = server if isinstance(server, str) else server.url
     made = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=SECONDS)
     clients.append(made)
