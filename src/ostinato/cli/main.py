@@ -18,6 +18,7 @@ from ostinato.cli.endings import ending, own_process
 from ostinato.cli.generate import generate
 from ostinato.cli.inspect import inspect
 from ostinato.cli.model import app as model_app
+from ostinato.cli.serve import serve
 from ostinato.cli.tune import tune
 from ostinato.errors import InputError
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate)
 app.command("chat")(chat)
+app.command("serve")(serve)
 app.command("inspect")(inspect)
 app.command("bench")(bench)
 app.command("doctor")(doctor)
