@@ -6,6 +6,7 @@ digests written, as somebody would who wants them to be loaded.  Nothing of thes
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import random
@@ -133,9 +134,9 @@ def change(manifest: Any, rng: random.Random) -> None:
         case 1:
             holder[key] = rng.choice(VALUES)
         case 2:
-            holder[key] = at(manifest, rng.choice(every))  # something from elsewhere
+            holder[key] = copy.deepcopy(at(manifest, rng.choice(every)))  # from elsewhere
         case 3 if isinstance(holder, list):
-            holder.insert(key, holder[key])
+            holder.insert(key, copy.deepcopy(holder[key]))
         case 4 if isinstance(holder[key], int):
             holder[key] += rng.choice((-8, -1, 1, 4, 8, 1 << 16))
         case _ if isinstance(holder, dict):
@@ -327,9 +328,9 @@ def test_entries_that_do_not_belong_there(sound: bytes, tmp_path: Path) -> None:
             warnings.simplefilter("ignore")  # of zipfile, for the name that is there already
             archive.writestr(name, b"{}")
         path.chmod(0o600)
-        with Device(HostDriver()) as device:
-            with pytest.raises(GraphFileError, match=f"{name}' does not belong there"):
-                ost.load_graph(device, path)
+        why = f"{name}' does not belong there"
+        with Device(HostDriver()) as device, pytest.raises(GraphFileError, match=why):
+            ost.load_graph(device, path)
     path = tmp_path / "bomb.graph"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("manifest.json", b" " * (1 << 20))
