@@ -177,6 +177,7 @@ def test_state_is_an_input_and_an_output(
     assert host_device.to_numpy(total).tolist() == [5]
     loaded = ost.load_graph(host_device, path)
     assert loaded.inputs["total"] is loaded.outputs["total"]
+    assert loaded.inputs["total"].to_numpy(stream).tolist() == [5]  # as it was when it was saved
     loaded.inputs["total"].copy_from([100], stream)
     loaded.inputs["x"].copy_from([2], stream)
     run = loaded.instantiate()

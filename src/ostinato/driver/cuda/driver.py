@@ -8,6 +8,7 @@ those below it, and keeps what it must remember of a handle:
     streams          streams, events, captures
     modules          modules, functions, eager launches
     collecting       the machine code of other libraries' kernels
+    variables        the variables in a cubin
     core             checked calls in the right context, memory
     nodes, launch    our records to cuda.h's structures and back
     host_functions   Python functions that CUDA calls

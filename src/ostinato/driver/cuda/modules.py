@@ -29,6 +29,7 @@ from ostinato.driver.cuda import collecting
 from ostinato.driver.cuda.core import CudaCalls
 from ostinato.driver.cuda.launch import PreparedLaunch, attributes_of, launch_block
 from ostinato.driver.cuda.libcuda import Libcuda, in_words
+from ostinato.driver.cuda.variables import variables_of
 from ostinato.driver.launcher import KernelTarget, function_call, kernel_call
 from ostinato.errors import NotAvailableError, Status
 
@@ -164,6 +165,7 @@ class ModuleCalls(CudaCalls):
         seam = "function_code"
         name = self._function_name(seam, function)
         image = self._image_of(function, name)
+        self._require_first_content(function, name, image)
         shared = self._function_attribute(function, _MAX_DYNAMIC_SHARED)
         return FunctionCode(
             name,
@@ -173,6 +175,39 @@ class ModuleCalls(CudaCalls):
             carveout=self._function_attribute(function, _CARVEOUT),
             wide_clusters=bool(self._function_attribute(function, _WIDE_CLUSTERS)),
         )
+
+    def _require_first_content(self, function: int, name: str, image: Image) -> None:
+        """Raises NOT_FOUND if a variable of the function's module was changed: a file has its first
+        content alone.  Waits for the device."""
+        try:
+            variables = variables_of(image.data) if image.kind == "cubin" else ()
+        except (ValueError, IndexError, struct.error):
+            variables = ()
+        if not variables:
+            return
+        seam = "function_code"
+        module = self._handle(seam, "cuFuncGetModule", function)
+        self._call(seam, "cuCtxSynchronize")
+        for variable in variables:
+            address, size = ctypes.c_uint64(), ctypes.c_size_t()
+            out = byref(address), byref(size)
+            symbol = variable.name.encode()
+            if self._status(seam, "cuModuleGetGlobal_v2", *out, module, symbol):
+                continue  # the driver knows it by no name, as those of the compiler's own
+            nbytes = min(size.value, len(variable.content))
+            if not nbytes:
+                continue
+            now = bytearray(nbytes)
+            legacy = StreamHandle(0)
+            self.memcpy_to_host(memoryview(now), address.value, legacy)
+            if bytes(now) != variable.content[:nbytes]:
+                raise self._error(
+                    Status.NOT_FOUND,
+                    seam,
+                    f"the module of {name} has a variable, {variable.name}, that was changed after "
+                    "it was loaded, and a file has its first value alone; keep the value in a "
+                    "buffer, and give the kernel its address",
+                )
 
     def _image_of(self, function: int, name: str) -> Image:
         """Raises NOT_FOUND with the reason."""

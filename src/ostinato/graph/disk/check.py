@@ -77,12 +77,12 @@ class Trial:
         cls,
         context: Context,
         path: Path,
-        constants: Mapping[str, Target] | Mapping[str, npt.NDArray[Any]] | str | Path | None,
+        given_constants: Mapping[str, Any] | str | Path | None,
         code: str | Path | None,
         avoid: Sequence[MemoryRange],
     ) -> Iterator[Trial]:
         """Loads a file outside of the ranges `avoid`."""
-        given, stored = constants_of(constants)
+        given, stored = constants_of(given_constants)
         before: list[LoadedGraph] = []
         folder = None if code is None else Path(code)
         with (
@@ -90,18 +90,20 @@ class Trial:
             Stream(context, context.driver.stream_create(), owned=True) as stream,
         ):
             samples = contents.tensors()
-            if not any(name.startswith("sample/") for name in samples):
-                raise GraphFileError("it was saved with check=False, so there is no sample to run")
+            if not contents.manifest.checked:
+                raise GraphFileError("it was saved with check=False, so it has no results")
             for _ in range(_TRIES):
                 loader = Loader(context, contents, given)
-                values = {**stored, **loader.own_constants(stored)}
+                values = loader.values(stored)
                 graph = loader.load(values)
                 if not loader.overlaps(avoid):
                     break
                 before.append(graph)  # its memory is in the way of the next one
             else:
                 raise GraphFileError("no other addresses are to be had here: memory is short")
-            trial = cls(loader, graph, values, samples, stream)
+            names = contents.manifest.names("constant")
+            constants = {name: values[name] for name in names if name in values}
+            trial = cls(loader, graph, constants, samples, stream)
             try:
                 yield trial
             finally:
@@ -158,13 +160,13 @@ class Trial:
             if buffer is not None and buffer.block not in self._kept:
                 self._write(buffer.block, buffer.into, tensor_bytes(array))
         for name, buffer in self._named.items():
-            before = self._samples.get(f"sample/before/{name}")
+            before = self._samples.get(f"inputs/{name}")
             if before is not None:
                 self._write(buffer.block, buffer.into, self._fitting(buffer, before))
         self._run.launch(self._stream)
         self._stream.synchronize()
         for name, buffer in self._named.items():
-            after = self._samples.get(f"sample/after/{name}")
+            after = self._samples.get(f"results/{name}")
             if after is not None:
                 wanted = self._fitting(buffer, after)
                 found = np.empty(buffer.nbytes, np.uint8)

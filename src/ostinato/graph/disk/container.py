@@ -3,7 +3,7 @@
     manifest.json           what `format` describes
     manifest.sha256         the digest of manifest.json
     code/<digest>           images of kernels, each by the SHA-256 of its bytes
-    tensors.safetensors     constants, and what the check runs on
+    tensors.safetensors     constants, inputs, and the results of the check
 
 A store keeps the code of many graphs in one folder beside them.  Every byte is compared with a
 digest when it is read.  Only files that belong to this user, and that nobody else may write, are

@@ -92,9 +92,10 @@ def load_graph(
     """A graph that `Graph.save` wrote, ready to instantiate, patch and rebind like any other.
 
     `buffers`: memory of the caller's for inputs and outputs by name, used as it is; the others are
-    allocated.  `constants`: live tensors by name, used as they are, or a safetensors file that they
-    are read from; those that the graph file stores need not be given.  `code`: the folder of a
-    store's images.  Nothing is launched.
+    allocated, and inputs begin with what they held when the graph was saved.  `constants`: live
+    tensors by name, used as they are, or a safetensors file that they are read from; those that the
+    graph file stores need not be given.  `code`: the folder of a store's images.  Nothing is
+    launched.
 
     A graph file is a program: load none that you would not run.  Raises GraphFileError for a file
     that is damaged, that others may write, or that does not fit this device; InputError for
@@ -109,7 +110,7 @@ def load_graph(
     given |= buffers or {}
     with open_file(Path(path), None if code is None else Path(code)) as contents:
         loader = Loader(context, contents, given)
-        return loader.load({**stored, **loader.own_constants(stored)})
+        return loader.load(loader.values(stored))
 
 
 def constants_of(
@@ -154,31 +155,37 @@ class Loader:
                 f"{contents.path} names no {', '.join(sorted(unknown))}; it names {there}"
             )
 
-    def own_constants(self, stored: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """The constants that the file has.  Raises GraphFileError for those that nobody has."""
-        mine = self._contents.tensors() if any(b.stored for b in self.manifest.buffers) else {}
+    def values(self, given: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """What inputs and constants hold at first, except for the caller's own memory.
+
+        Raises GraphFileError for constants that nobody has.
+        """
+        wanted = [b for b in self.manifest.buffers if b.name not in self._given]
+        read = any(b.stored or "input" in b.roles for b in wanted)
+        mine = self._contents.tensors() if read else {}
         found = {}
-        for buffer in self.manifest.buffers:
+        for buffer in wanted:
             name = buffer.name
-            if "constant" not in buffer.roles or name in self._given:
-                continue
-            if buffer.stored:
-                if f"constants/{name}" not in mine:
-                    raise GraphFileError(f"the constant {name!r} is not in it; save it again")
-                found[name] = mine[f"constants/{name}"]
-            elif name not in stored:
+            if "input" in buffer.roles or buffer.stored:
+                kept = f"{'constants' if buffer.stored else 'inputs'}/{name}"
+                if kept not in mine:
+                    raise GraphFileError(f"the content of {name!r} is not in it; save it again")
+                found[name] = mine[kept]
+            elif "constant" in buffer.roles and name in given:
+                found[name] = given[name]
+            elif "constant" in buffer.roles:
                 raise GraphFileError(
                     f"it takes the constant {name!r} ({buffer.nbytes} bytes) by name: give "
                     "constants={name: tensor}, or a safetensors file"
                 )
         return found
 
-    def load(self, constants: Mapping[str, npt.NDArray[Any]]) -> LoadedGraph:
+    def load(self, values: Mapping[str, npt.NDArray[Any]]) -> LoadedGraph:
         self._require_device()
         graph: LoadedGraph | None = None
         try:
             self._kernels = [self._kernel(record) for record in self.manifest.functions]
-            self._allocate(constants)
+            self._allocate(values)
             self._events = [Event(self._context) for _ in range(self.manifest.events)]
             graph = LoadedGraph(self._context, self._driver.graph_create())
             self._conditions = [
@@ -246,7 +253,7 @@ class Loader:
         return kernel
 
     # --- memory
-    def _allocate(self, constants: Mapping[str, npt.NDArray[Any]]) -> None:
+    def _allocate(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         of: dict[int, list[NamedBuffer]] = {}
         for buffer in self.manifest.buffers:
             of.setdefault(buffer.block, []).append(buffer)
@@ -273,7 +280,7 @@ class Loader:
                 owner, base = self._bound(of[index], block.nbytes, block.phase)
             self.owners.append(owner)
             self.bases.append(base)
-        self.fill(constants)
+        self._fill(values)
 
     def _bound(self, named: list[NamedBuffer], nbytes: int, phase: int) -> tuple[object, int]:
         """The caller's memory for a block."""
@@ -316,22 +323,17 @@ class Loader:
         ]
         return any(a.address < b.end and b.address < a.end for a in mine for b in ranges)
 
-    def fill(self, constants: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Writes the constants that nobody gave."""
-        wanted = [
-            b
-            for b in self.manifest.buffers
-            if "constant" in b.roles and b.name not in self._given and b.nbytes
-        ]
+    def _fill(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        wanted = [b for b in self.manifest.buffers if b.name in values and b.nbytes]
         if not wanted:
             return
         with Stream(self._context, self._driver.stream_create(), owned=True) as stream:
             for buffer in wanted:
-                data = np.ascontiguousarray(constants[buffer.name]).reshape(-1).view(np.uint8)
+                data = np.ascontiguousarray(values[buffer.name]).reshape(-1).view(np.uint8)
                 if data.nbytes != buffer.nbytes:
                     raise GraphFileError(
-                        f"the constant {buffer.name!r} has {data.nbytes} bytes, and the graph was "
-                        f"captured with {buffer.nbytes}"
+                        f"what {buffer.name!r} is to hold has {data.nbytes} bytes, and the graph "
+                        f"was captured with {buffer.nbytes}"
                     )
                 address = self.bases[buffer.block] + buffer.into
                 self._driver.memcpy_from_host(address, data.data, stream.handle)

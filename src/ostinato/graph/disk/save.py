@@ -151,13 +151,13 @@ def save(
     with _idle_stream(context) as stream:
         content = _Content(context, stream, pieces)
         tensors = plan.constants(content.first)
+        for name in plan.given:
+            tensors[f"inputs/{name}"] = plan.view(content.first, name)
         rest: dict[str, npt.NDArray[Any]] = {}
         if check:
             after = _reference(graph, stream, content, plan)
-            for name in plan.given:
-                tensors[f"sample/before/{name}"] = plan.view(content.first, name)
             for name in plan.changing:
-                tensors[f"sample/after/{name}"] = plan.view(after, name)
+                tensors[f"results/{name}"] = plan.view(after, name)
             rest = {} if keeping == "stored" else plan.all_constants(content.first)
     if not check:
         write_file(path, manifest, images, tensors, code)
