@@ -149,7 +149,7 @@ def in_another_process(host_device: Device, folder: Path, seeds: range) -> None:
         np.savez(path.with_suffix(".in.npz"), **values)
         expected[seed] = drawn.run(stream, values)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, disk_runner.__file__, str(folder)]
+    command = [sys.executable, disk_runner.__file__, str(folder), "host"]
     subprocess.run(command, env=environment, check=True)
     for seed in seeds:
         found = np.load(folder / f"{seed}.out.npz")
