@@ -620,7 +620,6 @@ def _check(
                     )
                 raise GraphFileError(
                     f"{answer['what']}; they depend on memory without a name: {piece}. Name it as "
-                    ""
                     "an input (and output, if it is state) or a constant: MemoryRange("
                     f"{piece.memory.address:#x}, {piece.memory.nbytes})"
                 )
