@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ostinato.cache import CaptureLimits as CaptureLimits
     from ostinato.cache import ExplicitBuckets as ExplicitBuckets
     from ostinato.cache import GraphCache as GraphCache
+    from ostinato.cache import GraphStore as GraphStore
     from ostinato.cache import PowersOfTwo as PowersOfTwo
     from ostinato.device import Device as Device
     from ostinato.device import open_device as open_device
@@ -91,6 +92,7 @@ _HOMES = {
     "Graph": "graph",
     "GraphCache": "cache",
     "GraphExec": "graph",
+    "GraphStore": "cache",
     "GraphedStep": "replay",
     "HostKernel": "driver.host.kernel",
     "HostLaunch": "driver.host.kernel",

@@ -72,7 +72,7 @@ from ostinato.graph.disk.survey import (
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
-__all__ = ["Keeping", "save"]
+__all__ = ["Keeping", "library_version", "save"]
 
 Keeping = Literal["stored", "by name"]
 """Whether a file has the content of constants, or who loads it gives them."""
@@ -333,7 +333,7 @@ class _Plan:
                 properties.name,
                 properties.compute_capability,
                 properties.driver_version,
-                _version(),
+                library_version(),
             ),
             tuple(code.record for code in self._codes),
             tuple(
@@ -498,7 +498,8 @@ def _text(signature: Signature) -> str:
     return ", ".join(parts)
 
 
-def _version() -> str:
+def library_version() -> str:
+    """The version of this library."""
     import ostinato
 
     return ostinato.__version__
