@@ -22,6 +22,7 @@ NAMES = (
     "host",
     "startup",
     "load",
+    "torch_graphed",
 )
 
 

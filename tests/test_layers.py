@@ -41,7 +41,7 @@ NEIGHBOURS = {("settings", "errors")}
 # Where a foreign library may be imported.
 HOMES = {
     "cuda": ("driver/cuda", "modules/nvrtc.py"),
-    "torch": ("interop/torch.py", "bench/transformers_loop.py"),
+    "torch": ("interop/torch/", "bench/transformers_loop.py"),
     "cupy": ("interop/cupy.py",),
     "numba": ("interop/numba.py",),
     "triton": ("interop/triton.py",),
