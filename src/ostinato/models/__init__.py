@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from ostinato.models.sampling import SamplingOptions as SamplingOptions
     from ostinato.models.text.tokenizer import Tokenizer as Tokenizer
     from ostinato.models.text.tokenizer import load_tokenizer as load_tokenizer
+    from ostinato.models.weights import Weights as Weights
+    from ostinato.models.weights import adopt_weights as adopt_weights
+    from ostinato.models.weights import weight_shapes as weight_shapes
 
 _HOMES = {
     "BatchRun": "run",
@@ -45,10 +48,13 @@ _HOMES = {
     "TextGenerator": "generate",
     "TokenRun": "run",
     "Tokenizer": "text.tokenizer",
+    "Weights": "weights",
+    "adopt_weights": "weights",
     "decode_program": "program",
     "describe": "program",
     "load_tokenizer": "text.tokenizer",
     "open_checkpoint": "files.open",
+    "weight_shapes": "weights",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves the loader, dir() and this
