@@ -12,6 +12,7 @@ from ostinato.models.extra import require_extra
 
 if TYPE_CHECKING:
     from ostinato.models.config import LlamaConfig as LlamaConfig
+    from ostinato.models.config import rope_inverse_frequencies as rope_inverse_frequencies
     from ostinato.models.conversation import Conversation as Conversation
     from ostinato.models.conversation import ConversationStatistics as ConversationStatistics
     from ostinato.models.decoder import Decoder as Decoder
@@ -54,6 +55,7 @@ _HOMES = {
     "describe": "program",
     "load_tokenizer": "text.tokenizer",
     "open_checkpoint": "files.open",
+    "rope_inverse_frequencies": "config",
     "weight_shapes": "weights",
 }
 
