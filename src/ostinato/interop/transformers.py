@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,13 +48,14 @@ from ostinato.models import (
 
 try:
     import torch
+    from transformers import cache_utils
     from transformers.models.llama import modeling_llama as llama
 except ImportError as error:
     raise NotAvailableError(
         f"transformers or PyTorch is not installed ({error}); install both"
     ) from error
 
-__all__ = ["Accelerated", "AcceleratedStatistics", "accelerate"]
+__all__ = ["Accelerated", "AcceleratedStatistics", "GraphedModel", "accelerate", "graphed"]
 
 # Weights that begin elsewhere are moved: a library's products are fastest with such.
 _ALIGNMENT = 256
@@ -65,6 +66,136 @@ _CHECKED_TOKENS = 32
 _SILU = ("SiLU", "SiLUActivation")
 # Hooks that transformers itself leaves behind, and that do nothing unless outputs are asked for.
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
+
+
+# ----------------------------------------------------------------------------------------- graphed
+
+
+def graphed(model: Any, *, max_cache_len: int | None = None, **options: Any) -> GraphedModel:
+    """From here on the decode steps of `model.generate` are replays of graphs.
+
+    `model`: a causal model of transformers on a CUDA device.  Nothing else of `generate` changes:
+    its loop, sampling, processors, criteria and streamers are transformers', and the tokens are
+    those of an eager run over the same static cache.  `generate` asks the model for its compiled
+    call (`get_compiled_call`), and gets ours: the first step of each shape runs eagerly, the second
+    is captured, all others are replays.  A step that cannot be captured runs eagerly, with
+    its reason in `explain()`.
+
+    A compiled call needs a static cache, so `generation_config.cache_implementation` becomes
+    "static" unless it says something else.  A longer cache is another shape, with a graph of its
+    own: `max_cache_len` (as in `generation_config`) makes one that is long enough for all calls.
+
+    `options`: of `interop.torch.graphed` (verify, tolerance, budget, strict, …).
+
+    Run by transformers as without us, with the reason in `passed_on`: caches that count positions
+    in Python (sliding windows), caches that are moved between devices, modules with
+    hooks (a replay runs no Python), and calls that were given a `compile_config`.
+
+    Raises InputError if the model is graphed already, and what `interop.torch.graphed` does.
+    """
+    return GraphedModel(model, max_cache_len, options)
+
+
+class GraphedModel(Closeable):
+    """A model whose decode steps are replayed, see `graphed`.  `close()` undoes that.
+
+    `step`: the graphed function below, for `statistics`, `inspect` and `invalidate`.
+    """
+
+    def __init__(self, model: Any, max_cache_len: int | None, options: dict[str, Any]) -> None:
+        from ostinato.interop.torch import graphed as graphed_function  # type: ignore[attr-defined]
+
+        if "get_compiled_call" in vars(model):
+            raise InputError("the model has a get_compiled_call of its own: is it graphed already?")
+        self._model = model
+        self._closed = False
+        self._passed_on: Counter[str] = Counter()
+        self._checked: Any = None
+        self._reason = ""
+
+        def decode_step(past_key_values: Any, **inputs: Any) -> Any:
+            outputs = model(past_key_values=past_key_values, **inputs)
+            # Without the cache, which is another object in the next call of `generate`.
+            kept = {name: v for name, v in outputs.items() if v is not past_key_values}
+            return type(outputs), kept, len(kept) < len(outputs)
+
+        self.step = graphed_function(decode_step, static=("past_key_values",), **options)
+        self._settings: dict[str, Any] = {}
+        config = model.generation_config
+        if config.cache_implementation is None:
+            self._set(config, "cache_implementation", "static")
+        if max_cache_len is not None:
+            self._set(config, "max_cache_len", max_cache_len)
+        self._method = _Method(model, "get_compiled_call", self._compiled_call)
+
+    def __repr__(self) -> str:
+        return f"<GraphedModel {type(self._model).__name__}{', closed' * self._closed}>"
+
+    def _set(self, config: Any, name: str, value: object) -> None:
+        self._settings[name] = (getattr(config, name, None), value)
+        setattr(config, name, value)
+
+    def _compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+        """What `generate` runs its steps with; it asks once a call."""
+        if self._closed or compile_config is not None:
+            if not self._closed:
+                self._passed_on["a compile_config was given"] += 1
+            own: Callable[..., Any] = _plain(self._model, "get_compiled_call")(compile_config)
+            return own
+        reason = _hooks(self._model.modules())
+        if reason:
+            self._passed_on[reason] += 1
+            eager: Callable[..., Any] = self._model.__call__
+            return eager
+        self._checked = None
+        return self._decode_step
+
+    def _decode_step(self, *, past_key_values: Any = None, **inputs: Any) -> Any:
+        if past_key_values is not self._checked:
+            self._checked, self._reason = past_key_values, _not_static(past_key_values)
+        if self._reason or self._closed:
+            self._passed_on[self._reason or "closed"] += 1
+            return self._model(past_key_values=past_key_values, **inputs)
+        kind, kept, cached = self.step(past_key_values, **inputs)
+        return kind(**kept, past_key_values=past_key_values) if cached else kind(**kept)
+
+    @property
+    def passed_on(self) -> dict[str, int]:
+        """Steps, and whole calls, that were left to transformers, by reason."""
+        return dict(self._passed_on)
+
+    def explain(self) -> str:
+        """A table of the graphs and of what ran eagerly, and why."""
+        lines = [f"{count} passed on: {reason}" for reason, count in self._passed_on.items()]
+        return "\n".join([str(self.step.explain()), *lines])
+
+    def close(self) -> None:
+        """Gives the graphs back; the model generates as before.  Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._checked = None
+        self._method.remove()
+        config = self._model.generation_config
+        for name, (before, ours) in self._settings.items():
+            if getattr(config, name, None) == ours:
+                setattr(config, name, before)
+        self.step.close()
+
+
+def _not_static(cache: Any) -> str:
+    """Why a cache's steps cannot be replayed; empty if they can."""
+    if type(cache) is not cache_utils.StaticCache:
+        return f"a {type(cache).__name__}, which is not static"
+    if getattr(cache, "offloading", False):
+        return "a cache that is moved between devices"
+    for layer in cache.layers:
+        if type(layer) is not cache_utils.StaticLayer:
+            return f"a {type(layer).__name__}, which may count positions in Python"
+    return ""
+
+
+# -------------------------------------------------------------------------------------- accelerate
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +222,17 @@ class AcceleratedStatistics:
     peak_extra_bytes: int
     plan_bytes: int
     decoder: DecoderStatistics | None
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        lines = [
+            f"{self.accelerated} of {self.calls} calls by our decoder, {self.tokens} tokens",
+            *(f"{count} by transformers: {reason}" for reason, count in self.passed_on.items()),
+            f"{self.weight_bytes / mib:.1f} MiB of weights, {self.copied_bytes / mib:.1f} of them "
+            f"twice ({self.peak_extra_bytes / mib:.1f} more while they were fused); "
+            f"{self.plan_bytes / mib:.1f} MiB of cache and working memory",
+        ]
+        return "\n".join(lines)
 
 
 def accelerate(
@@ -177,7 +319,7 @@ class Accelerated(Closeable):
         except BaseException:
             self._give_back()
             raise
-        model.generate = _Generate(self, model)
+        self._method = _Method(model, "generate", self.generate)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._accelerated} of {self._calls} calls done"
@@ -270,13 +412,9 @@ class Accelerated(Closeable):
             now is not before for now, before in zip(found, self._modules, strict=True)
         ):
             return "modules were replaced"
-        if torch.nn.modules.module._has_any_global_hook():
-            return "hooks on all modules"
+        if reason := _hooks(found):
+            return reason
         for module in found:
-            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-            own = [hook for hook in hooks if getattr(hook, "__module__", "") != _HARMLESS_HOOKS]
-            if own:
-                return f"a hook on a {type(module).__name__}"
             if "forward" in vars(module):
                 return f"a {type(module).__name__} with a forward of its own"
         if _drops_out(self._model):
@@ -434,9 +572,7 @@ class Accelerated(Closeable):
         with self._lock:
             if self._closed:
                 return
-            own = vars(self._model).get("generate")
-            if isinstance(own, _Generate) and own.accelerated is self:
-                del self._model.generate
+            self._method.remove()
             self._give_back()
 
     def _give_back(self) -> None:
@@ -453,24 +589,30 @@ class Accelerated(Closeable):
             self.device.close()
 
 
-class _Generate:
-    """`model.generate` of an accelerated model.  A copy of the model gets a plain one."""
+class _Method:
+    """A method of ours in place of one of a model's.  A copy of the model gets a plain one."""
 
-    def __init__(self, accelerated: Accelerated, model: Any) -> None:
-        self.accelerated = accelerated
-        self._model = model
-        functools.update_wrapper(self, model.generate)
-        self.__signature__ = inspect.signature(model.generate)
+    def __init__(self, model: Any, name: str, ours: Callable[..., Any]) -> None:
+        self._model, self._name, self.ours = model, name, ours
+        method = getattr(model, name)
+        functools.update_wrapper(self, method)
+        self.__signature__ = inspect.signature(method)
+        setattr(model, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.accelerated.generate(*args, **kwargs)
+        return self.ours(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _plain_generate, (self._model,)
+        return _plain, (self._model, self._name)
+
+    def remove(self) -> None:
+        """The model has its own method again, unless another one was put in place of ours."""
+        if vars(self._model).get(self._name) is self:
+            delattr(self._model, self._name)
 
 
-def _plain_generate(model: Any) -> Callable[..., Any]:
-    return functools.partial(type(model).generate, model)
+def _plain(model: Any, name: str) -> Callable[..., Any]:
+    return functools.partial(getattr(type(model), name), model)
 
 
 class _OwnWeights:
@@ -662,6 +804,17 @@ def _check_parameters(model: Any, require: Callable[[object, str], None]) -> Non
         )
     addresses = {parameter.data_ptr() for parameter in parameters}
     require(len(addresses) == len(parameters), "parameters that share their memory")
+
+
+def _hooks(modules: Iterable[Any]) -> str:
+    """A hook of a user's on one of the modules, in words; empty if there is none."""
+    if torch.nn.modules.module._has_any_global_hook():
+        return "hooks on all modules"
+    for module in modules:
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(getattr(hook, "__module__", "") != _HARMLESS_HOOKS for hook in hooks):
+            return f"a hook on a {type(module).__name__}"
+    return ""
 
 
 def _drops_out(model: Any) -> bool:
