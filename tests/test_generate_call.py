@@ -175,15 +175,15 @@ def test_inputs_of_the_model() -> None:
         check_inputs({"past_key_values": fake("transformers.cache_utils", "QuantizedCache")})
 
 
-def test_padding_on_the_left_is_taken_off() -> None:
+def test_what_a_mask_leaves_out_is_taken_out() -> None:
     ids = [[0, 0, 5], [7, 8, 9]]
     assert prompts(ids, None, history=True) == ids
     assert prompts(ids, [[0, 0, 1], [1, 1, 1]], history=False) == [[5], [7, 8, 9]]
+    assert prompts(ids, [[1, 0, 1], [1, 1, 1]], history=False) == [[0, 5], [7, 8, 9]]
     for mask, history, reason in (
         ([[0, 0, 1], [1, 1, 1]], True, "penalises"),
-        ([[1, 1, 0], [1, 1, 1]], False, "not padding on the left"),
-        ([[0, 1, 0], [1, 1, 1]], False, "not padding on the left"),
-        ([[0, 0, 0], [1, 1, 1]], False, "not padding on the left"),
+        ([[1, 1, 0], [1, 1, 1]], False, "last token"),
+        ([[0, 0, 0], [1, 1, 1]], False, "last token"),
         ([[0, 0, 0.5], [1, 1, 1]], False, "other values"),
         ([[0, 1], [1, 1]], False, "another shape"),
         ([[0, 0, 1]], False, "another shape"),

@@ -154,6 +154,9 @@ def test_batches(model: Any, accelerated: Accelerated) -> None:
     assert torch.equal(found[:, :until], free[:, :until])
     by_pad = model.generate(prompt, pad_token_id=0, max_new_tokens=10, do_sample=False)
     assert torch.equal(by_pad, free[:, :15])
+    holes = ids([[1, 0, 0, 1, 1], [1, 1, 1, 0, 1], [0, 1, 0, 0, 1]])
+    found = model.generate(prompt, attention_mask=holes, max_new_tokens=20, do_sample=False)
+    check_greedy(model, found, prompt, holes)
     many = model.generate(ids(BATCH * 5), max_new_tokens=10, do_sample=False, pad_token_id=0)
     check_greedy(model, many, ids(BATCH * 5), ids(MASK * 5))
     assert not reasons(accelerated) and accelerated.statistics().decoders == 3

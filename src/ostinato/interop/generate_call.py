@@ -161,11 +161,12 @@ def _sampling(processors: Iterable[Any], draws: bool) -> SamplingOptions:
 def prompts(
     ids: Sequence[Sequence[int]], mask: Sequence[Sequence[float]] | None, *, history: bool
 ) -> list[list[int]]:
-    """The tokens of each row without its padding on the left.
+    """The tokens of each row that its mask keeps: those that are no padding.
 
-    transformers counts positions from the first token that is no padding, and masks the padding,
-    so these are what it computes with.  `history`: the choice of a token looks at earlier ones;
-    transformers looks at the padding too.  Raises NotCovered.
+    transformers counts positions over the tokens that are kept, and nothing attends to the others,
+    so these are what it computes with.  The last one must be kept: the first new token is
+    computed from it.  `history`: the choice of a token looks at earlier ones; transformers looks at
+    those that are masked too.  Raises NotCovered.
     """
     if not ids or not ids[0]:
         raise NotCovered("an empty prompt")
@@ -177,12 +178,11 @@ def prompts(
     for row, kept in zip(ids, mask, strict=True):
         if any(value not in (0, 1) for value in kept):
             raise NotCovered("an attention_mask with other values than 0 and 1")
-        padding = next((at for at, value in enumerate(kept) if value), len(kept))
-        if padding == len(kept) or not all(kept[padding:]):
-            raise NotCovered("an attention_mask that is not padding on the left")
-        if padding and history:
+        if not kept[-1]:
+            raise NotCovered("an attention_mask that leaves out a prompt's last token")
+        if history and not all(kept):
             raise NotCovered("a repetition penalty with padding, which transformers penalises too")
-        found.append(list(row[padding:]))
+        found.append([token for token, value in zip(row, kept, strict=True) if value])
     return found
 
 
