@@ -16,8 +16,8 @@ streamer notes when each token arrives.  Ways:
     step          not through `generate`: the device's time for the step of transformers, from a
                   graph that is replayed without waiting
 
-`token_us`: from the first token on, the median of several calls.  `first_seconds`: of the first
-call of a way, with all that it compiles and captures.  `equal`: tokens that are those of "static"
+`token_us`: from the first token on, the median of several calls.  `setup_seconds`: before a way can
+be called.  `first_seconds`: of its first call, with all that it compiles and captures.  `equal`: tokens that are those of "static"
 up to the first one that is not, of all; in bfloat16 two kernels may choose differently where
 two logits are nearly the same.
 """
@@ -39,7 +39,16 @@ from ostinato.bench.shapes import SHAPES, traffic
 from ostinato.models import SamplingOptions
 
 PROMPT = 16
-COLUMNS = ("way", "batch", "token_us", "tokens_per_s", "first_token_ms", "first_seconds", "equal")
+COLUMNS = (
+    "way",
+    "batch",
+    "token_us",
+    "tokens_per_s",
+    "first_token_ms",
+    "setup_seconds",
+    "first_seconds",
+    "equal",
+)
 
 
 class Arrivals:
@@ -266,10 +275,11 @@ def run_way(
     calls: int,
 ) -> tuple[list[dict[str, object]], list[list[int]]]:
     """The rows of a way, and the tokens that it chose."""
-    batch = ids.shape[0]
+    batch, began = ids.shape[0], time.perf_counter()
     with way(model, device, batch) as opened:
+        set_up = round(time.perf_counter() - began, 2)
         row, answer = measured(name, model, ids, tokens, calls, **opened.options)
-        rows = [row | opened.details()]
+        rows = [row | {"setup_seconds": set_up} | opened.details()]
         if name == "accelerated":
             spent = by_decoder(opened.handle, ids.tolist(), tokens, calls)
             rate = round(batch * 1e6 / spent, 1)

@@ -4,10 +4,12 @@ away, with a stand-in for what captures and replays them."""
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import types
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ with warnings.catch_warnings():
 
 from ostinato.interop.transformers import graphed
 
+ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -82,7 +85,7 @@ def tiny(kind: str) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=256,
         **sizes,
         **window,
     )
@@ -195,3 +198,12 @@ def test_settings_are_put_back() -> None:
     steps.close()
     steps.close()
     assert model.generation_config.cache_implementation == "static"
+
+
+def test_the_code_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    model = tiny("llama")
+    exec(block, {"model": model, "inputs": {"input_ids": torch.tensor(IDS[:1])}})
+    out = capsys.readouterr().out
+    assert "1 of 1 calls by our decoder, 128 tokens" in out and "a table" in out

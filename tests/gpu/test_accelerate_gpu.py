@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 VOCABULARY = 1003
 NEAR = 0.2
 """How far below the largest logit a greedy choice may be, in standard deviations of the logits."""
+NINE = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
 BATCH = [[5, 99, 130, 2, 7], [0, 0, 88, 31, 60], [0, 0, 0, 0, 44]]
 MASK = [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]
 
@@ -112,7 +113,7 @@ def check_greedy(
     "values",
     [
         {},
-        {"tie_word_embeddings": True, "num_attention_heads": 9, "num_key_value_heads": 3},
+        {"tie_word_embeddings": True, **NINE},
         {"head_dim": 128, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
         {
             "rope_parameters": {

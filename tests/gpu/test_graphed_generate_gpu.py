@@ -159,7 +159,7 @@ def test_checked_against_eager_runs() -> None:
     with graphed(model, verify=8) as steps:
         same(model, ids(), max_new_tokens=40, do_sample=False)
         numbers = steps.step.statistics()
-        assert numbers.verified >= 4 and not numbers.quarantined, steps.explain()
+        assert numbers.verified >= 3 and not numbers.quarantined, steps.explain()
 
 
 def test_sliding_windows_run_eagerly() -> None:
