@@ -17,9 +17,9 @@ streamer notes when each token arrives.  Ways:
                   graph that is replayed without waiting
 
 `token_us`: from the first token on, the median of several calls.  `setup_seconds`: before a way can
-be called.  `first_seconds`: of its first call, with all that it compiles and captures.  `equal`: tokens that are those of "static"
-up to the first one that is not, of all; in bfloat16 two kernels may choose differently where
-two logits are nearly the same.
+be called.  `first_seconds`: of its first call, with all that it compiles and captures.  `equal`: of
+all tokens, those before the first one of their row that is not that of "static"; in bfloat16 two
+kernels may choose differently where two logits are nearly the same.
 """
 
 from __future__ import annotations
