@@ -19,6 +19,7 @@ NAMES = (
     "soak",
     "modules",
     "decode",
+    "generate",
     "host",
     "startup",
     "load",

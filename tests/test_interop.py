@@ -15,7 +15,7 @@ import pytest
 import ostinato as ost
 from ostinato.errors import NotAvailableError
 
-LIBRARIES = ("torch", "cupy", "numba", "triton")
+LIBRARIES = ("torch", "cupy", "numba", "triton", "transformers")
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
