@@ -85,13 +85,24 @@ class GraphStore:
     def path(self, key: Hashable) -> Path:
         """Where a key's file is.  Raises InputError for a key that is another one in every
         process."""
-        text = "\n".join([self.tag, *_words(key)])
+        stable = getattr(key, "stable_key", None)  # of a step's key, which has a number of its own
+        text = "\n".join([self.tag, *_words(stable() if callable(stable) else key)])
         return self.folder / "graphs" / f"{hashlib.sha256(text.encode()).hexdigest()}.graph"
 
     def save(
-        self, key: Hashable, graph: Graph, *, twin: Twin | None = None, check: bool = True
+        self,
+        key: Hashable,
+        graph: Graph,
+        *,
+        inputs: Mapping[str, Target] | None = None,
+        outputs: Mapping[str, Target] | None = None,
+        twin: Twin | None = None,
+        check: bool = True,
     ) -> None:
-        """Writes a key's graph, as `Graph.save` does.  Raises GraphFileError."""
+        """Writes a key's graph, as `Graph.save` does; `inputs` and `outputs` besides the store's.
+
+        Raises GraphFileError.
+        """
         path = self.path(key)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -99,8 +110,8 @@ class GraphStore:
             raise GraphFileError(f"{path.parent} cannot be made ({error})") from error
         graph.save(
             path,
-            inputs=self._inputs,
-            outputs=self._outputs,
+            inputs={**self._inputs, **(inputs or {})},
+            outputs={**self._outputs, **(outputs or {})},
             constants=self._constants,
             keeping="by name",
             twin=twin,
@@ -132,16 +143,18 @@ class GraphStore:
                     refused[key] = str(error)
         return refused
 
-    def restore(self, key: Hashable) -> LoadedGraph | None:
-        """The graph of a key, bound to the store's memory; None, with the reason counted, if there
-        is none that fits."""
+    def restore(
+        self, key: Hashable, memory: Mapping[str, Target] | None = None
+    ) -> LoadedGraph | None:
+        """The graph of a key, bound to the store's memory and to `memory`; None, with the reason
+        counted, if there is none that fits."""
         path = self.path(key)
         if not path.exists():
             self._count("there is no file of this key and tag")
             return None
-        memory = self._inputs | self._outputs | self._constants
+        live = {**self._inputs, **self._outputs, **self._constants, **(memory or {})}
         try:
-            loaded = load_graph(self.context, path, buffers=memory, code=self.folder / "code")
+            loaded = load_graph(self.context, path, buffers=live, code=self.folder / "code")
         except (GraphFileError, InputError) as error:
             self._count(str(error).removeprefix(f"{path}: "))
             return None

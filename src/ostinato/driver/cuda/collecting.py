@@ -11,6 +11,7 @@ function of Python that C calls.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import glob
 import hashlib
@@ -63,7 +64,11 @@ class ModuleCollector:
         self._cupti = cupti
         self.path = path
         self._subscriber = ctypes.c_void_p()
-        self._callback = _Callback(self._loaded)  # CUPTI calls it as long as the process lives
+        self._callback = _Callback(self._loaded)
+        # The driver may load a module while the interpreter ends, when this object is gone already
+        # and its place may be another callback's: the callback is never freed.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._callback))
+        atexit.register(self.close)
         self._waiting: list[bytes] = []
         self._cubins: dict[str, bytes] = {}
         self._lock = new_lock()
