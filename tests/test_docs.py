@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import ostinato as ost
+from tests.graph import disk_kernels
+from tests.graph.disk_kernels import add, affine
 from tools import figures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,11 +84,32 @@ def test_the_code_on_joins_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names["result"]) == 4  # type: ignore[arg-type]
 
 
+def test_the_code_on_graph_files_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host_device: ost.Device
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    device, stream = host_device, host_device.create_stream()
+    first, second = disk_kernels.kernel(device, affine), disk_kernels.kernel(device, add)
+    x, w, y = (device.array([n] * 3, "i4") for n in (1, 10, 0))
+
+    def work() -> None:
+        ost.launch(stream, first, disk_kernels.ONE, y, x, 2, 0, 3)
+        ost.launch(stream, second, disk_kernels.ONE, w, y, 3)
+
+    (block,) = samples("docs/graph-file.md")
+    names = {"ost": ost, "device": device, "stream": stream, "work": work, "values": [4, 5, 6]}
+    names |= {"x": x, "w": w, "y": y}
+    exec(compile(block, "graph-file.md", "exec"), names)
+    loaded = names["loaded"]
+    assert isinstance(loaded, ost.LoadedGraph)
+    assert loaded.outputs["y"].to_numpy(stream).tolist() == [18, 20, 22]
+
+
 def test_only_pages_that_are_run_have_code() -> None:
     for page in sorted((ROOT / "docs").glob("*.md")):
         has_code = "```python" in page.read_text(encoding="utf-8")
         # tests/test_graphed_generate.py runs that of transformers.md.
-        assert has_code == (page.name in ("relational.md", "transformers.md")), page.name
+        assert has_code == (page.name in ("relational.md", "transformers.md", "graph-file.md")), page.name
 
 
 def test_the_commands_in_the_readme_exist() -> None:

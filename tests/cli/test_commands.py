@@ -24,7 +24,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_version_and_help() -> None:
     assert here("--version").out.startswith("ostinato ")
-    for command in ("generate", "chat", "inspect", "bench", "doctor", "tune", "model", "cache"):
+    for command in (
+        "generate",
+        "chat",
+        "inspect",
+        "bench",
+        "doctor",
+        "tune",
+        "model",
+        "cache",
+        "graph",
+    ):
         answer = here(command, "--help")
         assert answer.status == 0 and answer.out.startswith(f"Usage: ostinato {command}")
         assert answer.out.isascii()  # shown as it is in any locale
