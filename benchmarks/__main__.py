@@ -19,9 +19,11 @@ NAMES = (
     "soak",
     "modules",
     "decode",
+    "generate",
     "host",
     "startup",
     "load",
+    "torch_graphed",
 )
 
 

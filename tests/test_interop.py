@@ -8,13 +8,14 @@ import struct
 import sys
 import types
 from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import pytest
 
 import ostinato as ost
 from ostinato.errors import NotAvailableError
 
-LIBRARIES = ("torch", "cupy", "numba", "triton")
+LIBRARIES = ("torch", "cupy", "numba", "triton", "transformers")
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -40,11 +41,14 @@ def interop(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
         memory_snapshot=lambda: [{"address": 4096, "total_size": 2048, "blocks": blocks}]
     )
     torch.cuda.CUDAGraph = object  # type: ignore[attr-defined]
-    torch.Tensor = object  # type: ignore[attr-defined]
+    torch.__dict__["__getattr__"] = lambda name: MagicMock(name=name)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.delitem(sys.modules, "ostinato.interop.torch", raising=False)
-    yield importlib.import_module("ostinato.interop.torch")
-    monkeypatch.delitem(sys.modules, "ostinato.interop.torch")
+    ours = [m for m in sys.modules if m.startswith("ostinato.interop.torch")]
+    for module in ours:
+        monkeypatch.delitem(sys.modules, module)
+    yield importlib.import_module("ostinato.interop.torch.adopting")
+    for module in [m for m in sys.modules if m.startswith("ostinato.interop.torch")]:
+        monkeypatch.delitem(sys.modules, module)
 
 
 def held(address: int) -> ost.MemoryRange | None:

@@ -30,22 +30,22 @@ RANKS = {
     "cache": 4,
     "replay": 5,
     "testing": 5,
-    "interop": 6,
-    "models": 6,
     "relational": 6,
-    "bench": 7,
-    "cli": 8,
+    "models": 7,
+    "interop": 8,
+    "bench": 9,
+    "cli": 10,
 }
 # Within rank 0, settings raises errors: the one import between neighbours.
 NEIGHBOURS = {("settings", "errors")}
 # Where a foreign library may be imported.
 HOMES = {
     "cuda": ("driver/cuda", "modules/nvrtc.py"),
-    "torch": ("interop/torch.py", "bench/transformers_loop.py"),
+    "torch": ("interop/torch/", "interop/transformers.py", "bench/transformers_loop.py"),
     "cupy": ("interop/cupy.py",),
     "numba": ("interop/numba.py",),
     "triton": ("interop/triton.py",),
-    "transformers": ("bench/transformers_loop.py",),
+    "transformers": ("interop/transformers.py", "bench/transformers_loop.py"),
     "llama_cpp": ("bench/llama_peer.py",),
 }
 
@@ -61,7 +61,7 @@ CIRCLES = {
 
 # Packages that use the library as its users do: names of `ostinato`, and of these modules of it.
 USERS = ("relational", "interop")
-PUBLIC = ("cache", "errors", "replay", "settings", "testing")
+PUBLIC = ("cache", "errors", "models", "replay", "settings", "testing")
 
 FILES = sorted(SOURCE.rglob("*.py"))
 

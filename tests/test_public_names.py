@@ -17,7 +17,11 @@ from ostinato.modules import CompilerPool, DiskStore
 
 MODULES = [
     name
-    for _, name, _ in pkgutil.walk_packages(ostinato.__path__, "ostinato.")
+    for _, name, _ in pkgutil.walk_packages(
+        ostinato.__path__,
+        "ostinato.",
+        onerror=lambda name: None,  # a package of a library that is not here
+    )
     if not name.endswith("__main__")
 ]
 
@@ -25,7 +29,9 @@ MODULES = [
 @pytest.mark.parametrize("name", MODULES)
 def test_all_is_true(name: str) -> None:
     if name.startswith("ostinato.interop."):
-        pytest.importorskip(name.rpartition(".")[2])
+        library = name.split(".")[2]
+        if library != "graphing":
+            pytest.importorskip(library)
     if name == "ostinato.bench.transformers_loop":
         pytest.importorskip("transformers")
     module = importlib.import_module(name)

@@ -361,19 +361,95 @@ def random_works() -> dict[str, tuple[object, tuple[object, ...]]]:
     }
 
 
-@pytest.mark.parametrize("name", list(random_works()) if torch.cuda.is_available() else ["dropout"])
-def test_a_graph_that_draws_random_numbers_is_not_launched(cuda_device: Device, name: str) -> None:
-    """torch moves the generator on before its own replays; ours would repeat the numbers."""
+NAMES = list(random_works()) if torch.cuda.is_available() else ["dropout"]
+
+
+def seeded(generators: tuple[object, ...], seed: int) -> None:
+    torch.manual_seed(seed)
+    for generator in generators:
+        generator.manual_seed(seed + 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_numbers_are_those_of_torchs_own_replay(
+    cuda_device: Device, stream: ost.Stream, name: str
+) -> None:
     from ostinato.interop.torch import adopt_graph
 
     work, generators = random_works()[name]
+    owner, out = captured(work, *generators)
+    seeded(generators, 11)
+    before = [g.get_offset() for g in (torch.cuda.default_generators[0], *generators)]
+    graph = adopt_graph(cuda_device, owner, generators=generators)
+    assert before == [g.get_offset() for g in (torch.cuda.default_generators[0], *generators)]
+    assert torch.initial_seed() == 11
+    run = graph.instantiate(upload=stream)
+    results: list[list[bytes]] = []
+    offsets: list[list[int]] = []
+    for replay in (owner.replay, lambda: run.launch(stream)):
+        results.append([])
+        for seed in (5, None, None, 6, None):
+            if seed is not None:
+                seeded(generators, seed)
+            cuda_device.synchronize()
+            replay()
+            cuda_device.synchronize()
+            results[-1].append(bits(out))
+        states = (torch.cuda.default_generators[0], *generators)
+        offsets.append([g.get_offset() for g in states])
+        torch.rand(3, device="cuda")
+    assert results[0] == results[1]
+    assert offsets[0] == offsets[1]
+    assert len(set(results[1])) == 5
+
+
+def test_random_numbers_after_torchs_replays_and_ours_in_turn(
+    cuda_device: Device, stream: ost.Stream
+) -> None:
+    from ostinato.interop.torch import adopt_graph
+
+    one, two = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
+    graphs = [captured(lambda x=x: torch.nn.functional.dropout(x, 0.5)) for x in (one, two)]
+    runs = [adopt_graph(cuda_device, owner).instantiate(upload=stream) for owner, _ in graphs]
+
+    def sequence(ours: bool) -> list[bytes]:
+        torch.manual_seed(3)
+        found = []
+        for number in range(6):
+            (owner, out), run = graphs[number % 2], runs[number % 2]
+            cuda_device.synchronize()
+            if ours and number != 3:
+                run.launch(stream)
+            else:
+                owner.replay()
+            cuda_device.synchronize()
+            found += [bits(out), bits(torch.rand(4, device="cuda"))]
+        return found
+
+    assert sequence(ours=False) == sequence(ours=True)
+
+
+def test_a_graph_that_draws_is_no_part_of_another(cuda_device: Device, stream: ost.Stream) -> None:
+    from ostinato.interop.torch import adopt_graph
+
+    x = torch.randn(64, device="cuda")
+    owner, _ = captured(lambda: torch.nn.functional.dropout(x, 0.5))
+    graph = adopt_graph(cuda_device, owner)
+    with pytest.raises(GraphError, match="random"):
+        ost.Graph.create(cuda_device).add_child(graph)
+
+
+def test_a_generator_that_was_not_given_is_named(cuda_device: Device) -> None:
+    from ostinato.interop.torch import adopt_graph
+
+    work, generators = random_works()["own generator"]
     owner, _ = captured(work, *generators)
     graph = adopt_graph(cuda_device, owner)
     assert len(graph.nodes) > 0
-    assert "kernel" in str(graph).lower()
-    for launch in (graph.instantiate, lambda: ost.Graph.create(cuda_device).add_child(graph)):
-        with pytest.raises(GraphError, match="draws random numbers"):
-            launch()
+    with pytest.raises(GraphError, match="generators="):
+        graph.instantiate()
+    owner.replay()  # torch's own replay still works
+    cuda_device.synchronize()
 
 
 def test_graphs_without_random_numbers_are_launched(

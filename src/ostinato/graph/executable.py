@@ -129,6 +129,7 @@ class GraphExec(Launcher, Closeable):
         self._unusable = ""
         self._lock = new_lock()
         self._prepared: dict[Stream, Callable[[], int]] = {}
+        self._before_launch = graph.before_launch
         self._shadow = Shadow(graph)
         self._arguments: dict[tuple[int, int | str], Argument] = {}
         """Those that were patched."""
@@ -280,6 +281,17 @@ class GraphExec(Launcher, Closeable):
                 "(device.create_stream, or device.adopt_stream for another library's)"
             )
         call = self._prepare(stream)
+        before = self._before_launch
+        if before is not None:  # so it is never hot
+            if self.context.taps:
+                stream.enter("a graph with something to do before each launch", Entry.ONCE)
+            if stream.is_capturing:
+                raise CaptureError(
+                    "an executable cannot be launched into a capture (the capture goes on)"
+                )
+            before(stream)
+            self._launch_checked(stream)
+            return
         if not self.context.taps:
             stays = False
             try:
@@ -613,8 +625,14 @@ class GraphExec(Launcher, Closeable):
                     f"({outcome.verdict.name}). Instantiate the new graph instead.",
                     node_index=None if blamed is None else blamed.index,
                 )
+            self._took(graph)
             self._let_go(old)
             return UpdateReport(len(self._shadow))
+
+    def _took(self, graph: Graph) -> None:
+        """Does before the next launches what the graph of an update asks for."""
+        self._before_launch = graph.before_launch
+        self.cool()
 
     def _finish_update(self, graph: Graph, now: Now) -> None:
         """Finishes an update that was interrupted before or after the driver took the graph."""
@@ -622,6 +640,7 @@ class GraphExec(Launcher, Closeable):
         outcome = self.context.driver.exec_update(self.handle, graph.handle)
         if outcome.verdict is UpdateVerdict.SUCCESS:
             self._let_go(self._shadow.commit(now))
+            self._took(graph)
             self._unusable = ""
         elif outcome.verdict is not UpdateVerdict.ERROR:
             self._unusable = before  # it does not fit, so the driver never took it

@@ -94,9 +94,12 @@ class Graph(Closeable):
         self._looked_at = 0
         """How much of `keep` is in `_storages`."""
         self.only_to_read = ""
-        self._lost = ""
         """Why it must not be launched by this library; empty if it may."""
         self.closed = False
+        self.before_launch: Callable[[Stream], None] | None = None
+        """Called with the stream before each launch of an executable that is made from here on: for
+        what another library does before its own replays."""
+        self._lost = ""
         self._finalizer: weakref.finalize[..., Graph] | None = None
         if owned:
             driver = context.driver
@@ -169,11 +172,17 @@ class Graph(Closeable):
             self._looked_at = len(keep)
         return tuple(self._storages.values())
 
-    def require_launchable(self) -> None:
-        """Raises GraphError if this library must not launch it; ClosedError if memory that a node
-        was given is closed by now."""
+    def require_launchable(self, *, as_part: bool = False) -> None:
+        """Raises GraphError if this library must not launch it, or not `as_part` of another graph;
+        ClosedError if memory that a node was given is closed by now."""
         if self.only_to_read:
             raise GraphError(f"the graph can be read, but not launched here: {self.only_to_read}")
+        if as_part and self.before_launch is not None:
+            raise GraphError(
+                "something must be done before each launch of this graph (it draws random numbers, "
+                "whose generator is moved on), so it can be no part of another graph; instantiate "
+                "and launch it by itself"
+            )
         if _any_closed(self.storages):
             for node in self.nodes:
                 if _any_closed(node.keep):
@@ -432,7 +441,7 @@ class Graph(Closeable):
 
     def add_child(self, graph: Graph, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a copy of another graph as one node; the other may be closed or changed after it."""
-        graph.require_launchable()
+        graph.require_launchable(as_part=True)
         return self.add(ChildGraphNodeParams(graph.handle), after, keep=(graph, *graph.kept))
 
     def add_event_record(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
@@ -499,6 +508,7 @@ class Graph(Closeable):
         driver = self.context.driver
         clone = Graph(self.context, driver.graph_clone(self.handle), keep=self.kept)
         clone.only_to_read = self.only_to_read
+        clone.before_launch = self.before_launch
         for node, label in self.labels.items():
             clone.labels[driver.node_in_clone(node, clone.handle)] = label
         return clone

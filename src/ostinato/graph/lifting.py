@@ -37,7 +37,7 @@ def lift(
     (`KernelNodeParams.extra_attributes`) are not taken over.
     Raises GraphError if the nodes are no chain, or one is neither a kernel nor a linear fill.
     """
-    graph.require_launchable()
+    graph.require_launchable(as_part=True)
     touched = None if reads is None else tuple(reads), None if writes is None else tuple(writes)
     driver = graph.context.driver
     made = []

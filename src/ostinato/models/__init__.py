@@ -12,6 +12,7 @@ from ostinato.models.extra import require_extra
 
 if TYPE_CHECKING:
     from ostinato.models.config import LlamaConfig as LlamaConfig
+    from ostinato.models.config import rope_inverse_frequencies as rope_inverse_frequencies
     from ostinato.models.conversation import Conversation as Conversation
     from ostinato.models.conversation import ConversationStatistics as ConversationStatistics
     from ostinato.models.decoder import Decoder as Decoder
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from ostinato.models.sampling import SamplingOptions as SamplingOptions
     from ostinato.models.text.tokenizer import Tokenizer as Tokenizer
     from ostinato.models.text.tokenizer import load_tokenizer as load_tokenizer
+    from ostinato.models.weights import Weights as Weights
+    from ostinato.models.weights import adopt_weights as adopt_weights
+    from ostinato.models.weights import weight_shapes as weight_shapes
 
 _HOMES = {
     "BatchRun": "run",
@@ -45,10 +49,14 @@ _HOMES = {
     "TextGenerator": "generate",
     "TokenRun": "run",
     "Tokenizer": "text.tokenizer",
+    "Weights": "weights",
+    "adopt_weights": "weights",
     "decode_program": "program",
     "describe": "program",
     "load_tokenizer": "text.tokenizer",
     "open_checkpoint": "files.open",
+    "rope_inverse_frequencies": "config",
+    "weight_shapes": "weights",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves the loader, dir() and this

@@ -51,7 +51,8 @@ class Decoder(Closeable):
     """A model in device memory with its KV cache, stepping through graphs.
 
     `model`: a path for `open_checkpoint`, or an open checkpoint (then the caller closes it; it is
-    not needed after construction).  `max_context`: positions of each sequence; `DEFAULT_CONTEXT` or
+    not needed after construction), or `Weights` in device memory (`adopt_weights`; the caller
+    closes them after the decoder).  `max_context`: positions of each sequence; `DEFAULT_CONTEXT` or
     the model's own if that is less.  `sequences`: how many at once.  `max_rows`: rows of the
     largest step, so the size of a prompt's pieces; what suits the device and the context if None.
     `library_rows`: steps of so many rows and more multiply with cuBLASLt where it is installed
@@ -77,7 +78,7 @@ class Decoder(Closeable):
     def __init__(
         self,
         device: Device,
-        model: str | Path | Checkpoint,
+        model: str | Path | Checkpoint | Weights,
         *,
         max_context: int | None = None,
         max_rows: int | None = None,
@@ -101,10 +102,17 @@ class Decoder(Closeable):
             verify = whole(verify, "verify", 1)
         if threads is not None:
             threads = whole(threads, "threads", 1)
-        self.backend: Backend = backend_for(device, library_rows=library_rows, threads=threads)
+        given = model if isinstance(model, Weights) else None
+        self.backend: Backend = backend_for(
+            device,
+            library_rows=library_rows,
+            threads=threads,
+            packed=None if given is None else given.packed,
+        )
         self._phases = Phases()
         self._closed = False
-        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+        self._owns_weights = given is None
+        checkpoint = model if isinstance(model, Checkpoint | Weights) else open_checkpoint(model)
         try:
             self.config: LlamaConfig = checkpoint.config
             context = _context(self.config, max_context)
@@ -119,15 +127,19 @@ class Decoder(Closeable):
             )
             sampled = min(sizes.rows, sizes.sampled_rows)
             self.backend.require_supported(self.config, sizes.rows, sampled)
-            with self._phases.measure("load"):
-                self.weights: Weights = load_weights(
-                    device,
-                    checkpoint,
-                    self.backend.dtype,
-                    packed=self.backend.packed,
-                    threads=threads,
-                    convert=self.backend.convert,
-                )
+            self.weights: Weights
+            if isinstance(checkpoint, Weights):
+                self.weights = _fitting(checkpoint, device, self.backend)
+            else:
+                with self._phases.measure("load"):
+                    self.weights = load_weights(
+                        device,
+                        checkpoint,
+                        self.backend.dtype,
+                        packed=self.backend.packed,
+                        threads=threads,
+                        convert=self.backend.convert,
+                    )
         finally:
             if checkpoint is not model:
                 checkpoint.close()
@@ -139,7 +151,7 @@ class Decoder(Closeable):
                     device, self.weights, sizes, workspace=workspace, more=more
                 )
         except BaseException:
-            self.weights.close()
+            self._close_weights()
             raise
         try:
             self._steps = StepGraphs(
@@ -154,7 +166,7 @@ class Decoder(Closeable):
             )
         except BaseException:
             self.plan.close()
-            self.weights.close()
+            self._close_weights()
             raise
         self.stream: Stream = self._steps.stream
         self.graph_cache: GraphCache = self._steps.graph_cache
@@ -421,23 +433,31 @@ class Decoder(Closeable):
             self.stream.synchronize()
         self._steps.close()
         self.plan.close()
-        self.weights.close()
+        self._close_weights()
+
+    def _close_weights(self) -> None:
+        if self._owns_weights:
+            self.weights.close()
 
 
 def backend_for(
-    device: Device, *, library_rows: LibraryRows = "auto", threads: int | None = None
+    device: Device,
+    *,
+    library_rows: LibraryRows = "auto",
+    threads: int | None = None,
+    packed: bool | None = None,
 ) -> Backend:
     """The backend for a device, by the kernels that it can run.
 
     `library_rows`: see `LibraryRows`.  `threads`: of kernels that run on the CPU; see
-    `packed_kernels`.
+    `packed_kernels`.  `packed`: whether these are for packed weights; the faster ones if None.
     Raises NotAvailableError where there are no kernels for it, InputError, SettingsError.
     """
     can = device.capabilities
     if can.runs_host_functions:
         from ostinato.models.host.backend import HostBackend
 
-        return HostBackend(device, threads=threads)
+        return HostBackend(device, threads=threads, packed=packed)
     if can.compiles_cuda:
         from ostinato.models.cuda.backend import CudaBackend
 
@@ -446,6 +466,20 @@ def backend_for(
         f"the decoder has no kernels in {can.source_language!r} yet, which {device.name} needs; "
         'open_device("host") runs it on the CPU'
     )
+
+
+def _fitting(weights: Weights, device: Device, backend: Backend) -> Weights:
+    """The weights, if the backend's kernels read such.  Raises InputError, ClosedError."""
+    first = weights.buffer("embed")
+    if first.context is not device.context:
+        raise InputError(f"the weights are not on {device.name}, where the decoder is to be")
+    if weights.packed != backend.packed or weights.dtype != backend.dtype:
+        raise InputError(
+            f"the weights' matrices are {'packed' if weights.packed else weights.dtype}; the "
+            f"kernels of {device.name} read {'packed ones' if backend.packed else backend.dtype} "
+            "(uint16 is bfloat16)"
+        )
+    return weights
 
 
 def _stop_tokens(tokens: Iterable[int], config: LlamaConfig) -> tuple[int, ...]:

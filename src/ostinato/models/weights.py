@@ -3,14 +3,14 @@
 Queries, keys and values are one matrix, gate and up another, so that a layer is four products.
 Where device memory is the process's own, a checkpoint is converted straight into place, or its
 bytes are copied as they are for kernels that read them so; a CUDA device converts a file's bytes
-itself.
+itself.  Weights that are in device memory already, in these shapes, are adopted without a copy.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import Buffer, Device
-from ostinato.errors import ClosedError
+from ostinato.errors import ClosedError, InputError
+from ostinato.models.arguments import quoted
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.packed import PackedMatrix, PackedPart
 
-__all__ = ["Weights", "load_weights"]
+__all__ = ["Weights", "adopt_weights", "load_weights", "weight_shapes"]
 
 # Which canonical tensors lie below each other in one matrix.
 _FUSED = {"wqkv": ("wq", "wk", "wv"), "w_gate_up": ("w_gate", "w_up")}
@@ -33,6 +34,8 @@ _PART_OF = {part: (name, parts) for name, parts in _FUSED.items() for part in pa
 # has work, in memory that is used again.
 _STAGED_BYTES = 64 << 20
 _ALIGNMENT = 64
+# The widest load of a kernel.
+_LEAST_ALIGNMENT = 16
 # More of them wait for each other at the interpreter's lock: 4 take 0.21 s for SmolLM2-135M on 16
 # cores, 16 take 0.38.
 _THREADS = 4
@@ -56,6 +59,7 @@ class Weights:
     dtype: np.dtype[Any]
     tensors: dict[str, Buffer] = field(default_factory=dict, repr=False)
     loaded: bool = False
+    packed: bool = False
     memory: Buffer | None = field(default=None, repr=False)
     """What the tensors are views of, if they are."""
 
@@ -72,7 +76,7 @@ class Weights:
         return buffer
 
     def close(self) -> None:
-        """Gives the memory back.  Idempotent."""
+        """Gives the memory back; of adopted memory, the right to it.  Idempotent."""
         self.loaded = False
         for buffer in self.tensors.values():
             buffer.close()
@@ -98,16 +102,15 @@ def load_weights(
     Raises ModelFormatError, OutOfMemoryError; nothing is left allocated then.
     """
     config = checkpoint.config
-    weights = Weights(config, np.dtype(dtype))
+    weights = Weights(config, np.dtype(dtype), packed=packed)
     workers = threads or min(_THREADS, os.cpu_count() or 1)
     try:
         if packed:
             _load_packed(device, checkpoint, weights, workers)
             weights.loaded = True
             return weights
-        for name, shape in _layout(config):
-            kind = weights.dtype if len(shape) == 2 else np.dtype(np.float32)
-            weights.tensors[name] = device.empty(shape, kind)
+        for name, shape in weight_shapes(config).items():
+            weights.tensors[name] = device.empty(shape, _kind(shape, weights.dtype))
         if device.capabilities.host_memory_is_device_memory:
             values = {name: buffer.array for name, buffer in _all_parts(weights)}
             checkpoint.load(values, threads=workers)
@@ -118,6 +121,67 @@ def load_weights(
         raise
     weights.loaded = True
     return weights
+
+
+def adopt_weights(
+    device: Device,
+    config: LlamaConfig,
+    tensors: Mapping[str, object],
+    dtype: npt.DTypeLike = np.uint16,
+) -> Weights:
+    """Weights that are in device memory already, for `Decoder`; nothing is copied or read.
+
+    `tensors`: one for each name of `weight_shapes(config)`, in its shape and C-contiguous: buffers,
+    or another library's device arrays (`Device.adopt_array`), which are kept alive until the
+    weights are closed.  Matrices are `dtype`, uint16 for bfloat16 (a CUDA device's kernels read
+    these) or float32 (the host's do); vectors float32.  They begin at multiples of 16 bytes.
+
+    What writes to them must be done before a decoder reads them: it works on a stream of its own.
+    Decoders see later changes, and their KV caches hold what was computed before.
+    Raises InputError for names, shapes, types and addresses that do not fit.
+    """
+    weights = Weights(config, np.dtype(dtype))
+    shapes = weight_shapes(config)
+    unknown = [name for name in tensors if name not in shapes]
+    missing = [name for name in shapes if name not in tensors]
+    if unknown or missing:
+        raise InputError(
+            f"of the weights {quoted(missing)} are missing and {quoted(unknown)} are not known; "
+            "weight_shapes(config) has the names"
+        )
+    for name, shape in shapes.items():
+        buffer = device.adopt_array(tensors[name])
+        kind = _kind(shape, weights.dtype)
+        if buffer.shape != shape or buffer.dtype != kind:
+            raise InputError(
+                f"the weight {name!r} is {buffer.dtype} {list(buffer.shape)}, must be {kind} "
+                f"{list(shape)}"
+            )
+        if buffer.context is not device.context:
+            raise InputError(f"the weight {name!r} is a buffer of another device")
+        if buffer.address % _LEAST_ALIGNMENT:
+            raise InputError(
+                f"the weight {name!r} begins at {buffer.address:#x}; a multiple of "
+                f"{_LEAST_ALIGNMENT} bytes is needed"
+            )
+        weights.tensors[name] = buffer
+    weights.loaded = True
+    return weights
+
+
+def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors in device memory with their shapes, in the order of use; matrices [out, in].
+
+    `embed`, `layers.{i}.` + `attn_norm wqkv wo mlp_norm w_gate_up w_down`, `final_norm`, and `head`
+    where the embeddings are not tied.  `wqkv` is the rows of queries, keys and values below each
+    other, `w_gate_up` those of gate and up.
+    """
+    return dict(_layout(config))
+
+
+def _kind(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Of a tensor that is not packed."""
+    return dtype if len(shape) == 2 else np.dtype(np.float32)
 
 
 def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threads: int) -> None:

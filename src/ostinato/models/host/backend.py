@@ -26,9 +26,11 @@ class HostBackend:
     spins = False
     library = ""
 
-    def __init__(self, device: Device, *, threads: int | None = None) -> None:
+    def __init__(
+        self, device: Device, *, threads: int | None = None, packed: bool | None = None
+    ) -> None:
         self._modules = device.modules
-        self.packed = compiled()
+        self.packed = compiled() if packed is None else packed
         self.name = "packed" if self.packed else "numpy"
         kernels = packed_kernels(threads) if self.packed else HOST_KERNELS
         self._source = Source(host=kernels, name="decoder")

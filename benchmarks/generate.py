@@ -1,0 +1,384 @@
+"""`model.generate` of transformers: as it is, graphed, accelerated, and with torch.compile.
+
+    python -m benchmarks.generate                     the 1B shape with random weights (GPU)
+    python -m benchmarks.generate --device host       the tiny shape on the CPU: shows that it runs
+
+Greedy, 128 tokens after a prompt of 16, batches of 1 and 8; nothing but `generate` is called, and a
+streamer notes when each token arrives.  Ways:
+
+    eager         as transformers does it without being asked for anything else
+    static        over a static cache, eagerly
+    graphed       interop.transformers.graphed: each step a replay, over a static cache
+    accelerated   interop.transformers.accelerate: our decoder on the model's own weights
+    compile       cache_implementation="static", for which transformers compiles the step itself
+    nothing       over a static cache, with a step that does nothing: the loop on the host
+    decoder       not through `generate`: the accelerated model's decoder by itself
+    step          not through `generate`: the device's time for the step of transformers, from a
+                  graph that is replayed without waiting
+
+`token_us`: from the first token on, the median of several calls.  `setup_seconds`: before a way can
+be called.  `first_seconds`: of its first call, with all that it compiles and captures.  `equal`: of
+all tokens, those before the first one of their row that is not that of "static"; in bfloat16 two
+kernels may choose differently where two logits are nearly the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import ostinato as ost
+from benchmarks import common
+from ostinato.bench.shapes import SHAPES, traffic
+from ostinato.models import SamplingOptions
+
+PROMPT = 16
+COLUMNS = (
+    "way",
+    "batch",
+    "token_us",
+    "tokens_per_s",
+    "first_token_ms",
+    "setup_seconds",
+    "first_seconds",
+    "equal",
+)
+
+
+class Arrivals:
+    """A streamer that notes times."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is kept back."""
+
+
+class Nothing:
+    """A compiled call that computes nothing."""
+
+    def __init__(self, model: Any, batch: int) -> None:
+        import torch
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        parameter = next(model.parameters())
+        self._logits = torch.zeros(
+            (batch, 1, model.config.vocab_size), dtype=parameter.dtype, device=parameter.device
+        )
+        self._made = CausalLMOutputWithPast
+
+    def __call__(self, *, past_key_values: Any = None, **inputs: Any) -> Any:
+        return self._made(logits=self._logits, past_key_values=past_key_values)
+
+
+def one_call(model: Any, ids: Any, tokens: int, **options: Any) -> tuple[list[float], Any]:
+    """Seconds at which each token arrived, counted from the call, and the answer."""
+    arrivals = Arrivals()
+    began = time.perf_counter()
+    answer = model.generate(
+        ids, max_new_tokens=tokens, do_sample=False, streamer=arrivals, **options
+    )
+    return [at - began for at in arrivals.times[1:]], answer[:, ids.shape[1] :].tolist()
+
+
+def measured(
+    name: str, model: Any, ids: Any, tokens: int, calls: int, **options: Any
+) -> tuple[dict[str, object], list[list[int]]]:
+    """A row, and the tokens."""
+    began = time.perf_counter()
+    one_call(model, ids, tokens, **options)
+    first = time.perf_counter() - began
+    one_call(model, ids, tokens, **options)
+    per_token, starts = [], []
+    answer: list[list[int]] = []
+    for _ in range(calls):
+        arrivals, answer = one_call(model, ids, tokens, **options)
+        assert len(arrivals) == tokens, f"{name}: {len(arrivals)} steps of {tokens}"
+        per_token.append((arrivals[-1] - arrivals[0]) / (tokens - 1))
+        starts.append(arrivals[0])
+    spent = statistics.median(per_token)
+    row = {
+        "way": name,
+        "batch": ids.shape[0],
+        "token_us": round(spent * 1e6, 1),
+        "tokens_per_s": round(ids.shape[0] / spent, 1),
+        "first_token_ms": round(statistics.median(starts) * 1e3, 2),
+        "first_seconds": round(first, 2),
+        "least_token_us": round(min(per_token) * 1e6, 1),
+    }
+    return row, answer
+
+
+def equal(tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float:
+    """The part of all tokens that comes before the first difference of their row."""
+    same = 0
+    for one, other in zip(tokens, reference, strict=True):
+        pairs = zip(one, other, strict=True)
+        same += next((i for i, (a, b) in enumerate(pairs) if a != b), len(one))
+    return round(same / sum(map(len, reference)), 3)
+
+
+def device_step(model: Any, batch: int, tokens: int) -> float:
+    """Microseconds of the device for a step of transformers in the middle of such an answer."""
+    from ostinato.bench.transformers_loop import DecodeLoop
+
+    loop = DecodeLoop(model, batch=batch, length=PROMPT + tokens, how="graph")
+    times = []
+    for _ in range(3):
+        loop.place(PROMPT)
+        loop.synchronize()
+        began = time.perf_counter()
+        loop.run(tokens - 1)
+        loop.synchronize()
+        times.append((time.perf_counter() - began) / (tokens - 1))
+    return min(times) * 1e6
+
+
+def by_decoder(handle: Any, prompts: list[list[int]], tokens: int, calls: int) -> float:
+    """Microseconds a token of the decoder by itself."""
+    decoder, times = handle.decoder, []
+    for _ in range(calls):
+        for row, prompt in enumerate(prompts):
+            decoder.reset(row)
+            decoder.set_sampling(SamplingOptions(), row)
+            decoder.prefill(prompt, row)
+        began = time.perf_counter()
+        if len(prompts) == 1:
+            chosen = sum(1 for _ in decoder.run(0, count=tokens - 1))
+        else:
+            chosen = sum(1 for _ in decoder.run_batch(range(len(prompts)), count=tokens - 1))
+        times.append((time.perf_counter() - began) / chosen)
+    return statistics.median(times) * 1e6
+
+
+# -------------------------------------------------------------------------------------------- ways
+
+
+class Opened:
+    """A way that is set up: options for `generate`, what it says of itself, its handle."""
+
+    def __init__(
+        self,
+        options: dict[str, Any] | None = None,
+        details: Callable[[], dict[str, object]] = dict,
+        handle: Any = None,
+    ) -> None:
+        self.options = options or {}
+        self.details = details
+        self.handle = handle
+
+
+class Way(ExitStack):
+    """`with` gives an `Opened`, and undoes what was set up."""
+
+    def __init__(self, opened: Opened) -> None:
+        super().__init__()
+        self.opened = opened
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        return self.opened
+
+
+STATIC = {"cache_implementation": "static"}
+
+
+def eager(model: Any, device: ost.Device, batch: int) -> Way:
+    return Way(Opened())
+
+
+def static(model: Any, device: ost.Device, batch: int) -> Way:
+    return Way(Opened({**STATIC, "disable_compile": True}))
+
+
+def nothing(model: Any, device: ost.Device, batch: int) -> Way:
+    if model.device.type != "cuda":
+        raise RuntimeError("transformers asks for a compiled call only on a GPU")
+    call = Nothing(model, batch)
+    model.get_compiled_call = lambda config: call
+    way = Way(Opened(STATIC))
+    way.callback(lambda: delattr(model, "get_compiled_call"))
+    return way
+
+
+def graphed(model: Any, device: ost.Device, batch: int) -> Way:
+    from ostinato.interop.transformers import graphed as graphed_model
+
+    steps = graphed_model(model, device=device)
+
+    def details() -> dict[str, object]:
+        numbers = steps.step.statistics()
+        found = {"replays": numbers.replays, "captures": numbers.captures, "eager": numbers.eager}
+        return {**found, "passed_on": steps.passed_on, "rebound": numbers.rebound}
+
+    way = Way(Opened(STATIC, details, steps))
+    way.callback(steps.close)
+    return way
+
+
+def accelerated(model: Any, device: ost.Device, batch: int) -> Way:
+    from ostinato.interop.transformers import accelerate
+
+    handle = accelerate(model, device=device, sequences=batch, max_context=256)
+
+    def details() -> dict[str, object]:
+        numbers = handle.statistics()
+        assert not numbers.passed_on, numbers.passed_on
+        return {
+            "peak_extra_bytes": numbers.peak_extra_bytes,
+            "copied_bytes": numbers.copied_bytes,
+            "shared_bytes": numbers.shared_bytes,
+            "plan_bytes": numbers.plan_bytes,
+        }
+
+    way = Way(Opened({}, details, handle))
+    way.callback(handle.close)
+    return way
+
+
+def compiled(model: Any, device: ost.Device, batch: int) -> Way:
+    if model.device.type != "cuda":
+        raise RuntimeError("transformers compiles by itself only on a GPU")
+    return Way(Opened(STATIC))
+
+
+WAYS: dict[str, Callable[[Any, ost.Device, int], Way]] = {
+    "eager": eager,
+    "static": static,
+    "graphed": graphed,
+    "accelerated": accelerated,
+    "compile": compiled,
+    "nothing": nothing,
+}
+
+
+# ----------------------------------------------------------------------------------------- measure
+
+
+def run_way(
+    name: str,
+    way: Callable[[Any, ost.Device, int], Way],
+    model: Any,
+    device: ost.Device,
+    ids: Any,
+    tokens: int,
+    calls: int,
+) -> tuple[list[dict[str, object]], list[list[int]]]:
+    """The rows of a way, and the tokens that it chose."""
+    batch, began = ids.shape[0], time.perf_counter()
+    with way(model, device, batch) as opened:
+        set_up = round(time.perf_counter() - began, 2)
+        row, answer = measured(name, model, ids, tokens, calls, **opened.options)
+        rows = [row | {"setup_seconds": set_up} | opened.details()]
+        if name == "accelerated":
+            spent = by_decoder(opened.handle, ids.tolist(), tokens, calls)
+            rate = round(batch * 1e6 / spent, 1)
+            rows.append(
+                {
+                    "way": "decoder",
+                    "batch": batch,
+                    "token_us": round(spent, 1),
+                    "tokens_per_s": rate,
+                }
+            )
+        return rows, answer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = common.options(__doc__)
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--without", nargs="*", default=[], help="ways to leave out")
+    chosen = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    try:
+        import torch
+        from transformers.utils import logging
+
+        from ostinato.bench import transformers_loop
+    except ImportError as error:
+        print(f"not measured: {error}; install PyTorch and transformers")
+        return 0
+    logging.set_verbosity_error()
+    on_gpu = chosen.device != "host"
+    shape = chosen.shape or ("1B" if on_gpu and not chosen.quick else "tiny")
+    config = SHAPES[shape]
+    tokens = 16 if chosen.quick or not on_gpu else 128
+    calls = 2 if chosen.quick or not on_gpu else 7
+    rows: list[dict[str, object]] = []
+    skipped = dict.fromkeys(chosen.without, "left out (--without)")
+    sizes = transformers_loop.LlamaSizes(
+        config.hidden,
+        config.layers,
+        config.heads,
+        config.kv_heads,
+        config.head_size,
+        config.inner,
+        config.vocabulary,
+        config.context_length,
+        config.tied_embeddings,
+    )
+    with ost.open_device(chosen.device) as device:
+        model = transformers_loop.random_llama(
+            sizes,
+            device="cuda" if on_gpu else "cpu",
+            dtype=torch.bfloat16 if on_gpu else torch.float32,
+        )
+        model.generation_config.eos_token_id = None
+        generator = torch.Generator().manual_seed(3)
+        references: dict[int, list[list[int]]] = {}
+        for batch in (1, 8):
+            ids = torch.randint(0, config.vocabulary, (batch, PROMPT), generator=generator)
+            ids = ids.to(model.device)
+            for name, way in WAYS.items():
+                if name in skipped:
+                    continue
+
+                label = f"{name}, batch {batch}"
+                found = common.optional(
+                    skipped, label, partial(run_way, name, way, model, device, ids, tokens, calls)
+                )
+                if isinstance(found, tuple):
+                    more, answer = found
+                    if name == "static":
+                        references[batch] = answer
+                    if name != "nothing" and batch in references:
+                        more[0]["equal"] = equal(answer, references[batch])
+                    rows += more
+                transformers_loop.release()
+            if on_gpu and "step" not in skipped:
+                spent = common.optional(
+                    skipped, f"step, batch {batch}", partial(device_step, model, batch, tokens)
+                )
+                if isinstance(spent, float):
+                    rows.append({"way": "step", "batch": batch, "token_us": round(spent, 1)})
+                transformers_loop.release()
+        print(common.table(f"generate, {shape}, {tokens} tokens", rows, COLUMNS))
+        moved = traffic(config, 2 if on_gpu else 4)
+        common.emit(
+            f"generate-{shape}",
+            device,
+            chosen.out,
+            ceiling={
+                "what": "bytes that a step reads of weights and of keys and values, at the least",
+                "weight_bytes": moved.weights,
+                "position_bytes": moved.position,
+            },
+            settings={"shape": shape, "prompt": PROMPT, "tokens": tokens, "calls": calls},
+            rows=rows,
+            skipped=skipped,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""A call of transformers' `generate` as our decoder takes it, or why it does not.
+
+Pure: neither torch nor transformers is imported.  Their objects are known by the names of their
+classes, whole and exact, so a class that a user derived is none of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.errors import InputError
+from ostinato.models import SamplingOptions
+
+__all__ = [
+    "NotCovered",
+    "Wanted",
+    "check_arguments",
+    "check_inputs",
+    "check_mode",
+    "prompts",
+    "wanted",
+]
+
+_PROCESSORS = "transformers.generation.logits_process"
+_CRITERIA = "transformers.generation.stopping_criteria"
+_CACHES = ("transformers.cache_utils.DynamicCache", "transformers.cache_utils.StaticCache")
+# What our sampler does, in its order.  The first also where nothing is drawn.
+_ORDER = (
+    "RepetitionPenaltyLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+)
+_MODES = ("greedy_search", "sample")
+# Arguments of `generate` itself that change what it does, and are no settings.
+_ARGUMENTS = (
+    "custom_generate",
+    "assistant_model",
+    "assistant_tokenizer",
+    "tokenizer",
+    "synced_gpus",
+    "inputs_embeds",
+    "past_key_values",
+    "position_ids",
+)
+# What `generate` prepares for a model's calls by itself, and what it prepares has no other meaning.
+_PREPARED = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+
+
+class NotCovered(Exception):
+    """Our decoder does not do this call; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a call asks for.
+
+    `sampling`: without a seed.  `max_length`: of prompt and answer together, padding counted.
+    `stop_tokens`: what ends a sequence; None if only its length does, and then nothing is padded.
+    """
+
+    sampling: SamplingOptions
+    max_length: int
+    stop_tokens: tuple[int, ...] | None
+
+
+def check_arguments(arguments: Mapping[str, Any], *, processes: int = 1) -> None:
+    """Before `generate` looks at them.  `processes`: of torch's process group.
+
+    Raises NotCovered.
+    """
+    for name in _ARGUMENTS:
+        value = arguments.get(name)
+        if value is not None and value is not False:
+            raise NotCovered(f"the argument {name}")
+    if arguments.get("cache_implementation") == "paged":
+        raise NotCovered("continuous batching (cache_implementation='paged')")
+    if processes > 1:
+        raise NotCovered("a group of processes")
+
+
+def check_mode(config: Any) -> None:
+    """`config`: the call's GenerationConfig, complete.  Raises NotCovered."""
+    mode = str(getattr(config.get_generation_mode(), "value", "unknown"))
+    if mode not in _MODES:
+        raise NotCovered(f"the mode {mode}")
+    if config.return_dict_in_generate:
+        raise NotCovered("return_dict_in_generate")
+    if config.is_assistant:
+        raise NotCovered("a model that assists another")
+
+
+def check_inputs(inputs: Mapping[str, Any]) -> None:
+    """`inputs`: what `generate` prepared for the calls of the model.  Raises NotCovered."""
+    for name, value in inputs.items():
+        if name not in _PREPARED and value is not None:
+            raise NotCovered(f"the argument {name}")
+    cache = inputs.get("past_key_values")
+    if cache is not None and _name(cache) not in _CACHES:
+        raise NotCovered(f"a {type(cache).__name__}")
+
+
+def wanted(processors: Iterable[Any], criteria: Iterable[Any], *, draws: bool) -> Wanted:
+    """From the processors and criteria that `generate` prepared, so whatever they came from.
+
+    `draws`: `do_sample`.  Raises NotCovered.
+    """
+    lengths: list[int] = []
+    stops: list[int] | None = None
+    for one in criteria:
+        if _name(one) == f"{_CRITERIA}.MaxLengthCriteria":
+            lengths.append(int(one.max_length))
+        elif _name(one) == f"{_CRITERIA}.EosTokenCriteria":
+            stops = [*(stops or ()), *(int(token) for token in one.eos_token_id.tolist())]
+        else:
+            raise NotCovered(f"the stopping criterion {type(one).__name__}")
+    if not lengths:
+        raise NotCovered("no MaxLengthCriteria")
+    return Wanted(
+        _sampling(processors, draws), min(lengths), None if stops is None else tuple(stops)
+    )
+
+
+def _sampling(processors: Iterable[Any], draws: bool) -> SamplingOptions:
+    options: dict[str, Any] = {"temperature": 1.0 if draws else 0.0}
+    last = -1
+    for one in processors:
+        kind = type(one).__name__
+        known = _name(one) == f"{_PROCESSORS}.{kind}" and kind in _ORDER
+        if not known or (_ORDER.index(kind) > 0 and not draws):
+            raise NotCovered(f"the logits processor {kind}")
+        if _ORDER.index(kind) <= last:
+            raise NotCovered("the order of the logits processors")
+        last = _ORDER.index(kind)
+        if getattr(one, "filter_value", -math.inf) != -math.inf:
+            raise NotCovered(f"a filter_value of {kind}")
+        if kind == "TopKLogitsWarper":
+            options["top_k"] = one.top_k
+            continue
+        if getattr(one, "min_tokens_to_keep", 1) != 1:
+            raise NotCovered(f"min_tokens_to_keep of {kind}")
+        if getattr(one, "prompt_ignore_length", None):
+            raise NotCovered(f"prompt_ignore_length of {kind}")
+        name, attribute = {
+            "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
+            "TemperatureLogitsWarper": ("temperature", "temperature"),
+            "TopPLogitsWarper": ("top_p", "top_p"),
+            "MinPLogitsWarper": ("min_p", "min_p"),
+        }[kind]
+        options[name] = getattr(one, attribute)
+    try:
+        return SamplingOptions(**options)
+    except InputError as error:
+        raise NotCovered(str(error)) from None
+
+
+def prompts(
+    ids: Sequence[Sequence[int]], mask: Sequence[Sequence[float]] | None, *, history: bool
+) -> list[list[int]]:
+    """The tokens of each row that its mask keeps: those that are no padding.
+
+    transformers counts positions over the tokens that are kept, and nothing attends to the others,
+    so these are what it computes with.  The last one must be kept: the first new token is
+    computed from it.  `history`: the choice of a token looks at earlier ones; transformers looks at
+    those that are masked too.  Raises NotCovered.
+    """
+    if not ids or not ids[0]:
+        raise NotCovered("an empty prompt")
+    if mask is None:
+        return [list(row) for row in ids]
+    if len(mask) != len(ids) or any(len(m) != len(row) for m, row in zip(mask, ids, strict=True)):
+        raise NotCovered("an attention_mask of another shape than the prompt")
+    found = []
+    for row, kept in zip(ids, mask, strict=True):
+        if any(value not in (0, 1) for value in kept):
+            raise NotCovered("an attention_mask with other values than 0 and 1")
+        if not kept[-1]:
+            raise NotCovered("an attention_mask that leaves out a prompt's last token")
+        if history and not all(kept):
+            raise NotCovered("a repetition penalty with padding, which transformers penalises too")
+        found.append([token for token, value in zip(row, kept, strict=True) if value])
+    return found
+
+
+def _name(thing: object) -> str:
+    kind = type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,1 @@
+"""What `graphed` of each library shares: keys, guards, padding, replays.  Imports no library."""

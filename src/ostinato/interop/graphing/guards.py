@@ -1,0 +1,247 @@
+"""What a function uses besides its arguments, as far as it can be seen.
+
+Pure.  A graph freezes what the function read while it was captured: a number of its closure, a
+global, an attribute of the object that it is a method of, a weight's address.  A guard reads these
+again at each call.  Plain values become part of the key.  Arrays are watched: the graph is bound
+anew where one moved.
+
+Seen are closure cells, default values, globals that the function's own code names, and the object
+of a bound method; of each of these plain values, arrays, nested tuples, lists and dicts of them,
+and the plain values and arrays among the attributes of other objects.
+Not seen is what functions that it calls read by themselves, and what is deeper in objects.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from ostinato.interop.graphing.trees import Arrays, children_of, is_plain, plain_token
+
+__all__ = ["Guarded", "Guards", "Seen", "Watch", "arrays_inside"]
+
+_MISSING = object()
+_DEEPEST = 4
+_MOST = 4096
+"""Objects that are kept to tell them apart."""
+
+
+class Watch(Protocol):
+    """Something with a state of its own (a module), read at each call."""
+
+    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
+        """Adds its plain values to `tokens` and its arrays to `arrays`."""
+        ...
+
+
+class Watcher(Arrays, Protocol):
+    """A library that knows objects with a state of their own."""
+
+    def watch(self, value: object, /) -> Watch | None:
+        """How to read such an object; None for all others."""
+        ...
+
+
+class Seen(NamedTuple):  # it is made in each call, and a dataclass takes twice as long
+    """What a function uses besides its arguments, at one moment."""
+
+    tokens: tuple[Hashable, ...]
+    arrays: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a value is read again at each call."""
+
+    name: str
+    read: Callable[[], Any]
+
+
+class Guarded:
+    """A function with guards of its own, which count for functions that call it."""
+
+    _guards: Guards | None = None
+
+    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
+        """Adds what it uses to `tokens` and `arrays`."""
+        if self._guards is not None:
+            seen = self._guards.read()
+            tokens.append(seen.tokens)
+            arrays += seen.arrays
+
+
+class Guards:
+    """The guards of one function."""
+
+    def __init__(self, function: Callable[..., Any], library: Watcher) -> None:
+        self._library = library
+        self._watches: dict[int, tuple[object, Watch | None]] = {}
+        self._places = tuple(_places(function))
+        self._generation = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to read."""
+        return not self._places
+
+    @property
+    def names(self) -> list[str]:
+        """What is read, in words."""
+        return [place.name for place in self._places]
+
+    def read(self) -> Seen:
+        """What the function uses now."""
+        if len(self._watches) > _MOST:
+            self._watches.clear()  # what had an id before is another thing from here on
+            self._generation += 1
+        tokens: list[Hashable] = [self._generation]
+        arrays: list[Any] = []
+        for place in self._places:
+            self._visit(place.read(), tokens, arrays, 0)
+        return Seen(tuple(tokens), arrays)
+
+    def _visit(self, value: Any, tokens: list[Hashable], arrays: list[Any], depth: int) -> None:
+        library = self._library
+        if library.is_array(value):
+            arrays.append(value)
+            return
+        if is_plain(value, library.plain):
+            tokens.append(plain_token(value))
+            return
+        watch = self._watch(value)
+        if watch is not None:
+            watch.read(tokens, arrays)
+            return
+        found = children_of(value, library) if depth < _DEEPEST else None
+        if found is None:
+            tokens.append((type(value), id(value)))
+            inside = getattr(value, "__dict__", None) if depth < _DEEPEST else None
+            if isinstance(inside, dict) and not isinstance(value, types.ModuleType):
+                self._attributes(inside, tokens, arrays)
+            return
+        tokens.append(found[0])
+        for child in found[1]:
+            self._visit(child, tokens, arrays, depth + 1)
+
+    def _attributes(
+        self, inside: dict[str, Any], tokens: list[Hashable], arrays: list[Any]
+    ) -> None:
+        """The plain values and the arrays among the attributes of an object."""
+        for name, child in inside.items():
+            if self._library.is_array(child):
+                arrays.append(child)
+            elif is_plain(child, self._library.plain):
+                tokens.append((name, plain_token(child)))
+
+    def _watch(self, value: Any) -> Watch | None:
+        known = self._watches.get(id(value))
+        if known is None or known[0] is not value:
+            watch = value if isinstance(value, Guarded) else self._library.watch(value)
+            # The value is kept, so that no other one gets its id.
+            known = self._watches[id(value)] = value, watch
+        return known[1]
+
+    def explain(self, before: Seen, after: Seen) -> str:
+        """Which of the guarded values differ between two readings; empty if none does."""
+        if before.tokens == after.tokens and [*map(id, before.arrays)] == [*map(id, after.arrays)]:
+            return ""
+        return ", ".join(self.names) or "what it uses"
+
+
+def _places(function: Callable[..., Any]) -> list[_Place]:
+    """What is read of a function, of whatever kind."""
+    places: list[_Place] = []
+    while isinstance(function, functools.partial):
+        partial = function
+        places.append(_Place("partial arguments", lambda p=partial: (p.args, p.keywords)))  # type: ignore[misc]
+        function = partial.func
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, types.ModuleType | type):
+        places.append(_Place("self", lambda: owner))
+    plain = getattr(function, "__func__", function)
+    if not isinstance(plain, types.FunctionType):
+        call = vars(type(function)).get("__call__")
+        if owner is None and isinstance(call, types.FunctionType):
+            places.append(_Place(type(function).__name__, lambda: function))
+            plain = call
+        else:
+            return places
+    code = plain.__code__
+    for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
+        places.append(_Place(name, lambda c=cell: _content(c)))  # type: ignore[misc]
+    if plain.__defaults__:
+        places.append(_Place("default values", lambda: plain.__defaults__))
+    if plain.__kwdefaults__:
+        places.append(_Place("default values", lambda: plain.__kwdefaults__))
+    space = plain.__globals__
+    for name in code.co_names:
+        value = space.get(name, _MISSING)
+        if value is _MISSING or isinstance(value, types.ModuleType | type | types.FunctionType):
+            continue
+        if isinstance(value, types.BuiltinFunctionType):
+            continue
+        places.append(_Place(name, lambda n=name: space.get(n)))  # type: ignore[misc]
+    return places
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # deleted, or not assigned yet
+        return _MISSING
+
+
+class ObjectWatch:
+    """The arrays of an object, found once and read again at each call, where they were found.
+
+    Plain values of it are not watched: it was declared static.
+    """
+
+    def __init__(self, value: object, arrays: Arrays) -> None:
+        self._value = value
+        self._arrays = arrays
+        self._places: list[tuple[Any, Hashable]] = []
+        self._find(value, 0, set())
+
+    def _find(self, value: Any, depth: int, seen: set[int]) -> None:
+        if depth > _DEEPEST or id(value) in seen:
+            return
+        seen.add(id(value))
+        held: Any = None
+        if isinstance(value, dict | list):
+            held = value
+        elif isinstance(value, tuple):
+            for child in value:
+                self._find(child, depth + 1, seen)
+            return
+        else:
+            held = getattr(value, "__dict__", None)
+        if held is None:
+            return
+        for key, child in list(held.items() if isinstance(held, dict) else enumerate(held)):
+            if self._arrays.is_array(child):
+                self._places.append((held, key))
+            elif not is_plain(child, self._arrays.plain) and not callable(child):
+                self._find(child, depth + 1, seen)
+
+    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
+        tokens.append(type(self._value).__qualname__)
+        for held, key in self._places:
+            try:
+                value = held[key]
+            except (KeyError, IndexError):
+                value = None
+            if self._arrays.is_array(value):
+                arrays.append(value)
+            else:
+                tokens.append("gone")
+
+
+def arrays_inside(value: object, arrays: Arrays) -> list[Any]:
+    """The arrays of an object, as `ObjectWatch` finds them."""
+    found: list[Any] = []
+    ObjectWatch(value, arrays).read([], found)
+    return found

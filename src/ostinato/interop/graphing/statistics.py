@@ -1,0 +1,74 @@
+"""What a graphed function counts, and the table that explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ostinato.cache import CacheStatistics
+
+__all__ = ["GraphedKeyStatistics", "GraphedStatistics", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphedKeyStatistics:
+    """What happened to one key of a graphed function.
+
+    `us` is the median host time of a replayed call in microseconds, of the latest calls that were
+    timed (one in 16); None before one was.  `nbytes` are the device bytes that the cache charges.
+    """
+
+    name: str
+    key: str
+    """The arguments, in words."""
+    decision: str
+    """"warmed up", "replayed", "evicted" or "eager"."""
+    reason: str
+    """Why its calls run eagerly; empty if they do not."""
+    calls: int
+    eager: int
+    captures: int
+    replays: int
+    rebound: int
+    verified: int
+    us: float | None
+    nbytes: int
+    eager_reasons: Mapping[str, int]
+    capture_reasons: Mapping[str, int]
+    """Why it was captured: the first time, and why again instead of bound to other memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphedStatistics:
+    """What a graphed function did so far.
+
+    `nested` calls came inside of a capture that was under way, and ran the function plainly.
+    Calls that raised are in `calls` alone.
+    """
+
+    calls: int
+    eager: int
+    captures: int
+    replays: int
+    rebound: int
+    verified: int
+    nested: int
+    quarantined: Mapping[str, str]
+    """The reason for each key that runs eagerly from now on."""
+    eager_reasons: Mapping[str, int]
+    capture_reasons: Mapping[str, int]
+    keys: tuple[GraphedKeyStatistics, ...]
+    cache: CacheStatistics
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as text in columns; the first is the heading, numbers are set to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if cell[:1].isdecimal() else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

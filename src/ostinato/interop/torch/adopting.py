@@ -1,0 +1,296 @@
+"""PyTorch's kept graphs adopted, our streams current in it, tensors over our buffers.
+
+A graph that draws random numbers reads the seed and the offset of each generator from two words of
+device memory.  torch writes them before each of its own replays, and moves the generator on by what
+the whole graph draws (ATen's `CUDAGeneratorState::replay_prologue`).  An executable of ours does
+the same (`Graph.before_launch`).  How much a graph draws, and from which generator, torch keeps to
+itself: it is measured once, when the graph is adopted, by a replay of torch's in which every node
+is switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato import (
+    Buffer,
+    Device,
+    Graph,
+    LaunchConfig,
+    MemoryRange,
+    Node,
+    NodeKind,
+    Source,
+    Stream,
+    launch,
+    new_lock,
+)
+from ostinato.errors import GraphError, InputError, NotAvailableError
+
+try:
+    import torch
+except ImportError as error:
+    raise NotAvailableError(
+        f"PyTorch is not installed ({error}); install torch with CUDA, as pytorch.org says"
+    ) from error
+
+__all__ = ["adopt_graph", "as_tensor", "external_stream", "use_stream"]
+
+
+def adopt_graph(
+    device: Device,
+    graph: torch.cuda.CUDAGraph,
+    *,
+    generators: Sequence[torch.Generator] = (),
+) -> Graph:
+    """The definition that torch captured, to read, compare, instantiate, patch and replay.
+
+    `graph` must have been made with `torch.cuda.CUDAGraph(keep_graph=True)`: otherwise torch
+    destroys the definition when the capture ends, and InputError says so.  The CUDAGraph is kept
+    alive, and with it torch's memory pool of the capture.
+
+    A graph that draws random numbers draws new ones at each launch, the same that torch's own
+    replay would draw, from the device's default generator and from those of `generators`: give the
+    ones that were registered with the graph.  Such a graph can be no part of another one.  If it
+    draws from a generator that was not given, or holds nodes that cannot be switched off, it can be
+    read and compared, but not instantiated (GraphError).
+
+    Not guaranteed: that another thread which draws eagerly from the same generator at the same
+    moment draws other numbers; torch locks the generator against that, which Python cannot.
+    """
+    try:
+        handle = graph.raw_cuda_graph()
+    except (RuntimeError, AttributeError) as error:
+        raise InputError(
+            "torch kept no definition of this graph: make it with "
+            f"torch.cuda.CUDAGraph(keep_graph=True) ({error})"
+        ) from error
+    adopted = Graph.adopt(device, handle, owner=graph)
+    nodes = adopted.nodes
+    drawing = list(_drawing(nodes, device.driver.memory_range))
+    if drawing:
+        places = {place for _, place in drawing}
+        try:
+            adopted.before_launch = _measure(device, graph, nodes, places, generators)
+        except GraphError as error:
+            node = drawing[0][0]
+            adopted.only_to_read = (
+                f"node {node.index} ({node.name}) draws random numbers, and {error}; replay it "
+                "with torch (graph.replay()), or draw the numbers outside of the graph"
+            )
+    return adopted
+
+
+def external_stream(stream: Stream) -> Any:
+    """Our stream as a torch stream."""
+    return torch.cuda.ExternalStream(stream.handle)
+
+
+@contextmanager
+def use_stream(stream: Stream) -> Iterator[Any]:
+    """Makes our stream torch's current one, so that torch and Triton launch on it.
+
+    Inside our own captures torch's allocator does not know that it is captured: temporaries that
+    it gives out may be given to others while the graph still points at them.  Use operations with
+    `out=`, or capture with `torch.cuda.graph` and `adopt_graph`.
+    """
+    with torch.cuda.stream(external_stream(stream)) as current:
+        yield current
+
+
+def as_tensor(buffer: Buffer) -> torch.Tensor:
+    """A tensor over the buffer's memory, without a copy; it keeps the buffer alive."""
+    return torch.as_tensor(buffer, device="cuda")
+
+
+# torch passes the state of a generator to kernels by value (ATen's PhiloxCudaState).  In a capture
+# it holds two addresses, of the seed and of the offset, each an int64 tensor of one element, then
+# the offset inside the graph (a multiple of 4; 4 bytes up to torch 2.8, 8 since), then a flag that
+# is 1.
+_WORD = 8
+_STATES = ((4, 20), (8, 24))
+"""Bytes of the offset inside the graph, and where the flag is."""
+
+
+def _drawing(
+    nodes: tuple[Node, ...], find: Callable[[int], MemoryRange | None]
+) -> Iterator[tuple[Node, tuple[int, int]]]:
+    """The nodes with a generator's state among their arguments, also inside other nodes, each with
+    the addresses of the seed and of the offset."""
+    scalars: dict[int, bool] = {}
+
+    def is_scalar(address: int) -> bool:
+        if address not in scalars:
+            scalars[address] = _is_scalar(address)
+        return scalars[address]
+
+    for node in nodes:
+        for argument in node.arguments:
+            for seed, offset in _captured_states(argument.raw, argument.offset, find):
+                if is_scalar(seed) and is_scalar(offset):
+                    yield node, (seed, offset)
+        for body in node.children:
+            yield from _drawing(body, find)
+
+
+def _captured_states(
+    raw: bytes, offset: int, find: Callable[[int], MemoryRange | None]
+) -> Iterator[tuple[int, int]]:
+    """The two addresses of each thing in an argument that looks like a captured state.
+
+    `offset` is where the argument lies in the parameter buffer.
+    """
+    for at in range(-offset % _WORD, len(raw) - 2 * _WORD, _WORD):
+        seed, counter = (int.from_bytes(raw[i : i + _WORD], "little") for i in (at, at + _WORD))
+        for size, flag in _STATES:
+            if at + flag >= len(raw) or raw[at + flag] != 1 or not (seed and counter):
+                continue
+            inside = int.from_bytes(raw[at + 16 : at + 16 + size], "little")
+            if inside % 4 == 0 and seed != counter and find(seed) and find(counter):
+                yield seed, counter
+
+
+def _is_scalar(address: int) -> bool:
+    """Whether torch's allocator has given out 8 bytes at an address; True where it cannot tell."""
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except RuntimeError:  # another allocator than torch's own
+        return True
+    for segment in segments:
+        start = segment["address"]
+        if start <= address < start + segment["total_size"]:
+            for block in segment["blocks"]:
+                if start == address:
+                    return bool(block.get("requested_size", _WORD) == _WORD)
+                start += block["size"]
+    return False
+
+
+_SOURCE = Source(
+    cuda="""
+    extern "C" __global__ void set_generator(
+        unsigned long long* seed, unsigned long long* offset,
+        unsigned long long new_seed, unsigned long long new_offset) {
+        *seed = new_seed;
+        *offset = new_offset;
+    }""",
+    signatures={
+        "set_generator": "seed: *out u64, offset: *out u64, new_seed: u64, new_offset: u64"
+    },
+    name="set_generator.cu",
+)
+_ONE = LaunchConfig(grid=1, block=1)
+_FIRST_SEED = 0x5EED_0000_0000
+"""Seeds of a measurement count from here: numbers that are in no memory by chance."""
+_lock = new_lock()
+"""Held from reading a generator's offset to setting it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What a graph draws from one generator."""
+
+    generator: torch.Generator
+    """Of the state that the graph was captured with, also if that is exchanged later."""
+    places: tuple[tuple[int, int], ...]
+    """Where the graph reads seed and offset."""
+    increment: int
+
+
+class _Advance:
+    """Does before a launch what torch does before its replay."""
+
+    def __init__(self, device: Device, drawn: Sequence[_Drawn]) -> None:
+        self._drawn = tuple(drawn)
+        self._kernel = device.modules.get_or_compile(_SOURCE, "set_generator")
+
+    def __call__(self, stream: Stream) -> None:
+        for drawn in self._drawn:
+            generator = drawn.generator
+            with _lock:
+                offset = generator.get_offset()
+                generator.set_offset(offset + drawn.increment)
+            seed = generator.initial_seed()
+            for where in drawn.places:
+                launch(stream, self._kernel, _ONE, *where, seed, offset)
+
+
+def _measure(
+    device: Device,
+    owner: torch.cuda.CUDAGraph,
+    nodes: tuple[Node, ...],
+    places: Collection[tuple[int, int]],
+    generators: Sequence[torch.Generator],
+) -> _Advance:
+    """Finds out what a graph draws, and from which generators.
+
+    torch replays it with every node switched off, from seeds that are known: nothing is computed,
+    the seeds tell which words belong to which generator, and the offsets how far each was moved.
+    Raises GraphError.
+    """
+    switches = (NodeKind.KERNEL, NodeKind.MEMCPY, NodeKind.MEMSET)
+    for node in nodes:
+        if node.kind not in switches and node.kind is not NodeKind.EMPTY:
+            raise GraphError(
+                f"how many cannot be measured, because node {node.index} of kind "
+                f"{node.kind.name} cannot be switched off"
+            )
+    index = int(device.name.partition(":")[2] or 0)
+    default = torch.cuda.default_generators[index]
+    states: list[torch.Generator] = []
+    for generator in (default, *generators):
+        if generator.device.type == "cuda":
+            states.append(generator.graphsafe_get_state())
+    driver = device.driver
+    owner.instantiate()
+    executable: Any = owner.raw_cuda_graph_exec()
+    for node in nodes:
+        if node.kind in switches:
+            driver.exec_set_enabled(executable, node.handle, False)
+    with _lock:
+        saved = [state.get_state() for state in states]
+        try:
+            for number, state in enumerate(states):
+                state.manual_seed(_FIRST_SEED + number)
+            owner.replay()
+            torch.cuda.synchronize(index)
+            increments = [state.get_offset() for state in states]
+        finally:
+            for state, before in zip(states, saved, strict=True):
+                state.set_state(before)
+            owner.instantiate()  # with every node switched on, for torch's own replays
+    found: dict[int, list[tuple[int, int]]] = {}
+    for seed, offset in sorted(places):
+        number = int(_words_at(seed).item()) - _FIRST_SEED
+        if not 0 <= number < len(states):
+            raise GraphError(
+                "it is not known from which generator: give it to adopt_graph (generators=), or "
+                "to graphed, and register it with the graph before the capture"
+            )
+        found.setdefault(number, []).append((seed, offset))
+    return _Advance(
+        device,
+        [
+            _Drawn(states[number], tuple(where), increments[number])
+            for number, where in found.items()
+        ],
+    )
+
+
+class _Words:
+    """One int64 of device memory, for torch to make a tensor of."""
+
+    def __init__(self, address: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (1,),
+            "typestr": "<i8",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _words_at(address: int) -> torch.Tensor:
+    return torch.as_tensor(_Words(address), device="cuda")

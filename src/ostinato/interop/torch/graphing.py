@@ -1,0 +1,624 @@
+"""`graphed`: a function or a module of PyTorch that replays a graph of itself.
+
+What is keyed, captured and replayed is in `interop.graphing`; here is what torch does for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import linecache
+import threading
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ostinato
+from ostinato import Device, Graph, GraphCache, MemoryRange, PowersOfTwo, Stream, open_device
+from ostinato.cache import Buckets, CaptureLimits
+from ostinato.errors import InputError, NotAvailableError
+from ostinato.interop.graphing.graphed import Graphed, NotGraphable, Options
+from ostinato.interop.graphing.guards import Watch
+from ostinato.interop.graphing.padding import Padding
+from ostinato.interop.graphing.trees import is_plain
+from ostinato.interop.torch.adopting import adopt_graph
+
+__all__ = ["GraphedModule", "graphed"]
+
+LIMITS = CaptureLimits(per_key=8, within=1000)
+"""Of the cache that `graphed` makes: a key that is evicted all the time is run eagerly."""
+
+_names = itertools.count()
+
+
+def graphed(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    static: Sequence[str] = (),
+    dynamic: Mapping[str, int] | None = None,
+    buckets: Buckets | None = None,
+    padding: Mapping[str, float] | None = None,
+    results: str = "clone",
+    gradients: str = "refuse",
+    verify: str | int | None = None,
+    tolerance: tuple[float, float] | None = None,
+    strict: bool = False,
+    guard: bool = True,
+    generators: Sequence[Any] = (),
+    cache: GraphCache | None = None,
+    budget: int | str | None = None,
+    device: Device | None = None,
+    name: str | None = None,
+) -> Any:
+    """A function or a module that replays a graph of itself; called like the original.
+
+        step = graphed(model)
+        with torch.inference_mode():
+            y = step(x)
+
+    The first call of a key runs eagerly.  The second one is captured by torch, and it and all later
+    ones are replays.  The key: nesting, shapes, strides, types and devices of the tensors in the
+    arguments, plain Python values, torch's modes (gradients, inference, autocast, determinism,
+    default type, precision of products), and what the function uses besides its arguments as far as
+    it can be seen (`interop.graphing.guards`).  What cannot be captured runs eagerly, with a reason
+    in `explain()`.
+
+    * `static`: names of parameters whose tensors are not copied (weights, key-value caches).  The
+      graph works on their memory, and is bound anew when it has moved.  May be any object: its
+      tensors are found once, its other attributes are not watched.
+    * `dynamic`: for a parameter, the axis that is padded to a bucket of `buckets` (powers of two);
+      results are cut back.  `padding`: what the padding of a parameter holds, where that matters to
+      the answer.  Without it no answer may depend on it, which a check tests.
+    * `results`: "clone", or "static": tensors that the next call overwrites, without a copy.
+    * `gradients`: "refuse" raises InputError for a call that needs them, "eager" runs it eagerly.
+    * `verify`: None, "first" (each graph once), or each how many replays: the call runs eagerly
+      too, and the answers are compared bit by bit, or within `tolerance` (relative, absolute).
+    * `strict`: an eager run that nobody asked for raises EagerRunError.
+    * `guard`: False if nothing that the function uses besides its arguments ever changes or moves:
+      then that is not looked at in each call.
+    * `generators`: those that the function draws from, besides the default one.
+    * `cache`, or `budget` for the bytes of a cache of its own; `device`, if not that which torch
+      has as its current one.
+
+    Raises InputError for options that do not fit the function, NotAvailableError without CUDA.
+    """
+    if function is None:
+        given = {k: v for k, v in locals().items() if k != "function"}
+        return lambda f: graphed(f, **given)
+    if isinstance(function, Graphed):
+        raise InputError(f"{function!r} is graphed already")
+    if not torch.cuda.is_available():
+        raise NotAvailableError("torch has no CUDA device here, so there is nothing to capture")
+    index = torch.cuda.current_device() if device is None else _index(device)
+    library = Torch(device or _device(index), index, generators)
+    for what, names in (("buckets", buckets), ("padding", padding)):
+        if names is not None and dynamic is None:
+            raise InputError(f"{what} is for dynamic axes: give dynamic={{parameter: axis}}")
+    padded = None if dynamic is None else Padding(dynamic, buckets or PowersOfTwo())
+    options = Options(
+        static=tuple([static] if isinstance(static, str) else static),
+        padding=padded,
+        fill=dict(padding or {}),
+        results=results,
+        gradients=gradients,
+        verify=verify,
+        tolerance=tolerance,
+        strict=strict,
+        guard=guard,
+    )
+    kept = cache or GraphCache(library.device, budget=budget, limits=LIMITS)
+    owns = cache is None
+    module = function if isinstance(function, torch.nn.Module) else None
+    called = function if module is None else module.forward
+    if name is None:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        number = next(_names)
+        name = f"{name}" if not number else f"{name}~{number}"
+    if module is not None:
+        return GraphedModule(module, called, library, options, kept, name=name, owns_cache=owns)
+    return Graphed(called, library, options, kept, name=name, owns_cache=owns)
+
+
+class GraphedModule(Graphed):
+    """A module whose calls replay graphs of its `forward`.
+
+    Everything else is the module's: `state_dict`, `parameters`, attributes, `to`.  Hooks of the
+    module itself run in Python at each call, around the replay.  Those of modules inside it are
+    captured with it: what they do to tensors is replayed, their Python does not run again.
+    """
+
+    def __init__(self, module: torch.nn.Module, *args: Any, **options: Any) -> None:
+        self.module = module
+        """The module itself, whose calls run eagerly."""
+        super().__init__(*args, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if not (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or _global_hooks()
+        ):
+            return super().__call__(*args, **kwargs)
+        with self._lock:
+            before = module.__dict__.get("forward")
+            module.__dict__["forward"] = super().__call__
+            try:
+                return module(*args, **kwargs)
+            finally:
+                if before is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = before
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":  # while it is made
+            raise AttributeError(name)
+        value = getattr(self.module, name)
+        if name in _RETURNING_SELF and callable(value):
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = value(*args, **kwargs)
+                return self if result is self.module else result
+
+            return call
+        return value
+
+
+_RETURNING_SELF = frozenset(
+    [
+        "to",
+        "cuda",
+        "cpu",
+        "half",
+        "float",
+        "double",
+        "bfloat16",
+        "type",
+        "train",
+        "eval",
+        "requires_grad_",
+        "apply",
+    ]
+)
+
+
+def _global_hooks() -> bool:
+    module = torch.nn.modules.module
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
+
+
+_devices: dict[int, Device] = {}
+_opening = ostinato.new_lock()
+
+
+def _device(index: int) -> Device:
+    """The device that all graphed functions of a GPU share."""
+    with _opening:
+        device = _devices.get(index)
+        if device is None or device.context.closed:
+            torch.cuda.current_stream(index)  # torch opens its context first, as it is used to
+            device = _devices[index] = open_device(f"cuda:{index}")
+        return device
+
+
+def _index(device: Device) -> int:
+    kind, _, number = device.name.partition(":")
+    if kind != "cuda":
+        raise InputError(f"device {device.name!r}: a CUDA device is needed")
+    return int(number or 0)
+
+
+# Without the functions in Python around them: they are asked in each call.
+_deterministic = torch._C._get_deterministic_algorithms
+_precision = torch._C._get_float32_matmul_precision
+
+_captures = threading.RLock()
+"""torch captures one graph at a time in a process."""
+
+
+class Torch:
+    """What torch does for `Graphed` (`interop.graphing.graphed.Library`)."""
+
+    array_type = torch.Tensor
+    plain: tuple[type, ...] = (
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        torch.Generator,
+    )
+
+    def __init__(self, device: Device, index: int, generators: Sequence[Any] = ()) -> None:
+        self.device, self.index = device, index
+        self.generators = tuple(generators)
+        self.capturing = torch.cuda.is_current_stream_capturing
+        self.address = torch.Tensor.data_ptr
+        self.offset = torch.Tensor.storage_offset
+        self.clone = torch.Tensor.clone
+        self._streams: dict[int, tuple[Stream, Any]] = {}
+        self._keeper: Any = None
+        """A graph of the pool: torch ends a pool whose last graph is destroyed, and refuses it from
+        then on."""
+        self._side: Any = None
+        self._side_stream: Stream | None = None
+        self._pool: Any = None
+
+    # --- values
+    def is_array(self, value: object, /) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def parts(self, value: object, /) -> tuple[Hashable, list[Any]] | None:
+        node = torch.utils._pytree.SUPPORTED_NODES.get(type(value))
+        if node is None:
+            return None
+        children, context = node.flatten_fn(value)
+        try:
+            hash(context)
+        except TypeError:
+            context = repr(context)
+        return context, list(children)
+
+    def join(self, like: object, children: list[Any], /) -> object:
+        node = torch.utils._pytree.SUPPORTED_NODES[type(like)]
+        return node.unflatten_fn(children, node.flatten_fn(like)[1])
+
+    def watch(self, value: object, /) -> Watch | None:
+        return ModuleWatch(value) if isinstance(value, torch.nn.Module) else None
+
+    @staticmethod
+    def signature(tensor: torch.Tensor, /) -> tuple[Hashable, ...]:
+        try:
+            stride = tensor.stride()
+        except (RuntimeError, NotImplementedError):  # no strides: sparse, nested
+            return tuple(tensor.shape), tensor.dtype, tensor.layout, -1, tensor.requires_grad
+        return tensor.shape, tensor.dtype, stride, tensor.get_device(), tensor.requires_grad
+
+    def storage(self, tensor: torch.Tensor, /) -> MemoryRange:
+        storage = tensor.untyped_storage()
+        return MemoryRange(storage.data_ptr(), storage.nbytes())
+
+    def refusal(self, tensor: torch.Tensor, /) -> str:
+        kind = type(tensor)
+        if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            return (
+                f"a tensor of the subclass {kind.__module__}.{kind.__qualname__}, of which a graph "
+                "would see the memory alone"
+            )
+        where = tensor.device
+        if where.type != "cuda":
+            return (
+                f"a tensor on {where} (shape {tuple(tensor.shape)}), which a graph would read "
+                "once, when it is captured; move it to the GPU, or give a Python number"
+            )
+        if where.index != self.index:
+            return f"a tensor on {where}, and the graphs are of cuda:{self.index}"
+        if tensor.layout is not torch.strided:
+            return f"a tensor of the layout {tensor.layout}"
+        return ""
+
+    def wants_gradient(self, result: Any, /) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            for leaf in torch.utils._pytree.tree_leaves(result)
+        )
+
+    def version(self, tensor: torch.Tensor, /) -> int | None:
+        return None if tensor.is_inference() else tensor._version
+
+    def modes(self) -> Hashable:
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            _deterministic(),
+            torch.get_default_dtype(),
+            _precision(),
+        )
+
+    # --- streams
+    def stream(self) -> Stream:
+        handle = torch._C._cuda_getCurrentRawStream(self.index)
+        known = self._streams.get(handle)
+        if known is None:
+            theirs = torch.cuda.current_stream(self.index)
+            known = self._streams[handle] = self.device.adopt_stream(theirs), theirs
+        return known[0]
+
+    def wait(self, stream: Stream, other: Stream) -> None:
+        self._streams[stream.handle][1].wait_stream(self._streams[other.handle][1])
+
+    def _beside(self) -> Any:
+        """The stream of warm-ups and captures.  One of our own, since torch gives out the same few
+        streams again and again: cuBLAS has a workspace for each stream, which a graph goes on using
+        wherever it is replayed, and which nobody else may use at that time."""
+        if self._side is None:
+            self._side_stream = self.device.create_stream()
+            self._side = torch.cuda.ExternalStream(self._side_stream.handle, device=self.index)
+        return self._side
+
+    def run_beside(self, work: Callable[[], Any]) -> Any:
+        side, current = self._beside(), torch.cuda.current_stream(self.index)
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
+                result = work()
+        finally:
+            current.wait_stream(side)
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                leaf.record_stream(current)
+        return result
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.index)
+
+    # --- captures
+    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+        with _captures, torch.cuda.device(self.index):
+            owner, result, error = self._captured(work)
+        if error is not None:
+            raise NotGraphable(error)
+        graph = adopt_graph(self.device, owner, generators=self.generators)
+        if graph.only_to_read:
+            raise NotGraphable(f"the graph cannot be replayed here: {graph.only_to_read}")
+        if not len(graph):
+            raise NotGraphable("the capture is empty: nothing ran on the caller's current stream")
+        return graph, result
+
+    def _captured(self, work: Callable[[], Any]) -> tuple[Any, Any, str | None]:
+        """A capture by torch: its graph, the result, and why it failed, if it did."""
+        side, current = self._beside(), torch.cuda.current_stream(self.index)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._keeper = self._trivial(self._pool)
+        owner = torch.cuda.CUDAGraph(keep_graph=True)
+        for generator in self.generators:
+            owner.register_generator_state(generator)
+        side.wait_stream(current)
+        result, error = None, None
+        with torch.cuda.stream(side), _undisturbed():
+            owner.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            except Exception as raised:
+                error = _explained(raised)
+            except BaseException:
+                self._end(owner)
+                raise
+            ended = self._end(owner)
+        current.wait_stream(side)
+        if error is None and ended:
+            error = f"the capture failed: {ended}"
+        return owner, result, error
+
+    def _end(self, owner: Any) -> str:
+        """Ends a capture; the driver's reason if it was broken, after mending what that leaves."""
+        try:
+            owner.capture_end()
+        except RuntimeError as error:
+            self._mend()
+            return str(error).strip().partition("\n")[0]
+        return ""
+
+    def _mend(self) -> None:
+        """torch ends a broken capture half: its allocator goes on filling the pool, and its
+        generators take themselves for captured, so that the next eager draw raises.  A capture that
+        works puts the generators right; the pool is left to the graphs that have it."""
+        pool, self._pool = self._pool, None
+        for call in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            try:
+                call(self.index, pool)
+            except RuntimeError:
+                break  # this torch has done it
+        if torch.cuda.is_current_stream_capturing():  # it still captures: leave it
+            self._side = None
+        side = self._beside()
+        self._trivial(torch.cuda.graph_pool_handle())
+        side.synchronize()
+
+    def _trivial(self, pool: Any) -> Any:
+        """A graph that does next to nothing, of a pool."""
+        with torch.cuda.stream(self._beside()):
+            nothing = torch.zeros(1, device=f"cuda:{self.index}")
+            owner = torch.cuda.CUDAGraph(keep_graph=True)
+            for generator in self.generators:
+                owner.register_generator_state(generator)
+            owner.capture_begin(pool=pool, capture_error_mode="thread_local")
+            nothing.add_(1)
+            owner.capture_end()
+        return owner
+
+    # --- memory
+    def buffer(self, tensor: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
+        if shape is not None:
+            return tensor.new_zeros(tuple(shape))
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+
+    def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], None]:
+        into = list(buffers)
+        if not into:
+            return lambda tensors: None
+        if len(into) == 1:
+            copy = into[0].copy_
+
+            def one(tensors: Sequence[Any]) -> None:
+                with torch.no_grad():
+                    copy(tensors[0])
+
+            def one_fast(tensors: Sequence[Any]) -> None:
+                copy(tensors[0])
+
+            return one if torch.is_grad_enabled() else one_fast
+
+        def all_(tensors: Sequence[Any]) -> None:
+            with torch.no_grad():
+                torch._foreach_copy_(into, tensors)
+
+        def all_fast(tensors: Sequence[Any]) -> None:
+            torch._foreach_copy_(into, tensors)
+
+        return all_ if torch.is_grad_enabled() else all_fast
+
+    def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            into.copy_(tensor)
+
+    def narrow(self, tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+        return tensor.narrow(axis, 0, size)
+
+    def rest(self, tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+        return tensor.narrow(axis, size, tensor.shape[axis] - size)
+
+    def fill(self, tensor: torch.Tensor, value: float) -> None:
+        tensor.fill_(value)
+
+    def poison(self, rest: torch.Tensor, front: torch.Tensor, axis: int) -> None:
+        if not rest.numel():
+            return
+        if rest.is_floating_point() or rest.is_complex():
+            rest.fill_(float("nan"))
+        elif front.numel():
+            rest.copy_(front.narrow(axis, front.shape[axis] - 1, 1).expand_as(rest))
+
+    def difference(
+        self, one: torch.Tensor, other: torch.Tensor, tolerance: tuple[float, float] | None
+    ) -> str:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return (
+                f"{one.dtype} of shape {tuple(one.shape)} against {other.dtype} of shape "
+                f"{tuple(other.shape)}"
+            )
+        if not one.numel():
+            return ""
+        with torch.no_grad():
+            if tolerance is not None and (one.is_floating_point() or one.is_complex()):
+                relative, absolute = tolerance
+                same = torch.isclose(one, other, rtol=relative, atol=absolute, equal_nan=True)
+            else:
+                bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+                if torch.equal(*bits):
+                    return ""
+                width = one.element_size()
+                same = (bits[0] == bits[1]).view(-1, width).all(dim=1).view(one.shape)
+            wrong = int((~same).sum())
+            if not wrong:
+                return ""
+            where = (~same).nonzero()[0].tolist() if one.dim() else []
+            values = one[tuple(where)].item(), other[tuple(where)].item()
+        return (
+            f"{wrong} of {one.numel()} elements, the first at {where}: {values[0]} against "
+            f"{values[1]}"
+        )
+
+    # --- random numbers
+    def _states(self) -> list[torch.Generator]:
+        return [torch.cuda.default_generators[self.index], *self.generators]
+
+    def save_random(self) -> Any:
+        return [generator.get_state() for generator in self._states()]
+
+    def restore_random(self, state: Any) -> None:
+        for generator, saved in zip(self._states(), state, strict=True):
+            generator.set_state(saved)
+
+    def same_random(self, state: Any) -> bool:
+        return all(
+            torch.equal(generator.get_state(), saved)
+            for generator, saved in zip(self._states(), state, strict=True)
+        )
+
+
+class ModuleWatch:
+    """What a module and those inside it hold: weights, buffers, and plain attributes such as
+    `training`, read again at each call; attributes whose names begin with _ are left out."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._versions = itertools.count(1)
+        self._plan()
+
+    def _plan(self) -> None:
+        """Finds where to look."""
+        modules = list(self._module.modules())
+        self._inside = [m._modules for m in modules if m._modules]
+        self._children = [id(c) for d in self._inside for c in d.values()]
+        self._tensors = [d for m in modules for d in (m._parameters, m._buffers) if d]
+        self._hooks = [d for m in modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks)]
+        self._hooked = [*map(len, self._hooks)]
+        self._gets: list[tuple[dict[str, Any], str]] = []
+        for module in modules:
+            for name, value in module.__dict__.items():
+                if not name.startswith("_") and is_plain(value, Torch.plain):
+                    self._gets.append((module.__dict__, name))
+        self._values = [d.get(name) for d, name in self._gets]
+        self._version = next(self._versions)
+        self._known = {tuple(map(repr, self._values)): self._version}
+
+    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
+        children = [id(c) for d in self._inside for c in d.values()]
+        if children != self._children or [*map(len, self._hooks)] != self._hooked:
+            self._plan()
+        values = [d.get(name) for d, name in self._gets]
+        if values != self._values:
+            self._values = values
+            token = tuple(map(repr, values))
+            known = self._known.get(token)
+            if known is None:
+                known = self._known[token] = next(self._versions)
+            self._version = known
+        tokens.append(self._version)
+        for held in self._tensors:
+            arrays.extend([t for t in held.values() if t is not None])
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No garbage collection, which may destroy graphs, and no cache of autocast, whose tensors
+    would be gone at the replay."""
+    collecting, caching = gc.isenabled(), torch.is_autocast_cache_enabled()
+    gc.disable()
+    torch.set_autocast_cache_enabled(False)
+    if torch.is_autocast_enabled("cuda"):
+        torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(caching)
+        if collecting:
+            gc.enable()
+
+
+_OURS = tuple(f"{Path(str(module.__file__)).resolve().parent}/" for module in (ostinato, torch))
+
+
+def _explained(error: Exception) -> str:
+    """What broke a capture, and the line of the caller's code where it did."""
+    text = str(error).strip().partition("\n")[0]
+    kind = type(error).__name__
+    place = ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not str(Path(frame.filename).resolve()).startswith(_OURS):
+            source = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
+            place = f" at {frame.filename}:{frame.lineno}: {source}"
+            break
+    hint = ""
+    if "captur" in text:
+        hint = (
+            ". The line waits for the GPU, or does something else that no graph can hold (.item(), "
+            "a print, nonzero, a copy to the CPU, a generator that was not given)"
+        )
+    return f"it cannot be captured: {kind}: {text}{place}{hint}"

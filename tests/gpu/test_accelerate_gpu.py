@@ -1,0 +1,348 @@
+"""`accelerate` on a GPU: small random Llamas in bfloat16.
+
+transformers' own tokens in bfloat16 are no reference: two logits that it rounds to the same value
+are a tie there.  The reference is a float32 copy of the same weights, in transformers: each token
+that was chosen greedily must have a logit near the largest one, whatever was chosen before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ostinato.device import Device
+from ostinato.errors import UnsupportedModelError
+from ostinato.models import SamplingOptions
+from tests.gpu.foreign import library
+
+torch = library("torch")
+transformers = library("transformers")
+
+from ostinato.interop.transformers import Accelerated, accelerate
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+VOCABULARY = 1003
+NEAR = 0.2
+"""How far below the largest logit a greedy choice may be, in standard deviations of the logits."""
+NINE = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+BATCH = [[5, 99, 130, 2, 7], [0, 0, 88, 31, 60], [0, 0, 0, 0, 44]]
+MASK = [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]
+
+
+def llama(seed: int = 3, **values: Any) -> Any:
+    settings = {
+        "hidden_size": 256,
+        "intermediate_size": 712,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "initializer_range": 0.1,
+        "dtype": torch.bfloat16,
+        **values,
+    }
+    torch.manual_seed(seed)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model.to("cuda", torch.bfloat16)
+
+
+@pytest.fixture
+def model(cuda_device: Device) -> Any:
+    return llama()
+
+
+@pytest.fixture
+def accelerated(model: Any, cuda_device: Device) -> Iterator[Accelerated]:
+    with accelerate(model, device=cuda_device) as handle:
+        yield handle
+
+
+def ids(rows: list[list[int]], device: str = "cuda") -> Any:
+    return torch.tensor(rows, device=device)
+
+
+def plain(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(model).generate(model, *args, **kwargs)
+
+
+def reasons(handle: Accelerated) -> list[str]:
+    return list(handle.statistics().passed_on)
+
+
+def check_greedy(
+    model: Any, answer: Any, prompt: Any, mask: Any = None, ends: tuple[int, ...] = (), pad: int = 0
+) -> None:
+    """`answer` begins with the prompt, and every token after it is near the likeliest one; after an
+    end token there is padding alone."""
+    length = prompt.shape[1]
+    assert answer.device == prompt.device and answer.dtype == torch.long
+    assert torch.equal(answer[:, :length], prompt)
+    reference = copy.deepcopy(model).float()
+    mask = torch.ones_like(prompt) if mask is None else mask
+    full = torch.cat([mask, torch.ones_like(answer[:, length:])], dim=-1)
+    positions = (full.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = reference(answer, attention_mask=full, position_ids=positions).logits
+    scores = logits[:, length - 1 : -1]
+    for row, tokens in enumerate(answer[:, length:].tolist()):
+        ended = False
+        for step, token in enumerate(tokens):
+            if ended:
+                assert token == pad, f"row {row}, step {step}: {token} after the end"
+                continue
+            one = scores[row, step]
+            below = float((one.max() - one[token]) / one.std())
+            assert below <= NEAR, f"row {row}, step {step}: {below:.2f} deviations below the best"
+            ended = token in ends
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"tie_word_embeddings": True, **NINE},
+        {"head_dim": 128, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ],
+    ids=["plain", "tied, group 3", "head 128", "llama3"],
+)
+def test_greedy_tokens_are_the_likeliest(cuda_device: Device, values: dict[str, Any]) -> None:
+    model = llama(**values)
+    prompt = ids([[5, 99, 130, 2, 7, 40]])
+    with accelerate(model, device=cuda_device) as handle:
+        found = model.generate(prompt, max_new_tokens=200, do_sample=False)
+        assert found.shape == (1, 206) and len(set(found[0].tolist())) > 20
+        check_greedy(model, found, prompt)
+        numbers = handle.statistics()
+        assert numbers.accelerated == 1 and not numbers.passed_on and numbers.tokens == 200
+        assert numbers.decoder is not None and numbers.decoder.launches_replayed > 150
+        assert not numbers.decoder.quarantined
+
+
+def test_batches(model: Any, accelerated: Accelerated) -> None:
+    prompt, mask = ids(BATCH), ids(MASK)
+    free = model.generate(prompt, attention_mask=mask, max_new_tokens=40, do_sample=False)
+    assert free.shape == (3, 45)
+    check_greedy(model, free, prompt, mask)
+    ends = (int(free[0, 12]), int(free[2, 20]))
+    options = {"eos_token_id": list(ends), "pad_token_id": 9, "do_sample": False}
+    found = model.generate(prompt, attention_mask=mask, max_new_tokens=40, **options)
+    check_greedy(model, found, prompt, mask, ends, 9)
+    # The same steps until a row ends; then there are fewer rows, and sums in another order.
+    until = min(i for i in range(5, 45) for row in range(3) if int(free[row, i]) in ends) + 1
+    assert torch.equal(found[:, :until], free[:, :until])
+    by_pad = model.generate(prompt, pad_token_id=0, max_new_tokens=10, do_sample=False)
+    assert torch.equal(by_pad, free[:, :15])
+    holes = ids([[1, 0, 0, 1, 1], [1, 1, 1, 0, 1], [0, 1, 0, 0, 1]])
+    found = model.generate(prompt, attention_mask=holes, max_new_tokens=20, do_sample=False)
+    check_greedy(model, found, prompt, holes)
+    many = model.generate(ids(BATCH * 5), max_new_tokens=10, do_sample=False, pad_token_id=0)
+    check_greedy(model, many, ids(BATCH * 5), ids(MASK * 5))
+    assert not reasons(accelerated) and accelerated.statistics().decoders == 3
+
+
+def test_a_prompt_in_pieces_and_inputs_on_the_host(model: Any, accelerated: Accelerated) -> None:
+    generator = torch.Generator().manual_seed(2)
+    long = torch.randint(0, VOCABULARY, (1, 700), generator=generator)
+    found = model.generate(long.cuda(), max_new_tokens=20, do_sample=False)
+    check_greedy(model, found, long.cuda())
+    short = model.generate(long[:, :9], max_new_tokens=5, do_sample=False)
+    assert short.device.type == "cpu"
+    check_greedy(model, short.cuda(), long[:, :9].cuda())
+    assert not reasons(accelerated)
+
+
+def test_weights_and_inputs_that_are_still_being_written(
+    model: Any, accelerated: Accelerated
+) -> None:
+    """Both are written on torch's stream, behind work that takes long; our stream must wait."""
+    prompt = ids([[5, 99, 130, 2]])
+    before = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    with torch.no_grad():
+        for change in (
+            lambda: model.lm_head.weight.mul_(-1),
+            lambda: model.model.norm.weight.mul_(-1),
+            lambda: model.model.layers[1].self_attn.v_proj.weight.mul_(-2),
+        ):
+            torch.cuda._sleep(200_000_000)
+            change()
+            found = model.generate(prompt, max_new_tokens=12, do_sample=False)
+            assert not torch.equal(found, before)
+            check_greedy(model, found, prompt)
+            before = found
+    other = torch.zeros_like(prompt)
+    torch.cuda._sleep(200_000_000)
+    other.copy_(ids([[700, 3, 3, 8]]))
+    check_greedy(
+        model, model.generate(other, max_new_tokens=12, do_sample=False), ids([[700, 3, 3, 8]])
+    )
+    assert not reasons(accelerated)
+
+
+def test_sampling(model: Any, accelerated: Accelerated) -> None:
+    prompt = ids([[5, 99, 130, 2]])
+    options = {"max_new_tokens": 30, "do_sample": True, "num_return_sequences": 3}
+    torch.manual_seed(1)
+    first, second = (model.generate(prompt, **options).tolist() for _ in range(2))
+    assert len({tuple(row) for row in (*first, *second)}) == 6
+    torch.manual_seed(1)
+    assert [model.generate(prompt, **options).tolist() for _ in range(2)] == [first, second]
+    best = model.generate(prompt, max_new_tokens=30, do_sample=True, top_k=1, temperature=0.5)
+    check_greedy(model, best, prompt)
+    # What is drawn, against the distribution of the float32 copy.
+    reference = copy.deepcopy(model).float()
+    with torch.no_grad():
+        scores = reference(prompt).logits[:, -1] / 0.8
+    likeliest = scores.topk(6).indices[0].tolist()
+    expected = scores.topk(6).values.softmax(-1)[0].tolist()
+    drawn = torch.cat(
+        [
+            model.generate(
+                prompt,
+                max_new_tokens=1,
+                do_sample=True,
+                temperature=0.8,
+                top_k=6,
+                num_return_sequences=64,
+            )[:, -1]
+            for _ in range(16)
+        ]
+    ).tolist()
+    assert len(drawn) == 1024
+    for token, share in zip(likeliest, expected, strict=True):
+        spread = (share * (1 - share) * 1024) ** 0.5
+        assert abs(drawn.count(token) - share * 1024) <= 5 * spread + 0.05 * 1024
+    # The kernels' logits may put another token sixth.
+    assert sum(token not in likeliest for token in drawn) < 0.05 * 1024
+    assert not reasons(accelerated)
+
+
+def test_repetition_penalty(model: Any, accelerated: Accelerated) -> None:
+    prompt = ids([[5, 99, 130, 2]])
+    found = model.generate(prompt, max_new_tokens=30, repetition_penalty=1e9)
+    assert reasons(accelerated), "beyond what our sampler takes"
+    found = model.generate(prompt, max_new_tokens=30, repetition_penalty=100.0)
+    tokens = found[0].tolist()
+    assert len(set(tokens)) == len(tokens)
+    assert accelerated.statistics().accelerated == 1
+
+
+def test_what_is_not_covered_is_transformers(model: Any, accelerated: Accelerated) -> None:
+    prompt = ids([[5, 99, 130, 2]])
+    for options in ({"num_beams": 3}, {"no_repeat_ngram_size": 2}, {"max_time": 1e9}):
+        found = model.generate(prompt, max_new_tokens=9, do_sample=False, **options)
+        assert torch.equal(found, plain(model, prompt, max_new_tokens=9, **options))
+    numbers = accelerated.statistics()
+    assert numbers.accelerated == 0 and sum(numbers.passed_on.values()) == 3
+
+
+def test_streamers(model: Any, accelerated: Accelerated) -> None:
+    class Streamer(transformers.generation.streamers.BaseStreamer):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+            self.ended = 0
+
+        def put(self, value: Any) -> None:
+            assert value.device.type == "cpu"
+            self.seen += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.ended += 1
+
+    streamer = Streamer()
+    found = model.generate(ids([[5, 99]]), max_new_tokens=20, streamer=streamer, do_sample=False)
+    assert streamer.seen == found[0].tolist() and streamer.ended == 1
+
+
+def test_memory_is_shared(cuda_device: Device) -> None:
+    """At most a layer's fused weights twice at any time, and afterwards nothing but the norms."""
+    model = llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6)
+    prompt = ids([[5, 99, 130]])
+    with torch.no_grad():
+        wanted = model(prompt).logits.clone()
+    layer = sum(p.numel() for p in model.model.layers[0].parameters()) * 2
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with accelerate(model, device=cuda_device) as handle:
+        numbers = handle.statistics()
+        peak = torch.cuda.max_memory_allocated() - before
+        assert numbers.peak_extra_bytes < layer
+        # The prompt that is tried here needs a little too.
+        assert peak <= numbers.peak_extra_bytes + numbers.copied_bytes + (8 << 20), peak
+        gc.collect()
+        assert torch.cuda.memory_allocated() - before <= numbers.copied_bytes + (8 << 20)
+        assert numbers.copied_bytes == 13 * 1024 * 4
+        weights = handle.decoder.weights
+        addresses = {name: buffer.range for name, buffer in weights.tensors.items()}
+        for index, one in enumerate(model.model.layers):
+            attention, mlp = one.self_attn, one.mlp
+            for fused, parts in {
+                "wqkv": (attention.q_proj, attention.k_proj, attention.v_proj),
+                "wo": (attention.o_proj,),
+                "w_gate_up": (mlp.gate_proj, mlp.up_proj),
+                "w_down": (mlp.down_proj,),
+            }.items():
+                at = addresses[f"layers.{index}.{fused}"].address
+                for part in parts:
+                    assert part.weight.data_ptr() == at
+                    at += part.weight.numel() * 2
+        assert addresses["embed"].address == model.model.embed_tokens.weight.data_ptr()
+        with torch.no_grad():
+            assert torch.allclose(model(prompt).logits, wanted, atol=0.02 * float(wanted.std()))
+        check_greedy(model, model.generate(prompt, max_new_tokens=9, do_sample=False), prompt)
+    with accelerate(model, device=cuda_device) as again:
+        assert again.statistics().peak_extra_bytes == 0, "fused weights were fused again"
+        check_greedy(model, model.generate(prompt, max_new_tokens=9, do_sample=False), prompt)
+    assert torch.cuda.memory_allocated() - before <= 8 << 20
+    assert "generate" not in vars(model)
+
+
+def test_the_model_may_end_before_the_decoder(cuda_device: Device) -> None:
+    """The decoder keeps the memory that it reads."""
+    model = llama()
+    handle = accelerate(model, device=cuda_device)
+    wanted = model.generate(ids([[5, 99, 130]]), max_new_tokens=9, do_sample=False)
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device="cuda")
+    gc.collect()
+    filler = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(8)]
+    decoder = handle.decoder
+    decoder.reset(0)
+    decoder.set_sampling(SamplingOptions())
+    tokens = [decoder.prefill([5, 99, 130])]
+    tokens += [decoder.decode() for _ in range(8)]
+    assert tokens == wanted[0, 3:].tolist()
+    del filler
+    handle.close()
+
+
+def test_other_types_are_refused(cuda_device: Device) -> None:
+    for dtype in (torch.float16, torch.float32):
+        with pytest.raises(UnsupportedModelError, match="bfloat16"):
+            accelerate(llama().to(dtype), device=cuda_device)
+    with pytest.raises(UnsupportedModelError, match="multiple of 8"):
+        accelerate(llama(intermediate_size=700), device=cuda_device)

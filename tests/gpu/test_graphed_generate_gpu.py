@@ -1,0 +1,180 @@
+"""`graphed(model)` on a GPU: three of transformers' models, small and random.
+
+The reference is `generate` over the same static cache without a compiled call, so all kernels are
+the same, and so must be every token.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+from tests.gpu.foreign import library
+
+torch = library("torch")
+transformers = library("transformers")
+
+from ostinato.interop.transformers import GraphedModel, graphed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+KINDS = ["llama", "qwen2", "gpt2"]
+IDS = [[5, 99, 130, 2, 7], [0, 0, 88, 31, 60], [0, 0, 0, 0, 44]]
+
+
+def small(kind: str, **values: Any) -> Any:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 1003, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=128, n_layer=3, n_head=4, **sizes, **values)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        name = {"llama": "Llama", "qwen2": "Qwen2"}[kind]
+        config = getattr(transformers, f"{name}Config")(
+            hidden_size=128,
+            intermediate_size=264,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.1,
+            **sizes,
+            **values,
+        )
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    return model.eval().to("cuda", torch.bfloat16)
+
+
+def ids(rows: list[list[int]] = IDS) -> Any:
+    return torch.tensor(rows, device="cuda")
+
+
+def eager(model: Any, prompt: Any, **options: Any) -> Any:
+    return type(model).generate(
+        model, prompt, cache_implementation="static", disable_compile=True, **options
+    )
+
+
+def same(model: Any, prompt: Any, *, seed: int = 1, **options: Any) -> Any:
+    """The model's answer, which must be the eager one; torch's generator ends alike too."""
+    torch.manual_seed(seed)
+    wanted = eager(model, prompt, **options)
+    state = torch.cuda.get_rng_state()
+    torch.manual_seed(seed)
+    found = model.generate(prompt, **options)
+    assert found.tolist() == wanted.tolist()
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    return found
+
+
+def replays(steps: GraphedModel) -> int:
+    return int(steps.step.statistics().replays)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_is_the_eager_one(kind: str) -> None:
+    model = small(kind)
+    with graphed(model) as steps:
+        found = same(model, ids(IDS[:1]), max_new_tokens=60, do_sample=False)
+        assert found.shape == (1, 65)
+        # One eager step, then a capture, which is replayed at once.
+        assert replays(steps) == 58 and steps.step.statistics().captures == 1
+        # Other caches of the same shape: the graph is bound to them.
+        for _ in range(3):
+            gc.collect()
+            same(model, ids(IDS[:1]), max_new_tokens=60, do_sample=False)
+        numbers = steps.step.statistics()
+        assert numbers.replays == 58 + 3 * 59, steps.explain()
+        assert numbers.captures == 1 and numbers.rebound >= 1, steps.explain()
+        same(model, ids(), max_new_tokens=40, do_sample=True, temperature=0.9, top_k=30)
+        same(model, ids(), max_new_tokens=40, do_sample=True, seed=2)
+        assert not steps.passed_on and not steps.step.statistics().quarantined, steps.explain()
+    assert "get_compiled_call" not in vars(model)
+
+
+def test_processors_criteria_and_streamers_are_transformers() -> None:
+    class Streamer(transformers.generation.streamers.BaseStreamer):
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def put(self, value: Any) -> None:
+            self.seen.append(value.tolist())
+
+        def end(self) -> None:
+            self.seen.append("end")
+
+    model = small("llama")
+    end = int(eager(model, ids(), max_new_tokens=12, do_sample=False)[1, -1])
+    with graphed(model, max_cache_len=128) as steps:
+        streamers = [Streamer(), Streamer()]
+        for options in (
+            {"max_new_tokens": 30, "eos_token_id": end},
+            {"max_new_tokens": 30, "no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
+            {"max_new_tokens": 30, "min_new_tokens": 20, "eos_token_id": end},
+            {"max_new_tokens": 50, "do_sample": True, "typical_p": 0.9},
+        ):
+            before = replays(steps)
+            same(model, ids(), **{"do_sample": False, **options})
+            assert replays(steps) > before, steps.explain()
+        eager(model, ids(), max_new_tokens=9, streamer=streamers[0], do_sample=False)
+        model.generate(ids(), max_new_tokens=9, streamer=streamers[1], do_sample=False)
+        assert streamers[0].seen == streamers[1].seen
+        full = [
+            call(
+                max_new_tokens=9, return_dict_in_generate=True, output_scores=True, do_sample=False
+            )
+            for call in (
+                lambda **o: eager(model, ids(), **o, max_cache_len=128),
+                lambda **o: model.generate(ids(), **o),
+            )
+        ]
+        assert all(map(torch.equal, full[0].scores, full[1].scores))
+        for ours, theirs in zip(
+            full[1].past_key_values.layers, full[0].past_key_values.layers, strict=True
+        ):
+            assert torch.equal(ours.keys[:, :, :13], theirs.keys[:, :, :13])
+            assert int(ours.cumulative_length) == int(theirs.cumulative_length)
+        # One shape of the cache for all lengths: two keys at most (with and without a mask).
+        assert steps.step.statistics().captures <= 2, steps.explain()
+
+
+def test_weights_that_move_and_change() -> None:
+    model = small("llama")
+    with graphed(model) as steps:
+        before = same(model, ids(), max_new_tokens=30, do_sample=False)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(-1)
+        after = same(model, ids(), max_new_tokens=30, do_sample=False)
+        assert not torch.equal(before, after)
+        weight = model.model.layers[1].mlp.down_proj.weight
+        weight.data = weight.data.clone() * 2
+        same(model, ids(), max_new_tokens=30, do_sample=False)
+        model.load_state_dict(small("llama").state_dict(), assign=True)
+        assert torch.equal(same(model, ids(), max_new_tokens=30, do_sample=False), before)
+        assert not steps.step.statistics().quarantined, steps.explain()
+
+
+def test_checked_against_eager_runs() -> None:
+    model = small("qwen2")
+    with graphed(model, verify=8) as steps:
+        same(model, ids(), max_new_tokens=40, do_sample=False)
+        numbers = steps.step.statistics()
+        assert numbers.verified >= 3 and not numbers.quarantined, steps.explain()
+
+
+def test_sliding_windows_run_eagerly() -> None:
+    torch.manual_seed(3)
+    config = transformers.MistralConfig(
+        hidden_size=128,
+        intermediate_size=264,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1003,
+        sliding_window=16,
+        eos_token_id=None,
+    )
+    model = transformers.MistralForCausalLM(config).eval().to("cuda", torch.bfloat16)
+    with graphed(model) as steps:
+        same(model, ids(), max_new_tokens=40, do_sample=False)
+        assert replays(steps) == 0 and "StaticSlidingWindowLayer" in str(steps.passed_on)

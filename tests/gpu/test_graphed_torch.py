@@ -1,0 +1,709 @@
+"""`interop.torch.graphed` on a GPU: what it replays and refuses, and twelve ways to misuse it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import ClosedError, EagerRunError, InputError, VerificationError
+from tests.gpu.foreign import library
+
+torch = library("torch")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def make(cuda_device: Device) -> Iterator[Make]:
+    from ostinato.interop.torch import graphed
+
+    made: list[Any] = []
+
+    def build(function: Any, **options: Any) -> Any:
+        made.append(graphed(function, device=cuda_device, **options))
+        return made[-1]
+
+    yield build
+    torch.cuda.synchronize()
+    for one in made:
+        one.close()
+
+
+def randn(*shape: int, dtype: Any = None) -> Any:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit by bit."""
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.equal(
+            one.contiguous().reshape(-1).view(torch.uint8),
+            other.contiguous().reshape(-1).view(torch.uint8),
+        )
+    )
+
+
+def check(step: Any, function: Any, inputs: list[tuple[Any, ...]], **keywords: Any) -> None:
+    """Each call gives what the function gives from the same seed."""
+    for number, args in enumerate(inputs):
+        torch.manual_seed(number)
+        wanted = function(*args, **keywords)
+        torch.manual_seed(number)
+        found = step(*args, **keywords)
+        assert same(found, wanted), f"call {number}: {(found - wanted).abs().max()}"
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(width, 4 * width)
+        self.two = torch.nn.Linear(4 * width, width)
+        self.scale = 1.0
+
+    def forward(self, x: Any) -> Any:
+        return self.two(torch.nn.functional.gelu(self.one(x))) * self.scale
+
+
+# ------------------------------------------------------------------------------ what it does
+
+
+def test_a_function_is_replayed(make: Make) -> None:
+    def f(x: Any, w: Any) -> Any:
+        return torch.softmax(x @ w, dim=-1)
+
+    step = make(f)
+    check(step, f, [(randn(8, 16), randn(16, 32)) for _ in range(6)])
+    (line,) = step.statistics().keys
+    assert (line.eager, line.captures, line.replays) == (1, 1, 5), step.explain()
+    assert "softmax" in step.inspect().lower()
+
+
+def test_a_module_is_replayed(make: Make) -> None:
+    model = Mlp().cuda()
+    step = make(model)
+    check(step, model, [(randn(4, 64),) for _ in range(5)])
+    assert step.statistics().replays == 4, step.explain()
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference"])
+def test_modes_of_gradients(make: Make, mode: str) -> None:
+    model = Mlp().cuda()
+    step = make(model)
+    with torch.inference_mode(mode == "inference"):
+        check(step, model, [(randn(4, 64),) for _ in range(4)])
+    assert step.statistics().replays == 3, step.explain()
+
+
+def test_nested_arguments_and_dataclasses(make: Make) -> None:
+    @dataclasses.dataclass
+    class State:
+        h: Any
+        more: list[Any]
+
+    def f(state: State, *, by: float) -> dict[str, Any]:
+        return {"h": State(state.h * by, [state.more[0] + 1]), "n": 3, "m": torch.max(state.h, 1)}
+
+    step = make(f)
+    for _ in range(4):
+        state = State(randn(4, 4), [randn(2)])
+        found, wanted = step(state, by=0.5), f(state, by=0.5)
+        assert same(found["h"].h, wanted["h"].h) and same(found["h"].more[0], wanted["h"].more[0])
+        assert found["n"] == 3 and same(found["m"].values, wanted["m"].values)
+    assert step.statistics().replays == 3, step.explain()
+
+
+def test_strides_and_types_are_keys(make: Make) -> None:
+    f = lambda x: x.t() @ x + 1  # noqa: E731
+    step = make(f)
+    inputs = [randn(8, 8), randn(8, 8).t(), randn(8, 8).to(torch.bfloat16), randn(16, 8)[::2]]
+    check(step, f, [(x,) for _ in range(3) for x in inputs])
+    assert [line.replays for line in step.statistics().keys] == [2] * 4, step.explain()
+
+
+def test_expanded_inputs(make: Make) -> None:
+    f = lambda x: x * 2 + 1  # noqa: E731
+    step = make(f)
+    check(step, f, [(randn(1, 8).expand(4, 8),) for _ in range(4)])
+    assert step.statistics().replays == 3, step.explain()
+
+
+def test_many_inputs_of_several_types(make: Make) -> None:
+    def f(*xs: Any) -> Any:
+        return torch.stack([x.float().sum() for x in xs])
+
+    step = make(f)
+    for _ in range(4):
+        xs = [
+            randn(3 + i).to(t) for i, t in enumerate([torch.float32, torch.half, torch.int64] * 3)
+        ]
+        assert same(step(*xs), f(*xs))
+    assert step.statistics().replays == 3, step.explain()
+
+
+@pytest.mark.parametrize("name", ["dropout", "rand", "multinomial", "attention"])
+def test_random_numbers_are_those_of_eager(make: Make, name: str) -> None:
+    heads = randn(2, 4, 64, 64, dtype=torch.bfloat16)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    works = {
+        "dropout": lambda x: torch.nn.functional.dropout(x, 0.5),
+        "rand": lambda x: torch.rand_like(x) + torch.randn_like(x),
+        "multinomial": lambda x: torch.multinomial(x.abs(), 4),
+        "attention": lambda x: attention(heads, heads, heads, dropout_p=0.5) + x[0, 0],
+    }
+    f = works[name]
+    step = make(f)
+    x = randn(16, 64)
+    torch.manual_seed(5)
+    wanted = [f(x) for _ in range(5)]
+    torch.manual_seed(5)
+    found = [step(x) for _ in range(5)]
+    assert [same(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * 5
+    assert step.statistics().replays == 4, step.explain()
+    assert not same(found[3], found[4])
+    check(step, f, [(x,)] * 3)  # seeds set in between
+
+
+def test_a_generator_that_was_given(make: Make) -> None:
+    own = torch.Generator(device="cuda").manual_seed(3)
+    f = lambda x: x + torch.rand(x.shape, device="cuda", generator=own) + torch.rand_like(x)  # noqa: E731
+    step = make(f, generators=[own])
+    x = randn(100)
+    results = []
+    for run in (f, step):
+        torch.manual_seed(1)
+        own.manual_seed(2)
+        results.append([run(x) for _ in range(4)])
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
+    assert step.statistics().replays == 3, step.explain()
+
+
+def test_a_generator_that_was_not_given_runs_eagerly(make: Make) -> None:
+    own = torch.Generator(device="cuda").manual_seed(3)
+    f = lambda x: x + torch.rand(x.shape, device="cuda", generator=own)  # noqa: E731
+    step = make(f)
+    x = randn(100)
+    results = []
+    for run in (f, step):
+        own.manual_seed(2)
+        results.append([run(x) for _ in range(4)])
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
+    assert step.statistics().replays == 0 and step.statistics().quarantined, step.explain()
+    torch.rand(4, device="cuda")  # the default generator still works
+    torch.rand(4, device="cuda", generator=own)
+
+
+def test_static_tensors_are_written_in_place_and_bound_anew(make: Make) -> None:
+    def decode(x: Any, place: Any, cache: Any) -> Any:
+        cache.index_copy_(0, place, x)
+        return cache.sum(0)
+
+    step = make(decode, static=("cache",))
+    caches = [torch.zeros(8, 16, device="cuda") for _ in range(2)]
+    mirrors = [torch.zeros(8, 16, device="cuda") for _ in range(2)]
+    for which in (0, 1):
+        for place in range(5):
+            x, at = randn(1, 16), torch.tensor([place], device="cuda")
+            wanted = decode(x, at, mirrors[which])
+            assert same(step(x, at, caches[which]), wanted)
+            assert same(caches[which], mirrors[which])
+    statistics = step.statistics()
+    assert (statistics.captures, statistics.rebound, statistics.eager) == (1, 1, 1), step.explain()
+
+
+def test_a_static_object(make: Make) -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.layers = [{"k": torch.zeros(4, 8, device="cuda")} for _ in range(3)]
+
+    def f(x: Any, cache: Cache) -> tuple[Any, Cache]:
+        for layer in cache.layers:
+            layer["k"].add_(x)
+        return cache.layers[-1]["k"] * 2, cache
+
+    step = make(f, static=("cache",))
+    for _ in range(2):
+        ours, theirs = Cache(), Cache()
+        for _ in range(3):
+            x = randn(4, 8)
+            found, wanted = step(x, ours), f(x, theirs)
+            assert same(found[0], wanted[0]) and found[1] is ours
+            assert same(ours.layers[0]["k"], theirs.layers[0]["k"])
+    assert (step.statistics().captures, step.statistics().rebound) == (1, 1), step.explain()
+
+
+def test_dynamic_sizes(make: Make) -> None:
+    w = randn(16, 16)
+    f = lambda tokens, scale: torch.relu(tokens @ w) * scale  # noqa: E731
+    step = make(f, dynamic={"tokens": 0}, buckets=ost.PowersOfTwo(32))
+    for n in (5, 6, 8, 7, 5, 3, 4, 3):
+        x = randn(n, 16)
+        found, wanted = step(x, 2.0), f(x, 2.0)
+        assert found.shape == wanted.shape
+        torch.testing.assert_close(found, wanted)
+    assert [line.captures for line in step.statistics().keys] == [1, 1], step.explain()
+    assert step.statistics().replays >= 5
+
+
+def test_a_check_finds_answers_that_depend_on_padding(make: Make) -> None:
+    f = lambda tokens: tokens - tokens.mean(0)  # noqa: E731
+    step = make(f, dynamic={"tokens": 0}, buckets=ost.PowersOfTwo(32), verify="first")
+    for n in (5, 6, 7, 5):
+        x = randn(n, 16)
+        torch.testing.assert_close(step(x), f(x))
+    assert any("check failed" in line.reason for line in step.statistics().keys), step.explain()
+
+
+def test_a_sum_with_padding_that_the_caller_fills(make: Make) -> None:
+    f = lambda tokens: tokens.sum(0)  # noqa: E731
+    step = make(
+        f, dynamic={"tokens": 0}, padding={"tokens": 0.0}, verify="first", tolerance=(1e-5, 1e-5)
+    )
+    for n in (7, 6, 5, 8, 5):
+        x = randn(n, 16)
+        torch.testing.assert_close(step(x), f(x))
+    assert step.statistics().replays >= 3, step.explain()
+
+
+def test_checks_pass_with_random_numbers_and_state(make: Make) -> None:
+    state = torch.zeros(64, device="cuda")
+
+    def f(x: Any) -> Any:
+        state.add_(1)
+        return torch.nn.functional.dropout(x, 0.5) + state
+
+    step = make(f, verify=2)
+    x = randn(64)
+    torch.manual_seed(0)
+    found = [step(x) for _ in range(6)]
+    state.zero_()
+    torch.manual_seed(0)
+    wanted = [f(x) for _ in range(6)]
+    assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+    (line,) = step.statistics().keys
+    assert line.verified >= 2 and not line.reason, step.explain()
+
+
+def test_a_check_names_output_and_kernel(make: Make) -> None:
+    hidden = {"by": 2.0}
+
+    def helper() -> float:
+        return hidden["by"]
+
+    def f(x: Any) -> tuple[Any, Any]:
+        return x + 1, x * helper()
+
+    step = make(f, verify=1)
+    x = randn(64)
+    step(x)
+    step(x)
+    hidden["by"] = 3.0
+    assert same(step(x)[1], x * 3)
+    assert "result[1] differs" in step.explain() and "node" in step.explain()
+    assert same(step(x)[1], x * 3)
+    strict = make(f, verify=1, strict=True)
+    strict(x)
+    hidden["by"] = 4.0
+    strict(x)
+    hidden["by"] = 5.0
+    with pytest.raises(VerificationError):
+        strict(x)
+
+
+def test_results_as_views(make: Make) -> None:
+    step = make(lambda x: x * 2, results="static")
+    xs = [randn(8) for _ in range(4)]
+    found = [step(x) for x in xs]
+    torch.cuda.synchronize()
+    assert found[1] is found[3] and same(found[3], xs[3] * 2)
+
+
+def test_a_module_stays_a_module(make: Make) -> None:
+    model = Mlp().cuda()
+    step = make(model)
+    x = randn(2, 64)
+    for _ in range(3):
+        step(x)
+    assert list(step.state_dict()) == list(model.state_dict())
+    assert next(step.parameters()) is model.one.weight
+    assert step.to(torch.float64) is step and step.one.weight.dtype is torch.float64
+    x = x.double()
+    check(step, model, [(x,)] * 3)
+    assert step.eval() is step and not model.training
+    calls = []
+    model.register_forward_hook(lambda m, args, out: calls.append(1) or out + 1)
+    wanted = model(x)
+    calls.clear()
+    for _ in range(3):
+        assert same(step(x), wanted)
+    assert len(calls) == 3
+    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})
+    assert same(step(x), model(x))
+
+
+def test_batch_norm_in_training(make: Make) -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).cuda()
+
+    ours, theirs = build(), build()
+    step = make(ours)
+    for _ in range(5):
+        x = randn(2, 3, 8, 8)
+        torch.testing.assert_close(step(x), theirs(x))
+    torch.testing.assert_close(ours[1].running_mean, theirs[1].running_mean)
+    assert int(ours[1].num_batches_tracked) == 5
+    step.eval()
+    theirs.eval()
+    for _ in range(3):
+        x = randn(2, 3, 8, 8)
+        torch.testing.assert_close(step(x), theirs(x))
+
+
+def test_eviction_under_a_budget(make: Make, cuda_device: Device) -> None:
+    cache = ost.GraphCache(cuda_device, max_graphs=2)
+    step = make(lambda x: x * 2 + 1, cache=cache)
+    for _ in range(4):
+        for n in (8, 16, 32):
+            x = randn(n)
+            assert same(step(x), x * 2 + 1)
+    assert len(cache) == 2 and step.statistics().captures > 3, step.explain()
+    step.close()
+    cache.close()
+
+
+def test_memory_comes_back(make: Make, cuda_device: Device) -> None:
+    step = make(lambda x: (x @ x).relu() @ x)
+    x = randn(1024, 1024)
+    for _ in range(3):
+        step(x)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    step.close()
+    del step
+    gc.collect()
+    cuda_device.synchronize()
+    gc.collect()
+    assert torch.cuda.memory_allocated() < held
+
+
+# ------------------------------------------------------------------------- explained eager runs
+
+
+def eager_reason(step: Any, function: Any, *args: Any) -> str:
+    for _ in range(3):
+        found, wanted = step(*args), function(*args)
+        assert found is wanted or same(found, wanted)
+    statistics = step.statistics()
+    assert statistics.replays == 0 and statistics.eager == 3, step.explain()
+    (reason,) = statistics.quarantined.values()
+    torch.rand(3, device="cuda")  # and torch works on
+    return str(reason)
+
+
+def test_item_names_the_line(make: Make) -> None:
+    def f(x: Any) -> Any:
+        limit = x.max().item()  # the line
+        return x / limit
+
+    reason = eager_reason(make(f), f, randn(8))
+    assert "limit = x.max().item()" in reason and "test_graphed_torch.py" in reason
+
+
+def test_shapes_that_depend_on_data(make: Make) -> None:
+    def f(x: Any) -> Any:
+        return x[x > 0]
+
+    assert "x[x > 0]" in eager_reason(make(f), f, randn(8))
+
+
+def test_tensors_on_the_cpu(make: Make) -> None:
+    def f(x: Any, by: Any) -> Any:
+        return x * by
+
+    reason = eager_reason(make(f), f, randn(8), torch.tensor(2.0))
+    assert "cpu" in reason and "test_graphed_torch.py" in reason
+
+    by = torch.tensor(3.0)
+    assert "cpu" in eager_reason(make(lambda x: x * by), lambda x: x * by, randn(8))
+
+
+def test_a_result_on_the_cpu(make: Make) -> None:
+    f = lambda x: x.sum().cpu()  # noqa: E731
+    assert "cpu" in eager_reason(make(f), f, randn(8))
+
+
+def test_subclasses_of_tensors(make: Make) -> None:
+    class Odd(torch.Tensor):
+        pass
+
+    f = lambda x: x * 2  # noqa: E731
+    x = randn(8).as_subclass(Odd)
+    step = make(f)
+    for _ in range(3):
+        assert torch.equal(step(x), x * 2)
+    assert "subclass" in step.explain() and step.statistics().replays == 0
+
+
+def test_gradients_are_refused_or_run_eagerly(make: Make) -> None:
+    model = Mlp().cuda()
+    x = randn(2, 64)
+    with torch.enable_grad():
+        step = make(model)
+        for _ in range(2):
+            with pytest.raises(InputError, match="no_grad"):
+                step(x)
+        step = make(model, gradients="eager")
+        for _ in range(3):
+            step(x).sum().backward()
+        assert model.one.weight.grad is not None
+        plain = make(lambda x: x * 2)
+        check(plain, lambda x: x * 2, [(x,)] * 3)
+        assert plain.statistics().replays == 2
+    check(step, model, [(x,)] * 3)
+    assert step.statistics().replays == 2, step.explain()
+
+
+def test_strict(make: Make) -> None:
+    step = make(lambda x: x / x.max().item(), strict=True)
+    x = randn(8)
+    step(x)
+    with pytest.raises(EagerRunError, match="item"):
+        step(x)
+
+
+# ------------------------------------------------------------------------------ twelve misuses
+
+
+def test_1_an_output_is_kept_across_calls(make: Make) -> None:
+    step = make(lambda x: x * 2)
+    xs = [randn(1000) for _ in range(6)]
+    kept = [step(x) for x in xs]
+    assert all(same(k, x * 2) for k, x in zip(kept, xs, strict=True))
+
+
+def test_2_an_input_is_resized(make: Make) -> None:
+    step = make(lambda x: x * 2)
+    x = randn(16)
+    for size in ((16,), (16,), (4, 4), (8,), (4, 4), (8,)):
+        x.resize_(size)
+        assert same(step(x), x * 2)
+
+
+@pytest.mark.parametrize("how", ["data", "attribute", "to", "load"])
+def test_3_weights_are_moved(make: Make, how: str) -> None:
+    model = Mlp().cuda()
+    step = make(model)
+    x = randn(4, 64)
+    check(step, model, [(x,)] * 3)
+    for _ in range(2):
+        if how == "data":
+            model.one.weight.data = randn(256, 64)
+        elif how == "attribute":
+            model.one.weight = torch.nn.Parameter(randn(256, 64))
+        elif how == "to":
+            old = model.one.weight.data
+            model.to("cpu").to("cuda")
+            model.one.weight.data.mul_(1.5)
+            del old
+        else:
+            model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True)
+        gc.collect()
+        check(step, model, [(x,)] * 3)
+    statistics = step.statistics()
+    assert statistics.captures + statistics.rebound >= 2, step.explain()
+
+
+def test_4_a_print_is_captured(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    def f(x: Any) -> Any:
+        print(x.sum())
+        return x * 2
+
+    step = make(f)
+    for _ in range(4):
+        x = randn(8)
+        assert same(step(x), x * 2)
+    assert capsys.readouterr().out.count("tensor(") >= 4
+    assert "print(x.sum())" in step.explain()
+
+
+def test_5_python_state(make: Make) -> None:
+    calls = 0
+
+    def f(x: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return x * calls
+
+    step = make(f)
+    x = randn(8)
+    for number in range(1, 7):
+        assert same(step(x), x * number)
+    assert "Python state" in step.explain()
+
+
+def test_6_a_number_of_the_closure_changes(make: Make) -> None:
+    by = 2.0
+    step = make(lambda x: x * by)
+    x = randn(8)
+    for by in (2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 2.0):
+        assert same(step(x), x * by)
+    model = Mlp().cuda()
+    graphed_model = make(model)
+    for scale in (1.0, 1.0, 2.0, 2.0, 2.0):
+        model.scale = scale
+        assert same(graphed_model(randn(2, 64).fill_(1)), model(randn(2, 64).fill_(1)))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_7_an_input_is_changed_in_place(make: Make, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        step = make(lambda x, y: x.add_(y).sum())
+        x, y = randn(64), torch.ones(64, device="cuda")
+        before = x.clone()
+        for number in range(1, 6):
+            total = step(x, y)
+            before.add_(y)
+            assert same(x, before), f"call {number}"
+            assert same(total, before.sum())
+
+
+def test_8_another_stream(make: Make) -> None:
+    w = randn(512, 512)
+    f = lambda x: (x @ w).relu() @ w  # noqa: E731
+    step = make(f)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    wanted, found = [], []
+    for number in range(30):
+        with torch.cuda.stream(streams[number % 3]):
+            x = randn(512, 512)
+            wanted.append(f(x))
+            found.append(step(x))
+    torch.cuda.synchronize()
+    assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_9_a_graph_inside_a_graph(make: Make) -> None:
+    inner = make(lambda x: x * 2)
+    x = randn(8)
+    for _ in range(3):
+        inner(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = inner(x) + 1
+    graph.replay()
+    assert same(y, x * 2 + 1)
+    outer = make(lambda x: inner(x) + 3)
+    check(outer, lambda x: x * 2 + 3, [(randn(8),) for _ in range(4)])
+    assert outer.statistics().replays == 3, outer.explain()
+
+
+def test_10_an_exception_in_the_middle(make: Make) -> None:
+    def f(x: Any) -> Any:
+        y = torch.nn.functional.dropout(x, 0.5)
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyError("in the middle")
+        return y
+
+    step = make(f)
+    check(step, f, [(randn(64),) for _ in range(4)])
+    assert "in the middle" in step.explain()
+    good = make(lambda x: torch.nn.functional.dropout(x, 0.5))
+    check(good, lambda x: torch.nn.functional.dropout(x, 0.5), [(randn(64),) for _ in range(4)])
+    assert good.statistics().replays == 3, good.explain()
+
+    def g(x: Any) -> Any:
+        raise KeyError("always")
+
+    with pytest.raises(KeyError):
+        make(g)(randn(4))
+
+
+def test_11_autocast_changes(make: Make) -> None:
+    model = Mlp().cuda()
+    step = make(model)
+    x = randn(4, 64)
+    for dtype in (None, None, torch.bfloat16, torch.bfloat16, torch.half, torch.half, None):
+        with torch.autocast("cuda", dtype=dtype or torch.half, enabled=dtype is not None):
+            for _ in range(3):
+                assert same(step(x), model(x))
+    assert len(step.statistics().keys) == 3, step.explain()
+    assert step.statistics().captures == 3
+
+
+def test_12_a_static_tensor_is_freed(make: Make) -> None:
+    step = make(lambda x, w: x @ w, static=("w",))
+    for _ in range(4):
+        w = randn(64, 64)
+        for _ in range(3):
+            x = randn(8, 64)
+            assert same(step(x, w), x @ w)
+        del w
+        torch.cuda.empty_cache()
+    held = {"w": randn(64, 64)}
+    step = make(lambda x: x @ held["w"])
+    x = randn(8, 64)
+    for _ in range(3):
+        assert same(step(x), x @ held["w"])
+    del held["w"]
+    with pytest.raises(KeyError):
+        step(x)
+
+
+def test_closed(make: Make) -> None:
+    step = make(lambda x: x * 2)
+    step.close()
+    with pytest.raises(ClosedError):
+        step(randn(2))
+
+
+# ------------------------------------------------------------------------------ threads
+
+
+@pytest.mark.parametrize("calls", [2000])
+def test_soak(make: Make, cuda_device: Device, calls: int) -> None:
+    cache = ost.GraphCache(cuda_device, max_graphs=10, limits=ost.CaptureLimits(per_key=2))
+    w = randn(32, 32)
+    f = lambda x, by: torch.relu(x @ w) * by  # noqa: E731
+    step = make(f, cache=cache)
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        import random
+
+        chance = random.Random(seed)
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            for number in range(calls // 2):
+                n, by = chance.randint(1, 25), float(chance.randint(1, 2))
+                x = randn(n, 32)
+                found, wanted = step(x, by), f(x, by)
+                if not torch.equal(found, wanted):
+                    wrong.append(f"call {number}: {n} {by}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    torch.cuda.synchronize()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[:5]
+    statistics = step.statistics()
+    assert statistics.calls == calls and len(cache) <= 10
+    assert statistics.replays > calls // 10, step.explain()

@@ -1,0 +1,236 @@
+"""A small array library on the host device, for tests of `interop.graphing` without any other.
+
+Its arrays are buffers with a shape, its functions launch kernels on its current stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+import ostinato as ost
+from ostinato.interop.graphing.graphed import NotGraphable
+from ostinato.interop.graphing.guards import Watch
+
+
+@ost.host_kernel("out: *out f32, x: *const f32, n: u32, by: f32, plus: f32", name="line")
+def _line(launch: Any, out: Any, x: Any, n: int, by: float, plus: float) -> None:
+    out[:n] = x[:n] * np.float32(by) + np.float32(plus)
+
+
+@ost.host_kernel("x: *f32, n: u32, plus: f32", name="shift")
+def _shift(launch: Any, x: Any, n: int, plus: float) -> None:
+    x[:n] += np.float32(plus)
+
+
+SOURCE = ost.Source(host=[_line, _shift])
+ONE = ost.LaunchConfig(grid=1, block=1)
+
+
+class Array:
+    """An array of float32 on the library's device; a view if it has a base."""
+
+    def __init__(self, lib: Lib, shape: Sequence[int], buffer: ost.Buffer | None = None) -> None:
+        self.lib, self.shape = lib, tuple(shape)
+        self.buffer = buffer if buffer is not None else lib.device.zeros(max(1, self.size), "f4")
+        self.version = 0
+        self.wanted = False
+        self.place = "device"
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    def numpy(self) -> Any:
+        assert not self.lib.capturing(), "status 900: a copy to the host inside a capture"
+        self.lib.device.synchronize()
+        stream = self.lib.streams[0]
+        return self.buffer.to_numpy(stream).reshape(-1)[: self.size].reshape(self.shape)
+
+    def line(self, by: float, plus: float = 0.0) -> Array:
+        out = Array(self.lib, self.shape, self.lib.empty(self.size))
+        self.lib.launch("line", out.buffer, self.buffer, self.size, by, plus)
+        return out
+
+    def shift(self, plus: float) -> Array:
+        self.version += 1
+        self.lib.launch("shift", self.buffer, self.size, plus)
+        return self
+
+
+class SubArray(Array):
+    pass
+
+
+class Lib:
+    """The library; also what `Graphed` needs of it (`Library`)."""
+
+    array_type: type = Array
+    plain: tuple[type, ...] = ()
+
+    def __init__(self, device: ost.Device) -> None:
+        self.device = device
+        self.streams = [device.create_stream() for _ in range(3)]
+        self.current = self.streams[0]
+        self.side = self.streams[2]
+        self.kernels = {n: device.modules.get_or_compile(SOURCE, n) for n in ("line", "shift")}
+        self.mode = "plain"
+        self.state = 0
+        self.pool: list[ost.Buffer] = []
+        self.fail = ""
+        self.captures = 0
+        self.waits = 0
+        self._capture: Any = None
+
+    # --- the library itself
+    def array(self, values: Any) -> Array:
+        found = np.asarray(values, np.float32)
+        return Array(self, found.shape, self.device.array(found.reshape(-1)))
+
+    def empty(self, size: int) -> ost.Buffer:
+        buffer = self.device.zeros(max(1, size), "f4") if not self.capturing() else None
+        if buffer is None:
+            buffer = self.pool.pop()
+            assert buffer.nbytes >= 4 * size
+        return buffer
+
+    def launch(self, name: str, *args: Any) -> None:
+        ost.launch(self.current, self.kernels[name], ONE, *args)
+
+    @contextlib.contextmanager
+    def on(self, stream: ost.Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    # --- what Graphed asks for
+    def capturing(self) -> bool:
+        return self._capture is not None
+
+    def modes(self) -> Hashable:
+        return self.mode
+
+    def signature(self, array: Array, /) -> tuple[Hashable, ...]:
+        return array.shape, "f4", (), array.place
+
+    def address(self, array: Array, /) -> int:
+        return array.buffer.address
+
+    def storage(self, array: Array, /) -> ost.MemoryRange:
+        return array.buffer.storage.range
+
+    def offset(self, array: Array, /) -> int:
+        return self.address(array) - self.storage(array).address
+
+    def refusal(self, array: Array, /) -> str:
+        if type(array) is not Array:
+            return f"an array of the subclass {type(array).__name__}"
+        return "" if array.place == "device" else f"an array on {array.place}"
+
+    def wants_gradient(self, result: Any, /) -> bool:
+        return isinstance(result, Array) and result.wanted
+
+    def version(self, array: Array, /) -> int | None:
+        return array.version
+
+    def is_array(self, value: object, /) -> bool:
+        return isinstance(value, Array)
+
+    def parts(self, value: object, /) -> tuple[Hashable, list[Any]] | None:
+        return None
+
+    def join(self, like: object, children: list[Any], /) -> object:
+        raise AssertionError
+
+    def watch(self, value: object, /) -> Watch | None:
+        return None
+
+    def stream(self) -> ost.Stream:
+        return self.current
+
+    def wait(self, stream: ost.Stream, other: ost.Stream) -> None:
+        self.waits += 1
+        stream.wait(other.record())
+
+    def run_beside(self, work: Callable[[], Any]) -> Any:
+        current = self.current
+        self.side.wait(current.record())
+        try:
+            with self.on(self.side):
+                return work()
+        finally:
+            current.wait(self.side.record())
+
+    def capture(self, work: Callable[[], Any]) -> tuple[ost.Graph, Any]:
+        self.captures += 1
+        self.pool = [self.device.zeros(4096, "f4") for _ in range(8)]
+        try:
+            with ost.capture(self.side) as capture, self.on(self.side):
+                self._capture = capture
+                try:
+                    result = work()
+                    if self.fail:
+                        raise RuntimeError(self.fail)
+                finally:
+                    self._capture = None
+        except (RuntimeError, AssertionError, ost.OstinatoError) as error:
+            raise NotGraphable(f"{type(error).__name__}: {error}") from None
+        return capture.graph, result
+
+    def buffer(self, array: Array, shape: Sequence[int] | None) -> Array:
+        return Array(self, array.shape if shape is None else shape)
+
+    def stager(self, buffers: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        def stage(arrays: Sequence[Any]) -> None:
+            for into, array in zip(buffers, arrays, strict=True):
+                self.copy(into, array)
+
+        return stage
+
+    def copy(self, into: Array, array: Array) -> None:
+        assert into.shape == array.shape
+        self.launch("line", into.buffer, array.buffer, array.size, 1.0, 0.0)
+
+    def clone(self, array: Array, /) -> Array:
+        return array.line(1.0)
+
+    def narrow(self, array: Array, axis: int, size: int) -> Array:
+        assert axis == 0
+        rest = array.shape[1:]
+        return Array(self, (size, *rest), array.buffer)
+
+    def rest(self, array: Array, axis: int, size: int) -> Array:
+        assert axis == 0
+        row = int(np.prod(array.shape[1:]))
+        view = array.buffer.view(offset=4 * size * row, shape=((array.shape[0] - size) * row,))
+        return Array(self, (array.shape[0] - size, *array.shape[1:]), view)
+
+    def fill(self, array: Array, value: float) -> None:
+        if array.size:
+            self.launch("line", array.buffer, array.buffer, array.size, 0.0, value)
+
+    def poison(self, rest: Array, front: Array, axis: int) -> None:
+        self.fill(rest, float("nan"))
+
+    def difference(self, one: Array, other: Array, tolerance: Any) -> str:
+        a, b = one.numpy(), other.numpy()
+        if a.shape != b.shape:
+            return f"shape {a.shape} against {b.shape}"
+        return "" if a.tobytes() == b.tobytes() else f"{a} against {b}"
+
+    def save_random(self) -> Any:
+        return self.state
+
+    def restore_random(self, state: Any) -> None:
+        self.state = state
+
+    def same_random(self, state: Any) -> bool:
+        return bool(self.state == state)
+
+    def synchronize(self) -> None:
+        self.device.synchronize()

@@ -1,0 +1,557 @@
+"""`Graphed` without any array library: keys, warm-up, capture, replay, padding, guards, checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import ClosedError, EagerRunError, InputError
+from ostinato.interop.graphing.graphed import Graphed, Options
+from ostinato.interop.graphing.padding import Padding
+from tests.interop.library import Array, Lib, SubArray
+
+Make = Callable[..., Graphed]
+
+
+@pytest.fixture
+def lib(host_device: Device) -> Lib:
+    return Lib(host_device)
+
+
+@pytest.fixture
+def make(lib: Lib) -> Iterator[Make]:
+    made: list[Graphed] = []
+
+    def graphed(function: Any, cache: ost.GraphCache | None = None, **options: Any) -> Graphed:
+        kept = cache or ost.GraphCache(lib.device)
+        name = getattr(function, "__name__", "f")
+        made.append(
+            Graphed(function, lib, Options(**options), kept, name=name, owns_cache=cache is None)
+        )
+        return made[-1]
+
+    yield graphed
+    for one in made:
+        one.close()
+
+
+def numbers(n: int = 4, start: float = 0.0) -> Any:
+    return np.arange(start, start + n, dtype=np.float32)
+
+
+def test_eager_then_captured_then_replayed(lib: Lib, make: Make) -> None:
+    ran = []
+
+    def double(x: Array) -> Array:
+        return x.line(2.0, 1.0)
+
+    step = make(double)
+    for start in range(5):
+        x = lib.array(numbers(4, start))
+        ran.append(step(x).numpy())
+        np.testing.assert_array_equal(ran[-1], 2 * numbers(4, start) + 1)
+    (line,) = step.statistics().keys
+    assert (line.calls, line.eager, line.captures, line.replays) == (5, 1, 1, 4)
+    assert line.decision == "replayed" and not line.reason
+    assert "double" in step.explain() or "x=f4[4]" in step.explain()
+    assert "line" in step.inspect()
+
+
+def test_a_result_stays_what_it_was(lib: Lib, make: Make) -> None:
+    step = make(lambda x: x.line(2.0))
+    results = [step(lib.array(numbers(4, start))) for start in range(4)]
+    for start, result in enumerate(results):
+        np.testing.assert_array_equal(result.numpy(), 2 * numbers(4, start))
+
+
+def test_static_results_are_overwritten(lib: Lib, make: Make) -> None:
+    step = make(lambda x: x.line(2.0), results="static")
+    results = [step(lib.array(numbers(4, start))) for start in range(4)]
+    assert results[1] is results[2] is results[3]
+
+
+def test_another_shape_is_another_key(lib: Lib, make: Make) -> None:
+    step = make(lambda x: x.line(3.0))
+    for n in (4, 4, 5, 5, 4, 5):
+        np.testing.assert_array_equal(step(lib.array(numbers(n))).numpy(), 3 * numbers(n))
+    assert [line.captures for line in step.statistics().keys] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "values", [(1.0, 2.0, 1.0), (0.0, -0.0), (1, True, 1.0), (float("nan"), float("nan"))]
+)
+def test_plain_values_are_in_the_key(lib: Lib, make: Make, values: tuple[float, ...]) -> None:
+    def f(x: Array, by: float) -> Array:
+        assert type(by) in (int, bool, float)
+        return x.line(float(by))
+
+    step = make(f)
+    for value in values * 3:
+        with np.errstate(invalid="ignore"):
+            wanted = numbers() * np.float32(value) + np.float32(0)
+        assert step(lib.array(numbers()), value).numpy().tobytes() == wanted.tobytes()
+    distinct = {(type(v), repr(v)) for v in values}
+    assert len(step.statistics().keys) == len(distinct)
+
+
+@dataclasses.dataclass
+class Pair:
+    one: Array
+    rest: dict[str, list[Array]]
+
+
+def test_nested_arguments_and_results(lib: Lib, make: Make) -> None:
+    def f(pair: Pair, *, by: float) -> dict[str, Any]:
+        (other,) = pair.rest["more"]
+        return {"a": (pair.one.line(by), 7), "b": [other.line(by)], "c": Pair(other.line(1.0), {})}
+
+    step = make(f)
+    for start in range(4):
+        pair = Pair(lib.array(numbers(3, start)), {"more": [lib.array(numbers(2, start))]})
+        found = step(pair, by=2.0)
+        np.testing.assert_array_equal(found["a"][0].numpy(), 2 * numbers(3, start))
+        assert found["a"][1] == 7 and list(found) == ["a", "b", "c"]
+        np.testing.assert_array_equal(found["b"][0].numpy(), 2 * numbers(2, start))
+        assert isinstance(found["c"], Pair)
+        np.testing.assert_array_equal(found["c"].one.numpy(), numbers(2, start))
+    assert step.statistics().replays == 3
+
+
+def test_modes_are_in_the_key(lib: Lib, make: Make) -> None:
+    step = make(lambda x: x.line(2.0 if lib.mode == "plain" else 3.0))
+    for mode, by in (("plain", 2), ("plain", 2), ("other", 3), ("other", 3), ("plain", 2)):
+        lib.mode = mode
+        np.testing.assert_array_equal(step(lib.array(numbers())).numpy(), by * numbers())
+
+
+def test_an_unknown_argument_runs_eagerly(lib: Lib, make: Make) -> None:
+    class Odd:
+        by = 2.0
+
+    step = make(lambda x, odd: x.line(odd.by))
+    for _ in range(3):
+        np.testing.assert_array_equal(step(lib.array(numbers()), Odd()).numpy(), 2 * numbers())
+    (line,) = step.statistics().keys
+    assert line.eager == 3 and "Odd" in line.reason and "test_graphed.py" in line.reason
+
+
+def test_subclasses_and_other_places_run_eagerly(lib: Lib, make: Make) -> None:
+    step = make(lambda x: x.line(2.0))
+    sub = SubArray(lib, (4,))
+    far = lib.array(numbers())
+    far.place = "the CPU"
+    for x in (sub, sub, far, far):
+        step(x)
+    reasons = [line.reason for line in step.statistics().keys]
+    assert "subclass SubArray" in reasons[0] and "the CPU" in reasons[1]
+    assert lib.captures == 0
+
+
+def test_a_capture_that_fails_costs_speed_alone(lib: Lib, make: Make) -> None:
+    def f(x: Array) -> Array:
+        out = x.line(2.0)
+        out.numpy()  # waits
+        return out
+
+    step = make(f)
+    for start in range(4):
+        np.testing.assert_array_equal(
+            step(lib.array(numbers(4, start))).numpy(), 2 * numbers(4, start)
+        )
+    (line,) = step.statistics().keys
+    assert line.eager == 4 and "status 900" in line.reason and lib.captures == 1
+    assert step.statistics().quarantined
+
+
+def test_strict_raises_instead(lib: Lib, make: Make) -> None:
+    step = make(lambda x: x.line(2.0).numpy(), strict=True)
+    with pytest.raises((EagerRunError, ost.OstinatoError)):
+        for _ in range(3):
+            step(lib.array(numbers()))
+
+
+def test_an_exception_of_the_function_comes_through(lib: Lib, make: Make) -> None:
+    def f(x: Array, good: bool) -> Array:
+        if not good:
+            raise KeyError("no")
+        return x.line(2.0)
+
+    step = make(f)
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            step(lib.array(numbers()), False)
+        np.testing.assert_array_equal(step(lib.array(numbers()), True).numpy(), 2 * numbers())
+
+
+def test_an_exception_in_the_capture_runs_eagerly(lib: Lib, make: Make) -> None:
+    step = make(lambda x: x.line(2.0))
+    lib.fail = "in the middle"
+    for _ in range(3):
+        np.testing.assert_array_equal(step(lib.array(numbers())).numpy(), 2 * numbers())
+    assert "in the middle" in step.statistics().keys[0].reason
+    lib.fail = ""
+    assert step.invalidate() == 0
+    for _ in range(3):
+        step(lib.array(numbers()))
+    assert step.statistics().replays == 2
+
+
+def test_written_arguments_are_copied_back(lib: Lib, make: Make) -> None:
+    step = make(lambda x, y: (x.shift(1.0), y.line(2.0)))
+    x, y = lib.array(numbers()), lib.array(numbers())
+    for time in range(1, 5):
+        step(x, y)
+        np.testing.assert_array_equal(x.numpy(), numbers() + time)
+        np.testing.assert_array_equal(y.numpy(), numbers())
+    assert step.statistics().replays == 3
+
+
+# ------------------------------------------------------------------------------ what it uses
+
+
+def test_a_changed_number_of_the_closure(lib: Lib, make: Make) -> None:
+    by = 2.0
+
+    def f(x: Array) -> Array:
+        return x.line(by)
+
+    step = make(f)
+    for value in (2.0, 2.0, 3.0, 3.0, 3.0, 2.0):
+        by = value
+        np.testing.assert_array_equal(step(lib.array(numbers())).numpy(), value * numbers())
+    assert step.statistics().captures == 2
+
+
+FACTOR = 2.0
+
+
+def test_a_changed_global(lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: Array) -> Array:
+        return x.line(FACTOR)
+
+    step = make(f)
+    for value in (2.0, 2.0, 5.0, 5.0):
+        monkeypatch.setattr("tests.interop.test_graphed.FACTOR", value)
+        np.testing.assert_array_equal(step(lib.array(numbers())).numpy(), value * numbers())
+
+
+class Model:
+    def __init__(self, lib: Lib) -> None:
+        self.by, self.weight = 2.0, lib.array([10.0])
+        self.calls = 0
+
+    def forward(self, x: Array) -> tuple[Array, Array]:
+        return x.line(self.by), self.weight.line(1.0)
+
+    def counting(self, x: Array) -> Array:
+        self.calls += 1
+        return x.line(float(self.calls))
+
+
+def test_attributes_of_the_object_of_a_method(lib: Lib, make: Make) -> None:
+    model = Model(lib)
+    step = make(model.forward)
+    for by in (2.0, 2.0, 4.0, 4.0):
+        model.by = by
+        np.testing.assert_array_equal(step(lib.array(numbers()))[0].numpy(), by * numbers())
+    assert step.statistics().replays == 2
+
+
+def test_python_state_runs_eagerly(lib: Lib, make: Make) -> None:
+    model = Model(lib)
+    step = make(model.counting)
+    for time in range(1, 6):
+        np.testing.assert_array_equal(step(lib.array(numbers())).numpy(), time * numbers())
+    assert step.statistics().captures == 0
+    assert "changes Python state" in step.explain()
+
+
+def test_a_weight_that_moved_is_bound_anew(lib: Lib, make: Make) -> None:
+    model = Model(lib)
+    step = make(model.forward)
+    for value in (10.0, 10.0, 10.0, 20.0, 30.0, 30.0):
+        if value != float(model.weight.numpy()[0]):
+            model.weight = lib.array([value])
+        np.testing.assert_array_equal(step(lib.array(numbers()))[1].numpy(), [value])
+    statistics = step.statistics()
+    assert (statistics.captures, statistics.rebound) == (1, 2)
+
+
+def test_static_arguments_are_not_copied(lib: Lib, make: Make) -> None:
+    def f(x: Array, cache: dict[str, Array]) -> Array:
+        cache["k"].shift(1.0)
+        return cache["k"].line(1.0)
+
+    step = make(f, static=("cache",))
+    x, one, two = lib.array(numbers()), lib.array(numbers()), lib.array(numbers(4, 100))
+    for time in range(1, 4):
+        np.testing.assert_array_equal(step(x, {"k": one}).numpy(), numbers() + time)
+        np.testing.assert_array_equal(one.numpy(), numbers() + time)
+    for time in range(1, 4):  # another cache: bound anew
+        np.testing.assert_array_equal(step(x, {"k": two}).numpy(), numbers(4, 100) + time)
+    for time in range(4, 6):  # the argument is the cache itself: a copy of it would not be written
+        np.testing.assert_array_equal(step(two, {"k": two}).numpy(), numbers(4, 100) + time)
+    assert (step.statistics().captures, step.statistics().rebound) == (1, 1)
+
+
+def test_static_arguments_that_change_places(lib: Lib, make: Make) -> None:
+    """Two buffers, one read and the other written, in turns: the graph is bound anew each time."""
+
+    def f(old: Array, new: Array) -> Array:
+        old.lib.launch("line", new.buffer, old.buffer, old.size, 1.0, 1.0)
+        return new.line(1.0)
+
+    step = make(f, static=("old", "new"))
+    pair = [lib.array(numbers()), lib.array(numbers())]
+    for time in range(1, 8):
+        np.testing.assert_array_equal(step(*pair).numpy(), numbers() + time)
+        pair.reverse()
+    statistics = step.statistics()
+    assert (statistics.captures, statistics.rebound) == (1, 5), step.explain()
+
+
+def test_views_of_one_memory_are_told_apart(lib: Lib, make: Make) -> None:
+    whole = lib.array(numbers(256))
+    views = [Array(lib, (4,), whole.buffer.view(offset=256 * i, shape=(4,))) for i in range(3)]
+    step = make(lambda x: x.line(1.0), static=("x",))
+    for view in views * 3:
+        np.testing.assert_array_equal(step(view).numpy(), view.numpy())
+    assert step.statistics().replays == 6, step.explain()
+
+
+def test_arrays_that_share_memory_otherwise_than_before(lib: Lib, make: Make) -> None:
+    def f(x: Array, y: Array, z: Array) -> tuple[Array, ...]:
+        return x.line(1.0), y.line(1.0), z.line(1.0)
+
+    step = make(f, static=("x", "y", "z"))
+    a, b, c, d = (lib.array(numbers(4, 10 * i)) for i in range(4))
+    for arrays in [(a, b, a), (a, b, a), (c, c, d), (c, d, d), (d, c, d), (a, b, c)]:
+        found = step(*arrays)
+        for one, other in zip(found, arrays, strict=True):
+            np.testing.assert_array_equal(one.numpy(), other.numpy())
+    statistics = step.statistics()
+    assert (statistics.captures, statistics.rebound) == (5, 0), step.explain()
+    (again,) = [why for why in statistics.capture_reasons if "share" in why]
+    assert statistics.capture_reasons[again] == 4 and again in step.explain()
+
+
+class Cache:
+    def __init__(self, lib: Lib) -> None:
+        self.layers = [lib.array(numbers()), lib.array(numbers())]
+
+
+def test_static_objects_and_results_that_are_static(lib: Lib, make: Make) -> None:
+    def f(x: Array, cache: Cache) -> tuple[Array, Cache, Array]:
+        cache.layers[0].shift(1.0)
+        return x.line(2.0), cache, cache.layers[0]
+
+    step = make(f, static=("cache",))
+    cache = Cache(lib)
+    for time in range(1, 5):
+        found = step(lib.array(numbers()), cache)
+        assert found[1] is cache and found[2] is cache.layers[0]
+        np.testing.assert_array_equal(found[2].numpy(), numbers() + time)
+    assert step.statistics().replays == 3
+
+
+# ------------------------------------------------------------------------------ dynamic sizes
+
+
+def padded(**axes: int) -> Padding:
+    return Padding(axes, ost.PowersOfTwo(64))
+
+
+def test_dynamic_sizes_share_a_graph(lib: Lib, make: Make) -> None:
+    step = make(lambda x, by: x.line(by, 1.0), padding=padded(x=0))
+    for n in (5, 6, 7, 8, 5, 3, 4):
+        np.testing.assert_array_equal(step(lib.array(numbers(n)), 2.0).numpy(), 2 * numbers(n) + 1)
+    assert [line.captures for line in step.statistics().keys] == [1, 1]
+
+
+def test_a_full_bucket_first(lib: Lib, make: Make) -> None:
+    step = make(lambda x: x.line(2.0), padding=padded(x=0))
+    for n in (8, 8, 6, 5, 8):
+        np.testing.assert_array_equal(step(lib.array(numbers(n))).numpy(), 2 * numbers(n))
+    (line,) = step.statistics().keys
+    assert line.eager == 2  # the warm-up, and the one that learned
+
+
+def test_a_size_over_the_limit_runs_eagerly(lib: Lib, make: Make) -> None:
+    step = make(lambda x: x.line(2.0), padding=padded(x=0))
+    for _ in range(3):
+        np.testing.assert_array_equal(step(lib.array(numbers(65))).numpy(), 2 * numbers(65))
+    assert "limit" in step.statistics().keys[0].reason
+
+
+def test_padding_holds_what_the_caller_says(lib: Lib, make: Make) -> None:
+    kept: list[Array] = []
+
+    def f(x: Array) -> Array:
+        kept.append(x)
+        return x.line(1.0)
+
+    step = make(f, padding=padded(x=0), fill={"x": -1.0}, guard=False)
+    for n in (7, 7, 6, 5):
+        step(lib.array(numbers(n)))
+        if lib.captures:
+            np.testing.assert_array_equal(kept[-1].numpy()[n:], [-1.0] * (8 - n))
+
+
+def test_a_check_poisons_padding(lib: Lib, make: Make) -> None:
+    def last_first(x: Array) -> Array:
+        """Reads the first element behind the real ones into a result of one."""
+        out = x.line(1.0)
+        view = Array(lib, (1,), x.buffer.view(offset=4 * 5, shape=(1,)))
+        out.lib.launch("line", out.buffer, view.buffer, 1, 1.0, 0.0)
+        return out
+
+    step = make(last_first, padding=padded(x=0), verify="first", guard=False)
+    step(lib.array(numbers(8)))
+    step(lib.array(numbers(8)))
+    x = lib.array(numbers(5))
+    x.buffer = lib.array(numbers(8)).buffer
+    step(x)
+    step(x)
+    step(x)
+    assert any("padding" in line.reason for line in step.statistics().keys), step.explain()
+
+
+# ------------------------------------------------------------------------------ checks
+
+
+def test_checks_find_a_wrong_replay(lib: Lib, make: Make) -> None:
+    hidden = {"by": 2.0}
+
+    def helper() -> float:
+        return hidden["by"]
+
+    def f(x: Array) -> Array:
+        return x.line(helper())
+
+    step = make(f, verify=2)
+    x = lib.array(numbers())
+    for _ in range(4):
+        np.testing.assert_array_equal(step(x).numpy(), 2 * numbers())
+    hidden["by"] = 3.0
+    answers = [step(x).numpy()[1] for _ in range(4)]
+    assert answers[-1] == 3.0
+    (line,) = step.statistics().keys
+    assert "a check failed" in line.reason and "result differs" in line.reason
+    assert "node 0 line" in line.reason
+
+
+def test_a_check_puts_state_back(lib: Lib, make: Make) -> None:
+    step = make(lambda x, c: (c.shift(1.0), x.line(2.0))[1], static=("c",), verify=1)
+    x, c = lib.array(numbers()), lib.array(numbers())
+    for time in range(1, 6):
+        np.testing.assert_array_equal(step(x, c).numpy(), 2 * numbers())
+        np.testing.assert_array_equal(c.numpy(), numbers() + time)
+    (line,) = step.statistics().keys
+    assert line.verified == 4 and not line.reason
+
+
+# ------------------------------------------------------------------------------ the rest
+
+
+def test_gradients_are_refused_or_run_eagerly(lib: Lib, make: Make) -> None:
+    def f(x: Array) -> Array:
+        out = x.line(2.0)
+        out.wanted = True
+        return out
+
+    with pytest.raises(InputError, match="no_grad"):
+        make(f)(lib.array(numbers()))
+    step = make(f, gradients="eager")
+    for _ in range(3):
+        assert step(lib.array(numbers())).wanted
+    assert "gradients" in step.statistics().keys[0].reason
+
+
+def test_inside_a_capture_the_function_runs_plainly(lib: Lib, make: Make) -> None:
+    inner = make(lambda x: x.line(2.0))
+    outer = make(lambda x: inner(x).line(3.0))
+    for start in range(4):
+        np.testing.assert_array_equal(
+            outer(lib.array(numbers(4, start))).numpy(), 6 * numbers(4, start)
+        )
+    assert inner.statistics().nested == 1 and outer.statistics().replays == 3
+
+
+def test_another_stream_waits(lib: Lib, make: Make) -> None:
+    step = make(lambda x: x.line(2.0))
+    x = lib.array(numbers())
+    for stream in (0, 0, 1, 1, 0):
+        with lib.on(lib.streams[stream]):
+            np.testing.assert_array_equal(step(x).numpy(), 2 * numbers())
+    assert lib.waits == 2
+
+
+def test_evicted_keys_are_captured_again(lib: Lib, make: Make) -> None:
+    step = make(lambda x: x.line(2.0), cache=ost.GraphCache(lib.device, max_graphs=2))
+    for _ in range(4):
+        for n in (2, 3, 4):
+            np.testing.assert_array_equal(step(lib.array(numbers(n))).numpy(), 2 * numbers(n))
+    statistics = step.statistics()
+    assert statistics.cache.graphs == 2 and statistics.captures > 3
+    assert statistics.eager == 3
+
+
+def test_limits_of_captures_run_eagerly(lib: Lib, make: Make) -> None:
+    limits = ost.CaptureLimits(per_key=1)
+    step = make(
+        lambda x: x.line(2.0), cache=ost.GraphCache(lib.device, max_graphs=1, limits=limits)
+    )
+    for _ in range(4):
+        for n in (2, 3):
+            np.testing.assert_array_equal(step(lib.array(numbers(n))).numpy(), 2 * numbers(n))
+    assert step.statistics().captures == 2
+    assert any("refused" in reason for reason in step.statistics().eager_reasons)
+
+
+def test_two_threads(lib: Lib, make: Make) -> None:
+    step = make(lambda x, by: x.line(by), cache=ost.GraphCache(lib.device, max_graphs=3))
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(60):
+            n, by = int(rng.integers(1, 5)), float(rng.integers(1, 3))
+            found = step(lib.array(numbers(n)), by).numpy()
+            if found.tobytes() != (numbers(n) * np.float32(by)).tobytes():
+                wrong.append(f"{n} {by} {found}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert step.statistics().replays > 10
+
+
+def test_closed(lib: Lib, make: Make) -> None:
+    with make(lambda x: x.line(2.0)) as step:
+        for _ in range(3):
+            step(lib.array(numbers()))
+    assert step.closed and step.cache.closed
+    with pytest.raises(ClosedError):
+        step(lib.array(numbers()))
+
+
+def test_options_are_checked(lib: Lib, make: Make) -> None:
+    for wrong in (
+        {"results": "view"},
+        {"gradients": "yes"},
+        {"verify": 0},
+        {"static": ("nobody",)},
+        {"padding": padded(nobody=0)},
+    ):
+        with pytest.raises(InputError):
+            make(lambda x: x, **wrong)

@@ -1,0 +1,248 @@
+"""What `graphed` does with torch's values, without a GPU: a capture here is a host function that
+computes again and copies into the first result.  The rest is as in `interop.torch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import InputError
+from ostinato.interop.graphing.graphed import Graphed, NotGraphable, Options
+from ostinato.interop.graphing.padding import Padding
+
+torch: Any = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def make(host_device: Device) -> Iterator[Callable[..., Any]]:
+    from ostinato.interop.torch.graphing import GraphedModule, Torch, _explained
+
+    class OnCpu(Torch):
+        def __init__(self) -> None:
+            self.device, self.index, self.generators = host_device, 0, ()
+            self.inside = False
+            self.capturing = lambda: self.inside
+            self.address = torch.Tensor.data_ptr
+            self.offset = torch.Tensor.storage_offset
+            self.clone = torch.Tensor.clone
+            self.ours = host_device.create_stream()
+
+        def refusal(self, tensor: Any, /) -> str:
+            found = super().refusal(tensor)
+            return "" if "on cpu" in found else found
+
+        def stream(self) -> ost.Stream:
+            self.ours.synchronize()  # torch's work on the CPU is done when its call returns
+            return self.ours
+
+        def _states(self) -> list[Any]:
+            return [torch.default_generator]
+
+        def run_beside(self, work: Callable[[], Any]) -> Any:
+            return work()
+
+        def capture(self, work: Callable[[], Any]) -> tuple[ost.Graph, Any]:
+            self.inside = True
+            try:
+                result = work()
+            except Exception as error:
+                raise NotGraphable(_explained(error)) from None
+            finally:
+                self.inside = False
+            leaves = torch.utils._pytree.tree_leaves
+
+            inference = torch.is_inference_mode_enabled()
+
+            def again() -> None:
+                with torch.inference_mode(inference), torch.no_grad():
+                    for into, new in zip(leaves(result), leaves(work()), strict=True):
+                        if isinstance(into, torch.Tensor):
+                            into.copy_(new)
+
+            graph = ost.Graph.create(host_device)
+            graph.add_host(again)
+            return graph, result
+
+        def stager(self, buffers: Any) -> Any:
+            stage = super().stager(buffers)
+
+            def staged(tensors: Any) -> None:
+                self.ours.synchronize()
+                stage(tensors)
+
+            return staged
+
+    class Waiting(Graphed):
+        """Its results are read by torch, which knows nothing of the host driver's streams."""
+
+        def _results(self, *args: Any) -> Any:
+            self._library.device.synchronize()
+            return super()._results(*args)
+
+    class WaitingModule(GraphedModule, Waiting):
+        pass
+
+    made: list[Any] = []
+
+    def build(function: Any, *, cache: Any = None, **options: Any) -> Any:
+        kept = ost.GraphCache(host_device)
+        rest = (OnCpu(), Options(**options), kept)
+        named: dict[str, Any] = {"name": "f", "owns_cache": True}
+        if isinstance(function, torch.nn.Module):
+            made.append(WaitingModule(function, function.forward, *rest, **named))
+        else:
+            made.append(Waiting(function, *rest, **named))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+def check(step: Any, function: Any, *inputs: Any) -> None:
+    for x in inputs:
+        assert torch.equal(step(x), function(x))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.0))
+        self.scale = 1.0
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * self.scale
+
+
+def test_modules(make: Any) -> None:
+    model = Net()
+    step = make(model)
+    check(step, model, *[torch.randn(2, 4) for _ in range(4)])
+    assert step.statistics().replays == 3, step.explain()
+    model.scale = 2.0
+    check(step, model, *[torch.randn(2, 4) for _ in range(3)])
+    assert step.statistics().captures == 2
+    model.eval()
+    check(step, model, *[torch.randn(2, 4) for _ in range(3)])
+    assert step.statistics().captures == 3
+    assert list(step.state_dict()) == list(model.state_dict())
+    assert step.double() is step
+    check(step, model, *[torch.randn(2, 4).double() for _ in range(3)])
+    calls: list[int] = []
+    handle = model.register_forward_hook(lambda m, args, out: calls.append(1) or out + 1)
+    check(step, model, *[torch.randn(2, 4).double() for _ in range(3)])
+    assert len(calls) == 6
+    handle.remove()
+    model.inner[0] = torch.nn.Linear(4, 4).double()
+    check(step, model, *[torch.randn(2, 4).double() for _ in range(3)])
+    model.inner.register_forward_hook(lambda m, args, out: out * 3)
+    check(step, model, *[torch.randn(2, 4).double() for _ in range(3)])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_in_place(make: Any, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        step = make(lambda x: (x.add_(1).sum(),))
+        x = torch.zeros(4)
+        for number in range(1, 5):
+            (total,) = step(x)
+            assert x.tolist() == [number] * 4 and float(total) == 4 * number
+
+
+def test_registered_containers(make: Any) -> None:
+    def f(pair: Any) -> Any:
+        return torch.max(pair[0], 1), {"a": pair[1] + 1, "b": torch.Size([1])}
+
+    step = make(f)
+    for _ in range(4):
+        a, b = torch.randn(3, 3), torch.randn(2)
+        (values, places), rest = step((a, b))
+        assert torch.equal(values, a.max(1).values) and torch.equal(places, a.max(1).indices)
+        assert torch.equal(rest["a"], b + 1) and rest["b"] == torch.Size([1])
+    assert step.statistics().replays == 3, step.explain()
+    assert isinstance(step((a, b))[0], torch.return_types.max)
+
+
+def test_results_of_transformers(make: Any) -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    def f(x: Any) -> Any:
+        return outputs.CausalLMOutputWithPast(logits=x * 2, hidden_states=(x, x + 1))
+
+    step = make(f)
+    for _ in range(4):
+        x = torch.randn(3)
+        found = step(x)
+        assert isinstance(found, outputs.CausalLMOutputWithPast)
+        assert torch.equal(found.logits, x * 2) and torch.equal(found["hidden_states"][1], x + 1)
+        assert found.loss is None
+    assert step.statistics().replays == 3, step.explain()
+
+
+def test_dynamic_axes(make: Any) -> None:
+    step = make(
+        lambda x, y: (x * 2, y.sum(-1)),
+        padding=Padding({"x": 1, "y": 0}, ost.PowersOfTwo(16)),
+        verify="first",
+    )
+    for n in (5, 6, 8, 7):
+        x, y = torch.randn(2, n), torch.randn(n, 3)
+        a, b = step(x, y)
+        assert torch.equal(a, x * 2) and torch.equal(b, y.sum(-1))
+    assert step.statistics().captures == 1 and step.statistics().replays >= 3, step.explain()
+
+
+def test_what_fails_names_the_line(make: Any) -> None:
+    step: Any = None
+
+    def f(x: Any) -> Any:
+        if step._library.inside:
+            raise RuntimeError("operation not permitted when stream is capturing")  # here
+        return x * 2
+
+    step = make(f, guard=False)
+    check(step, lambda x: x * 2, *[torch.randn(3) for _ in range(3)])
+    reason = step.statistics().keys[0].reason
+    assert "not permitted" in reason and "test_graphed_torch_cpu.py" in reason and "here" in reason
+
+
+def test_gradients(make: Any) -> None:
+    model = Net()
+    with torch.enable_grad():
+        step = make(model)
+        with pytest.raises(InputError, match="no_grad"):
+            step(torch.randn(2, 4))
+        step = make(model, gradients="eager")
+        for _ in range(3):
+            step(torch.randn(2, 4)).sum().backward()
+    assert model.inner[0].weight.grad is not None
+    check(step, model, *[torch.randn(2, 4) for _ in range(3)])
+    assert step.statistics().replays == 2, step.explain()
+
+
+def test_differences_are_words() -> None:
+    from ostinato.interop.torch.graphing import Torch
+
+    difference = Torch.difference
+    a = torch.arange(6.0).view(2, 3)
+    b = a.clone()
+    b[1, 1] = 9
+    assert difference(None, a, a.clone(), None) == ""
+    assert "[1, 1]: 4.0 against 9.0" in difference(None, a, b, None)
+    assert "1 of 6" in difference(None, a, b, (1e-3, 1e-3))
+    assert difference(None, a, a + 1e-7, (1e-3, 1e-3)) == ""
+    nan = torch.full((2,), float("nan"))
+    assert difference(None, nan, nan.clone(), None) == ""
+    assert difference(None, torch.tensor(1), torch.tensor(2), None)
+    assert difference(None, torch.tensor(True), torch.tensor(True), None) == ""
+    assert "shape" in difference(None, a, a.view(3, 2), None)

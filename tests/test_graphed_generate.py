@@ -1,0 +1,209 @@
+"""`graphed(model)` without a GPU: the place in transformers' `generate` where its steps are given
+away, with a stand-in for what captures and replays them."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.errors import InputError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+from ostinato.interop.transformers import graphed
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class StandIn:
+    """Runs a function, and keeps what it was called with.  Its answers are copies, in memory and
+    objects of their own, as those of replays are."""
+
+    def __init__(self, function: Any, static: tuple[str, ...], **options: Any) -> None:
+        assert static == ("past_key_values",)
+        self.function, self.options = function, options
+        self.caches: list[Any] = []
+        self.shapes: list[Any] = []
+        self.closed = False
+
+    def __call__(self, past_key_values: Any, **inputs: Any) -> Any:
+        assert not self.closed
+        self.caches.append(past_key_values)
+        self.shapes.append({n: v.shape for n, v in inputs.items() if isinstance(v, torch.Tensor)})
+        kind, kept, cached = self.function(past_key_values, **inputs)
+        assert not any(v is past_key_values for v in kept.values())
+        return kind, {n: v.clone() for n, v in kept.items()}, cached
+
+    def explain(self) -> str:
+        return "a table"
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    module = types.ModuleType("ostinato.interop.torch")
+    module.graphed = StandIn  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ostinato.interop.torch", module)
+    # transformers compiles nothing on a CPU by itself.
+    mixin = transformers.GenerationMixin
+    own = mixin._valid_auto_compile_criteria
+
+    def valid(self: Any, kwargs: Any, config: Any) -> bool:
+        cache = kwargs.get("past_key_values")
+        return isinstance(cache, transformers.StaticCache) and not config.disable_compile
+
+    assert callable(own)
+    monkeypatch.setattr(mixin, "_valid_auto_compile_criteria", valid)
+    yield
+
+
+def tiny(kind: str) -> Any:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **sizes)
+        return transformers.GPT2LMHeadModel(config).eval()
+    name = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[kind]
+    window = {"sliding_window": 8} if kind == "mistral" else {}
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        **sizes,
+        **window,
+    )
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+IDS = [[5, 99, 130, 2, 7], [0, 0, 88, 31, 60]]
+
+
+def eager(model: Any, **options: Any) -> Any:
+    """transformers' own answer over the same kind of cache."""
+    return type(model).generate(
+        model,
+        torch.tensor(IDS),
+        cache_implementation="static",
+        disable_compile=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_steps_go_through_it_and_nothing_else_changes(kind: str) -> None:
+    model = tiny(kind)
+    with graphed(model) as steps:
+        for options in (
+            {"max_new_tokens": 9, "do_sample": False},
+            {"max_new_tokens": 12, "do_sample": True, "temperature": 0.7, "top_k": 40},
+            {"max_new_tokens": 6, "num_beams": 3, "do_sample": False},
+            {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "repetition_penalty": 1.4},
+            {"max_new_tokens": 9, "return_dict_in_generate": True, "output_scores": True},
+        ):
+            before = len(steps.step.caches)
+            torch.manual_seed(1)
+            wanted = eager(model, **options)
+            assert len(steps.step.caches) == before
+            torch.manual_seed(1)
+            found = model.generate(torch.tensor(IDS), **options)
+            if not isinstance(wanted, torch.Tensor):
+                assert all(map(torch.equal, wanted.scores, found.scores))
+                wanted, found = wanted.sequences, found.sequences
+            assert torch.equal(wanted, found)
+            # transformers runs the steps of beams without its compiled call.
+            ran = 0 if "num_beams" in options else options["max_new_tokens"] - 1
+            assert len(steps.step.caches) == before + ran
+        assert not steps.passed_on
+        # Each call has a cache of its own, and all its steps work on that one.
+        caches = {id(cache) for cache in steps.step.caches}
+        assert len(caches) == 4
+        assert all(shapes["input_ids"][1] == 1 for shapes in steps.step.shapes)
+
+
+def test_the_cache_is_the_one_of_the_call() -> None:
+    model = tiny("llama")
+    with graphed(model) as steps:
+        answer = model.generate(
+            torch.tensor(IDS), max_new_tokens=9, return_dict_in_generate=True, do_sample=False
+        )
+        assert answer.past_key_values is steps.step.caches[-1]
+        again = model.generate(torch.tensor(IDS), max_new_tokens=9, do_sample=False)
+        assert torch.equal(answer.sequences, again)
+
+
+def test_what_is_left_to_transformers() -> None:
+    model = tiny("mistral")
+    with graphed(model) as steps:
+        options = {"max_new_tokens": 12, "do_sample": False}
+        found = model.generate(torch.tensor(IDS), **options)
+        assert torch.equal(found, eager(model, **options))
+        assert not steps.step.caches
+        assert steps.passed_on == {
+            "a StaticSlidingWindowLayer, which may count positions in Python": 11
+        }
+        assert "11 passed on: a StaticSliding" in steps.explain()
+    model = tiny("llama")
+    with graphed(model) as steps:
+        options = {"max_new_tokens": 12, "do_sample": False}
+        handle = model.model.layers[0].register_forward_hook(lambda m, a, out: None)
+        found = model.generate(torch.tensor(IDS), **options)
+        handle.remove()
+        assert torch.equal(found, eager(model, **options))
+        assert steps.passed_on == {"a hook on a LlamaDecoderLayer": 1} and not steps.step.caches
+        model.generate(torch.tensor(IDS), cache_implementation="dynamic", **options)
+        model.generate(torch.tensor(IDS), disable_compile=True, **options)
+        assert not steps.step.caches
+        model.generate(torch.tensor(IDS), **options)
+        assert len(steps.step.caches) == 11
+
+
+def test_settings_are_put_back() -> None:
+    model = tiny("llama")
+    with graphed(model, max_cache_len=64, verify="first") as steps:
+        assert steps.step.options == {"verify": "first"}
+        assert model.generation_config.cache_implementation == "static"
+        with pytest.raises(InputError, match="graphed already"):
+            graphed(model)
+        model.generate(torch.tensor(IDS), max_new_tokens=3)
+        assert steps.step.caches[-1].layers[0].keys.shape[2] == 64
+        other = copy.deepcopy(model)
+        count = len(steps.step.caches)
+        call = other.get_compiled_call
+        assert call.args == (other,), "a copy of the model would run the original's steps"
+        assert len(steps.step.caches) == count
+    assert steps.step.closed and "get_compiled_call" not in vars(model)
+    assert model.generation_config.cache_implementation is None
+    assert model.generation_config.max_cache_len is None
+    model.generation_config.cache_implementation = "offloaded_static"
+    steps = graphed(model)
+    assert model.generation_config.cache_implementation == "offloaded_static"
+    model.generation_config.cache_implementation = "static"
+    steps.close()
+    steps.close()
+    assert model.generation_config.cache_implementation == "static"
+
+
+def test_the_code_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    model = tiny("llama")
+    exec(block, {"model": model, "inputs": {"input_ids": torch.tensor(IDS[:1])}})
+    out = capsys.readouterr().out
+    assert "1 of 1 calls by our decoder, 128 tokens" in out and "a table" in out
