@@ -149,6 +149,78 @@ def test_a_module_whose_variable_was_changed_is_refused(cuda_device: Device, pat
         under_way.graph.save(path, outputs={"y": y})
 
 
+TABLES = ost.Source(
+    r"""
+__device__ float values[4] = {1, 2, 3, 4};
+__device__ float* table[3] = {values + 2, 0, values};
+extern "C" __global__ void look(float* y) { y[0] = table[0][0] + table[2][1]; }
+extern "C" __global__ void turn() { table[0] = values + 3; }
+""",
+    name="tables",
+)
+
+
+def test_variables_that_hold_addresses_are_as_they_were_loaded(
+    cuda_device: Device, path: Path
+) -> None:
+    """The loader writes the addresses: they are others in every process."""
+    device, stream = cuda_device, cuda_device.create_stream()
+    y = device.zeros(1, np.float32)
+    look, turn = (
+        device.modules.get_or_compile(TABLES, name, signature=text)
+        for name, text in (("look", "y: *out f32"), ("turn", ""))
+    )
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, look, ost.LaunchConfig(1, 1), y)
+    under_way.graph.save(path, outputs={"y": y})
+    np.savez(path.with_suffix(".in.npz"))
+    run_elsewhere(path.parent)
+    assert np.load(path.with_suffix(".out.npz"))["y"].tolist() == [5]
+    ost.launch(stream, turn, ost.LaunchConfig(1, 1))
+    with pytest.raises(GraphFileError, match="a variable, table, that was changed"):
+        under_way.graph.save(path, outputs={"y": y})
+
+
+GAPPED = ost.Source(
+    r"""
+struct All { const float* x; float* y; bool negative; int rounds; };
+extern "C" __global__ void gapped(All all) {
+    float sum = 0;
+    for (int i = 0; i < all.rounds; i++) sum += all.x[0];
+    all.y[0] = all.negative ? -sum : sum;
+}
+""",
+    name="gapped",
+)
+
+
+def test_gaps_in_structs_are_no_numbers(cuda_device: Device, path: Path) -> None:
+    """Three bytes between the flag and the count differ, and the word that has all of them."""
+    device, stream = cuda_device, cuda_device.create_stream()
+    made = device.modules.get_or_compile(GAPPED, "gapped")
+
+    def captured(rest: bytes) -> tuple[ost.Graph, ost.Buffer, ost.Buffer]:
+        x, y = device.array([2.0], np.float32), device.zeros(1, np.float32)
+        words = b"".join(b.address.to_bytes(8, "little") for b in (x, y))
+        with ost.capture(stream) as under_way:
+            ost.launch(stream, made, ost.LaunchConfig(1, 1), words + rest)
+        return under_way.graph, x, y
+
+    graph, x, y = captured(b"\1\2\3\4\3\0\0\0")
+    other, x2, y2 = captured(b"\1\0\0\xff\3\0\0\0")
+    graph.save(path, inputs={"x": x}, outputs={"y": y}, twin=ost.Twin(other, {"x": x2, "y": y2}))
+    np.savez(path.with_suffix(".in.npz"), x=np.array([5], np.float32))
+    run_elsewhere(path.parent)
+    assert np.load(path.with_suffix(".out.npz"))["y"].tolist() == [-15]
+    loaded = ost.load_graph(device, path)
+    assert [(s.offset, s.size) for s in loaded.manifest.graph.nodes[0].unused] == [(17, 3)]
+    other, x2, y2 = captured(b"\1\2\3\4\4\0\0\0")
+    with pytest.raises(GraphFileError, match=r"offset 20: 0x3 .* 0x4 .*the results depend on it"):
+        graph.save(
+            path, inputs={"x": x}, outputs={"y": y}, twin=ost.Twin(other, {"x": x2, "y": y2})
+        )
+
+
 def test_kernels_that_were_loaded_before_collecting_are_refused(
     cuda_device: Device, path: Path
 ) -> None:
@@ -169,7 +241,11 @@ def test_kernels_that_were_loaded_before_collecting_are_refused(
 REFUSED = {
     "dropout": ("draws random numbers",),
     # Tables that the library made when it was warmed up: they have no name.
-    "fourier": ("depend on memory without a name", "is only read and has no name"),
+    "fourier": (
+        "depend on memory without a name",
+        "is only read and has no name",
+        "a variable, lut_sp, that was changed",  # or tables in its modules' variables
+    ),
     "convolution": ("depend on memory without a name",),
 }
 MUST_BE_REFUSED = ("dropout",)

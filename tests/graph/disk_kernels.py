@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ostinato as ost
@@ -35,6 +36,17 @@ def packed(launch: Any, first: int, both: bytes, seed: int) -> None:
     source, target = (int.from_bytes(both[i : i + 8], "little") for i in (0, 8))
     values = launch.memory(source, 4).view("i4")
     launch.memory(target, 4).view("i4")[:] = values + seed
+
+
+@ost.host_kernel("all: bytes[32]")
+def gapped(launch: Any, all: bytes) -> None:
+    """A struct: two addresses as for `packed`, a flag, three bytes that are not read, a number of
+    which only whether it is over 100 is used, and two that are added."""
+    source, target = (int.from_bytes(all[i : i + 8], "little") for i in (0, 8))
+    if all[24] == 0x99 ^ 0xFF:
+        os._exit(3)  # what a number can do that is taken for a gap
+    made = launch.memory(source, 4).view("i4") * (-1 if all[16] else 1) + all[21] + all[23]
+    launch.memory(target, 4).view("i4")[:] = made + (all[20] > 100)
 
 
 @ost.host_kernel("x: *f32")

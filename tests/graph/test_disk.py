@@ -16,6 +16,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import ConditionalKind
 from ostinato.errors import ClosedError, GraphFileError, InputError
+from ostinato.graph.disk.show import file_text
 from tests.graph.disk_kernels import (
     ONE,
     add,
@@ -23,6 +24,7 @@ from tests.graph.disk_kernels import (
     big,
     choose,
     count_down,
+    gapped,
     kernel,
     packed,
 )
@@ -30,7 +32,7 @@ from tests.graph.disk_kernels import (
 
 @pytest.fixture
 def stream(host_device: Device) -> ost.Stream:
-    for made in (add, affine, big, choose, count_down, packed, unsteady):
+    for made in (add, affine, big, choose, count_down, gapped, packed, unsteady):
         kernel(host_device, made)  # loaded now: a capture cannot
     return host_device.create_stream()
 
@@ -342,6 +344,67 @@ def test_what_differs_and_is_no_address_is_refused(
             path, inputs={"x": x}, outputs={"y": y}, twin=ost.Twin(other, {"x": x2, "y": y2})
         )
     assert not path.exists()
+
+
+def gapped_work(
+    device: Device, stream: ost.Stream, rest: bytes
+) -> tuple[ost.Graph, ost.Buffer, ost.Buffer]:
+    """`rest`: bytes 16 to 32 of the struct."""
+    x, y = ints(device, 41), ints(device, 0)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(device, gapped), ONE, words((x, y)) + rest.ljust(16, b"\0"))
+    under_way.graph.keep += [x, y]
+    return under_way.graph, x, y
+
+
+def save_gapped(
+    device: Device, stream: ost.Stream, path: Path, mine: bytes, theirs: bytes, **options: Any
+) -> None:
+    graph, x, y = gapped_work(device, stream, mine)
+    other, x2, y2 = gapped_work(device, stream, theirs)
+    twin = ost.Twin(other, {"x": x2, "y": y2})
+    graph.save(path, inputs={"x": x}, outputs={"y": y}, twin=twin, **options)
+
+
+def test_bytes_that_differ_without_an_effect_are_gaps(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    """The flag and the numbers beside them are in the same words, and stay as they are."""
+    mine, theirs = b"\1\2\3\4\5\6\x08\7\x11\x12", b"\1\2\xee\xdd\5\6\xcc\7\x11\x99"
+    save_gapped(host_device, stream, path, mine, theirs)
+    loaded = ost.load_graph(host_device, path)
+    assert [(s.offset, s.size) for s in loaded.manifest.graph.nodes[0].unused] == [
+        *((18, 2), (22, 1), (25, 1)),
+    ]
+    assert result(loaded, stream, [9]) == [-9 + 6 + 7]
+    assert "without effect +18:20, +22:23, +25:26" in file_text(path)
+    ost.check_graph(host_device, path)
+    with pytest.raises(GraphFileError, match="check=False tries nothing"):
+        save_gapped(host_device, stream, path, mine, theirs, check=False)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "where"),
+    [
+        pytest.param(b"\0", b"\1", 16, id="it is used"),
+        pytest.param(b"\1\2", b"\2\2", 16, id="it is a flag that other values set too"),
+        pytest.param(b"\0\0\0\0\0\1\0\2", b"\0\0\0\0\0\2\0\1", 21, id="they undo each other"),
+        pytest.param(b"\0\0\0\0\3", b"\0\0\0\0\4", 20, id="only other values have an effect"),
+        pytest.param(
+            *(b"\0\0\0\0\0\0\0\0\x99", b"\0\0\0\0\0\0\0\0\x98", 24),
+            id="another value ends the process",
+        ),
+    ],
+)
+def test_bytes_that_differ_and_have_an_effect_are_refused(
+    host_device: Device, stream: ost.Stream, path: Path, mine: bytes, theirs: bytes, where: int
+) -> None:
+    wanted = (
+        rf"node 0 \(gapped\), argument 0 \(all\), offset {where}.*a seed, a counter or a handle"
+    )
+    with pytest.raises(GraphFileError, match=rf"{wanted}.*the results depend on it"):
+        save_gapped(host_device, stream, path, mine, theirs)
+    assert list(path.parent.iterdir()) == []
 
 
 def test_twins_must_be_of_the_same_work(

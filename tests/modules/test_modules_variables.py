@@ -9,7 +9,7 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.driver.cuda.variables import variables_of
+from ostinato.driver.cuda.variables import same_content, variables_of
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from tests.modules.cubin_loader import needs_nvrtc
@@ -54,3 +54,20 @@ def test_a_damaged_cubin_gives_errors_that_are_expected(data: st.DataObject) -> 
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ValueError, IndexError, struct.error):
         variables_of(bytes(raw))
+
+
+def test_contents_with_addresses_are_compared_by_what_they_point_to() -> None:
+    def words(*values: int) -> bytes:
+        return b"".join(value.to_bytes(8, "little") for value in values)
+
+    one = {"table": (0x1000, words(0x2008, 7)), "data": (0x2000, bytes(16))}
+    moved = {"table": (0x5000, words(0x6008, 7)), "data": (0x6000, bytes(16))}
+    assert same_content("table", one, moved) and same_content("data", one, moved)
+    for other in (
+        words(0x6000, 7),  # another place
+        words(0x6008, 8),
+        words(0x6008),
+    ):
+        changed = {**moved, "table": (0x5000, other)}
+        assert not same_content("table", one, changed), other
+    assert not same_content("table", one, {"table": moved["table"]})

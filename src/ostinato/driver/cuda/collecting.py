@@ -5,13 +5,12 @@ somebody listens, and a cubin has its kernels' names in it.  Our own modules nee
 driver object keeps what it loaded.
 
 CUPTI takes one listener in a process, so a profiler (Kineto, Nsight) and this exclude each other.
-Its calls come on the thread that loads the module.  They need the interpreter's lock, as every
-function of Python that C calls.
+It calls on the thread that loads the module, with locks of the driver held, so the function is in C
+(`_launch.c`) and takes no lock of the interpreter.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import glob
 import hashlib
@@ -21,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
 from ostinato.errors import NotAvailableError
 
@@ -32,31 +32,6 @@ _NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 _INSTALL = "install it (pip install nvidia-cuda-cupti), or CUDA's toolkit"
 
 
-class _ModuleData(ctypes.Structure):
-    """CUpti_ModuleResourceData"""
-
-    _fields_ = (
-        ("moduleId", ctypes.c_uint32),
-        ("cubinSize", ctypes.c_size_t),
-        ("pCubin", ctypes.c_void_p),
-    )
-
-
-class _ResourceData(ctypes.Structure):
-    """CUpti_ResourceData"""
-
-    _fields_ = (
-        ("context", ctypes.c_void_p),
-        ("stream", ctypes.c_void_p),
-        ("descriptor", ctypes.c_void_p),
-    )
-
-
-_Callback = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_ResourceData)
-)
-
-
 class ModuleCollector:
     """Listens until `close()`; what was collected stays.  Made by `collect_modules`."""
 
@@ -64,30 +39,32 @@ class ModuleCollector:
         self._cupti = cupti
         self.path = path
         self._subscriber = ctypes.c_void_p()
-        self._callback = _Callback(self._loaded)
-        # The driver may load a module while the interpreter ends, when this object is gone already
-        # and its place may be another callback's: the callback is never freed.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._callback))
-        atexit.register(self.close)
-        self._waiting: list[bytes] = []
         self._cubins: dict[str, bytes] = {}
         self._lock = new_lock()
+        module, missing = load_extension("ostinato.driver._launch")
+        if module is None:
+            raise NotAvailableError(f"collecting needs the extension module _launch: {missing}")
+        self._drain = module.drain_modules
+        listener = ctypes.c_void_p(module.module_listener())
         self._require(
-            "cuptiSubscribe",
-            cupti.cuptiSubscribe(ctypes.byref(self._subscriber), self._callback, None),
+            "cuptiSubscribe", cupti.cuptiSubscribe(ctypes.byref(self._subscriber), listener, None)
         )
         self._require("cuptiEnableCallback", self._enable(1))
 
     def __repr__(self) -> str:
-        return f"<ModuleCollector of {self.path}: {len(self.cubins)} cubins>"
+        return f"<ModuleCollector of {self.path}>"
 
     @property
     def cubins(self) -> dict[str, bytes]:
         """The cubins by the SHA-256 of their bytes."""
         with self._lock:
-            while self._waiting:
-                data = self._waiting.pop()
+            loaded, lost = self._drain()
+            for data in loaded:
                 self._cubins[hashlib.sha256(data).hexdigest()] = data
+            if lost:
+                raise NotAvailableError(
+                    f"the code of {lost} modules could not be kept: host memory is short"
+                )
             return dict(self._cubins)
 
     def close(self) -> None:
@@ -97,13 +74,6 @@ class ModuleCollector:
     def listen(self) -> None:
         """Listens again."""
         self._require("cuptiEnableCallback", self._enable(1))
-
-    def _loaded(self, _: int, domain: int, kind: int, data: Any) -> None:
-        # As little as can be: the driver holds locks of its own here.
-        if domain == _RESOURCE_DOMAIN and kind == _MODULE_LOADED and data:
-            module = _ModuleData.from_address(data.contents.descriptor or 0)
-            if module.pCubin and module.cubinSize:
-                self._waiting.append(ctypes.string_at(module.pCubin, module.cubinSize))
 
     def _enable(self, on: int) -> int:
         status: int = self._cupti.cuptiEnableCallback(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from ctypes import byref
 from functools import partial
 
@@ -29,7 +30,7 @@ from ostinato.driver.cuda import collecting
 from ostinato.driver.cuda.core import CudaCalls
 from ostinato.driver.cuda.launch import PreparedLaunch, attributes_of, launch_block
 from ostinato.driver.cuda.libcuda import Libcuda, in_words
-from ostinato.driver.cuda.variables import variables_of
+from ostinato.driver.cuda.variables import Variable, same_content, variables_of
 from ostinato.driver.launcher import KernelTarget, function_call, kernel_call
 from ostinato.errors import NotAvailableError, Status
 
@@ -188,26 +189,45 @@ class ModuleCalls(CudaCalls):
         seam = "function_code"
         module = self._handle(seam, "cuFuncGetModule", function)
         self._call(seam, "cuCtxSynchronize")
+        now = self._variables(module, variables)
+        differing = [
+            v.name for v in variables if not v.content.startswith(now.get(v.name, (0, b""))[1])
+        ]
+        if not differing:
+            return
+        # The loader puts addresses into variables: the same code is loaded again, to compare with.
+        fresh = self.module_load(image)
+        try:
+            first = self._variables(fresh, variables)
+        finally:
+            self.module_unload(fresh)
+        for variable in differing:
+            if not same_content(variable, now, first):
+                raise self._error(
+                    Status.NOT_FOUND,
+                    seam,
+                    f"the module of {name} has a variable, {variable}, that was changed after "
+                    "it was loaded, and a file has its first value alone; keep the value in a "
+                    "buffer, and give the kernel its address",
+                )
+
+    def _variables(
+        self, module: int, variables: Sequence[Variable]
+    ) -> dict[str, tuple[int, bytes]]:
+        """Where the variables of a loaded module are, and what they hold."""
+        seam = "function_code"
+        found = {}
         for variable in variables:
             address, size = ctypes.c_uint64(), ctypes.c_size_t()
             out = byref(address), byref(size)
             symbol = variable.name.encode()
             if self._status(seam, "cuModuleGetGlobal_v2", *out, module, symbol):
                 continue  # the driver knows it by no name, as those of the compiler's own
-            nbytes = min(size.value, len(variable.content))
-            if not nbytes:
-                continue
-            now = bytearray(nbytes)
-            legacy = StreamHandle(0)
-            self.memcpy_to_host(memoryview(now), address.value, legacy)
-            if bytes(now) != variable.content[:nbytes]:
-                raise self._error(
-                    Status.NOT_FOUND,
-                    seam,
-                    f"the module of {name} has a variable, {variable.name}, that was changed after "
-                    "it was loaded, and a file has its first value alone; keep the value in a "
-                    "buffer, and give the kernel its address",
-                )
+            content = bytearray(min(size.value, len(variable.content)))
+            if content:
+                self.memcpy_to_host(memoryview(content), address.value, StreamHandle(0))
+                found[variable.name] = address.value, bytes(content)
+        return found
 
     def _image_of(self, function: int, name: str) -> Image:
         """Raises NOT_FOUND with the reason."""

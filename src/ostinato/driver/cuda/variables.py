@@ -8,9 +8,10 @@ variables afterwards.  Read from the ELF file: sections `.nv.global` (zeros), `.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Variable", "variables_of"]
+__all__ = ["Variable", "same_content", "variables_of"]
 
 _SECTIONS = (".nv.global", ".nv.global.init", ".nv.constant3")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -57,6 +58,37 @@ def variables_of(cubin: bytes) -> tuple[Variable, ...]:
             text = _text(cubin, strings + name)
             found[text] = Variable(text, content)
     return tuple(found.values())
+
+
+def same_content(
+    name: str, one: Mapping[str, tuple[int, bytes]], other: Mapping[str, tuple[int, bytes]]
+) -> bool:
+    """Whether a variable holds the same in two loaded modules of one code.
+
+    Both map names to address and content.  Words that point to one place of one variable, each in
+    its own module, are the same.
+    """
+    if one.keys() != other.keys():
+        return False
+    (_, mine), (_, theirs) = one[name], other[name]
+    if len(mine) != len(theirs):
+        return False
+    for at in range(0, len(mine), 8):
+        if mine[at : at + 8] == theirs[at : at + 8]:
+            continue
+        places = [_place(data[at : at + 8], all) for data, all in ((mine, one), (theirs, other))]
+        if places[0] is None or places[0] != places[1]:
+            return False
+    return True
+
+
+def _place(word: bytes, variables: Mapping[str, tuple[int, bytes]]) -> tuple[str, int] | None:
+    """The variable that a word points into, and how far."""
+    value = int.from_bytes(word, "little") if len(word) == 8 else 0
+    for name, (address, content) in variables.items():
+        if address <= value <= address + len(content):
+            return name, value - address
+    return None
 
 
 def _text(data: bytes, at: int) -> str:

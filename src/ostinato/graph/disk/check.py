@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.driver.api import MemoryRange
+from ostinato.driver.api import KernelNodeParams, MemoryRange
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.stream import Stream
-from ostinato.errors import GraphFileError
+from ostinato.errors import GraphFileError, OstinatoError
 from ostinato.graph.disk.container import open_file, tensor_bytes
 from ostinato.graph.disk.format import NamedBuffer
 from ostinato.graph.disk.load import LoadedGraph, Loader, constants_of
@@ -42,7 +42,7 @@ def check_graph(
     `load_graph`.  Raises GraphFileError if a result differs, or the file has nothing to compare.
     """
     with Trial.of(context_of(device), Path(path), constants, code, ()) as trial:
-        what = trial.difference()
+        what = trial.difference() or trial.effect(trial.unused(), lambda _: None, alone=False)[1]
         if what:
             raise GraphFileError(f"{path} does not give the stored results: {what}")
 
@@ -152,6 +152,74 @@ class Trial:
                 if self._outcome():
                     return block
         return None
+
+    def unused(self) -> list[tuple[int, int, bytes]]:
+        """The bytes that the file says have no effect, for `effect`."""
+        found = []
+        for place, node in enumerate(self._loader.manifest.graph.walk()):
+            if isinstance(node.params, KernelNodeParams):
+                data = node.params.arguments.data
+                found += [
+                    (place, s.offset, data[s.offset : s.offset + s.size]) for s in node.unused
+                ]
+        return found
+
+    def effect(
+        self,
+        loose: Sequence[tuple[int, int, bytes]],
+        note: Callable[[int], None],
+        *,
+        alone: bool = True,
+    ) -> tuple[int, str]:
+        """Which bytes of arguments have an effect, and which; empty if none has.
+
+        `loose`: place of the node in the manifest's `walk`, offset, and what the second capture has
+        there.  They are tried with these values and with others, all together, and then each
+        `alone`, since two may undo each other.  `note` is called with its index before each.
+        """
+        if not loose:
+            return 0, ""
+        data = {
+            place: node.params.arguments.data
+            for place, node in enumerate(self._loader.manifest.graph.walk())
+            if isinstance(node.params, KernelNodeParams)
+        }
+
+        def arbitrary(place: int, offset: int, other: bytes) -> bytes:
+            mine = data[place][offset : offset + len(other)]
+            pairs = zip(mine, other, strict=True)
+            return bytes(a ^ 0xFF if a ^ 0xFF != b else a ^ 0x5A for a, b in pairs)
+
+        theirs = {(place, offset): other for place, offset, other in loose}
+        others = {(p, offset): arbitrary(p, offset, other) for p, offset, other in loose}
+        # The other capture's values first: the arbitrary ones may be sizes, and end the process.
+        zeros = {place: bytes(len(other)) for place, other in theirs.items()}  # flags, counts
+        for values in (theirs, others, zeros):
+            for index, place in enumerate(theirs) if alone else ():
+                note(index)
+                what = self._changed({place: values[place]})
+                if what:
+                    return index, what
+            note(0)
+            what = self._changed(values)
+            if what:
+                return 0, what
+        return 0, ""
+
+    def _changed(self, values: Mapping[tuple[int, int], bytes]) -> str:
+        """What differs with these bytes in the arguments."""
+        before = self._run
+        try:
+            with self._loader.build(self._loader.manifest.with_data(values).graph) as graph:
+                self._run = graph.instantiate()
+                with self._run:
+                    for block in self.blocks:
+                        self._fill(block, _POISONS[0])  # else what is there is the last run's
+                    return self._outcome()
+        except OstinatoError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._run = before
 
     def _outcome(self) -> str:
         """Runs on the stored inputs; what differs from the stored results."""

@@ -32,13 +32,19 @@ def main(paper: str) -> int:
             with trial as one:
                 if job["scratch"] is None:
                     what = one.difference()
-                    answer(passed=not what, why="content", what=what)
+                    if what or not job["loose"]:
+                        answer(passed=not what, why="content", what=what)
+                        return 0
+                    # A launch may end the process: the answer is there before it.
+                    loose = [(node, at, bytes.fromhex(text)) for node, at, text in job["loose"]]
+                    index, what = one.effect(loose, lambda n: answer(why="loose", loose=n))
+                    answer(passed=not what, why="loose", loose=index, what=what)
                 else:
                     content = {int(n): array for n, array in _arrays(job["scratch"]).items()}
                     blamed = one.blamed(content, lambda block: answer(block=block))
                     answer(block=blamed)
     except OstinatoError as error:
-        if job["scratch"] is None:
+        if job["scratch"] is None and not Path(job["answer"]).exists():
             # A launch that fails may have read an address in memory that was lost.
             answer(passed=False, why="content", what=f"{type(error).__name__}: {error}")
     return 0

@@ -178,6 +178,8 @@ class NodeRecord:
     """Launch attributes in words that a loaded graph does not have again."""
     inner: tuple[GraphRecord, ...] = ()
     """The child graph, or the bodies."""
+    unused: tuple[ParameterSlot, ...] = ()
+    """Bytes of a kernel's arguments that differed between two captures and have no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,25 @@ class GraphManifest:
             for word in node.pointers:
                 counts[word.proof] = counts.get(word.proof, 0) + 1
         return counts
+
+    def with_data(self, changes: Mapping[tuple[int, int], bytes]) -> GraphManifest:
+        """With other bytes in arguments: by the place of the node in `graph.walk()` and offset."""
+        places = iter(range(_MOST_NODES))
+
+        def changed(graph: GraphRecord) -> GraphRecord:
+            return replace(graph, nodes=tuple(map(changed_node, graph.nodes)))
+
+        def changed_node(node: NodeRecord) -> NodeRecord:
+            place = next(places)
+            if isinstance(node.params, KernelNodeParams):
+                data = bytearray(node.params.arguments.data)
+                for (at, offset), value in changes.items():
+                    if at == place:
+                        data[offset : offset + len(value)] = value
+                return replace(node, params=node.params.with_data(bytes(data)))
+            return replace(node, inner=tuple(map(changed, node.inner)))
+
+        return replace(self, graph=changed(self.graph))
 
     def with_check(self) -> GraphManifest:
         """As it is once the file has passed its check."""
@@ -355,6 +376,8 @@ def _node_json(node: NodeRecord) -> dict[str, Any]:
             raise AssertionError(f"saving refuses {type(params).__name__}")
     if node.pointers:
         made["pointers"] = [[w.place, w.block, w.into, w.proof] for w in node.pointers]
+    if node.unused:
+        made["unused"] = [[slot.offset, slot.size] for slot in node.unused]
     return made
 
 
@@ -639,9 +662,23 @@ class _GraphReader:
             raise item.wrong("kind", f"{_short(kind)} is no kind of node that a file can have")
         record: NodeRecord = read(self, item, name, depth)
         pointers = self._pointers(item, record) if item.has("pointers") else ()
-        record = replace(record, pointers=pointers)
+        unused = _slots(item, "unused") if item.has("unused") else ()
+        record = replace(record, pointers=pointers, unused=unused)
         self._require_fields(item, record)
+        self._require_unused(item, record)
         return record
+
+    @staticmethod
+    def _require_unused(item: _Object, record: NodeRecord) -> None:
+        """Bytes without effect lie in a kernel's arguments, beside addresses and conditions."""
+        params = record.params
+        size = len(params.arguments.data) if isinstance(params, KernelNodeParams) else 0
+        words = [int(word.place) for word in record.pointers] if size and record.unused else []
+        words += [word.offset for word in record.conditions]
+        for slot in record.unused:
+            end = slot.offset + slot.size
+            if end > size or any(at < end and slot.offset < at + _WORD for at in words):
+                raise item.wrong("unused", f"{slot.size} bytes at {slot.offset} are no free bytes")
 
     def _pointers(self, item: _Object, record: NodeRecord) -> tuple[PointerWord, ...]:
         made: list[PointerWord] = []

@@ -182,11 +182,18 @@ class Loader:
 
     def load(self, values: Mapping[str, npt.NDArray[Any]]) -> LoadedGraph:
         self._require_device()
-        graph: LoadedGraph | None = None
         try:
             self._kernels = [self._kernel(record) for record in self.manifest.functions]
             self._allocate(values)
             self._events = [Event(self._context) for _ in range(self.manifest.events)]
+        except DriverError as error:
+            raise _refused(error) from error
+        return self.build(self.manifest.graph)
+
+    def build(self, record: GraphRecord) -> LoadedGraph:
+        """A graph over the memory that `load` made; `record` is the manifest's, or one like it."""
+        graph: LoadedGraph | None = None
+        try:
             graph = LoadedGraph(self._context, self._driver.graph_create())
             self._conditions = [
                 self._driver.conditional_create(
@@ -195,11 +202,11 @@ class Loader:
                 for c in self.manifest.conditions
             ]
             graph.keep += [*self._kernels, *self.owners, *self._events]
-            self._build(graph, graph.handle, self.manifest.graph)
+            self._build(graph, graph.handle, record)
         except DriverError as error:
             if graph is not None:
                 graph.close()
-            raise GraphFileError(f"the driver refuses what it says: {error}") from error
+            raise _refused(error) from error
         except BaseException:
             if graph is not None:
                 graph.close()
@@ -472,6 +479,10 @@ _modules: weakref.WeakKeyDictionary[Context, weakref.WeakValueDictionary[str, Lo
     weakref.WeakKeyDictionary()
 )
 """The modules that graph files brought, by their digest: many files of a store have the same."""
+
+
+def _refused(error: DriverError) -> GraphFileError:
+    return GraphFileError(f"the driver refuses what it says: {error}")
 
 
 def _read_back(node: NodeRecord) -> bool:

@@ -42,6 +42,7 @@ from ostinato.driver.api import (
     MemoryRange,
     MemsetNodeParams,
     NodeParams,
+    ParameterSlot,
 )
 from ostinato.driver.context import Context
 from ostinato.driver.signature import Access, Signature, array_interface
@@ -62,6 +63,7 @@ from ostinato.graph.disk.format import (
 )
 from ostinato.graph.disk.survey import (
     Address,
+    Loose,
     Readable,
     Survey,
     SurveyedGraph,
@@ -78,6 +80,7 @@ Keeping = Literal["stored", "by name"]
 """Whether a file has the content of constants, or who loads it gives them."""
 
 _CHECK_SECONDS = 120.0
+_MOST_LOOSE = 1024  # each is tried by itself in the check
 
 
 class Runnable(Protocol):
@@ -90,6 +93,9 @@ class Runnable(Protocol):
 
 class Savable(Readable, Protocol):
     """What is asked of a graph here (`graph.Graph`)."""
+
+    @property
+    def before_launch(self) -> object: ...
 
     def require_launchable(self) -> None: ...
 
@@ -141,10 +147,20 @@ def save(
     if keeping not in ("stored", "by name"):
         raise InputError(f'keeping={keeping!r}: "stored" or "by name"')
     graph.require_launchable()
+    if graph.before_launch is not None:
+        raise GraphFileError(
+            "the graph draws random numbers, and the state of their generator is moved on before "
+            "each launch by what is no part of the graph; draw the numbers outside of the graph, "
+            "into a named buffer"
+        )
     context = graph.context
     context.synchronize()
     named = _named(inputs, outputs, constants)
     found = survey(graph, {n: one.memory for n, one in named.items()}, twin)
+    loose = [(place, one) for place, node in enumerate(found.graph.walk()) for one in node.loose]
+    if len(loose) > (_MOST_LOOSE if check else 0):
+        many = f"{len(loose)} such places are too many to try" if check else ""
+        raise GraphFileError(f"{loose[0][1].why} ({many or 'check=False tries nothing'})")
     pieces = _pieces(found, named, context)
     plan = _Plan(graph, found, named, pieces, keeping)
     manifest, images = plan.manifest(checked=check)
@@ -165,7 +181,7 @@ def save(
     draft = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
     try:
         write_file(draft, manifest, images, tensors, code)
-        _check(draft, context, pieces, rest, content, code)
+        _check(draft, context, pieces, rest, content, code, loose)
         draft.replace(path)
     except OSError as error:
         raise GraphFileError(f"{path} cannot be written ({error}); nothing was saved") from error
@@ -421,6 +437,7 @@ class _Plan:
             entry.conditions,
             hints,
             tuple(self._record(graph) for graph in entry.inner),
+            tuple(ParameterSlot(one.offset, len(one.other)) for one in entry.loose),
         )
 
     def _without_handles(self, params: NodeParams, entry: SurveyedNode) -> NodeParams:
@@ -591,6 +608,7 @@ def _check(
     constants: Mapping[str, npt.NDArray[Any]],
     content: _Content,
     code: Path | None,
+    loose: Sequence[tuple[int, Loose]],
 ) -> None:
     """Runs the file in a fresh process.  Raises GraphFileError with what differs, and why."""
     with tempfile.TemporaryDirectory(prefix="ostinato-") as name:
@@ -602,10 +620,14 @@ def _check(
             "avoid": [[p.memory.address, p.memory.nbytes] for p in pieces if p.node is None],
             "constants": _written(folder / "constants.npz", constants),
             "scratch": None,
+            "loose": [[place, one.offset, one.other.hex()] for place, one in loose],
         }
         answer = _asked(folder, job)
         if answer["passed"]:
             return
+        if answer["why"] == "loose":
+            first = loose[answer["loose"] or 0][1]
+            raise GraphFileError(f"{first.why} (the results depend on it: {answer['what']})")
         if answer["why"] == "content":
             unnamed = {str(i): c for i, c in enumerate(content.first) if c.size}
             job["scratch"] = _written(folder / "scratch.npz", unnamed)
@@ -659,6 +681,6 @@ def _asked(folder: Path, job: Mapping[str, object]) -> dict[str, Any]:
         words = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
     with suppress(OSError, ValueError):
         answer: dict[str, Any] = json.loads(reply.read_text())
-        if "passed" in answer or "block" in answer:
+        if {"passed", "block", "loose"} & answer.keys():
             return {"passed": False, "why": "content", "what": words, **answer}
     return {"passed": False, "why": "content", "what": f"the checking process failed: {words}"}

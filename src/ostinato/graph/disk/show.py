@@ -85,6 +85,8 @@ def _nodes(graph: GraphRecord, margin: str) -> Iterator[str]:
             words.append(_kind(node) if _kind(node) != node.name else "")
         pointers = [f"{w.place}=block {w.block}+{w.into}" for w in node.pointers]
         words.append(" ".join(pointers))
+        unused = [f"+{s.offset}:{s.offset + s.size}" for s in node.unused]
+        words.append(f"without effect {', '.join(unused)}" if unused else "")
         words.append(f"after {', '.join(after[index])}" if index in after else "")
         yield margin + "  ".join(word for word in words if word)
         for inner in node.inner:

@@ -2,15 +2,16 @@
 
 A word is an address if its signature says so; if it moved together with its memory between two
 captures of the same work (`Twin`); or, where neither is to be had, if it lies in a live allocation.
-What differs between the two captures and is no address cannot be saved: another process would have
-to know what to put there.
+What differs between the two captures and is no address cannot be saved, as another process would
+have to know what to put there, unless it has no effect: structs that are passed by value have gaps
+and unused fields that nobody writes.  Bytes that may be such are `Loose`; the check tries them.
 """
 
 from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -32,16 +33,26 @@ from ostinato.driver.api import (
     MemsetNodeParams,
     NodeParams,
     OpaqueNodeParams,
+    ParameterSlot,
 )
 from ostinato.driver.context import Context
-from ostinato.driver.signature import Access
+from ostinato.driver.signature import Access, Parameter
 from ostinato.errors import GraphFileError
 from ostinato.graph.disk.format import ConditionWord, fields_of
 from ostinato.graph.node import Node, given_reach
 from ostinato.graph.rebind import Sort, Word, words_of
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
-__all__ = ["Address", "Readable", "Survey", "SurveyedGraph", "SurveyedNode", "Twin", "survey"]
+__all__ = [
+    "Address",
+    "Loose",
+    "Readable",
+    "Survey",
+    "SurveyedGraph",
+    "SurveyedNode",
+    "Twin",
+    "survey",
+]
 
 _WORD = 8
 _COLLECTIVES = ("ncclDevKernel", "ncclKernel", "nvshmem")
@@ -87,6 +98,18 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class Loose:
+    """Bytes of a kernel's arguments that the other capture has otherwise, and that are no address.
+
+    `other`: what it has there.  `why`: what to say if they have an effect.
+    """
+
+    offset: int
+    other: bytes
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class SurveyedNode:
     node: Node
     path: str
@@ -94,6 +117,7 @@ class SurveyedNode:
     addresses: tuple[Address, ...]
     conditions: tuple[ConditionWord, ...]
     inner: tuple[SurveyedGraph, ...]
+    loose: tuple[Loose, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +245,8 @@ class _Surveyor:
         self._refuse(params, node, path)
         if isinstance(params, KernelNodeParams):
             self._functions.setdefault(params.function)
-            addresses, conditions = self._kernel(node, params, other, path)
-            return SurveyedNode(node, path, addresses, conditions, ())
+            addresses, conditions, loose = self._kernel(node, params, other, path)
+            return SurveyedNode(node, path, addresses, conditions, (), loose)
         for event in _events_of(params):
             self._events.setdefault(event, len(self._events))
         handles = _inner(params)
@@ -258,7 +282,7 @@ class _Surveyor:
     # --- kernels
     def _kernel(
         self, node: Node, params: KernelNodeParams, other: Node | None, path: str
-    ) -> tuple[tuple[Address, ...], tuple[ConditionWord, ...]]:
+    ) -> tuple[tuple[Address, ...], tuple[ConditionWord, ...], tuple[Loose, ...]]:
         arguments, signature = params.arguments, node.signature
         if signature is not None and signature.layout != arguments.layout:
             signature = None
@@ -292,10 +316,11 @@ class _Surveyor:
                 access = Access.READ | Access.WRITE if parameter is None else parameter.access
                 known = reach.get(word.offset)
                 addresses.append(Address(word.offset, value, known, proof, access, word.label))
+        loose: tuple[Loose, ...] = ()
         if theirs is not None:
             skip = {a.place for a in addresses} | {c.offset for c in conditions}
-            _require_same(data, theirs, skip, arguments.layout, typed, path)
-        return tuple(addresses), tuple(conditions)
+            loose = tuple(_loose(data, theirs, skip, arguments.layout, typed, path))
+        return tuple(addresses), tuple(conditions), loose
 
     def _condition(
         self, word: Word, value: int, twin: int | None, parameter: Any, path: str
@@ -325,7 +350,7 @@ class _Surveyor:
     def _proof(self, word: Word, value: int, twin: int | None, path: str) -> str | None:
         """How it is known that a word is an address; None if it is none."""
         if word.sort is Sort.SCALAR:
-            return None  # if it differs, `_require_same` says so
+            return None  # if it differs, `_loose` says so
         if word.sort is Sort.POINTER:
             if not value and not twin:
                 return None
@@ -353,10 +378,12 @@ class _Surveyor:
         if first is None or second is None:
             if word.sort is Sort.POINTER:
                 return "signature"
+            if first is None and second is None:
+                return None  # `_loose` takes it up
             raise GraphFileError(
                 f"{path}, {word.label}: {value:#x} in one capture and {twin:#x} in the other, and "
-                "no memory is there: a seed, a counter or a handle; let both captures have the "
-                "same, or let the kernel read it from a named buffer"
+                "only one of them is in live memory; keep the memory of both captures allocated "
+                "until the graph is saved"
             )
         self._require_partner(word, value, twin, path)
         return "moved"
@@ -481,28 +508,35 @@ def _without_addresses(params: NodeParams) -> object:
             return None
 
 
-def _require_same(
+def _loose(
     data: bytes,
     theirs: bytes,
     addresses: set[Any],
-    layout: Sequence[Any],
-    typed: Mapping[int, Any],
+    layout: Sequence[ParameterSlot],
+    typed: Mapping[int, Parameter],
     path: str,
-) -> None:
-    """Raises for the first byte that differs and belongs to no address."""
-    if data == theirs:
-        return
-    for at, (one, other) in enumerate(zip(data, theirs, strict=True)):
-        if one == other or at - at % _WORD in addresses:
+) -> Iterator[Loose]:
+    """The bytes that differ and belong to no address, those of an aligned word that are in a row
+    together.  Raises GraphFileError if a signature says that they are used."""
+    starts = [slot.offset for slot in layout]
+    at = 0
+    while at < len(data):
+        word = at - at % _WORD
+        if data[at] == theirs[at] or word in addresses:
+            at += 1
             continue
-        starts = [slot.offset for slot in layout]
+        end = at + 1
+        while end < min(word + _WORD, len(data)) and data[end] != theirs[end]:
+            end += 1
         index = bisect_right(starts, at) - 1
-        if index < 0 or at >= layout[index].offset + layout[index].size:
-            if layout:
-                continue  # between two arguments: no kernel reads it
+        if not layout:
             where, start, size = f"packed arguments, offset {at}", at - at % 4, 4
+        elif index < 0 or at >= layout[index].offset + layout[index].size:
+            at += 1
+            continue  # between two arguments: no kernel reads it
         else:
             slot = layout[index]
+            end = min(end, slot.offset + slot.size)
             name = f" ({typed[slot.offset].name})" if slot.offset in typed else ""
             start, size = slot.offset, min(slot.size, 8)
             if slot.size > _WORD:
@@ -510,8 +544,13 @@ def _require_same(
             where = f"argument {index}{name}, offset {at - slot.offset}"
         mine = int.from_bytes(data[start : start + size], "little")
         their = int.from_bytes(theirs[start : start + size], "little")
-        raise GraphFileError(
+        why = (
             f"{path}, {where}: {mine:#x} in one capture and {their:#x} in the other, and it is no "
             "address: a seed, a counter or a handle; let both captures have the same, or let the "
             "kernel read it from a named buffer"
         )
+        known = typed.get(layout[index].offset) if layout else None
+        if known is not None and known.type != "bytes":
+            raise GraphFileError(why)
+        yield Loose(at, theirs[at:end], why)
+        at = end
