@@ -34,6 +34,7 @@ def test_version_and_help() -> None:
         "tune",
         "model",
         "cache",
+        "graph",
     ):
         answer = here(command, "--help")
         assert answer.status == 0 and answer.out.startswith(f"Usage: ostinato {command}")

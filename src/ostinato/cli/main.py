@@ -16,6 +16,7 @@ from ostinato.cli.chat import chat
 from ostinato.cli.doctor import doctor
 from ostinato.cli.endings import ending, own_process
 from ostinato.cli.generate import generate
+from ostinato.cli.graph import app as graph_app
 from ostinato.cli.inspect import inspect
 from ostinato.cli.model import app as model_app
 from ostinato.cli.serve import serve
@@ -43,6 +44,7 @@ app.command("doctor")(doctor)
 app.command("tune")(tune)
 app.add_typer(model_app, name="model")
 app.add_typer(cache_app, name="cache")
+app.add_typer(graph_app, name="graph")
 
 
 def _version(wanted: bool) -> None:
