@@ -16,7 +16,7 @@ import ostinato as ost
 
 def main() -> int:
     try:
-        import torch
+        import torch  # type: ignore
     except ImportError:
         print("torch is not installed")
         return 0
