@@ -85,6 +85,33 @@ def test_every_step_is_captured_before_it_is_ready(generator: TextGenerator, pie
     assert after.launches_eager == before.launches_eager
 
 
+def test_a_request_joins_those_that_are_decoded(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while another one is in the middle of its answer, and is over long before that."""
+    monkeypatch.setattr(engine_module, "_GATHER_SECONDS", 0.0)  # an update for each step
+    generator.decoder.set_stop_tokens(())
+    long, short = (job(generator, "ab", count, seed=1, **HOT) for count in (100, 5))
+    wanted = [alone(generator, one) for one in (long, short)]
+    second, order = Answer(), []
+
+    class First(Answer):
+        def __call__(self, update: Update) -> None:
+            if len(self.updates) == 10:  # on the engine's thread, between two steps
+                engine.submit([short], [second])
+            super().__call__(update)
+
+    first = First()
+    engine = Engine(generator, over=lambda timing: order.append(timing.tokens))
+    engine.submit([long], [first])
+    with engine:
+        check(first, wanted[0])
+        check(second, wanted[1])
+        numbers = engine.statistics().result(SECONDS)
+    assert order == [5, 100]
+    assert numbers.steps == 99, "the steps were shared"
+
+
 def test_who_goes_away_costs_others_nothing(generator: TextGenerator) -> None:
     rng = random.Random(5)
     jobs = jobs_of(generator, 40)

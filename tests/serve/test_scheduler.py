@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -147,14 +147,19 @@ class World:
                 held.append(token)
 
 
-prompts = st.builds(
-    lambda shared, own: [*range(shared), *own],
-    st.integers(0, 60),
-    st.lists(st.integers(100, 103), min_size=1, max_size=LONGEST - 60),
+prompts = st.one_of(  # few, so that the same one comes again
+    st.sampled_from([[1], [1, 2], [*range(20)], [*range(20), 7], [*range(60)]]),
+    st.builds(
+        lambda shared, own: [*range(shared), *own],
+        st.integers(0, 60),
+        st.lists(st.integers(100, 103), min_size=1, max_size=LONGEST - 60),
+    ),
 )
+wanted = st.builds(Wanted, prompts, st.integers(1, 12), st.none() | st.floats(0, 40))
 steps = st.lists(
     st.one_of(
-        st.builds(Wanted, prompts, st.integers(1, 12), st.none() | st.floats(0, 40)),
+        wanted,
+        st.lists(wanted, min_size=2, max_size=8),
         st.tuples(st.just("act"), st.none() | st.integers(0, 200)),
         st.tuples(st.just("cancel"), st.integers(0, 200)),
         st.tuples(st.just("later"), st.floats(0, 5)),
@@ -177,10 +182,11 @@ def test_nothing_is_lost_whatever_comes_and_goes(
     submitted: list[int] = []
     for step in steps:
         match step:
-            case Wanted() as wanted:
-                number = world.submit(wanted)
-                if number is not None:
-                    submitted.append(number)
+            case Wanted() | [Wanted(), *_]:
+                for one in [step] if isinstance(step, Wanted) else step:
+                    number = world.submit(replace(one, got=[]))
+                    if number is not None:
+                        submitted.append(number)
             case ("act", chosen):
                 numbers = [*world.live]
                 world.act(None if chosen is None or not numbers else numbers[chosen % len(numbers)])
@@ -203,6 +209,25 @@ def test_nothing_is_lost_whatever_comes_and_goes(
     world.check_end()
     assert sorted(submitted) == sorted(world.over), "each is over, once"
     assert world.order == sorted(world.order), "in the order in which they came"
+
+
+def test_a_full_one_refuses_until_something_is_over() -> None:
+    world = World(slots=2, queue=1, piece=8)
+    numbers = [world.submit(Wanted([5, 6], 3, None)) for _ in range(4)]
+    assert numbers == [1, 2, 3, None]
+    world.act()
+    assert world.submit(Wanted([5, 6], 3, None)) is None, "it has a slot, and is under way"
+    world.end(2)
+    assert world.submit(Wanted([5, 6], 3, None)) == 4
+    world.check_end()
+
+
+def test_the_same_prompt_again_is_read_but_for_one_token() -> None:
+    world = World(slots=1, queue=0, piece=64)
+    for read in (30, 31):
+        world.submit(Wanted([*range(30)], 2, None))
+        world.check_end()
+        assert world.tokens_read == read
 
 
 def test_a_request_of_a_thousand_is_not_overtaken() -> None:
@@ -250,6 +275,21 @@ def test_a_conversation_goes_on_in_its_slot_and_others_keep_theirs() -> None:
     world.submit(Wanted([*second.prompt, *second.got[:-1], 9], 2, None))
     world.check_end()
     assert world.tokens_read == read + 2 + 3 + 1
+
+
+def test_a_copy_holds_what_was_copied_and_no_more() -> None:
+    world = World(slots=2, queue=2, piece=64)
+    first = Wanted([*range(40), *range(100, 120)], 50, None)
+    world.submit(first)
+    while not first.got:
+        world.act()
+    second = world.submit(Wanted([*range(40), 7], 1, None))
+    while second in world.live:
+        world.act()
+    assert world.caches[1] == [*range(40), 7] and world.tokens_read == 61
+    world.submit(Wanted(first.prompt, 2, None))  # all of it is in the other's slot alone
+    world.check_end()
+    assert world.tokens_read == 62
 
 
 def test_what_a_slot_lost_is_read_again() -> None:
