@@ -671,7 +671,7 @@ def _written(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> str | None:
     return str(path)
 
 
-def _asked(folder: Path, job: Mapping[str, object]) -> dict[str, Any]:
+def _asked(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of a fresh process."""
     paper, reply = folder / "job.json", folder / "answer.json"
     reply.unlink(missing_ok=True)
@@ -684,7 +684,7 @@ def _asked(folder: Path, job: Mapping[str, object]) -> dict[str, Any]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=_CHECK_SECONDS,
+            timeout=_CHECK_SECONDS + len(job["loose"]) / 2,  # each is a few launches more
             check=False,
         )
     except subprocess.TimeoutExpired:
