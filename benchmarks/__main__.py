@@ -22,6 +22,7 @@ NAMES = (
     "generate",
     "host",
     "startup",
+    "cold_start",
     "load",
     "torch_graphed",
     "serve",

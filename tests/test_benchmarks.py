@@ -15,6 +15,7 @@ import pytest
 import ostinato as ost
 from benchmarks import (
     change_cost,
+    cold_start,
     common,
     decode,
     host,
@@ -113,6 +114,18 @@ def test_the_start_up_is_split_into_phases(
     *phases, total = [row["median_ms"] for row in result["rows"]]
     assert all(phase >= 0 for phase in phases) and len(phases) > 8
     assert sum(phases) == pytest.approx(total, rel=1e-3, abs=0.1)
+
+
+def test_a_store_is_compared_with_captures_from_process_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cold_start.main(["--device", "host", "--quick", "--out", str(tmp_path)]) == 0
+    result = last_line(capsys.readouterr().out)
+    assert set(result) == RESULT_KEYS
+    rows, skipped = result["rows"], result["skipped"]
+    assert isinstance(rows, list) and skipped == {"decode": "it needs a GPU"}
+    assert [(row["way"], row["graphs"]) for row in rows] == [("capture", 4), ("restore", 4)]
+    assert all(0 < row["graphs_ms"] < row["total_ms"] for row in rows)
 
 
 def test_loading_is_measured_and_every_way_checked(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import InputError
 from tests.graph.disk_kernels import ONE, add, affine, kernel
+from tests.processes import child_environment
 
 
 class Model:
@@ -134,3 +138,62 @@ def test_keys_are_the_same_in_every_process(host_device: Device, tmp_path: Path)
     assert store.path((1, "a")) == ost.GraphStore(host_device, tmp_path).path((1, "a"))
     with pytest.raises(InputError, match="object in a key"):
         store.path(object())
+
+
+_SAVING = """
+import sys
+from pathlib import Path
+import ostinato as ost
+from tests.cache.test_graph_store import Model
+with ost.open_device("host") as device:
+    model = Model(device)
+    store, cache = model.store(Path(sys.argv[1])), ost.GraphCache(device)
+    for factor in (1, 2):
+        model.run(cache, store, factor)
+    print("begun", flush=True)
+    while True:
+        assert store.save_cache(cache, check=sys.argv[2] == "once") == {}
+        if sys.argv[2] == "once":
+            break
+"""
+
+
+def saving(folder: Path, how: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _SAVING, str(folder), how],
+        env=child_environment(),
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def all_of(folder: Path) -> None:
+    """Every key is restored, and right."""
+    with ost.open_device("host") as device:
+        model = Model(device)
+        store, cache = model.store(folder), ost.GraphCache(device)
+        assert [model.run(cache, store, factor) for factor in (1, 2)] == [[11, 12], [12, 14]]
+        assert model.captures == [] and store.statistics().reasons == {}
+
+
+def test_two_processes_save_one_store(tmp_path: Path) -> None:
+    both = [saving(tmp_path / "store", "once") for _ in range(2)]
+    for process in both:
+        process.communicate(timeout=120)
+        assert process.returncode == 0
+    all_of(tmp_path / "store")
+    assert len(list((tmp_path / "store" / "graphs").iterdir())) == 2
+
+
+def test_a_process_that_is_killed_while_it_saves_leaves_whole_files(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    for wait in (0.0, 0.003, 0.011, 0.05):
+        process = saving(folder, "for ever")
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        while len(list(folder.glob("graphs/*.graph"))) < 2:
+            assert process.poll() is None
+        time.sleep(wait)
+        process.kill()
+        process.communicate()
+        all_of(folder)

@@ -7,6 +7,7 @@ digests written, as somebody would who wants them to be loaded.  Nothing of thes
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 import random
@@ -23,6 +24,7 @@ from ostinato.device import Device
 from ostinato.driver.api import ConditionalKind
 from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import ContextPoisonedError, GraphFileError
+from ostinato.graph.disk.container import open_file
 from tests.graph.disk_kernels import ONE, add, affine, choose, kernel, packed
 
 MEMORY = 1 << 20
@@ -280,6 +282,18 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda m: m["functions"][0].update(target="os:system('true')"),
         "no place of a kernel",
     ),
+    "an address without effect": (
+        lambda m: kernel_node(m).update(unused=[[12, 2]]),
+        "2 bytes at 12 are no free bytes",
+    ),
+    "bytes without effect beyond the arguments": (
+        lambda m: kernel_node(m).update(unused=[[0, 1], [4000, 1]]),
+        "1 bytes at 4000 are no free bytes",
+    ),
+    "a node that has no arguments, and bytes of them": (
+        lambda m: m["graph"]["nodes"].append({"name": "e", "kind": "empty", "unused": [[0, 1]]}),
+        "1 bytes at 0 are no free bytes",
+    ),
     "code of another driver": (
         lambda m: m["functions"][0].update(kind="cubin"),
         "does not run its code",
@@ -336,4 +350,98 @@ def test_entries_that_do_not_belong_there(sound: bytes, tmp_path: Path) -> None:
         archive.writestr("manifest.json", b" " * (1 << 20))
     path.chmod(0o600)
     with Device(HostDriver()) as device, pytest.raises(GraphFileError, match="is compressed"):
+        ost.load_graph(device, path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "what"),
+    [
+        pytest.param(
+            lambda node, m: node["pointers"][1].__setitem__(1, node["pointers"][0][1]),
+            "differ",
+            id="an address into another block",
+        ),
+        pytest.param(
+            lambda node, m: node.update(unused=[[24, 8]]),
+            "differ|Error",
+            id="bytes without effect that have one",
+        ),
+    ],
+)
+def test_a_manifest_that_was_changed_and_signed_does_not_pass_its_check(
+    harm: Any, what: str, host_device: Device, tmp_path: Path
+) -> None:
+    """Nothing tells such a file from a sound one but its results."""
+    path, device = tmp_path / "one.graph", host_device
+    x, y = device.array([1], "i4"), device.array([0], "i4")
+    words = x.address.to_bytes(8, "little") + y.address.to_bytes(8, "little")
+    graph = ost.Graph.create(device)
+    graph.keep += [x, y]
+    graph.add_kernel(kernel(device, packed), ONE, 0, words, 1)
+    graph.save(path, inputs={"x": x}, outputs={"y": y})
+    manifest = manifest_of(path.read_bytes(), tmp_path)
+    harm(kernel_node(manifest), manifest)
+    path.write_bytes(signed(path.read_bytes(), manifest, tmp_path))
+    path.chmod(0o600)
+    with pytest.raises(GraphFileError, match=what):
+        ost.check_graph(device, path)
+
+
+def with_code(sound: bytes, folder: Path, code: dict[str, bytes], **machine: Any) -> Path:
+    """A file whose first kernel is a cubin, with entries under code/."""
+    manifest = manifest_of(sound, folder)
+    manifest["machine"].update(machine)
+    digest = hashlib.sha256(b"first").hexdigest()
+    manifest["functions"][0].update(kind="cubin", digest=digest, target="")
+    path = folder / "coded.graph"
+    path.write_bytes(signed(sound, manifest, folder))
+    with zipfile.ZipFile(path, "a") as archive:
+        for name, data in code.items():
+            archive.writestr(f"code/{name}", data)
+    path.chmod(0o600)
+    return path
+
+
+def test_cubins_that_were_swapped_are_refused(sound: bytes, tmp_path: Path) -> None:
+    first, second = (hashlib.sha256(name).hexdigest() for name in (b"first", b"second"))
+    path = with_code(sound, tmp_path, {first: b"second", second: b"first"})
+    with (
+        pytest.raises(GraphFileError, match=r"the code \w+… is not what its digest says"),
+        open_file(path) as contents,
+    ):
+        contents.code(first)
+    folder = tmp_path / "code"
+    folder.mkdir()
+    path = with_code(sound, tmp_path, {})
+    for data, why in ((None, "is not there"), (b"second", "is not what its digest says")):
+        if data is not None:
+            (folder / first).write_bytes(data)
+            (folder / first).chmod(0o600)
+        with (
+            pytest.raises(GraphFileError, match=why),
+            open_file(path, folder) as contents,
+        ):
+            contents.code(first)
+    (folder / first).write_bytes(b"first")
+    with open_file(path, folder) as contents:
+        assert contents.code(first) == b"first"
+    (folder / first).chmod(0o622)
+    with (
+        pytest.raises(GraphFileError, match="other users may write to it"),
+        open_file(path, folder) as contents,
+    ):
+        contents.code(first)
+
+
+def test_a_file_of_another_compute_capability_says_so(
+    sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = {"device": "NVIDIA B200", "compute_capability": [10, 0]}
+    path = with_code(sound, tmp_path, {}, **name)
+    takes = dataclasses.replace(HostDriver().capabilities, image_kinds=frozenset({"cubin", "host"}))
+    monkeypatch.setattr(HostDriver, "capabilities", takes)
+    with (
+        Device(HostDriver(total_memory=MEMORY)) as device,
+        pytest.raises(GraphFileError, match=r"saved on NVIDIA B200 .*10\.0\), and .*\(0\.0\)"),
+    ):
         ost.load_graph(device, path)

@@ -174,8 +174,8 @@ class Trial:
         """Which bytes of arguments have an effect, and which; empty if none has.
 
         `loose`: place of the node in the manifest's `walk`, offset, and what the second capture has
-        there.  They are tried with these values and with others, all together, and then each
-        `alone`, since two may undo each other.  `note` is called with its index before each.
+        there.  They are tried with these values, inverted, and zero: each `alone`, since two may
+        undo each other, and all together.  `note` is called with the index before each.
         """
         if not loose:
             return 0, ""

@@ -170,7 +170,7 @@ def write_file(
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for digest, data in code.items():
-                if not (folder / digest).exists():
+                if not _holds(folder / digest, data):  # also what another process tore or changed
                     replace_file(folder / digest, data, private=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w") as archive:
@@ -188,6 +188,15 @@ def write_file(
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether a file is ours, and has these bytes."""
+    try:
+        with open_regular(path, private=True) as file:
+            return file.read(len(data) + 1) == data
+    except (OSError, UntrustedError):
+        return False
 
 
 def _digest(data: bytes) -> str:

@@ -84,6 +84,8 @@ _MOST_ARGUMENTS = 1 << 16
 _DEEPEST = 32
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
+_EDGE_TYPES = frozenset(map(int, EdgeType))
+
 PROOFS = ("moved", "signature", "allocation", "field")
 """How a word was found to be a pointer: it moved with its memory between two captures; its
 signature says so; its value lies in a live allocation; it is a field of the node's kind."""
@@ -461,11 +463,7 @@ class _Object:
         return value
 
     def number(self, key: str, low: int, high: int) -> int:
-        return self._number(self.get(key), key, low, high)
-
-    def _number(self, value: object, key: str, low: int, high: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.wrong(key, f"{_short(value)} is no whole number from {low} to {high}")
+        (value,) = self._numbers([self.get(key)], key, low, high, 1)
         return value
 
     def numbers(self, key: str, low: int, high: int, count: int | None = None) -> tuple[int, ...]:
@@ -476,7 +474,10 @@ class _Object:
     ) -> tuple[int, ...]:
         if not isinstance(value, list) or (count is not None and len(value) != count):
             raise self.wrong(key, f"{_short(value)} is no list of {count or 'numbers'}")
-        return tuple(self._number(item, key, low, high) for item in value)
+        for item in value:
+            if type(item) is not int or not low <= item <= high:
+                raise self.wrong(key, f"{_short(item)} is no whole number from {low} to {high}")
+        return tuple(value)
 
     def rows(self, key: str, low: int, high: int, count: int) -> list[tuple[int, ...]]:
         """A list of lists of so many numbers."""
@@ -629,7 +630,7 @@ class _GraphReader:
             source, target, from_port, to_port, kind = row
             if not (source < len(nodes) and target < len(nodes)) or source == target:
                 raise item.wrong("edges", f"{list(row)} joins no two of {len(nodes)} nodes")
-            if max(from_port, to_port) > 255 or kind not in tuple(EdgeType):
+            if max(from_port, to_port) > 255 or kind not in _EDGE_TYPES:
                 raise item.wrong("edges", f"{list(row)} has ports or a type that are not known")
             data = EdgeData(from_port, to_port, EdgeType(kind))
             if (source, target) in seen:
@@ -742,9 +743,9 @@ class _GraphReader:
             data = bytes.fromhex(text)
         except ValueError:
             raise item.wrong("data", f"{_short(text)} are no hexadecimal digits") from None
-        layout = _slots(item, "layout")
-        if layout not in ((), parameters):
+        if item.get("layout") not in ([], [[slot.offset, slot.size] for slot in parameters]):
             raise item.wrong("layout", "it is not that of the function")
+        layout = parameters if item.get("layout") else ()
         end = max((slot.offset + slot.size for slot in parameters), default=0)
         if len(data) < end:
             raise item.wrong("data", f"{len(data)} bytes, and the function takes {end}")

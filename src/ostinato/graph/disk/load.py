@@ -143,6 +143,9 @@ class Loader:
         self._given = given
         self.manifest = contents.manifest
         self._kernels: list[Kernel] = []
+        self._signatures = [
+            Signature.parse(f.signature) if f.signature else None for f in self.manifest.functions
+        ]
         self.bases: list[int] = []
         self.owners: list[object] = []
         self._conditions: list[ConditionalHandle] = []
@@ -427,8 +430,7 @@ class Loader:
     ) -> None:
         signature = None
         if isinstance(node.params, KernelNodeParams):
-            text = self.manifest.functions[int(node.params.function)].signature
-            signature = Signature.parse(text) if text else None
+            signature = self._signatures[int(node.params.function)]
         operation = Operation(params, node.name, None, None, keep, signature)
         graph.labels[handle] = NodeLabel(operation, None)
 

@@ -14,7 +14,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -165,7 +165,8 @@ def save(
     plan = _Plan(graph, found, named, pieces, keeping)
     manifest, images = plan.manifest(checked=check)
     with _idle_stream(context) as stream:
-        content = _Content(context, stream, pieces)
+        needed = {*plan.given, *(constants if keeping == "stored" else ())}
+        content = _Content(context, stream, pieces, None if check else needed)
         tensors = plan.constants(content.first)
         for name in plan.given:
             tensors[f"inputs/{name}"] = plan.view(content.first, name)
@@ -537,18 +538,29 @@ def _idle_stream(context: Context) -> Iterator[Stream]:
 class _Content:
     """The content of all blocks before the reference run, on the host."""
 
-    def __init__(self, context: Context, stream: Stream, pieces: Sequence[_Piece]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        stream: Stream,
+        pieces: Sequence[_Piece],
+        needed: Collection[str] | None,
+    ) -> None:
+        """`needed`: names whose blocks are read; None for all blocks."""
         self._driver = context.driver
         self._stream = stream
         self._pieces = pieces
+        self._wanted = [
+            piece.node is None and (needed is None or any(name in needed for name in piece.names))
+            for piece in pieces
+        ]
         self.first = self.read()
 
     def read(self) -> list[npt.NDArray[np.uint8]]:
-        """What is there now; nothing for the memory of alloc nodes."""
+        """What is there now; nothing for the memory of alloc nodes, and what is not needed."""
         made = []
-        for piece in self._pieces:
+        for piece, wanted in zip(self._pieces, self._wanted, strict=True):
             memory = piece.memory
-            host = np.empty(memory.nbytes if piece.node is None else 0, np.uint8)
+            host = np.empty(memory.nbytes if wanted else 0, np.uint8)
             if host.size:
                 self._driver.memcpy_to_host(host.data, memory.address, self._stream.handle)
             made.append(host)
@@ -659,7 +671,7 @@ def _written(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> str | None:
     return str(path)
 
 
-def _asked(folder: Path, job: Mapping[str, object]) -> dict[str, Any]:
+def _asked(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of a fresh process."""
     paper, reply = folder / "job.json", folder / "answer.json"
     reply.unlink(missing_ok=True)
@@ -672,7 +684,7 @@ def _asked(folder: Path, job: Mapping[str, object]) -> dict[str, Any]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=_CHECK_SECONDS,
+            timeout=_CHECK_SECONDS + len(job["loose"]) / 2,  # each is a few launches more
             check=False,
         )
     except subprocess.TimeoutExpired:
