@@ -104,7 +104,7 @@ def test_the_example_runs() -> None:
     result = subprocess.run(
         [sys.executable, "examples/torch_step.py"],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])},
         capture_output=True,
         text=True,
         timeout=300,

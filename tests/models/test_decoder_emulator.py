@@ -44,6 +44,7 @@ class EmulatedBackend:
         clusters: bool = False,
         library_rows: int | None = None,
         threads: int | None = None,
+        packed: bool | None = None,
     ) -> None:
         self.device, self.emulator, self.clusters = device, Emulator(), clusters
 
