@@ -272,3 +272,25 @@ def test_differences_are_words() -> None:
     assert difference(None, torch.tensor(1), torch.tensor(2), None)
     assert difference(None, torch.tensor(True), torch.tensor(True), None) == ""
     assert "shape" in difference(None, a, a.view(3, 2), None)
+
+
+def test_attributes_that_are_equal_and_not_the_same(make: Any) -> None:
+    class Scaled(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.by: Any = 2
+
+        def forward(self, x: Any) -> Any:
+            return x * self.by
+
+    model = Scaled()
+    step = make(model)
+    x = torch.arange(4)
+    for model.by in (2, 2, 2.0, 2.0, 2, 2.0, True, 1, 1.0, True):
+        found = step(x)
+        assert found.dtype == model(x).dtype and torch.equal(found, model(x))
+    del model.by
+    with pytest.raises(AttributeError):
+        step(x)
+    model.by = 3
+    check(step, model, x, x, x)

@@ -32,7 +32,7 @@ from ostinato.errors import (
     UpdateRefusedError,
     VerificationError,
 )
-from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch
+from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch, same
 from ostinato.interop.graphing.library import Library, NotGraphable, Options
 from ostinato.interop.graphing.padding import cuts
 from ostinato.interop.graphing.records import Bound, Captured, Line, Work
@@ -86,7 +86,6 @@ class Graphed(Guarded):
         self._lines: dict[Hashable, Line] = {}
         guards = Guards(function, library) if options.guard else None
         self._guards = None if guards is None or guards.empty else guards
-        self._ids: list[int] = []
         self._pointers: list[int] = []
         self._guarded: list[Any] = []
         self._shapes: dict[Hashable, int] = {}
@@ -192,9 +191,9 @@ class Graphed(Guarded):
             seen = work.seen = guards.read()
             tokens.append(seen.tokens)
             arrays = seen.arrays
-            ids, pointers = [*map(id, arrays)], [*map(library.address, arrays)]
-            if ids != self._ids or pointers != self._pointers:
-                self._ids, self._pointers, self._guarded = ids, pointers, arrays
+            pointers = [*map(library.address, arrays)]
+            if pointers != self._pointers or not same(arrays, self._guarded):
+                self._pointers, self._guarded = pointers, arrays
                 shape = tuple([(type(a), signature(a), library.offset(a)) for a in arrays])
                 self._shape = self._shapes.setdefault(shape, len(self._shapes))
                 self._epoch += 1

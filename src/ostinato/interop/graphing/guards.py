@@ -14,6 +14,7 @@ Not seen is what functions that it calls read by themselves, and what is deeper 
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -21,12 +22,17 @@ from typing import Any, NamedTuple, Protocol
 
 from ostinato.interop.graphing.trees import Arrays, children_of, is_plain, plain_token
 
-__all__ = ["Guarded", "Guards", "Seen", "Watch", "arrays_inside"]
+__all__ = ["Guarded", "Guards", "Seen", "Watch", "arrays_inside", "same"]
 
 _MISSING = object()
 _DEEPEST = 4
 _MOST = 4096
 """Objects that are kept to tell them apart."""
+
+
+def same(some: list[Any], others: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class Watch(Protocol):

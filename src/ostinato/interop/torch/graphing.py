@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import operator
 import sys
 import threading
 import weakref
@@ -33,7 +34,7 @@ from ostinato.cache import Buckets, CaptureLimits
 from ostinato.errors import CaptureError, ContextPoisonedError, InputError, NotAvailableError
 from ostinato.interop.graphing.errors import explained
 from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.guards import Watch
+from ostinato.interop.graphing.guards import Watch, same
 from ostinato.interop.graphing.library import NotGraphable, Options
 from ostinato.interop.graphing.padding import Padding
 from ostinato.interop.graphing.trees import is_plain
@@ -663,34 +664,52 @@ class ModuleWatch:
         """Finds where to look."""
         modules = list(self._module.modules())
         self._inside = [m._modules for m in modules if m._modules]
-        self._children = [id(c) for d in self._inside for c in d.values()]
+        self._children = [*_all(map(_values, self._inside))]
         self._tensors = [d for m in modules for d in (m._parameters, m._buffers) if d]
         self._hooks = [d for m in modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks)]
         self._hooked = [*map(len, self._hooks)]
-        self._gets: list[tuple[dict[str, Any], str]] = []
+        self._any_hooked = any(self._hooks)
+        self._gets: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
         for module in modules:
-            for name, value in module.__dict__.items():
-                if not name.startswith("_") and is_plain(value, Torch.plain):
-                    self._gets.append((module.__dict__, name))
-        self._values = [d.get(name) for d, name in self._gets]
+            held = module.__dict__
+            names = [
+                n for n, v in held.items() if not n.startswith("_") and is_plain(v, Torch.plain)
+            ]
+            if names:  # a getter of one name alone would give no tuple
+                self._gets.append((operator.itemgetter(names[0], *names), held))
+        self._plain = [*_all([get(held) for get, held in self._gets])]
         self._version = next(self._versions)
-        self._known = {tuple(map(repr, self._values)): self._version}
+        self._known = {tuple(map(repr, self._plain)): self._version}
 
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
-        children = [id(c) for d in self._inside for c in d.values()]
-        if children != self._children or [*map(len, self._hooks)] != self._hooked:
+        # It is called in each call of a graphed module, so what can be is done by loops in C.
+        children = [*_all(map(_values, self._inside))]
+        hooked = self._any_hooked and [*map(len, self._hooks)] != self._hooked
+        if (
+            hooked
+            or (not self._any_hooked and any(self._hooks))
+            or not same(children, self._children)
+        ):
             self._plan()
-        values = [d.get(name) for d, name in self._gets]
-        if values != self._values:
-            self._values = values
-            token = tuple(map(repr, values))
+        try:
+            plain = [*_all([get(held) for get, held in self._gets])]
+        except KeyError:  # an attribute was deleted
+            self._plan()
+            plain = self._plain
+        # The same objects: 1, 1.0 and True are equal, and do not do the same.
+        if not same(plain, self._plain):
+            self._plain = plain
+            token = tuple(map(repr, plain))
             known = self._known.get(token)
             if known is None:
                 known = self._known[token] = next(self._versions)
             self._version = known
         tokens.append(self._version)
-        for held in self._tensors:
-            arrays.extend([t for t in held.values() if t is not None])
+        arrays += [t for t in _all(map(_values, self._tensors)) if t is not None]
+
+
+_all = itertools.chain.from_iterable
+_values = dict.values
 
 
 @contextmanager
