@@ -31,6 +31,7 @@ def make(host_device: Device) -> Iterator[Callable[..., Any]]:
             self.offset = torch.Tensor.storage_offset
             self.clone = torch.Tensor.clone
             self.ours = host_device.create_stream()
+            self.current = self.stream
 
         def refusal(self, tensor: Any, /) -> str:
             found = super().refusal(tensor)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.guards import Watch, same
 from ostinato.interop.graphing.library import NotGraphable, Options
 from ostinato.interop.graphing.padding import Padding
+from ostinato.interop.graphing.recheck import Checks, Inexpressible
 from ostinato.interop.graphing.trees import is_plain
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 
@@ -231,6 +233,9 @@ def _index(device: Device) -> int:
 
 # Without the functions in Python around them: they are asked in each call.
 _deterministic = torch._C._get_deterministic_algorithms
+_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 _precision = torch._C._get_float32_matmul_precision
 
 _captures = threading.RLock()
@@ -273,7 +278,8 @@ class Torch:
     def __init__(self, device: Device, index: int, generators: Sequence[Any] = ()) -> None:
         self.device, self.index = device, index
         self.generators = tuple(generators)
-        self.capturing = torch.cuda.is_current_stream_capturing
+        self.capturing = _capturing
+        self.current = partial(torch._C._cuda_getCurrentRawStream, index)
         self.address = torch.Tensor.data_ptr
         self.offset = torch.Tensor.storage_offset
         self.clone = torch.Tensor.clone
@@ -359,6 +365,24 @@ class Torch:
             _deterministic(),
             torch.get_default_dtype(),
             _precision(),
+        )
+
+    reads = "shape", "dtype", torch.Tensor.stride, torch.Tensor.get_device, "requires_grad"
+    """What `signature` reads of a tensor (for `interop.graphing.recheck`)."""
+
+    def situation(self) -> tuple[Callable[[], Any], ...]:
+        """What decides a call besides its values: the same as `modes`, the stream, a capture."""
+        around = self.capturing, self.current
+        if torch._C._is_any_autocast_enabled():
+            return (*around, self.modes)
+        return (
+            *around,
+            torch.is_grad_enabled,
+            torch.is_inference_mode_enabled,
+            torch._C._is_any_autocast_enabled,
+            _deterministic,
+            torch.get_default_dtype,
+            _precision,
         )
 
     # --- streams
@@ -670,6 +694,7 @@ class ModuleWatch:
         self._hooked = [*map(len, self._hooks)]
         self._any_hooked = any(self._hooks)
         self._gets: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
+        self._names: list[list[str]] = []
         for module in modules:
             held = module.__dict__
             names = [
@@ -677,6 +702,7 @@ class ModuleWatch:
             ]
             if names:  # a getter of one name alone would give no tuple
                 self._gets.append((operator.itemgetter(names[0], *names), held))
+                self._names.append(names)
         self._plain = [*_all([get(held) for get, held in self._gets])]
         self._version = next(self._versions)
         self._known = {tuple(map(repr, self._plain)): self._version}
@@ -706,6 +732,29 @@ class ModuleWatch:
             self._version = known
         tokens.append(self._version)
         arrays += [t for t in _all(map(_values, self._tensors)) if t is not None]
+
+    def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
+        """Reads, and notes where each value was found."""
+        before = len(arrays)
+        self.read(tokens, arrays)
+        children = [[*held.values()] for held in self._inside]
+        tensors = [[*held.values()] for held in self._tensors]
+        plain: list[Any] = []
+        for held, values in zip(self._inside + self._tensors, children + tensors, strict=True):
+            checks.items(held, values)
+        for hooks, count in zip(self._hooks, self._hooked, strict=True):
+            checks.size(hooks, count)
+        for names, (get, held) in zip(self._names, self._gets, strict=True):
+            found = get(held)
+            plain += found
+            checks.some_items(held, dict(zip(names, found[1:], strict=True)))
+        read = [t for t in _all(tensors) if t is not None]
+        if not (
+            same([*_all(children)], self._children)
+            and same(read, arrays[before:])
+            and same(plain, self._plain)
+        ):
+            raise Inexpressible
 
 
 _all = itertools.chain.from_iterable
