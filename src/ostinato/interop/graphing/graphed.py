@@ -35,7 +35,7 @@ from ostinato.errors import (
 from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch, same
 from ostinato.interop.graphing.library import Library, NotGraphable, Options
 from ostinato.interop.graphing.padding import cuts
-from ostinato.interop.graphing.recheck import MOST_HOT, Hot, recheck
+from ostinato.interop.graphing.recheck import MOST_HOT, Checks, Hot, recheck
 from ostinato.interop.graphing.records import Bound, Captured, Line, Work
 from ostinato.interop.graphing.statistics import GraphedKeyStatistics, GraphedStatistics, table
 from ostinato.interop.graphing.trees import (
@@ -49,12 +49,12 @@ from ostinato.interop.graphing.trees import (
     tree_of,
 )
 
-__all__ = ["Graphed"]
+__all__ = ["EAGER", "Graphed"]
 
 _MOST_LINES = 4096
 _numbers = itertools.count()
 """Of keys, in all caches."""
-_EAGER = object()
+EAGER = object()
 """Stands for the result of a call that is to run eagerly."""
 _NOTHING = Work((), {}, [], [], [], None)
 """Of a call whose results depend on nothing but the graph."""
@@ -125,7 +125,7 @@ class Graphed(Guarded):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._hot:
             result = self._shortly(args, kwargs)
-            if result is not _EAGER:
+            if result is not EAGER:
                 return result
         library = self._library
         if library.capturing():
@@ -167,12 +167,12 @@ class Graphed(Guarded):
                         self._heat(line, captured, work, key)
                     return result
             result = self._slowly(line, work)
-        if result is not _EAGER:
+        if result is not EAGER:
             return result
         return self._function(*args, **kwargs)  # without the lock: it may take as long as it likes
 
     def _shortly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A replay for a call like one of the last, found without a key; _EAGER if it is none."""
+        """A replay for a call like one of the last, found without a key; EAGER if it is none."""
         with self._lock:
             for hot in self._hot:
                 leaves = hot.match(args, kwargs)
@@ -197,7 +197,7 @@ class Graphed(Guarded):
                     line.unmatched >>= 1
                     line.times.append((time.perf_counter_ns() - began) / 1000)
                 return result
-        return _EAGER
+        return EAGER
 
     def _heat(self, line: Line, captured: Captured, work: Work, key: Any) -> None:
         """Looks for a short way for calls like this one, which was just replayed."""
@@ -213,10 +213,14 @@ class Graphed(Guarded):
             captured,
             self._last,
             seen,
+            self._note,
         )
         if hot is not None:
             others = [one for one in self._hot if one.line is not line]
             self._hot = (hot, *others[: MOST_HOT - 1])
+
+    def _note(self, checks: Checks) -> None:
+        """Notes what else must be as it is for `_shortly` to stand for a call."""
 
     def _writes(self, state: frozenset[int], leaves: list[Any]) -> bool:
         memory = self._library.storage
@@ -523,7 +527,7 @@ class Graphed(Guarded):
             raise EagerRunError(f"graphed {self.name} would run eagerly: {reason}")
         line.eager += 1
         line.reasons[reason] += 1
-        return _EAGER
+        return EAGER
 
     def _warm_up(self, line: Line, work: Work) -> Any:
         """The first call of a key: it runs eagerly, beside the caller's stream."""

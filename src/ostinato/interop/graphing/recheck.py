@@ -270,10 +270,12 @@ def recheck(
     captured: Captured,
     stream: Stream,
     seen: tuple[list[Any], list[int], Hashable],
+    note: Callable[[Checks], None],
 ) -> Hot | None:
     """The short way of a key that was just replayed; None if there is none.
 
     `seen`: the guarded arrays, their addresses, and the modes, as they stand in the key.
+    `note` notes what is to be looked at besides the key.
     """
     if _extension is None or options.padding or options.verify:
         return None
@@ -290,6 +292,7 @@ def recheck(
         situation = getattr(library, "situation", None)
         asked = situation() if situation else (library.capturing, library.stream, library.modes)
         checks.calls(asked)
+        note(checks)
         if library.modes() != seen[2] or library.capturing() or library.stream() is not stream:
             return None
         checks.arguments([*given, *work.kwargs], args, options)

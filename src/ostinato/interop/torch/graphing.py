@@ -34,7 +34,7 @@ from ostinato import (
 from ostinato.cache import Buckets, CaptureLimits
 from ostinato.errors import CaptureError, ContextPoisonedError, InputError, NotAvailableError
 from ostinato.interop.graphing.errors import explained
-from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.graphed import EAGER, Graphed
 from ostinato.interop.graphing.guards import Watch, same
 from ostinato.interop.graphing.library import NotGraphable, Options
 from ostinato.interop.graphing.padding import Padding
@@ -153,6 +153,10 @@ class GraphedModule(Graphed):
         super().__init__(*args, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._hot:  # which looks at the hooks too
+            result = self._shortly(args, kwargs)
+            if result is not EAGER:
+                return result
         module = self.module
         if not (
             module._forward_hooks
@@ -173,6 +177,18 @@ class GraphedModule(Graphed):
                 else:
                     module.__dict__["forward"] = before
 
+    def _note(self, checks: Checks) -> None:
+        held = self.module.__dict__
+        hooks = {name: held[name] for name in _HOOKS}
+        checks.some_items(held, hooks)
+        module = torch.nn.modules.module
+        for each in (
+            *hooks.values(),
+            module._global_forward_hooks,
+            module._global_forward_pre_hooks,
+        ):
+            checks.size(each, 0)
+
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # while it is made
             raise AttributeError(name)
@@ -187,6 +203,7 @@ class GraphedModule(Graphed):
         return value
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _RETURNING_SELF = frozenset(
     [
         "to",
