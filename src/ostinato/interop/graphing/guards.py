@@ -142,9 +142,7 @@ class Guards:
         plain = isinstance(inside, dict) and not isinstance(value, types.ModuleType)
         return inside if plain else None
 
-    def attributes(
-        self, inside: dict[str, Any], tokens: list[Hashable], arrays: list[Any]
-    ) -> None:
+    def attributes(self, inside: dict[str, Any], tokens: list[Hashable], arrays: list[Any]) -> None:
         """The plain values and the arrays among the attributes of an object."""
         for name, child in inside.items():
             if self._library.is_array(child):
@@ -173,7 +171,13 @@ def _places(function: Callable[..., Any]) -> list[_Place]:
     places: list[_Place] = []
     while isinstance(function, functools.partial):
         partial = function
-        places.append(_Place("partial arguments", lambda p=partial: (p.args, p.keywords), ("partial", partial, "")))  # type: ignore[misc]
+        places.append(
+            _Place(
+                "partial arguments",
+                lambda p=partial: (p.args, p.keywords),  # type: ignore[misc]
+                ("partial", partial, ""),
+            )
+        )
         function = partial.func
     owner = getattr(function, "__self__", None)
     if owner is not None and not isinstance(owner, types.ModuleType | type):
@@ -188,11 +192,22 @@ def _places(function: Callable[..., Any]) -> list[_Place]:
             return places
     code = plain.__code__
     for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
-        places.append(_Place(name, lambda c=cell: _content(c), ("attribute", cell, "cell_contents")))  # type: ignore[misc]
+        source = "attribute", cell, "cell_contents"
+        places.append(_Place(name, lambda c=cell: _content(c), source))  # type: ignore[misc]
     if plain.__defaults__:
-        places.append(_Place("default values", lambda: plain.__defaults__, ("attribute", plain, "__defaults__")))
+        places.append(
+            _Place(
+                "default values", lambda: plain.__defaults__, ("attribute", plain, "__defaults__")
+            )
+        )
     if plain.__kwdefaults__:
-        places.append(_Place("default values", lambda: plain.__kwdefaults__, ("attribute", plain, "__kwdefaults__")))
+        places.append(
+            _Place(
+                "default values",
+                lambda: plain.__kwdefaults__,
+                ("attribute", plain, "__kwdefaults__"),
+            )
+        )
     space = plain.__globals__
     for name in code.co_names:
         value = space.get(name, _MISSING)

@@ -166,8 +166,10 @@ class Checks:
             for held, key in ObjectWatch(value, library).places:
                 if type(held) is list:
                     self.sequence(held, [*held])
-                else:
+                elif isinstance(key, str):
                     self.some_items(held, {key: held[key]})
+                else:
+                    raise Inexpressible
                 arrays.append(held[key])
         for array in arrays:
             self.statics.append(array)
