@@ -167,6 +167,7 @@ class Graphed(Guarded):
                         self._heat(line, captured, work, key)
                     return result
             result = self._slowly(line, work)
+            self._hot = ()  # of calls that the function made of itself meanwhile
         if result is not EAGER:
             return result
         return self._function(*args, **kwargs)  # without the lock: it may take as long as it likes
