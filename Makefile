@@ -9,7 +9,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_JOBS ?= 8
 PROMPT ?= Why is the sky blue?
 # What an installation is made from; everything else is used where it lies.
-BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinato/models/native/*.[ch])
+BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinato/interop/graphing/*.c src/ostinato/models/native/*.[ch])
 
 TESTS  := $(BIN)/python -m pytest -n 2 --dist worksteal
 

@@ -1,6 +1,7 @@
-"""What pyproject.toml cannot say: two extension modules, each of which may be missing, and links.
+"""What pyproject.toml cannot say: extension modules, each of which may be missing, and links.
 
-`src/ostinato/driver/_launch.c` makes replays and launches cheaper, the C files in
+`src/ostinato/driver/_launch.c` makes replays and launches cheaper,
+`src/ostinato/interop/graphing/_recheck.c` calls of graphed functions, and the C files in
 `src/ostinato/models/native` decode on a CPU from packed weights.  Without a C compiler the package
 installs and works without them (`ostinato doctor` says so), and its wheel is one for any machine.
 The README's links are relative, so that they work in every copy of the repository; a package index
@@ -19,6 +20,12 @@ from setuptools.command.bdist_wheel import bdist_wheel
 LAUNCH = Extension(
     "ostinato.driver._launch",
     ["src/ostinato/driver/_launch.c"],
+    optional=True,
+    py_limited_api=True,
+)
+RECHECK = Extension(
+    "ostinato.interop.graphing._recheck",
+    ["src/ostinato/interop/graphing/_recheck.c"],
     optional=True,
     py_limited_api=True,
 )
@@ -77,7 +84,7 @@ def page() -> str:
 setup(
     long_description=page(),
     long_description_content_type="text/markdown",
-    ext_modules=[LAUNCH, NATIVE] if BUILD else [],
+    ext_modules=[LAUNCH, RECHECK, NATIVE] if BUILD else [],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if BUILD else {},
     cmdclass={"bdist_wheel": BdistWheel},
 )

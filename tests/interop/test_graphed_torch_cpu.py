@@ -3,6 +3,8 @@ computes again and copies into the first result.  The rest is as in `interop.tor
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import InputError
+from ostinato.interop.graphing import recheck
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.library import NotGraphable, Options
 from ostinato.interop.graphing.padding import Padding
@@ -31,6 +34,7 @@ def make(host_device: Device) -> Iterator[Callable[..., Any]]:
             self.offset = torch.Tensor.storage_offset
             self.clone = torch.Tensor.clone
             self.ours = host_device.create_stream()
+            self.current = self.stream
 
         def refusal(self, tensor: Any, /) -> str:
             found = super().refusal(tensor)
@@ -294,3 +298,88 @@ def test_attributes_that_are_equal_and_not_the_same(make: Any) -> None:
         step(x)
     model.by = 3
     check(step, model, x, x, x)
+
+
+@pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
+@pytest.mark.parametrize("seed", range(4))
+def test_the_short_way_takes_no_call_that_the_key_tells_apart(make: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    net = Net().eval()
+    inner, buffers = net.inner, [torch.ones(4), torch.zeros(4)]
+    net.register_buffer("shift", buffers[0])
+    linear = inner[0]
+    parameters = [linear.weight, torch.nn.Parameter(torch.ones(4, 4))]
+    data = [linear.weight.data, torch.ones(4, 4), torch.ones(4, 4).t()]
+    handles: list[Any] = []
+
+    def hook(*args: Any) -> None: ...
+
+    def mode(name: str) -> None:
+        if name == "grad":
+            torch.set_grad_enabled(not torch.is_grad_enabled())
+        elif name == "precision":
+            torch.set_float32_matmul_precision(rng.choice(["highest", "high", "medium"]))
+        elif name == "type":
+            torch.set_default_dtype(rng.choice([torch.float32, torch.float64]))
+        else:
+            torch.use_deterministic_algorithms(rng.random() < 0.5)
+
+    def unhook() -> None:
+        while handles:
+            handles.pop().remove()
+
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(linear, "weight", rng.choice(parameters)),
+        lambda: setattr(linear.weight, "data", rng.choice(data)),
+        lambda: setattr(net, "shift", rng.choice(buffers)),
+        lambda: net.register_buffer("late", rng.choice([None, *buffers])),
+        lambda: net.train(rng.random() < 0.5),
+        lambda: inner[1].train(rng.random() < 0.5),
+        lambda: setattr(inner[1], "p", rng.choice([0.0, 0.5, 0])),
+        lambda: setattr(net, "scale", rng.choice([1, 1.0, True, 2.0])),
+        lambda: inner.__setitem__(0, rng.choice([linear, torch.nn.Linear(4, 4)])),
+        lambda: setattr(inner, "late", torch.nn.Identity()),
+        lambda: inner._modules.pop("late", None),
+        lambda: handles.append(rng.choice([net, linear]).register_forward_hook(hook)),
+        lambda: handles.append(linear.register_forward_pre_hook(hook)),
+        unhook,
+        *[lambda n=n: mode(n) for n in ("grad", "precision", "type", "deterministic")],  # type: ignore[misc]
+        lambda: None,
+    ]
+    states = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    step, taken, refused = make(net, gradients="eager"), 0, 0
+    xs = [torch.ones(4, 4), torch.ones(2, 4), torch.ones(4, 4).t(), torch.ones(4, 4).double()]
+    xs += [torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4, requires_grad=True)]
+    try:
+        for _ in range(120):
+            for line in step._lines.values():
+                line.unmatched = 0
+            x = xs[0]
+            with contextlib.suppress(RuntimeError):  # types that do not fit
+                for _ in range(4):
+                    step(x)
+                    if step._hot:
+                        break
+            if not step._hot:
+                unhook()
+                torch.set_grad_enabled(False)
+                torch.set_default_dtype(torch.float32)
+                linear.weight, inner[0] = parameters[0], linear
+                net.eval()
+                step = make(net, gradients="eager")
+                continue
+            (hot, *_) = step._hot
+            rng.choice(changes)()
+            given = rng.choice([x, x, x, *xs])
+            took = hot.match((given,), {}) is not None
+            line = next((k for k, one in step._lines.items() if one is hot.line), None)
+            hooked = bool(net._forward_hooks)
+            epoch, (key, _) = step._epoch, step._key((given,), {})
+            if took:
+                assert key == line and epoch == step._epoch and not hooked
+            taken, refused = taken + took, refused + (not took)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(states[0])
+        torch.set_float32_matmul_precision(states[1])
+    assert taken > 10 and refused > 20, (taken, refused)

@@ -374,13 +374,22 @@ class GraphCache(Closeable):
 
         If there is none, nothing runs.  Raises ClosedError, and what `GraphExec.launch` raises.
         """
-        entry = self._lease(key)
+        lock, table = self._lock, self._table
+        with lock:  # as `_lease` and `_release` do, without two more frames
+            entry = table.use(key)
+            if entry is not None:
+                entry.leases += 1
         if entry is None:
-            return False
+            entry = self._lease(key)
+            if entry is None:
+                return False
         try:
             entry.executable.launch(stream)
         finally:
-            self._release(entry)
+            with lock:
+                last = table.release(entry)
+            if last:
+                entry.executable.close()
         return True
 
     def hold(self, key: Hashable) -> AbstractContextManager[GraphExec | None]:

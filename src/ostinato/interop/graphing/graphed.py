@@ -35,6 +35,7 @@ from ostinato.errors import (
 from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch, same
 from ostinato.interop.graphing.library import Library, NotGraphable, Options
 from ostinato.interop.graphing.padding import cuts
+from ostinato.interop.graphing.recheck import MOST_HOT, Checks, Hot, recheck
 from ostinato.interop.graphing.records import Bound, Captured, Line, Work
 from ostinato.interop.graphing.statistics import GraphedKeyStatistics, GraphedStatistics, table
 from ostinato.interop.graphing.trees import (
@@ -48,13 +49,15 @@ from ostinato.interop.graphing.trees import (
     tree_of,
 )
 
-__all__ = ["Graphed"]
+__all__ = ["EAGER", "Graphed"]
 
 _MOST_LINES = 4096
 _numbers = itertools.count()
 """Of keys, in all caches."""
-_EAGER = object()
+EAGER = object()
 """Stands for the result of a call that is to run eagerly."""
+_NOTHING = Work((), {}, [], [], [], None)
+"""Of a call whose results depend on nothing but the graph."""
 _TIMED = 16
 """One call in so many is timed."""
 
@@ -106,6 +109,8 @@ class Graphed(Guarded):
         self._nesting = new_lock()
         self._closed = False
         self._calls = 0
+        self._hot: tuple[Hot, ...] = ()
+        """Short ways for calls like the last, of the state as it is now."""
         self.__name__ = name
         self.__wrapped__ = function
         self.__doc__ = getattr(function, "__doc__", None)
@@ -118,6 +123,10 @@ class Graphed(Guarded):
 
     # ------------------------------------------------------------------------------ calls
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._hot:
+            result = self._shortly(args, kwargs)
+            if result is not EAGER:
+                return result
         library = self._library
         if library.capturing():
             with self._nesting:
@@ -153,11 +162,70 @@ class Graphed(Guarded):
                 if done:
                     if began:
                         line.times.append((time.perf_counter_ns() - began) / 1000)
+                    line.unmatched += 1
+                    if not line.unmatched & (line.unmatched - 1):
+                        self._heat(line, captured, work, key)
                     return result
             result = self._slowly(line, work)
-        if result is not _EAGER:
+            self._hot = ()  # of calls that the function made of itself meanwhile
+        if result is not EAGER:
             return result
         return self._function(*args, **kwargs)  # without the lock: it may take as long as it likes
+
+    def _shortly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A replay for a call like one of the last, found without a key; EAGER if it is none."""
+        with self._lock:
+            for hot in self._hot:
+                leaves = hot.match(args, kwargs)
+                if leaves is None:
+                    continue
+                captured, line = hot.captured(), hot.line
+                if captured is None or (hot.state and self._writes(hot.state, leaves)):
+                    break
+                began = 0
+                self._calls += 1
+                if not self._calls % _TIMED:
+                    began = time.perf_counter_ns()
+                if self._last is not hot.stream:
+                    self._turn()
+                captured.stage(leaves)
+                if not self.cache.replay(line.name, hot.stream):
+                    break
+                line.calls += 1
+                line.replays += 1
+                result = self._results(line, captured, _NOTHING)
+                if began:
+                    line.unmatched >>= 1
+                    line.times.append((time.perf_counter_ns() - began) / 1000)
+                return result
+        return EAGER
+
+    def _heat(self, line: Line, captured: Captured, work: Work, key: Any) -> None:
+        """Looks for a short way for calls like this one, which was just replayed."""
+        seen = self._guarded, self._pointers, key[-1]
+        assert self._last is not None
+        hot = recheck(
+            self._library,
+            self._options,
+            self._guards,
+            self._names,
+            work,
+            line,
+            captured,
+            self._last,
+            seen,
+            self._note,
+        )
+        if hot is not None:
+            others = [one for one in self._hot if one.line is not line]
+            self._hot = (hot, *others[: MOST_HOT - 1])
+
+    def _note(self, checks: Checks) -> None:
+        """Notes what else must be as it is for `_shortly` to stand for a call."""
+
+    def _writes(self, state: frozenset[int], leaves: list[Any]) -> bool:
+        memory = self._library.storage
+        return not state.isdisjoint([memory(leaf).address for leaf in leaves])
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Work]:
         """What must be equal for a graph to stand for a call.  Raises Unknown, InputError."""
@@ -197,6 +265,7 @@ class Graphed(Guarded):
                 shape = tuple([(type(a), signature(a), library.offset(a)) for a in arrays])
                 self._shape = self._shapes.setdefault(shape, len(self._shapes))
                 self._epoch += 1
+                self._hot = ()
             tokens.append(self._shape)
         tokens.append(library.modes())
         return tuple(tokens), work
@@ -402,6 +471,7 @@ class Graphed(Guarded):
 
     def _slowly(self, line: Line, work: Work) -> Any:
         """Every call that is not a plain replay."""
+        self._hot = ()  # what it changes is looked at again
         if self._state_reason:
             return self._eager(line, work, self._state_reason)
         if line.refused:
@@ -458,7 +528,7 @@ class Graphed(Guarded):
             raise EagerRunError(f"graphed {self.name} would run eagerly: {reason}")
         line.eager += 1
         line.reasons[reason] += 1
-        return _EAGER
+        return EAGER
 
     def _warm_up(self, line: Line, work: Work) -> Any:
         """The first call of a key: it runs eagerly, beside the caller's stream."""
@@ -968,6 +1038,7 @@ class Graphed(Guarded):
         """
         with self._lock:
             names = [line.name for line in self._lines.values()]
+            self._hot = ()
             self._lines.clear()
             self._stateful, self._state_reason = 0, ""
             return sum(self.cache.evict(name) for name in names)

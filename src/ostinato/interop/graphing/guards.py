@@ -64,6 +64,9 @@ class _Place:
 
     name: str
     read: Callable[[], Any]
+    source: tuple[str, Any, str] = ("constant", None, "")
+    """What `read` reads: an "attribute" or an "item" of an object, and its name, the arguments of a
+    "partial", or a "constant" (for `recheck.py`)."""
 
 
 class Guarded:
@@ -85,27 +88,27 @@ class Guards:
     def __init__(self, function: Callable[..., Any], library: Watcher) -> None:
         self._library = library
         self._watches: dict[int, tuple[object, Watch | None]] = {}
-        self._places = tuple(_places(function))
-        self._generation = 0
+        self.places = tuple(_places(function))
+        self.generation = 0
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to read."""
-        return not self._places
+        return not self.places
 
     @property
     def names(self) -> list[str]:
         """What is read, in words."""
-        return [place.name for place in self._places]
+        return [place.name for place in self.places]
 
     def read(self) -> Seen:
         """What the function uses now."""
         if len(self._watches) > _MOST:
             self._watches.clear()  # what had an id before is another thing from here on
-            self._generation += 1
-        tokens: list[Hashable] = [self._generation]
+            self.generation += 1
+        tokens: list[Hashable] = [self.generation]
         arrays: list[Any] = []
-        for place in self._places:
+        for place in self.places:
             self._visit(place.read(), tokens, arrays, 0)
         return Seen(tuple(tokens), arrays)
 
@@ -117,24 +120,29 @@ class Guards:
         if is_plain(value, library.plain):
             tokens.append(plain_token(value))
             return
-        watch = self._watch(value)
+        watch = self.watch(value)
         if watch is not None:
             watch.read(tokens, arrays)
             return
         found = children_of(value, library) if depth < _DEEPEST else None
         if found is None:
             tokens.append((type(value), id(value)))
-            inside = getattr(value, "__dict__", None) if depth < _DEEPEST else None
-            if isinstance(inside, dict) and not isinstance(value, types.ModuleType):
-                self._attributes(inside, tokens, arrays)
+            inside = self.inside(value) if depth < _DEEPEST else None
+            if inside is not None:
+                self.attributes(inside, tokens, arrays)
             return
         tokens.append(found[0])
         for child in found[1]:
             self._visit(child, tokens, arrays, depth + 1)
 
-    def _attributes(
-        self, inside: dict[str, Any], tokens: list[Hashable], arrays: list[Any]
-    ) -> None:
+    @staticmethod
+    def inside(value: object) -> dict[str, Any] | None:
+        """The attributes of an object that are looked at."""
+        inside = getattr(value, "__dict__", None)
+        plain = isinstance(inside, dict) and not isinstance(value, types.ModuleType)
+        return inside if plain else None
+
+    def attributes(self, inside: dict[str, Any], tokens: list[Hashable], arrays: list[Any]) -> None:
         """The plain values and the arrays among the attributes of an object."""
         for name, child in inside.items():
             if self._library.is_array(child):
@@ -142,7 +150,8 @@ class Guards:
             elif is_plain(child, self._library.plain):
                 tokens.append((name, plain_token(child)))
 
-    def _watch(self, value: Any) -> Watch | None:
+    def watch(self, value: Any) -> Watch | None:
+        """How to read an object with a state of its own; None for all others."""
         known = self._watches.get(id(value))
         if known is None or known[0] is not value:
             watch = value if isinstance(value, Guarded) else self._library.watch(value)
@@ -162,7 +171,13 @@ def _places(function: Callable[..., Any]) -> list[_Place]:
     places: list[_Place] = []
     while isinstance(function, functools.partial):
         partial = function
-        places.append(_Place("partial arguments", lambda p=partial: (p.args, p.keywords)))  # type: ignore[misc]
+        places.append(
+            _Place(
+                "partial arguments",
+                lambda p=partial: (p.args, p.keywords),  # type: ignore[misc]
+                ("partial", partial, ""),
+            )
+        )
         function = partial.func
     owner = getattr(function, "__self__", None)
     if owner is not None and not isinstance(owner, types.ModuleType | type):
@@ -177,11 +192,22 @@ def _places(function: Callable[..., Any]) -> list[_Place]:
             return places
     code = plain.__code__
     for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
-        places.append(_Place(name, lambda c=cell: _content(c)))  # type: ignore[misc]
+        source = "attribute", cell, "cell_contents"
+        places.append(_Place(name, lambda c=cell: _content(c), source))  # type: ignore[misc]
     if plain.__defaults__:
-        places.append(_Place("default values", lambda: plain.__defaults__))
+        places.append(
+            _Place(
+                "default values", lambda: plain.__defaults__, ("attribute", plain, "__defaults__")
+            )
+        )
     if plain.__kwdefaults__:
-        places.append(_Place("default values", lambda: plain.__kwdefaults__))
+        places.append(
+            _Place(
+                "default values",
+                lambda: plain.__kwdefaults__,
+                ("attribute", plain, "__kwdefaults__"),
+            )
+        )
     space = plain.__globals__
     for name in code.co_names:
         value = space.get(name, _MISSING)
@@ -189,7 +215,7 @@ def _places(function: Callable[..., Any]) -> list[_Place]:
             continue
         if isinstance(value, types.BuiltinFunctionType):
             continue
-        places.append(_Place(name, lambda n=name: space.get(n)))  # type: ignore[misc]
+        places.append(_Place(name, lambda n=name: space.get(n), ("item", space, name)))  # type: ignore[misc]
     return places
 
 
@@ -209,7 +235,7 @@ class ObjectWatch:
     def __init__(self, value: object, arrays: Arrays) -> None:
         self._value = value
         self._arrays = arrays
-        self._places: list[tuple[Any, Hashable]] = []
+        self.places: list[tuple[Any, Hashable]] = []
         self._find(value, 0, set())
 
     def _find(self, value: Any, depth: int, seen: set[int]) -> None:
@@ -229,13 +255,13 @@ class ObjectWatch:
             return
         for key, child in list(held.items() if isinstance(held, dict) else enumerate(held)):
             if self._arrays.is_array(child):
-                self._places.append((held, key))
+                self.places.append((held, key))
             elif not is_plain(child, self._arrays.plain) and not callable(child):
                 self._find(child, depth + 1, seen)
 
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
         tokens.append(type(self._value).__qualname__)
-        for held, key in self._places:
+        for held, key in self.places:
             try:
                 value = held[key]
             except (KeyError, IndexError):

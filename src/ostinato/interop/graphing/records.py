@@ -80,6 +80,8 @@ class Line:
     """Of eager runs."""
     capture_reasons: Counter[str] = field(default_factory=Counter)
     times: deque[float] = field(default_factory=lambda: deque(maxlen=256))
+    unmatched: int = 0
+    """Replays that were found by the key: after each power of two a short way is looked for."""
     kept: list[object] = field(default_factory=list)
     """Objects that stand in the key by their identity."""
 

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ from ostinato import (
 from ostinato.cache import Buckets, CaptureLimits
 from ostinato.errors import CaptureError, ContextPoisonedError, InputError, NotAvailableError
 from ostinato.interop.graphing.errors import explained
-from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.graphed import EAGER, Graphed
 from ostinato.interop.graphing.guards import Watch, same
 from ostinato.interop.graphing.library import NotGraphable, Options
 from ostinato.interop.graphing.padding import Padding
+from ostinato.interop.graphing.recheck import Checks, Inexpressible
 from ostinato.interop.graphing.trees import is_plain
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 
@@ -151,6 +153,10 @@ class GraphedModule(Graphed):
         super().__init__(*args, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._hot:  # which looks at the hooks too
+            result = self._shortly(args, kwargs)
+            if result is not EAGER:
+                return result
         module = self.module
         if not (
             module._forward_hooks
@@ -171,6 +177,18 @@ class GraphedModule(Graphed):
                 else:
                     module.__dict__["forward"] = before
 
+    def _note(self, checks: Checks) -> None:
+        held = self.module.__dict__
+        hooks = {name: held[name] for name in _HOOKS}
+        checks.some_items(held, hooks)
+        module = torch.nn.modules.module
+        for each in (
+            *hooks.values(),
+            module._global_forward_hooks,
+            module._global_forward_pre_hooks,
+        ):
+            checks.size(each, 0)
+
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # while it is made
             raise AttributeError(name)
@@ -185,6 +203,7 @@ class GraphedModule(Graphed):
         return value
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _RETURNING_SELF = frozenset(
     [
         "to",
@@ -273,7 +292,10 @@ class Torch:
     def __init__(self, device: Device, index: int, generators: Sequence[Any] = ()) -> None:
         self.device, self.index = device, index
         self.generators = tuple(generators)
-        self.capturing = torch.cuda.is_current_stream_capturing
+        # The function in Python asks whether CUDA was built in, each time.
+        capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+        self.capturing = capturing or torch.cuda.is_current_stream_capturing
+        self.current = partial(torch._C._cuda_getCurrentRawStream, index)
         self.address = torch.Tensor.data_ptr
         self.offset = torch.Tensor.storage_offset
         self.clone = torch.Tensor.clone
@@ -359,6 +381,24 @@ class Torch:
             _deterministic(),
             torch.get_default_dtype(),
             _precision(),
+        )
+
+    reads = "shape", "dtype", torch.Tensor.stride, torch.Tensor.get_device, "requires_grad"
+    """What `signature` reads of a tensor (for `interop.graphing.recheck`)."""
+
+    def situation(self) -> tuple[Callable[[], Any], ...]:
+        """What decides a call besides its values: the same as `modes`, the stream, a capture."""
+        around = self.capturing, self.current
+        if torch._C._is_any_autocast_enabled():
+            return (*around, self.modes)
+        return (
+            *around,
+            torch.is_grad_enabled,
+            torch.is_inference_mode_enabled,
+            torch._C._is_any_autocast_enabled,
+            _deterministic,
+            torch.get_default_dtype,
+            _precision,
         )
 
     # --- streams
@@ -670,6 +710,7 @@ class ModuleWatch:
         self._hooked = [*map(len, self._hooks)]
         self._any_hooked = any(self._hooks)
         self._gets: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
+        self._names: list[list[str]] = []
         for module in modules:
             held = module.__dict__
             names = [
@@ -677,6 +718,7 @@ class ModuleWatch:
             ]
             if names:  # a getter of one name alone would give no tuple
                 self._gets.append((operator.itemgetter(names[0], *names), held))
+                self._names.append(names)
         self._plain = [*_all([get(held) for get, held in self._gets])]
         self._version = next(self._versions)
         self._known = {tuple(map(repr, self._plain)): self._version}
@@ -706,6 +748,29 @@ class ModuleWatch:
             self._version = known
         tokens.append(self._version)
         arrays += [t for t in _all(map(_values, self._tensors)) if t is not None]
+
+    def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
+        """Reads, and notes where each value was found."""
+        before = len(arrays)
+        self.read(tokens, arrays)
+        children = [[*held.values()] for held in self._inside]
+        tensors = [[*held.values()] for held in self._tensors]
+        plain: list[Any] = []
+        for held, values in zip(self._inside + self._tensors, children + tensors, strict=True):
+            checks.items(held, values)
+        for hooks, count in zip(self._hooks, self._hooked, strict=True):
+            checks.size(hooks, count)
+        for names, (get, held) in zip(self._names, self._gets, strict=True):
+            found = get(held)
+            plain += found
+            checks.some_items(held, dict(zip(names, found[1:], strict=True)))
+        read = [t for t in _all(tensors) if t is not None]
+        if not (
+            same([*_all(children)], self._children)
+            and same(read, arrays[before:])
+            and same(plain, self._plain)
+        ):
+            raise Inexpressible
 
 
 _all = itertools.chain.from_iterable

@@ -1,0 +1,321 @@
+"""A short way for calls like the last: what their key reads is compared in C, and not read anew.
+
+After a replay through the key, `recheck` reads once more what the key is made of, and notes of each
+value where it was found.  `Hot.match` compares all of it with a later call (`_recheck.c`).  It is
+stricter than the key (another object of the same value does not match), never laxer: what has no
+match goes through the key.  What cannot be noted has no short way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from ostinato import Stream
+from ostinato.driver.extension import load_extension
+from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch, same
+from ostinato.interop.graphing.library import Library, Options
+from ostinato.interop.graphing.records import Captured, Line, Work
+from ostinato.interop.graphing.trees import children_of, is_plain, plain_token
+
+__all__ = ["MOST_HOT", "Checks", "Hot", "Inexpressible", "compiled", "recheck"]
+
+_extension, _ = load_extension("ostinato.interop.graphing._recheck")
+MOST_HOT = 4
+"""Keys of a function that have a short way at one time."""
+_DEEPEST = 4
+_ATOMS = (int, bool, str, bytes, type(None))
+
+
+def compiled() -> bool:
+    """Whether the extension was loaded; without it every call goes through its key."""
+    return _extension is not None
+
+
+class Inexpressible(Exception):
+    """Something that a key reads and that these checks cannot."""
+
+
+class Checks:
+    """Collects the checks of one call."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self._reads = tuple(getattr(library, "reads", None) or (library.signature,))
+        self._made: list[tuple[Any, ...]] = []
+        self._slots = 0
+        self.statics: list[Any] = []
+        self.pointers: list[int] = []
+        """Of the static arguments."""
+
+    # --- of objects that are there whatever the call
+    def _add(
+        self,
+        operation: str,
+        slot: int,
+        held: object = None,
+        keys: Sequence[Any] = (),
+        values: Sequence[Any] = (),
+        count: int = 0,
+        following: int = 0,
+    ) -> None:
+        code = getattr(_extension, operation)
+        self._made.append((code, slot, held, tuple(keys), tuple(values), count, following))
+
+    def kind(self, held: object) -> None:
+        """An object has the type that it has now."""
+        self._add("TYPE", -1, held, values=(type(held),))
+
+    def attributes(self, held: object, found: Mapping[str, Any]) -> None:
+        """Attributes of an object are the very ones that were found."""
+        self._add("ATTRIBUTES", -1, held, [*found], [*found.values()], len(found))
+
+    def items(self, held: dict[Any, Any], values: Sequence[Any]) -> None:
+        """A dict has these values under the keys that it has now, and no others."""
+        if type(held) is not dict or len(held) != len(values):
+            raise Inexpressible
+        self._add("ITEMS", -1, held, [*held], values, len(values))
+
+    def some_items(self, held: dict[str, Any], found: Mapping[str, Any]) -> None:
+        """A dict has these values, among others."""
+        if type(held) is not dict or any(type(key) is not str for key in found):
+            raise Inexpressible
+        self._add("LOOKUP", -1, held, [*found], [*found.values()], len(found))
+
+    def sequence(self, held: list[Any], values: Sequence[Any]) -> None:
+        self._add("SEQUENCE", -1, held, values=values, count=len(values))
+
+    def size(self, held: dict[Any, Any], count: int) -> None:
+        self._add("SIZE", -1, held, count=count)
+
+    def calls(self, functions: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
+        """Functions give what they give now, which is returned."""
+        values = tuple([function() for function in functions])
+        self._add("CALLS", -1, None, functions, values, len(values))
+        return values
+
+    def addresses(self, arrays: Sequence[Any]) -> list[int]:
+        """Arrays are where they are now, which is returned."""
+        address = self.library.address
+        values = [*map(address, arrays)]
+        self._add("ADDRESSES", -1, address, arrays, values, len(values))
+        return values
+
+    def array(self, array: Any, slot: int = -1) -> None:
+        """An array has the type and the signature that it has now."""
+        reads, held = self._reads, array if slot < 0 else None
+        values = [getattr(array, r) if isinstance(r, str) else r(array) for r in reads]
+        self._add("TYPE", slot, held, values=(type(array),))
+        self._add("READS", slot, held, reads, values, len(values))
+
+    # --- of the arguments
+    def arguments(self, names: Sequence[str], args: Sequence[Any], options: Options) -> None:
+        self._slots = len(args)
+        for slot, (name, value) in enumerate(zip(names, args, strict=True)):
+            if name in options.static:
+                self._static(slot, value)
+            else:
+                self._argument(slot, value)
+
+    def _argument(self, slot: int, value: Any) -> None:
+        library = self.library
+        if is_plain(value, library.plain):
+            if type(value) in _ATOMS or (type(value) is float and value and value == value):
+                self._add("EQUAL", slot, values=(value,))
+            elif type(value) in (float, complex, slice, tuple, range):
+                self._add("TYPE", slot, values=(type(value),))
+                self._add("READS", slot, None, (plain_token,), (plain_token(value),), 1)
+            else:
+                self._add("IS", slot, values=(value,))
+            return
+        if library.is_array(value):
+            self.array(value, slot)
+            self._add("LEAF", slot)
+            return
+        if type(value) not in (tuple, list, dict) or children_of(value, library) is None:
+            raise Inexpressible
+        children = [*value.values()] if type(value) is dict else [*value]
+        first, self._slots = self._slots, self._slots + len(children)
+        if self._slots > _extension.MOST_SLOTS:
+            raise Inexpressible
+        if type(value) is dict:
+            self._add("UNPACK_DICT", slot, None, [*value], (), len(children), first)
+        else:
+            self._add("UNPACK", slot, None, (), (type(value),), len(children), first)
+        for place, child in enumerate(children):
+            self._argument(first + place, child)
+
+    def _static(self, slot: int, value: Any) -> None:
+        """An argument that is not copied: it is the same object, and its arrays are as they were.
+
+        Those of objects are where `ObjectWatch` finds them; that is not noted for containers."""
+        library = self.library
+        if is_plain(value, library.plain):
+            self._argument(slot, value)
+            return
+        self._add("IS", slot, values=(value,))
+        arrays = [value]
+        if not library.is_array(value):
+            if children_of(value, library) is not None:
+                raise Inexpressible
+            arrays = []
+            self.kind(value)
+            for held, key in ObjectWatch(value, library).places:
+                if type(held) is list:
+                    self.sequence(held, [*held])
+                elif isinstance(key, str):
+                    self.some_items(held, {key: held[key]})
+                else:
+                    raise Inexpressible
+                arrays.append(held[key])
+        for array in arrays:
+            self.statics.append(array)
+            self.array(array)
+            where = library.offset
+            self._add("READS", -1, array, (where,), (where(array),), 1)
+        self.pointers += self.addresses(arrays)
+
+    # --- of the guards
+    def guards(self, guards: Guards, tokens: list[Hashable], arrays: list[Any]) -> None:
+        """What guards read.  Adds to `tokens` and `arrays` what `Guards.read` adds."""
+        tokens.append(guards.generation)
+        for place in guards.places:
+            how, held, name = place.source
+            value = place.read()
+            if how == "attribute":
+                self.attributes(held, {name: value})
+            elif how == "item":
+                self.some_items(held, {name: value})
+            elif how == "partial":
+                self.attributes(held, {"args": value[0], "keywords": value[1]})
+            self._visit(guards, value, tokens, arrays, 0)
+
+    def _visit(
+        self, guards: Guards, value: Any, tokens: list[Hashable], arrays: list[Any], depth: int
+    ) -> None:
+        """`Guards._visit`, with checks."""
+        library = self.library
+        if library.is_array(value):
+            arrays.append(value)
+            return
+        if is_plain(value, library.plain):  # the same object, so the same value
+            tokens.append(plain_token(value))
+            return
+        watch = guards.watch(value)
+        if isinstance(watch, Guarded):
+            raise Inexpressible
+        if watch is not None:
+            note = getattr(watch, "note", None)
+            if note is None:
+                raise Inexpressible
+            note(self, tokens, arrays)
+            return
+        found = children_of(value, library) if depth < _DEEPEST else None
+        if found is None:
+            if depth < _DEEPEST and isinstance(value, dict | list | tuple):
+                raise Inexpressible
+            self.kind(value)
+            tokens.append((type(value), id(value)))
+            inside = guards.inside(value) if depth < _DEEPEST else None
+            if inside is not None:
+                self.attributes(value, {"__dict__": inside})
+                self.items(inside, [*inside.values()])
+                guards.attributes(inside, tokens, arrays)
+            return
+        head, children = found
+        tokens.append(head)
+        kind = type(value)
+        if kind is list:
+            self.sequence(value, children)
+        elif kind is dict:
+            self.items(value, children)
+        elif kind is tuple:
+            pass
+        elif kind is OrderedDict or library.parts(value) is not None:
+            raise Inexpressible
+        elif dataclasses.is_dataclass(value):
+            self.kind(value)
+            names = [field.name for field in dataclasses.fields(value)]
+            self.attributes(value, dict(zip(names, children, strict=True)))
+        elif not isinstance(value, tuple):
+            raise Inexpressible
+        for child in children:
+            self._visit(guards, child, tokens, arrays, depth + 1)
+
+    def made(self, positional: int, names: Sequence[str]) -> Any:
+        return _extension.Recheck(positional, tuple(names), self._slots, tuple(self._made))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Hot:
+    """The short way of one key."""
+
+    match: Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None]
+    """The arrays of a call's arguments, if it is like the one that this was made of."""
+    line: Line
+    captured: Callable[[], Captured | None]
+    stream: Stream
+    state: frozenset[int] = frozenset()
+    """Addresses of memory that the function writes: no argument may share it."""
+
+
+def recheck(
+    library: Library,
+    options: Options,
+    guards: Guards | None,
+    names: Sequence[str],
+    work: Work,
+    line: Line,
+    captured: Captured,
+    stream: Stream,
+    seen: tuple[list[Any], list[int], Hashable],
+    note: Callable[[Checks], None],
+) -> Hot | None:
+    """The short way of a key that was just replayed; None if there is none.
+
+    `seen`: the guarded arrays, their addresses, and the modes, as they stand in the key.
+    `note` notes what is to be looked at besides the key.
+    """
+    if _extension is None or options.padding or options.verify:
+        return None
+    if line.written or captured.tree.given:
+        return None
+    args = [*work.args, *work.kwargs.values()]
+    if len(args) > _extension.MOST_SLOTS:
+        return None
+    checks = Checks(library)
+    given = [*names[: len(work.args)]]
+    given += ["*"] * (len(work.args) - len(given))
+    state: frozenset[int] = frozenset()
+    try:
+        situation = getattr(library, "situation", None)
+        asked = situation() if situation else (library.capturing, library.stream, library.modes)
+        checks.calls(asked)
+        note(checks)
+        if library.modes() != seen[2] or library.capturing() or library.stream() is not stream:
+            return None
+        checks.arguments([*given, *work.kwargs], args, options)
+        if not same(checks.statics, work.statics) or checks.pointers != captured.pointers:
+            return None
+        if guards is not None and work.seen is not None:
+            tokens: list[Hashable] = []
+            arrays: list[Any] = []
+            checks.guards(guards, tokens, arrays)
+            if tuple(tokens) != work.seen.tokens or not same(arrays, seen[0]):
+                return None
+            if checks.addresses(arrays) != seen[1]:
+                return None
+        if line.state:
+            used = [*work.statics, *([] if work.seen is None else work.seen.arrays)]
+            written = [used[i] for i in line.state if i < len(used)]
+            state = frozenset([library.storage(array).address for array in written])
+        made = checks.made(len(work.args), [*work.kwargs])
+    except Inexpressible:
+        return None
+    leaves = made.match(work.args, work.kwargs)
+    if leaves is None or not same(leaves, work.leaves):
+        return None
+    return Hot(made.match, line, weakref.ref(captured), stream, state)

@@ -1,0 +1,221 @@
+"""The short way against the key: whatever the key tells apart, the short way does not take.
+
+Arguments, closures, globals, attributes, nested containers and modes are changed at random.  After
+each change `match` must be refused unless the key, read anew, is the one that it was made of.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.interop.graphing import recheck
+from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.library import Options
+from tests.interop.library import Array, Lib, SubArray
+
+pytestmark = pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
+
+VALUES: list[Any] = [
+    *(0, 1, True, False, 0.0, -0.0, 1.0, 2.5, float("nan"), None, "a", "b", b"a", 1 << 80, 1j),
+    *((1, 2), (1, 2.0), (True, 2), slice(0, 3), slice(0, None), range(3), frozenset([1]), len, int),
+]
+
+
+@pytest.fixture
+def lib(host_device: Device) -> Lib:
+    return Lib(host_device)
+
+
+@pytest.fixture
+def make(lib: Lib) -> Iterator[Callable[..., Graphed]]:
+    made: list[Graphed] = []
+
+    def graphed(function: Any, **options: Any) -> Graphed:
+        cache = ost.GraphCache(lib.device)
+        made.append(Graphed(function, lib, Options(**options), cache, name="f", owns_cache=True))
+        return made[-1]
+
+    yield graphed
+    for one in made:
+        one.close()
+
+
+def key_of(step: Graphed, args: Any, kwargs: Any) -> tuple[Any, int]:
+    """The key of a call, and the number of times that guarded arrays were seen to move."""
+    try:
+        return step._key(args, kwargs)[0], step._epoch
+    except Exception as error:
+        return type(error), -1
+
+
+def agree(step: Graphed, args: Any, kwargs: Any) -> bool:
+    """Whether the short way takes a call, which it may only if the key is the one it stands for."""
+    (hot,) = step._hot
+    taken = hot.match(args, kwargs) is not None
+    line = next((k for k, one in step._lines.items() if one is hot.line), None)
+    epoch = step._epoch
+    key, now = key_of(step, args, kwargs)
+    if taken:
+        assert key == line and now == epoch, (args, kwargs)
+    return taken
+
+
+def heat(step: Graphed, *args: Any, **kwargs: Any) -> None:
+    for _ in range(3):
+        step(*args, **kwargs)
+    assert step._hot, "there is no short way"
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.number: Any = 1
+        self.name = "a"
+        self.inner = SimpleNamespace(value=1)
+
+
+SCALE: Any = 2.0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_arguments(lib: Lib, make: Any, seed: int) -> None:
+    rng = random.Random(seed)
+
+    def array() -> Any:
+        kind = rng.choice([Array, Array, Array, SubArray])
+        made = kind(lib, (rng.choice([2, 3]),))
+        made.place = rng.choice(["device"] * 5 + ["elsewhere"])
+        return made
+
+    def value(depth: int = 0) -> Any:
+        kind = rng.randrange(8 if depth < 2 else 4)
+        if kind < 2:
+            return array()
+        if kind < 4:
+            return rng.choice(VALUES)
+        if kind == 4:
+            return [value(depth + 1) for _ in range(rng.randrange(3))]
+        if kind == 5:
+            return tuple(value(depth + 1) for _ in range(rng.randrange(3)))
+        if kind == 6:
+            return {k: value(depth + 1) for k in rng.sample("xyz", rng.randrange(3))}
+        return rng.choice(VALUES)
+
+    def function(x: Any, *rest: Any, **named: Any) -> Any:
+        return x.line(2.0)
+
+    taken = refused = heated = 0
+    for _ in range(25):
+        step = make(function)
+        args = (Array(lib, (3,)), *[value() for _ in range(rng.randrange(3))])
+        kwargs = {k: value() for k in rng.sample("abc", rng.randrange(3))}
+        for _ in range(3):
+            step(*args, **kwargs)
+        if not step._hot:
+            continue
+        heated += 1
+        assert agree(step, args, kwargs)
+        for _ in range(20):
+            if not step._hot:
+                break
+            others, named = list(args), dict(kwargs)
+            change = rng.randrange(4)
+            if change == 0 and len(others) > 1:
+                others[rng.randrange(1, len(others))] = value()
+            elif change == 1:
+                others[0] = array()
+            elif change == 2 and named:
+                named[rng.choice([*named])] = value()
+            elif change == 3:
+                named = dict(rng.sample([*named.items()], rng.randrange(len(named) + 1)))
+            if rng.random() < 0.1:
+                others = others[: rng.randrange(len(others) + 1)]
+            if agree(step, tuple(others), named):
+                taken += 1
+            else:
+                refused += 1
+    assert heated > 5 and taken > 5 and refused > 20
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_function_uses(lib: Lib, make: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    weight, other = lib.array(np.ones(3)), lib.array(np.ones(3))
+    thing = Thing()
+    box: list[Any] = [1, {"k": 2, "w": weight}, (3, [4])]
+    number: Any = 1
+
+    def function(x: Any, by: Any = 1, *, plus: Any = 2) -> Any:
+        _ = (weight, thing, box, number, SCALE)
+        return x.line(2.0)
+
+    def set_number() -> None:
+        nonlocal number
+        number = rng.choice(VALUES)
+
+    def set_weight() -> None:
+        nonlocal weight
+        weight = rng.choice([weight, other])
+
+    def set_box() -> None:
+        nonlocal box
+        box = [1, {"k": 2, "w": weight}, (3, [4])]
+
+    def delete() -> None:
+        vars(thing).pop("name", None)
+
+    def redefine(name: str, value: Any) -> None:
+        setattr(function, name, value)
+
+    space = globals()
+    changes: list[Callable[[], Any]] = [
+        set_number,
+        set_weight,
+        set_box,
+        delete,
+        lambda: box.append(rng.choice(VALUES)),
+        lambda: box.pop() if len(box) > 2 else None,
+        lambda: box[1].__setitem__("k", rng.choice(VALUES)),
+        lambda: box[1].__setitem__(rng.choice("kmn"), rng.choice([weight, other])),
+        lambda: box[1].__setitem__("w", box[1].pop("w", 1)),
+        lambda: box.__setitem__(0, rng.choice([*VALUES, weight, [1]])),
+        lambda: setattr(thing, "number", rng.choice([*VALUES, weight, [1]])),
+        lambda: setattr(thing, rng.choice(["extra", "inner"]), rng.choice(VALUES)),
+        lambda: setattr(thing, "__dict__", dict(vars(thing))),
+        lambda: setattr(thing, "__class__", rng.choice([Thing, type("Other", (Thing,), {})])),
+        lambda: space.__setitem__("SCALE", rng.choice([*VALUES, thing, box, weight])),
+        lambda: setattr(weight, "buffer", rng.choice([weight.buffer, other.buffer])),
+        lambda: redefine("__defaults__", (rng.choice(VALUES),)),
+        lambda: redefine("__kwdefaults__", {"plus": rng.choice(VALUES)}),
+        lambda: (function.__kwdefaults__ or {}).__setitem__("plus", rng.choice(VALUES)),
+        lambda: setattr(lib, "mode", rng.choice(["plain", "other"])),
+        lambda: setattr(lib, "current", rng.choice(lib.streams[:2])),
+        lambda: None,
+    ]
+    step, x = make(function), lib.array(np.ones(3))
+    taken = refused = 0
+    for _ in range(400):
+        for _ in range(8):
+            step(x)
+            if step._hot:
+                break
+        if not step._hot:  # looked for after fewer and fewer replays
+            for line in step._lines.values():
+                line.unmatched = 0
+            rng.choice(changes)()
+            continue
+        step._hot = step._hot[:1]
+        rng.choice(changes)()
+        if agree(step, (x,), {}):
+            taken += 1
+        else:
+            refused += 1
+    space["SCALE"] = 2.0
+    assert taken > 20 and refused > 100
