@@ -22,7 +22,7 @@ $(VENV)/.runtime: $(BUILD)
 
 $(VENV)/.dev: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,docs,llm,cuda13]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,docs,llm,serve,cuda13]"
 	@touch $@ $(VENV)/.runtime
 
 setup: $(VENV)/.dev

@@ -24,6 +24,7 @@ NAMES = (
     "startup",
     "load",
     "torch_graphed",
+    "serve",
 )
 
 

@@ -140,6 +140,23 @@ def test_loading_is_measured_and_every_way_checked(
         load.main([*options, "--types", "F32"])
 
 
+def test_serving_is_measured_beside_the_same_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve = pytest.importorskip("benchmarks.serve")
+    options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
+    assert serve.main(options) == 0
+    result = last_line(capsys.readouterr().out)
+    assert set(result) == RESULT_KEYS and result["benchmark"] == "serve-tiny"
+    assert isinstance(result["rows"], list)
+    *served, soaked = result["rows"]
+    assert [row["clients"] for row in served] == [1, 3]
+    for row in served:
+        assert row["tokens_per_second"] > 0 and row["first_token_ms"] > 0
+        assert 0 < row["rows_per_step"] <= row["clients"]
+    assert soaked["answers"] >= 18 and soaked["device_grew_bytes"] == 0
+
+
 def test_decoding_is_measured_by_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

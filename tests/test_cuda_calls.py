@@ -39,6 +39,7 @@ from ostinato.driver.api import (
     EventWaitNodeParams,
     ExecHandle,
     FreeNodeParams,
+    FunctionCode,
     FunctionHandle,
     GraphHandle,
     HostNodeParams,
@@ -137,6 +138,9 @@ CALLS: dict[str, Callable[[CudaDriver], object]] = {
     "function_info": lambda d: d.function_info(FUNCTION),
     "function_load": lambda d: d.function_load(FUNCTION),
     "function_allow_shared": lambda d: d.function_allow_shared(FUNCTION, 65536),
+    "function_restore": lambda d: d.function_restore(
+        FUNCTION, FunctionCode("kernel", "cubin", shared=65536)
+    ),
     "function_occupancy": lambda d: d.function_occupancy(FUNCTION, 64, 0),
     "launch_kernel": lambda d: d.launch_kernel(STREAM, FUNCTION, CONFIG, ARGUMENTS),
     "launch_kernel with attributes": (
@@ -185,6 +189,7 @@ for _name, _params in NODES.items():
 APART = {
     *("name", "capabilities", "properties", "close", "pinned_view", "memory_view"),
     *("exec_prepare_launch", "function_prepare_launch", "exec_prepare_kernel", "cuda_context"),
+    *("function_code", "code_image", "condition_defaults"),
 }
 
 STUB = r"""

@@ -34,6 +34,7 @@ RANKS = {
     "models": 7,
     "interop": 8,
     "bench": 9,
+    "serve": 9,
     "cli": 10,
 }
 # Within rank 0, settings raises errors: the one import between neighbours.
@@ -47,6 +48,9 @@ HOMES = {
     "triton": ("interop/triton.py",),
     "transformers": ("interop/transformers.py", "bench/transformers_loop.py"),
     "llama_cpp": ("bench/llama_peer.py",),
+    "starlette": ("serve",),
+    "uvicorn": ("serve",),
+    "prometheus_client": ("serve",),
 }
 
 # Files that import each other in a circle, and why they must.
@@ -60,8 +64,17 @@ CIRCLES = {
 }
 
 # Packages that use the library as its users do: names of `ostinato`, and of these modules of it.
-USERS = ("relational", "interop")
-PUBLIC = ("cache", "driver.extension", "errors", "models", "replay", "settings", "testing")
+USERS = ("relational", "interop", "serve")
+PUBLIC = (
+    "cache",
+    "driver.extension",
+    "errors",
+    "models",
+    "modules",
+    "replay",
+    "settings",
+    "testing",
+)
 
 FILES = sorted(SOURCE.rglob("*.py"))
 

@@ -40,6 +40,15 @@ def test_what_is_compiled_is_what_setup_names() -> None:
     assert setup.count('.c"') == len(sources)
 
 
+def test_what_tests_of_the_server_skip_without_is_installed_for_them() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert any(need.startswith("openai>") for need in extras["dev"])
+    needs = {need.partition(">")[0] for need in extras["serve"]}
+    assert needs == {"starlette", "uvicorn", "prometheus-client"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert '-e ".[dev,llm,serve,cuda13]"' in makefile
+
+
 def test_what_the_makefile_imports_is_there() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     statements = re.findall(r'python -c "(from ostinato\.[^;]+);', makefile)

@@ -34,6 +34,8 @@ def test_all_is_true(name: str) -> None:
             pytest.importorskip(library)
     if name == "ostinato.bench.transformers_loop":
         pytest.importorskip("transformers")
+    if name.startswith("ostinato.serve."):
+        pytest.importorskip("ostinato.serve.server")
     module = importlib.import_module(name)
     for public in getattr(module, "__all__", ()):
         assert hasattr(module, public), f"{name}.__all__ names {public}, which is not there"

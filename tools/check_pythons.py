@@ -4,10 +4,9 @@
 
 Looked for are python3.11 to python3.14 and their free-threaded builds, on the path and among those
 that pyenv and uv have installed; those that do not start, and the version that runs this, are left
-out.  Each
-gets an environment of its own with what the tests need.  `--all` runs all tests of graphs,
-steps, caches and devices' state, and the random lives.  Exit status 0 if every one passes; a machine without
-other Pythons says so and passes.
+out.  Each gets an environment of its own with what the tests need.  `--all` runs all tests of
+graphs, steps, caches and devices' state, and the random lives.  Exit status 0 if every one passes;
+a machine without other Pythons says so and passes.
 """
 
 from __future__ import annotations

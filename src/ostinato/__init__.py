@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ostinato.cache import CaptureLimits as CaptureLimits
     from ostinato.cache import ExplicitBuckets as ExplicitBuckets
     from ostinato.cache import GraphCache as GraphCache
+    from ostinato.cache import GraphStore as GraphStore
     from ostinato.cache import PowersOfTwo as PowersOfTwo
     from ostinato.device import Device as Device
     from ostinato.device import open_device as open_device
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ostinato.driver.api import MemoryRange as MemoryRange
     from ostinato.driver.api import NodeKind as NodeKind
     from ostinato.driver.closeable import Closeable as Closeable
+    from ostinato.driver.cuda.collecting import collect_modules as collect_modules
     from ostinato.driver.forking import new_lock as new_lock
     from ostinato.driver.host.kernel import HostKernel as HostKernel
     from ostinato.driver.host.kernel import HostLaunch as HostLaunch
@@ -46,11 +48,15 @@ if TYPE_CHECKING:
     from ostinato.graph import Capture as Capture
     from ostinato.graph import Graph as Graph
     from ostinato.graph import GraphExec as GraphExec
+    from ostinato.graph import LoadedGraph as LoadedGraph
     from ostinato.graph import Node as Node
+    from ostinato.graph import Twin as Twin
     from ostinato.graph import capture as capture
     from ostinato.graph import capture_function as capture_function
+    from ostinato.graph import check_graph as check_graph
     from ostinato.graph import launch as launch
     from ostinato.graph import lift as lift
+    from ostinato.graph import load_graph as load_graph
     from ostinato.graph import prepare as prepare
     from ostinato.graph import record as record
     from ostinato.memory import Buffer as Buffer
@@ -86,12 +92,14 @@ _HOMES = {
     "Graph": "graph",
     "GraphCache": "cache",
     "GraphExec": "graph",
+    "GraphStore": "cache",
     "GraphedStep": "replay",
     "HostKernel": "driver.host.kernel",
     "HostLaunch": "driver.host.kernel",
     "InstantiateFlags": "driver.api",
     "Kernel": "modules",
     "LaunchConfig": "driver.api",
+    "LoadedGraph": "graph",
     "MemoryRange": "driver.api",
     "Node": "graph",
     "NodeKind": "driver.api",
@@ -104,13 +112,17 @@ _HOMES = {
     "Slot": "replay",
     "Source": "modules",
     "Stream": "driver.stream",
+    "Twin": "graph",
     "capture": "graph",
     "capture_function": "graph",
+    "check_graph": "graph",
+    "collect_modules": "driver.cuda.collecting",
     "copy": "memory",
     "fill": "memory",
     "host_kernel": "driver.host.kernel",
     "launch": "graph",
     "lift": "graph",
+    "load_graph": "graph",
     "new_lock": "driver.forking",
     "open_device": "device",
     "prepare": "graph",

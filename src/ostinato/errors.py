@@ -18,7 +18,8 @@
     │   └── CaptureLimitError       a cache has captured as much as its limits allow
     ├── GraphError                  a graph could not be built, read, instantiated or changed
     │   ├── NodeKindError           this kind of node does not have what was asked for
-    │   └── UpdateRefusedError      the executable stays as it was; names node and reason
+    │   ├── UpdateRefusedError      the executable stays as it was; names node and reason
+    │   └── GraphFileError          a graph cannot be saved, or a file not be loaded; says why
     ├── VerificationError           a replay gave another answer than the eager run
     ├── StateLostError              a check could not restore the state that it had changed
     ├── EagerRunError               a strict step would have run eagerly; nothing ran
@@ -48,6 +49,7 @@ __all__ = [
     "DriverError",
     "EagerRunError",
     "GraphError",
+    "GraphFileError",
     "InputError",
     "ModelError",
     "ModelFormatError",
@@ -412,6 +414,13 @@ class UpdateRefusedError(GraphError):
     def __init__(self, message: str, *, node_index: int | None = None) -> None:
         self.node_index = node_index
         super().__init__(message)
+
+
+class GraphFileError(GraphError):
+    """A graph cannot be written to a file, or a file of one cannot be loaded; nothing was changed.
+
+    The text names the node, the memory or the place in the file, and what to do.
+    """
 
 
 class VerificationError(OstinatoError):

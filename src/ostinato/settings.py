@@ -94,6 +94,12 @@ THREADS = Variable(
 )
 NO_GRAPHS = Variable("OSTINATO_NO_GRAPHS", '"1" alone: steps run eagerly, without graphs', _one)
 
+COLLECT_MODULES = Variable(
+    "OSTINATO_COLLECT_MODULES",
+    '"1" alone: opening a CUDA device begins to collect the code of other libraries\' kernels',
+    _one,
+)
+
 ALL: tuple[Variable[object], ...] = (
     DEVICE,
     CACHE_DIR,
@@ -103,6 +109,7 @@ ALL: tuple[Variable[object], ...] = (
     PROFILE_EVERY,
     SKIP_UPLOAD,
     SKIP_SYNC,
+    COLLECT_MODULES,
 )
 
 

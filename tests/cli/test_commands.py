@@ -24,7 +24,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_version_and_help() -> None:
     assert here("--version").out.startswith("ostinato ")
-    for command in ("generate", "chat", "inspect", "bench", "doctor", "tune", "model", "cache"):
+    for command in (
+        "generate",
+        "chat",
+        "serve",
+        "inspect",
+        "bench",
+        "doctor",
+        "tune",
+        "model",
+        "cache",
+        "graph",
+    ):
         answer = here(command, "--help")
         assert answer.status == 0 and answer.out.startswith(f"Usage: ostinato {command}")
         assert answer.out.isascii()  # shown as it is in any locale
@@ -36,7 +47,7 @@ def test_help_and_version_load_neither_numpy_nor_a_driver() -> None:
         "from ostinato.cli.main import run\n"
         "for arguments in (['--help'], ['--version'], ['generate', '--help'], ['chat', '--help'],\n"
         "                  ['doctor', '--help'], ['cache', 'list', '--help'], ['nonsense'],\n"
-        "                  ['generate', '--nonsense']):\n"
+        "                  ['generate', '--nonsense'], ['serve', '--help']):\n"
         "    run(arguments)\n"
         "    loaded = {'numpy', 'cuda', 'ostinato.device', 'ostinato.driver.api'}\n"
         "    loaded &= set(sys.modules)\n"

@@ -13,6 +13,7 @@ from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, ModelFormatError
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.generate import TextGenerator
+from ostinato.models.generation import AnswerText
 from ostinato.models.sampling import SamplingOptions
 from ostinato.models.stepper import TokenRing
 from tests.models.model_files import write_folder, write_gguf
@@ -250,6 +251,26 @@ def test_a_damaged_tokenizer_gives_the_memory_back(host_device: Device, tmp_path
         TextGenerator(host_device, folder)
     host_device.synchronize()
     assert host_device.memory_info()[0] == free
+
+
+def test_the_text_of_tokens_as_they_come(generator: TextGenerator) -> None:
+    """What a caller needs that takes the tokens of many answers itself."""
+    tokens = generator.tokenizer.encode("a the b in 12 – ü")
+    for stop, wanted, ended in (
+        ((), "a the b in 12 – ü", False),
+        ("b i", "a the ", True),
+        (["üb", "zz"], "a the b in 12 – ü", False),
+    ):
+        text, pieces = AnswerText(generator.tokenizer, stop), []
+        for index, token in enumerate(tokens):
+            piece, stopped = text.push(token, last=index == len(tokens) - 1)
+            pieces.append(piece)
+            if stopped:
+                break
+        assert ("".join(pieces), stopped) == (wanted, ended)
+        assert len(pieces) > 3
+    with pytest.raises(InputError, match="stop"):
+        AnswerText(generator.tokenizer, [""])
 
 
 def test_a_closed_generator(host_device: Device, tiny: Path) -> None:

@@ -17,6 +17,7 @@ from ostinato import fill
 from ostinato.device import Device
 from ostinato.errors import CaptureError, ClosedError, GraphError, InputError, ModelError
 from ostinato.graph import Graph, capture
+from ostinato.models import plan
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import SamplingOptions
 from ostinato.models.sequences import Sequence
@@ -550,6 +551,176 @@ def test_a_batch_that_is_left_goes_on_where_each_sequence_was(where: Device) -> 
             for item in decoder.run_batch(sequences, tokens_per_launch=per_launch, count=11):
                 steps.append([item[sequence] for sequence in sequences])
             assert steps == wanted
+
+
+@pytest.mark.parametrize("options", [{}, {"ahead": 9}, {"tokens_per_launch": 4}, {"ahead": 0}])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_run_that_is_finished_drops_nothing(
+    where: Device, wanted: dict[str, list[Any]], graphs: bool, options: dict[str, Any]
+) -> None:
+    with open_decoder(where, graphs=graphs) as decoder:
+        for taken in (0, 1, 5):
+            decoder.reset()
+            tokens = [decoder.prefill(PROMPT)]
+            while len(tokens) < COUNT - 20:
+                run = decoder.run(**options)
+                tokens += [next(run) for _ in range(taken)]
+                run.finish()
+                run.finish()  # says nothing new
+                tokens += list(run)
+                writes = decoder.statistics().host_writes
+                tokens.append(decoder.decode())
+                if taken > 1 and graphs:
+                    assert decoder.statistics().host_writes == writes, "the device is further"
+            assert tokens == wanted["PROMPT"][: len(tokens)]
+
+
+@pytest.mark.parametrize("spins", [True, False])
+def test_waiting_in_another_way_gives_the_same_tokens(
+    decoder: Decoder, wanted: dict[str, list[Any]], spins: bool
+) -> None:
+    decoder.spins = spins
+    assert decoder.spins is spins
+    for options in ({}, {"ahead": 0}, {"tokens_per_launch": 4}):
+        decoder.reset()
+        tokens = [decoder.prefill(PROMPT), *decoder.run(count=20, **options)]
+        tokens += [decoder.decode() for _ in range(5)]
+        assert tokens == wanted["PROMPT"][:26]
+
+
+def test_a_run_that_is_finished_with_sequences_that_stop(where: Device) -> None:
+    """Whatever is launched when it is finished is taken, also of those that stop in it.  The same
+    rows of the same bucket for the others, before and after."""
+    limits = {0: 9 + 30, 1: 9 + 20, 2: 9 + 25, 3: 9 + 4}
+    with open_decoder(where, sequences=4, max_rows=4) as decoder:
+
+        def begin() -> None:
+            decoder.reset()
+            for sequence, limit in limits.items():
+                decoder.set_sampling(replace(HOT, seed=sequence), sequence, limit=limit)
+                decoder.prefill(MODEL.tokens(9, seed=sequence), sequence)
+
+        begin()
+        wanted = list(decoder.run_batch([*limits]))
+        for taken in range(1, 8):
+            begin()
+            run = decoder.run_batch([*limits], ahead=6)
+            items = [next(run) for _ in range(taken)]
+            run.finish()
+            items += list(run)
+            assert len(items) >= taken
+            while len(live := [s for s in limits if not decoder.stopped(s)]) > 2:
+                items.append(dict(zip(live, decoder.decode_batch(live), strict=True)))
+            assert len(items) >= 20 and items == wanted[: len(items)]
+
+
+# ----------------------------------------------------------------------- prompts, piece by piece
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_prompt_in_parts_beside_steps_of_others_is_the_same_prompt(
+    where: Device, graphs: bool
+) -> None:
+    prompt, mate = MODEL.tokens(100, seed=4), MODEL.tokens(7, seed=5)
+    with open_decoder(where, sequences=2, graphs=graphs) as decoder:
+        for _ in range(3):
+            decoder.reset()
+            theirs = [decoder.prefill(mate, 1)]
+            theirs += [decoder.decode(1) for _ in range(20)]
+            decoder.reset()
+            decoder.extend(prompt[:32])
+            decoder.extend(prompt[32:90])
+            tokens = [decoder.prefill(prompt[90:])]
+            tokens += [decoder.decode() for _ in range(10)]
+            decoder.reset()
+            beside = [decoder.prefill(mate, 1)]
+            for start, end in ((0, 32), (32, 90)):
+                decoder.extend(prompt[start:end])
+                assert decoder.tokens() == tuple(prompt[:end])
+                with pytest.raises(InputError, match="no token to decode"):
+                    decoder.decode()
+                beside += [decoder.decode(1) for _ in range(5)]
+            again = [decoder.prefill(prompt[90:])]
+            for _ in range(10):
+                again.append(decoder.decode(0))
+                beside.append(decoder.decode(1))
+            assert (again, beside) == (tokens, theirs)
+
+
+def test_a_part_after_an_answer_drops_the_token_that_was_not_decoded(where: Device) -> None:
+    with open_decoder(where) as decoder:
+        decoder.prefill(PROMPT)
+        decoder.extend(OTHER)
+        assert decoder.tokens() == (*PROMPT, *OTHER)
+        token = decoder.prefill([5])
+        decoder.reset()
+        decoder.extend(PROMPT)
+        decoder.extend(OTHER)
+        assert decoder.prefill([5]) == token
+        decoder.reset()
+        with pytest.raises(InputError, match="no tokens"):
+            decoder.extend([])
+
+
+def test_a_prefix_that_is_copied_is_as_good_as_one_that_is_read(where: Device) -> None:
+    """Also while its source is in the middle of a run, and further than its tokens say; and with
+    a penalty, which looks at all tokens before."""
+    strict = SamplingOptions(temperature=1.0, seed=9, repetition_penalty=1.5)
+    shared = MODEL.tokens(40, seed=12)
+    with open_decoder(where, sequences=3) as decoder:
+        decoder.set_sampling(strict, 2)
+
+        def answer(sequence: int, tail: list[int]) -> list[int]:
+            return [decoder.prefill(tail, sequence), *decoder.run(sequence, count=15)]
+
+        decoder.extend(shared, 2)
+        wanted = answer(2, OTHER)
+        decoder.reset()
+        decoder.prefill([*shared, *PROMPT], 0)
+        run = decoder.run(0)
+        first = [next(run) for _ in range(5)]
+        decoder.prefill(PROMPT, 2)  # something else before
+        decoder.copy_prefix(len(shared), 0, 2)
+        assert decoder.tokens(2) == tuple(shared)
+        with pytest.raises(InputError, match="no token to decode"):
+            decoder.decode(2)
+        assert answer(2, OTHER) == wanted
+        rest = [decoder.decode(0) for _ in range(10)]
+        decoder.reset()
+        decoder.prefill([*shared, *PROMPT], 0)
+        assert [decoder.decode(0) for _ in range(15)] == [*first, *rest], "the source is as it was"
+        decoder.copy_prefix(0, 0, 2)
+        assert decoder.tokens(2) == ()
+
+
+def test_a_copy_that_makes_no_sense_is_refused(where: Device) -> None:
+    with open_decoder(where, sequences=2) as decoder:
+        decoder.prefill(PROMPT, 0)
+        decoder.prefill(OTHER, 1)
+        for arguments, words in (
+            ((10, 0, 1), "holds 9 tokens of sequence 0; 10 cannot be copied"),
+            ((3, 0, 0), "cannot be copied to itself"),
+            ((-1, 0, 1), "count is -1"),
+            ((3, 0, 2), "there is no such sequence"),
+        ):
+            with pytest.raises(InputError, match=words):
+                decoder.copy_prefix(*arguments)
+        assert decoder.tokens(1)[:9] == tuple(OTHER), "nothing was done"
+
+
+def test_an_interrupted_copy_leaves_nothing(where: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_decoder(where, sequences=2) as decoder:
+        decoder.prefill(PROMPT, 0)
+        decoder.prefill(OTHER, 1)
+
+        def interrupt(*arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "copy", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                decoder.copy_prefix(5, 0, 1)
+        assert decoder.tokens(1) == ()
 
 
 # ------------------------------------------------------------------------------------- what breaks

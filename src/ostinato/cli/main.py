@@ -16,8 +16,10 @@ from ostinato.cli.chat import chat
 from ostinato.cli.doctor import doctor
 from ostinato.cli.endings import ending, own_process
 from ostinato.cli.generate import generate
+from ostinato.cli.graph import app as graph_app
 from ostinato.cli.inspect import inspect
 from ostinato.cli.model import app as model_app
+from ostinato.cli.serve import serve
 from ostinato.cli.tune import tune
 from ostinato.errors import InputError
 
@@ -35,12 +37,14 @@ app = typer.Typer(
 )
 app.command("generate")(generate)
 app.command("chat")(chat)
+app.command("serve")(serve)
 app.command("inspect")(inspect)
 app.command("bench")(bench)
 app.command("doctor")(doctor)
 app.command("tune")(tune)
 app.add_typer(model_app, name="model")
 app.add_typer(cache_app, name="cache")
+app.add_typer(graph_app, name="graph")
 
 
 def _version(wanted: bool) -> None:

@@ -3,7 +3,7 @@
  * Launcher and Prepared replay a graph: one comparison and one C call without the GIL.
  * Packer turns the arguments of a kernel into bytes, KernelCall launches bytes that are packed
  * already, and FunctionCall packs and launches in one call.  KernelNode sets the arguments of an
- * executable's node, and read_nodes reads a definition.
+ * executable's node, and read_nodes reads a definition.  module_listener is what CUPTI calls.
  *
  * driver/launcher.py and driver/cuda/launch.py hold the same in Python, which serves where this was
  * not built.  Only the limited API of CPython 3.11 is used, so that one build serves every later
@@ -14,7 +14,9 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <math.h>
+#include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct {
@@ -1266,7 +1268,89 @@ capture_info(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_BuildValue("iKNN", state, (unsigned long long)number, PyLong_FromVoidPtr(graph), held);
 }
 
+/* ------------------------------------------------------------------------------------- Collector
+ *
+ * CUPTI calls `note_module` inside the driver's loading of a module, on any thread and with locks
+ * of the driver held: it takes no lock of the interpreter, and only copies the code to a list of
+ * the process.  `drain_modules` gives the list to Python. */
+
+typedef struct Noted {
+    struct Noted *next;
+    size_t size;
+    char data[];
+} Noted;
+
+static _Atomic(Noted *) noted;
+static atomic_ullong noted_lost; /* modules that there was no memory for */
+
+/* CUpti_ResourceData and CUpti_ModuleResourceData */
+typedef struct {
+    void *context, *stream;
+    const struct {
+        uint32_t id;
+        size_t size;
+        const char *code;
+    } *module;
+} ResourceData;
+
+static void
+note_module(void *unused, int domain, uint32_t kind, const ResourceData *data)
+{
+    enum { RESOURCE = 3, MODULE_LOADED = 6 };
+    (void)unused;
+    if (domain != RESOURCE || kind != MODULE_LOADED || data == NULL || data->module == NULL ||
+        data->module->code == NULL || data->module->size == 0)
+        return;
+    size_t size = data->module->size;
+    Noted *made = malloc(sizeof(Noted) + size);
+    if (made == NULL) {
+        atomic_fetch_add(&noted_lost, 1);
+        return;
+    }
+    made->size = size;
+    memcpy(made->data, data->module->code, size);
+    made->next = atomic_load(&noted);
+    while (!atomic_compare_exchange_weak(&noted, &made->next, made))
+        ;
+}
+
+static PyObject *
+drain_modules(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    PyObject *list = PyList_New(0);
+    if (list == NULL)
+        return NULL;
+    Noted *next = atomic_exchange(&noted, NULL);
+    int failed = 0;
+    while (next != NULL) {
+        Noted *one = next;
+        next = one->next;
+        PyObject *bytes = failed ? NULL : PyBytes_FromStringAndSize(one->data, (Py_ssize_t)one->size);
+        failed |= bytes == NULL || PyList_Append(list, bytes) < 0;
+        Py_XDECREF(bytes);
+        free(one);
+    }
+    if (!failed)
+        return Py_BuildValue("NK", list, (unsigned long long)atomic_load(&noted_lost));
+    Py_DECREF(list);
+    return NULL;
+}
+
+static PyObject *
+module_listener(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return PyLong_FromVoidPtr((void *)(uintptr_t)note_module);
+}
+
 static PyMethodDef module_methods[] = {
+    {"drain_modules", drain_modules, METH_NOARGS,
+     "drain_modules($module, /)\n--\n\nThe code of the modules that were loaded since the last call, "
+     "the newest first, and how many there was no memory for."},
+    {"module_listener", module_listener, METH_NOARGS,
+     "module_listener($module, /)\n--\n\nThe address of a CUpti_CallbackFunc that notes the code of "
+     "each module that is loaded."},
     {"capture_info", capture_info, METH_VARARGS,
      "capture_info($module, calls, context, stream, /)\n--\n\nCalls cuStreamGetCaptureInfo_v3.\n\n"
      "`calls`: its address and that of cuCtxGetCurrent.  Returns a status that is not 0, or (state, "

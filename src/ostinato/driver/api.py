@@ -37,6 +37,7 @@ __all__ = [
     "CaptureMode",
     "CaptureStatus",
     "ChildGraphNodeParams",
+    "ConditionDefaults",
     "ConditionalHandle",
     "ConditionalKind",
     "ConditionalNodeParams",
@@ -54,6 +55,7 @@ __all__ = [
     "ExecHandle",
     "FreeNodeParams",
     "FrozenGraph",
+    "FunctionCode",
     "FunctionHandle",
     "FunctionInfo",
     "GraphHandle",
@@ -195,6 +197,28 @@ class FunctionInfo:
     registers: int
     static_shared: int
     local: int
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCode:
+    """The code of a loaded function, and what was set on it, for another process to load.
+
+    `kind` is that of an `Image`.  A compiled one has its `data`; a kernel of the host has `target`,
+    "module:name", where the process that loads it finds the same Python object.
+    """
+
+    name: str
+    """The entry name in the image."""
+    kind: str
+    data: bytes = field(default=b"", repr=False)
+    target: str = ""
+    shared: int = 0
+    """Bytes of dynamic shared memory that its launches may ask for; 0 for what every function may
+    have."""
+    carveout: int = -1
+    """How much of the memory beside the L1 cache it prefers to be shared, in percent; -1: unset."""
+    wide_clusters: bool = False
+    """Whether clusters of more than 8 blocks are allowed."""
 
 
 def _dim3(value: int | Sequence[int], what: str) -> Dim3:
@@ -537,6 +561,14 @@ class ConditionalNodeParams:
 
 
 @dataclass(frozen=True, slots=True)
+class ConditionDefaults:
+    """How a condition was made: its first value, and whether each launch begins with it."""
+
+    default: int
+    reset_at_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
 class OpaqueNodeParams:
     """A node that this library shows but neither makes nor changes; `why` has the reason."""
 
@@ -840,6 +872,20 @@ class Driver(Protocol):
         """Lets launches ask for up to `nbytes` of dynamic shared memory (over 48 KiB)."""
         ...
 
+    def function_code(self, function: FunctionHandle) -> FunctionCode:
+        """The code of a function, for another process.  Status NOT_FOUND, with the reason, where
+        this process does not have it, or another one could not find it."""
+        ...
+
+    def code_image(self, code: FunctionCode) -> Image:
+        """What `module_load` takes for such code.  Status INVALID_IMAGE, with the reason, if this
+        process cannot have it."""
+        ...
+
+    def function_restore(self, function: FunctionHandle, code: FunctionCode) -> None:
+        """Sets on a function that was loaded again what had been set on it before."""
+        ...
+
     def function_occupancy(self, function: FunctionHandle, threads: int, shared: int) -> int:
         """Blocks of that size that one multiprocessor holds at once."""
         ...
@@ -959,6 +1005,10 @@ class Driver(Protocol):
         self, graph: GraphHandle, *, default: int = 0, reset_at_launch: bool = True
     ) -> ConditionalHandle:
         """A condition for one conditional node of `graph` (or of a body inside it)."""
+        ...
+
+    def condition_defaults(self, handle: ConditionalHandle) -> ConditionDefaults | None:
+        """How a condition was made; None for one that another library made."""
         ...
 
     # --- executables

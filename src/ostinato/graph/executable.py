@@ -317,7 +317,7 @@ class GraphExec(Launcher, Closeable):
             stream.enter("a graph whose definition is closed", Entry.ONCE)
             self._launch_checked(stream)
             return
-        other = self._toggled or self._shadow.changed or self._shadow.grown
+        other = self.changed
         stream.enter(
             "a graph that was changed since it was made" if other else "graph",
             Entry.ONCE if other else Entry.WORK,
@@ -412,6 +412,11 @@ class GraphExec(Launcher, Closeable):
                 params = params.params
             kept = tuple((f"owner {i}", owner) for i, owner in enumerate(owners))
             self._apply([Change(found, params, kept, whole=True, signature=signature)])
+
+    @property
+    def changed(self) -> bool:
+        """Whether it may do other work than its graph says: it, or the graph, was changed since."""
+        return self._toggled or self._shadow.changed or self._shadow.grown
 
     def patch(self, node: Node | int, argument: int | str, value: object) -> None:
         """Sets one kernel argument, by index or, where the signature is known, by name.

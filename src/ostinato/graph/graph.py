@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
@@ -42,9 +43,11 @@ from ostinato.graph.launching import prepare_node
 from ostinato.graph.node import Argument, LazyArguments, Node, NodeLabel
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
-from ostinato.memory.ranges import KnownRanges
+from ostinato.memory.ranges import KnownRanges, Target
 
 if TYPE_CHECKING:
+    from ostinato.graph.disk.save import Keeping
+    from ostinato.graph.disk.survey import Twin
     from ostinato.graph.executable import GraphExec
     from ostinato.graph.show.diff import GraphDiff
     from ostinato.graph.show.outline import Outline
@@ -582,6 +585,46 @@ class Graph(Closeable):
         from ostinato.graph.show.digest import digest
 
         return digest(self.outline(readable=False))
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        inputs: Mapping[str, Target] | None = None,
+        outputs: Mapping[str, Target] | None = None,
+        constants: Mapping[str, Target] | None = None,
+        keeping: Keeping = "stored",
+        twin: Twin | None = None,
+        check: bool = True,
+        code: str | Path | None = None,
+    ) -> None:
+        """Writes the graph to a file that `load_graph` reads, in any process on such a device.
+
+            graph.save("step.graph", inputs={"x": x}, outputs={"y": y}, constants=weights)
+
+        Named are buffers and device arrays of any library: `inputs` are read, `outputs` written,
+        state is both.  `constants` are never written; `keeping`: the file has their content
+        ("stored"), or they are given when it is loaded ("by name").  All other memory is scratch.
+        `twin`: a second capture, which proves which words are addresses; without one, signatures
+        and live allocations decide.  `code`: a folder for the kernels' images, to share.
+
+        Launches the graph twice, puts all memory back, and checks the file in a fresh process with
+        other memory at other addresses (`check`) before it is put in place.  Raises GraphFileError
+        for what cannot be saved, with the node and the reason; docs/graph-file.md has all of it.
+        """
+        from ostinato.graph.disk.save import save
+
+        save(
+            self,
+            Path(path),
+            inputs=inputs or {},
+            outputs=outputs or {},
+            constants=constants or {},
+            keeping=keeping,
+            twin=twin,
+            check=check,
+            code=None if code is None else Path(code),
+        )
 
     # --- lifetime
     def __repr__(self) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ostinato.models.files.checkpoint import Checkpoint as Checkpoint
     from ostinato.models.files.open import open_checkpoint as open_checkpoint
     from ostinato.models.generate import TextGenerator as TextGenerator
+    from ostinato.models.generation import AnswerText as AnswerText
     from ostinato.models.generation import Generation as Generation
     from ostinato.models.generation import Summary as Summary
     from ostinato.models.program import KernelCall as KernelCall
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ostinato.models.weights import weight_shapes as weight_shapes
 
 _HOMES = {
+    "AnswerText": "generation",
     "BatchRun": "run",
     "Checkpoint": "files.checkpoint",
     "Conversation": "conversation",

@@ -189,6 +189,17 @@ class Decoder(Closeable):
         )
 
     # --- settings
+    @property
+    def spins(self) -> bool:
+        """Whether the host looks for a token in a loop for a while before it waits: some µs faster,
+        and no other thread gets the interpreter meanwhile.  By itself as the backend wants it; a
+        program with other threads that have work to do sets it to False, between steps."""
+        return self._stepper.ring.spins
+
+    @spins.setter
+    def spins(self, wanted: bool) -> None:
+        self._stepper.ring.spins = bool(wanted)
+
     def set_sampling(
         self, options: SamplingOptions, sequence: int = 0, *, limit: int | None = None
     ) -> None:
@@ -267,6 +278,28 @@ class Decoder(Closeable):
         self._end_run("keep_common")
         return one.keep_common(found)
 
+    def copy_prefix(self, count: int, source: int, target: int) -> None:
+        """Makes the first `count` tokens of a sequence's cache those of another one's too, in place
+        of all that one had; what follows them is then for `prefill`.
+
+        On the device, behind the work of both.  Raises InputError if the source's cache does not
+        hold so many, or is the target's.
+        """
+        one, other = self._sequences[source], self._sequences[target]
+        count = whole(count, "count", 0)
+        if one is other:
+            raise InputError(f"sequence {source} cannot be copied to itself; truncate it")
+        if count > one.length:
+            raise InputError(
+                f"the cache holds {one.length} tokens of sequence {source}; {count} cannot be "
+                "copied"
+            )
+        self._begin("copy_prefix")
+        other.truncate(0)  # first: an interrupted copy must not be taken for a whole one
+        self.plan.copy_sequence(self.stream, one.index, other.index)
+        other.tokens[:] = one.tokens[:count]
+        other.length = count
+
     # --- steps
     def prefill(
         self,
@@ -290,6 +323,18 @@ class Decoder(Closeable):
         del one.tokens[one.length :]
         one.on_device = one.stopped = False
         return self._stepper.prompt(one, found, progress)
+
+    def extend(self, tokens: Iterable[int], sequence: int = 0) -> None:
+        """As `prefill`, but no token is chosen after these: more of the prompt is to come.
+
+        Launches the steps and does not wait for them.  Raises InputError as `prefill`.
+        """
+        one = self._sequences[sequence]
+        found = self._sequences.prompt(tokens, one)
+        self._begin("extend")
+        del one.tokens[one.length :]
+        one.on_device = one.stopped = False
+        self._stepper.prompt(one, found, choose=False)
 
     def decode(self, sequence: int = 0) -> int:
         """One more token of a sequence.

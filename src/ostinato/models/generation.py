@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -12,10 +12,10 @@ from ostinato import Device
 from ostinato.errors import ClosedError
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import SamplingOptions
-from ostinato.models.stop_strings import StopMatcher
-from ostinato.models.text.tokenizer import IncrementalDecoder, Tokenizer
+from ostinato.models.stop_strings import StopMatcher, checked_stops
+from ostinato.models.text.tokenizer import Tokenizer
 
-__all__ = ["Generation", "Generator", "Summary"]
+__all__ = ["AnswerText", "Generation", "Generator", "Summary"]
 
 
 class Generator(Protocol):
@@ -92,6 +92,30 @@ class Summary:
         return "\n".join(lines)
 
 
+class AnswerText:
+    """The text of an answer as its tokens come; ends before the first of the texts in `stops`.
+
+    No piece holds part of a character, and none the beginning of a text that may end the answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: str | Iterable[str] = ()) -> None:
+        self._out = tokenizer.stream_decoder()
+        self._stops = StopMatcher(checked_stops(stop))
+
+    def push(self, token: int, *, last: bool = False) -> tuple[str, bool]:
+        """Takes a token: what is certain of the text now, and whether a stop text ended it.
+
+        `last`: nothing follows, so nothing is held back.  Raises InputError for an unknown token.
+        """
+        piece = self._out.push(token)
+        if last:
+            piece += self._out.finish()
+        piece, stopped = self._stops.push(piece)
+        if last and not stopped:
+            piece += self._stops.finish()
+        return piece, stopped
+
+
 class Generation:
     """One answer: an iterator over pieces of text, and its summary so far.
 
@@ -115,7 +139,7 @@ class Generation:
         self._prompt = tuple(prompt)
         self._sampling = sampling
         self._cached = cached
-        self._stops = StopMatcher(stops)
+        self._out = AnswerText(generator.tokenizer, stops)
         self._progress = progress
         self._per_launch = tokens_per_launch
         self._before = generator.decoder.statistics()
@@ -164,9 +188,8 @@ class Generation:
 
     def _run(self) -> Iterator[str]:
         decoder = self._generator.decoder
-        out = self._generator.tokenizer.stream_decoder()
         first = decoder.prefill(self._prompt[self._cached :], progress=self._progress)
-        piece, over = self._next(out, first)
+        piece, over = self._next(first)
         if piece:
             yield piece
         if over:
@@ -174,31 +197,28 @@ class Generation:
         # The next tokens are computed while the caller works with this piece.
         with decoder.run(tokens_per_launch=self._per_launch) as tokens:
             for token in tokens:
-                piece, over = self._next(out, token)
+                piece, over = self._next(token)
                 if piece:
                     yield piece
                 if over:
                     return
 
-    def _next(self, out: IncrementalDecoder, token: int) -> tuple[str, bool]:
+    def _next(self, token: int) -> tuple[str, bool]:
         """Takes a token: its piece of text, and whether it is the last."""
         decoder = self._generator.decoder
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self._tokens.append(token)
-        piece, ended = out.push(token), token in decoder.stop_tokens
+        ended = token in decoder.stop_tokens
         over = ended or decoder.stopped()
         if over:
             full = len(self._prompt) + len(self._tokens) > decoder.plan.sizes.context
             length = "context" if full else "length"
             # Set before the last piece is given out: the caller may not ask for another.
             self._reason = "stop" if ended else length
-            piece += out.finish()
-        piece, stopped = self._stops.push(piece)
+        piece, stopped = self._out.push(token, last=over)
         if stopped:
             self._reason, over = "stop", True
-        elif over:
-            piece += self._stops.finish()
         if piece:
             self._pieces.append(piece)
         return piece, over

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Buffer, Device, DeviceArray, PowersOfTwo
+from ostinato import Buffer, Device, DeviceArray, PowersOfTwo, Stream, copy
 from ostinato.errors import InputError
 from ostinato.models.arguments import whole
 from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
@@ -183,6 +183,18 @@ class BufferPlan:
         if name in self.buffers:
             return self.buffers[name] if layer is None else self.buffers[name][layer]
         return self.weights.buffer(name, layer)
+
+    def copy_sequence(self, stream: Stream, source: int, target: int) -> None:
+        """Copies what the KV cache and the history hold of a sequence to another one's place.
+
+        All positions, also those that were never written: a layer's keys of a sequence are one
+        piece of memory, and those of some positions only are one for each head.
+        """
+        for layer in self.buffers["cache"]:
+            for part in layer:
+                copy(stream, part[target], part[source])
+        history = self.buffers["history"]
+        copy(stream, history[target], history[source])
 
     def close(self) -> None:
         """Gives the memory back, not the weights'.  Idempotent."""

@@ -131,6 +131,11 @@ class Run(Closeable, Generic[T]):
         self._over = True
         self._work.close()
 
+    def finish(self) -> None:
+        """Launches no more: the run ends once what is under way is taken, and nothing is dropped.
+        So whatever comes next goes on from the device's own state."""
+        self._left = self._launched - self._taken
+
     def end(self, by: str) -> None:
         """Ends the run on behalf of something else that is done with the decoder."""
         if not self._over and self._live and self._left != 0:

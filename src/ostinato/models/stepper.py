@@ -36,7 +36,8 @@ _PAUSE_SECONDS = (5e-5, 1e-3)  # between two looks: at first, and at most
 
 
 class TokenRing:
-    """Looks for the tokens of sequences.  `spins` as in `Backend`.
+    """Looks for the tokens of sequences.  `spins`: as in `Backend`; it can be changed between
+    steps.
 
     A token is named by its sequence and how far it is from there: `step` 1 is the one that takes
     the position after the last in the cache.
@@ -48,7 +49,7 @@ class TokenRing:
         self.size: int = ring.shape[1]
         """Tokens of a sequence that may be there and not yet taken."""
         self._stream = stream
-        self._spins = spins
+        self.spins = spins
 
     def forget(self, sequence: Sequence, step: int) -> None:
         """Clears the entry that a token will take; no step that writes it may be under way."""
@@ -81,7 +82,7 @@ class TokenRing:
         then.  Raises what that raises if the work failed.
         """
         missing = self._missing
-        if self._spins:
+        if self.spins:
             give_up = time.perf_counter() + _SPIN_SECONDS
             while missing(sequences, step):
                 if time.perf_counter() > give_up:
@@ -119,9 +120,11 @@ class Stepper:
         sequence: Sequence,
         tokens: Items[int],
         progress: Callable[[int, int], None] | None = None,
+        *,
+        choose: bool = True,
     ) -> int:
         """Puts tokens behind what the KV cache holds of a sequence, in pieces; returns the token
-        that is chosen after them.
+        that is chosen after them.  Unless it is to `choose` one: then -1, without a wait.
 
         Raises ModelError if the logits hold NaN.
         """
@@ -129,7 +132,7 @@ class Stepper:
         with self.phases.measure("prefill", len(tokens)):
             for start in range(0, len(tokens), largest):
                 piece = tokens[start : start + largest]
-                last = start + largest >= len(tokens)
+                last = choose and start + largest >= len(tokens)
                 end = self._plan.sizes.piece_end(len(piece))
                 rows = prompt_rows(
                     self._rows, sequence.index, piece, sequence.length, sample=last, end=end

@@ -31,6 +31,8 @@ class KeyState:
     runs: int = 0
     replays: int = 0
     refusals: int = 0
+    looked: bool = False
+    """Whether the step's store was asked for its graph."""
     quarantine: tuple[Reason, str] | None = None
     submitted: tuple[Submission, ...] | None = None
     """What the last warm-up submitted."""

@@ -119,6 +119,11 @@ class DeviceSizes:
         """The memory of all sizes."""
         return [scalar.range for scalar in self._scalars.values()]
 
+    @property
+    def memory(self) -> dict[str, MemoryRange]:
+        """The memory of all sizes, by names for graph files."""
+        return {f"size.{name}": scalar.range for name, scalar in self._scalars.items()}
+
     def scalar(self, name: str, stream: Stream) -> DeviceScalar:
         """The uint32 on the device that holds a size.  This call and all later ones write it.
 

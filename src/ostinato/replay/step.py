@@ -26,7 +26,7 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from ostinato import settings as _settings
-from ostinato.cache import GraphCache, parse_bytes
+from ostinato.cache import GraphCache, GraphStore, parse_bytes
 from ostinato.driver.api import CaptureMode, CaptureStatus
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.forking import new_lock
@@ -37,6 +37,8 @@ from ostinato.errors import (
     ClosedError,
     ContextPoisonedError,
     EagerRunError,
+    GraphError,
+    GraphFileError,
     InputError,
     OstinatoError,
     StateLostError,
@@ -58,7 +60,7 @@ from ostinato.replay.key_state import TIMED_EVERY, KeyState, remember
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide, fall_back
 from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
 from ostinato.replay.sizes import Call, DeviceSizes, StepKey, bucket_of, checked_sizes
-from ostinato.replay.slots import Slot, check_slots, check_verify
+from ostinato.replay.slots import Role, Slot, check_slots, check_verify
 from ostinato.replay.statistics import Counts, StepStatistics
 from ostinato.settings import ReplaySettings
 from ostinato.state import DeviceScalar
@@ -121,6 +123,11 @@ class GraphedStep(Closeable):
     loop.  Its graph must do the same as `run`, which is still called for eager runs.  An exception
     of either quarantines the key.
 
+    `store`: a key's graph is restored from it when the key is first called, bound to the slots'
+    buffers, without a warm-up; one that does not fit is captured as usual (`store.statistics()`
+    says why).  `save` writes the step's graphs.  The store names what the step reads besides its
+    slots, such as weights.
+
     `enabled` None: graphs are on unless OSTINATO_NO_GRAPHS is "1".  `settings` take precedence over
     the environment; giving a `profile` switches profiling on.
 
@@ -152,6 +159,7 @@ class GraphedStep(Closeable):
         pool: CapturePool | None = None,
         settings: ReplaySettings | None = None,
         profile: ReplayProfile | None = None,
+        store: GraphStore | None = None,
     ) -> None:
         if build not in ("capture", "record"):
             raise InputError(f'build={build!r}: "capture" or "record"')
@@ -168,6 +176,7 @@ class GraphedStep(Closeable):
         self.cache = cache
         self.name: str = name or str(getattr(run, "__qualname__", type(run).__name__))
         self.slots = tuple(slots)
+        self.store = store
         self.build = build
         self.warmups = warmups
         self.enabled = _settings.graphs_enabled(enabled)
@@ -301,6 +310,8 @@ class GraphedStep(Closeable):
             counts.calls += 1
             counts.used += call.used
             counts.padded += call.room
+            if self.store is not None and not state.looked:
+                self._restore(call, state)
             # Held, so that another thread's eviction cannot close it before it is launched.
             with self.cache.hold(call.key) as executable:
                 executable = self._usable(call, executable)
@@ -310,6 +321,56 @@ class GraphedStep(Closeable):
             if decision.action is Action.BUILD:
                 return self._build(call, state, decision)
             return self._run_eager(call, state, decision)
+
+    def save(self, *, check: bool = True) -> dict[StepKey, str]:
+        """Writes the graphs that the step has now to its store; returns why some were not written.
+
+        Raises InputError for a step without a store.
+        """
+        if self.store is None:
+            raise InputError(f"the step {self.name!r} has no store; give it one (store=)")
+        refused: dict[StepKey, str] = {}
+        with self._lock, self.stream.turn.lock:
+            inputs, outputs = self._memory()
+            for key in [key for key in self._keys if isinstance(key, StepKey)]:
+                with self.cache.hold(key) as executable:
+                    if executable is None:
+                        continue
+                    self._sizes.set(dict(key.sizes), self.stream)  # the check launches it
+                    try:
+                        if executable.changed:
+                            raise GraphFileError("its executable was changed since it was made")
+                        self.store.save(
+                            key, executable.graph, inputs=inputs, outputs=outputs, check=check
+                        )
+                    except (GraphError, InputError) as error:
+                        refused[key] = str(error)
+        return refused
+
+    def _memory(self) -> tuple[dict[str, object], dict[str, object]]:
+        """What a launch reads and what it writes, by the slots' names and the sizes'."""
+        read, written = (Role.INPUT, Role.STATE), (Role.OUTPUT, Role.STATE)
+        inputs: dict[str, object] = {
+            # The padding of an output is left as it was.
+            slot.name: slot.buffer
+            for slot in self.slots
+            if slot.role in read or (slot.role is Role.OUTPUT and slot.size is not None)
+        }
+        outputs: dict[str, object] = {s.name: s.buffer for s in self.slots if s.role in written}
+        return inputs | self._sizes.memory, outputs
+
+    def _restore(self, call: Call, state: KeyState) -> None:
+        """Takes a key's graph from the store, if there is one that fits."""
+        if call.key in self.cache or self.stream.context.captures:
+            return
+        assert self.store is not None
+        state.looked = True
+        self._sizes.begin(call.sizes, self.stream)
+        inputs, outputs = self._memory()
+        loaded = self.store.restore(call.key, inputs | outputs)
+        if loaded is not None:
+            self._keys.add(call.key)
+            self.cache.install(call.key, loaded.instantiate(upload=self.stream))
 
     def prepare(self, **sizes: int) -> Decision:
         """Makes the graph of these sizes now, by capture; nothing runs.

@@ -7,6 +7,8 @@ those below it, and keeps what it must remember of a handle:
     graphs           definitions, their nodes and edges
     streams          streams, events, captures
     modules          modules, functions, eager launches
+    collecting       the machine code of other libraries' kernels
+    variables        the variables in a cubin
     core             checked calls in the right context, memory
     nodes, launch    our records to cuda.h's structures and back
     host_functions   Python functions that CUDA calls
@@ -24,7 +26,9 @@ from contextlib import contextmanager, suppress
 from ctypes import byref
 from typing import Any
 
+from ostinato import settings
 from ostinato.driver.api import Capabilities, CudaContext, DeviceProperties, StreamHandle
+from ostinato.driver.cuda.collecting import collect_modules
 from ostinato.driver.cuda.executables import ExecCalls
 from ostinato.driver.cuda.libcuda import BRANCHES, INSTALL, Libcuda, in_words
 from ostinato.driver.cuda.modules import IMAGE_KINDS
@@ -43,6 +47,8 @@ class CudaDriver(ExecCalls):
     """
 
     def __init__(self, ordinal: int = 0) -> None:
+        if settings.COLLECT_MODULES.read():
+            collect_modules()  # before anything is loaded
         lib = Libcuda()  # first: without it, importing cuda.core takes 0.5 s and 35 MB for nothing
         # The driver takes as long to start as cuda.core to import: 0.2 s each, here side by side.
         with ThreadPoolExecutor(1, thread_name_prefix="ostinato-open") as beside:

@@ -19,6 +19,7 @@ from ostinato.driver.api import (
     ConditionalHandle,
     ConditionalKind,
     ConditionalNodeParams,
+    ConditionDefaults,
     Edge,
     EdgeData,
     EdgeType,
@@ -470,9 +471,13 @@ class GraphCalls(StreamCalls, ModuleCalls):
     ) -> ConditionalHandle:
         flags = _ASSIGN_DEFAULT if reset_at_launch else 0
         symbol = "cuGraphConditionalHandleCreate"
-        return ConditionalHandle(
-            self._handle("conditional_create", symbol, graph, self._context, default, flags)
-        )
+        handle = self._handle("conditional_create", symbol, graph, self._context, default, flags)
+        self._conditionals.note(graph, handle, ConditionDefaults(default, reset_at_launch))
+        return ConditionalHandle(handle)
+
+    def condition_defaults(self, handle: ConditionalHandle) -> ConditionDefaults | None:
+        self._require_on("condition_defaults")
+        return self._conditionals.defaults(handle)
 
     def _set(
         self, seam: str, node: NodeHandle, params: NodeParams, executable: ExecHandle | None
@@ -721,6 +726,15 @@ class _Conditionals:
     def __init__(self) -> None:
         self._params: dict[int, ConditionalNodeParams] = {}
         self._in_graph: dict[int, set[int]] = {}
+        self._made: dict[int, dict[int, ConditionDefaults]] = {}
+        """Graph to the conditions that were made for it."""
+
+    def note(self, graph: int, handle: int, defaults: ConditionDefaults) -> None:
+        self._made.setdefault(graph, {})[handle] = defaults
+
+    def defaults(self, handle: int) -> ConditionDefaults | None:
+        found = (made.get(handle) for made in reversed(list(self._made.values())))
+        return next((defaults for defaults in found if defaults is not None), None)
 
     def add(self, graph: int, node: int, params: ConditionalNodeParams) -> None:
         self._params[node] = params
@@ -730,6 +744,7 @@ class _Conditionals:
         return self._params.get(node)
 
     def forget_graph(self, graph: int) -> None:
+        self._made.pop(graph, None)
         for node in self._in_graph.pop(graph, set()):
             self.forget_node(node)
 

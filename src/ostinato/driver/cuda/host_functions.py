@@ -38,9 +38,9 @@ _functions: dict[int, Callable[[], object]] = {}
 _CallbackType = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def _run(function: Callable[[], object] | None) -> None:
+def _run(function: Callable[[], object] | None, number: int | None) -> None:
     if function is None:
-        _log.error("a host function was called after it was given up; it did not run")
+        _log.error("host function %s was called after it was given up; it did not run", number)
         return
     try:
         run_host_function(function)
@@ -49,15 +49,19 @@ def _run(function: Callable[[], object] | None) -> None:
 
 
 def _run_kept(number: int | None) -> None:
-    _run(_functions.get(number or 0))
+    _run(_functions.get(number or 0), number)
 
 
 def _run_once(number: int | None) -> None:
-    _run(_functions.pop(number or 0, None))
+    _run(_functions.pop(number or 0, None), number)
 
 
 _kept = _CallbackType(_run_kept)
 _once = _CallbackType(_run_once)
+for _callback in (_kept, _once):
+    # Never freed: the driver may call while the interpreter ends, and libffi gives the place of
+    # a function that was freed to the next one that is made.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_callback))
 _KEPT_POINTER = ctypes.cast(_kept, ctypes.c_void_p).value or 0
 _ONCE_POINTER = ctypes.cast(_once, ctypes.c_void_p).value or 0
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from ctypes import byref
 from functools import partial
 
 from ostinato.driver.api import (
+    FunctionCode,
     FunctionHandle,
     FunctionInfo,
     Image,
@@ -24,11 +26,13 @@ from ostinato.driver.api import (
     PlainLaunch,
     StreamHandle,
 )
+from ostinato.driver.cuda import collecting
 from ostinato.driver.cuda.core import CudaCalls
 from ostinato.driver.cuda.launch import PreparedLaunch, attributes_of, launch_block
 from ostinato.driver.cuda.libcuda import Libcuda, in_words
+from ostinato.driver.cuda.variables import Variable, same_content, variables_of
 from ostinato.driver.launcher import KernelTarget, function_call, kernel_call
-from ostinato.errors import Status
+from ostinato.errors import NotAvailableError, Status
 
 __all__ = ["IMAGE_KINDS", "ModuleCalls"]
 
@@ -40,6 +44,10 @@ _LOG_BYTES = 16 * 1024
 
 # CUfunction_attribute
 _MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED = 0, 1, 3, 4, 8
+_CARVEOUT, _WIDE_CLUSTERS = 9, 14
+_OF_THE_CODE = (2, 5, 6, 10, 11, 12, 13)
+"""Bytes of constants, versions of PTX and of the code, the cluster that the kernel requires."""
+_EVERY_FUNCTION_SHARED = 48 * 1024
 
 _MAX_PREPARED = 4096
 
@@ -57,6 +65,8 @@ class ModuleCalls(CudaCalls):
         self._addresses = lib.address("cuLaunchKernelEx"), lib.address("cuCtxGetCurrent")
         self._functions_of: dict[int, dict[str, FunctionHandle]] = {}
         """Modules that were loaded here, and their functions that were asked for."""
+        self._images: dict[int, Image] = {}
+        """What those modules were loaded from."""
         self._infos: dict[int, FunctionInfo] = {}
         """Only of our own modules' functions: another library may reuse a handle."""
         self._layouts: dict[int, tuple[ParameterSlot, ...]] = {}
@@ -94,10 +104,12 @@ class ModuleCalls(CudaCalls):
                 )
             raise self._error(status, seam, detail)
         self._functions_of[module.value] = {}
+        self._images[module.value] = image
         return ModuleHandle(module.value)
 
     def module_unload(self, module: ModuleHandle) -> None:
         self._call("module_unload", "cuModuleUnload", module)
+        self._images.pop(module, None)
         self._prepared.clear()  # a handle may be given again, to a function with other parameters
         for function in self._functions_of.pop(module, {}).values():
             self._infos.pop(function, None)
@@ -149,6 +161,124 @@ class ModuleCalls(CudaCalls):
         self._call(
             "function_allow_shared", "cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, nbytes
         )
+
+    def function_code(self, function: FunctionHandle) -> FunctionCode:
+        seam = "function_code"
+        name = self._function_name(seam, function)
+        image = self._image_of(function, name)
+        self._require_first_content(function, name, image)
+        shared = self._function_attribute(function, _MAX_DYNAMIC_SHARED)
+        return FunctionCode(
+            name,
+            image.kind,
+            image.data,
+            shared=shared if shared > _EVERY_FUNCTION_SHARED else 0,
+            carveout=self._function_attribute(function, _CARVEOUT),
+            wide_clusters=bool(self._function_attribute(function, _WIDE_CLUSTERS)),
+        )
+
+    def _require_first_content(self, function: int, name: str, image: Image) -> None:
+        """Raises NOT_FOUND if a variable of the function's module was changed: a file has its first
+        content alone.  Waits for the device."""
+        try:
+            variables = variables_of(image.data) if image.kind == "cubin" else ()
+        except (ValueError, IndexError, struct.error):
+            variables = ()
+        if not variables:
+            return
+        seam = "function_code"
+        module = self._handle(seam, "cuFuncGetModule", function)
+        self._call(seam, "cuCtxSynchronize")
+        now = self._variables(module, variables)
+        differing = [
+            v.name for v in variables if not v.content.startswith(now.get(v.name, (0, b""))[1])
+        ]
+        if not differing:
+            return
+        # The loader puts addresses into variables: the same code is loaded again, to compare with.
+        fresh = self.module_load(image)
+        try:
+            first = self._variables(fresh, variables)
+        finally:
+            self.module_unload(fresh)
+        for variable in differing:
+            if not same_content(variable, now, first):
+                raise self._error(
+                    Status.NOT_FOUND,
+                    seam,
+                    f"the module of {name} has a variable, {variable}, that was changed after "
+                    "it was loaded, and a file has its first value alone; keep the value in a "
+                    "buffer, and give the kernel its address",
+                )
+
+    def _variables(
+        self, module: int, variables: Sequence[Variable]
+    ) -> dict[str, tuple[int, bytes]]:
+        """Where the variables of a loaded module are, and what they hold."""
+        seam = "function_code"
+        found = {}
+        for variable in variables:
+            address, size = ctypes.c_uint64(), ctypes.c_size_t()
+            out = byref(address), byref(size)
+            symbol = variable.name.encode()
+            if self._status(seam, "cuModuleGetGlobal_v2", *out, module, symbol):
+                continue  # the driver knows it by no name, as those of the compiler's own
+            content = bytearray(min(size.value, len(variable.content)))
+            if content:
+                self.memcpy_to_host(memoryview(content), address.value, StreamHandle(0))
+                found[variable.name] = address.value, bytes(content)
+        return found
+
+    def _image_of(self, function: int, name: str) -> Image:
+        """Raises NOT_FOUND with the reason."""
+        for module, functions in self._functions_of.items():
+            if function in functions.values() and module in self._images:
+                return self._images[module]
+        try:
+            found = collecting.cubins_with(name)
+        except NotAvailableError as error:
+            raise self._error(Status.NOT_FOUND, "function_code", str(error)) from None
+        if len(found) > 1:
+            # Several modules have a kernel of this name (Triton's do, compiled for other sizes).
+            looks = self._looks(function)
+            found = [data for data in found if self._looks_in(data, name) == looks]
+        if len(found) != 1:
+            raise self._error(
+                Status.NOT_FOUND,
+                "function_code",
+                f"{len(found)} modules have a kernel {name} with the same registers, memory and "
+                "parameters, so which of them was captured is not known; capture in a process "
+                "that loads only one of them",
+            )
+        return Image("cubin", found[0])
+
+    def _looks(self, function: int) -> tuple[object, ...]:
+        """What tells kernels of one name apart, as far as the driver says."""
+        attributes = (_MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS, *_OF_THE_CODE)
+        values = [self._function_attribute(function, attribute) for attribute in attributes]
+        return (*values, self._parameter_layout("function_code", function))
+
+    def _looks_in(self, cubin: bytes, name: str) -> tuple[object, ...]:
+        module = self.module_load(Image("cubin", cubin))
+        try:
+            return self._looks(self.module_function(module, name))
+        finally:
+            self.module_unload(module)
+
+    def code_image(self, code: FunctionCode) -> Image:
+        if code.kind not in IMAGE_KINDS:
+            raise self._error(
+                Status.INVALID_IMAGE, "code_image", f"this driver takes no {code.kind!r} image"
+            )
+        return Image(code.kind, code.data)
+
+    def function_restore(self, function: FunctionHandle, code: FunctionCode) -> None:
+        values = {_MAX_DYNAMIC_SHARED: code.shared, _WIDE_CLUSTERS: int(code.wide_clusters)}
+        wanted = {attribute: value for attribute, value in values.items() if value}
+        if code.carveout >= 0:
+            wanted[_CARVEOUT] = code.carveout
+        for attribute, value in wanted.items():
+            self._call("function_restore", "cuFuncSetAttribute", function, attribute, value)
 
     def function_occupancy(self, function: FunctionHandle, threads: int, shared: int) -> int:
         blocks = ctypes.c_int()

@@ -52,6 +52,7 @@ from ostinato.driver.api import (
     CaptureInfo,
     CaptureMode,
     ConditionalHandle,
+    ConditionDefaults,
     CudaContext,
     DeviceProperties,
     Driver,
@@ -60,6 +61,7 @@ from ostinato.driver.api import (
     EventHandle,
     ExecHandle,
     FrozenGraph,
+    FunctionCode,
     FunctionHandle,
     FunctionInfo,
     GraphHandle,
@@ -87,7 +89,7 @@ from ostinato.driver.host.definition import Frozen, GraphTables, Node, check_edg
 from ostinato.driver.host.executable import Executable, check_instantiable
 from ostinato.driver.host.handles import Table, new_handle
 from ostinato.driver.host.memory import bytes_of
-from ostinato.driver.host.modules import MAX_SHARED, MAX_THREADS, LoadedModule
+from ostinato.driver.host.modules import MAX_SHARED, MAX_THREADS, LoadedModule, image_of
 from ostinato.driver.host.queue import HostContext, Mark, WorkQueue
 from ostinato.driver.host.streams import Captures, Event, Stream
 from ostinato.driver.host.work import WorkCompiler
@@ -487,6 +489,18 @@ class HostDriver:
         with self._entered("function_allow_shared") as call:
             self._functions.find(call, function).allow_shared(call, nbytes)
 
+    def function_code(self, function: FunctionHandle) -> FunctionCode:
+        call = self._enter("function_code")
+        return self._functions.find(call, function).code(call)
+
+    def code_image(self, code: FunctionCode) -> Image:
+        return image_of(self._enter("code_image"), code)
+
+    def function_restore(self, function: FunctionHandle, code: FunctionCode) -> None:
+        with self._entered("function_restore") as call:
+            if code.shared:
+                self._functions.find(call, function).allow_shared(call, code.shared)
+
     def function_occupancy(self, function: FunctionHandle, threads: int, shared: int) -> int:
         call = self._enter("function_occupancy")
         return self._functions.find(call, function).occupancy(call, threads, shared)
@@ -621,6 +635,14 @@ class HostDriver:
         with self._entered("conditional_create") as call:
             definition = self._graphs.find(call, graph)
             return definition.create_condition(call, default, reset_at_launch=reset_at_launch)
+
+    def condition_defaults(self, handle: ConditionalHandle) -> ConditionDefaults | None:
+        with self._entered("condition_defaults"):
+            for definition in self._graphs.values():
+                found = definition.conditions.get(handle)
+                if found is not None:
+                    return ConditionDefaults(found.default, found.reset_at_launch)
+            return None
 
     # --- executables
 

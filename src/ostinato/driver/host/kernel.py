@@ -20,6 +20,8 @@ address (700), any other as a failed launch (719).
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +31,16 @@ import numpy.typing as npt
 
 from ostinato.driver.api import Dim3, ParameterSlot
 from ostinato.driver.signature import Access, Signature, buffer_struct
+from ostinato.errors import InputError
 
-__all__ = ["HostKernel", "HostLaunch", "PointerParameter", "host_kernel"]
+__all__ = [
+    "HostKernel",
+    "HostLaunch",
+    "PointerParameter",
+    "host_kernel",
+    "kernel_at",
+    "target_of",
+]
 
 DEFAULT_MAX_THREADS = 1024
 
@@ -129,3 +139,47 @@ def host_kernel(
         return HostKernel(entry, function, parsed, max_threads, static_shared)
 
     return decorate
+
+
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def target_of(kernel: HostKernel) -> str:
+    """Where another process finds the same kernel: "module:name".
+
+    Raises InputError with the reason if it would not find it there.
+    """
+    module = getattr(kernel.function, "__module__", None)
+    name = getattr(kernel.function, "__qualname__", None)
+    target = f"{module}:{name}"
+    if module == "__main__":
+        raise InputError(
+            f"the kernel {kernel.name!r} is defined in the program's own file, which another "
+            "process does not import; move it to a module"
+        )
+    try:
+        found = kernel_at(target)
+    except InputError as error:
+        raise InputError(
+            f"another process could not find the kernel {kernel.name!r}: {error}; define it at "
+            "the top of a module, with @host_kernel"
+        ) from None
+    if found is not kernel and (found.function, found.name) != (kernel.function, kernel.name):
+        raise InputError(f"{target} is another kernel than {kernel.name!r}")
+    return target
+
+
+def kernel_at(target: str) -> HostKernel:
+    """The kernel at "module:name"; imports the module.  Raises InputError if there is none."""
+    if not _TARGET.fullmatch(target):
+        raise InputError(f"{target!r} is no place of a kernel (module:name)")
+    module, _, path = target.partition(":")
+    try:
+        found: object = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except Exception as error:  # whatever the module raises when it is imported
+        raise InputError(f"{target} cannot be imported ({type(error).__name__}: {error})") from None
+    if not isinstance(found, HostKernel):
+        raise InputError(f"{target} is no kernel of the host, but {type(found).__name__}")
+    return found

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ostinato.driver.api import (
+    FunctionCode,
     FunctionHandle,
     FunctionInfo,
     Image,
@@ -14,10 +15,10 @@ from ostinato.driver.api import (
     ModuleHandle,
 )
 from ostinato.driver.host.handles import new_handle
-from ostinato.driver.host.kernel import HostKernel
-from ostinato.errors import Status, driver_error
+from ostinato.driver.host.kernel import HostKernel, kernel_at, target_of
+from ostinato.errors import InputError, Status, driver_error
 
-__all__ = ["MAX_SHARED", "MAX_THREADS", "LoadedFunction", "LoadedModule"]
+__all__ = ["MAX_SHARED", "MAX_THREADS", "LoadedFunction", "LoadedModule", "image_of"]
 
 MAX_THREADS = 1024
 MAX_SHARED = 227 * 1024  # what an H100 can give a block
@@ -58,6 +59,15 @@ class LoadedFunction:
                 Status.INVALID_VALUE, call, f"{nbytes} of at most {MAX_SHARED} bytes"
             )
         self.allowed_shared = max(nbytes, _DEFAULT_SHARED)
+
+    def code(self, call: str) -> FunctionCode:
+        """Raises NOT_FOUND if another process could not find the kernel."""
+        try:
+            target = target_of(self.kernel)
+        except InputError as error:
+            raise driver_error(Status.NOT_FOUND, call, str(error)) from None
+        shared = self.allowed_shared if self.allowed_shared > _DEFAULT_SHARED else 0
+        return FunctionCode(self.info.name, "host", target=target, shared=shared)
 
     def occupancy(self, call: str, threads: int, shared: int) -> int:
         """How many blocks of `threads` threads and `shared` bytes a multiprocessor holds."""
@@ -158,3 +168,15 @@ class LoadedModule:
     def unload(self) -> None:
         for function in self.functions.values():
             function.unload()
+
+
+def image_of(call: str, code: FunctionCode) -> Image:
+    """Raises INVALID_IMAGE for code that is no kernel of the host, or that is not found here."""
+    if code.kind != "host":
+        raise driver_error(
+            Status.INVALID_IMAGE, call, f"the host driver takes no {code.kind!r} image"
+        )
+    try:
+        return Image("host", functions={code.name: kernel_at(code.target)})
+    except InputError as error:
+        raise driver_error(Status.INVALID_IMAGE, call, str(error)) from None

@@ -1,0 +1,162 @@
+"""`ostinato graph`: graphs in files: save one of a model, show, run and check any."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ostinato.cli.arguments import expanded, ready_file
+from ostinato.cli.progress import fetched
+
+if TYPE_CHECKING:
+    from ostinato.graph import Graph
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Save, show, run and check graphs in files. A graph file is a program: run and check none "
+    "that you would not run.",
+)
+
+File = Annotated[Path, typer.Argument(callback=expanded, help="A graph file.", metavar="FILE")]
+Code = Annotated[
+    Path | None,
+    typer.Option("--code", callback=expanded, help="The folder of a store's kernels."),
+]
+Constants = Annotated[
+    Path | None,
+    typer.Option(
+        "--constants", callback=expanded, help="Constants by name, in a safetensors file."
+    ),
+]
+DeviceName = Annotated[str | None, typer.Option("--device", help='"host", "cuda:0", ...')]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def save(
+    path: File,
+    model: Annotated[str, typer.Option(help="As for `ostinato generate`.")] = "smollm2-135m",
+    rows: Annotated[int, typer.Option(min=1, max=64, help="Rows of the decode step.")] = 1,
+    context: Annotated[int, typer.Option(min=16, help="Positions of its cache.")] = 512,
+    device: DeviceName = None,
+) -> None:
+    """Save the decode step of a model, which runs without this library's decoder then."""
+    from ostinato.device import open_device
+    from ostinato.models.decoder import Decoder
+    from ostinato.models.files.open import open_checkpoint
+
+    ready_file(path, "FILE")
+    with (
+        open_device(device) as opened,
+        open_checkpoint(fetched(model)) as checkpoint,
+        Decoder(
+            opened, checkpoint, max_context=min(context, checkpoint.config.context_length)
+        ) as decoder,
+    ):
+        graph = decoder.graph(rows)
+        state, weights = _memory(graph)
+        graph.save(path, inputs=state, outputs=state, constants=weights)
+        print(f"{len(graph)} nodes saved to {path}")
+
+
+def _memory(graph: Graph) -> tuple[dict[str, object], dict[str, object]]:
+    """The allocations that a graph writes, and those that it only reads, by name."""
+    with graph.instantiate() as run:
+        touched = run.manifest()
+    context = graph.context
+    owners = {id(owner): owner for t in touched if (owner := context.owner_of(t.range.address))}
+    written = {id(context.owner_of(t.range.address)) for t in touched if t.written}
+    state: dict[str, object] = {}
+    weights: dict[str, object] = {}
+    for number, (key, owner) in enumerate(owners.items()):
+        name = f"{getattr(owner, 'name', '') or 'memory'}.{number}"
+        (state if key in written else weights)[name] = owner
+    return state, weights
+
+
+@app.command()
+def show(path: File, code: Code = None, as_json: AsJson = False) -> None:
+    """Show what a file holds. Needs no GPU, and loads none of its code."""
+    from ostinato.graph.disk.show import file_json, file_text
+
+    print(json.dumps(file_json(path, code)) if as_json else file_text(path, code))
+
+
+@app.command()
+def run(
+    path: File,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(callback=expanded, help="Inputs by name, in NumPy's .npz; zeros without."),
+    ] = None,
+    outputs: Annotated[
+        Path | None, typer.Option(callback=expanded, help="Write the outputs to this .npz file.")
+    ] = None,
+    constants: Constants = None,
+    code: Code = None,
+    times: Annotated[int, typer.Option(min=1, help="Launch so many times.")] = 1,
+    device: DeviceName = None,
+) -> None:
+    """Load a graph and launch it."""
+    import numpy as np
+
+    import ostinato as ost
+
+    if outputs is not None:
+        ready_file(outputs, "--outputs")
+    with ost.open_device(device) as opened:
+        stream = opened.create_stream()
+        loaded = ost.load_graph(opened, path, constants=constants, code=code)
+        given = {} if inputs is None else _arrays(inputs)
+        unknown = given.keys() - loaded.inputs.keys()
+        if unknown:
+            raise typer.BadParameter(
+                f"{', '.join(sorted(unknown))}: the graph has {', '.join(loaded.inputs)}",
+                param_hint="--inputs",
+            )
+        for name, buffer in loaded.inputs.items():
+            values = given.get(name, np.zeros(buffer.shape, buffer.dtype))
+            buffer.copy_from(values, stream)
+        executable = loaded.instantiate(upload=stream)
+        stream.synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            executable.launch(stream)
+        stream.synchronize()
+        each = (time.perf_counter() - start) / times
+        found = {name: buffer.to_numpy(stream) for name, buffer in loaded.outputs.items()}
+        if outputs is not None:
+            with outputs.open("wb") as file:
+                np.savez(file, **found)
+        print(f"{times} launches, {each * 1e6:.1f} us each")
+        for name, array in found.items():
+            print(f"{name}: {np.array2string(array, threshold=8, edgeitems=3)}")
+
+
+@app.command()
+def check(
+    path: File, constants: Constants = None, code: Code = None, device: DeviceName = None
+) -> None:
+    """Run a file on the inputs that are stored in it, and compare with its stored results."""
+    import ostinato as ost
+
+    with ost.open_device(device) as opened:
+        ost.check_graph(opened, path, constants=constants, code=code)
+        print(f"{path}: the stored results, bit by bit, on {opened.properties.name}")
+
+
+def _arrays(path: Path) -> dict[str, object]:
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as loaded:
+            return {name: loaded[name] for name in loaded.files}
+    except (OSError, ValueError, AttributeError) as error:
+        raise typer.BadParameter(f"{path}: {error}", param_hint="--inputs") from None

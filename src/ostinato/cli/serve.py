@@ -1,0 +1,183 @@
+"""`ostinato serve`: a model behind OpenAI's chat and completion endpoints."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ostinato.cli.arguments import (
+    DeviceName,
+    Eager,
+    MaxContext,
+    ModelName,
+    Threads,
+    expanded,
+    text,
+    texts,
+)
+from ostinato.cli.speaker import speaker
+
+__all__ = ["serve"]
+
+_MOST_KEYS = 1 << 20  # bytes of a file of keys
+
+
+def serve(
+    model: ModelName = "smollm2-135m",
+    host: Annotated[
+        str,
+        typer.Option(
+            callback=text,
+            help="The address to listen at; by itself, this machine alone can reach it.",
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8000,
+    slots: Annotated[
+        int, typer.Option(min=1, help="Answers that are computed at once, in one batch.")
+    ] = 8,
+    queue: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait for a slot; more get status 429.")
+    ] = 64,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            "-n",
+            min=1,
+            help="Tokens of one answer at most.  By itself what the context has room for.",
+            show_default=False,
+        ),
+    ] = None,
+    max_context: MaxContext = None,
+    max_body: Annotated[
+        int, typer.Option(min=1, help="Bytes of one request at most; larger ones get status 413.")
+    ] = 4 << 20,
+    max_choices: Annotated[
+        int, typer.Option(min=1, help="Answers that one request may ask for at most.")
+    ] = 16,
+    piece: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Tokens of new prompts that are read between two steps of the batch."
+        ),
+    ] = 256,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds for one answer, its time in the queue too; 0 for any."),
+    ] = 600.0,
+    grace: Annotated[
+        int, typer.Option(min=0, help="Seconds for the answers under way when the server stops.")
+    ] = 600,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=texts,
+            help="Clients must have this key; may be given several times.  Other users of this "
+            "machine can see it: rather use a file.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(callback=expanded, help="A file with such keys, one a line."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            callback=text,
+            help="What clients call the model.  By itself as --model says.",
+            show_default=False,
+        ),
+    ] = None,
+    reuse: Annotated[
+        bool,
+        typer.Option(
+            "--reuse/--no-reuse",
+            help="What prompts have in common with those before is not read again.  Without, the "
+            "same prompt gives the same bits whatever was before it.",
+        ),
+    ] = True,
+    device: DeviceName = None,
+    threads: Threads = None,
+    eager: Eager = False,
+) -> None:
+    """Serve a model with OpenAI's chat and completion endpoints.
+
+    Requests join and leave one batch between its steps. Under /v1 are chat/completions,
+    completions and models; /metrics is for Prometheus, /health and /ready for who supervises it.
+    SIGTERM and Ctrl-C end it when the answers under way are given; a second Ctrl-C at once.
+    """
+    from ostinato.serve.extra import require_extra
+
+    require_extra()
+    keys = (*(api_key or ()), *_keys(api_key_file))
+    if not all(key.strip() == key != "" for key in keys):
+        raise typer.BadParameter("a key is text without spaces around it", param_hint="--api-key")
+    from ostinato.serve.app import HttpLimits
+    from ostinato.serve.server import LOCAL, ServeOptions, Server
+
+    options = ServeOptions(
+        model=name or _name(model),
+        keys=keys,
+        limits=HttpLimits(max_body, max_tokens, min(max_choices, slots + queue)),
+        queue=queue,
+        piece=piece,
+        reuse=reuse,
+        seconds=timeout or None,
+        grace_seconds=grace,
+    )
+    listener = Server.bind(host, port)  # a port that is taken is known before a model is loaded
+    with (
+        listener,
+        speaker(
+            model,
+            device=device,
+            threads=threads,
+            max_context=max_context,
+            sequences=slots,
+            graphs=not eager,
+        ) as generator,
+    ):
+        server = Server(generator, options, listener)
+        if not keys and listener.getsockname()[0] not in LOCAL:
+            _say("no key is wanted, and other machines can reach this server: see --api-key")
+
+        def ready() -> None:
+            context = generator.decoder.plan.sizes.context
+            _say(
+                f"{options.model} is served at {server.url} by {generator.device.name}: {slots} "
+                f"slots of {context} tokens; Ctrl-C ends it"
+            )
+
+        try:
+            server.run(ready)
+        finally:
+            _say(server.summary())
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def _keys(file: Path | None) -> list[str]:
+    """Raises BadParameter for a file that cannot be read, or has no keys."""
+    if file is None:
+        return []
+    try:
+        with file.open(encoding="utf-8") as opened:
+            lines = opened.read(_MOST_KEYS).split("\n")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise typer.BadParameter(f"{file}: {reason}", param_hint="--api-key-file") from None
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise typer.BadParameter(f"{file} has no keys", param_hint="--api-key-file")
+    return keys
+
+
+def _name(model: str) -> str:
+    """A file or folder by its own name, everything else as it was asked for."""
+    path = Path(model)
+    return path.stem if path.is_file() else path.name if path.is_dir() else model

@@ -1,0 +1,266 @@
+"""The check of a graph file: loaded elsewhere, run on its stored inputs, compared bit by bit.
+
+Before each launch all memory but inputs and constants is filled with a pattern, and with another
+one before the second: whatever the graph reads without having written it changes its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.driver.api import KernelNodeParams, MemoryRange
+from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.driver.stream import Stream
+from ostinato.errors import GraphFileError, OstinatoError
+from ostinato.graph.disk.container import open_file, tensor_bytes
+from ostinato.graph.disk.format import NamedBuffer
+from ostinato.graph.disk.load import LoadedGraph, Loader, constants_of
+from ostinato.memory.ranges import Target
+
+__all__ = ["Trial", "check_graph"]
+
+_POISONS = (0xFF, 0x5A)  # the first is not a number in every type of floats
+_TRIES = 6
+
+
+def check_graph(
+    device: Context | HasContext,
+    path: str | Path,
+    *,
+    constants: Mapping[str, Target] | str | Path | None = None,
+    code: str | Path | None = None,
+) -> None:
+    """Loads a graph file, launches it on the inputs that are stored in it, and compares.
+
+    It launches the file's code: check none that you would not run.  `constants` and `code` as for
+    `load_graph`.  Raises GraphFileError if a result differs, or the file has nothing to compare.
+    """
+    with Trial.of(context_of(device), Path(path), constants, code, ()) as trial:
+        what = trial.difference() or trial.effect(trial.unused(), lambda _: None, alone=False)[1]
+        if what:
+            raise GraphFileError(f"{path} does not give the stored results: {what}")
+
+
+class Trial:
+    """A loaded file with what it is to be run on, and what must come out."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        graph: LoadedGraph,
+        constants: Mapping[str, npt.NDArray[Any]],
+        samples: Mapping[str, npt.NDArray[Any]],
+        stream: Stream,
+    ) -> None:
+        self._loader = loader
+        self._driver = graph.context.driver
+        self._graph = graph
+        self._constants = constants
+        self._samples = samples
+        self._stream = stream
+        self._run = graph.instantiate()
+        self._named = {buffer.name: buffer for buffer in loader.manifest.buffers}
+        whole = [b for b in loader.manifest.buffers if "constant" in b.roles]
+        nbytes = [block.nbytes for block in loader.manifest.blocks]
+        self._kept = {b.block for b in whole if b.nbytes == nbytes[b.block]}
+        """Blocks that are a constant and nothing else."""
+
+    @classmethod
+    @contextmanager
+    def of(
+        cls,
+        context: Context,
+        path: Path,
+        given_constants: Mapping[str, Any] | str | Path | None,
+        code: str | Path | None,
+        avoid: Sequence[MemoryRange],
+    ) -> Iterator[Trial]:
+        """Loads a file outside of the ranges `avoid`."""
+        given, stored = constants_of(given_constants)
+        before: list[LoadedGraph] = []
+        folder = None if code is None else Path(code)
+        with (
+            open_file(path, folder) as contents,
+            Stream(context, context.driver.stream_create(), owned=True) as stream,
+        ):
+            samples = contents.tensors()
+            if not contents.manifest.checked:
+                raise GraphFileError("it was saved with check=False, so it has no results")
+            for _ in range(_TRIES):
+                loader = Loader(context, contents, given)
+                values = loader.values(stored)
+                graph = loader.load(values)
+                if not loader.overlaps(avoid):
+                    break
+                before.append(graph)  # its memory is in the way of the next one
+            else:
+                raise GraphFileError("no other addresses are to be had here: memory is short")
+            names = contents.manifest.names("constant")
+            constants = {name: values[name] for name in names if name in values}
+            trial = cls(loader, graph, constants, samples, stream)
+            try:
+                yield trial
+            finally:
+                trial._run.close()
+                for one in (graph, *before):
+                    one.close()
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks that a launch may find in any state."""
+        blocks = self._loader.manifest.blocks
+        return [i for i, block in enumerate(blocks) if block.node is None and i not in self._kept]
+
+    def difference(self) -> str:
+        """What differs, in words, with two patterns in all memory; empty if nothing does."""
+        for poison in _POISONS:
+            for block in self.blocks:
+                self._fill(block, poison)
+            what = self._outcome()
+            if what:
+                return what
+        return ""
+
+    def blamed(
+        self, content: Mapping[int, npt.NDArray[np.uint8]], note: Callable[[int], None]
+    ) -> int | None:
+        """The block whose content the results depend on, or None.
+
+        `content`: of all blocks, as it was in the process that saved.  `note` is called with each
+        block before it is tried, as the launch may end the process.
+        """
+
+        def restore() -> None:
+            for block in self.blocks:
+                if block in content:
+                    self._write(block, 0, content[block])
+
+        restore()
+        if self._outcome():
+            return None
+        for block in self.blocks:
+            for poison in _POISONS:
+                restore()
+                self._fill(block, poison)
+                note(block)
+                if self._outcome():
+                    return block
+        return None
+
+    def unused(self) -> list[tuple[int, int, bytes]]:
+        """The bytes that the file says have no effect, for `effect`."""
+        found = []
+        for place, node in enumerate(self._loader.manifest.graph.walk()):
+            if isinstance(node.params, KernelNodeParams):
+                data = node.params.arguments.data
+                found += [
+                    (place, s.offset, data[s.offset : s.offset + s.size]) for s in node.unused
+                ]
+        return found
+
+    def effect(
+        self,
+        loose: Sequence[tuple[int, int, bytes]],
+        note: Callable[[int], None],
+        *,
+        alone: bool = True,
+    ) -> tuple[int, str]:
+        """Which bytes of arguments have an effect, and which; empty if none has.
+
+        `loose`: place of the node in the manifest's `walk`, offset, and what the second capture has
+        there.  They are tried with these values and with others, all together, and then each
+        `alone`, since two may undo each other.  `note` is called with its index before each.
+        """
+        if not loose:
+            return 0, ""
+        data = {
+            place: node.params.arguments.data
+            for place, node in enumerate(self._loader.manifest.graph.walk())
+            if isinstance(node.params, KernelNodeParams)
+        }
+
+        def arbitrary(place: int, offset: int, other: bytes) -> bytes:
+            mine = data[place][offset : offset + len(other)]
+            pairs = zip(mine, other, strict=True)
+            return bytes(a ^ 0xFF if a ^ 0xFF != b else a ^ 0x5A for a, b in pairs)
+
+        theirs = {(place, offset): other for place, offset, other in loose}
+        others = {(p, offset): arbitrary(p, offset, other) for p, offset, other in loose}
+        # The other capture's values first: the arbitrary ones may be sizes, and end the process.
+        zeros = {place: bytes(len(other)) for place, other in theirs.items()}  # flags, counts
+        for values in (theirs, others, zeros):
+            for index, place in enumerate(theirs) if alone else ():
+                note(index)
+                what = self._changed({place: values[place]})
+                if what:
+                    return index, what
+            note(0)
+            what = self._changed(values)
+            if what:
+                return 0, what
+        return 0, ""
+
+    def _changed(self, values: Mapping[tuple[int, int], bytes]) -> str:
+        """What differs with these bytes in the arguments."""
+        before = self._run
+        try:
+            with self._loader.build(self._loader.manifest.with_data(values).graph) as graph:
+                self._run = graph.instantiate()
+                with self._run:
+                    for block in self.blocks:
+                        self._fill(block, _POISONS[0])  # else what is there is the last run's
+                    return self._outcome()
+        except OstinatoError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._run = before
+
+    def _outcome(self) -> str:
+        """Runs on the stored inputs; what differs from the stored results."""
+        for name, array in self._constants.items():
+            buffer = self._named.get(name)
+            if buffer is not None and buffer.block not in self._kept:
+                self._write(buffer.block, buffer.into, tensor_bytes(array))
+        for name, buffer in self._named.items():
+            before = self._samples.get(f"inputs/{name}")
+            if before is not None:
+                self._write(buffer.block, buffer.into, self._fitting(buffer, before))
+        self._run.launch(self._stream)
+        self._stream.synchronize()
+        for name, buffer in self._named.items():
+            after = self._samples.get(f"results/{name}")
+            if after is not None:
+                wanted = self._fitting(buffer, after)
+                found = np.empty(buffer.nbytes, np.uint8)
+                address = self._loader.bases[buffer.block] + buffer.into
+                if found.size:
+                    self._driver.memcpy_to_host(found.data, address, self._stream.handle)
+                wrong = np.flatnonzero(found != wanted)
+                if wrong.size:
+                    return (
+                        f"{wrong.size} of {buffer.nbytes} bytes of {name!r} differ, the first at "
+                        f"{int(wrong[0])}"
+                    )
+        return ""
+
+    @staticmethod
+    def _fitting(buffer: NamedBuffer, array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+        flat = tensor_bytes(array)
+        if flat.nbytes != buffer.nbytes:
+            raise GraphFileError(f"the sample of {buffer.name!r} has {flat.nbytes} bytes")
+        return flat
+
+    def _write(self, block: int, into: int, data: npt.NDArray[np.uint8]) -> None:
+        if data.size:
+            address = self._loader.bases[block] + into
+            self._driver.memcpy_from_host(address, data.data, self._stream.handle)
+
+    def _fill(self, block: int, value: int) -> None:
+        nbytes = self._loader.manifest.blocks[block].nbytes
+        self._driver.memset(self._loader.bases[block], value, 1, nbytes, self._stream.handle)

@@ -1,0 +1,686 @@
+"""Saving: a graph, its code and its named memory to a file, checked in a process of its own.
+
+Memory is saved in *blocks*: what a pointer reaches together.  A block is a named buffer with all
+that is known to be used through pointers into it; where it is not known how far a pointer reaches,
+the whole rest of the allocation between named buffers.  Blocks without a name are scratch: the file
+has their sizes alone.  That nothing depends on their content is what the check finds out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.driver.api import (
+    AllocNodeParams,
+    BatchMemOpNodeParams,
+    ChildGraphNodeParams,
+    ConditionalHandle,
+    ConditionalNodeParams,
+    ConditionDefaults,
+    EventHandle,
+    EventRecordNodeParams,
+    EventWaitNodeParams,
+    FreeNodeParams,
+    FunctionHandle,
+    GraphHandle,
+    KernelNodeParams,
+    MemcpyNodeParams,
+    MemoryRange,
+    MemsetNodeParams,
+    NodeParams,
+    ParameterSlot,
+)
+from ostinato.driver.context import Context
+from ostinato.driver.signature import Access, Signature, array_interface
+from ostinato.driver.stream import Stream
+from ostinato.errors import DriverError, GraphFileError, InputError
+from ostinato.files import TEMPORARY_PREFIX
+from ostinato.graph.disk.container import write_file
+from ostinato.graph.disk.format import (
+    Block,
+    EdgeRecord,
+    FunctionRecord,
+    GraphManifest,
+    GraphRecord,
+    MachineRecord,
+    NamedBuffer,
+    NodeRecord,
+    PointerWord,
+)
+from ostinato.graph.disk.survey import (
+    Address,
+    Loose,
+    Readable,
+    Survey,
+    SurveyedGraph,
+    SurveyedNode,
+    Twin,
+    survey,
+)
+from ostinato.memory import Buffer
+from ostinato.memory.ranges import KnownRanges, Target, range_of
+
+__all__ = ["Keeping", "library_version", "save"]
+
+Keeping = Literal["stored", "by name"]
+"""Whether a file has the content of constants, or who loads it gives them."""
+
+_CHECK_SECONDS = 120.0
+_MOST_LOOSE = 1024  # each is tried by itself in the check
+
+
+class Runnable(Protocol):
+    """An executable graph, as far as it is used here."""
+
+    def launch(self, stream: Stream) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Savable(Readable, Protocol):
+    """What is asked of a graph here (`graph.Graph`)."""
+
+    @property
+    def before_launch(self) -> object: ...
+
+    def require_launchable(self) -> None: ...
+
+    def instantiate(self) -> Runnable: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A named buffer: where it is and what it is."""
+
+    name: str
+    roles: tuple[str, ...]
+    memory: MemoryRange
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A block where it is now, and the nodes that touch it."""
+
+    memory: MemoryRange
+    names: tuple[str, ...]
+    pinned: bool
+    node: int | None
+    users: tuple[str, ...]
+    only_read: bool
+    """Whether every user is known to read it alone."""
+
+    def __str__(self) -> str:
+        users = ", ".join(self.users[:6]) + (", …" if len(self.users) > 6 else "")
+        return f"{self.memory.nbytes} bytes at {self.memory.address:#x} (used by {users})"
+
+
+def save(
+    graph: Savable,
+    path: Path,
+    *,
+    inputs: Mapping[str, Target],
+    outputs: Mapping[str, Target],
+    constants: Mapping[str, Target],
+    keeping: Keeping,
+    twin: Twin | None,
+    check: bool,
+    code: Path | None,
+) -> None:
+    """See `Graph.save`."""
+    if keeping not in ("stored", "by name"):
+        raise InputError(f'keeping={keeping!r}: "stored" or "by name"')
+    graph.require_launchable()
+    if graph.before_launch is not None:
+        raise GraphFileError(
+            "the graph draws random numbers, and the state of their generator is moved on before "
+            "each launch by what is no part of the graph; draw the numbers outside of the graph, "
+            "into a named buffer"
+        )
+    context = graph.context
+    context.synchronize()
+    named = _named(inputs, outputs, constants)
+    found = survey(graph, {n: one.memory for n, one in named.items()}, twin)
+    loose = [(place, one) for place, node in enumerate(found.graph.walk()) for one in node.loose]
+    if len(loose) > (_MOST_LOOSE if check else 0):
+        many = f"{len(loose)} such places are too many to try" if check else ""
+        raise GraphFileError(f"{loose[0][1].why} ({many or 'check=False tries nothing'})")
+    pieces = _pieces(found, named, context)
+    plan = _Plan(graph, found, named, pieces, keeping)
+    manifest, images = plan.manifest(checked=check)
+    with _idle_stream(context) as stream:
+        content = _Content(context, stream, pieces)
+        tensors = plan.constants(content.first)
+        for name in plan.given:
+            tensors[f"inputs/{name}"] = plan.view(content.first, name)
+        rest: dict[str, npt.NDArray[Any]] = {}
+        if check:
+            after = _reference(graph, stream, content, plan)
+            for name in plan.changing:
+                tensors[f"results/{name}"] = plan.view(after, name)
+            rest = {} if keeping == "stored" else plan.all_constants(content.first)
+    if not check:
+        write_file(path, manifest, images, tensors, code)
+        return
+    draft = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        write_file(draft, manifest, images, tensors, code)
+        _check(draft, context, pieces, rest, content, code, loose)
+        draft.replace(path)
+    except OSError as error:
+        raise GraphFileError(f"{path} cannot be written ({error}); nothing was saved") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def _named(
+    inputs: Mapping[str, Target], outputs: Mapping[str, Target], constants: Mapping[str, Target]
+) -> dict[str, _Named]:
+    """The named buffers.  Raises InputError for two of one name that are not the same memory."""
+    found: dict[str, _Named] = {}
+    for role, targets in (("input", inputs), ("output", outputs), ("constant", constants)):
+        for name, target in targets.items():
+            if not isinstance(name, str) or not name:
+                raise InputError(f"{name!r} is no name of an {role}: a text is needed")
+            memory = range_of(target, f"{role} {name!r}")
+            shape, dtype = _kind_of(target, memory)
+            made = _Named(
+                name, (role,), memory, shape, dtype, bool(getattr(target, "pinned", False))
+            )
+            known = found.get(name)
+            if known is not None and known.memory != memory:
+                raise InputError(f"{name!r} is the name of two buffers; give each its own")
+            if known is not None and "constant" in (*known.roles, role):
+                raise InputError(f"{name!r} is a constant and something else; it is one of them")
+            found[name] = made if known is None else replace(known, roles=(*known.roles, role))
+    return found
+
+
+def _kind_of(target: Target, memory: MemoryRange) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type; bytes where they are not known, or the elements are not in order."""
+    plain = (memory.nbytes,), np.dtype(np.uint8)
+    if isinstance(target, Buffer):
+        shape, dtype = target.shape, target.dtype
+    else:
+        interface = array_interface(target)
+        if interface is None or interface.get("strides") is not None:
+            return plain
+        try:
+            dtype = np.dtype(str(interface["typestr"]))
+        except TypeError:
+            return plain
+        shape = tuple(int(n) for n in interface["shape"])
+    sound = dtype.kind in "biufc" and int(np.prod(shape)) * dtype.itemsize == memory.nbytes
+    return (shape, dtype) if sound else plain
+
+
+def _pieces(found: Survey, named: Mapping[str, _Named], context: Context) -> list[_Piece]:
+    """The blocks, in the order of their addresses, those of alloc nodes last."""
+    taken = [MemoryRange(one.memory.address, max(1, one.memory.nbytes)) for one in named.values()]
+    live = KnownRanges(context.driver.memory_range)
+    ranges = list(taken)
+    for node in found.graph.walk():
+        for address in node.addresses:
+            if any(memory.holds(address.value) for memory in found.allocated.values()):
+                continue
+            if address.reach:
+                ranges.append(MemoryRange(address.value, address.reach))
+            elif not any(memory.holds(address.value) for memory in taken):
+                gap = _gap(address, taken, live)
+                if gap is not None:
+                    ranges.append(gap)
+    merged: list[MemoryRange] = []
+    for memory in sorted(ranges, key=lambda m: m.address):
+        if merged and memory.address < merged[-1].end:
+            end = max(merged[-1].end, memory.end)
+            merged[-1] = MemoryRange(merged[-1].address, end - merged[-1].address)
+        else:
+            merged.append(memory)
+    pieces = [_piece(memory, None, found, named, context) for memory in merged]
+    for index, memory in found.allocated.items():
+        pieces.append(_piece(memory, index, found, {}, context))
+    return pieces
+
+
+def _gap(address: Address, taken: Sequence[MemoryRange], live: KnownRanges) -> MemoryRange | None:
+    """What lies around an address between the named buffers of its allocation; None for the place
+    right behind a named buffer."""
+    allocation = live(address.value)
+    if allocation is None:
+        return None
+    start = max((m.end for m in taken if m.end <= address.value), default=0)
+    end = min((m.address for m in taken if m.address > address.value), default=allocation.end)
+    start, end = max(start, allocation.address), min(end, allocation.end)
+    return MemoryRange(start, end - start)
+
+
+def _piece(
+    memory: MemoryRange,
+    node: int | None,
+    found: Survey,
+    named: Mapping[str, _Named],
+    context: Context,
+) -> _Piece:
+    inside = [one for one in named.values() if memory.holds(one.memory.address)]
+    users: list[str] = []
+    access = Access(0)
+    for entry in found.graph.walk():
+        mine = [a for a in entry.addresses if memory.holds(a.value)]
+        if mine:
+            users.append(entry.path)
+        for address in mine:
+            access |= address.access
+    owner = context.owner_of(memory.address) if node is None else None
+    pinned = any(one.pinned for one in inside) or bool(getattr(owner, "pinned", False))
+    return _Piece(
+        memory,
+        tuple(one.name for one in inside),
+        pinned,
+        node,
+        tuple(users),
+        bool(users) and Access.WRITE not in access,
+    )
+
+
+# ------------------------------------------------------------------------------------- the manifest
+
+
+class _Plan:
+    """What the file will say, and where its named buffers are in the blocks."""
+
+    def __init__(
+        self,
+        graph: Savable,
+        found: Survey,
+        named: Mapping[str, _Named],
+        pieces: Sequence[_Piece],
+        keeping: Keeping,
+    ) -> None:
+        self._graph = graph
+        self._found = found
+        self._named = named
+        self._pieces = pieces
+        self._keeping = keeping
+        self._refuse_lost()
+        self._codes = [self._code(function) for function in found.functions]
+        self.given = [n for n, one in named.items() if "input" in one.roles]
+        """The names of what a launch is given."""
+        self.changing = [n for n, one in named.items() if "constant" not in one.roles]
+        """The names of what a launch may write."""
+
+    def _refuse_lost(self) -> None:
+        """Raises for memory that nothing writes and that has no name: it could not be restored."""
+        for piece in self._pieces:
+            if not piece.names and piece.node is None and piece.only_read:
+                raise GraphFileError(
+                    f"{piece} is only read and has no name, so its content would be lost; name it "
+                    "as an input or a constant"
+                )
+
+    def manifest(self, *, checked: bool) -> tuple[GraphManifest, dict[str, bytes]]:
+        """The manifest and the images by digest."""
+        driver = self._graph.context.driver
+        properties = driver.properties
+        images = {sha256(c.image).hexdigest(): c.image for c in self._codes if c.image}
+        conditions = [self._condition(handle) for handle in self._found.conditions]
+        made = GraphManifest(
+            MachineRecord(
+                driver.capabilities.source_language,
+                properties.name,
+                properties.compute_capability,
+                properties.driver_version,
+                library_version(),
+            ),
+            tuple(code.record for code in self._codes),
+            tuple(
+                Block(p.memory.nbytes, p.memory.address % 256, p.pinned, p.node)
+                for p in self._pieces
+            ),
+            tuple(self._buffer(one) for one in self._named.values()),
+            tuple(conditions),
+            len(self._found.events),
+            self._record(self._found.graph),
+            checked,
+            "",
+        )
+        return made, images
+
+    def _buffer(self, one: _Named) -> NamedBuffer:
+        block, into = self._place(one.memory.address)
+        stored = self._keeping == "stored" and "constant" in one.roles
+        return NamedBuffer(one.name, one.roles, block, into, one.shape, one.dtype.str, stored)
+
+    def _condition(self, handle: int) -> ConditionDefaults:
+        made = self._graph.context.driver.condition_defaults(ConditionalHandle(handle))
+        if made is None:
+            raise GraphFileError(
+                f"the condition {handle:#x} was made by another library, and the driver does not "
+                "tell its first value; make the conditional node with this library"
+            )
+        return made
+
+    def _code(self, function: FunctionHandle) -> _Code:
+        driver = self._graph.context.driver
+        user = next(
+            node
+            for node in self._found.graph.walk()
+            if isinstance(node.node.params, KernelNodeParams)
+            and node.node.params.function == function
+        )
+        try:
+            code = driver.function_code(function)
+        except DriverError as error:
+            raise GraphFileError(f"{user.path} cannot be saved: {error.detail or error}") from error
+        parameters = driver.function_info(function).parameters
+        signature = user.node.signature
+        known = signature is not None and signature.layout == parameters
+        record = FunctionRecord(
+            code.name,
+            code.kind,
+            sha256(code.data).hexdigest() if code.data else "",
+            code.target,
+            parameters,
+            code.shared,
+            code.carveout,
+            code.wide_clusters,
+            _text(signature) if signature is not None and known else "",
+        )
+        return _Code(record, code.data)
+
+    def _place(self, address: int) -> tuple[int, int]:
+        """The block of an address, and how far in it is."""
+        for index, piece in enumerate(self._pieces):
+            if piece.memory.holds(address):
+                return index, address - piece.memory.address
+        for index, piece in enumerate(self._pieces):
+            if piece.memory.end == address:
+                return index, piece.memory.nbytes
+        raise AssertionError("every address has its block")
+
+    def _record(self, graph: SurveyedGraph) -> GraphRecord:
+        place = {node.node.handle: index for index, node in enumerate(graph.nodes)}
+        return GraphRecord(
+            tuple(self._node(node) for node in graph.nodes),
+            tuple(EdgeRecord(place[e.source], place[e.target], e.data) for e in graph.edges),
+        )
+
+    def _node(self, entry: SurveyedNode) -> NodeRecord:
+        params = entry.node.params
+        words = tuple(PointerWord(a.place, *self._place(a.value), a.proof) for a in entry.addresses)
+        hints: tuple[str, ...] = ()
+        if isinstance(params, KernelNodeParams):
+            hints = params.extra_attributes
+        return NodeRecord(
+            entry.node.name,
+            self._without_handles(params, entry),
+            words,
+            entry.conditions,
+            hints,
+            tuple(self._record(graph) for graph in entry.inner),
+            tuple(ParameterSlot(one.offset, len(one.other)) for one in entry.loose),
+        )
+
+    def _without_handles(self, params: NodeParams, entry: SurveyedNode) -> NodeParams:
+        """The parameters with places in the manifest for handles, and zero for addresses."""
+        found = self._found
+        match params:
+            case KernelNodeParams():
+                data = bytearray(params.arguments.data)
+                places = [int(address.place) for address in entry.addresses]
+                for at in (*places, *(word.offset for word in entry.conditions)):
+                    data[at : at + 8] = bytes(8)
+                made = params.with_data(bytes(data))
+                function = FunctionHandle(found.functions.index(params.function))
+                return replace(made, function=function, extra_attributes=())
+            case MemcpyNodeParams():
+                return replace(params, dst=0, src=0)
+            case MemsetNodeParams():
+                return replace(params, dst=0)
+            case BatchMemOpNodeParams():
+                return BatchMemOpNodeParams(tuple(replace(o, address=0) for o in params.operations))
+            case ChildGraphNodeParams():
+                return ChildGraphNodeParams(GraphHandle(0))
+            case ConditionalNodeParams():
+                place = ConditionalHandle(found.conditions.index(int(params.handle)))
+                return ConditionalNodeParams(place, params.kind, params.size)
+            case EventRecordNodeParams():
+                return EventRecordNodeParams(EventHandle(found.events.index(int(params.event))))
+            case EventWaitNodeParams():
+                return EventWaitNodeParams(EventHandle(found.events.index(int(params.event))))
+            case AllocNodeParams():
+                return AllocNodeParams(params.nbytes)
+            case FreeNodeParams():
+                return FreeNodeParams(0)
+        return params
+
+    # --- content
+    def view(self, content: Sequence[npt.NDArray[np.uint8]], name: str) -> npt.NDArray[Any]:
+        """A named buffer in the content of all blocks."""
+        one = self._named[name]
+        block, into = self._place(one.memory.address)
+        flat = content[block][into : into + one.memory.nbytes]
+        return (
+            flat.view(one.dtype).reshape(one.shape) if flat.size else np.empty(one.shape, one.dtype)
+        )
+
+    def constants(self, content: Sequence[npt.NDArray[np.uint8]]) -> dict[str, npt.NDArray[Any]]:
+        """What the file has of the constants."""
+        if self._keeping != "stored":
+            return {}
+        return {f"constants/{n}": array for n, array in self.all_constants(content).items()}
+
+    def all_constants(
+        self, content: Sequence[npt.NDArray[np.uint8]]
+    ) -> dict[str, npt.NDArray[Any]]:
+        return {
+            name: self.view(content, name)
+            for name, one in self._named.items()
+            if "constant" in one.roles
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    record: FunctionRecord
+    image: bytes
+
+
+def _text(signature: Signature) -> str:
+    """A signature as the text that it is read from."""
+    parts = []
+    for p in signature.parameters:
+        star = {Access.READ: "*const ", Access.WRITE: "*out "}.get(p.access, "*")
+        size = f"[{p.size}]" if p.type == "bytes" and not p.pointer else ""
+        parts.append(f"{p.name}: {star if p.pointer else ''}{p.type}{size}")
+    return ", ".join(parts)
+
+
+def library_version() -> str:
+    """The version of this library."""
+    import ostinato
+
+    return ostinato.__version__
+
+
+# -------------------------------------------------------------------------------------- the check
+
+
+@contextmanager
+def _idle_stream(context: Context) -> Iterator[Stream]:
+    stream = Stream(context, context.driver.stream_create(), owned=True)
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+class _Content:
+    """The content of all blocks before the reference run, on the host."""
+
+    def __init__(self, context: Context, stream: Stream, pieces: Sequence[_Piece]) -> None:
+        self._driver = context.driver
+        self._stream = stream
+        self._pieces = pieces
+        self.first = self.read()
+
+    def read(self) -> list[npt.NDArray[np.uint8]]:
+        """What is there now; nothing for the memory of alloc nodes."""
+        made = []
+        for piece in self._pieces:
+            memory = piece.memory
+            host = np.empty(memory.nbytes if piece.node is None else 0, np.uint8)
+            if host.size:
+                self._driver.memcpy_to_host(host.data, memory.address, self._stream.handle)
+            made.append(host)
+        return made
+
+    def restore(self) -> None:
+        """Puts all back as it was."""
+        for piece, host in zip(self._pieces, self.first, strict=True):
+            if host.size:
+                address = piece.memory.address
+                self._driver.memcpy_from_host(address, host.data, self._stream.handle)
+        self._stream.synchronize()  # later work may be on other streams
+
+
+def _reference(
+    graph: Savable, stream: Stream, content: _Content, plan: _Plan
+) -> list[npt.NDArray[np.uint8]]:
+    """The content after a launch of the graph, which then is as it was before.
+
+    Raises GraphFileError if a second launch gives another result, or constants change.
+    """
+    run = graph.instantiate()
+    try:
+        after: list[list[npt.NDArray[np.uint8]]] = []
+        for _ in range(2):
+            try:
+                run.launch(stream)
+                stream.synchronize()
+                after.append(content.read())
+            finally:
+                content.restore()
+    finally:
+        run.close()
+    for name in plan.changing:
+        if plan.view(after[0], name).tobytes() != plan.view(after[1], name).tobytes():
+            raise GraphFileError(
+                f"two launches from the same state leave different bytes in {name!r}, so no check "
+                "can compare them (sums in any order, or memory without a name that they change); "
+                "save it with check=False if that is meant"
+            )
+    for name, before in plan.all_constants(content.first).items():
+        if plan.view(after[0], name).tobytes() != before.tobytes():
+            raise GraphFileError(
+                f"the graph writes into the constant {name!r}; name it as an input and an output"
+            )
+    return after[0]
+
+
+# A program that uses the library, since only a fresh process has none of this one's state.
+_PROGRAM = "import sys\nfrom ostinato.graph.disk import child\nsys.exit(child.main(sys.argv[1]))"
+
+
+def _check(
+    draft: Path,
+    context: Context,
+    pieces: Sequence[_Piece],
+    constants: Mapping[str, npt.NDArray[Any]],
+    content: _Content,
+    code: Path | None,
+    loose: Sequence[tuple[int, Loose]],
+) -> None:
+    """Runs the file in a fresh process.  Raises GraphFileError with what differs, and why."""
+    with tempfile.TemporaryDirectory(prefix="ostinato-") as name:
+        folder = Path(name)
+        job = {
+            "path": str(draft.absolute()),
+            "code": None if code is None else str(code.absolute()),
+            "device": context.driver.name,
+            "avoid": [[p.memory.address, p.memory.nbytes] for p in pieces if p.node is None],
+            "constants": _written(folder / "constants.npz", constants),
+            "scratch": None,
+            "loose": [[place, one.offset, one.other.hex()] for place, one in loose],
+        }
+        answer = _asked(folder, job)
+        if answer["passed"]:
+            return
+        if answer["why"] == "loose":
+            first = loose[answer["loose"] or 0][1]
+            raise GraphFileError(f"{first.why} (the results depend on it: {answer['what']})")
+        if answer["why"] == "content":
+            unnamed = {str(i): c for i, c in enumerate(content.first) if c.size}
+            job["scratch"] = _written(folder / "scratch.npz", unnamed)
+            again = _asked(folder, job)
+            blamed = again.get("block")
+            if blamed is not None:
+                piece = pieces[int(blamed)]
+                if piece.names:
+                    raise GraphFileError(
+                        f"{answer['what']}; they depend on what {', '.join(piece.names)} held "
+                        f"before ({piece}): name it as an input too, as the graph does not write "
+                        "all of it"
+                    )
+                raise GraphFileError(
+                    f"{answer['what']}; they depend on memory without a name: {piece}. Name it as "
+                    "an input (and output, if it is state) or a constant: MemoryRange("
+                    f"{piece.memory.address:#x}, {piece.memory.nbytes})"
+                )
+        raise GraphFileError(
+            f"the file did not pass its check, so it was not written: {answer['what']}"
+        )
+
+
+def _written(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> str | None:
+    if not arrays:
+        return None
+    with path.open("wb") as file:
+        np.savez(file, **{f"x{n}": array for n, array in arrays.items()})  # type: ignore[arg-type]
+    return str(path)
+
+
+def _asked(folder: Path, job: Mapping[str, object]) -> dict[str, Any]:
+    """The answer of a fresh process."""
+    paper, reply = folder / "job.json", folder / "answer.json"
+    reply.unlink(missing_ok=True)
+    paper.write_text(json.dumps({**job, "answer": str(reply)}))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", _PROGRAM, str(paper)]
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_CHECK_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        words = "it did not end"
+    else:
+        words = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    with suppress(OSError, ValueError):
+        answer: dict[str, Any] = json.loads(reply.read_text())
+        if {"passed", "block", "loose"} & answer.keys():
+            return {"passed": False, "why": "content", "what": words, **answer}
+    return {"passed": False, "why": "content", "what": f"the checking process failed: {words}"}

@@ -1,0 +1,498 @@
+"""The HTTP layer: routes, limits, and answers that end when their client goes away.
+
+    POST /v1/chat/completions    POST /v1/completions    GET /v1/models    GET /v1/models/{name}
+    GET /health    GET /ready    GET /metrics
+
+Every error is an OpenAI-style error object.  All but /health and /ready want the key, if there is
+one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ostinato.errors import InputError, ModelError, OstinatoError
+from ostinato.serve.engine import End, Engine, Job, Refused, Update
+from ostinato.serve.metrics import CONTENT_TYPE, Metrics
+from ostinato.serve.protocol import (
+    ApiError,
+    Chat,
+    Kind,
+    Prompt,
+    Wanted,
+    answer_object,
+    chunk_object,
+    model_object,
+    parse_json,
+    read_request,
+    usage_object,
+)
+
+__all__ = ["HttpLimits", "Service", "make_app"]
+
+_BODY_SECONDS = 60.0
+"""For a body to arrive."""
+_SEND_SECONDS = 60.0
+"""For a client to take what is sent: one that does not is as good as gone."""
+_STATISTICS_SECONDS = 2.0
+_REFUSALS = {
+    Refused.FULL: (429, "the server is full: try again", "rate_limit_error", "queue_full"),
+    Refused.STOPPING: (503, "the server is stopping", "server_error", "stopping"),
+    Refused.FAILED: (503, "the server has failed and ends", "server_error", "failed"),
+}
+_ENDS = {
+    End.DEADLINE: (504, "the answer was not complete in time", "timeout_error", "deadline"),
+    End.FAILED: (500, "the answer failed", "server_error", "failed"),
+    End.CANCELLED: (503, "the server is stopping", "server_error", "stopping"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What a request may be.  `body_bytes`: its body's size.  `max_tokens`: of one answer, None for
+    what the context has room for.  `choices`: answers that one request may ask for."""
+
+    body_bytes: int = 4 << 20
+    max_tokens: int | None = None
+    choices: int = 16
+
+
+@dataclass(eq=False)
+class Service:
+    """What the routes share.  `model`: the name that clients call the model by.  `keys`: of which a
+    client must have one; none for no such check.  `hosts`: what clients may call the server; none
+    for any."""
+
+    engine: Engine
+    metrics: Metrics
+    model: str
+    keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    # --- what is answered
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, "chat")
+
+    async def completion(self, request: Request) -> Response:
+        return await self._answer(request, "completion")
+
+    async def _answer(self, request: Request, kind: Kind) -> Response:
+        given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if given != "application/json":
+            # A web page may send other types to any address without asking it first.
+            raise ApiError(415, "the content type must be application/json")
+        wanted = read_request(parse_json(await self._body(request)), kind)
+        if wanted.model != self.model:
+            raise _no_model(wanted.model)
+        if len(wanted.prompts) * wanted.n > self.limits.choices:
+            raise ApiError(400, f"{self.limits.choices} answers at most in one request", param="n")
+        jobs = await asyncio.to_thread(self._jobs, wanted)
+        inbox = _Inbox()
+        listeners = [partial(inbox.put, index) for index in range(len(jobs))]
+        try:
+            numbers = self.engine.submit(jobs, listeners)
+        except InputError as error:
+            raise ApiError(400, str(error), param="stop") from None
+        if isinstance(numbers, Refused):
+            raise _refusal(numbers)
+        return _Answering(self, wanted, jobs, numbers, inbox)
+
+    async def _body(self, request: Request) -> bytes:
+        """Raises ApiError for one that is too large, or too slow."""
+        limit = self.limits.body_bytes
+        too_large = ApiError(
+            413, f"the body is too large: {limit} bytes at most", headers={"connection": "close"}
+        )
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limit:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > limit:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(
+                408, "the body did not arrive in time", headers={"connection": "close"}
+            ) from None
+        return bytes(body)
+
+    def _jobs(self, wanted: Wanted) -> list[Job]:
+        """A job for each answer.  May take time: a chat template and a tokenizer run."""
+        decoder = self.engine.generator.decoder
+        context, vocabulary = decoder.plan.sizes.context, decoder.config.vocabulary
+        what = "messages" if wanted.kind == "chat" else "prompt"
+        jobs: list[Job] = []
+        for prompt in wanted.prompts:
+            try:
+                tokens = self._tokens(prompt)
+            except (InputError, ModelError) as error:  # say, the template refuses the messages
+                raise ApiError(400, str(error), param=what) from None
+            if not all(0 <= token < vocabulary for token in tokens):
+                raise ApiError(400, f"there are token ids 0 to {vocabulary - 1} only", param=what)
+            if not tokens:
+                raise ApiError(400, "the prompt is empty: it has no tokens", param=what)
+            if len(tokens) > context:
+                raise ApiError(
+                    400,
+                    f"the prompt has {len(tokens)} tokens, more than the context of {context}",
+                    param=what,
+                    code="context_length_exceeded",
+                )
+            most = self._max_tokens(wanted, context + 1 - len(tokens))
+            for _ in range(wanted.n):
+                sampling = wanted.sampling_of(len(jobs), partial(secrets.randbits, 63))
+                jobs.append(Job(tokens, most, sampling, wanted.stop))
+        return jobs
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        generator = self.engine.generator
+        if isinstance(prompt, Chat):
+            return tuple(generator.encode(prompt.messages))
+        return tuple(generator.encode(prompt, chat=False)) if isinstance(prompt, str) else prompt
+
+    def _max_tokens(self, wanted: Wanted, room: int) -> int:
+        limit = self.limits.max_tokens
+        if wanted.max_tokens is None:
+            return room if limit is None else min(limit, room)
+        if limit is not None and wanted.max_tokens > limit:
+            raise ApiError(
+                400, f"max_tokens: this server gives {limit} at most", param="max_tokens"
+            )
+        return min(wanted.max_tokens, room)
+
+    # --- what is told
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model_object(self.model, self.created)]})
+
+    async def one_model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.model:
+            raise _no_model(request.path_params["name"])
+        return JSONResponse(model_object(self.model, self.created))
+
+    async def health(self, request: Request) -> Response:
+        """Whether the process is to be kept."""
+        failure = self.engine.failure
+        if failure is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "failed", "reason": str(failure)}, 503)
+
+    async def ready(self, request: Request) -> Response:
+        """Whether requests are to be sent here."""
+        engine = self.engine
+        if engine.failure is not None or engine.stopping:
+            return JSONResponse({"status": "failed" if engine.failure else "stopping"}, 503)
+        if not engine.ready:
+            return JSONResponse({"status": "starting"}, 503)
+        return JSONResponse({"status": "ready"})
+
+    async def show_metrics(self, request: Request) -> Response:
+        statistics = None
+        with suppress(TimeoutError, OstinatoError):  # of an engine that is busy with its start
+            async with asyncio.timeout(_STATISTICS_SECONDS):
+                statistics = await asyncio.wrap_future(self.engine.statistics())
+        text = await asyncio.to_thread(self.metrics.text, statistics)
+        return Response(text, media_type=CONTENT_TYPE)
+
+    # --- around each request
+    def guarded(
+        self, handler: Callable[[Request], Awaitable[Response]], path: str, *, open_to_all: bool
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """The handler behind the key, and counted."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                self._require_host(request)
+                if not open_to_all:
+                    self._require_key(request)
+                response = await handler(request)
+            except ApiError as error:
+                response = _error_response(error)
+            except ClientDisconnect:
+                response = Response(status_code=499)  # nobody reads it
+            if not isinstance(response, _Answering):
+                self.metrics.request(path, response.status_code)
+            return response
+
+        return handle
+
+    def _require_host(self, request: Request) -> None:
+        """A web page may have its own name lead to this machine, and then ask as if it were here
+        (DNS rebinding); the name stands in the request."""
+        name = request.headers.get("host", "")
+        name = name if name.endswith("]") else name.rpartition(":")[0] or name
+        if self.hosts and name.lower() not in self.hosts:
+            raise ApiError(
+                403,
+                f"this server answers at {self.hosts[0]} alone, and not as {name[:200]!r}; with a "
+                "key (--api-key) it answers by any name",
+                code="wrong_host",
+            )
+
+    def _require_key(self, request: Request) -> None:
+        if not self.keys:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        found = given.strip().encode("latin-1")  # the bytes as they were sent
+        right = [hmac.compare_digest(found, key.encode()) for key in self.keys]
+        if scheme.lower() != "bearer" or not any(right):
+            raise ApiError(
+                401,
+                "a key is needed: Authorization: Bearer …",
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+
+def make_app(service: Service, lifespan: Callable[[], Any] | None = None) -> Starlette:
+    """The routes.  `lifespan`: an async context manager around the server's life."""
+
+    def route(
+        path: str, handler: Callable[[Request], Awaitable[Response]], method: str, **options: Any
+    ) -> Route:
+        options = {"open_to_all": False, **options}
+        return Route(path, service.guarded(handler, path, **options), methods=[method])
+
+    @asynccontextmanager
+    async def around(app: Starlette) -> AsyncIterator[None]:
+        if lifespan is None:
+            yield
+            return
+        async with lifespan():
+            yield
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        service.metrics.request("", error.status_code)
+        return _error_response(ApiError(error.status_code, message, headers=error.headers))
+
+    async def failed(request: Request, error: Exception) -> Response:
+        service.metrics.request("", 500)
+        return _error_response(
+            ApiError(500, "an error of the server; its log says more", kind="server_error")
+        )
+
+    return Starlette(
+        routes=[
+            route("/v1/chat/completions", service.chat, "POST"),
+            route("/v1/completions", service.completion, "POST"),
+            route("/v1/models", service.models, "GET"),
+            route("/v1/models/{name:path}", service.one_model, "GET"),
+            route("/metrics", service.show_metrics, "GET"),
+            route("/health", service.health, "GET", open_to_all=True),
+            route("/ready", service.ready, "GET", open_to_all=True),
+        ],
+        exception_handlers={HTTPException: refused, Exception: failed},
+        lifespan=around,
+    )
+
+
+def _error_response(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def _no_model(name: str) -> ApiError:
+    words = f"there is no model {name[:200]!r} here; GET /v1/models lists what there is"
+    return ApiError(404, words, param="model", code="model_not_found")
+
+
+def _refusal(refused: Refused) -> ApiError:
+    status, words, kind, code = _REFUSALS[refused]
+    headers = {"retry-after": "1"} if refused is Refused.FULL else {"connection": "close"}
+    return ApiError(status, words, kind=kind, code=code, headers=headers)
+
+
+def _ended(update: Update) -> ApiError:
+    assert update.end is not None
+    status, words, kind, code = _ENDS[update.end]
+    return ApiError(
+        status, f"{words}: {update.words}" if update.words else words, kind=kind, code=code
+    )
+
+
+class _ClientGoneError(Exception):
+    """Nobody reads this answer any more."""
+
+
+class _Inbox:
+    """Updates of the answers to one request, put there and taken on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._new: dict[int, Update] = {}
+        self._something = asyncio.Event()
+        self._gone = False
+
+    def put(self, index: int, update: Update) -> None:
+        self._new[index] = self._new.get(index, Update()) + update
+        self._something.set()
+
+    def leave(self) -> None:
+        """The client is gone."""
+        self._gone = True
+        self._something.set()
+
+    async def take(self) -> dict[int, Update]:
+        """What came since the last time, once there is something.  Raises _ClientGoneError."""
+        await self._something.wait()
+        if self._gone:
+            raise _ClientGoneError
+        self._something.clear()
+        new, self._new = self._new, {}
+        return new
+
+
+class _Answering(Response):
+    """Waits for the answers to a request and sends them, whole or as they come.
+
+    However it ends, the engine works no longer for what nobody reads.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        wanted: Wanted,
+        jobs: Sequence[Job],
+        numbers: tuple[int, ...],
+        inbox: _Inbox,
+    ) -> None:
+        super().__init__()
+        self._service, self._wanted, self._jobs = service, wanted, jobs
+        self._numbers, self._inbox = numbers, inbox
+        self._answers = [Update() for _ in jobs]
+        self._open = len(jobs)
+        self._status = 499
+        prefix = "chatcmpl" if wanted.kind == "chat" else "cmpl"
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": service.model,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await (self._stream(send) if self._wanted.stream else self._whole(send))
+        except (_ClientGoneError, TimeoutError, OSError):
+            pass  # there is nobody to tell
+        finally:
+            watcher.cancel()
+            self._service.engine.cancel(self._numbers)
+            self._service.metrics.request(scope["route"].path, self._status)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._inbox.leave()
+
+    async def _take(self) -> dict[int, Update]:
+        """What came of the answers.  Raises ApiError where one of them ended and is none."""
+        new = await self._inbox.take()
+        for index, update in new.items():
+            if update.end in _ENDS:
+                raise _ended(update)
+            self._answers[index] = self._answers[index] + update
+            self._open -= update.end is not None
+        return new
+
+    def _usage(self) -> dict[str, Any]:
+        prompts = self._jobs[:: self._wanted.n]  # each prompt counts once, as at OpenAI
+        return usage_object(
+            sum(len(job.tokens) for job in prompts),
+            sum(update.cached for update in self._answers[:: self._wanted.n]),
+            sum(update.tokens for update in self._answers),
+        )
+
+    async def _whole(self, send: Send) -> None:
+        try:
+            while self._open:
+                await self._take()
+        except ApiError as error:
+            await self._json(send, error.status, error.body(), error.headers)
+            return
+        choices = [(update.text, update.end or End.STOP) for update in self._answers]
+        found = answer_object(self._wanted.kind, self._head, choices, self._usage())
+        await self._json(send, 200, found, {})
+
+    async def _stream(self, send: Send) -> None:
+        kind, begun = self._wanted.kind, False
+        said: set[int] = set()
+        try:
+            while self._open:
+                new = await self._take()
+                events = []
+                for index, update in new.items():
+                    first = kind == "chat" and index not in said
+                    said.add(index)
+                    make = partial(chunk_object, kind, self._head, index)
+                    if update.text or first:
+                        events.append(make(update.text, first=first))
+                    if update.end is not None:
+                        events.append(make("", end=update.end))
+                if events:
+                    begun = await self._begin(send, begun)
+                    await self._events(send, events)
+            if self._wanted.usage:
+                usage = {**chunk_object(kind, self._head, 0, ""), "choices": []}
+                await self._events(send, [{**usage, "usage": self._usage()}])
+            await self._send(send, b"data: [DONE]\n\n", more=False)
+        except ApiError as error:
+            if not begun:  # there may still be a status
+                await self._json(send, error.status, error.body(), error.headers)
+                return
+            self._status = error.status
+            await self._events(send, [error.body()], more=False)
+
+    async def _begin(self, send: Send, begun: bool) -> bool:
+        if not begun:
+            headers = {"content-type": "text/event-stream; charset=utf-8"}
+            headers |= {"cache-control": "no-store", "x-accel-buffering": "no"}
+            await self._start(send, 200, headers)
+        return True
+
+    async def _events(
+        self, send: Send, events: Sequence[Mapping[str, Any]], *, more: bool = True
+    ) -> None:
+        """Server-sent events.  With usage wanted, each has the field, as at OpenAI."""
+        if self._wanted.usage:
+            events = [event if "error" in event else {"usage": None, **event} for event in events]
+        lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
+        await self._send(send, "".join(lines).encode(), more=more)
+
+    async def _json(
+        self, send: Send, status: int, found: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> None:
+        body = json.dumps(found, ensure_ascii=False).encode()
+        sizes = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._start(send, status, {**headers, **sizes})
+        await self._send(send, body, more=False)
+
+    async def _start(self, send: Send, status: int, headers: Mapping[str, str]) -> None:
+        self._status = status
+        listed = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": listed})
+
+    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
+        async with asyncio.timeout(_SEND_SECONDS):
+            await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -1,0 +1,582 @@
+"""The one thread that owns the decoder: it does what the scheduler says, and hands out the answers.
+
+    other threads ── submit, cancel ──▶ scheduler (under a lock) ──▶ the thread ──▶ decoder
+    other threads ◀── updates, through `post` ── gathered for some ms ◀────┘
+
+Steps are launched ahead of the tokens that are waited for, as in `Decoder.run_batch`, until the
+scheduler wants something else than the same batch: then no more are launched, and what is under way
+is taken.  So nothing that was computed is dropped where a request joins or leaves.
+
+An answer ends exactly once, with one `End`; after it nothing more is said.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ostinato import CacheStatistics
+from ostinato.errors import ContextPoisonedError, OstinatoError
+from ostinato.models import AnswerText, DecoderStatistics, SamplingOptions, TextGenerator
+from ostinato.modules import CacheStatistics as ModuleStatistics
+from ostinato.serve.scheduler import Decode, Place, Read, Scheduler
+
+__all__ = ["End", "Engine", "EngineStatistics", "Job", "Refused", "Timing", "Update"]
+
+_GATHER_SECONDS = 0.02
+"""Pieces of text are gathered for so long, but for the first and the last of an answer: at a
+thousand steps a second a message for each token costs more than the token."""
+_LOOK_SECONDS = 0.01
+"""How often deadlines are looked at while tokens come."""
+
+
+class End(StrEnum):
+    """How an answer ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    FAILED = "failed"
+
+
+class Refused(StrEnum):
+    """Why a job was not taken."""
+
+    FULL = "full"
+    STOPPING = "stopping"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What an answer is wanted to.  `tokens`: the prompt's, one at the least and all of them in the
+    vocabulary; with `max_tokens` they fit into the context or end at it."""
+
+    tokens: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingOptions
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What came of an answer since the last update.
+
+    `tokens`: how many were chosen.  `cached`: tokens of the prompt that were not read, since a
+    cache held them; counts from the first token on.  `words`: why it FAILED.
+    """
+
+    text: str = ""
+    tokens: int = 0
+    cached: int = 0
+    end: End | None = None
+    words: str = ""
+
+    def __add__(self, other: Update) -> Update:
+        return Update(
+            self.text + other.text,
+            self.tokens + other.tokens,
+            max(self.cached, other.cached),
+            self.end or other.end,
+            self.words or other.words,
+        )
+
+
+Listener = Callable[[Update], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of one answer that is over, in seconds from its submission; None for what did not happen.
+
+    `placed`: until it had a slot.  `first`: until its first token.  `over`: until its end.
+    """
+
+    placed: float | None
+    first: float | None
+    over: float
+    tokens: int
+    end: End
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """What an engine did so far.
+
+    `under_way`: requests now, `waiting` ones among them.  `submitted` and `refused` count jobs,
+    `ended` answers by how they ended; while nothing is under way, `submitted` is the sum of
+    `ended`.  `prompt_tokens` were read, `cached_tokens` were not since a cache held them, and
+    `answer_tokens` were given out.  `steps`: decode steps; `step_rows`: answers in them, added up.
+    `reads`: pieces of prompts.
+    """
+
+    slots: int
+    under_way: int
+    waiting: int
+    submitted: int
+    refused: Mapping[str, int]
+    ended: Mapping[str, int]
+    prompt_tokens: int
+    cached_tokens: int
+    answer_tokens: int
+    steps: int
+    step_rows: int
+    reads: int
+    decoder: DecoderStatistics
+    modules: ModuleStatistics
+    memory_free: int
+    memory_total: int
+
+    @property
+    def graph_cache(self) -> CacheStatistics:
+        """Of the decoder's graphs."""
+        return self.decoder.graph_cache
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A job under way."""
+
+    job: Job
+    listener: Listener
+    text: AnswerText
+    began: float
+    placed: float | None = None
+    first: float | None = None
+    cached: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Counts:
+    submitted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    steps: int = 0
+    step_rows: int = 0
+    reads: int = 0
+    refused: Counter[Refused] = field(default_factory=Counter)
+    ended: Counter[End] = field(default_factory=Counter)
+
+
+class Engine:
+    """Answers many requests at once with one decoder.
+
+    `generator` is the engine's alone from `start` until `close` has returned, and is closed by its
+    owner after that; its decoder's sequences are the slots.  `queue`, `piece` and `reuse` as for
+    `Scheduler`.  `seconds`: an answer that is not over so long after its submission ends with
+    DEADLINE; None for no such limit.
+
+    `post` gets a function without arguments and calls it on the thread where listeners are to be
+    called, in the order in which it gets them; by itself that is the engine's thread.  `over` is
+    called there for each answer that is over.
+    """
+
+    def __init__(
+        self,
+        generator: TextGenerator,
+        *,
+        queue: int = 64,
+        piece: int = 256,
+        reuse: bool = True,
+        seconds: float | None = None,
+        post: Callable[[Callable[[], None]], object] = lambda call: call(),
+        over: Callable[[Timing], object] = lambda timing: None,
+    ) -> None:
+        self.generator = generator
+        self._decoder = generator.decoder
+        sizes = self._decoder.plan.sizes
+        self._slots = sizes.sequences
+        self._buckets = sizes.buckets
+        self._context = sizes.context
+        self._piece = min(piece, sizes.rows)
+        self._seconds = seconds
+        self._post = post
+        self._over = over
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._scheduler = Scheduler(self._slots, queue, self._piece, reuse=reuse)
+        self._entries: dict[int, _Entry] = {}
+        self._counts = _Counts()
+        self._questions: deque[Future[EngineStatistics]] = deque()
+        self._updates: dict[int, tuple[Listener, Update]] = {}
+        self._urgent: set[int] = set()
+        self._all_sent = 0.0
+        self._thread = threading.Thread(target=self._work, name="ostinato engine", daemon=True)
+        self._begun = False
+        self._ending = False
+        self.stopping = False
+        """Takes no more jobs.  Set by `stop`, or by a signal handler, which may not wait."""
+        self.ready = False
+        """Every step was done once, so that no request waits for a capture."""
+        self.failure: BaseException | None = None
+        """What ended the engine's thread before its time."""
+
+    # --- from other threads
+    def start(self) -> None:
+        """Starts the thread.  Jobs are taken at once, and answered when it is `ready`."""
+        self._begun = True
+        self._thread.start()
+
+    def submit(
+        self, jobs: Sequence[Job], listeners: Sequence[Listener]
+    ) -> tuple[int, ...] | Refused:
+        """Takes all of the jobs or none of them; their numbers.  Each listener gets the updates of
+        its answer, the last with its end.  Raises InputError for stop texts that are none."""
+        tokenizer = self.generator.tokenizer
+        texts = [AnswerText(tokenizer, job.stop) for job in jobs]
+        now = time.monotonic()
+        deadline = None if self._seconds is None else now + self._seconds
+        with self._lock:
+            refused = self._refusal(len(jobs))
+            if refused is not None:
+                self._counts.refused[refused] += len(jobs)
+                return refused
+            numbers = []
+            for job, listener, text in zip(jobs, listeners, texts, strict=True):
+                number = self._scheduler.submit(job.tokens, deadline)
+                assert number is not None, "there was room"
+                self._entries[number] = _Entry(job, listener, text, now)
+                numbers.append(number)
+            self._counts.submitted += len(jobs)
+            self._changed.notify()
+        return tuple(numbers)
+
+    def _refusal(self, jobs: int) -> Refused | None:
+        if self.failure is not None:
+            return Refused.FAILED
+        if self.stopping:
+            return Refused.STOPPING
+        return Refused.FULL if self._scheduler.room < jobs else None
+
+    def cancel(self, numbers: Iterable[int]) -> None:
+        """Nobody waits for these answers any more: no step is done for them from the next one on.
+        Says nothing for those that are over."""
+        with self._lock:
+            for number in numbers:
+                self._end(number, End.CANCELLED)
+            self._changed.notify()
+
+    def statistics(self) -> Future[EngineStatistics]:
+        """The numbers, taken by the engine's thread between two steps."""
+        asked: Future[EngineStatistics] = Future()
+        with self._lock:
+            self._questions.append(asked)
+            if self._thread.is_alive() and self.failure is None:
+                self._changed.notify()
+            else:
+                self._answer_questions()
+        return asked
+
+    def stop(self) -> None:
+        """Takes no more jobs.  Those under way are answered; `close` waits for them."""
+        with self._lock:
+            self.stopping = True
+            self._changed.notify()
+
+    def end_all(self) -> None:
+        """Ends all answers that are under way, as cancelled."""
+        with self._lock:
+            for number in [*self._entries]:
+                self._end(number, End.CANCELLED)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stops, waits until every answer is over, and ends the thread.  Idempotent."""
+        self.stop()
+        with self._lock:
+            self._ending = True
+            self._changed.notify()
+        if self._begun:
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is not None:
+            self.end_all()
+        self.close()
+
+    # --- the thread
+    def _work(self) -> None:
+        spun, self._decoder.spins = self._decoder.spins, False  # other threads have work, too
+        try:
+            self._warm_up()
+            self.ready = True
+            while self._turn():
+                pass
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self.ready = False
+            self._decoder.spins = spun
+            with self._lock:
+                self._answer_questions()
+            self._flush()
+
+    def _warm_up(self) -> None:
+        """Every step twice, so that it is captured: of each number of rows that batches and pieces
+        of prompts can have."""
+        decoder, most = self._decoder, min(self._piece, self._context)
+        for rows in self._buckets:
+            size = min(rows, most)
+            for _ in range(2):
+                for read in (decoder.extend, decoder.prefill):
+                    decoder.reset(0)
+                    read([0] * size)
+            if size == most:
+                break
+        for rows in self._buckets:
+            count = min(rows, self._slots)
+            for slot in range(count):
+                if not decoder.tokens(slot):
+                    decoder.prefill([0], slot)
+            for _ in range(2):
+                for slot in range(count):
+                    decoder.truncate(1, slot)
+                decoder.decode_batch(range(count))
+            if count == self._slots:
+                break
+        decoder.reset()
+
+    def _turn(self) -> bool:
+        """Does one thing, or waits until there is one to do.  False at the end."""
+        with self._lock:
+            while True:
+                self._answer_questions()
+                self._end_late(time.monotonic())
+                action = self._scheduler.next()
+                if action is not None:
+                    break
+                if self._updates:
+                    break
+                if self._ending:
+                    return False
+                deadline = self._scheduler.next_deadline()
+                self._changed.wait(None if deadline is None else deadline - time.monotonic())
+        self._flush()
+        match action:
+            case Place():
+                self._guarded((action.slot,), lambda: self._place(action))
+            case Read():
+                self._guarded((action.slot,), lambda: self._read(action))
+            case Decode():
+                self._guarded(action.slots, lambda: self._decode(action))
+        return True
+
+    def _guarded(self, slots: Iterable[int], act: Callable[[], None]) -> None:
+        """What goes wrong in a step ends the answers that the step was for, and no others; on a
+        device that is lost, all of them."""
+        try:
+            act()
+        except ContextPoisonedError:
+            raise
+        except (OstinatoError, MemoryError) as error:
+            for slot in slots:
+                self._decoder.reset(slot)
+            with self._lock:
+                for slot in slots:
+                    number = self._scheduler.request_in(slot)
+                    if number is not None:
+                        self._end(number, End.FAILED, str(error))
+                    self._scheduler.forget(slot)
+
+    def _place(self, action: Place) -> None:
+        with self._lock:
+            entry = self._entries.get(action.request)
+        if entry is None:
+            return  # cancelled meanwhile; the scheduler knows
+        job, decoder = entry.job, self._decoder
+        try:
+            if action.source is None:
+                decoder.keep_common(job.tokens[: action.kept + 1], action.slot)
+            else:
+                decoder.copy_prefix(action.kept, action.source, action.slot)
+            # The last token takes the position after all others: prompt + max_tokens - 1.
+            limit = len(job.tokens) + job.max_tokens - 1
+            decoder.set_sampling(job.sampling, action.slot, limit=limit)
+        except BaseException as error:
+            with self._lock:  # it is in no slot yet, where the caller would look for it
+                self._end(action.request, End.FAILED, str(error))
+            raise
+        with self._lock:
+            self._scheduler.done(action)
+            entry.placed = time.monotonic()
+            entry.cached = action.kept
+            self._counts.cached_tokens += action.kept
+
+    def _read(self, action: Read) -> None:
+        with self._lock:
+            entry = self._entries.get(action.request)
+        if entry is None:
+            return
+        piece = entry.job.tokens[action.start : action.end]
+        token = None
+        if action.last:
+            token = self._decoder.prefill(piece, action.slot)
+        else:
+            self._decoder.extend(piece, action.slot)
+        with self._lock:
+            self._counts.reads += 1
+            self._counts.prompt_tokens += len(piece)
+            self._scheduler.done(action)
+            if token is not None:
+                self._took({action.slot: token})
+        self._flush()
+
+    def _decode(self, action: Decode) -> None:
+        run = self._decoder.run_batch(action.slots, count=1 if action.single else None)
+        rows = self._buckets.bucket(len(action.slots))
+        look, finished = 0.0, action.single
+        with run:
+            for item in run:
+                now = time.monotonic()
+                with self._lock:
+                    self._counts.steps += 1
+                    self._counts.step_rows += len(item)
+                    self._scheduler.stepped()
+                    self._took(item)
+                    if now >= look:
+                        look = now + _LOOK_SECONDS
+                        self._end_late(now)
+                    self._answer_questions()
+                    if not finished:
+                        ahead = self._scheduler.next()
+                        finished = not (
+                            isinstance(ahead, Decode)
+                            and not ahead.single
+                            and self._buckets.bucket(len(ahead.slots)) == rows
+                        )
+                        if finished:
+                            run.finish()
+                self._flush()
+
+    # --- the caller holds the lock
+    def _took(self, chosen: Mapping[int, int]) -> None:
+        """Takes the next token of each of some slots."""
+        decoder, scheduler, now = self._decoder, self._scheduler, time.monotonic()
+        for slot, token in chosen.items():
+            number = scheduler.request_in(slot)
+            if number is None:
+                continue  # it is over, and this was launched before
+            scheduler.chosen(slot, token)
+            entry = self._entries[number]
+            entry.tokens += 1
+            self._counts.answer_tokens += 1
+            if entry.first is None:
+                entry.first = now
+            ended = token in decoder.stop_tokens
+            last = ended or decoder.stopped(slot)
+            try:
+                text, stopped = entry.text.push(token, last=last)
+            except OstinatoError as error:
+                self._end(number, End.FAILED, str(error))
+                continue
+            end = None
+            if stopped or ended:
+                end = End.STOP
+            elif last:
+                end = End.LENGTH
+            self._note(number, entry, Update(text, 1, entry.cached), entry.tokens == 1)
+            if end is not None:
+                self._end(number, end)
+
+    def _note(self, number: int, entry: _Entry, update: Update, urgent: bool) -> None:
+        _, before = self._updates.get(number, (None, Update()))
+        self._updates[number] = entry.listener, before + update
+        if urgent:
+            self._urgent.add(number)
+
+    def _end(self, number: int, end: End, words: str = "") -> None:
+        """An answer is over, if it is not already."""
+        entry = self._entries.pop(number, None)
+        if entry is None:
+            return
+        self._scheduler.end(number)
+        self._counts.ended[end] += 1
+        began = entry.began
+        placed, first = (None if t is None else t - began for t in (entry.placed, entry.first))
+        timing = Timing(placed, first, time.monotonic() - began, entry.tokens, end)
+        self._note(number, entry, Update(cached=entry.cached, end=end, words=words), True)
+        listener, update = self._updates[number]
+
+        def last(update: Update) -> None:
+            listener(update)
+            self._over(timing)
+
+        self._updates[number] = last, update
+
+    def _end_late(self, now: float) -> None:
+        for number in self._scheduler.expired(now):
+            self._end(number, End.DEADLINE)
+
+    def _answer_questions(self) -> None:
+        while self._questions:
+            asked = self._questions.popleft()
+            if not asked.set_running_or_notify_cancel():
+                continue
+            try:
+                asked.set_result(self._statistics())
+            except Exception as error:
+                asked.set_exception(error)
+
+    def _statistics(self) -> EngineStatistics:
+        device, counts = self.generator.device, self._counts
+        free, total = device.memory_info()
+        return EngineStatistics(
+            slots=self._slots,
+            under_way=self._scheduler.under_way,
+            waiting=self._scheduler.waiting,
+            submitted=counts.submitted,
+            refused={reason.value: counts.refused[reason] for reason in Refused},
+            ended={end.value: counts.ended[end] for end in End},
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            answer_tokens=counts.answer_tokens,
+            steps=counts.steps,
+            step_rows=counts.step_rows,
+            reads=counts.reads,
+            decoder=self._decoder.statistics(),
+            modules=device.modules.statistics(),
+            memory_free=free,
+            memory_total=total,
+        )
+
+    # --- what goes out
+    def _flush(self) -> None:
+        """Sends what is urgent, and all of it where the last time is long enough ago."""
+        with self._lock:
+            if not self._updates:
+                return
+            now = time.monotonic()
+            if self._scheduler.under_way == 0 or now - self._all_sent >= _GATHER_SECONDS:
+                gathered, self._updates = [*self._updates.values()], {}
+                self._all_sent = now
+            else:
+                gathered = [self._updates.pop(number) for number in sorted(self._urgent)]
+            self._urgent.clear()
+
+        if not gathered:
+            return
+
+        def deliver() -> None:
+            for listener, update in gathered:
+                listener(update)
+
+        self._post(deliver)
+
+    def _fail(self, error: BaseException) -> None:
+        """The thread cannot go on: every answer ends, and no job is taken any more."""
+        with self._lock:
+            self.failure = error
+            for number in [*self._entries]:
+                self._end(number, End.FAILED, str(error) or type(error).__name__)

@@ -1,0 +1,425 @@
+"""What requests and answers look like in JSON: OpenAI's chat and completion endpoints.  Pure.
+
+A field that would change the answer and is not supported is refused, and so is an unknown one: an
+answer that quietly lacks what was asked for is a wrong answer.  Fields whose value says "as usual"
+are taken (`n: 1`, `logprobs: false`), and those that are notes for OpenAI's own service.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from ostinato.errors import InputError
+from ostinato.models import SamplingOptions
+from ostinato.serve.engine import End
+
+__all__ = [
+    "ApiError",
+    "Chat",
+    "Kind",
+    "Prompt",
+    "Wanted",
+    "answer_object",
+    "chunk_object",
+    "model_object",
+    "parse_json",
+    "read_request",
+    "usage_object",
+]
+
+T = TypeVar("T")
+Kind = Literal["chat", "completion"]
+
+_COMPLETION_TOKENS = 16
+"""What OpenAI's completion endpoint gives if `max_tokens` is not there."""
+_MOST_STOPS = 16
+_LONGEST_STOP = 1024
+_MOST_SEED = 1 << 64
+
+# Fields with values that ask for nothing; any other value is refused.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+# Notes for OpenAI's service, of no meaning here.
+_IGNORED = (
+    "metadata",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# Of an earlier answer of ours, as clients send it back.
+_EMPTY_IN_MESSAGES = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+
+
+class ApiError(Exception):
+    """A request that gets no answer: the HTTP status, and the error object's fields."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+        self.param, self.code, self.headers = param, code, dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's clients read it."""
+        fields = {"type": self.kind, "param": self.param, "code": self.code}
+        return {"error": {"message": self.message, **fields}}
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages with the roles system, user and assistant, and text."""
+
+    messages: tuple[dict[str, str], ...]
+
+
+Prompt: TypeAlias = Chat | str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request that was read and found sound.
+
+    `prompts`: a chat, text, or token ids; each gets `n` answers.  `max_tokens`: None where the
+    request leaves it open.  `sampling`: its seed is that of the first answer, unless `seeded` is
+    False: then each gets one of its own.
+    """
+
+    kind: Kind
+    model: str
+    prompts: tuple[Prompt, ...]
+    n: int
+    max_tokens: int | None
+    sampling: SamplingOptions
+    seeded: bool
+    stop: tuple[str, ...]
+    stream: bool
+    usage: bool
+
+    def sampling_of(self, number: int, fresh: Callable[[], int]) -> SamplingOptions:
+        """For the answer with this number; `fresh` gives a seed where the request names none."""
+        seed = (self.sampling.seed + number) % _MOST_SEED if self.seeded else fresh()
+        s = self.sampling
+        return SamplingOptions(s.temperature, s.top_k, s.top_p, seed, s.min_p, s.repetition_penalty)
+
+
+def parse_json(body: bytes) -> object:
+    """The body of a request.  Raises ApiError for what is no JSON."""
+
+    def no_number(text: str) -> object:
+        raise ValueError(f"{text} is no JSON number")
+
+    try:
+        return json.loads(body.decode(), parse_constant=no_number)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is no UTF-8: byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {str(error)[:200]}") from None
+
+
+def read_request(given: object, kind: Kind) -> Wanted:
+    """Reads a request of one of the endpoints.  Raises ApiError (400)."""
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    fields = _Fields(given)
+    model = fields.take("model", _text, None)
+    if model is None:
+        raise ApiError(400, "model is missing", param="model")
+    field = "messages" if kind == "chat" else "prompt"
+    prompts: tuple[Prompt, ...] = fields.take(field, _chat if kind == "chat" else _prompts, ())
+    if not prompts:
+        raise ApiError(400, f"{field} is missing", param=field)
+    max_tokens = fields.take("max_tokens", _count, None)
+    if kind == "chat":
+        max_tokens = fields.take("max_completion_tokens", _count, max_tokens)
+    elif max_tokens is None:
+        max_tokens = _COMPLETION_TOKENS
+    seed = fields.take("seed", _integer, None)
+    stream = fields.take("stream", _flag, False)
+    options = fields.take("stream_options", _stream_options, None)
+    if options is not None and not stream:
+        raise ApiError(400, "stream_options needs stream", param="stream_options")
+    sampling = {
+        "temperature": fields.take("temperature", _number, 1.0),
+        "top_p": fields.take("top_p", _number, 1.0),
+        "top_k": fields.take("top_k", _integer, 0),
+        "min_p": fields.take("min_p", _number, 0.0),
+        "repetition_penalty": fields.take("repetition_penalty", _number, 1.0),
+        "seed": 0 if seed is None else seed % _MOST_SEED,
+    }
+    wanted = Wanted(
+        kind,
+        model,
+        prompts,
+        n=fields.take("n", _count, 1),
+        max_tokens=max_tokens,
+        sampling=_sampling(sampling),
+        seeded=seed is not None,
+        stop=fields.take("stop", _stops, ()),
+        stream=stream,
+        usage=bool(options),
+    )
+    fields.end()
+    return wanted
+
+
+class _Fields:
+    """The fields of an object, each taken once; null is as good as missing."""
+
+    def __init__(self, given: Mapping[str, object]) -> None:
+        self._left = {name: value for name, value in given.items() if value is not None}
+
+    def take(self, name: str, read: Callable[[object], T], missing: T) -> T:
+        """Raises ApiError that names the field if `read` raises ValueError."""
+        if name not in self._left:
+            return missing
+        value = self._left.pop(name)
+        try:
+            return read(value)
+        except ValueError as error:
+            raise ApiError(400, f"{name} {error}", param=name) from None
+
+    def end(self) -> None:
+        """Raises ApiError for a field that is left and matters."""
+        for name, value in self._left.items():
+            if name in _IGNORED:
+                continue
+            known = _NEUTRAL.get(name)
+            if known is None:
+                raise ApiError(
+                    400, f"unknown field {name[:80]!r}", param=name[:80], code="unknown_parameter"
+                )
+            if not any(_same(value, one) for one in known):
+                raise ApiError(
+                    400,
+                    f"{name} is not supported by this server; leave it out",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+
+
+def _same(value: object, known: object) -> bool:
+    """As JSON has it: 0 is 0.0 and not false."""
+    number = isinstance(value, float) and type(known) is int
+    return (number or type(value) is type(known)) and value == known
+
+
+# --- values: each raises ValueError with what follows the field's name
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"holds half a character at {error.start} (a lone surrogate)") from None
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("must be a whole number")
+    return value
+
+
+def _count(value: object) -> int:
+    found = _integer(value)
+    if found < 1:
+        raise ValueError(f"is {found if found > -1000 else 'negative'}, must be 1 or more")
+    return found
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number")
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise ValueError("must be a finite number")
+    return found
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or len(found) > _MOST_STOPS:
+        raise ValueError(f"must be text, or a list of {_MOST_STOPS} texts at most")
+    texts = tuple(_text(one) for one in found)
+    if not all(0 < len(text) <= _LONGEST_STOP for text in texts):
+        raise ValueError(f"must hold texts of 1 to {_LONGEST_STOP} characters")
+    return texts
+
+
+def _stream_options(value: object) -> bool:
+    if not isinstance(value, dict) or set(value) - {"include_usage", "include_obfuscation"}:
+        raise ValueError('must be an object with "include_usage"')
+    return _flag(value.get("include_usage") or False)
+
+
+def _prompts(value: object) -> tuple[Prompt, ...]:
+    """Text, several texts, token ids, or several lists of them."""
+    if isinstance(value, str):
+        return (_text(value),)
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be text, token ids, or a list of these")
+    if isinstance(value[0], int):
+        return (_tokens(value),)
+    return tuple(_text(one) if isinstance(one, str) else _tokens(one) for one in value)
+
+
+def _tokens(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be text, token ids, or a list of these")
+    return tuple(_integer(one) for one in value)
+
+
+def _chat(value: object) -> tuple[Prompt, ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a list of messages, one at the least")
+    return (Chat(tuple(_message(one, index) for index, one in enumerate(value))),)
+
+
+def _message(given: object, index: int) -> dict[str, str]:
+    if not isinstance(given, dict):
+        raise ValueError(f"[{index}] must be an object with a role and a content")
+    role = given.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise ValueError(f"[{index}]: role must be one of {', '.join(_ROLES)}")
+    message = {"role": _ROLES[role]}
+    for name, value in given.items():
+        if name == "name" and value is not None:
+            try:
+                message["name"] = _text(value)
+            except ValueError as error:
+                raise ValueError(f"[{index}]: name {error}") from None
+        elif name not in ("role", "content", "name") and value not in (None, [], ""):
+            known = name in _EMPTY_IN_MESSAGES
+            what = "is not supported by this server" if known else "is no field of a message"
+            raise ValueError(f"[{index}]: {name[:80]} {what}")
+    try:
+        message["content"] = _content(given.get("content"))
+    except ValueError as error:
+        raise ValueError(f"[{index}]: content {error}") from None
+    return message
+
+
+def _content(value: object) -> str:
+    """Text, or parts of it in a list."""
+    if not isinstance(value, list):
+        return _text(value)
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise ValueError("may have parts of the type text alone")
+        texts.append(_text(part.get("text")))
+    return "".join(texts)
+
+
+def _sampling(values: Mapping[str, Any]) -> SamplingOptions:
+    try:
+        return SamplingOptions(**values)
+    except InputError as error:
+        words = str(error)
+        name = words.split(" ", 1)[0]
+        raise ApiError(400, words, param=name if name in values else None) from None
+
+
+# --- answers
+
+_OBJECTS = {
+    "chat": ("chat.completion", "chat.completion.chunk"),
+    "completion": ("text_completion", "text_completion"),
+}
+
+
+def usage_object(prompt: int, cached: int, answer: int) -> dict[str, Any]:
+    """Numbers of tokens: of the prompt, those of it that were not read again, of the answers."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def answer_object(
+    kind: Kind,
+    head: Mapping[str, Any],
+    choices: Sequence[tuple[str, End]],
+    usage: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A whole answer: the texts, and how each ended."""
+    listed = []
+    for index, (text, end) in enumerate(choices):
+        said: dict[str, Any] = {"text": text}
+        if kind == "chat":
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        listed.append({"index": index, **said, "logprobs": None, "finish_reason": end.value})
+    return {**head, "object": _OBJECTS[kind][0], "choices": listed, "usage": dict(usage)}
+
+
+def chunk_object(
+    kind: Kind,
+    head: Mapping[str, Any],
+    index: int,
+    text: str,
+    *,
+    first: bool = False,
+    end: End | None = None,
+) -> dict[str, Any]:
+    """A part of an answer, for a stream."""
+    said: dict[str, Any] = {"text": text}
+    if kind == "chat":
+        delta = {"role": "assistant", "content": text} if first else {"content": text}
+        said = {"delta": delta if text or first else {}}
+    choice = {
+        "index": index,
+        **said,
+        "logprobs": None,
+        "finish_reason": None if end is None else end.value,
+    }
+    return {**head, "object": _OBJECTS[kind][1], "choices": [choice]}
+
+
+def model_object(name: str, created: int) -> dict[str, Any]:
+    """A line of the list of models."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "ostinato"}

@@ -1,0 +1,210 @@
+"""The server's process: a socket, uvicorn, the engine, and how both end.
+
+SIGTERM and Ctrl-C end it gracefully: no connection is accepted any more, what comes on those that
+are there gets 503, and every answer that was promised is given.  After `grace_seconds`, or at a
+second Ctrl-C, the rest is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+
+import uvicorn
+
+from ostinato.errors import InputError
+from ostinato.models import TextGenerator
+from ostinato.serve.app import HttpLimits, Service, make_app
+from ostinato.serve.engine import Engine
+from ostinato.serve.metrics import Metrics
+
+__all__ = ["LOCAL", "ServeOptions", "Server"]
+
+LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
+"""What this machine calls itself."""
+
+_SWITCH_SECONDS = 5e-4
+"""How long a thread may keep the interpreter while another one wants it: less than a step takes.
+Python's own 5 ms are three steps of a small model."""
+_KEEP_ALIVE_SECONDS = 75
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How a server serves.  `model`: the name that clients call the model by.  `queue`, `piece`,
+    `reuse`, `seconds`: see `Engine`.  `grace_seconds`: for the answers under way at the end."""
+
+    model: str
+    keys: tuple[str, ...] = ()
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    queue: int = 64
+    piece: int = 256
+    reuse: bool = True
+    seconds: float | None = 600.0
+    grace_seconds: int = 600
+
+
+class Server:
+    """Serves one model until it is told to stop.
+
+    `listener`: a bound socket (`Server.bind`).  `generator` is the server's alone while it runs;
+    its owner closes it.
+    """
+
+    def __init__(
+        self, generator: TextGenerator, options: ServeOptions, listener: socket.socket
+    ) -> None:
+        self.metrics = Metrics()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.engine = Engine(
+            generator,
+            queue=options.queue,
+            piece=options.piece,
+            reuse=options.reuse,
+            seconds=options.seconds,
+            post=self._post,
+            over=self.metrics.answer,
+        )
+        address = listener.getsockname()[0]
+        self.service = Service(
+            self.engine,
+            self.metrics,
+            options.model,
+            options.keys,
+            LOCAL if address in LOCAL and not options.keys else (),
+            options.limits,
+        )
+        self._listener = listener
+        self._ready: Callable[[], object] = lambda: None
+        config = uvicorn.Config(
+            make_app(self.service, self._life),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=options.grace_seconds,
+        )
+        self._uvicorn = _Uvicorn(config, self.engine)
+
+    @staticmethod
+    def bind(host: str, port: int) -> socket.socket:
+        """A socket on this address.  Raises OSError, and InputError for a host that is none."""
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except (OSError, UnicodeError) as error:
+            raise InputError(f"host is {host!r}: {error}") from None
+        family, kind, protocol, _, address = found[0]
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._listener.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self, ready: Callable[[], object] = lambda: None) -> None:
+        """Serves until a signal or `stop`.  `ready` is called when requests are answered.
+
+        Raises what ended the engine, if something did.
+        """
+        self._ready = ready
+        try:
+            with _process(), self._listener:
+                self._uvicorn.run(sockets=[self._listener])
+        finally:
+            # Whatever ended the loop: its owner is to close the decoder, so no step may be left.
+            self.engine.end_all()
+            self.engine.close()
+        if self.engine.failure is not None:
+            raise self.engine.failure
+
+    def summary(self) -> str:
+        """What was answered, in a line; once it has stopped."""
+        numbers = self.engine.statistics().result()
+        ends = ", ".join(f"{count} {end}" for end, count in numbers.ended.items() if count)
+        refused = sum(numbers.refused.values())
+        return (
+            f"{numbers.submitted} answers begun ({ends or 'none'}), {refused} refused; "
+            f"{numbers.answer_tokens} tokens given, {numbers.prompt_tokens} read, "
+            f"{numbers.cached_tokens} of prompts were there"
+        )
+
+    def stop(self) -> None:
+        """Ends it gracefully; from any thread, or a signal handler."""
+        self.engine.stopping = True
+        self._uvicorn.should_exit = True
+
+    @asynccontextmanager
+    async def _life(self) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        self.engine.start()
+        watcher = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            # No connection is left: what is under way now is for nobody.
+            self.engine.end_all()
+            await asyncio.to_thread(self.engine.close)
+
+    async def _watch(self) -> None:
+        """An engine that failed ends the process: whoever supervises it starts another."""
+        said = False
+        while self.engine.failure is None:
+            if self.engine.ready and not said:
+                said = True
+                self._ready()
+            await asyncio.sleep(0.05)
+        self.stop()
+
+    def _post(self, call: Callable[[], None]) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(call)
+
+
+class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._engine.stopping = True  # no lock: this runs between any two lines of the main thread
+        super().handle_exit(sig, frame)
+
+
+@contextmanager
+def _process() -> Iterator[None]:
+    """Settings of the process while the block serves.
+
+    uvicorn raises the signals that it got once more when it is done, for whoever had them before:
+    a graceful end is no failure, so here nobody has.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        sys.setswitchinterval(before)

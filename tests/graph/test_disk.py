@@ -1,0 +1,609 @@
+"""Graphs in files: what is saved is loaded elsewhere and does the same; the rest is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.driver.api import ConditionalKind
+from ostinato.errors import ClosedError, GraphFileError, InputError
+from ostinato.graph.disk.show import file_text
+from tests.graph.disk_kernels import (
+    ONE,
+    add,
+    affine,
+    big,
+    choose,
+    count_down,
+    gapped,
+    kernel,
+    packed,
+)
+
+
+@pytest.fixture
+def stream(host_device: Device) -> ost.Stream:
+    for made in (add, affine, big, choose, count_down, gapped, packed, unsteady):
+        kernel(host_device, made)  # loaded now: a capture cannot
+    return host_device.create_stream()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "one.graph"
+
+
+def ints(device: Device, *values: int) -> ost.Buffer:
+    return device.array(values, np.int32)
+
+
+def words(both: tuple[ost.Buffer, ost.Buffer]) -> bytes:
+    return b"".join(buffer.address.to_bytes(8, "little") for buffer in both)
+
+
+class Work:
+    """y = 2 x + w, through scratch memory."""
+
+    def __init__(self, device: Device, stream: ost.Stream) -> None:
+        self.x, self.w, self.y = (
+            ints(device, 1, 2, 3),
+            ints(device, 10, 20, 30),
+            ints(device, 0, 0, 0),
+        )
+        scratch = device.empty(3, np.int32)
+        self.scratch = scratch
+        with ost.capture(stream) as under_way:
+            ost.launch(stream, kernel(device, affine), ONE, scratch, self.x, 2, 0, 3)
+            ost.launch(stream, kernel(device, add), ONE, self.w, scratch, 3)
+            ost.copy(stream, self.y, scratch)
+        self.graph = under_way.graph
+
+    def save(self, path: Path, **options: Any) -> None:
+        named = {"inputs": {"x": self.x}, "outputs": {"y": self.y}, "constants": {"w": self.w}}
+        self.graph.save(path, **{**named, **options})
+
+
+@pytest.fixture
+def work(host_device: Device, stream: ost.Stream) -> Work:
+    return Work(host_device, stream)
+
+
+def result(loaded: ost.LoadedGraph, stream: ost.Stream, x: list[int]) -> list[int]:
+    loaded.inputs["x"].copy_from(x, stream)
+    with loaded.instantiate() as run:
+        run.launch(stream)
+        return loaded.outputs["y"].to_numpy(stream).tolist()
+
+
+# ------------------------------------------------------------------------------ saved and loaded
+
+
+def test_a_loaded_graph_does_the_same_elsewhere(
+    host_device: Device, stream: ost.Stream, work: Work, path: Path
+) -> None:
+    work.save(path)
+    assert host_device.to_numpy(work.y).tolist() == [0, 0, 0]  # saving leaves no trace
+    loaded = ost.load_graph(host_device, path)
+    mine = {b.address for b in (work.x, work.y, work.w, work.scratch)}
+    theirs = (*loaded.inputs.values(), *loaded.outputs.values(), *loaded.constants.values())
+    assert mine.isdisjoint({b.address for b in (*theirs, *loaded.scratch)})
+    work.graph.close()
+    assert result(loaded, stream, [1, 2, 3]) == [12, 24, 36]
+    assert result(loaded, stream, [0, -5, 7]) == [10, 10, 44]
+    assert loaded.manifest.checked
+    assert loaded.manifest.proofs() == {"signature": 4, "field": 2}
+
+
+def test_a_process_that_has_nothing_of_the_first_runs_it(work: Work, path: Path) -> None:
+    work.save(path)
+    program = (
+        "import sys, ostinato as ost\n"
+        "with ost.open_device('host') as device:\n"
+        "    stream = device.create_stream()\n"
+        "    loaded = ost.load_graph(device, sys.argv[1])\n"
+        "    loaded.inputs['x'].copy_from([5, 6, 7], stream)\n"
+        "    loaded.instantiate().launch(stream)\n"
+        "    print(loaded.outputs['y'].to_numpy(stream).tolist())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", program, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[20, 32, 44]"
+
+
+def test_a_loaded_graph_is_patched_rebound_and_shown(
+    host_device: Device, stream: ost.Stream, work: Work, path: Path
+) -> None:
+    work.save(path)
+    loaded = ost.load_graph(host_device, path)
+    other = ints(host_device, 100, 100, 100)
+    loaded.inputs["x"].copy_from([1, 2, 3], stream)
+    with loaded.instantiate() as run:
+        assert len(run.rebind({loaded.constants["w"]: other}).words) == 1
+        run.patch(0, "m", 5)
+        run.launch(stream)
+        assert loaded.outputs["y"].to_numpy(stream).tolist() == [105, 110, 115]
+    assert "m=2" in str(loaded)
+    assert loaded.digest() == work.graph.digest()
+
+
+def test_the_callers_buffers_are_used_as_they_are(
+    host_device: Device, stream: ost.Stream, work: Work, path: Path
+) -> None:
+    work.save(path)
+    x, y = ints(host_device, 4, 5, 6), ints(host_device, 0, 0, 0)
+    loaded = ost.load_graph(host_device, path, buffers={"x": x, "y": y})
+    assert loaded.inputs["x"] is x
+    with loaded.instantiate() as run:
+        run.launch(stream)
+        assert y.to_numpy(stream).tolist() == [18, 30, 42]
+        x.close()
+        with pytest.raises(ClosedError):
+            run.launch(stream)
+
+
+def test_constants_by_name_are_bound_to_live_memory_or_read_from_a_file(
+    host_device: Device, stream: ost.Stream, work: Work, path: Path, tmp_path: Path
+) -> None:
+    from safetensors.numpy import save_file
+
+    work.save(path, keeping="by name")
+    with pytest.raises(GraphFileError, match=r"takes the constant 'w' \(12 bytes\) by name"):
+        ost.load_graph(host_device, path)
+    live = ints(host_device, 7, 7, 7)
+    loaded = ost.load_graph(host_device, path, constants={"w": live})
+    assert result(loaded, stream, [0, 0, 0]) == [7, 7, 7]
+    assert loaded.constants["w"] is live
+    weights = tmp_path / "weights.safetensors"
+    save_file({"w": np.array([8, 8, 8], np.int32), "other": np.zeros(2)}, weights)
+    loaded = ost.load_graph(host_device, path, constants=weights)
+    assert result(loaded, stream, [1, 1, 1]) == [10, 10, 10]
+
+
+def test_state_is_an_input_and_an_output(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    x, total = ints(host_device, 1), ints(host_device, 5)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(host_device, add), ONE, x, total, 1)
+    under_way.graph.save(path, inputs={"x": x, "total": total}, outputs={"total": total})
+    assert host_device.to_numpy(total).tolist() == [5]
+    loaded = ost.load_graph(host_device, path)
+    assert loaded.inputs["total"] is loaded.outputs["total"]
+    assert loaded.inputs["total"].to_numpy(stream).tolist() == [5]  # as it was when it was saved
+    loaded.inputs["total"].copy_from([100], stream)
+    loaded.inputs["x"].copy_from([2], stream)
+    run = loaded.instantiate()
+    for _ in range(3):
+        run.launch(stream)
+    assert loaded.outputs["total"].to_numpy(stream).tolist() == [106]
+
+
+def test_views_of_one_buffer_stay_together(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    """The kernel is given the whole buffer, and the names are views of it."""
+    whole, x = ints(host_device, 0, 0, 0, 0), ints(host_device, 3, 4, 5, 6)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(host_device, affine), ONE, whole, x, 1, 1, 4)
+    under_way.graph.save(path, inputs={"x": x}, outputs={"y": whole[2:], "all": whole})
+    loaded = ost.load_graph(host_device, path)
+    assert len(loaded.manifest.blocks) == 2
+    assert loaded.outputs["y"].address == loaded.outputs["all"].address + 8
+    assert result(loaded, stream, [1, 2, 3, 4]) == [4, 5]
+    with pytest.raises(InputError, match="other buffers share its memory"):
+        ost.load_graph(host_device, path, buffers={"y": ints(host_device, 0, 0)})
+
+
+def test_all_kinds_of_nodes_come_back(host_device: Device, stream: ost.Stream, path: Path) -> None:
+    device = host_device
+    x, y, on = ints(device, 1, 2), ints(device, 0, 0), ints(device, 1)
+    loop = ints(device, 3)
+    event = device.create_event()
+    inner = ost.Graph.create(device)
+    inner.add_kernel(kernel(device, affine), ONE, y, x, 3, 0, 2)
+    graph = ost.Graph.create(device)
+    first = graph.add_child(inner)
+    inner.close()
+    condition, again = graph.condition(), graph.condition(1, reset_at_launch=True)
+    chosen = graph.add_kernel(kernel(device, choose), ONE, on, condition, after=[first])
+    branch = graph.add_conditional(ConditionalKind.IF, condition, size=2, after=[chosen])
+    for body, value in zip(branch.bodies, (100, 200), strict=True):
+        body.add_kernel(kernel(device, affine), ONE, y, y, 1, value, 2)
+    repeat = graph.add_conditional(ConditionalKind.WHILE, again, after=[branch.node])
+    counted = repeat.bodies[0].add_kernel(kernel(device, count_down), ONE, loop, again)
+    repeat.bodies[0].add_kernel(kernel(device, affine), ONE, y, y, 1, 1, 2, after=[counted])
+    record = graph.add_event_record(event, after=[repeat.node])
+    wait = graph.add_event_wait(event, after=[record])
+    alloc = graph.add_alloc(8, after=[wait])
+    memory = alloc.alloc.address
+    copied = graph.add(ost_memcpy(memory, y.address, 8), [alloc])
+    back = graph.add(ost_memcpy(y.address + 4, memory, 4), [copied])
+    free = graph.add_free(memory, after=[back])
+    graph.add_empty(after=[free])
+    graph.save(path, inputs={"x": x, "on": on, "loop": loop}, outputs={"y": y, "loop": loop})
+    loaded = ost.load_graph(device, path)
+    kinds = [node.kind for node in loaded.nodes]
+    assert kinds == [node.kind for node in graph.nodes]
+    assert len(loaded.events) == 1
+    for on_value, expected in ((1, 3 + 100 + 3), (0, 3 + 200 + 3)):
+        loaded.inputs["on"].copy_from([on_value], stream)
+        loaded.inputs["loop"].copy_from([3], stream)
+        assert result(loaded, stream, [1, 2]) == [expected, expected]
+
+
+def ost_memcpy(dst: int, src: int, nbytes: int) -> Any:
+    from ostinato.driver.api import MemcpyNodeParams
+
+    return MemcpyNodeParams(dst, src, nbytes)
+
+
+def test_edges_with_data_and_launch_shapes_come_back(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    x, y = ints(host_device, 1), ints(host_device, 0)
+    config = ost.LaunchConfig((2, 2), (4, 1, 2), 64, cluster=2, programmatic=True, priority=-1)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(host_device, affine), ONE, y, x, 1, 0, 1)
+        ost.launch(stream, kernel(host_device, add), config, x, y, 1)
+    graph = under_way.graph
+    graph.save(path, inputs={"x": x}, outputs={"y": y})
+    loaded = ost.load_graph(host_device, path)
+    assert [e.data for e in loaded.edges] == [e.data for e in graph.edges]
+    assert loaded.nodes[1].kernel.config == graph.nodes[1].kernel.config
+
+
+def test_much_shared_memory_is_allowed_again(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    y, made = host_device.zeros(1, np.float32), kernel(host_device, big)
+    made.allow_shared(100_000)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, made, ost.LaunchConfig(1, 1, 100_000), y)
+    under_way.graph.save(path, outputs={"y": y})
+    with ost.open_device("host") as other:
+        loaded = ost.load_graph(other, path)
+        loaded.instantiate().launch(other_stream := other.create_stream())
+        assert loaded.outputs["y"].to_numpy(other_stream).tolist() == [100_000]
+
+
+# --------------------------------------------------------------------------------- two captures
+
+
+def packed_work(
+    device: Device, stream: ost.Stream, *, seed: int = 1, first: int = 9
+) -> tuple[ost.Graph, ost.Buffer, ost.Buffer]:
+    x, y = ints(device, 41), ints(device, 0)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(device, packed), ONE, first, words((x, y)), seed)
+    under_way.graph.keep += [x, y]
+    return under_way.graph, x, y
+
+
+def test_addresses_inside_an_argument_are_proven_by_a_second_capture(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    (graph, x, y), (other, x2, y2) = (packed_work(host_device, stream) for _ in range(2))
+    twin = ost.Twin(other, {"x": x2, "y": y2})
+    graph.save(path, inputs={"x": x}, outputs={"y": y}, twin=twin)
+    loaded = ost.load_graph(host_device, path)
+    assert loaded.manifest.proofs() == {"moved": 2}
+    assert result(loaded, stream, [9]) == [10]
+
+
+def test_without_a_second_capture_live_memory_decides_and_the_file_says_so(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    graph, x, y = packed_work(host_device, stream)
+    graph.save(path, inputs={"x": x}, outputs={"y": y})
+    loaded = ost.load_graph(host_device, path)
+    assert loaded.manifest.proofs() == {"allocation": 2}
+    assert result(loaded, stream, [9]) == [10]
+
+
+def test_a_number_that_looks_like_an_address_is_told_by_a_second_capture(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    """The seed is the address of live memory: with one capture nothing tells it from one."""
+    seed = ints(host_device, 0)
+    made = [packed_work(host_device, stream, seed=seed.address & 0x7FFF_FFFF) for _ in range(2)]
+    (graph, x, y), (other, x2, y2) = made
+    graph.save(path, inputs={"x": x}, outputs={"y": y}, twin=ost.Twin(other, {"x": x2, "y": y2}))
+    loaded = ost.load_graph(host_device, path)
+    wanted = np.array([9], np.int32) + (seed.address & 0x7FFF_FFFF)
+    assert result(loaded, stream, [9]) == wanted.astype(np.int32).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"seed": 2}, r"node 0 \(packed\), argument 2 \(seed\), offset 0: 0x1 .* 0x2 .*a seed"),
+        ({"first": 3}, r"node 0 \(packed\), argument 0 \(first\), offset 0: 0x9 .* 0x3 "),
+    ],
+)
+def test_what_differs_and_is_no_address_is_refused(
+    host_device: Device,
+    stream: ost.Stream,
+    path: Path,
+    options: dict[str, int],
+    what: str,
+) -> None:
+    graph, x, y = packed_work(host_device, stream)
+    other, x2, y2 = packed_work(host_device, stream, **options)
+    with pytest.raises(GraphFileError, match=what):
+        graph.save(
+            path, inputs={"x": x}, outputs={"y": y}, twin=ost.Twin(other, {"x": x2, "y": y2})
+        )
+    assert not path.exists()
+
+
+def gapped_work(
+    device: Device, stream: ost.Stream, rest: bytes
+) -> tuple[ost.Graph, ost.Buffer, ost.Buffer]:
+    """`rest`: bytes 16 to 32 of the struct."""
+    x, y = ints(device, 41), ints(device, 0)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(device, gapped), ONE, words((x, y)) + rest.ljust(16, b"\0"))
+    under_way.graph.keep += [x, y]
+    return under_way.graph, x, y
+
+
+def save_gapped(
+    device: Device, stream: ost.Stream, path: Path, mine: bytes, theirs: bytes, **options: Any
+) -> None:
+    graph, x, y = gapped_work(device, stream, mine)
+    other, x2, y2 = gapped_work(device, stream, theirs)
+    twin = ost.Twin(other, {"x": x2, "y": y2})
+    graph.save(path, inputs={"x": x}, outputs={"y": y}, twin=twin, **options)
+
+
+def test_bytes_that_differ_without_an_effect_are_gaps(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    """The flag and the numbers beside them are in the same words, and stay as they are."""
+    mine, theirs = b"\1\2\3\4\5\6\x08\7\x11\x12", b"\1\2\xee\xdd\5\6\xcc\7\x11\x99"
+    save_gapped(host_device, stream, path, mine, theirs)
+    loaded = ost.load_graph(host_device, path)
+    assert [(s.offset, s.size) for s in loaded.manifest.graph.nodes[0].unused] == [
+        *((18, 2), (22, 1), (25, 1)),
+    ]
+    assert result(loaded, stream, [9]) == [-9 + 6 + 7]
+    assert "without effect +18:20, +22:23, +25:26" in file_text(path)
+    ost.check_graph(host_device, path)
+    with pytest.raises(GraphFileError, match="check=False tries nothing"):
+        save_gapped(host_device, stream, path, mine, theirs, check=False)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "where"),
+    [
+        pytest.param(b"\0", b"\1", 16, id="it is used"),
+        pytest.param(b"\1\2", b"\2\2", 16, id="it is a flag that other values set too"),
+        pytest.param(b"\0\0\0\0\0\1\0\2", b"\0\0\0\0\0\2\0\1", 21, id="they undo each other"),
+        pytest.param(b"\0\0\0\0\3", b"\0\0\0\0\4", 20, id="only other values have an effect"),
+        pytest.param(
+            *(b"\0\0\0\0\0\0\0\0\x99", b"\0\0\0\0\0\0\0\0\x98", 24),
+            id="another value ends the process",
+        ),
+    ],
+)
+def test_bytes_that_differ_and_have_an_effect_are_refused(
+    host_device: Device, stream: ost.Stream, path: Path, mine: bytes, theirs: bytes, where: int
+) -> None:
+    wanted = (
+        rf"node 0 \(gapped\), argument 0 \(all\), offset {where}.*a seed, a counter or a handle"
+    )
+    with pytest.raises(GraphFileError, match=rf"{wanted}.*the results depend on it"):
+        save_gapped(host_device, stream, path, mine, theirs)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_twins_must_be_of_the_same_work(
+    host_device: Device, stream: ost.Stream, path: Path, work: Work
+) -> None:
+    graph, x, y = packed_work(host_device, stream)
+    named: dict[str, Any] = {"inputs": {"x": x}, "outputs": {"y": y}}
+    with pytest.raises(GraphFileError, match="has 1 nodes, and 3 in the other"):
+        graph.save(path, **named, twin=ost.Twin(work.graph))
+    other, x2, y2 = packed_work(host_device, stream)
+    with pytest.raises(GraphFileError, match=r"points 0 bytes into 'x' .* 0 bytes into 'y'"):
+        graph.save(path, **named, twin=ost.Twin(other, {"x": y2, "y": x2}))
+    with pytest.raises(GraphFileError, match="names z"):
+        graph.save(path, **named, twin=ost.Twin(other, {"z": y2}))
+    stale, _, _ = packed_work(host_device, stream)
+    with pytest.raises(GraphFileError, match="lies in 'x' in both captures"):
+        stale.save(
+            path,
+            inputs={"x": stale.keep[-2]},
+            outputs={"y": stale.keep[-1]},
+            twin=ost.Twin(stale, {"x": x2, "y": y2}),
+        )
+
+
+# --------------------------------------------------------------------------------------- refused
+
+
+def test_memory_that_is_read_and_has_no_name_is_refused(
+    host_device: Device, stream: ost.Stream, work: Work, path: Path
+) -> None:
+    with pytest.raises(
+        GraphFileError, match=r"12 bytes at 0x\w+ \(used by node 1 \(add\)\) is only"
+    ):
+        work.save(path, constants={})
+    assert not path.exists()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_memory_that_results_depend_on_is_named_by_the_check(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    """`hidden` is read before it is written, which no signature tells."""
+    x, hidden, y = ints(host_device, 1), ints(host_device, 50), ints(host_device, 0)
+    innocent = ints(host_device, 0)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(host_device, affine), ONE, innocent, x, 1, 0, 1)
+        ost.launch(stream, kernel(host_device, add), ONE, innocent, hidden, 1)
+        ost.copy(stream, y, hidden)
+    with pytest.raises(
+        GraphFileError,
+        match=rf"4 bytes of 'y' differ.*without a name.*{hidden.address:#x} .*node 1",
+    ):
+        under_way.graph.save(path, inputs={"x": x}, outputs={"y": y})
+    assert not path.exists()
+
+
+def test_an_output_that_is_not_wholly_written_is_named(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    x, y = ints(host_device, 1, 1), ints(host_device, 0, 7)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(host_device, affine), ONE, y, x, 1, 0, 1)
+    with pytest.raises(GraphFileError, match=r"what y held before .*name it as an input too"):
+        under_way.graph.save(path, inputs={"x": x}, outputs={"y": y})
+    under_way.graph.save(path, inputs={"x": x, "y": y}, outputs={"y": y})
+
+
+def test_a_constant_that_is_written_is_refused(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    x, w = ints(host_device, 1), ints(host_device, 5)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(host_device, add), ONE, x, w, 1)
+    with pytest.raises(GraphFileError, match="writes into the constant 'w'"):
+        under_way.graph.save(path, inputs={"x": x}, constants={"w": w})
+    assert host_device.to_numpy(w).tolist() == [5]
+
+
+RUNS: list[int] = []
+
+
+@ost.host_kernel("y: *i32")
+def unsteady(_: Any, y: Any) -> None:
+    RUNS.append(0)
+    y[0] = len(RUNS)
+
+
+def test_results_that_differ_from_run_to_run_are_refused(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    y = ints(host_device, 0)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(host_device, unsteady), ONE, y)
+    with pytest.raises(GraphFileError, match=r"two launches .* different bytes in 'y'"):
+        under_way.graph.save(path, outputs={"y": y})
+    under_way.graph.save(path, outputs={"y": y}, check=False)
+    assert not ost.load_graph(host_device, path).manifest.checked
+    with pytest.raises(GraphFileError, match="check=False"):
+        ost.check_graph(host_device, path)
+
+
+def hosted(device: Device, stream: ost.Stream) -> ost.Graph:
+    graph = ost.Graph.create(device)
+    graph.add_host(lambda: None)
+    return graph
+
+
+def local(device: Device, stream: ost.Stream) -> ost.Graph:
+    @ost.host_kernel("x: *i32")
+    def inside(_: Any, x: Any) -> None: ...
+
+    graph = ost.Graph.create(device)
+    graph.add_kernel(kernel(device, inside), ONE, ints(device, 1))
+    return graph
+
+
+def closed(device: Device, stream: ost.Stream) -> ost.Graph:
+    y = ints(device, 1)
+    graph = ost.Graph.create(device)
+    graph.add(ost_memcpy(y.address, y.address, 4))
+    y.close()
+    device.synchronize()
+    return graph
+
+
+def foreign_condition(device: Device, stream: ost.Stream) -> ost.Graph:
+    graph = ost.Graph.create(device)
+    graph.add_kernel(kernel(device, choose), ONE, ints(device, 1), graph.condition())
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (hosted, "calls a function of this process"),
+        (local, "another process could not find the kernel 'inside'"),
+        (closed, "is in no live memory"),
+        (foreign_condition, "has no conditional node in this graph"),
+    ],
+)
+def test_what_no_file_can_have_is_refused_with_the_reason(
+    host_device: Device,
+    stream: ost.Stream,
+    path: Path,
+    make: Callable[[Device, ost.Stream], ost.Graph],
+    why: str,
+) -> None:
+    with pytest.raises(GraphFileError, match=f"node 0 .*{why}"):
+        make(host_device, stream).save(path)
+
+
+def test_buffers_that_do_not_fit_are_refused(host_device: Device, work: Work, path: Path) -> None:
+    work.save(path)
+    for buffers, why in (
+        ({"x": ints(host_device, 1)}, "'x' has 4 bytes, and the graph was captured with 12"),
+        ({"nothing": work.x}, "names no nothing; it names x, y, w"),
+        ({"x": host_device.zeros(16).view(2, 12)}, "aligned to"),
+    ):
+        with pytest.raises(InputError, match=why):
+            ost.load_graph(host_device, path, buffers=buffers)
+
+
+def test_two_names_for_two_things(host_device: Device, work: Work, path: Path) -> None:
+    with pytest.raises(InputError, match="'x' is the name of two buffers"):
+        work.save(path, outputs={"x": work.y})
+    with pytest.raises(InputError, match="a constant and something else"):
+        work.save(path, outputs={"w": work.w})
+    with pytest.raises(InputError, match="keeping="):
+        work.save(path, keeping="somewhere")
+
+
+# ------------------------------------------------------------------------------------- the check
+
+
+def test_a_file_is_checked_again(host_device: Device, work: Work, path: Path) -> None:
+    work.save(path)
+    ost.check_graph(host_device, path)
+    work.save(path, keeping="by name")
+    ost.check_graph(host_device, path, constants={"w": work.w})
+    wrong = ints(host_device, 0, 0, 0)
+    with pytest.raises(GraphFileError, match="bytes of 'y' differ"):
+        ost.check_graph(host_device, path, constants={"w": wrong})
+
+
+def test_files_that_others_may_write_are_not_loaded(
+    host_device: Device, work: Work, path: Path
+) -> None:
+    work.save(path)
+    path.chmod(0o666)
+    with pytest.raises(GraphFileError, match="other users may write to it"):
+        ost.load_graph(host_device, path)
+    with pytest.raises(GraphFileError, match="no such file"):
+        ost.load_graph(host_device, path.with_name("none.graph"))
+
+
+def test_code_is_shared_in_a_folder(
+    host_device: Device, work: Work, path: Path, tmp_path: Path
+) -> None:
+    """Kernels of the host have no images: the folder stays empty, and nothing asks for it."""
+    work.save(path, code=tmp_path / "code")
+    assert list((tmp_path / "code").iterdir()) == []
+    ost.load_graph(host_device, path, code=tmp_path / "code")

@@ -1,0 +1,339 @@
+"""Graph files that were damaged, or made to do harm: refused with a typed error, or harmless.
+
+Two kinds of damage: bytes changed anywhere, which digests find, and manifests changed with new
+digests written, as somebody would who wants them to be loaded.  Nothing of these is launched.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.driver.api import ConditionalKind
+from ostinato.driver.host.driver import HostDriver
+from ostinato.errors import ContextPoisonedError, GraphFileError
+from tests.graph.disk_kernels import ONE, add, affine, choose, kernel, packed
+
+MEMORY = 1 << 20
+"""All that the devices of these tests have: no number in a file makes them take more."""
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file with most of what a file can have."""
+    path = tmp_path_factory.mktemp("disk") / "sound.graph"
+    with Device(HostDriver(total_memory=MEMORY)) as device:
+        x, y = device.array([1, 2], "i4"), device.array([0, 0], "i4")
+        graph = ost.Graph.create(device)
+        words = x.address.to_bytes(8, "little") + y.address.to_bytes(8, "little")
+        graph.keep += [x, y]
+        first = graph.add_kernel(kernel(device, packed), ONE, 0, words, 1)
+        second = graph.add_kernel(kernel(device, affine), ONE, y, x, 3, 0, 2, after=[first])
+        condition = graph.condition(1)
+        chosen = graph.add_kernel(kernel(device, choose), ONE, x, condition, after=[second])
+        branch = graph.add_conditional(ConditionalKind.IF, condition, after=[chosen])
+        branch.bodies[0].add_kernel(kernel(device, add), ONE, x, y, 2)
+        event = device.create_event()
+        record = graph.add_event_record(event, after=[branch.node])
+        alloc = graph.add_alloc(8, after=[record])
+        fill = ost.Graph.create(device)
+        fill.add_memset(x[:1], 3, 4)
+        child = graph.add_child(fill, after=[alloc])
+        graph.add_free(alloc.alloc.address, after=[child])
+        weights = device.array([1.5], "f4")
+        named = {"inputs": {"x": x, "y": y}, "outputs": {"x": x, "y": y}}
+        graph.save(path, **named, constants={"w": weights})
+    return path.read_bytes()
+
+
+def manifest_of(data: bytes, folder: Path) -> dict[str, Any]:
+    path = folder / "read.graph"
+    path.write_bytes(data)
+    with zipfile.ZipFile(path) as archive:
+        found: dict[str, Any] = json.loads(archive.read("manifest.json"))
+        return found
+
+
+def signed(data: bytes, manifest: object, folder: Path) -> bytes:
+    """The file with another manifest, and its digest."""
+    source, path = folder / "from.graph", folder / "to.graph"
+    source.write_bytes(data)
+    raw = json.dumps(manifest).encode()
+    new = {"manifest.json": raw, "manifest.sha256": hashlib.sha256(raw).hexdigest().encode()}
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(path, "w") as archive:
+        for name in old.namelist():
+            archive.writestr(name, new.get(name, old.read(name)))
+    return path.read_bytes()
+
+
+def outcome(device: Device, data: bytes, folder: Path) -> str:
+    """ "loaded", or the error's text.  Any other exception leaves this function."""
+    path = folder / "one.graph"
+    path.write_bytes(data)
+    path.chmod(0o600)
+    try:
+        loaded = ost.load_graph(device, path)
+    except GraphFileError as error:
+        return str(error)
+    try:
+        assert str(loaded)
+        loaded.instantiate().close()
+    except ost.OstinatoError as error:
+        assert not isinstance(error, ContextPoisonedError)  # nothing ran
+    loaded.close()
+    return "loaded"
+
+
+# ------------------------------------------------------------------------------ changes at random
+
+VALUES: tuple[Any, ...] = (
+    *(0, 1, -1, 7, 8, 255, 256, 1 << 20, 1 << 31, 1 << 40, 1 << 63, 1 << 64, 10**30),
+    *(None, True, False, 0.5, "", "x", "moved", "kernel", "memcpy", "os:system", [], {}, [[]]),
+    *("__import__('os')", "O", "<i4", "a:b", "antigravity", "tests.graph.disk_kernels:add"),
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of everything in a manifest."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if _list(value) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def _list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def change(manifest: Any, rng: random.Random) -> None:
+    """One change at a random place."""
+    every = list(places(manifest))
+    path = rng.choice(every)
+    holder, key = at(manifest, path[:-1]), path[-1]
+    match rng.randrange(6):
+        case 0:
+            del holder[key]
+        case 1:
+            holder[key] = rng.choice(VALUES)
+        case 2:
+            holder[key] = copy.deepcopy(at(manifest, rng.choice(every)))  # from elsewhere
+        case 3 if isinstance(holder, list):
+            holder.insert(key, copy.deepcopy(holder[key]))
+        case 4 if isinstance(holder[key], int):
+            holder[key] += rng.choice((-8, -1, 1, 4, 8, 1 << 16))
+        case _ if isinstance(holder, dict):
+            holder[rng.choice(("node", "kind", "extra", "pointers", "inner"))] = rng.choice(VALUES)
+
+
+def fuzz(data: bytes, folder: Path, count: int, seed: int) -> dict[str, int]:
+    rng = random.Random(seed)
+    outcomes = {"loaded": 0, "refused": 0}
+    sound = manifest_of(data, folder)
+    device = Device(HostDriver(total_memory=MEMORY))
+    for _ in range(count):
+        if rng.random() < 0.7:
+            manifest = json.loads(json.dumps(sound))
+            for _ in range(rng.choice((1, 1, 1, 2, 5))):
+                change(manifest, rng)
+            bad = signed(data, manifest, folder)
+        else:
+            bad = mangled(data, rng)
+        found = outcome(device, bad, folder)
+        outcomes["loaded" if found == "loaded" else "refused"] += 1
+    free, total = device.memory_info()
+    device.synchronize()  # also: the context is sound
+    device.close()
+    assert total == MEMORY and free > 0
+    return outcomes
+
+
+def mangled(data: bytes, rng: random.Random) -> bytes:
+    """Bytes changed, cut out or put in."""
+    raw = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        where = rng.randrange(len(raw))
+        match rng.randrange(4):
+            case 0:
+                raw[where] ^= 1 << rng.randrange(8)
+            case 1:
+                del raw[where : where + rng.randrange(1, 64)]
+            case 2:
+                raw[where:where] = rng.randbytes(rng.randrange(1, 16))
+            case _:
+                del raw[where:]
+        if not raw:
+            break
+    return bytes(raw)
+
+
+def test_damaged_files_are_refused_or_harmless(sound: bytes, tmp_path: Path) -> None:
+    outcomes = fuzz(sound, tmp_path, 400, seed=1)
+    assert outcomes["refused"] > 200 and outcomes["loaded"] > 5, outcomes
+
+
+@pytest.mark.slow
+def test_ten_thousand_damaged_files(sound: bytes, tmp_path: Path) -> None:
+    outcomes = fuzz(sound, tmp_path, 10_000, seed=2)
+    assert outcomes["refused"] > 5_000, outcomes
+
+
+def test_no_byte_of_a_file_can_change_what_it_does(sound: bytes, tmp_path: Path) -> None:
+    """A changed byte is refused, or it is one of the zip's that mean nothing here."""
+    wanted = manifest_of(sound, tmp_path)
+    rng = random.Random(3)
+    with Device(HostDriver(total_memory=MEMORY)) as device:
+        for where in rng.sample(range(len(sound)), 150):
+            raw = bytearray(sound)
+            raw[where] ^= 1 << rng.randrange(8)
+            if outcome(device, bytes(raw), tmp_path) == "loaded":
+                assert manifest_of(bytes(raw), tmp_path) == wanted
+
+
+# ---------------------------------------------------------------------------------- one by one
+
+
+def kernel_node(manifest: dict[str, Any]) -> dict[str, Any]:
+    node: dict[str, Any] = manifest["graph"]["nodes"][0]
+    assert node["kind"] == "kernel" and node["pointers"]
+    return node
+
+
+def longer_cycle(m: dict[str, Any]) -> None:
+    m["graph"]["edges"] += [[1, 0, 0, 0, 0]]
+
+
+def deep(m: dict[str, Any]) -> None:
+    graph: dict[str, Any] = {"nodes": [], "edges": []}
+    for _ in range(100):
+        inner = {"name": "n", "kind": "child_graph", "inner": [graph]}
+        graph = {"nodes": [inner], "edges": []}
+    m["graph"] = graph
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "a newer format": (lambda m: m.update(version=2), "format 2; this release reads 1"),
+    "another format": (lambda m: m.update(format="zip"), "no graph file"),
+    "an edge out of range": (
+        lambda m: m["graph"]["edges"].append([0, 99, 0, 0, 0]),
+        r"\[0, 99, 0, 0, 0\] joins no two of",
+    ),
+    "a cycle": (longer_cycle, "close a cycle"),
+    "a word outside its arguments": (
+        lambda m: kernel_node(m)["pointers"][0].__setitem__(0, 4096),
+        "a word at 4096 is outside the arguments",
+    ),
+    "a word across two arguments": (
+        lambda m: kernel_node(m)["pointers"][0].__setitem__(0, 12),
+        "a word at 12 is outside",
+    ),
+    "two words at one place": (
+        lambda m: kernel_node(m)["pointers"].append(kernel_node(m)["pointers"][0]),
+        "two words are at one place",
+    ),
+    "a pointer out of its block": (
+        lambda m: kernel_node(m)["pointers"][0].__setitem__(2, 1 << 30),
+        "points out of its block",
+    ),
+    "a block that is not there": (
+        lambda m: kernel_node(m)["pointers"][0].__setitem__(1, 77),
+        "names no block",
+    ),
+    "a buffer that overlaps the end of its block": (
+        lambda m: m["buffers"][0].update(into=4),
+        "8 bytes at 4 reach out of block",
+    ),
+    "more memory than there is": (
+        lambda m: m["blocks"][0].update(nbytes=1 << 40),
+        "and .* are free",
+    ),
+    "more nodes than a graph has": (lambda m: m["graph"].update(nodes=[{}] * 5), "is missing"),
+    "graphs inside graphs": (deep, "33 deep"),
+    "Python objects": (lambda m: m["buffers"][0].update(dtype="O"), "no type of plain numbers"),
+    "a huge shape": (lambda m: m["buffers"][0].update(shape=[1 << 40] * 30), "reach out"),
+    "another kernel": (
+        lambda m: m["functions"][0].update(target="tests.graph.disk_kernels:add"),
+        "has no kernel|takes other parameters|takes no|is not in the module|cannot|no kernel",
+    ),
+    "a function that is no kernel": (
+        lambda m: m["functions"][0].update(target="os:system"),
+        "os:system is no kernel of the host",
+    ),
+    "an expression": (
+        lambda m: m["functions"][0].update(target="os:system('true')"),
+        "no place of a kernel",
+    ),
+    "code of another driver": (
+        lambda m: m["functions"][0].update(kind="cubin"),
+        "does not run its code",
+    ),
+    "a copy of more than its blocks have": (
+        lambda m: m["graph"]["nodes"].append(
+            {
+                **dict.fromkeys(("depth", "dst_pitch", "src_pitch", "dst_height", "src_height"), 1),
+                "name": "copy",
+                "kind": "memcpy",
+                "width": 1 << 20,
+                "height": 1,
+                "pointers": [["dst", 0, 0, "field"], ["src", 0, 0, "field"]],
+            }
+        ),
+        "leave block",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_manifests_are_refused_with_the_reason(
+    name: str, sound: bytes, tmp_path: Path
+) -> None:
+    harm, why = HOSTILE[name]
+    manifest = manifest_of(sound, tmp_path)
+    harm(manifest)
+    path = tmp_path / "hostile.graph"
+    path.write_bytes(signed(sound, manifest, tmp_path))
+    path.chmod(0o600)
+    with Device(HostDriver(total_memory=MEMORY)) as device:
+        before = device.memory_info()
+        with pytest.raises(GraphFileError, match=why) as caught:
+            ost.load_graph(device, path)
+        assert str(path) in str(caught.value)
+        del caught
+        device.synchronize()
+        assert device.memory_info() == before  # nothing is left behind
+
+
+def test_entries_that_do_not_belong_there(sound: bytes, tmp_path: Path) -> None:
+    for name in ("../../evil", "code/short", "manifest.json"):
+        path = tmp_path / "more.graph"
+        path.write_bytes(sound)
+        with zipfile.ZipFile(path, "a") as archive, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of zipfile, for the name that is there already
+            archive.writestr(name, b"{}")
+        path.chmod(0o600)
+        why = f"{name}' does not belong there"
+        with Device(HostDriver()) as device, pytest.raises(GraphFileError, match=why):
+            ost.load_graph(device, path)
+    path = tmp_path / "bomb.graph"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("manifest.json", b" " * (1 << 20))
+    path.chmod(0o600)
+    with Device(HostDriver()) as device, pytest.raises(GraphFileError, match="is compressed"):
+        ost.load_graph(device, path)

@@ -1,0 +1,167 @@
+"""What the tests of the server share: a tiny model whose answers are as varied as a real one's."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ostinato import Device
+from ostinato.models import SamplingOptions, TextGenerator
+from ostinato.serve.engine import End, Engine, Job, Refused, Update
+from tests.models.model_files import write_gguf
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+    from ostinato.serve.server import Server
+
+SECONDS = 120.0
+"""Against hangs alone."""
+MODEL = "tiny"
+clients: list[OpenAI] = []
+
+
+def tiny(folder: Path) -> Path:
+    return write_gguf(folder / "tiny.gguf")
+
+
+def open_generator(device: Device, model: Path, **options: Any) -> TextGenerator:
+    return TextGenerator(device, model, **{"sequences": 4, **options})
+
+
+@dataclass
+class Answer:
+    """A listener that keeps everything, and looks for what must not be."""
+
+    updates: list[Update] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    first: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, update: Update) -> None:
+        assert not self.over.is_set(), "something is said after the end"
+        self.updates.append(update)
+        if update.tokens:
+            self.first.set()
+        if update.end is not None:
+            self.over.set()
+
+    def wait(self) -> Update:
+        assert self.over.wait(SECONDS), "the answer does not end"
+        return self.so_far
+
+    @property
+    def so_far(self) -> Update:
+        return sum(self.updates, Update())
+
+    @property
+    def end(self) -> End | None:
+        return self.so_far.end
+
+
+def job(
+    generator: TextGenerator, prompt: str, max_tokens: int = 16, *, stop: tuple[str, ...] = (),
+    **sampling: Any,
+) -> Job:  # fmt: skip
+    tokens = tuple(generator.encode(prompt, chat=False))
+    return Job(tokens, max_tokens, SamplingOptions(**sampling), stop)
+
+
+def submit(engine: Engine, one: Job) -> tuple[int, Answer]:
+    answer = Answer()
+    numbers = engine.submit([one], [answer])
+    assert not isinstance(numbers, Refused), numbers
+    return numbers[0], answer
+
+
+def alone(generator: TextGenerator, one: Job) -> tuple[str, int, End]:
+    """What `generate` gives: text, how many tokens, how it ends."""
+    answer = generator.generate(
+        one.tokens, max_tokens=one.max_tokens, sampling=one.sampling, stop=one.stop
+    )
+    text = "".join(answer)
+    reason = answer.finish_reason
+    return text, len(answer.token_ids), End.STOP if reason == "stop" else End.LENGTH
+
+
+@contextmanager
+def running(generator: TextGenerator, **options: Any) -> Iterator[Server]:
+    """A server on a free port, in a thread; it is stopped gracefully at the end."""
+    from ostinato.serve.server import ServeOptions, Server
+
+    chosen = ServeOptions(**{"model": MODEL, **options})
+    server = Server(generator, chosen, Server.bind("127.0.0.1", 0))
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            server.run()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="server")
+    thread.start()
+    try:
+        until(lambda: failed or server.engine.ready or server.engine.failure)
+        assert not failed, failed
+        yield server
+    finally:
+        server.stop()
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "the server does not stop"
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def client(server: Server | str, key: str = "none") -> OpenAI:
+    """It is closed at the end of the test."""
+    from openai import OpenAI
+
+    url = server if isinstance(server, str) else server.url
+    made = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=SECONDS)
+    clients.append(made)
+    return made
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error object, whose form is checked."""
+        (name,) = self.json
+        assert name == "error" and self.headers["content-type"] == "application/json"
+        assert set(self.json["error"]) == {"message", "type", "param", "code"}
+        assert self.json["error"]["message"]
+        return dict(self.json["error"])
+
+
+def call(server: Server, method: str, path: str, body: object = None, **headers: str) -> Reply:
+    """A request as no client library would make it: `body` is bytes, or becomes JSON."""
+    with closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as connection:
+        connection.timeout = SECONDS
+        if body is not None:
+            headers = {"content-type": "application/json", **headers}
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, path, data, headers)
+        answer = connection.getresponse()
+        found = {name.lower(): value for name, value in answer.getheaders()}
+        return Reply(answer.status, found, answer.read())

@@ -1,0 +1,277 @@
+"""The engine: every answer is what `generate` gives alone, whatever comes, goes and fails."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato import Device
+from ostinato.errors import ContextPoisonedError, ModelError
+from ostinato.models import TextGenerator
+from ostinato.serve import engine as engine_module
+from ostinato.serve.engine import End, Engine, Job, Refused, Timing, Update
+from tests.serve.serving import SECONDS, Answer, alone, job, open_generator, submit, until
+
+HOT = {"temperature": 3.0}
+
+
+@pytest.fixture
+def generator(host_device: Device, tiny_model: Path) -> Iterator[TextGenerator]:
+    with open_generator(host_device, tiny_model) as opened:
+        yield opened
+
+
+def jobs_of(generator: TextGenerator, count: int) -> list[Job]:
+    """Some begin alike, some are long, some end at a text, some at an end token."""
+    made = []
+    for seed in range(count):
+        prompt = ("the same beginning of a few " if seed % 3 else "") + "ab in 12 " * (seed % 5 + 1)
+        stop = ("th", "er") if seed % 4 == 0 else ()
+        options = {"temperature": 0.0} if seed % 7 == 0 else {**HOT, "seed": seed}
+        if seed % 6 == 1:
+            options["repetition_penalty"] = 1.3
+        made.append(job(generator, prompt + str(seed), 1 + seed * 7 % 40, stop=stop, **options))
+    return made
+
+
+def check(answer: Answer, wanted: tuple[str, int, End]) -> None:
+    update = answer.wait()
+    assert (update.text, update.tokens, update.end) == wanted
+
+
+@pytest.mark.parametrize("options", [{}, {"piece": 5}, {"reuse": False}])
+def test_many_at_once_answer_as_each_alone(
+    generator: TextGenerator, options: dict[str, Any]
+) -> None:
+    jobs = jobs_of(generator, 30)
+    wanted = [alone(generator, one) for one in jobs]
+    assert len({end for _, _, end in wanted}) == 2 and len({text for text, _, _ in wanted}) > 20
+    timings: list[Timing] = []
+    with Engine(generator, over=timings.append, **options) as engine:
+        answers = [submit(engine, one)[1] for one in jobs]
+        for answer, one in zip(answers, wanted, strict=True):
+            check(answer, one)
+        numbers = engine.statistics().result(SECONDS)
+    assert numbers.submitted == 30 == sum(numbers.ended.values()) == len(timings)
+    assert numbers.under_way == numbers.waiting == 0
+    assert numbers.answer_tokens == sum(count for _, count, _ in wanted)
+    prompts = sum(len(one.tokens) for one in jobs)
+    assert numbers.prompt_tokens + numbers.cached_tokens == prompts
+    assert (numbers.cached_tokens > 0) == options.get("reuse", True)
+    assert numbers.steps < numbers.step_rows <= 4 * numbers.steps, "they step together"
+    assert numbers.decoder.launches_replayed > 0 and not numbers.decoder.quarantined
+    for timing in timings:
+        assert timing.placed is not None and timing.first is not None
+        assert 0 <= timing.placed <= timing.first <= timing.over
+
+
+@pytest.mark.parametrize("piece", [256, 5])
+def test_every_step_is_captured_before_it_is_ready(generator: TextGenerator, piece: int) -> None:
+    with Engine(generator, piece=piece) as engine:
+        until(lambda: engine.ready)
+        before = engine.statistics().result(SECONDS).decoder
+        answers = [submit(engine, one)[1] for one in jobs_of(generator, 9)]
+        for answer in answers:
+            answer.wait()
+        after = engine.statistics().result(SECONDS).decoder
+    assert after.launches_replayed > before.launches_replayed
+    assert after.graphs_captured == before.graphs_captured
+    assert after.launches_eager == before.launches_eager
+
+
+def test_who_goes_away_costs_others_nothing(generator: TextGenerator) -> None:
+    rng = random.Random(5)
+    jobs = jobs_of(generator, 40)
+    wanted = [alone(generator, one) for one in jobs]
+    with Engine(generator) as engine:
+        cancelled, answers = [], []
+        for index, one in enumerate(jobs):
+            number, answer = submit(engine, one)
+            answers.append(answer)
+            if index % 2:
+                cancelled.append((number, answer))
+            if rng.random() < 0.5 and cancelled:
+                gone, late = cancelled.pop(rng.randrange(len(cancelled)))
+                if rng.random() < 0.7:
+                    late.first.wait(SECONDS)
+                engine.cancel([gone])
+        engine.cancel([number for number, _ in cancelled])
+        engine.cancel([number for number, _ in cancelled])  # says nothing
+        for index, (answer, one) in enumerate(zip(answers, wanted, strict=True)):
+            update = answer.wait()
+            if index % 2 == 0:
+                check(answer, one)
+            elif update.end is End.CANCELLED:
+                assert one[0].startswith(update.text) and update.tokens <= one[1]
+            else:  # it was over before
+                check(answer, one)
+        numbers = engine.statistics().result(SECONDS)
+        assert numbers.ended["cancelled"] > 5 and numbers.under_way == 0
+        # What those that went away left behind is no answer of anyone else.
+        again = [submit(engine, one)[1] for one in jobs[:12]]
+        for answer, one in zip(again, wanted, strict=False):
+            check(answer, one)
+
+
+def test_a_full_engine_refuses_all_of_what_does_not_fit(generator: TextGenerator) -> None:
+    one = job(generator, "ab", 60, seed=1, **HOT)
+    engine = Engine(generator, queue=2)  # not started: nothing moves
+    taken = [submit(engine, one)[1] for _ in range(5)]
+    two = Answer(), Answer()
+    assert engine.submit([one, one], two) is Refused.FULL
+    taken.append(submit(engine, one)[1])
+    assert engine.submit([one], [Answer()]) is Refused.FULL
+    numbers = engine.statistics().result(SECONDS)
+    assert (numbers.under_way, numbers.waiting, numbers.refused["full"]) == (6, 6, 3)
+    with engine:
+        for answer in taken:
+            answer.wait()
+        submit(engine, one)[1].wait()
+    assert not two[0].updates and not two[1].updates
+
+
+def test_a_deadline_ends_what_waits_and_what_is_decoded(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        now = 100.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(engine_module, "time", clock)
+    generator.decoder.set_stop_tokens(())
+    one = job(generator, "ab", 110, seed=1, **HOT)
+    engine = Engine(generator, seconds=30.0)
+
+    class Late(Answer):
+        def __call__(self, update: Update) -> None:
+            super().__call__(update)
+            clock.now = 131.0  # from the first token on, everything is late
+
+    first = Late()
+    engine.submit([one], [first])
+    others = [submit(engine, one)[1] for _ in range(6)]
+    with engine:
+        for answer in (first, *others):
+            assert answer.wait().end is End.DEADLINE
+        assert 0 < first.so_far.tokens < 110
+        assert submit(engine, job(generator, "ab", 3))[1].wait().end is not End.DEADLINE
+
+
+def test_what_is_under_way_is_answered_before_the_end(generator: TextGenerator) -> None:
+    jobs = jobs_of(generator, 20)
+    wanted = [alone(generator, one) for one in jobs]
+    engine = Engine(generator)
+    engine.start()
+    answers = [submit(engine, one)[1] for one in jobs]
+    engine.stop()
+    assert engine.submit([jobs[0]], [Answer()]) is Refused.STOPPING
+    engine.close()
+    engine.close()
+    for answer, one in zip(answers, wanted, strict=True):
+        assert answer.over.is_set()
+        check(answer, one)
+    assert not engine.ready
+
+
+def test_a_step_that_fails_ends_its_own_answers_alone(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = jobs_of(generator, 12)
+    wanted = [alone(generator, one) for one in jobs]
+    decoder, calls = generator.decoder, 0
+
+    def sometimes(name: str) -> None:
+        original = getattr(decoder, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            if threading.current_thread().name == "ostinato engine" and engine.ready:
+                calls += 1
+                if calls % 5 == 0:
+                    raise ModelError("the logits hold NaN")
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(decoder, name, call)
+
+    with Engine(generator) as engine:
+        for name in ("prefill", "extend", "run_batch", "copy_prefix", "keep_common"):
+            sometimes(name)
+        answers = [submit(engine, one)[1] for one in jobs]
+        ends = [answer.wait() for answer in answers]
+        failed = [update for update in ends if update.end is End.FAILED]
+        assert failed and {update.words for update in failed} == {"the logits hold NaN"}
+        for update, one in zip(ends, wanted, strict=True):
+            if update.end is not End.FAILED:
+                assert (update.text, update.tokens, update.end) == one
+        monkeypatch.undo()
+        again = [submit(engine, one)[1] for one in jobs]
+        for answer, one in zip(again, wanted, strict=True):
+            check(answer, one)
+
+
+def test_a_device_that_is_lost_ends_everything(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*arguments: Any, **options: Any) -> Any:
+        raise ContextPoisonedError(700, "launch")
+
+    with Engine(generator) as engine:
+        until(lambda: engine.ready)
+        monkeypatch.setattr(generator.decoder, "run_batch", lost)
+        answers = [submit(engine, job(generator, "ab", 9))[1] for _ in range(6)]
+        for answer in answers:
+            update = answer.wait()
+            assert update.end is End.FAILED and "700" in update.words
+        until(lambda: engine.failure is not None)
+        assert engine.submit([job(generator, "ab")], [Answer()]) is Refused.FAILED
+        assert engine.statistics().result(SECONDS).under_way == 0
+        assert not engine.ready
+
+
+def test_pieces_are_gathered_where_steps_are_fast(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token comes by itself, and the end at once; nothing is lost in between."""
+    generator.decoder.set_stop_tokens(())
+    one = job(generator, "ab", 60, seed=4, **HOT)
+    wanted = alone(generator, one)
+    for seconds, most in ((1e9, 2), (0.0, 60)):
+        monkeypatch.setattr(engine_module, "_GATHER_SECONDS", seconds)
+        with Engine(generator) as engine:
+            engine._all_sent = time.monotonic()
+            answer = submit(engine, one)[1]
+            check(answer, wanted)
+            assert answer.updates[0].tokens == 1
+            assert len(answer.updates) == most
+
+
+def test_a_token_without_text_ends_its_answer_alone(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding may have more rows than the tokenizer has words."""
+    generator.decoder.set_stop_tokens(())
+    good, bad = job(generator, "ab", 20, seed=2, **HOT), job(generator, "xy", 20, seed=3, **HOT)
+    wanted = alone(generator, good)
+    engine = Engine(generator)
+    first, (number, second) = submit(engine, good)[1], submit(engine, bad)
+    text = engine._entries[number].text
+    push = text.push
+
+    def fails(token: int, *, last: bool = False) -> tuple[str, bool]:
+        if second.so_far.tokens:
+            raise ModelError("no such token")
+        return push(token, last=last)
+
+    monkeypatch.setattr(text, "push", fails)
+    with engine:
+        assert second.wait().end is End.FAILED and second.so_far.words == "no such token"
+        check(first, wanted)

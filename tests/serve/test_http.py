@@ -1,0 +1,573 @@
+"""The HTTP layer, by OpenAI's own client and by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Where these are missing there are tests of other things; `make test` installs them
+# (tests/test_packaging.py).
+openai = pytest.importorskip("openai")
+pytest.importorskip("ostinato.serve.server")
+
+from ostinato import open_device
+from ostinato.errors import ModelError
+from ostinato.models import SamplingOptions, TextGenerator
+from ostinato.serve.app import HttpLimits
+from ostinato.serve.engine import End, Job
+from ostinato.serve.server import Server
+from tests.serve.serving import (
+    MODEL,
+    SECONDS,
+    Reply,
+    alone,
+    call,
+    client,
+    open_generator,
+    running,
+    until,
+)
+
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "ab in 12?"}]
+ASK = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def generator(tiny_model: Path) -> Iterator[TextGenerator]:
+    with open_device("host") as device, open_generator(device, tiny_model) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> Iterator[TextGenerator]:
+    """The same model, not served."""
+    with open_device("host") as device, open_generator(device, tiny_model) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def server(generator: TextGenerator) -> Iterator[Server]:
+    limits = HttpLimits(body_bytes=20_000, max_tokens=100, choices=6)
+    with running(generator, limits=limits, queue=4) as started:
+        yield started
+
+
+def wanted(
+    reference: TextGenerator, tokens: list[int], max_tokens: int, *stop: str, **sampling: Any
+) -> tuple[str, int, End]:
+    return alone(reference, Job(tuple(tokens), max_tokens, SamplingOptions(**sampling), stop))
+
+
+# --------------------------------------------------------------------------------- OpenAI's client
+
+
+def test_a_chat(server: Server, reference: TextGenerator) -> None:
+    tokens = reference.encode(MESSAGES)
+    text, count, end = wanted(reference, tokens, 30, temperature=2.0, top_p=0.9, seed=5)
+    answer = client(server).chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_completion_tokens=30, temperature=2, top_p=0.9, seed=5
+    )  # type: ignore[call-overload]
+    assert answer.object == "chat.completion" and answer.model == MODEL
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", text)
+    assert choice.finish_reason == end.value
+    assert answer.usage.prompt_tokens == len(tokens)
+    assert answer.usage.completion_tokens == count
+    assert answer.usage.total_tokens == len(tokens) + count
+    again = client(server).chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_completion_tokens=30, temperature=2, top_p=0.9, seed=5
+    )  # type: ignore[call-overload]
+    assert again.choices[0].message.content == text and again.id != answer.id
+    assert again.usage.prompt_tokens_details.cached_tokens == len(tokens) - 1
+
+
+def test_a_chat_as_a_stream(server: Server, reference: TextGenerator) -> None:
+    text, count, end = wanted(reference, reference.encode(MESSAGES), 40, temperature=2.0, seed=9)
+    stream = client(server).chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_tokens=40,
+        temperature=2,
+        seed=9,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    *parts, usage = chunks
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == text
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + [
+        end.value
+    ]
+    assert usage.choices == [] and usage.usage is not None
+    assert usage.usage.completion_tokens == count
+    assert all(part.usage is None for part in parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_of_several_prompts_several_times(
+    server: Server, reference: TextGenerator, stream: bool
+) -> None:
+    tokens = [reference.encode("ab the", chat=False), [5, 9, 200]]
+    asked: Any = ["ab the", "in"] if stream else tokens
+    if stream:
+        tokens[1] = reference.encode("in", chat=False)
+    answer = client(server).completions.create(
+        model=MODEL,
+        prompt=asked,
+        max_tokens=12,
+        n=2,
+        seed=3,
+        temperature=1.5,
+        stop=["th", "zz"],
+        stream=stream,
+    )
+    found = [""] * 4
+    ends: list[str | None] = [None] * 4
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            found[choice.index] += choice.text
+            ends[choice.index] = ends[choice.index] or choice.finish_reason
+    for index in range(4):
+        text, _, end = wanted(
+            reference, tokens[index // 2], 12, "th", "zz", temperature=1.5, seed=3 + index
+        )
+        assert (found[index], ends[index]) == (text, end.value)
+    assert len(set(found)) > 2
+
+
+def test_options_beyond_openais(server: Server, reference: TextGenerator) -> None:
+    options = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.4}
+    tokens = reference.encode("the ab", chat=False)
+    text, _, _ = wanted(reference, tokens, 25, temperature=2.0, seed=1, **options)
+    answer = client(server).completions.create(
+        model=MODEL, prompt="the ab", max_tokens=25, temperature=2, seed=1, extra_body=options
+    )
+    assert answer.choices[0].text == text
+
+
+def test_without_a_seed_answers_differ(server: Server) -> None:
+    texts = {
+        choice.text
+        for choice in client(server)
+        .completions.create(model=MODEL, prompt="ab", max_tokens=20, temperature=2, n=4)
+        .choices
+    }
+    assert len(texts) == 4
+
+
+def test_completions_are_short_and_chats_as_long_as_they_may(server: Server) -> None:
+    """As at OpenAI: 16 tokens, and up to the limit or the context."""
+    api = client(server)
+    answer = api.completions.create(model=MODEL, prompt="ab", temperature=0)
+    assert answer.usage is not None and answer.usage.completion_tokens <= 16
+    chat = api.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)  # type: ignore[arg-type]
+    assert chat.usage is not None and 16 < chat.usage.completion_tokens <= 100
+
+
+def test_the_list_of_models(server: Server) -> None:
+    api = client(server)
+    assert [model.id for model in api.models.list()] == [MODEL]
+    assert api.models.retrieve(MODEL).owned_by == "ostinato"
+    with pytest.raises(openai.NotFoundError, match="no model 'other' here"):
+        api.models.retrieve("other")
+
+
+def test_the_code_in_the_docs_runs(
+    reference: TextGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "serve.md"
+    (sample,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.S | re.M)
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    text, _, _ = wanted(reference, reference.encode(messages), 40)
+    with running(reference, model="smollm2-135m") as server:
+        assert sample.count("http://127.0.0.1:8000") == 1
+        names: dict[str, Any] = {}
+        exec(sample.replace("http://127.0.0.1:8000", server.url), names)
+        names["client"].close()
+    assert capsys.readouterr().out == text
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def check(reply: Reply, status: int, words: str, param: str | None = None) -> None:
+    assert reply.status == status, reply
+    assert re.search(words, reply.error["message"]), reply.error
+    assert reply.error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "no JSON"),
+        (b"{", "no JSON"),
+        (b'{"model": "tiny", "messages"', "no JSON"),
+        (b"\xff\xfe", "no UTF-8: byte 0"),
+        (b"[" * 9000, "no JSON"),
+        (b'{"temperature": NaN}', "NaN is no JSON number"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b"[]", "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b'"text"', "must be a JSON object"),
+    ],
+)
+def test_what_is_no_request(server: Server, body: bytes, words: str) -> None:
+    for path in (CHAT, COMPLETION):
+        check(call(server, "POST", path, body), 400, words)
+
+
+def message(**changes: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": "x", **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "words"),
+    [
+        ({"model": None}, "model", "model is missing"),
+        ({"model": 3}, "model", "model must be text"),
+        ({"messages": None}, "messages", "missing"),
+        ({"messages": []}, "messages", "one at the least"),
+        ({"messages": "x"}, "messages", "must be a list"),
+        ({"messages": ["x"]}, "messages", r"\[0\] must be an object"),
+        (message(role="tool"), "messages", r"\[0\]: role must be one of"),
+        (message(role=[]), "messages", r"\[0\]: role must be one of"),
+        (message(content=None), "messages", r"\[0\]: content must be text"),
+        (message(content=[{"type": "image_url"}]), "messages", "of the type text alone"),
+        (message(content="\ud800"), "messages", "a lone surrogate"),
+        (message(tool_calls=[{}]), "messages", "tool_calls is not supported"),
+        (message(colour="red"), "messages", "colour is no field of a message"),
+        ({"temperature": -1}, "temperature", "must be 0"),
+        ({"temperature": "hot"}, "temperature", "must be a number"),
+        ({"temperature": True}, "temperature", "must be a number"),
+        ({"temperature": 10**400}, "temperature", "must be a finite number"),
+        ({"top_p": 0}, "top_p", "must be above 0"),
+        ({"top_k": -1}, "top_k", "must be 0 or more"),
+        ({"min_p": 2}, "min_p", "must be 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must be 0.01"),
+        ({"seed": 1.5}, "seed", "must be a whole number"),
+        ({"n": 0}, "n", "must be 1 or more"),
+        ({"n": 7}, "n", "6 answers at most"),
+        ({"max_tokens": 0}, "max_tokens", "must be 1 or more"),
+        ({"max_tokens": 101}, "max_tokens", "100 at most"),
+        ({"max_tokens": 2.0}, "max_tokens", "must be a whole number"),
+        ({"stop": 5}, "stop", "must be text"),
+        ({"stop": [""]}, "stop", "1 to 1024 characters"),
+        ({"stop": ["x"] * 17}, "stop", "16 texts at most"),
+        ({"stream": 1}, "stream", "must be true or false"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"stream": True, "stream_options": 1}, "stream_options", "must be an object"),
+        ({"logprobs": True}, "logprobs", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+        ({"temprature": 0.5}, "temprature", "unknown field 'temprature'"),
+    ],
+)
+def test_a_wrong_field_is_named(
+    server: Server, changes: dict[str, object], param: str, words: str
+) -> None:
+    check(call(server, "POST", CHAT, {**ASK, **changes}), 400, words, param)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "it has no tokens"),
+        ([], "must be text, token ids"),
+        ([[]], "must be text, token ids"),
+        ([5, "x"], "must be a whole number"),
+        ([280], "ids 0 to 279 only"),
+        ([-1], "ids 0 to 279 only"),
+        ([10**30], "ids 0 to 279 only"),
+        ([5] * 129, "129 tokens, more than the context of 128"),
+        ({}, "must be text"),
+    ],
+)
+def test_a_wrong_prompt(server: Server, prompt: object, words: str) -> None:
+    asked = {"model": MODEL, "prompt": prompt}
+    check(call(server, "POST", COMPLETION, asked), 400, words, "prompt")
+
+
+def test_fields_that_ask_for_nothing_are_taken(server: Server) -> None:
+    more = {
+        "logprobs": False,
+        "n": 1,
+        "presence_penalty": 0.0,
+        "tools": [],
+        "response_format": {"type": "text"},
+        "user": "someone",
+        "metadata": {"a": "b"},
+        "seed": None,
+        "seed_": None,
+        "stop": None,
+    }
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": parts},
+        {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None},
+        *MESSAGES,
+    ]
+    reply = call(server, "POST", CHAT, {**ASK, **more, "messages": messages})
+    assert reply.status == 200, reply
+
+
+def test_another_model_path_method_or_type(server: Server) -> None:
+    check(call(server, "POST", CHAT, {**ASK, "model": "gpt"}), 404, "no model 'gpt' here", "model")
+    check(call(server, "GET", "/v1/nothing"), 404, "GET /v1/nothing: Not Found")
+    check(call(server, "GET", CHAT), 405, "Method Not Allowed")
+    typed = {"content-type": "text/plain"}
+    check(call(server, "POST", CHAT, ASK, **typed), 415, "must be application/json")
+    typed = {"content-type": "Application/JSON; charset=utf-8"}
+    assert call(server, "POST", CHAT, ASK, **typed).status == 200
+
+
+def test_a_body_that_is_too_large(server: Server) -> None:
+    large = {**ASK, "messages": [{"role": "user", "content": "x" * 30_000}]}
+    check(call(server, "POST", CHAT, large), 413, "20000 bytes at most")
+    check(call(server, "POST", CHAT, b"{}", **{"content-length": "20001"}), 413, "20000 bytes")
+
+    with socket.create_connection(server._listener.getsockname(), SECONDS) as raw:
+        head = "transfer-encoding: chunked\r\ncontent-type: application/json\r\nhost: localhost"
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode())
+        raw.sendall(b"7530\r\n" + b"x" * 30_000 + b"\r\n")  # and more to come
+        assert b"413" in raw.recv(100)
+
+
+def test_a_request_that_is_cut_off_leaves_nothing(server: Server) -> None:
+    with socket.create_connection(server._listener.getsockname(), SECONDS) as raw:
+        head = "content-length: 500\r\ncontent-type: application/json\r\nhost: localhost"
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode() + b'{"model')
+    assert call(server, "POST", CHAT, ASK).status == 200
+
+
+def test_without_a_key_only_this_machine_asks(server: Server) -> None:
+    """A page of another name, which leads here (DNS rebinding), has its own name in the request."""
+    for name in ("127.0.0.1", "localhost:8000", "LOCALHOST", "[::1]:80", "[::1]"):
+        assert call(server, "GET", "/v1/models", host=name).status == 200, name
+    for name in ("evil.example", "evil.example:8000", "localhost.evil.example", ""):
+        for method, path in (("GET", "/v1/models"), ("GET", "/health"), ("POST", CHAT)):
+            body = ASK if method == "POST" else None
+            check(call(server, method, path, body, host=name), 403, "answers at 127.0.0.1 alone")
+
+
+def test_a_key_is_wanted_where_there_is_one(reference: TextGenerator) -> None:
+    with running(reference, keys=("first", "secönd")) as server:
+        for key in ("first", "secönd"):
+            bearer = {"authorization": f"Bearer {key}".encode().decode("latin-1")}
+            assert call(server, "POST", CHAT, ASK, **bearer).status == 200
+            assert call(server, "GET", "/metrics", **bearer, host="any.name").status == 200
+        assert client(server, "first").models.list().data
+        with pytest.raises(openai.AuthenticationError, match="a key is needed"):
+            client(server, "wrong").models.list()
+        for path in ("/v1/models", "/metrics"):
+            for headers in ({}, {"authorization": "first"}, {"authorization": "Bearer "}):
+                reply = call(server, "GET", path, **headers)
+                check(reply, 401, "a key is needed")
+                assert reply.headers["www-authenticate"] == "Bearer"
+                assert reply.error["code"] == "invalid_api_key"
+        check(call(server, "POST", CHAT, b"{"), 401, "a key is needed")
+        for path in ("/health", "/ready"):
+            assert call(server, "GET", path).status == 200
+
+
+# ---------------------------------------------------------------------------- how the server is
+
+
+def number(text: str, name: str) -> float:
+    (found,) = re.findall(rf"^{re.escape(name)} (\S+)$", text, flags=re.M)
+    return float(found)
+
+
+def test_metrics_are_those_of_every_layer(server: Server) -> None:
+    before = call(server, "GET", "/metrics").body.decode()
+    for _ in range(3):
+        assert call(server, "POST", CHAT, ASK).status == 200
+    call(server, "POST", CHAT, b"{")
+    reply = call(server, "GET", "/metrics")
+    text = reply.body.decode()
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+    def more(name: str) -> float:
+        return number(text, name) - (number(before, name) if f"\n{name} " in before else 0)
+
+    answered = 'ostinato_http_requests_total{path="/v1/chat/completions",status="%s"}'
+    assert more(answered % 200) == 3 and more(answered % 400) == 1
+    assert more("ostinato_engine_submitted") == 3
+    ends = [more(f'ostinato_engine_ended{{reason="{end}"}}') for end in ("stop", "length")]
+    assert sum(ends) == 3
+    assert more("ostinato_time_to_first_token_seconds_count") == 3
+    assert more("ostinato_answer_seconds_count") == 3
+    assert more("ostinato_engine_answer_tokens") == more("ostinato_decoder_decoded_tokens") + 3
+    assert more('ostinato_step_calls{step="decode"}') > 0
+    assert number(text, "ostinato_graph_cache_graphs") > 3
+    assert number(text, "ostinato_modules_modules") > 0
+    assert number(text, "ostinato_engine_memory_total") > 0
+    assert number(text, "ostinato_engine_under_way") == 0
+
+
+def test_health_and_readiness(reference: TextGenerator) -> None:
+    with running(reference) as server:
+        assert call(server, "GET", "/health").json == {"status": "ok"}
+        assert call(server, "GET", "/ready").json == {"status": "ready"}
+        server.engine.ready = False
+        reply = call(server, "GET", "/ready")
+        assert (reply.status, reply.json) == (503, {"status": "starting"})
+        server.engine.ready = True
+        server.engine.stopping = True
+        reply = call(server, "GET", "/ready")
+        assert (reply.status, reply.json) == (503, {"status": "stopping"})
+        assert call(server, "GET", "/health").status == 200
+        reply = call(server, "POST", CHAT, ASK)
+        check(reply, 503, "the server is stopping")
+        assert reply.headers["connection"] == "close"
+
+
+def test_an_engine_that_fails_is_said_and_ends_the_server(
+    reference: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("broken")
+
+    with running(reference) as server:
+        monkeypatch.setattr(reference.decoder, "set_sampling", broken)
+        reply = call(server, "POST", CHAT, ASK)
+        check(reply, 500, "the answer failed: broken")
+        until(lambda: server._uvicorn.should_exit)
+    with pytest.raises(RuntimeError, match="broken"):
+        raise server.engine.failure or AssertionError
+
+
+def test_too_many_are_told_to_come_again(reference: TextGenerator) -> None:
+    """Every one is answered or refused; while four are answered and one waits, that is all."""
+    decode = reference.decoder.run_batch
+    hold = threading.Event()
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        if server.engine.ready:
+            hold.wait(SECONDS)
+        return decode(*arguments, **options)
+
+    with running(reference, queue=1) as server:
+        reference.decoder.run_batch = held  # type: ignore[method-assign]
+        try:
+            replies: list[Reply] = []
+            asked = {**ASK, "max_tokens": 5, "temperature": 0}
+            threads = [
+                threading.Thread(target=lambda: replies.append(call(server, "POST", CHAT, asked)))
+                for _ in range(5)
+            ]
+            for thread in threads:
+                thread.start()
+            until(lambda: server.engine._scheduler.under_way == 5)
+            with pytest.raises(openai.RateLimitError, match="the server is full"):
+                client(server).chat.completions.create(model=MODEL, messages=MESSAGES)  # type: ignore[arg-type]
+            reply = call(server, "POST", CHAT, asked)
+            check(reply, 429, "the server is full")
+            assert reply.headers["retry-after"] == "1" and reply.error["code"] == "queue_full"
+            hold.set()
+            for thread in threads:
+                thread.join(SECONDS)
+        finally:
+            hold.set()
+            del reference.decoder.run_batch
+        assert [reply.status for reply in replies] == [200] * 5
+        assert len({reply.json["choices"][0]["message"]["content"] for reply in replies}) == 1
+        assert call(server, "POST", CHAT, asked).status == 200
+
+
+def test_a_deadline(reference: TextGenerator) -> None:
+    with running(reference, seconds=1e-6) as server:
+        for stream in (False, True):
+            reply = call(server, "POST", CHAT, {**ASK, "stream": stream})
+            check(reply, 504, "not complete in time")
+            assert reply.error["type"] == "timeout_error"
+
+
+def test_an_answer_that_fails_in_its_middle_says_so_in_the_stream(
+    reference: TextGenerator,
+) -> None:
+    reference.decoder.set_stop_tokens(())
+    decode, calls = reference.decoder.run_batch, 0
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise ModelError("the logits hold NaN")
+        return decode(*arguments, **{**options, "count": 2})
+
+    with running(reference) as server:
+        reference.decoder.run_batch = fails  # type: ignore[method-assign]
+        try:
+            stream = client(server).chat.completions.create(
+                model=MODEL,
+                messages=MESSAGES,  # type: ignore[arg-type]
+                max_tokens=50,
+                stream=True,
+            )
+            failed = pytest.raises(openai.APIError, match="the answer failed: the logits hold NaN")
+            with stream, failed:
+                for _ in stream:
+                    pass
+        finally:
+            del reference.decoder.run_batch
+        body = call(server, "POST", CHAT, {**ASK, "stream": True}).body
+        assert body.endswith(b"data: [DONE]\n\n")
+
+
+# ------------------------------------------------------------------------- clients that go away
+
+
+def begin(server: Server, body: dict[str, object]) -> socket.socket:
+    raw = socket.create_connection(server._listener.getsockname(), SECONDS)
+    data = json.dumps(body).encode()
+    head = f"content-length: {len(data)}\r\ncontent-type: application/json\r\nhost: localhost"
+    raw.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode() + data)
+    return raw
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_computed_for_who_went_away(reference: TextGenerator, stream: bool) -> None:
+    """In the middle of a stream, and while a whole answer is waited for."""
+    reference.decoder.set_stop_tokens(())
+    decode = reference.decoder.run_batch
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        if server.engine.ready:
+            time.sleep(0.01)
+            options["count"] = 1
+        return decode(*arguments, **options)
+
+    with running(reference) as server:
+        reference.decoder.run_batch = slow  # type: ignore[method-assign]
+        try:
+            for _ in range(3):
+                with begin(server, {**ASK, "max_tokens": 100, "stream": stream}) as raw:
+                    if stream:
+                        while b"data:" not in (came := raw.recv(1 << 16)):
+                            assert came, "the connection was closed"
+                    else:
+                        until(lambda: server.engine._entries)
+                until(lambda: server.engine._scheduler.under_way == 0)
+        finally:
+            del reference.decoder.run_batch
+        numbers = server.engine.statistics().result(SECONDS)
+        assert numbers.ended["cancelled"] == 3
+        assert numbers.answer_tokens < 3 * 100
+        metrics = call(server, "GET", "/metrics").body.decode()
+        gone = 'ostinato_http_requests_total{path="/v1/chat/completions",status="%d"}'
+        assert number(metrics, gone % (200 if stream else 499)) == 3
