@@ -11,7 +11,7 @@ Three figures each for small joins:
 
   read                 each join's count is read before the next begins
   not read             joins are submitted one after the other, and the last is waited for
-  not read, 4 joiners  the same by four joiners in turn, each with its own stream: the chains of
+  not read, 8 joiners  the same by eight joiners in turn, each with its own stream: the chains of
                        four joins overlap, and what bounds them is the CPU that submits them
 
 Eager launches are those of the same kernels, one by one, each by the library's fast launch, with
@@ -52,7 +52,7 @@ JOINS = {1_000: 2000, 10_000: 1000, 100_000: 500}
 """Joins of one size in a turn."""
 MIXED_JOINS, MIXED_TABLES = 10_000, 64
 LARGE = (10_000_000, 1_000_000)
-SIDE_BY_SIDE = 4
+SIDE_BY_SIDE = 8
 """Joiners that take turns."""
 
 CUDA = r"""

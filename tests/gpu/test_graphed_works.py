@@ -86,7 +86,9 @@ def test_an_encoder_with_a_mask(cuda_device: Device, padded: bool) -> None:
 def test_the_code_of_the_pages_runs(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     (block,) = [
-        b for b in re.findall(r"^```py\w*\n(.*?)^```", text, flags=re.S | re.M) if "graphed" in b
+        b
+        for b in re.findall(r"^```py\w*\n(.*?)^```", text, flags=re.S | re.M)
+        if "interop.torch" in b
     ]
     inputs = [torch.randn(2, 8, device="cuda") for _ in range(4)]
     names: dict[str, Any] = {"torch": torch, "model": torch.nn.Linear(8, 8).cuda()}
