@@ -12,11 +12,11 @@ Three figures each for small joins:
   read                 each join's count is read before the next begins
   not read             joins are submitted one after the other, and the last is waited for
   not read, 8 joiners  the same by eight joiners in turn, each with its own stream: the chains of
-                       four joins overlap, and what bounds them is the CPU that submits them
+                       eight joins overlap, and what bounds them is the CPU that submits them
 
 Eager launches are those of the same kernels, one by one, each by the library's fast launch, with
 configurations and arguments made once a key.  `times_eager` compares a replay with the fastest of
-the eager ways, with one joiner or with four, that reads or does not read as it does.
+the eager ways, with one joiner or with eight, that reads or does not read as it does.
 
 Tables are random: equal numbers of rows on both sides, keys uniform over that many values, so a
 join gives about as many rows.  They lie on the device beforehand (for pyarrow, in Arrow tables).
