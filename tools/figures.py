@@ -44,6 +44,7 @@ PAGES = (
     "docs/performance.md",
     "docs/relational.md",
     "docs/torch.md",
+    "docs/transformers.md",
 )
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -435,6 +436,8 @@ def join() -> Iterable[str]:
     rows = results("join-nvidia-h200.json")["rows"]
     small, mixed, large = "1,000", "1,000 to 100,000", "10,000,000 x 1,000,000"
     lines = (
+        ("1,000 rows, by eight joiners in turn", small, "inner, not read, 8 joiners", ""),
+        ("the same, with an index", small, "indexed, not read, 8 joiners", ""),
         ("1,000 rows, count not read back", small, "inner, not read", ""),
         ("the same, with an index", small, "indexed, not read", ""),
         ("1,000 rows, count read back", small, "inner, read", "pyarrow, read"),
@@ -454,6 +457,43 @@ def join() -> Iterable[str]:
     return _table(
         ("joins", "by replay, µs", "eager launches", "pyarrow, CPU"),
         ([title, *cells(*where)] for title, *where in lines),
+    )
+
+
+def torch_graphed() -> Iterable[str]:
+    rows = results("torch_graphed-nvidia-h200.json")["rows"]
+    ways = ("eager", "by hand", "make_graphed", "graphed", "graphed, static")
+
+    def cells(work: str) -> Iterator[str]:
+        own = {r["way"]: r["median_us"] for r in rows if r["work"] == work}
+        for way in ways:
+            yield f"{own[way]:,.1f}" if way in own else ""
+
+    heads = ("a call's time on the CPU, µs", *ways)
+    return _table(heads, ([work, *cells(work)] for work in dict.fromkeys(r["work"] for r in rows)))
+
+
+def generate() -> Iterable[str]:
+    rows = results("generate-1B-nvidia-h200.json")["rows"]
+    ways = {
+        "eager": "as transformers does it",
+        "static": "over a static cache",
+        "graphed": "`graphed(model)`",
+        "accelerated": "`accelerate(model)`",
+        "nothing": "the loop alone: a step that does nothing",
+    }
+    one, eight = ({r["way"]: r for r in rows if r["batch"] == batch} for batch in (1, 8))
+    return _table(
+        ("µs a step", "batch 1", "batch 8", "first token, ms"),
+        (
+            [
+                words,
+                _short(one[way]["token_us"]),
+                _short(eight[way]["token_us"]),
+                f"{one[way]['first_token_ms']:.1f}",
+            ]
+            for way, words in ways.items()
+        ),
     )
 
 
@@ -493,5 +533,6 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     for table in (
         replay_cost, launch_cost, change_cost, modules, decode, batches, contexts, shapes, floor,
         profile, attention, startup, load, host, join,
+        torch_graphed, generate,
     )
 }  # fmt: skip

@@ -250,7 +250,7 @@ REFUSED = {
 }
 MUST_BE_REFUSED = ("dropout",)
 # Both should be saved.  Their structs have words that hold other addresses, or other bytes, in each
-# capture and that no kernel reads as a pointer: nothing is written, but the reason does not say that.
+# capture, and that no kernel reads: nothing is written, but the reason does not say that.
 NOT_YET = pytest.mark.xfail(reason="refused: gaps in structs that hold addresses", strict=False)
 
 
