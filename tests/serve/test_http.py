@@ -502,11 +502,13 @@ def test_an_answer_that_fails_in_its_middle_says_so_in_the_stream(
 ) -> None:
     reference.decoder.set_stop_tokens(())
     decode, calls = reference.decoder.run_batch, 0
+    begun = threading.Event()
 
     def fails(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > 1:
+            begun.wait(60)  # an answer that fails before its first piece is an error by itself
             raise ModelError("the logits hold NaN")
         return decode(*arguments, **{**options, "count": 2})
 
@@ -522,7 +524,7 @@ def test_an_answer_that_fails_in_its_middle_says_so_in_the_stream(
             failed = pytest.raises(openai.APIError, match="the answer failed: the logits hold NaN")
             with stream, failed:
                 for _ in stream:
-                    pass
+                    begun.set()
         finally:
             del reference.decoder.run_batch
         body = call(server, "POST", CHAT, {**ASK, "stream": True}).body
