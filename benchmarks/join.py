@@ -359,12 +359,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += measure(f"{size:,}", pool, joins, found, turns=turns, rng=rng)
             if size == SIZES[0]:
                 submit_us = submission(replayed, pool[0], count=16 if quick else 2000)
-        sizes = np.exp(rng.uniform(np.log(1_000), np.log(100_000), 4 if quick else MIXED_TABLES))
+        most, tables = (4_000, 4) if quick else (100_000, MIXED_TABLES)
+        sizes = np.exp(rng.uniform(np.log(1_000), np.log(most), tables))
         pool = [Tables.random(int(n), rng) for n in sizes]
         before = replayed.statistics()
         joins = 16 if quick else MIXED_JOINS
-        mixed = "1,000 to 100,000"
-        rows += measure(mixed, pool, joins, found, turns=1, rng=rng)
+        rows += measure(f"1,000 to {most:,}", pool, joins, found, turns=1, rng=rng)
         after = replayed.statistics()
         columns = ["rows", "joined by", "joins_per_s", "us", "worst_us", "times_eager"]
         print(common.table(f"Small joins, {device.properties.name}", rows, columns))

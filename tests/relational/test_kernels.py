@@ -10,7 +10,7 @@ from ostinato.errors import CompileError
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.relational import IndexKey, JoinKey, JoinKind
-from ostinato.relational.block import BLOCK, COLUMN, DONE, SLOT, block_bytes, cuda_header, pack
+from ostinato.relational.block import BLOCK, COLUMN, DONE, SLOT, Pattern, block_bytes, cuda_header
 from ostinato.relational.chain import chain_of
 
 
@@ -31,7 +31,8 @@ def test_the_header_would_notice_another_layout() -> None:
 def test_a_block_is_packed_as_its_record_says() -> None:
     into = bytearray(b"\xa5" * 1024)
     head = tuple(range(1, 18))
-    pack(memoryview(into), 64, head, (101, 102, 4, 0, 103, 104, 8, 0))
+    pattern = Pattern(head[1:8], head[11:], (101, 102, 4, 0, 103, 104, 8, 0))
+    pattern.write(memoryview(into), 64, head[0], *head[8:11])
     record = np.frombuffer(into, BLOCK, 1, 64)[0]
     assert list(record.tolist())[:17] == [*head]
     assert not any(record.tolist()[17:])
@@ -50,8 +51,8 @@ def test_grids_follow_the_key(kind: JoinKind) -> None:
         grids = {one.kernel: one.grid for one in chain}
         blocks = -(-rows // 256)
         build = grids.get("insert", 0)
-        small, large = (64, 4 * 132) if kind is JoinKind.INNER else (0, 0)
-        assert build == (small if rows <= 16_384 else large)
+        most = 64 if rows <= 16_384 else (4 if rows <= 262_144 else 8) * 132
+        assert build == (most if kind is JoinKind.INNER else 0)
         assert grids["begin"] == 1 and grids["probe"] == blocks + build
         assert grids["materialize"] == min(-(-rows // 1024), 16 * 132) + build
         levels = [one for one in chain if one.kernel in ("scan", "add")]

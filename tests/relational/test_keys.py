@@ -81,7 +81,7 @@ def test_equal_keys_have_equal_texts_and_no_others(one: JoinKey, other: JoinKey)
 @given(keys())
 def test_each_field_counts(key: JoinKey) -> None:
     others = [replace(key, layout=key.layout + 1)]
-    builds = {JoinKind.INNER: (16_384, LARGEST), JoinKind.INDEXED_INNER: (0,)}
+    builds = {JoinKind.INNER: (16_384, 262_144, LARGEST), JoinKind.INDEXED_INNER: (0,)}
     others += [
         replace(key, kind=kind, build=build)
         for kind, classes in builds.items()
@@ -101,10 +101,11 @@ def test_rows_of_a_class_share_a_key(rows: int, others: int) -> None:
 
 
 @given(st.integers(0, LARGEST), st.integers(0, LARGEST))
-def test_right_sides_share_a_key_if_both_are_small_or_both_are_not(rows: int, others: int) -> None:
+def test_right_sides_of_a_class_share_a_key(rows: int, others: int) -> None:
     for kind in JoinKind:
         one, other = (JoinKey.of(kind, 1, 8, 1, n, 1) for n in (rows, others))
-        alike = kind is JoinKind.INDEXED_INNER or (rows <= 16_384) == (others <= 16_384)
+        same = all((rows <= most) == (others <= most) for most in (16_384, 262_144))
+        alike = kind is JoinKind.INDEXED_INNER or same
         assert (one == other) == alike
 
 

@@ -7,7 +7,6 @@ the C structs of them, with their offsets asserted, and the NumPy kernels view m
 
 from __future__ import annotations
 
-import functools
 import struct
 from typing import Any
 
@@ -24,9 +23,9 @@ __all__ = [
     "RING_PITCH",
     "SLOT",
     "TILE",
+    "Pattern",
     "block_bytes",
     "cuda_header",
-    "pack",
 ]
 
 BLOCK = np.dtype(
@@ -91,11 +90,11 @@ def offset_of(dtype: np.dtype[Any], field: str) -> int:
     return int(fields[field][1])
 
 
-_HEAD = "<11Q6I"
-"""The fields of BLOCK that the host writes; `pack` writes zeros for the rest, the device's own."""
-_OWN = BLOCK.itemsize - struct.calcsize(_HEAD)
+_OWN = BLOCK.itemsize - offset_of(BLOCK, "total")
+"""Bytes of the device's own fields."""
 _COLUMN = "QQII"
-assert BLOCK.itemsize - _OWN == offset_of(BLOCK, "total")
+_ADDRESSES = struct.Struct("<7Q")
+assert _ADDRESSES.size == offset_of(BLOCK, "left_out") - offset_of(BLOCK, "slots")
 assert struct.calcsize(f"<{_COLUMN}") == COLUMN.itemsize
 
 
@@ -104,15 +103,27 @@ def block_bytes(arity: int) -> int:
     return BLOCK.itemsize + arity * COLUMN.itemsize
 
 
-@functools.cache
-def _packing(columns: int) -> struct.Struct:
-    return struct.Struct(f"{_HEAD}{_OWN}x{columns * _COLUMN}")
+class Pattern:
+    """A block but for what each launch has of its own: sequence, output and done."""
 
+    __slots__ = ("_addresses", "_rest", "_write")
 
-def pack(into: memoryview, at: int, head: tuple[int, ...], columns: tuple[int, ...]) -> None:
-    """Writes a block: the fields of BLOCK up to `clear`, zeros for the device's own, and the fields
-    of COLUMN for each column."""
-    _packing(len(columns) // 4).pack_into(into, at, *head, *columns)
+    def __init__(
+        self, addresses: tuple[int, ...], sizes: tuple[int, ...], columns: tuple[int, ...]
+    ) -> None:
+        """The fields of BLOCK from `slots` to `sums` and from `left_rows` to `clear`, and those of
+        COLUMN for each column."""
+        self._addresses = _ADDRESSES.pack(*addresses)
+        records = _COLUMN * (len(columns) // 4)
+        self._rest = struct.pack(f"<6I{_OWN}x{records}", *sizes, *columns)
+        self._write = struct.Struct(f"<Q{_ADDRESSES.size}sQQQ{len(self._rest)}s").pack_into
+
+    def write(
+        self, into: memoryview, at: int, sequence: int, left: int, right: int, done: int
+    ) -> None:
+        """Writes the block, with zeros for the device's own fields.  `left`, `right`, `done`: the
+        addresses of the output and of DONE."""
+        self._write(into, at, sequence, self._addresses, left, right, done, self._rest)
 
 
 _TYPES = {"u4": "u32", "u8": "u64"}

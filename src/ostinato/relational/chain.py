@@ -14,7 +14,7 @@ from pathlib import Path
 from ostinato import LaunchConfig, Source
 from ostinato.relational.block import TILE, block_bytes, cuda_header
 from ostinato.relational.kernels_host import HOST_KERNELS
-from ostinato.relational.keys import SCAN_BLOCK, IndexKey, JoinKey, JoinKind
+from ostinato.relational.keys import BUILD_CLASSES, SCAN_BLOCK, IndexKey, JoinKey, JoinKind
 
 __all__ = ["KERNELS", "Launch", "chain_of", "source"]
 
@@ -52,7 +52,8 @@ class Launch:
 
 def chain_of(key: JoinKey | IndexKey, multiprocessors: int) -> tuple[Launch, ...]:
     """The launches of a join, or of the building of an index."""
-    most = _BUILD_BLOCKS * max(1, multiprocessors)
+    each = _BUILD_BLOCKS * (2 if isinstance(key, JoinKey) and key.build > BUILD_CLASSES[1] else 1)
+    most = each * max(1, multiprocessors)
     build = most if isinstance(key, IndexKey) else min(-(-key.build // SCAN_BLOCK), most)
     launches = [Launch("begin", 1, (block_bytes(key.arity) // 8,))]
     if isinstance(key, IndexKey):

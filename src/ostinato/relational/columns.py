@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -14,7 +15,7 @@ from ostinato.errors import InputError
 from ostinato.relational.keys import LARGEST, MAX_ARITY, build_class, table_slots
 from ostinato.relational.workspace import require_no_capture
 
-__all__ = ["KeyColumns", "On", "Table", "check_same_types", "names_of"]
+__all__ = ["KeyColumns", "On", "Table", "check_same_types", "names_of", "serials"]
 
 Table: TypeAlias = "Mapping[str, object] | KeyColumns | object"
 """Columns by name (a mapping to arrays, or an Arrow table), or key columns."""
@@ -24,6 +25,9 @@ On: TypeAlias = "str | Sequence[str | tuple[str, str]]"
 
 _TYPES = tuple(np.dtype(kind) for kind in (np.int32, np.uint32, np.int64, np.uint64))
 _CPU: Final = 1  # DLPack's number
+
+serials = itertools.count()
+"""Numbers of key columns and indexes."""
 
 
 class KeyColumns:
@@ -43,6 +47,7 @@ class KeyColumns:
         "names",
         "probe",
         "rows",
+        "serial",
         "sizes",
         "slots",
         "stream",
@@ -58,6 +63,8 @@ class KeyColumns:
                     f"column {name!r} has {len(buffer)} rows, and column {names[0]!r} has "
                     f"{len(buffers[0])}"
                 )
+        self.serial = next(serials)
+        """Of all key columns and indexes of the process, no two alike."""
         self.device = device
         self.stream = stream
         """The stream on which they are copied to the device."""

@@ -9,6 +9,7 @@ turns and the table again.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import SupportsIndex
 
@@ -30,9 +31,9 @@ from ostinato import (
     open_device,
 )
 from ostinato.errors import ClosedError, DriverError, InputError, OutOfMemoryError
-from ostinato.relational.block import SLOT
+from ostinato.relational.block import SLOT, Pattern
 from ostinato.relational.chain import KERNELS, chain_of, source
-from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of
+from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of, serials
 from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, JoinKind, whole_number
 from ostinato.relational.results import JoinResult, JoinStatistics
 from ostinato.relational.ring import Ring, Turn
@@ -56,6 +57,7 @@ class JoinIndex(Closeable):
         """All slots of the table (`block.SLOT`), as bytes."""
         self.grouped = grouped
         """Row numbers, those with equal keys beside each other; uint32."""
+        self.serial = next(serials)
 
     def __repr__(self) -> str:
         return f"<JoinIndex of {self.columns!r}{', closed' * self.table.closed}>"
@@ -66,6 +68,11 @@ class JoinIndex(Closeable):
     @property
     def nbytes(self) -> int:
         return self.table.nbytes + self.grouped.nbytes
+
+    def require_open(self) -> None:
+        """Raises ClosedError if its memory, or that of its columns, was given back."""
+        self.columns.require_open()
+        _ = self.table.address, self.grouped.address
 
     def close(self) -> None:
         """Gives its memory back once joins under way are done.  Idempotent."""
@@ -155,13 +162,14 @@ class Joiner(Closeable):
             zip(KERNELS, device.modules.preload([(source(), KERNELS)]), strict=True)
         )
         self._workspace = Workspace(device, self.stream)
-        self._outputs = OutputPool(device)
+        self._outputs = OutputPool(device, self.stream)
         self._ring = Ring(device, self.stream)
         # Captures have a stream of their own, so that other threads can use `stream` meanwhile.
         self._captures = device.create_stream()
         self._closed = False
         self._lock = new_lock()
-        self._keys: dict[tuple[object, ...], JoinKey] = {}
+        self._plans: dict[tuple[int, int, int], _Plan] = {}
+        """By the serial numbers of the sides and the bits of the capacity."""
         self._chains: dict[JoinKey | IndexKey, _Chain] = {}
         self._counts = dict.fromkeys(_COUNTED, 0)
 
@@ -197,10 +205,12 @@ class Joiner(Closeable):
             work.reserve(0, rows, 0, None)
             index = JoinIndex(self, columns, table, grouped)
             arity = len(columns.sizes)
-            addresses = table.address, grouped.address, work.slot_of, work.rank, 0, 0, 0, 0, 0
-            sizes = 0, rows, columns.slots - 1, 0, arity, 0
-            records = _columns((0,) * arity, columns)
-            turn = self._ring.enter(addresses, sizes, records, (columns, table, grouped))
+            pattern = Pattern(
+                (table.address, grouped.address, work.slot_of, work.rank, 0, 0, 0),
+                (0, rows, columns.slots - 1, 0, arity, 0),
+                _columns((0,) * arity, columns),
+            )
+            turn = self._ring.enter(pattern, 0, 0, (columns, table, grouped))
             self._launch(IndexKey(arity, columns.key_bytes), turn)
             self._counts["indexes"] += 1
             return index
@@ -223,22 +233,14 @@ class Joiner(Closeable):
         """
         if how != "inner":
             raise InputError(f'how={how!r}: "inner" is possible')
-        lefts = rights = None
-        if on is not None:
-            lefts, rights = names_of(on)
-        # A JoinIndex second: asking for one takes longer where it is none.
-        if isinstance(right, KeyColumns) or not isinstance(right, JoinIndex):
-            own = right = self._side(right, rights)
+        one, other = self._sides(left, right, on)
+        if capacity is None:
+            room = one.rows
+        elif type(capacity) is int and 0 <= capacity <= LARGEST:  # as below, in less time
+            room = capacity
         else:
-            if right.joiner is not self:
-                raise InputError("the index was built by another joiner, and is of use to it alone")
-            own = right.columns
-            if rights is not None and rights != lefts:  # else `on` names the left columns alone
-                own.require_names(rights)
-        side = self._side(left, lefts)
-        check_same_types(side, own)
-        room = side.rows if capacity is None else whole_number(capacity, "capacity", 0, LARGEST)
-        return PendingJoin(self, side, right, room)
+            room = whole_number(capacity, "capacity", 0, LARGEST)
+        return PendingJoin(self, one, other, room)
 
     def join(
         self,
@@ -276,59 +278,93 @@ class Joiner(Closeable):
         self._require_open()
         return KeyColumns.of(self.device, self.stream, table, names)
 
+    def _sides(
+        self, left: Table, right: Table | JoinIndex, on: On | None
+    ) -> tuple[KeyColumns, KeyColumns | JoinIndex]:
+        """Both sides on the device, checked against each other."""
+        # The common case first: nothing has to be done to these sides. The general way below takes
+        # twice as long to find that out.
+        if on is None and type(left) is KeyColumns and left.stream is self.stream:
+            if type(right) is JoinIndex:
+                if right.joiner is self and left.dtypes == right.columns.dtypes:
+                    return left, right
+            elif (
+                type(right) is KeyColumns
+                and right.stream is left.stream
+                and left.dtypes == right.dtypes
+            ):
+                return left, right
+        lefts = rights = None
+        if on is not None:
+            lefts, rights = names_of(on)
+        # A JoinIndex second: asking for one takes longer where it is none.
+        if isinstance(right, KeyColumns) or not isinstance(right, JoinIndex):
+            own = right = self._side(right, rights)
+        else:
+            if right.joiner is not self:
+                raise InputError("the index was built by another joiner, and is of use to it alone")
+            own = right.columns
+            if rights is not None and rights != lefts:  # else `on` names the left columns alone
+                own.require_names(rights)
+        side = self._side(left, lefts)
+        check_same_types(side, own)
+        return side, right
+
     def _start(
         self, left: KeyColumns, right: KeyColumns | JoinIndex, capacity: int, count: str
     ) -> tuple[JoinKey, Lease, Turn]:
         """Launches a join with room for `capacity` rows, and counts it as a `count`."""
         with self._lock:
             self._ready()
-            columns = right if isinstance(right, KeyColumns) else right.columns
-            inner = columns is right
             left.require_open()
-            columns.require_open()
+            right.require_open()
             # Capacities of one class share their bit length: cheaper to work out than the class.
-            room = (max(capacity, 1) - 1).bit_length()
-            known = (inner and columns.build, left.sizes, left.probe, room)
-            key = self._keys.get(known)
-            if key is None:
-                kind = JoinKind.INNER if inner else JoinKind.INDEXED_INNER
-                key = JoinKey.of(
-                    *(kind, len(left.sizes), left.key_bytes, left.rows, columns.rows, capacity)
-                )
-                self._keys[known] = key
-            slots, rows = (columns.slots, columns.rows) if inner else (0, 0)
-            work = self._workspace
+            sides = left.serial, right.serial, (max(capacity, 1) - 1).bit_length()
+            plan = self._plans.get(sides)
+            if plan is None or plan.growths != self._workspace.growths:
+                plan = self._plan(left, right, capacity)
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[sides] = plan
             try:
-                work.reserve(slots, rows, key.probe, key.scan)
-                lease = self._outputs.take(key.output)
+                lease = self._outputs.take(plan.key.output)
             except OutOfMemoryError:
                 self._outputs.clear()
-                work.reserve(slots, rows, key.probe, key.scan)
-                lease = self._outputs.take(key.output)
-            if isinstance(right, KeyColumns):
-                table, grouped = work.slots, work.grouped
-            else:
-                table, grouped = right.table.address, right.grouped.address  # or ClosedError
+                lease = self._outputs.take(plan.key.output)
             out = lease.buffer.address
-            turn = self._ring.enter(
-                (
-                    table,
-                    grouped,
-                    work.slot_of,
-                    work.rank,
-                    work.found,
-                    work.offsets,
-                    work.sums,
-                    out,
-                    out + 4 * key.output,
-                ),
-                (left.rows, columns.rows, columns.slots - 1, key.output, len(left.sizes), inner),
-                _columns(left.addresses, columns),
-                (left, right),
-            )
-            self._launch(key, turn)
+            turn = self._ring.enter(plan.pattern, out, out + 4 * lease.capacity, (left, right))
+            self._launch(plan.key, turn)
             self._counts[count] += 1
-            return key, lease, turn
+            return plan.key, lease, turn
+
+    def _plan(self, left: KeyColumns, right: KeyColumns | JoinIndex, capacity: int) -> _Plan:
+        columns = right if isinstance(right, KeyColumns) else right.columns
+        inner = columns is right
+        key = JoinKey.of(
+            JoinKind.INNER if inner else JoinKind.INDEXED_INNER,
+            len(left.sizes),
+            left.key_bytes,
+            left.rows,
+            columns.rows,
+            capacity,
+        )
+        slots, rows = (columns.slots, columns.rows) if inner else (0, 0)
+        work = self._workspace
+        try:
+            work.reserve(slots, rows, key.probe, key.scan)
+        except OutOfMemoryError:
+            self._outputs.clear()
+            work.reserve(slots, rows, key.probe, key.scan)
+        if isinstance(right, KeyColumns):
+            table, grouped = work.slots, work.grouped
+        else:
+            table, grouped = right.table.address, right.grouped.address
+        pattern = Pattern(
+            (table, grouped, work.slot_of, work.rank, work.found, work.offsets, work.sums),
+            (left.rows, columns.rows, columns.slots - 1, key.output, len(left.sizes), inner),
+            _columns(left.addresses, columns),
+        )
+        return _Plan(key, pattern, work.growths)
 
     def _launch(self, key: JoinKey | IndexKey, turn: Turn) -> None:
         """Launches the key's chain for a turn that was entered."""
@@ -407,6 +443,17 @@ class Joiner(Closeable):
             if self._own_stream:
                 self.stream.close()
 
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How two sides are joined with room of one class, until the workspace grows."""
+
+    key: JoinKey
+    pattern: Pattern
+    growths: int
+
+
+_MOST_PLANS = 1024
 
 _COUNTED = ("joins", "indexes", "retries", "replays", "eager", "recoveries")
 

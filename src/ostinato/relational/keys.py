@@ -36,10 +36,11 @@ MAX_ARITY = 255
 """The most key columns that a join may have."""
 SCAN_BLOCK = 256
 """Elements that one block scans."""
-BUILD_CLASSES = (16_384, LARGEST)
-"""The most right rows of each class of the build side.  Small ones have a class of their own: the
-more blocks wait for rows that are not there, the fewer chains of other joins fit beside them."""
-NODE_LAYOUT = 2
+BUILD_CLASSES = (16_384, 262_144, LARGEST)
+"""The most right rows of each class of the build side.  The more rows, the more blocks build: of a
+small side, each block that waits for rows that are not there keeps a chain of another join away; of
+a large side, the more blocks, the more of its random reads are under way."""
+NODE_LAYOUT = 3
 """Version of the nodes of a join's graph: their order, grids and arguments."""
 
 

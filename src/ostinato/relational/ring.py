@@ -21,11 +21,12 @@ import numpy as np
 
 from ostinato import Buffer, Device, Stream, new_lock
 from ostinato.errors import ClosedError, GraphError
-from ostinato.relational.block import DONE, MAX_BYTES, RING_DEPTH, RING_PITCH, pack
+from ostinato.relational.block import DONE, MAX_BYTES, RING_DEPTH, RING_PITCH, Pattern
 
 __all__ = ["Ring", "Turn"]
 
-_DONE_WORDS = DONE.itemsize // 8
+_DONE_BYTES = DONE.itemsize
+_DONE_WORDS = _DONE_BYTES // 8
 _SPINS = 100
 """Looks at a turn's word before the stream is asked."""
 
@@ -81,18 +82,11 @@ class Ring:
         self._finalizer.atexit = False
 
     # --- launching
-    def enter(
-        self,
-        fields: tuple[int, ...],
-        sizes: tuple[int, ...],
-        columns: tuple[int, ...],
-        keep: tuple[object, ...],
-    ) -> Turn:
+    def enter(self, pattern: Pattern, left: int, right: int, keep: tuple[object, ...]) -> Turn:
         """Puts the block of the next turn into its entry, as soon as that is free.
 
-        `fields` and `sizes`: those of BLOCK between `sequence` and `done`, and behind them;
-        `columns` as in `block.pack`.  The turn counts, and the ring is certain again, once it is
-        `launched`.
+        `left` and `right`: the addresses of the output.  The turn counts, and the ring is certain
+        again, once it is `launched`.
         """
         under_way, turns = self._under_way, self.turns
         with self._lock:
@@ -103,10 +97,11 @@ class Ring:
             self.wait(under_way[0])
             under_way.popleft()
         at = turns % RING_DEPTH
-        done = self._done_address + at * DONE.itemsize
-        pack(self._entries, at * RING_PITCH, (turns + 1, *fields, done, *sizes), columns)
+        turns += 1
+        done = self._done_address + at * _DONE_BYTES
+        pattern.write(self._entries, at * RING_PITCH, turns, left, right, done)
         self.uncertain = True
-        return Turn(turns + 1, keep)
+        return Turn(turns, keep)
 
     def launched(self, turn: Turn) -> None:
         """The turn's chain is on the stream."""

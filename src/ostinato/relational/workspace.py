@@ -78,6 +78,7 @@ class Workspace:
         self._replaced(old)
 
     def _reserve_build(self, rows: int) -> None:
+        require_no_capture(self._stream)
         capacity = capacity_class(rows)
         build = self._device.empty((3, capacity), np.uint32)
         old, self._build = self._build, build
@@ -86,6 +87,7 @@ class Workspace:
         self._replaced(old)
 
     def _reserve_probe(self, probe: int, scan: ScanTopology) -> None:
+        require_no_capture(self._stream)
         # All at once: a smaller class needs no more sums, so one comparison stands for them too.
         sums = self._device.empty(max(1, sum(scan.scratch)), np.uint64)
         found = self._device.empty(probe, np.uint32)
@@ -136,8 +138,8 @@ class Lease:
 class OutputPool:
     """Buffers for results, by capacity class: left row numbers, then right ones."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self._device, self._stream = device, stream
         self._free: dict[int, deque[Buffer]] = {}
 
     @property
@@ -146,13 +148,14 @@ class OutputPool:
         return sum(buffer.nbytes for free in self._free.values() for buffer in tuple(free))
 
     def take(self, capacity: int) -> Lease:
-        """Room for `capacity` pairs.  Raises OutOfMemoryError."""
+        """Room for `capacity` pairs.  Raises OutOfMemoryError, CaptureError."""
         free = self._free.get(capacity)
         if free is None:
             free = self._free.setdefault(capacity, deque())
         try:
             buffer = free.pop()
         except IndexError:
+            require_no_capture(self._stream)
             buffer = self._device.empty((2, capacity), np.uint32)
         return Lease(buffer, capacity, free)
 
