@@ -1,13 +1,13 @@
 """From process start to the first replay of each graph: captured, or restored from a store.
 
-    python -m benchmarks.cold_start [--shape 1B] [--compile]
+    python -m benchmarks.cold_start [--shape 1B] [--batches 8] [--compile]
     python -m benchmarks.cold_start --device host       our own kernels alone
 
 Each figure is of a process of its own.  Two works:
 
   keys     graphs of our own kernels, one a key
   decode   one greedy decode step of transformers' Llama (random weights of a shape) over a static
-           cache, a graph for each batch size; needs torch and transformers on a GPU
+           cache, a graph for each batch size from 1 on; needs torch and transformers on a GPU
 
 and up to three ways:
 
@@ -17,14 +17,19 @@ and up to three ways:
 
 Before, another process saves all graphs (`save_ms`, not part of any start).  `ready_ms` is the time
 until the device is open and the weights are there, `graphs_ms` from there to the end of the first
-replay of the last graph.  Every way must give the same bytes.  Files are in the page cache.
-What bounds a restore: reading the files, which is measured with the check of their digests.
+replay of the last graph, and `first_ms` to that of the first one, which loads the code that all
+have (`--profile`: functions by their time, of one more restoring process).  Then, outside of that
+time, all ways must give the same bytes from the same state.  Files are in the page cache.
+
+What bounds a restore: reading graphs and code, which is measured with the check of their digests.
 """
 
 from __future__ import annotations
 
+import cProfile
 import hashlib
 import json
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -32,12 +37,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ostinato as ost
 from benchmarks import common
+from ostinato.graph.disk.show import file_json
 
-BATCHES = (1, 2, 3, 4, 5, 6, 7, 8)
 KEYS = 64
 LENGTH = 192
 """Positions in the static cache."""
@@ -53,14 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     parser = common.options(__doc__)
     parser.add_argument("--shape", default="1B", help="of the model, as ostinato bench names it")
+    parser.add_argument("--batches", type=int, default=8, help="how many batch sizes")
     parser.add_argument("--compile", action="store_true", help="torch.compile too: minutes")
+    parser.add_argument("--profile", action="store_true", help="where a restore's time goes")
     chosen = parser.parse_args(given)
     skipped: dict[str, str] = {}
     works = {"keys": str(4 if chosen.quick else KEYS)}
     if chosen.device == "host":
         skipped["decode"] = "it needs a GPU"
     else:
-        works["decode"] = ",".join(map(str, BATCHES[: 2 if chosen.quick else None]))
+        most = 2 if chosen.quick else chosen.batches
+        works["decode"] = ",".join(str(batch + 1) for batch in range(most))
     rows = []
     read, failed = 0.0, False
     with tempfile.TemporaryDirectory() as folder:
@@ -72,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 saved = start("save", command)
                 ways = ["capture", *["compile"] * (chosen.compile and work == "decode"), "restore"]
                 found = [start(way, command) for way in ways]
+                if chosen.profile:
+                    start("profile", command)
             except subprocess.CalledProcessError as error:
                 failed = True
                 skipped[work] = (error.stderr.strip().splitlines() or ["it ended"])[-1][:300]
@@ -86,11 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             for one in found:
                 rows.append({"work": work, **one, "save_ms": saved["graphs_ms"]})
+            needed = _needed(place)
             began = time.perf_counter_ns()
-            for path in (p for p in place.rglob("*") if p.is_file()):
+            for path in needed:
                 hashlib.sha256(path.read_bytes()).digest()
             read += time.perf_counter_ns() - began
-    columns = ("work", "way", "graphs", "ready_ms", "graphs_ms", "total_ms", "memory_mib")
+    columns = (
+        *("work", "way", "graphs", "ready_ms", "graphs_ms", "first_ms", "total_ms", "memory_mib"),
+    )
     if rows:
         print(common.table(f"cold start on {chosen.device}", rows, columns))
     with ost.open_device(chosen.device) as device:
@@ -99,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device,
             chosen.out,
             ceiling={
-                "what": "all files of the stores read and their digests made",
+                "what": "what a restore reads of the stores read, and its digests made",
                 "us": read / 1e3,
             },
             settings={"shape": chosen.shape, "length": LENGTH, **works},
@@ -108,6 +121,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             summary={f"{r['work']}_{r['way']}_ms": r["graphs_ms"] for r in rows},
         )
     return int(failed)
+
+
+def _needed(store: Path) -> list[Path]:
+    """The files of a store that a restore reads: graphs and code, each once."""
+    graphs = sorted(store.glob("graphs/*.graph"))
+    functions = [f for path in graphs for f in cast(Any, file_json(path))["functions"]]
+    digests = {f["digest"] for f in functions if f["digest"]}
+    return [*graphs, *(store / "code" / digest for digest in sorted(digests))]
 
 
 def start(way: str, command: Sequence[str]) -> dict[str, Any]:
@@ -121,6 +142,8 @@ def start(way: str, command: Sequence[str]) -> dict[str, Any]:
         check=True,
         timeout=_SECONDS,
     )
+    if way == "profile":
+        print(done.stderr, flush=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -136,16 +159,28 @@ def child(
 class _Clock:
     def __init__(self, way: str, spawned: int, device: ost.Device) -> None:
         self._way, self._spawned, self._device = way, spawned, device
-        self._ready = time.monotonic_ns()
         self._free = device.memory_info()[0]
+        self._profile = cProfile.Profile() if way == "profile" else None
+        self._first = 0
+        self._ready = time.monotonic_ns()
+        if self._profile is not None:
+            self._profile.enable()
+
+    def lap(self) -> None:
+        """To be called after each graph: the first one loads the code that all have."""
+        self._first = self._first or time.monotonic_ns()
 
     def row(self, graphs: int, answer: str) -> dict[str, object]:
         now = time.monotonic_ns()
+        if self._profile is not None:
+            self._profile.disable()
+            pstats.Stats(self._profile, stream=sys.stderr).sort_stats("tottime").print_stats(30)
         return {
             "way": self._way,
             "graphs": graphs,
             "ready_ms": round((self._ready - self._spawned) / 1e6, 2),
             "graphs_ms": round((now - self._ready) / 1e6, 2),
+            "first_ms": round((self._first - self._ready) / 1e6, 2),
             "total_ms": round((now - self._spawned) / 1e6, 2),
             "memory_mib": round((self._free - self._device.memory_info()[0]) / (1 << 20), 1),
             "answer": answer,
@@ -167,7 +202,7 @@ def _keys(
         held = []
         for number, chain in enumerate(chains):
             state = {"arena": chain.arena, "other": chain.other}
-            if way == "restore":
+            if way in ("restore", "profile"):
                 loaded = store.restore(number, state)
                 assert loaded is not None, store.statistics().reasons
                 run = loaded.instantiate()
@@ -184,6 +219,7 @@ def _keys(
                 run = graph.instantiate()
             run.launch(stream)
             held.append(run)
+            clock.lap()
         stream.synchronize()
         row = clock.row(len(held), "right")
         for chain in chains:
@@ -205,64 +241,71 @@ def _decode(
     from ostinato.bench.shapes import SHAPES
 
     config = SHAPES[shape]
-    sizes = loops.LlamaSizes(
-        hidden=config.hidden,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_size=config.head_size,
-        inner=config.inner,
-        vocabulary=config.vocabulary,
-        context=config.context_length,
-        tied_embeddings=config.tied_embeddings,
-    )
+    sizes = loops.LlamaSizes.of(config, context=config.context_length)
     with ost.open_device(name) as device, torch.no_grad():
         model = loops.random_llama(sizes)
-        constants = _memory(dict(model.named_parameters()) | dict(model.named_buffers()))
+        constants = _memory(weights_of(model))
         store = ost.GraphStore(device, folder, tag=f"llama {shape}", constants=constants)
         torch.cuda.synchronize()
         clock = _Clock(way, spawned, device)
-        held: list[object] = []
-        answers: list[str] = []
+        states: dict[int, dict[str, Any]] = {}
+        steps: dict[int, Callable[[], object]] = {}
         for batch in map(int, what.split(",")):
             shapes = folder / f"{batch}.json"
-            if way == "restore":
-                state = {
-                    n: torch.zeros(size, dtype=getattr(torch, dtype), device="cuda")
-                    for n, (size, dtype) in json.loads(shapes.read_text()).items()
-                }
-                loaded = store.restore(batch, _memory(state))
+            if way in ("restore", "profile"):
+                state = _empty(json.loads(shapes.read_text()))
+                loaded = store.restore(batch, _memory(state), complete=True)
                 assert loaded is not None, store.statistics().reasons
-                run, stream = loaded.instantiate(), device.create_stream()
-                held += [run, stream, state]
-                once: Callable[[], object] = lambda: run.launch(stream)  # noqa: B023, E731
+                stream = device.create_stream()
+                step: Callable[[], object] = partial(loaded.instantiate().launch, stream)
             else:
-                how: loops.How = "graph" if way == "capture" else "compile"
-                loop = loops.DecodeLoop(
-                    model, batch=batch, length=LENGTH, how="eager" if way == "save" else how
-                )
-                state = _state(loop)
-                held.append(loop)
-                once = lambda: loop.run(1)  # noqa: B023, E731
+                hows: dict[str, loops.How] = {"save": "eager", "capture": "graph"}
+                how = hows.get(way, "compile")
+                loop = loops.DecodeLoop(model, batch=batch, length=LENGTH, how=how)
+                state, step = state_of(loop), partial(loop.run, 1)
                 if way == "save":
-                    once = _saved(device, store, batch, loop, state)
+                    step = _saved(device, store, batch, loop, state)
                     kinds = {n: (list(t.shape), str(t.dtype)[6:]) for n, t in state.items()}
                     shapes.write_text(json.dumps(kinds))
-            _settle(state, batch)
-            once()
+            step()
             torch.cuda.synchronize()
-            answers.append(_digest(state))
-        return clock.row(len(answers), " ".join(answers))
+            states[batch], steps[batch] = state, step
+            clock.lap()
+        row = clock.row(len(steps), "")
+        for batch, step in steps.items():
+            settle(states[batch], batch)
+            step()
+            torch.cuda.synchronize()
+        answer = " ".join(_digest(state) for state in states.values())
+        return row | {"answer": answer}
 
 
-def _state(loop: Any) -> dict[str, Any]:
+def _empty(kinds: Mapping[str, tuple[list[int], str]]) -> dict[str, Any]:
+    """Tensors of zeros by name."""
+    import torch
+
+    made = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype), device="cuda")
+        for name, (shape, dtype) in kinds.items()
+    }
+    torch.cuda.synchronize()  # they are used on a stream of ours
+    return made
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    """The tensors that a step reads alone, by name."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_cuda and tensor.numel()}
+
+
+def state_of(loop: Any) -> dict[str, Any]:
     """The tensors that a step reads and writes besides the weights."""
     import torch
 
     state = {"token": loop._token, "position": loop._position}
     for number, layer in enumerate(loop._cache.layers):
         for name, value in vars(layer).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.is_cuda:
                 state[f"cache.{number}.{name}"] = value
     return state
 
@@ -293,7 +336,7 @@ def _memory(tensors: Mapping[str, Any]) -> dict[str, ost.MemoryRange]:
     }
 
 
-def _settle(state: Mapping[str, Any], seed: int) -> None:
+def settle(state: Mapping[str, Any], seed: int, token: int = 7, place: int = PLACE) -> None:
     """Puts the same into the state in every process."""
     import torch
 
@@ -302,7 +345,7 @@ def _settle(state: Mapping[str, Any], seed: int) -> None:
         if tensor.is_floating_point():
             tensor.normal_(generator=generator)
         else:
-            tensor.fill_(7 if name == "token" else PLACE)
+            tensor.fill_(token if name == "token" else place)
     torch.cuda.synchronize()
 
 

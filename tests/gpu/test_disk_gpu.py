@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import ConditionalKind
 from ostinato.errors import GraphFileError
+from tests.gpu import saved_graphs
 from tests.gpu.foreign import library
 from tests.graph import disk_runner
 
@@ -238,52 +238,22 @@ def test_kernels_that_were_loaded_before_collecting_are_refused(
         graph.save(path, inputs={"x": x}, outputs={"y": y})
 
 
-REFUSED = {
-    "dropout": ("draws random numbers",),
-    # Tables that the library made when it was warmed up: they have no name.
-    "fourier": (
-        "depend on memory without a name",
-        "is only read and has no name",
-        "a variable, lut_sp, that was changed",  # or tables in its modules' variables
-    ),
-    "convolution": ("depend on memory without a name",),
-}
-MUST_BE_REFUSED = ("dropout",)
-# Both should be saved.  Their structs have words that hold other addresses, or other bytes, in each
-# capture, and that no kernel reads: nothing is written, but the reason does not say that.
-NOT_YET = pytest.mark.xfail(reason="refused: gaps in structs that hold addresses", strict=False)
-
-
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """Files of other libraries' graphs, saved in one process and run in another."""
     library("torch")
     folder = tmp_path_factory.mktemp("foreign")
-    command = [sys.executable, "-m", "tests.gpu.disk_foreign", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    root = Path(__file__).parents[2]
-    subprocess.run(command, env=environment, cwd=root, check=True)
-    run_elsewhere(folder)
-    outcomes: dict[str, str] = json.loads((folder / "outcomes.json").read_text())
+    outcomes = saved_graphs.save_elsewhere(folder, ())
+    said = saved_graphs.run_elsewhere(folder)
+    print(said)
     return folder, outcomes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("linear_gelu", "linear_bf16", "layer_norm_softmax", "attention", "convolution", "sort"),
-        *("fourier", "embedding", "cumulative", "forked", "triton_kernel", "dropout"),
-        *(pytest.param(name, marks=NOT_YET) for name in ("reduction", "top_k")),
-    ],
-)
+@pytest.mark.parametrize("name", saved_graphs.NAMES)
 def test_other_libraries_graphs_without_the_libraries(
     foreign: tuple[Path, dict[str, str]], name: str
 ) -> None:
-    folder, outcomes = foreign
-    if name not in outcomes:
-        pytest.skip("the library is not here")
-    if name in MUST_BE_REFUSED or not outcomes[name].startswith("saved"):
-        assert any(why in outcomes[name] for why in REFUSED.get(name, ())), outcomes[name]
-        return
-    found, wanted = (np.load(folder / f"{name}.{kind}.npz") for kind in ("out", "expected"))
-    assert found["out"].tobytes() == wanted["out"].tobytes()
+    found = saved_graphs.verdict(foreign[0], name, foreign[1])
+    if found.kind == "missing":
+        pytest.skip(found.what)
+    assert found.kind in ("equal", "refused"), found.what

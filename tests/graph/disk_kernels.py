@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
+
 import ostinato as ost
 from ostinato.device import Device
 
@@ -47,6 +49,39 @@ def gapped(launch: Any, all: bytes) -> None:
         os._exit(3)  # what a number can do that is taken for a gap
     made = launch.memory(source, 4).view("i4") * (-1 if all[16] else 1) + all[21] + all[23]
     launch.memory(target, 4).view("i4")[:] = made + (all[20] > 100)
+
+
+@ost.host_kernel("both: bytes[16], n: u32, m: i32")
+def spread(launch: Any, both: bytes, n: int, m: int) -> None:
+    """Two addresses inside one argument: n i32 at the second are those at the first times m, plus
+    their places."""
+    source, target = (int.from_bytes(both[i : i + 8], "little") for i in (0, 8))
+    values = launch.memory(source, 4 * n).view("i4") * m + np.arange(n, dtype="i4")
+    launch.memory(target, 4 * n).view("i4")[:] = values
+
+
+@ost.host_kernel("tickets: *i32, y: *i32, x: *const i32")
+def last_one(_: Any, tickets: Any, y: Any, x: Any) -> None:
+    """As kernels that share a sum among blocks: who finds three tickets drawn writes the result,
+    and puts the tickets back for the next launch."""
+    for _block in range(4):
+        if tickets[0] == 3:
+            y[0], tickets[0] = x[0] + 1, 0
+        else:
+            tickets[0] += 1
+
+
+@ost.host_kernel("seen: *i32, y: *i32, x: *const i32")
+def nonzero(_: Any, seen: Any, y: Any, x: Any) -> None:
+    """Takes memory that nobody wrote for a flag."""
+    y[0] = x[0] + (seen[0] != 0)
+
+
+@ost.host_kernel("done: *i32, y: *i32, x: *const i32")
+def once(_: Any, done: Any, y: Any, x: Any) -> None:
+    """Leaves a mark that the next launch finds."""
+    y[0] = x[0] + (done[0] == 12345)
+    done[0] = 12345
 
 
 @ost.host_kernel("x: *f32")

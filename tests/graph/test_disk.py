@@ -26,13 +26,18 @@ from tests.graph.disk_kernels import (
     count_down,
     gapped,
     kernel,
+    last_one,
+    nonzero,
+    once,
     packed,
+    spread,
 )
 
 
 @pytest.fixture
 def stream(host_device: Device) -> ost.Stream:
-    for made in (add, affine, big, choose, count_down, gapped, packed, unsteady):
+    ours = (add, affine, big, choose, count_down, gapped, last_one, nonzero, once, packed, spread)
+    for made in (*ours, unsteady):
         kernel(host_device, made)  # loaded now: a capture cannot
     return host_device.create_stream()
 
@@ -46,7 +51,7 @@ def ints(device: Device, *values: int) -> ost.Buffer:
     return device.array(values, np.int32)
 
 
-def words(both: tuple[ost.Buffer, ost.Buffer]) -> bytes:
+def words(both: tuple[ost.Buffer, ...]) -> bytes:
     return b"".join(buffer.address.to_bytes(8, "little") for buffer in both)
 
 
@@ -383,6 +388,30 @@ def test_bytes_that_differ_without_an_effect_are_gaps(
         save_gapped(host_device, stream, path, mine, theirs, check=False)
 
 
+def test_addresses_that_are_left_in_gaps_are_gaps(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    """The last word is read by nobody.  It holds what was on the stack: addresses of something."""
+    device = host_device
+    one, two = ints(device, 7), ints(device, 8)
+    dead = b"\0" * 5 + b"\x7e\0\0"
+    for mine, theirs in (
+        (words((one,)), dead),  # only one of them is live
+        (dead, words((one,))),
+        (words((one,)), words((two,))),
+    ):
+        save_gapped(device, stream, path, b"\0" * 8 + mine, b"\0" * 8 + theirs)
+        assert result(ost.load_graph(device, path), stream, [9]) == [9]
+    old, new = ints(device, 9), ints(device, 10)
+    held = words((old,))  # of an input, and in the twin of what is another one or none
+    for mine, theirs in ((held, held), (held, words((one,))), (words((one,)), held)):
+        graph, x, y = gapped_work(device, stream, b"\0" * 8 + mine)
+        other, x2, y2 = gapped_work(device, stream, b"\0" * 8 + theirs)
+        twin = ost.Twin(other, {"x": x2, "y": y2, "old": new})
+        graph.save(path, inputs={"x": x, "old": old}, outputs={"y": y}, twin=twin)
+        assert result(ost.load_graph(device, path), stream, [5]) == [5]
+
+
 @pytest.mark.parametrize(
     ("mine", "theirs", "where"),
     [
@@ -405,6 +434,24 @@ def test_bytes_that_differ_and_have_an_effect_are_refused(
     with pytest.raises(GraphFileError, match=rf"{wanted}.*the results depend on it"):
         save_gapped(host_device, stream, path, mine, theirs)
     assert list(path.parent.iterdir()) == []
+
+
+def branched(device: Device, bodies: int, x: ost.Buffer) -> ost.Graph:
+    graph = ost.Graph.create(device)
+    branch = graph.add_conditional(ConditionalKind.IF, graph.condition(1), size=bodies)
+    for body in branch.bodies:
+        body.add_kernel(kernel(device, affine), ONE, x, x, 2, 0, 1)
+    return graph
+
+
+def test_a_twin_with_another_number_of_bodies_is_of_other_work(
+    host_device: Device, path: Path
+) -> None:
+    x = ints(host_device, 1)
+    graph, other = (branched(host_device, n, x) for n in (1, 2))
+    for one, two in ((graph, other), (other, graph)):
+        with pytest.raises(GraphFileError, match=r"node 0 .* bodies, and . in the other"):
+            one.save(path, inputs={"x": x}, outputs={"x": x}, twin=ost.Twin(two))
 
 
 def test_twins_must_be_of_the_same_work(
@@ -459,6 +506,84 @@ def test_memory_that_results_depend_on_is_named_by_the_check(
     ):
         under_way.graph.save(path, inputs={"x": x}, outputs={"y": y})
     assert not path.exists()
+
+
+@pytest.mark.parametrize("made", [last_one, nonzero, once], ids=lambda made: made.name)
+def test_memory_that_must_hold_something_is_named_by_the_check(
+    made: ost.HostKernel, host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    """A counter that each launch leaves at zero, a flag, and a mark that a launch leaves."""
+    x, y = ints(host_device, 1), ints(host_device, 0)
+    hidden = ints(host_device, int(made is nonzero))
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(host_device, made), ONE, hidden, y, x)
+    with pytest.raises(
+        GraphFileError, match=rf"bytes of 'y' differ.*without a name.*{hidden.address:#x} .*node 0"
+    ):
+        under_way.graph.save(path, inputs={"x": x}, outputs={"y": y})
+    assert not path.exists()
+    if made is last_one:  # as an input it has the content that it needs
+        under_way.graph.save(path, inputs={"x": x, "n": hidden}, outputs={"y": y, "n": hidden})
+        assert result(ost.load_graph(host_device, path), stream, [5]) == [6]
+
+
+class Pooled:
+    """y = spread(spread(x)), where y is where the intermediate values begin that it is made of: the
+    pool of a framework gives memory again that is not needed any more, also to something smaller.
+    """
+
+    def __init__(self, device: Device, stream: ost.Stream, *, names: int = 1) -> None:
+        self.arena = device.zeros(96, np.int32)
+        self.x = device.array(np.arange(32), np.int32)
+        wide, other = self.arena.view(0, 32, np.int32), self.arena.view(128, 32, np.int32)
+        self.y = self.arena.view(0, 4, np.int32)
+        self.z = self.arena.view(32, 4, np.int32)
+        self.outputs = {"y": self.y, "z": self.z} if names == 2 else {"y": self.y}
+        made = kernel(device, spread)
+        with ost.capture(stream) as under_way:
+            ost.launch(stream, made, ONE, words((self.x, wide)), 32, 2)
+            ost.launch(stream, made, ONE, words((wide, other)), 32, 3)
+            ost.launch(stream, made, ONE, words((other, self.y)), 4, 1)
+            if names == 2:
+                ost.launch(stream, made, ONE, words((other, self.z)), 4, 5)
+        self.graph = under_way.graph
+
+    def save(self, path: Path, **options: Any) -> None:
+        self.graph.save(path, inputs={"x": self.x}, outputs=self.outputs, **options)
+
+
+@pytest.mark.parametrize("names", [1, 2])
+def test_a_result_in_the_place_of_something_larger(
+    names: int, host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    """Nothing but a launch tells that the pointer to `y` is also one to 32 numbers."""
+    pooled = Pooled(host_device, stream, names=names)
+    pooled.save(path)
+    loaded = ost.load_graph(host_device, path)
+    block = loaded.manifest.blocks[loaded.manifest.buffers[1].block]
+    assert block.nbytes == 4 * 96
+    loaded.inputs["x"].copy_from(np.arange(32) + 5, stream)
+    with loaded.instantiate() as run:
+        run.launch(stream)
+    first = (np.arange(32) + 5) * 2 + np.arange(32)
+    second = (first * 3 + np.arange(32))[:4]
+    assert loaded.outputs["y"].to_numpy(stream).tolist() == (second + np.arange(4)).tolist()
+    if names == 2:
+        z = second * 5 + np.arange(4)
+        assert loaded.outputs["z"].to_numpy(stream).tolist() == z.tolist()
+    ost.check_graph(host_device, path)
+
+
+def test_what_leaves_its_block_does_not_pass_a_check(
+    host_device: Device, stream: ost.Stream, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that says too little, as those of older releases may."""
+    monkeypatch.setattr("ostinato.graph.disk.save._check", lambda *rest: {})
+    Pooled(host_device, stream).save(path)
+    with pytest.raises(
+        GraphFileError, match="writes outside of its memory, 0 bytes before and 112 behind"
+    ):
+        ost.check_graph(host_device, path)
 
 
 def test_an_output_that_is_not_wholly_written_is_named(
@@ -600,10 +725,217 @@ def test_files_that_others_may_write_are_not_loaded(
         ost.load_graph(host_device, path.with_name("none.graph"))
 
 
-def test_code_is_shared_in_a_folder(
-    host_device: Device, work: Work, path: Path, tmp_path: Path
+def test_files_share_what_they_have_in_common(
+    host_device: Device, stream: ost.Stream, work: Work, path: Path, tmp_path: Path
 ) -> None:
-    """Kernels of the host have no images: the folder stays empty, and nothing asks for it."""
-    work.save(path, code=tmp_path / "code")
-    assert list((tmp_path / "code").iterdir()) == []
-    ost.load_graph(host_device, path, code=tmp_path / "code")
+    """Of x and w each once; of y the digest alone.  Kernels of the host have no images."""
+    folder = tmp_path / "shared"
+    other = tmp_path / "other.graph"
+    work.save(path, code=folder)
+    work.save(other, code=folder)
+    assert sorted(p.stat().st_size for p in folder.iterdir()) == [12, 12]
+    ost.check_graph(host_device, other, code=folder)
+    loaded = ost.load_graph(host_device, other, code=folder)
+    assert loaded.inputs["x"].to_numpy(stream).tolist() == [1, 2, 3]
+    assert result(loaded, stream, [0, 0, 0]) == [10, 20, 30]
+    with pytest.raises(GraphFileError, match="'inputs/x' is not in it"):
+        ost.load_graph(host_device, other)
+    shared = sorted(folder.iterdir())
+    (x,) = (p for p in shared if p.read_bytes() == np.array([1, 2, 3], np.int32).tobytes())
+    x.write_bytes(np.array([7, 7, 7], np.int32).tobytes())
+    with pytest.raises(GraphFileError, match="'inputs/x' is not what its digest says"):
+        ost.load_graph(host_device, other, code=folder)
+    work.save(other, code=folder)  # what was changed is written again
+    ost.check_graph(host_device, other, code=folder)
+    x.unlink()
+    with pytest.raises(GraphFileError, match="'inputs/x' is not there"):
+        ost.load_graph(host_device, other, code=folder)
+
+
+# ---------------------------------------------------------------------------------- what is bound
+
+
+class Array:
+    """Another library's array over memory of ours."""
+
+    def __init__(self, buffer: ost.Buffer, typestr: str, shape: Any, strides: Any = None) -> None:
+        self.buffer = buffer
+        self.__cuda_array_interface__ = {
+            "data": (buffer.address, False),
+            "typestr": typestr,
+            "shape": shape,
+            "strides": strides,
+            "version": 3,
+        }
+
+
+@pytest.mark.parametrize(
+    ("typestr", "shape", "strides"),
+    [
+        pytest.param("<f4", (2, 3), None, id="another type"),
+        pytest.param("<u4", (2, 3), None, id="another sign"),
+        pytest.param("<i2", (4, 3), None, id="smaller elements"),
+        pytest.param("<i4", (3, 2), None, id="another shape"),
+        pytest.param("<i4", (6,), None, id="flat"),
+        pytest.param("<i4", (2, 3), (4, 8), id="another order"),
+        pytest.param("<V2", (2, 6), None, id="a type that NumPy does not have, of another size"),
+        pytest.param("<c4", (2, 3), None, id="another kind of one size"),
+    ],
+)
+@pytest.mark.parametrize("name", ["x", "w"])
+def test_memory_of_another_look_is_refused(
+    host_device: Device, work: Work, path: Path, name: str, typestr: str, shape: Any, strides: Any
+) -> None:
+    """It would be read as something else."""
+    device = host_device
+    whole = device.array(np.arange(6).reshape(2, 3), np.int32)
+    named: dict[str, Any] = {"x": whole, "w": device.array(np.ones((2, 3)), np.int32)}
+    graph = ost.Graph.create(device)
+    graph.add_kernel(kernel(device, add), ONE, named["x"], y := ints(device, *[0] * 6), 6)
+    graph.add_kernel(kernel(device, add), ONE, named["w"], y, 6, after=graph.nodes[-1:])
+    graph.save(
+        path,
+        inputs={"x": named["x"], "y": y},
+        outputs={"y": y},
+        constants={"w": named["w"]},
+        keeping="by name",
+    )
+    other = Array(ints(device, *[0] * 6), typestr, shape, strides)
+    with pytest.raises(InputError, match=rf"'{name}' is .*was captured with <i4\[2, 3\]"):
+        ost.load_graph(device, path, buffers={**named, name: other})
+    for fits in (
+        Array(ints(device, *[0] * 6), "<i4", (2, 3), (12, 4)),
+        Array(ints(device, *[0] * 9), "<i4", (3, 3)),  # more rows
+        Array(ints(device, *[0] * 6), "<V4", (2, 3)),
+        Array(ints(device, *[0] * 6), "|u1", (24,)),  # bytes
+        ost.MemoryRange((held := ints(device, *[0] * 6)).address, 24),
+    ):
+        ost.load_graph(device, path, buffers={**named, name: fits})
+    del held
+
+
+def test_constants_from_a_file_have_the_type_that_was_captured(
+    host_device: Device, work: Work, path: Path
+) -> None:
+    work.save(path, keeping="by name")
+    with pytest.raises(InputError, match=r"'w' is <f4\[3\], .* captured with <i4\[3\]"):
+        ost.load_graph(host_device, path, constants={"w": np.ones(3, np.float32)})
+
+
+def test_memory_that_is_not_of_the_device_is_refused(
+    host_device: Device, stream: ost.Stream, work: Work, path: Path
+) -> None:
+    work.save(path, keeping="by name")
+    gone = ints(host_device, 1, 2, 3)
+    where = gone.range
+    gone.close()
+    host_device.synchronize()
+    elsewhere = np.zeros(3, np.int32)
+    for w in (gone, where, ost.MemoryRange(elsewhere.ctypes.data, 12)):
+        with pytest.raises(InputError, match=r"'w' is at .*no live memory of host"):
+            ost.load_graph(host_device, path, constants={"w": w})
+
+
+def test_memory_that_overlaps_is_refused(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    """In the graph nothing orders what writes the one and what reads the other."""
+    device, n = host_device, 80
+    x, v, w, y = (ints(device, *[k] * n) for k in (1, 2, 3, 0))
+    graph = ost.Graph.create(device)
+    graph.add_kernel(kernel(device, affine), ONE, y, x, 1, 0, n)
+    for constant in (v, w):
+        graph.add_kernel(kernel(device, add), ONE, constant, y, n, after=graph.nodes[-1:])
+    graph.save(path, inputs={"x": x}, outputs={"y": y}, constants={"v": v, "w": w})
+    whole = ints(device, *range(5 * 64))
+    for buffers in (
+        {"x": whole[:n], "y": whole[:n]},
+        {"x": whole[64 : 64 + n], "y": whole[:n]},
+        {"x": whole, "y": whole[64:]},
+        {"y": whole[64:], "w": whole[128:]},
+        {"v": whole[64:], "w": whole[64:], "x": whole[128:]},
+    ):
+        with pytest.raises(InputError, match="overlap"):
+            ost.load_graph(device, path, buffers=buffers)
+    beside = ost.load_graph(device, path, buffers={"x": whole[:n], "y": whole[128 : 128 + n]})
+    with beside.instantiate() as run:
+        run.launch(stream)
+        found = whole.to_numpy(stream).tolist()
+        assert found[128 : 128 + n] == [k + 5 for k in range(n)]
+    tied = ints(device, *[5] * n)  # two weights of a model may be one
+    loaded = ost.load_graph(device, path, constants={"v": tied, "w": tied})
+    assert result(loaded, stream, list(range(n))) == [k + 10 for k in range(n)]
+
+
+def test_what_is_loaded_twice_is_two_graphs(
+    host_device: Device, stream: ost.Stream, work: Work, path: Path
+) -> None:
+    work.save(path)
+    one, two = (ost.load_graph(host_device, path) for _ in range(2))
+    assert result(one, stream, [1, 1, 1]) == [12, 22, 32]
+    assert result(two, stream, [2, 2, 2]) == [14, 24, 34]
+    assert one.outputs["y"].to_numpy(stream).tolist() == [12, 22, 32]
+    run = two.instantiate()
+    other = ints(host_device, 0, 0, 0)
+    one.close()
+    two.close()
+    two.inputs["x"].copy_from([3, 3, 3], stream)
+    run.launch(stream)  # an executable goes on without its definition
+    assert two.outputs["y"].to_numpy(stream).tolist() == [16, 26, 36]
+    with pytest.raises(ClosedError):
+        run.rebind({two.constants["w"]: other})
+    with pytest.raises(ClosedError):
+        one.instantiate()
+    run.launch(stream)
+    assert two.outputs["y"].to_numpy(stream).tolist() == [16, 26, 36]
+
+
+def test_a_file_does_not_take_away_what_another_files_kernel_needs(
+    host_device: Device, stream: ost.Stream, tmp_path: Path
+) -> None:
+    """Both have one kernel, and each what was set on it when it was saved."""
+    made = kernel(host_device, big)
+    y = host_device.zeros(1, np.float32)
+    paths = {nbytes: tmp_path / f"{nbytes}.graph" for nbytes in (60_000, 100_000)}
+    for nbytes, path in paths.items():
+        made.allow_shared(nbytes)
+        with ost.capture(stream) as under_way:
+            ost.launch(stream, made, ost.LaunchConfig(1, 1, nbytes), y)
+        under_way.graph.save(path, outputs={"y": y}, check=False)
+    with ost.open_device("host") as other:
+        there = other.create_stream()
+        much, less = (ost.load_graph(other, paths[n]) for n in (100_000, 60_000))
+        for loaded, nbytes in ((much, 100_000), (less, 60_000)):
+            loaded.instantiate().launch(there)
+            assert loaded.outputs["y"].to_numpy(there).tolist() == [nbytes]
+        much.save(again := tmp_path / "again.graph", outputs=much.outputs, check=False)
+        ost.load_graph(other, again).instantiate().launch(there)
+
+
+def test_a_loaded_graph_is_saved_again(
+    host_device: Device, stream: ost.Stream, work: Work, path: Path, tmp_path: Path
+) -> None:
+    work.save(path)
+    first = ost.load_graph(host_device, path)
+    first.save(
+        tmp_path / "two.graph",
+        inputs=first.inputs,
+        outputs=first.outputs,
+        constants=first.constants,
+    )
+    second = ost.load_graph(host_device, tmp_path / "two.graph")
+    assert result(second, stream, [5, 5, 5]) == [20, 30, 40]
+    assert second.digest() == work.graph.digest()
+
+
+def test_memory_without_bytes(host_device: Device, stream: ost.Stream, path: Path) -> None:
+    x, y, nothing = ints(host_device, 4), ints(host_device, 0), host_device.empty(0, np.int32)
+    null = ost.MemoryRange(0, 0)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, kernel(host_device, add), ONE, nothing, y, 0)
+        ost.launch(stream, kernel(host_device, affine), ONE, y, x, 3, 0, 1)
+    under_way.graph.save(path, inputs={"x": x, "nothing": nothing, "null": null}, outputs={"y": y})
+    loaded = ost.load_graph(host_device, path)
+    assert result(loaded, stream, [5]) == [15]
+    given = {"nothing": host_device.empty(0, np.int32), "null": ost.MemoryRange(0, 0)}
+    assert result(ost.load_graph(host_device, path, buffers=given), stream, [6]) == [18]

@@ -298,6 +298,42 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda m: m["functions"][0].update(kind="cubin"),
         "does not run its code",
     ),
+    "a launch that is not there": (
+        lambda m: kernel_node(m).update(launch=99),
+        "launch: 99 is no whole number from 0 to",
+    ),
+    "a launch of no blocks": (
+        lambda m: m["launches"][0].update(grid=[0, 1, 1]),
+        "0 is no whole number from 1",
+    ),
+    "a cluster of text": (
+        lambda m: m["launches"][0].update(cluster="2"),
+        "cluster: '2' is no list of 3",
+    ),
+    "a look that is none": (
+        lambda m: m["buffers"][0].update(look=["<i4", [-1], None]),
+        "look: -1 is no whole number",
+    ),
+    "a type of a look that is code": (
+        lambda m: m["buffers"][0].update(look=["__import__('os')", [2], None]),
+        "is no type of an array",
+    ),
+    "content of no buffer": (
+        lambda m: m["tensors"].update({"inputs/z": "0" * 64}),
+        "'inputs/z' is of no buffer",
+    ),
+    "content under another's digest": (
+        lambda m: m["tensors"].update({"inputs/x": m["tensors"]["constants/w"]}),
+        "the content of 'inputs/x' is not what its digest says",
+    ),
+    "content under no digest": (
+        lambda m: m["tensors"].update({"inputs/x": "../../secret"}),
+        "is no SHA-256 digest",
+    ),
+    "an input without content": (
+        lambda m: m["tensors"].pop("inputs/x"),
+        "the content of 'inputs/x' is not in it",
+    ),
     "a copy of more than its blocks have": (
         lambda m: m["graph"]["nodes"].append(
             {

@@ -102,6 +102,17 @@ def test_the_table_has_a_row_for_each_node(device: Device) -> None:
     assert "shared" not in lines[1] and "cluster" not in lines[1]
 
 
+def test_every_node_goes_into_bodies_and_children(device: Device) -> None:
+    graph = everything(device)
+    found = [*ost.every_node(graph.nodes)]
+    assert len(found) == graph.count() == 12
+    assert [n for n in found if n in graph.nodes] == [*graph.nodes]
+    names = [n.name for n in found]
+    assert names.index("fill") < names.index("add"), "a body before what is inside of it"
+    kinds = [n.kind for n in found]
+    assert kinds.count(ost.NodeKind.MEMSET) == graph.count(ost.NodeKind.MEMSET) == 3
+
+
 def test_columns_for_what_some_node_has(device: Device) -> None:
     graph = ost.Graph.create(device)
     launch = ost.LaunchConfig(grid=(2, 3), block=(8, 4, 2), shared=1024)

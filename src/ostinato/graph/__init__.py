@@ -9,7 +9,7 @@ from ostinato.graph.graph import Conditional, Graph
 from ostinato.graph.launching import launch, prepare
 from ostinato.graph.lifting import lift
 from ostinato.graph.manifest import Touch
-from ostinato.graph.node import Argument, Node, Pointer
+from ostinato.graph.node import Argument, Node, Pointer, every_node
 from ostinato.graph.order import Recorded
 from ostinato.graph.rebind import LeftWord, RebindReport, ReboundWord
 from ostinato.graph.recording import Recording, build_graph, record
@@ -37,6 +37,7 @@ __all__ = [
     "capture",
     "capture_function",
     "check_graph",
+    "every_node",
     "first_missing",
     "launch",
     "lift",

@@ -40,7 +40,7 @@ from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
 from ostinato.graph.launching import prepare_node
-from ostinato.graph.node import Argument, LazyArguments, Node, NodeLabel
+from ostinato.graph.node import Argument, LazyArguments, Node, NodeLabel, every_node
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import KnownRanges, Target
@@ -279,7 +279,7 @@ class Graph(Closeable):
 
     def count(self, kind: NodeKind | None = None) -> int:
         """How many nodes (of one kind), with those inside child graphs and bodies."""
-        return _count(self.nodes, kind)
+        return sum(1 for n in every_node(self.nodes) if kind is None or n.kind is kind)
 
     @property
     def edges(self) -> tuple[Edge, ...]:
@@ -606,7 +606,8 @@ class Graph(Closeable):
         state is both.  `constants` are never written; `keeping`: the file has their content
         ("stored"), or they are given when it is loaded ("by name").  All other memory is scratch.
         `twin`: a second capture, which proves which words are addresses; without one, signatures
-        and live allocations decide.  `code`: a folder for the kernels' images, to share.
+        and live allocations decide.  `code`: a folder for what several files share: images of
+        kernels, constants and inputs.
 
         Launches the graph twice, puts all memory back, and checks the file in a fresh process with
         other memory at other addresses (`check`) before it is put in place.  Raises GraphFileError
@@ -674,8 +675,3 @@ class _Body(Graph):
         super().__init__(parent.context, handle, owned=False, owner=parent)
         self.labels = parent.labels
         self.keep = parent.keep
-
-
-def _count(nodes: tuple[Node, ...], kind: NodeKind | None) -> int:
-    own = sum(1 for n in nodes if kind is None or n.kind is kind)
-    return own + sum(_count(body, kind) for n in nodes for body in n.children)

@@ -39,16 +39,15 @@ def lift(
     """
     graph.require_launchable(as_part=True)
     touched = None if reads is None else tuple(reads), None if writes is None else tuple(writes)
-    driver = graph.context.driver
+    chain, nodes = _chain(graph, name), {node.handle: node for node in graph.nodes}
     made = []
-    # Not `graph.nodes`: that looks up every word of the arguments among the allocations.
-    for node in _chain(graph, name):
-        params = driver.node_params(node)
+    for node in map(nodes.__getitem__, chain):
+        params = node.params
         if isinstance(params, KernelNodeParams):
             params = KernelNodeParams(params.function, params.config, params.arguments)
         elif not (isinstance(params, MemsetNodeParams) and params.height == 1):
             raise GraphError(
-                f"{name}: a {driver.node_kind(node).name.lower()} node is neither a kernel nor a "
+                f"{name}: a {node.kind.name.lower()} node is neither a kernel nor a "
                 "linear fill, so it cannot be launched by itself; add the graph as a child graph"
             )
         made.append(Operation(params, name, *touched, tuple(keep)))

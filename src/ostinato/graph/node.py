@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +38,7 @@ __all__ = [
     "NodeLabel",
     "Pointer",
     "decode_arguments",
+    "every_node",
     "given_reach",
     "pointer_words",
 ]
@@ -224,6 +225,14 @@ class Node:
     @property
     def conditional(self) -> ConditionalNodeParams:
         return self._as(ConditionalNodeParams)
+
+
+def every_node(nodes: Iterable[Node]) -> Iterator[Node]:
+    """The nodes, each followed by those of its child graph or of its conditional bodies."""
+    for node in nodes:
+        yield node
+        for body in node.children:
+            yield from every_node(body)
 
 
 def pointer_words(

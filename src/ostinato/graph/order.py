@@ -14,7 +14,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.stream import Operation
 
-__all__ = ["Recorded", "conflict", "dependencies", "edge_data"]
+__all__ = ["Recorded", "conflict", "dependencies", "edge_data", "overlap"]
 
 _PROGRAMMATIC = EdgeData(from_port=1, to_port=0, type=EdgeType.PROGRAMMATIC)
 
@@ -77,11 +77,12 @@ def conflict(first: Operation, second: Operation) -> bool:
     if first.reads is None or first.writes is None or second.reads is None or second.writes is None:
         return True
     return (
-        _overlap(first.writes, second.reads)
-        or _overlap(first.writes, second.writes)
-        or _overlap(first.reads, second.writes)
+        overlap(first.writes, second.reads)
+        or overlap(first.writes, second.writes)
+        or overlap(first.reads, second.writes)
     )
 
 
-def _overlap(left: Sequence[MemoryRange], right: Sequence[MemoryRange]) -> bool:
+def overlap(left: Sequence[MemoryRange], right: Sequence[MemoryRange]) -> bool:
+    """Whether a range of one overlaps one of the other."""
     return any(a.address < b.end and b.address < a.end for a in left for b in right)

@@ -8,7 +8,9 @@ at.  The bytes are in a `KernelSetter`, which the shadow reads when it is asked 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -18,13 +20,14 @@ from ostinato.driver.api import (
     ExecHandle,
     KernelNodeParams,
     KernelSetter,
+    MemoryRange,
     NodeHandle,
     ParameterSlot,
 )
 from ostinato.driver.context import Context
 from ostinato.driver.launcher import packer, set_nodes, set_words
 from ostinato.driver.signature import PLAIN_CODES
-from ostinato.errors import DriverError, InputError
+from ostinato.errors import ClosedError, DriverError, InputError
 from ostinato.graph.changes import Change, argument_bytes, argument_index, refused
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
@@ -42,6 +45,7 @@ class Run(Protocol):
     context: Context
     _lock: threading.Lock
     _shadow: Shadow
+    _given_back: deque[MemoryRange]
 
     def _live(self, node: Node) -> Live: ...
     def _watch(self, owners: Iterable[object]) -> None: ...
@@ -49,6 +53,7 @@ class Run(Protocol):
     def _undo(self, nodes: list[Node]) -> None: ...
     def _apply(self, changes: list[Change]) -> None: ...
     def _give_up(self) -> str: ...
+    def _require_memory(self) -> None: ...
 
 
 class _PlainSetter:
@@ -257,7 +262,9 @@ class Argument:
         slot, code, pointer = _found(live, self._argument)
         # Exact types only; whatever is unusual takes the careful way, which also words the errors.
         self._pack: Callable[[tuple[object, ...]], bytes | None] = (
-            packer(code, (ParameterSlot(0, slot.size),)) if code in PLAIN_CODES else _unknown
+            packer(code, (ParameterSlot(0, slot.size),))
+            if code in PLAIN_CODES
+            else partial(_as_it_is, slot.size)
         )
         self._place, self._pointer, self._live = slot.offset, pointer, live
         return live
@@ -276,12 +283,15 @@ class Argument:
         live = self._current(run)
         raw = self._pack((value,))
         place = self._place
-        if raw is None or self._pointer or place in live.owners or place in live.reach:
+        if run._given_back and raw is not None and type(value) is bytes:
+            self._settle(run, live, len(raw))
+        plain = type(value) is bytes or not self._pointer
+        if raw is None or not plain or live.owners.get(place) is not None or place in live.reach:
             raw = self._raw(live, raw, value)
             _write_one(run, live, place, raw, *owner_of(run.context, value, self._pointer))
             return
         run._shadow.touch(live)
-        try:  # a number, which points at nothing: only bytes change
+        try:  # a number, or bytes, whose owners are not known: only bytes change
             status = live.setter.set(place, raw)
         except DriverError as error:
             raise refused(live.node, error) from error
@@ -290,6 +300,14 @@ class Argument:
             raise
         if status != 0:
             run._apply(_changes_of([Write(live, place, raw, None)]))
+
+    def _settle(self, run: Run, live: Live, size: int) -> None:
+        """Looks now for words that point at memory that was closed, apart from this argument's: the
+        bytes that it is about to be given may hold the addresses of newer memory there."""
+        run._shadow.touch(live)
+        if live.setter.set(self._place, bytes(size)) == 0:
+            with suppress(ClosedError):  # which the next launch says
+                run._require_memory()
 
     def write(self, run: Run, value: object) -> Write:
         """What `set` would write, for `write_all`."""
@@ -332,9 +350,10 @@ class Patcher:
             self._set(self._run, value)
 
 
-def _unknown(_: tuple[object, ...]) -> bytes | None:
-    """Packs nothing: no signature says how."""
-    return None
+def _as_it_is(size: int, values: tuple[object, ...]) -> bytes | None:
+    """Bytes of the right size; None for everything else, of which no signature says how."""
+    (value,) = values
+    return value if type(value) is bytes and len(value) == size else None
 
 
 def _found(live: Live, argument: int | str) -> tuple[ParameterSlot, str, bool]:

@@ -27,7 +27,7 @@ from ostinato.driver.api import (
 from ostinato.errors import InputError, UpdateRefusedError
 from ostinato.graph.changes import Change, Setting
 from ostinato.graph.graph import Graph
-from ostinato.graph.node import Node, given_reach
+from ostinato.graph.node import Node, every_node, given_reach
 from ostinato.graph.pointers import PlainMove, PointerIndex
 from ostinato.memory.ranges import KnownRanges
 
@@ -221,7 +221,7 @@ class Shadow:
             return self._own(node)
         if node.index < len(handles) and handles[node.index] == node.handle:
             return self._own(node.index)
-        found = next((n for n in _all(self.definition()) if n.handle == node.handle), None)
+        found = next((n for n in every_node(self.definition()) if n.handle == node.handle), None)
         if found is None:
             raise InputError(
                 f"node {node.index} ({node.name}) is not of the graph that this was made of"
@@ -400,13 +400,6 @@ def _kept_reach(
     old, new = before.arguments.data, now.arguments.data
     same = before.function == now.function and len(old) == len(new)
     return {at: n for at, n in reach.items() if same and old[at : at + 8] == new[at : at + 8]}
-
-
-def _all(nodes: Sequence[Node]) -> Iterator[Node]:
-    for node in nodes:
-        yield node
-        for body in node.children:
-            yield from _all(body)
 
 
 def _links(edges: Sequence[Edge], nodes: Sequence[Node]) -> set[tuple[int, int, EdgeData]]:

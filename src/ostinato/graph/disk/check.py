@@ -1,13 +1,17 @@
 """The check of a graph file: loaded elsewhere, run on its stored inputs, compared bit by bit.
 
-Before each launch all memory but inputs and constants is filled with a pattern, and with another
-one before the second: whatever the graph reads without having written it changes its results.
+All memory but inputs and constants is filled with a pattern before a launch, with other ones before
+the next two, and with what the third has left before the last: whatever the graph reads without
+having written it changes its results.  Each block lies between guards: a pointer whose reach is not
+known may lead out of the block, when its memory was that of a larger tensor before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +22,15 @@ from ostinato.driver.api import KernelNodeParams, MemoryRange
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.stream import Stream
 from ostinato.errors import GraphFileError, OstinatoError
-from ostinato.graph.disk.container import open_file, tensor_bytes
+from ostinato.graph.disk.container import Contents, open_file, tensor_bytes
 from ostinato.graph.disk.format import NamedBuffer
-from ostinato.graph.disk.load import LoadedGraph, Loader, constants_of
+from ostinato.graph.disk.load import Guard, LoadedGraph, Loader, constants_of
+from ostinato.graph.disk.survey import Stray
 from ostinato.memory.ranges import Target
 
 __all__ = ["Trial", "check_graph"]
 
-_POISONS = (0xFF, 0x5A)  # the first is not a number in every type of floats
+_POISONS = (0xFF, 0x5A, 0)  # the first is not a number in every type of floats
 _TRIES = 6
 
 
@@ -55,21 +60,28 @@ class Trial:
         loader: Loader,
         graph: LoadedGraph,
         constants: Mapping[str, npt.NDArray[Any]],
-        samples: Mapping[str, npt.NDArray[Any]],
+        contents: Contents,
         stream: Stream,
     ) -> None:
         self._loader = loader
         self._driver = graph.context.driver
         self._graph = graph
         self._constants = constants
-        self._samples = samples
+        self._contents = contents
         self._stream = stream
         self._run = graph.instantiate()
         self._named = {buffer.name: buffer for buffer in loader.manifest.buffers}
+        self._inputs = {
+            name: self._fitting(buffer, contents.tensor(f"inputs/{name}"))
+            for name, buffer in self._named.items()
+            if "input" in buffer.roles
+        }
         whole = [b for b in loader.manifest.buffers if "constant" in b.roles]
         nbytes = [block.nbytes for block in loader.manifest.blocks]
         self._kept = {b.block for b in whole if b.nbytes == nbytes[b.block]}
         """Blocks that are a constant and nothing else."""
+        self.strays: dict[int, Stray] = {}
+        """The blocks that `difference` found a launch to write outside of."""
 
     @classmethod
     @contextmanager
@@ -80,8 +92,9 @@ class Trial:
         given_constants: Mapping[str, Any] | str | Path | None,
         code: str | Path | None,
         avoid: Sequence[MemoryRange],
+        rooms: Mapping[int, int] | None = None,
     ) -> Iterator[Trial]:
-        """Loads a file outside of the ranges `avoid`."""
+        """Loads a file outside of the ranges `avoid`; `rooms` as for `Loader`."""
         given, stored = constants_of(given_constants)
         before: list[LoadedGraph] = []
         folder = None if code is None else Path(code)
@@ -89,12 +102,12 @@ class Trial:
             open_file(path, folder) as contents,
             Stream(context, context.driver.stream_create(), owned=True) as stream,
         ):
-            samples = contents.tensors()
             if not contents.manifest.checked:
                 raise GraphFileError("it was saved with check=False, so it has no results")
+            values: dict[str, npt.NDArray[Any]] | None = None
             for _ in range(_TRIES):
-                loader = Loader(context, contents, given)
-                values = loader.values(stored)
+                loader = Loader(context, contents, given, rooms=rooms or {})
+                values = loader.values(stored) if values is None else values
                 graph = loader.load(values)
                 if not loader.overlaps(avoid):
                     break
@@ -103,7 +116,7 @@ class Trial:
                 raise GraphFileError("no other addresses are to be had here: memory is short")
             names = contents.manifest.names("constant")
             constants = {name: values[name] for name in names if name in values}
-            trial = cls(loader, graph, constants, samples, stream)
+            trial = cls(loader, graph, constants, contents, stream)
             try:
                 yield trial
             finally:
@@ -118,14 +131,42 @@ class Trial:
         return [i for i, block in enumerate(blocks) if block.node is None and i not in self._kept]
 
     def difference(self) -> str:
-        """What differs, in words, with two patterns in all memory; empty if nothing does."""
+        """What differs, in words, with patterns in all memory and then with what the last launch
+        left there; empty if nothing does."""
         for poison in _POISONS:
             for block in self.blocks:
                 self._fill(block, poison)
+            for guard in self._loader.guards:
+                self._fill_range(guard.memory, poison)
             what = self._outcome()
+            for guard in self._loader.guards:
+                self._look_at(guard, poison)
+            if self.strays:
+                block, stray = next(iter(self.strays.items()))
+                return (
+                    f"a launch writes outside of its memory, {stray.before} bytes before and "
+                    f"{stray.behind} behind block {block}"
+                )
             if what:
                 return what
-        return ""
+        what = self._outcome()
+        return f"{what} when it is launched again" if what else ""
+
+    def _look_at(self, guard: Guard, poison: int) -> None:
+        """Notes how far a launch wrote into a guard."""
+        found = np.empty(guard.memory.nbytes, np.uint8)
+        self._driver.memcpy_to_host(found.data, guard.memory.address, self._stream.handle)
+        touched = found != poison
+        if not touched.any():
+            return
+        known = self.strays.get(guard.block, Stray())
+        if guard.behind:
+            behind = found.size - int(touched[::-1].argmax())
+            known = replace(known, behind=max(known.behind, behind))
+        else:
+            before = found.size - int(touched.argmax())
+            known = replace(known, before=max(known.before, before))
+        self.strays[guard.block] = known
 
     def blamed(
         self, content: Mapping[int, npt.NDArray[np.uint8]], note: Callable[[int], None]
@@ -136,9 +177,9 @@ class Trial:
         block before it is tried, as the launch may end the process.
         """
 
-        def restore() -> None:
+        def restore(but: int | None = None) -> None:
             for block in self.blocks:
-                if block in content:
+                if block in content and block != but:
                     self._write(block, 0, content[block])
 
         restore()
@@ -151,6 +192,12 @@ class Trial:
                 note(block)
                 if self._outcome():
                     return block
+            restore()
+            self._fill(block, _POISONS[-1])
+            self._outcome()
+            restore(but=block)  # it has what the launch left there
+            if self._outcome():
+                return block
         return None
 
     def unused(self) -> list[tuple[int, int, bytes]]:
@@ -224,36 +271,43 @@ class Trial:
     def _outcome(self) -> str:
         """Runs on the stored inputs; what differs from the stored results."""
         for name, array in self._constants.items():
-            buffer = self._named.get(name)
-            if buffer is not None and buffer.block not in self._kept:
+            buffer = self._named[name]
+            if buffer.block not in self._kept:
                 self._write(buffer.block, buffer.into, tensor_bytes(array))
-        for name, buffer in self._named.items():
-            before = self._samples.get(f"inputs/{name}")
-            if before is not None:
-                self._write(buffer.block, buffer.into, self._fitting(buffer, before))
+        for name, before in self._inputs.items():
+            self._write(self._named[name].block, self._named[name].into, before)
         self._run.launch(self._stream)
         self._stream.synchronize()
         for name, buffer in self._named.items():
-            after = self._samples.get(f"results/{name}")
-            if after is not None:
-                wanted = self._fitting(buffer, after)
-                found = np.empty(buffer.nbytes, np.uint8)
-                address = self._loader.bases[buffer.block] + buffer.into
-                if found.size:
-                    self._driver.memcpy_to_host(found.data, address, self._stream.handle)
-                wrong = np.flatnonzero(found != wanted)
-                if wrong.size:
-                    return (
-                        f"{wrong.size} of {buffer.nbytes} bytes of {name!r} differ, the first at "
-                        f"{int(wrong[0])}"
-                    )
+            wanted = self._loader.manifest.tensors.get(f"results/{name}")
+            if wanted is None:
+                continue
+            found = np.empty(buffer.nbytes, np.uint8)
+            address = self._loader.bases[buffer.block] + buffer.into
+            if found.size:
+                self._driver.memcpy_to_host(found.data, address, self._stream.handle)
+            if sha256(found.data).hexdigest() != wanted:
+                return self._unlike(buffer, found)
         return ""
+
+    def _unlike(self, buffer: NamedBuffer, found: npt.NDArray[np.uint8]) -> str:
+        """How a result differs, as far as the file has what it should be."""
+        name = buffer.name
+        if not self._contents.has_content(f"results/{name}"):
+            return f"bytes of {name!r} differ"
+        wrong = np.flatnonzero(
+            found != self._fitting(buffer, self._contents.tensor(f"results/{name}"))
+        )
+        return (
+            f"{wrong.size} of {buffer.nbytes} bytes of {name!r} differ, the first at "
+            f"{int(wrong[0])}"
+        )
 
     @staticmethod
     def _fitting(buffer: NamedBuffer, array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         flat = tensor_bytes(array)
         if flat.nbytes != buffer.nbytes:
-            raise GraphFileError(f"the sample of {buffer.name!r} has {flat.nbytes} bytes")
+            raise GraphFileError(f"the content of {buffer.name!r} has {flat.nbytes} bytes")
         return flat
 
     def _write(self, block: int, into: int, data: npt.NDArray[np.uint8]) -> None:
@@ -263,4 +317,7 @@ class Trial:
 
     def _fill(self, block: int, value: int) -> None:
         nbytes = self._loader.manifest.blocks[block].nbytes
-        self._driver.memset(self._loader.bases[block], value, 1, nbytes, self._stream.handle)
+        self._fill_range(MemoryRange(self._loader.bases[block], nbytes), value)
+
+    def _fill_range(self, memory: MemoryRange, value: int) -> None:
+        self._driver.memset(memory.address, value, 1, memory.nbytes, self._stream.handle)

@@ -28,10 +28,16 @@ def main(paper: str) -> int:
     try:
         with ostinato.open_device(job["device"]) as device:
             constants = {} if job["constants"] is None else _arrays(job["constants"])
-            trial = Trial.of(device.context, Path(job["path"]), constants, job["code"], avoid)
+            rooms = {int(block): nbytes for block, nbytes in job["rooms"].items()}
+            path = Path(job["path"])
+            trial = Trial.of(device.context, path, constants, job["code"], avoid, rooms)
             with trial as one:
                 if job["scratch"] is None:
                     what = one.difference()
+                    if one.strays:
+                        strays = {str(n): [s.before, s.behind] for n, s in one.strays.items()}
+                        answer(passed=False, why="strays", what=what, strays=strays)
+                        return 0
                     if what or not job["loose"]:
                         answer(passed=not what, why="content", what=what)
                         return 0

@@ -5,9 +5,10 @@
     code/<digest>           images of kernels, each by the SHA-256 of its bytes
     tensors.safetensors     constants, inputs, and the results of the check
 
-A store keeps the code of many graphs in one folder beside them.  Every byte is compared with a
-digest when it is read.  Only files that belong to this user, and that nobody else may write, are
-read: a graph file is a program.
+Many graphs can share a folder, which then has images, constants and inputs, each once, under the
+digest of its bytes; of results there is the digest alone.  Every byte is compared with a digest
+when it is read.  Only files that belong to this user, and that nobody else may write, are read: a
+graph file is a program.
 """
 
 from __future__ import annotations
@@ -16,23 +17,31 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.errors import GraphFileError
-from ostinato.files import TEMPORARY_PREFIX, UntrustedError, open_regular, replace_file
+from ostinato.files import UntrustedError, open_regular, replace_file, temporary_beside
 from ostinato.graph.disk.format import GraphManifest, parse, to_json
 
-__all__ = ["Contents", "open_file", "read_tensors", "tensor_bytes", "write_file"]
+__all__ = [
+    "Contents",
+    "open_file",
+    "read_manifest",
+    "read_tensors",
+    "tensor_bytes",
+    "write_file",
+]
 
 _MANIFEST, _DIGEST, _TENSORS, _CODE = (
     "manifest.json",
@@ -43,94 +52,169 @@ _MANIFEST, _DIGEST, _TENSORS, _CODE = (
 _ENTRY = re.compile(r"manifest\.json|manifest\.sha256|tensors\.safetensors|code/[0-9a-f]{64}")
 _MOST_MANIFEST = 1 << 28
 _MOST_CODE = 1 << 31
+_MOST_TENSOR = 1 << 46
 _MOST_ENTRIES = 1 << 16
 _MOST_HEADER = 1 << 26
+_MOST_THREADS = 8
 
 
 class Contents:
     """An open graph file: its manifest, and code and tensors when they are asked for."""
 
-    def __init__(self, path: Path, archive: zipfile.ZipFile, code: Path | None) -> None:
+    def __init__(self, path: Path, file: BinaryIO, folder: Path | None) -> None:
         self.path = path
-        self._archive = archive
-        self._folder = code
-        self._sizes = _sizes(archive)
-        raw = self._read(_MANIFEST, _MOST_MANIFEST)
-        if self._read(_DIGEST, 64).decode("ascii", "replace") != _digest(raw):
+        self._file = file
+        self._folder = folder
+        self._entries = _entries(file)
+        self.raw = self._read(_MANIFEST, _MOST_MANIFEST)
+        """The manifest as it is in the file."""
+        if self._read(_DIGEST, 64).decode("ascii", "replace") != _digest(self.raw):
             raise GraphFileError("the manifest is not what its digest says")
-        try:
-            data = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise GraphFileError(f"its manifest cannot be read ({error})") from None
-        self.manifest: GraphManifest = parse(data)
+        self.manifest = read_manifest(self.raw)
 
     def code(self, digest: str) -> bytes:
-        """An image, from the file or from the store's folder."""
-        name = _CODE + digest
-        if name in self._sizes:
-            data = self._read(name, _MOST_CODE)
-        elif self._folder is not None:
-            try:
-                with open_regular(self._folder / digest, private=True) as file:
-                    data = file.read(_MOST_CODE)
-            except (OSError, UntrustedError) as error:
-                raise GraphFileError(f"the code {digest[:12]}… is not there ({error})") from None
-        else:
-            raise GraphFileError(f"the code {digest[:12]}… is not in it")
-        if _digest(data) != digest:
-            raise GraphFileError(f"the code {digest[:12]}… is not what its digest says")
-        return data
+        """An image, from the file or from the shared folder."""
+        name, what = _CODE + digest, f"the code {digest[:12]}…"
+        if name in self._entries:
+            return _proven(self._read(name, _MOST_CODE), digest, what)
+        return self._shared(digest, _MOST_CODE, what)
 
-    def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """The tensors by name."""
-        if not self.manifest.tensors:
+    def codes(self, digests: Sequence[str]) -> Iterator[bytes]:
+        """Images, in this order.  Those of the shared folder are read, and their digests made, by
+        threads, while the caller does something else."""
+        if len(digests) < 2 or any(_CODE + digest in self._entries for digest in digests):
+            yield from map(self.code, digests)
+            return
+        with ThreadPoolExecutor(min(len(digests), _MOST_THREADS)) as pool:
+            yield from pool.map(self.code, digests)
+
+    def tensor(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor, from the file or from the shared folder."""
+        digest = self.manifest.tensors.get(name)
+        if digest is None:
+            raise GraphFileError(f"the content of {name!r} is not in it; save it again")
+        what = f"the content of {name!r}"
+        place = self._places.get(name)
+        if place is None:
+            return np.frombuffer(self._shared(digest, _MOST_TENSOR, what), np.uint8)
+        start, nbytes = place
+        data = self._part(self._entries[_TENSORS].start + start, nbytes)
+        return np.frombuffer(_proven(data, digest, what), np.uint8)
+
+    def has_content(self, name: str) -> bool:
+        """Whether the file itself has a tensor, and not its digest alone."""
+        return name in self._places
+
+    def _shared(self, digest: str, most: int, what: str) -> bytes:
+        if self._folder is None:
+            raise GraphFileError(f"{what} is not in it")
+        try:
+            with open_regular(self._folder / digest, private=True) as file:
+                nbytes = os.fstat(file.fileno()).st_size
+                if nbytes > most:
+                    raise GraphFileError(f"{what} has {nbytes} bytes; at most {most} are read")
+                data = file.read()
+        except (OSError, UntrustedError) as error:
+            raise GraphFileError(f"{what} is not there ({error})") from None
+        return _proven(data, digest, what)
+
+    @cached_property
+    def _places(self) -> Mapping[str, tuple[int, int]]:
+        """Where tensors begin in their entry, and how many bytes they have.  It is not believed:
+        what lies there is compared with its digest."""
+        entry = self._entries.get(_TENSORS)
+        if entry is None:
             return {}
-        data = self._read(_TENSORS, 1 << 62)
-        if _digest(data) != self.manifest.tensors:
-            raise GraphFileError("its tensors are not what their digest says")
-        return read_tensors(data)
+        head = self._part(entry.start, min(8, entry.nbytes))
+        length = int.from_bytes(head, "little")
+        if not 2 <= length <= min(_MOST_HEADER, entry.nbytes - 8):
+            raise GraphFileError("its tensors have no header")
+        found = {}
+        for name, tensor in _tensors(self._part(entry.start + 8, length)).items():
+            if tensor.end > entry.nbytes - 8 - length:
+                raise GraphFileError(f"its tensor {name[:80]!r} lies outside of the file")
+            found[name] = 8 + length + tensor.start, tensor.end - tensor.start
+        return found
 
     def _read(self, name: str, most: int) -> bytes:
-        size = self._sizes.get(name)
-        if size is None:
+        entry = self._entries.get(name)
+        if entry is None:
             raise GraphFileError(f"it has no {name}")
-        if size > most:
-            raise GraphFileError(f"its {name} has {size} bytes, and at most {most} are read")
-        try:
-            with self._archive.open(name) as file:
-                data = file.read(size + 1)
-        except (ValueError, struct.error, RuntimeError) as error:
-            raise GraphFileError(f"its {name} cannot be read ({error})") from None
-        if len(data) != size:
-            raise GraphFileError(f"its {name} is cut off")
+        if entry.nbytes > most:
+            raise GraphFileError(
+                f"its {name} has {entry.nbytes} bytes, and at most {most} are read"
+            )
+        return self._part(entry.start, entry.nbytes)
+
+    def _part(self, start: int, nbytes: int) -> bytes:
+        self._file.seek(start)
+        data = self._file.read(nbytes)
+        if len(data) != nbytes:
+            raise GraphFileError("it is cut off")
         return data
 
 
-def _sizes(archive: zipfile.ZipFile) -> dict[str, int]:
+def read_manifest(raw: bytes) -> GraphManifest:
+    """A manifest from the bytes of a file.  Raises GraphFileError."""
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise GraphFileError(f"its manifest cannot be read ({error})") from None
+    return parse(data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where an entry's bytes are in the file."""
+
+    start: int
+    nbytes: int
+
+
+def _entries(file: BinaryIO) -> dict[str, _Entry]:
     """The entries by name.  Raises GraphFileError for any that do not belong there."""
-    entries = archive.infolist()
+    with _archive(file) as archive:
+        entries = archive.infolist()
     if len(entries) > _MOST_ENTRIES:
         raise GraphFileError(f"it has {len(entries)} entries")
-    sizes: dict[str, int] = {}
+    whole = os.fstat(file.fileno()).st_size
+    found: dict[str, _Entry] = {}
     for entry in entries:
-        if not _ENTRY.fullmatch(entry.filename) or entry.filename in sizes:
-            raise GraphFileError(f"its entry {entry.filename[:80]!r} does not belong there")
+        name = entry.filename
+        if not _ENTRY.fullmatch(name) or name in found:
+            raise GraphFileError(f"its entry {name[:80]!r} does not belong there")
         plain = entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1
         if not plain or entry.compress_size != entry.file_size:
-            raise GraphFileError(f"its entry {entry.filename} is compressed or encrypted")
-        sizes[entry.filename] = entry.file_size
-    return sizes
+            raise GraphFileError(f"its entry {name} is compressed or encrypted")
+        # Digests say more than the zip's checksums, so the bytes are read past zipfile.
+        file.seek(max(0, entry.header_offset))
+        head = file.read(_LOCAL.size)
+        if len(head) != _LOCAL.size or head[:4] != b"PK\3\4":
+            raise GraphFileError(f"its entry {name} has no header")
+        name_bytes, extra_bytes = _LOCAL.unpack(head)[1:]
+        start = entry.header_offset + _LOCAL.size + name_bytes + extra_bytes
+        if start + entry.file_size > whole:
+            raise GraphFileError(f"its entry {name} is cut off")
+        found[name] = _Entry(start, entry.file_size)
+    return found
+
+
+_LOCAL = struct.Struct("<26sHH")  # a local header, up to the lengths of name and extra field
+
+
+def _proven(data: bytes, digest: str, what: str) -> bytes:
+    """The data, if it is what its digest says."""
+    if _digest(data) != digest:
+        raise GraphFileError(f"{what} is not what its digest says")
+    return data
 
 
 @contextmanager
-def open_file(path: Path, code: Path | None = None) -> Iterator[Contents]:
-    """Opens a graph file; `code` is the store's folder of images.  Raises GraphFileError."""
+def open_file(path: Path, folder: Path | None = None) -> Iterator[Contents]:
+    """Opens a graph file; `folder` has what several files share.  Raises GraphFileError."""
     try:
-        with (
-            open_regular(path, private=True) as file,
-            _archive(file) as archive,
-        ):
-            yield Contents(path, archive, code)
+        with open_regular(path, private=True) as file:
+            yield Contents(path, file, folder)
     except GraphFileError as error:
         raise _of_file(path, str(error)) from None
     except FileNotFoundError:
@@ -161,27 +245,31 @@ def write_file(
     tensors: Mapping[str, npt.NDArray[Any]],
     folder: Path | None,
 ) -> None:
-    """Writes a graph file, in place of an older one; images go to `folder` if there is one.
+    """Writes a graph file, in place of an older one; what files share goes to `folder`, if given.
 
     Raises GraphFileError if it cannot be written; then the old file is as it was.
     """
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+    digests = {name: _digest(tensor_bytes(array).data) for name, array in tensors.items()}
+    manifest = replace(manifest, tensors=digests)
+    temporary = temporary_beside(path)
     try:
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for digest, data in code.items():
-                if not _holds(folder / digest, data):  # also what another process tore or changed
-                    replace_file(folder / digest, data, private=True)
+                _share(folder / digest, memoryview(data))
+            for name, array in tensors.items():
+                if not name.startswith("results/"):
+                    _share(folder / digests[name], tensor_bytes(array).data)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w") as archive:
-            if tensors:
-                digest = _write_tensors(archive, tensors)
-                manifest = replace(manifest, tensors=digest)
             raw = json.dumps(to_json(manifest), separators=(",", ":")).encode()
             archive.writestr(_MANIFEST, raw)
             archive.writestr(_DIGEST, _digest(raw))
-            for digest, data in code.items() if folder is None else ():
-                archive.writestr(_CODE + digest, data)
+            if folder is None:
+                if tensors:
+                    _write_tensors(archive, tensors)
+                for digest, data in code.items():
+                    archive.writestr(_CODE + digest, data)
         temporary.replace(path)
     except OSError as error:
         raise GraphFileError(f"{path} cannot be written ({error}); nothing was saved") from error
@@ -190,16 +278,22 @@ def write_file(
             temporary.unlink()
 
 
-def _holds(path: Path, data: bytes) -> bool:
+def _share(path: Path, data: memoryview) -> None:
+    """Puts a file in place, unless it is there and sound: it may have been torn or changed."""
+    if not _holds(path, data):
+        replace_file(path, data, private=True)
+
+
+def _holds(path: Path, data: memoryview) -> bool:
     """Whether a file is ours, and has these bytes."""
     try:
         with open_regular(path, private=True) as file:
-            return file.read(len(data) + 1) == data
+            return os.fstat(file.fileno()).st_size == len(data) and file.read() == data
     except (OSError, UntrustedError):
         return False
 
 
-def _digest(data: bytes) -> str:
+def _digest(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
@@ -248,14 +342,11 @@ def _header(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _write_tensors(archive: zipfile.ZipFile, tensors: Mapping[str, npt.NDArray[Any]]) -> str:
-    digest = hashlib.sha256()
+def _write_tensors(archive: zipfile.ZipFile, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
     with archive.open(_TENSORS, "w", force_zip64=True) as file:
-        header = _header(tensors)
-        for view in (memoryview(header), *(tensor_bytes(t).data for t in tensors.values())):
-            digest.update(view)
-            file.write(view)
-    return digest.hexdigest()
+        file.write(_header(tensors))
+        for array in tensors.values():
+            file.write(tensor_bytes(array).data)
 
 
 def read_tensors(data: bytes) -> dict[str, npt.NDArray[Any]]:
@@ -263,29 +354,48 @@ def read_tensors(data: bytes) -> dict[str, npt.NDArray[Any]]:
     (length,) = struct.unpack_from("<Q", data) if len(data) >= 8 else (0,)
     if not 2 <= length <= min(_MOST_HEADER, len(data) - 8):
         raise GraphFileError("its tensors have no header")
+    body = memoryview(data)[8 + length :]
+    found = {}
+    for name, tensor in _tensors(data[8 : 8 + length]).items():
+        try:
+            part = np.frombuffer(body[tensor.start : tensor.end], tensor.dtype)
+            found[name] = part.reshape(tensor.shape)
+        except ValueError as error:
+            raise GraphFileError(f"its tensor {name[:80]!r} is damaged ({error})") from None
+    return found
+
+
+class _Tensor(NamedTuple):
+    """A tensor as a safetensors file's header has it."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def _tensors(header: bytes) -> dict[str, _Tensor]:
+    """The tensors that a header names.  Raises GraphFileError."""
     try:
-        header = json.loads(data[8 : 8 + length])
+        data = json.loads(header)
     except (ValueError, RecursionError) as error:
         raise GraphFileError(f"the header of its tensors cannot be read ({error})") from None
-    if not isinstance(header, dict):
+    if not isinstance(data, dict):
         raise GraphFileError("the header of its tensors is no object")
-    body = memoryview(data)[8 + length :]
-    return {
-        name: _tensor(name, entry, body) for name, entry in header.items() if name != "__metadata__"
-    }
+    return {name: _tensor(name, entry) for name, entry in data.items() if name != "__metadata__"}
 
 
-def _tensor(name: str, entry: object, body: memoryview) -> npt.NDArray[Any]:
+def _tensor(name: str, entry: object) -> _Tensor:
     try:
         if not isinstance(entry, dict):
             raise TypeError("it is no object")
-        dtype, shape = _NAMES[entry["dtype"]], entry["shape"]
+        dtype, shape = _NAMES[entry["dtype"]], tuple(entry["shape"])
         start, end = entry["data_offsets"]
         numbers = (*shape, start, end)
         if not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers) or len(shape) > 32:
             raise ValueError("its sizes are no sizes")
-        if not start <= end <= len(body):
-            raise ValueError("it lies outside of the file")
-        return np.frombuffer(body[start:end], dtype).reshape(shape)
+        if start > end:
+            raise ValueError("it ends before it begins")
+        return _Tensor(dtype, shape, start, end)
     except (KeyError, TypeError, ValueError) as error:
         raise GraphFileError(f"its tensor {name[:80]!r} is damaged ({error!r})") from None

@@ -11,11 +11,13 @@ address belongs, a `PointerWord` says into which block of memory it goes.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -49,11 +51,11 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.signature import Signature
 from ostinato.errors import GraphFileError, InputError
+from ostinato.graph.disk.looks import Look
 from ostinato.graph.rebind import copy_extent, fill_extent
 
 __all__ = [
     "FORMAT",
-    "GRAPH_INPUT",
     "PROOFS",
     "VERSION",
     "Block",
@@ -73,8 +75,8 @@ __all__ = [
 ]
 
 FORMAT, VERSION = "ostinato.graph", 1
-GRAPH_INPUT = ("input", "output", "constant")
-"""What a named buffer can be; one may be several of them."""
+_ROLES = ("input", "output", "constant")  # a buffer may have several
+_KINDS = ("inputs", "constants", "results")  # of tensors
 
 _WORD = 8
 _MOST_NODES = 1_000_000  # of all nodes together; a deeper or longer file is damaged
@@ -82,7 +84,9 @@ _MOST_ITEMS = 1 << 20
 _MOST_BYTES = 1 << 46
 _MOST_ARGUMENTS = 1 << 16
 _DEEPEST = 32
+_PLAIN = EdgeData()
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_TYPESTR = re.compile(r"[<>|=][a-zA-Z][0-9]{1,9}")
 
 _EDGE_TYPES = frozenset(map(int, EdgeType))
 
@@ -136,7 +140,8 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class NamedBuffer:
     """An input, output or constant, `into` bytes into a block.  `stored`: the file has its content
-    (of a constant)."""
+    (of a constant).  `look`: what was named, if that is known; `shape` and `dtype` are of bytes
+    where NumPy has no such type."""
 
     name: str
     roles: tuple[str, ...]
@@ -145,16 +150,17 @@ class NamedBuffer:
     shape: tuple[int, ...]
     dtype: str
     stored: bool
+    look: Look | None = None
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * _itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class PointerWord:
+class PointerWord(NamedTuple):
     """An address of a node: at an offset of a kernel's arguments, in a field ("dst", "src",
-    "address"), or of an operation of a batch ("0", "1", …)."""
+    "address"), or of an operation of a batch ("0", "1", …).  There are thousands in a graph, which
+    a named tuple makes in a third of the time."""
 
     place: int | str
     block: int
@@ -196,6 +202,13 @@ class GraphRecord:
     nodes: tuple[NodeRecord, ...]
     edges: tuple[EdgeRecord, ...]
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many nodes and edges there are, with those inside of nodes."""
+        nodes = self.walk()
+        inner = [graph for node in nodes for graph in node.inner]
+        return len(nodes), sum(len(graph.edges) for graph in (self, *inner))
+
     def walk(self) -> list[NodeRecord]:
         """All nodes, those inside others too."""
         found = []
@@ -209,7 +222,8 @@ class GraphRecord:
 @dataclass(frozen=True, slots=True)
 class GraphManifest:
     """The manifest of a file.  `checked`: the file passed the check before it was written.
-    `tensors` is the digest of the tensors' file, empty if there is none."""
+    `tensors`: the digests of the tensors' bytes, by name ("inputs/x").  `key`: of a store's graph,
+    as text; empty for others."""
 
     machine: MachineRecord
     functions: tuple[FunctionRecord, ...]
@@ -219,7 +233,8 @@ class GraphManifest:
     events: int
     graph: GraphRecord
     checked: bool
-    tensors: str
+    tensors: Mapping[str, str]
+    key: str = ""
 
     def names(self, role: str) -> list[str]:
         """The names of the buffers that have a role."""
@@ -234,27 +249,27 @@ class GraphManifest:
         return counts
 
     def with_data(self, changes: Mapping[tuple[int, int], bytes]) -> GraphManifest:
-        """With other bytes in arguments: by the place of the node in `graph.walk()` and offset."""
-        places = iter(range(_MOST_NODES))
+        """With other bytes in arguments, also in place of an address: by the place of the node in
+        `graph.walk()` and offset."""
+        of: dict[int, dict[int, bytes]] = {}
+        for (place, offset), value in changes.items():
+            of.setdefault(place, {})[offset] = value
+        places = itertools.count()
 
         def changed(graph: GraphRecord) -> GraphRecord:
             return replace(graph, nodes=tuple(map(changed_node, graph.nodes)))
 
         def changed_node(node: NodeRecord) -> NodeRecord:
-            place = next(places)
-            if isinstance(node.params, KernelNodeParams):
+            mine = of.get(next(places))
+            if mine is not None and isinstance(node.params, KernelNodeParams):
                 data = bytearray(node.params.arguments.data)
-                for (at, offset), value in changes.items():
-                    if at == place:
-                        data[offset : offset + len(value)] = value
-                return replace(node, params=node.params.with_data(bytes(data)))
-            return replace(node, inner=tuple(map(changed, node.inner)))
+                for offset, value in mine.items():
+                    data[offset : offset + len(value)] = value
+                pointers = tuple(word for word in node.pointers if word.place not in mine)
+                return replace(node, params=node.params.with_data(bytes(data)), pointers=pointers)
+            return replace(node, inner=tuple(map(changed, node.inner))) if node.inner else node
 
         return replace(self, graph=changed(self.graph))
-
-    def with_check(self) -> GraphManifest:
-        """As it is once the file has passed its check."""
-        return replace(self, checked=True)
 
 
 # ---------------------------------------------------------------------------------------- to JSON
@@ -263,6 +278,10 @@ class GraphManifest:
 def to_json(manifest: GraphManifest) -> dict[str, Any]:
     """The manifest as plain data."""
     machine = manifest.machine
+    launches: dict[LaunchConfig, int] = {}
+    for node in manifest.graph.walk():
+        if isinstance(node.params, KernelNodeParams):
+            launches.setdefault(node.params.config, len(launches))
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -300,6 +319,7 @@ def to_json(manifest: GraphManifest) -> dict[str, Any]:
                 "shape": list(b.shape),
                 "dtype": b.dtype,
                 "stored": b.stored,
+                "look": _look_json(b),
             }
             for b in manifest.buffers
         ],
@@ -308,50 +328,81 @@ def to_json(manifest: GraphManifest) -> dict[str, Any]:
             for c in manifest.conditions
         ],
         "events": manifest.events,
-        "graph": _graph_json(manifest.graph),
+        "launches": [_launch_json(config) for config in launches],
+        "graph": _graph_json(manifest.graph, manifest.functions, launches),
         "checked": manifest.checked,
-        "tensors": manifest.tensors,
+        "tensors": dict(manifest.tensors),
+        "key": manifest.key,
     }
 
 
-def _graph_json(graph: GraphRecord) -> dict[str, Any]:
+def _look_json(buffer: NamedBuffer) -> list[object] | bool | None:
+    """True for one that type and shape say already."""
+    look = buffer.look
+    if look is None:
+        return None
+    if look == Look(buffer.dtype, buffer.shape, None):
+        return True
+    return [look.typestr, list(look.shape), None if look.strides is None else list(look.strides)]
+
+
+def _launch_json(config: LaunchConfig) -> dict[str, Any]:
     return {
-        "nodes": [_node_json(node) for node in graph.nodes],
-        "edges": [
-            [e.source, e.target, e.data.from_port, e.data.to_port, int(e.data.type)]
-            for e in graph.edges
-        ],
+        "grid": list(config.grid),
+        "block": list(config.block),
+        "shared": config.shared,
+        "cluster": None if config.cluster is None else list(config.cluster),
+        "cooperative": config.cooperative,
+        "programmatic": config.programmatic,
+        "priority": config.priority,
     }
 
 
-def _node_json(node: NodeRecord) -> dict[str, Any]:
+def _graph_json(
+    graph: GraphRecord, functions: Sequence[FunctionRecord], launches: Mapping[LaunchConfig, int]
+) -> dict[str, Any]:
+    return {
+        "nodes": [_node_json(node, functions, launches) for node in graph.nodes],
+        "edges": [_edge_json(edge) for edge in graph.edges],
+    }
+
+
+def _edge_json(edge: EdgeRecord) -> list[int]:
+    """Ports and type only where they are not those of a plain edge."""
+    data = edge.data
+    rest = [data.from_port, data.to_port, int(data.type)]
+    return [edge.source, edge.target, *([] if data == _PLAIN else rest)]
+
+
+def _node_json(
+    node: NodeRecord, functions: Sequence[FunctionRecord], launches: Mapping[LaunchConfig, int]
+) -> dict[str, Any]:
     params = node.params
     made: dict[str, Any] = {"name": node.name}
+    inner = [_graph_json(graph, functions, launches) for graph in node.inner]
     match params:
         case KernelNodeParams():
-            config, arguments = params.config, params.arguments
+            arguments = params.arguments
             made |= {
                 "kind": "kernel",
                 "function": int(params.function),
-                "grid": list(config.grid),
-                "block": list(config.block),
-                "shared": config.shared,
-                "cluster": None if config.cluster is None else list(config.cluster),
-                "cooperative": config.cooperative,
-                "programmatic": config.programmatic,
-                "priority": config.priority,
+                "launch": launches[params.config],
                 "packed": arguments.packed,
-                "layout": [[slot.offset, slot.size] for slot in arguments.layout],
+                "layout": bool(arguments.layout),
                 "data": arguments.data.hex(),
-                "conditions": [[word.offset, word.condition] for word in node.conditions],
-                "hints": list(node.hints),
             }
+            if node.name == functions[int(params.function)].name:
+                del made["name"]  # it may be long, and there are many
+            if node.conditions:
+                made["conditions"] = [[word.offset, word.condition] for word in node.conditions]
+            if node.hints:
+                made["hints"] = list(node.hints)
         case MemcpyNodeParams():
             made |= {"kind": "memcpy"} | {name: getattr(params, name) for name in _MEMCPY}
         case MemsetNodeParams():
             made |= {"kind": "memset"} | {name: getattr(params, name) for name in _MEMSET}
         case ChildGraphNodeParams():
-            made |= {"kind": "child_graph", "inner": [_graph_json(g) for g in node.inner]}
+            made |= {"kind": "child_graph", "inner": inner}
         case EmptyNodeParams():
             made |= {"kind": "empty"}
         case EventRecordNodeParams():
@@ -372,7 +423,7 @@ def _node_json(node: NodeRecord) -> dict[str, Any]:
                 "kind": "conditional",
                 "condition": int(params.handle),
                 "type": params.kind.name.lower(),
-                "inner": [_graph_json(g) for g in node.inner],
+                "inner": inner,
             }
         case _:
             raise AssertionError(f"saving refuses {type(params).__name__}")
@@ -411,29 +462,52 @@ def parse(data: object) -> GraphManifest:
             item.number("default", 0, (1 << 32) - 1), item.flag("reset_at_launch")
         ),
     )
-    reader = _GraphReader(functions, blocks, len(conditions), top.number("events", 0, _MOST_ITEMS))
+    launches = top.each("launches", _launch)
+    events = top.number("events", 0, _MOST_ITEMS)
+    reader = _GraphReader(functions, blocks, launches, len(conditions), events)
     graph = reader.graph(top.object("graph"), 0)
     reader.require_allocations(graph)
-    tensors = top.text("tensors")
-    if tensors and not _DIGEST.fullmatch(tensors):
-        raise top.wrong("tensors", "no SHA-256 digest")
-    checked = top.flag("checked")
+    tensors = _tensors(top, {buffer.name for buffer in buffers})
+    checked, key = top.flag("checked"), top.text("key")
     top.done()
     return GraphManifest(
         *(machine, functions, blocks, buffers, conditions),
-        *(reader.events, graph, checked, tensors),
+        *(reader.events, graph, checked, tensors, key),
     )
+
+
+def _tensors(top: _Object, names: Collection[str]) -> dict[str, str]:
+    """The digests of tensors, each of a kind and a buffer that there is."""
+    found = {}
+    tensors = top.get("tensors")
+    if not isinstance(tensors, dict):
+        raise top.wrong("tensors", f"{_short(tensors)} is no object")
+    for name, digest in tensors.items():
+        kind, _, of = str(name).partition("/")
+        if kind not in _KINDS or of not in names:
+            raise top.wrong("tensors", f"{_short(name)} is of no buffer")
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise top.wrong("tensors", f"{_short(digest)} is no SHA-256 digest")
+        found[name] = digest
+    return found
 
 
 class _Object:
     """An object of the manifest, read key by key; `done` refuses keys that nothing read."""
 
-    def __init__(self, data: object, where: str) -> None:
+    __slots__ = ("_data", "_read", "_where")
+
+    def __init__(self, data: object, *where: object) -> None:
+        """`where`: put together if there is something to say."""
+        self._where = where
+        self._read: list[str] = []
         if not isinstance(data, dict):
-            raise GraphFileError(f"{where}: {_short(data)} is no object; the file is damaged")
+            raise GraphFileError(f"{self.where}: {_short(data)} is no object; the file is damaged")
         self._data: Mapping[str, object] = data
-        self._left = set(data)
-        self.where = where
+
+    @property
+    def where(self) -> str:
+        return "".join(str(one.where if isinstance(one, _Object) else one) for one in self._where)
 
     def wrong(self, key: str, why: str) -> GraphFileError:
         return GraphFileError(
@@ -441,14 +515,18 @@ class _Object:
         )
 
     def get(self, key: str) -> object:
-        if key not in self._data:
-            raise self.wrong(key, "it is missing")
-        self._left.discard(key)
-        return self._data[key]
+        """The value of a key.  Each is read once."""
+        try:
+            value = self._data[key]
+        except KeyError:
+            raise self.wrong(key, "it is missing") from None
+        self._read.append(key)
+        return value
 
     def done(self) -> None:
-        if self._left:
-            raise self.wrong(_short(min(map(str, self._left))), "nothing is known of this")
+        if len(self._read) != len(self._data):
+            left = set(map(str, self._data)) - set(self._read)
+            raise self.wrong(_short(min(left)), "nothing is known of this")
 
     def text(self, key: str) -> str:
         value = self.get(key)
@@ -463,14 +541,16 @@ class _Object:
         return value
 
     def number(self, key: str, low: int, high: int) -> int:
-        (value,) = self._numbers([self.get(key)], key, low, high, 1)
+        value = self.get(key)
+        if type(value) is not int or not low <= value <= high:
+            raise self.wrong(key, f"{_short(value)} is no whole number from {low} to {high}")
         return value
 
     def numbers(self, key: str, low: int, high: int, count: int | None = None) -> tuple[int, ...]:
-        return self._numbers(self.get(key), key, low, high, count)
+        return self.list_of(self.get(key), key, low, high, count)
 
-    def _numbers(
-        self, value: object, key: str, low: int, high: int, count: int | None
+    def list_of(
+        self, value: object, key: str, low: int, high: int, count: int | None = None
     ) -> tuple[int, ...]:
         if not isinstance(value, list) or (count is not None and len(value) != count):
             raise self.wrong(key, f"{_short(value)} is no list of {count or 'numbers'}")
@@ -481,7 +561,7 @@ class _Object:
 
     def rows(self, key: str, low: int, high: int, count: int) -> list[tuple[int, ...]]:
         """A list of lists of so many numbers."""
-        return [self._numbers(row, key, low, high, count) for row in self.items(key)]
+        return [self.list_of(row, key, low, high, count) for row in self.items(key)]
 
     def items(self, key: str) -> list[object]:
         value = self.get(key)
@@ -490,13 +570,13 @@ class _Object:
         return value
 
     def object(self, key: str) -> _Object:
-        return _Object(self.get(key), f"{self.where}, {key}")
+        return _Object(self.get(key), self, f", {key}")
 
     def each(self, key: str, read: Callable[[_Object], T]) -> tuple[T, ...]:
         """Reads a list of objects."""
         made = []
         for index, item in enumerate(self.items(key)):
-            one = _Object(item, f"{key}[{index}]")
+            one = _Object(item, key, "[", index, "]")
             made.append(read(one))
             one.done()
         return tuple(made)
@@ -556,40 +636,115 @@ def _function(item: _Object) -> FunctionRecord:
     )
 
 
+def _launch(item: _Object) -> LaunchConfig:
+    most = (1 << 31) - 1
+    cluster, priority = item.get("cluster"), item.get("priority")
+    try:
+        return LaunchConfig(
+            item.numbers("grid", 1, most, 3),
+            item.numbers("block", 1, most, 3),
+            item.number("shared", 0, most),
+            cluster=None if cluster is None else item.list_of(cluster, "cluster", 1, most, 3),
+            cooperative=item.flag("cooperative"),
+            programmatic=item.flag("programmatic"),
+            priority=None if priority is None else _priority(item, priority),
+        )
+    except InputError as error:
+        raise item.wrong("grid", str(error)) from None
+
+
+def _priority(item: _Object, value: object) -> int:
+    if type(value) is not int or not -1000 <= value <= 1000:
+        raise item.wrong("priority", f"{_short(value)} is no priority")
+    return value
+
+
 def _block(item: _Object) -> Block:
     node = item.get("node")
+    if node is not None and (type(node) is not int or not 0 <= node < _MOST_NODES):
+        raise item.wrong("node", f"{_short(node)} is no place of a node")
     return Block(
         item.number("nbytes", 1, _MOST_BYTES),
         item.number("phase", 0, 255),
         item.flag("pinned"),
-        None if node is None else item.number("node", 0, _MOST_NODES),
+        node if isinstance(node, int) else None,
     )
 
 
 def _buffer(item: _Object, blocks: Sequence[Block]) -> NamedBuffer:
     roles = item.items("roles")
-    if not roles or any(role not in GRAPH_INPUT for role in roles):
-        raise item.wrong("roles", f"{_short(roles)}; there are {', '.join(GRAPH_INPUT)}")
+    if not roles or any(role not in _ROLES for role in roles):
+        raise item.wrong("roles", f"{_short(roles)}; there are {', '.join(_ROLES)}")
     block = item.number("block", 0, len(blocks) - 1)
     shape = item.numbers("shape", 0, _MOST_BYTES)
     if len(shape) > 32:
         raise item.wrong("shape", f"{len(shape)} dimensions")
     text = item.text("dtype")
-    try:
-        dtype = np.dtype(text)
-    except (TypeError, ValueError, SyntaxError):
-        raise item.wrong("dtype", f"{_short(text)} is no type of NumPy") from None
-    if dtype.hasobject or dtype.itemsize == 0 or dtype.str != text:
+    itemsize = _itemsize(text)
+    if not itemsize:
         raise item.wrong("dtype", f"{_short(text)} is no type of plain numbers")
     into = item.number("into", 0, _MOST_BYTES)
-    nbytes = math.prod(shape) * dtype.itemsize
+    nbytes = math.prod(shape) * itemsize
     if into + nbytes > blocks[block].nbytes:
         raise item.wrong("into", f"{nbytes} bytes at {into} reach out of block {block}")
     if blocks[block].node is not None:
         raise item.wrong("block", "memory of an alloc node has no name")
     return NamedBuffer(
-        item.text("name"), tuple(map(str, roles)), block, into, shape, text, item.flag("stored")
+        *(item.text("name"), tuple(map(str, roles)), block, into, shape, text),
+        *(item.flag("stored"), _look(item, text, shape)),
     )
+
+
+@lru_cache(maxsize=256)
+def _itemsize(text: str) -> int:
+    """The bytes of an element of a type of NumPy; 0 if the text is none."""
+    try:
+        dtype = np.dtype(text)
+    except (TypeError, ValueError, SyntaxError):
+        return 0
+    return 0 if dtype.hasobject or dtype.str != text else dtype.itemsize
+
+
+def _look(item: _Object, dtype: str, shape: tuple[int, ...]) -> Look | None:
+    value = item.get("look")
+    if value is None:
+        return None
+    if value is True:
+        return Look(dtype, shape, None)
+    if not isinstance(value, list) or len(value) != 3:
+        raise item.wrong("look", f"{_short(value)} is no type, shape and strides")
+    typestr, shape, strides = value
+    if not isinstance(typestr, str) or not _TYPESTR.fullmatch(typestr):
+        raise item.wrong("look", f"{_short(typestr)} is no type of an array")
+    most = _MOST_BYTES
+    numbers = item.list_of(shape, "look", 0, most)
+    return Look(
+        *(typestr, numbers),
+        None if strides is None else item.list_of(strides, "look", -most, most, len(numbers)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """What reading a node asks of its function."""
+
+    name: str
+    layout: tuple[ParameterSlot, ...]
+    words: frozenset[int]
+    """The aligned offsets at which a whole word of an argument is."""
+    size: int
+
+    @classmethod
+    def of(cls, function: FunctionRecord) -> _Called:
+        layout = function.parameters
+        words = frozenset(
+            at
+            for slot in layout
+            for at in range(-(-slot.offset // _WORD) * _WORD, slot.offset + slot.size - 7, _WORD)
+        )
+        return cls(
+            function.name, layout, words, layout[-1].offset + layout[-1].size if layout else 0
+        )
 
 
 class _GraphReader:
@@ -597,11 +752,14 @@ class _GraphReader:
         self,
         functions: Sequence[FunctionRecord],
         blocks: Sequence[Block],
+        launches: Sequence[LaunchConfig],
         conditions: int,
         events: int,
     ) -> None:
-        self._functions = functions
+        self._functions = [_Called.of(function) for function in functions]
+        self._launches = launches
         self._blocks = blocks
+        self._reaches = [block.nbytes for block in blocks]
         self._conditions = conditions
         self._used: set[int] = set()
         """Conditions that have their node."""
@@ -616,7 +774,7 @@ class _GraphReader:
             self._count += 1
             if self._count > _MOST_NODES:
                 raise item.wrong("nodes", f"more than {_MOST_NODES}")
-            one = _Object(data, f"{item.where}, node {index}")
+            one = _Object(data, item, ", node ", index)
             nodes.append(self._node(one, depth))
             one.done()
         edges = self._edges(item, nodes)
@@ -626,13 +784,13 @@ class _GraphReader:
     def _edges(self, item: _Object, nodes: Sequence[NodeRecord]) -> tuple[EdgeRecord, ...]:
         made: list[EdgeRecord] = []
         seen: set[tuple[int, int]] = set()
-        for row in item.rows("edges", 0, _MOST_NODES, 5):
-            source, target, from_port, to_port, kind = row
-            if not (source < len(nodes) and target < len(nodes)) or source == target:
-                raise item.wrong("edges", f"{list(row)} joins no two of {len(nodes)} nodes")
-            if max(from_port, to_port) > 255 or kind not in _EDGE_TYPES:
-                raise item.wrong("edges", f"{list(row)} has ports or a type that are not known")
-            data = EdgeData(from_port, to_port, EdgeType(kind))
+        most = len(nodes) - 1
+        for row in item.items("edges"):
+            plain = isinstance(row, list) and len(row) == 2
+            source, target, *rest = item.list_of(row, "edges", 0, _MOST_NODES, 2 if plain else 5)
+            if source > most or target > most or source == target:
+                raise item.wrong("edges", f"{_short(row)} joins no two of {len(nodes)} nodes")
+            data = _PLAIN if plain else self._edge_data(item, *rest)
             if (source, target) in seen:
                 raise item.wrong("edges", f"{source} and {target} are joined twice")
             seen.add((source, target))
@@ -640,6 +798,13 @@ class _GraphReader:
         if in_order(len(nodes), made) is None:
             raise item.wrong("edges", "they close a cycle")
         return tuple(made)
+
+    @staticmethod
+    def _edge_data(item: _Object, from_port: int, to_port: int, kind: int) -> EdgeData:
+        if max(from_port, to_port) > 255 or kind not in _EDGE_TYPES:
+            row = [from_port, to_port, kind]
+            raise item.wrong("edges", f"{row} are ports or a type that are not known")
+        return EdgeData(from_port, to_port, EdgeType(kind))
 
     def require_allocations(self, graph: GraphRecord) -> None:
         """Each block of an alloc node has its node, with the block's size."""
@@ -657,16 +822,15 @@ class _GraphReader:
             raise GraphFileError("a block names an alloc node that is not there; save it again")
 
     def _node(self, item: _Object, depth: int) -> NodeRecord:
-        name, kind = item.text("name"), item.text("kind")
+        kind = item.text("kind")
         read = _READERS.get(kind)
         if read is None:
             raise item.wrong("kind", f"{_short(kind)} is no kind of node that a file can have")
-        record: NodeRecord = read(self, item, name, depth)
-        pointers = self._pointers(item, record) if item.has("pointers") else ()
-        unused = _slots(item, "unused") if item.has("unused") else ()
-        record = replace(record, pointers=pointers, unused=unused)
-        self._require_fields(item, record)
-        self._require_unused(item, record)
+        named = read is not _GraphReader.kernel or item.has("name")
+        record: NodeRecord = read(self, item, item.text("name") if named else "", depth)
+        if item.has("unused"):
+            record = replace(record, unused=_slots(item, "unused"))
+            self._require_unused(item, record)
         return record
 
     @staticmethod
@@ -681,104 +845,82 @@ class _GraphReader:
             if end > size or any(at < end and slot.offset < at + _WORD for at in words):
                 raise item.wrong("unused", f"{slot.size} bytes at {slot.offset} are no free bytes")
 
-    def _pointers(self, item: _Object, record: NodeRecord) -> tuple[PointerWord, ...]:
+    def _pointers(self, item: _Object) -> tuple[PointerWord, ...]:
+        if not item.has("pointers"):
+            return ()
         made: list[PointerWord] = []
+        reaches = self._reaches
         for row in item.items("pointers"):
-            if not isinstance(row, list) or len(row) != 4:
+            if type(row) is not list or len(row) != 4:
                 raise item.wrong("pointers", f"{_short(row)} is no pointer")
             place, block, into, proof = row
-            known = isinstance(block, int) and not isinstance(block, bool)
-            if not known or not 0 <= block < len(self._blocks):
+            if type(block) is not int or not 0 <= block < len(reaches):
                 raise item.wrong("pointers", f"{_short(row)} names no block")
-            reach = self._blocks[block].nbytes
-            if isinstance(into, bool) or not isinstance(into, int) or not 0 <= into <= reach:
+            if type(into) is not int or not 0 <= into <= reaches[block]:
+                reach = reaches[block]
                 raise item.wrong("pointers", f"{_short(row)} points out of its block of {reach}")
-            if proof not in PROOFS or isinstance(place, bool) or not isinstance(place, int | str):
+            if type(proof) is not str or proof not in PROOFS or type(place) not in (int, str):
                 raise item.wrong("pointers", f"{_short(row)} is no pointer")
             made.append(PointerWord(place, block, into, proof))
-        self._require_places(item, record, [word.place for word in made])
         return tuple(made)
 
-    def _require_places(
-        self, item: _Object, record: NodeRecord, places: Sequence[int | str]
-    ) -> None:
-        """Words of a kernel lie in its arguments, and apart; fields are those of the node."""
-        params = record.params
-        if not isinstance(params, KernelNodeParams):
-            if len(set(places)) != len(places) or not set(places) <= set(fields_of(params)):
-                raise item.wrong("pointers", f"{_short(list(places))} are no fields of the node")
-            return
-        arguments = params.arguments
-        whole = (ParameterSlot(0, len(arguments.data)),)
-        words = [*places, *(word.offset for word in record.conditions)]
-        for at in words:
-            if not isinstance(at, int) or at % _WORD or not _inside(at, arguments.layout or whole):
-                raise item.wrong("pointers", f"a word at {_short(at)} is outside the arguments")
-        if len(set(words)) != len(words):
-            raise item.wrong("pointers", "two words are at one place")
+    def _fields(self, item: _Object, name: str, params: NodeParams) -> NodeRecord:
+        """A node that is no kernel.  It has an address in each of its fields, and stays inside the
+        block."""
+        pointers, wanted = self._pointers(item), fields_of(params)
+        places = [word.place for word in pointers]
+        if len(set(places)) != len(places) or set(places) != set(wanted):
+            there = ", ".join(wanted) or "nothing"
+            raise item.wrong("pointers", f"addresses for {there} belong here")
+        for word in pointers:
+            self._require_reach(item, params, word, wanted[str(word.place)])
+        return NodeRecord(name, params, pointers)
 
-    def _require_fields(self, item: _Object, record: NodeRecord) -> None:
-        """A node that is no kernel has an address in each field, and stays inside the block."""
-        if isinstance(record.params, KernelNodeParams):
-            if not record.pointers:
-                self._require_places(item, record, ())
-            return
-        wanted = fields_of(record.params)
-        if {word.place for word in record.pointers} != set(wanted):
-            raise item.wrong("pointers", f"addresses for {', '.join(wanted) or 'nothing'} belong")
-        for word in record.pointers:
-            nbytes = wanted[str(word.place)]
-            block = self._blocks[word.block]
-            if word.into + nbytes > block.nbytes:
-                raise item.wrong("pointers", f"{nbytes} bytes at {word.into} leave block")
-            if isinstance(record.params, FreeNodeParams) and (block.node is None or word.into):
-                raise item.wrong("pointers", "only the memory of an alloc node is freed")
+    def _require_reach(
+        self, item: _Object, params: NodeParams, word: PointerWord, nbytes: int
+    ) -> None:
+        block = self._blocks[word.block]
+        if word.into + nbytes > block.nbytes:
+            raise item.wrong("pointers", f"{nbytes} bytes at {word.into} leave block {word.block}")
+        if isinstance(params, FreeNodeParams) and (block.node is None or word.into):
+            raise item.wrong("pointers", "only the memory of an alloc node is freed")
 
     # --- kinds
     def kernel(self, item: _Object, name: str, depth: int) -> NodeRecord:
-        function = item.number("function", 0, len(self._functions) - 1)
-        parameters = self._functions[function].parameters
+        number = item.number("function", 0, len(self._functions) - 1)
+        function = self._functions[number]
+        config = self._launches[item.number("launch", 0, len(self._launches) - 1)]
         text = item.text("data")
         try:
             data = bytes.fromhex(text)
         except ValueError:
             raise item.wrong("data", f"{_short(text)} are no hexadecimal digits") from None
-        if item.get("layout") not in ([], [[slot.offset, slot.size] for slot in parameters]):
-            raise item.wrong("layout", "it is not that of the function")
-        layout = parameters if item.get("layout") else ()
-        end = max((slot.offset + slot.size for slot in parameters), default=0)
-        if len(data) < end:
-            raise item.wrong("data", f"{len(data)} bytes, and the function takes {end}")
-        cluster, priority = item.get("cluster"), item.get("priority")
-        config = self._config(item, cluster, priority)
-        conditions = tuple(
-            ConditionWord(offset, condition)
-            for offset, condition in item.rows("conditions", 0, _MOST_ARGUMENTS, 2)
-        )
-        if any(word.condition >= self._conditions for word in conditions):
-            raise item.wrong("conditions", "there is no such condition")
-        hints = item.items("hints")
+        if len(data) < function.size:
+            raise item.wrong("data", f"{len(data)} bytes, and the function takes {function.size}")
+        layout = function.layout if item.flag("layout") else ()
+        arguments = KernelArguments(data, layout, item.flag("packed"))
+        pointers, conditions = self._pointers(item), self._conditions_of(item)
+        words = [word.place for word in pointers] + [word.offset for word in conditions]
+        there = function.words if layout else range(0, len(data) - _WORD + 1, _WORD)
+        for at in words:
+            if at not in there:
+                raise item.wrong("pointers", f"a word at {_short(at)} is outside the arguments")
+        if len(set(words)) != len(words):
+            raise item.wrong("pointers", "two words are at one place")
+        hints = item.items("hints") if item.has("hints") else []
         if not all(isinstance(hint, str) and len(hint) < 1000 for hint in hints):
             raise item.wrong("hints", "they are no texts")
-        arguments = KernelArguments(data, layout, item.flag("packed"))
-        params = KernelNodeParams(FunctionHandle(function), config, arguments)
-        return NodeRecord(name, params, (), conditions, tuple(map(str, hints)))
+        params = KernelNodeParams(FunctionHandle(number), config, arguments)
+        texts = tuple(map(str, hints))
+        return NodeRecord(name or function.name, params, pointers, conditions, texts)
 
-    @staticmethod
-    def _config(item: _Object, cluster: object, priority: object) -> LaunchConfig:
-        most = (1 << 31) - 1
-        try:
-            return LaunchConfig(
-                item.numbers("grid", 1, most, 3),
-                item.numbers("block", 1, most, 3),
-                item.number("shared", 0, most),
-                cluster=None if cluster is None else item.numbers("cluster", 1, most, 3),
-                cooperative=item.flag("cooperative"),
-                programmatic=item.flag("programmatic"),
-                priority=None if priority is None else item.number("priority", -1000, 1000),
-            )
-        except InputError as error:
-            raise item.wrong("grid", str(error)) from None
+    def _conditions_of(self, item: _Object) -> tuple[ConditionWord, ...]:
+        if not item.has("conditions"):
+            return ()
+        rows = item.rows("conditions", 0, _MOST_ARGUMENTS, 2)
+        if any(condition >= self._conditions for _, condition in rows):
+            raise item.wrong("conditions", "there is no such condition")
+        return tuple(ConditionWord(offset, condition) for offset, condition in rows)
 
     def memcpy(self, item: _Object, name: str, depth: int) -> NodeRecord:
         sizes = {key: item.number(key, 0, _MOST_BYTES) for key in _MEMCPY}
@@ -789,7 +931,7 @@ class _GraphReader:
             *(sizes["dst_pitch"], sizes["src_pitch"]),
             *(sizes["dst_height"], sizes["src_height"]),
         )
-        return NodeRecord(name, params)
+        return self._fields(item, name, params)
 
     def memset(self, item: _Object, name: str, depth: int) -> NodeRecord:
         values = {key: item.number(key, 0, _MOST_BYTES) for key in _MEMSET}
@@ -798,11 +940,11 @@ class _GraphReader:
             raise item.wrong("element_size", f"no fill of {values['value']} in {size} bytes")
         if values["height"] > 1 and values["pitch"] < values["width"] * size:
             raise item.wrong("pitch", "it is less than a row")
-        return NodeRecord(name, MemsetNodeParams(dst=0, **values))
+        return self._fields(item, name, MemsetNodeParams(dst=0, **values))
 
     def child(self, item: _Object, name: str, depth: int) -> NodeRecord:
         return NodeRecord(
-            name, ChildGraphNodeParams(GraphHandle(0)), inner=self._inner(item, depth, (1, 1))
+            name, ChildGraphNodeParams(GraphHandle(0)), inner=self._inner(item, depth, 1)
         )
 
     def conditional(self, item: _Object, name: str, depth: int) -> NodeRecord:
@@ -814,17 +956,17 @@ class _GraphReader:
         if condition in self._used:
             raise item.wrong("condition", "it has a node already")
         self._used.add(condition)
-        inner = self._inner(item, depth, (1, _BODIES[kind]))
+        inner = self._inner(item, depth, _BODIES[kind])
         params = ConditionalNodeParams(ConditionalHandle(condition), kind, len(inner))
         return NodeRecord(name, params, inner=inner)
 
-    def _inner(self, item: _Object, depth: int, count: tuple[int, int]) -> tuple[GraphRecord, ...]:
+    def _inner(self, item: _Object, depth: int, most: int) -> tuple[GraphRecord, ...]:
         graphs = item.items("inner")
-        if not count[0] <= len(graphs) <= count[1]:
+        if not 1 <= len(graphs) <= most:
             raise item.wrong("inner", f"{len(graphs)} graphs")
         made = []
         for index, data in enumerate(graphs):
-            graph = self.graph(_Object(data, f"{item.where}, inner[{index}]"), depth + 1)
+            graph = self.graph(_Object(data, item, ", inner[", index, "]"), depth + 1)
             if any(isinstance(n.params, AllocNodeParams | FreeNodeParams) for n in graph.nodes):
                 raise item.wrong("inner", "alloc and free nodes belong into the outermost graph")
             made.append(graph)
@@ -846,7 +988,7 @@ class _GraphReader:
         return NodeRecord(name, AllocNodeParams(item.number("nbytes", 1, _MOST_BYTES)))
 
     def free(self, item: _Object, name: str, depth: int) -> NodeRecord:
-        return NodeRecord(name, FreeNodeParams(0))
+        return self._fields(item, name, FreeNodeParams(0))
 
     def batch(self, item: _Object, name: str, depth: int) -> NodeRecord:
         operations = []
@@ -854,7 +996,7 @@ class _GraphReader:
             if kind not in tuple(MemOpKind) or size not in (4, 8) or value >= 1 << (8 * size):
                 raise item.wrong("operations", f"{[kind, value, size]} is no operation")
             operations.append(MemOp(MemOpKind(kind), 0, value, size))
-        return NodeRecord(name, BatchMemOpNodeParams(tuple(operations)))
+        return self._fields(item, name, BatchMemOpNodeParams(tuple(operations)))
 
 
 _BODIES = {ConditionalKind.IF: 2, ConditionalKind.WHILE: 1, ConditionalKind.SWITCH: 1024}
@@ -893,6 +1035,8 @@ def fields_of(params: NodeParams) -> dict[str, int]:
 
 def in_order(count: int, edges: Sequence[EdgeRecord]) -> list[int] | None:
     """The nodes, each behind those that it depends on; None if the edges close a cycle."""
+    if all(edge.source < edge.target for edge in edges):
+        return list(range(count))
     waiting = [0] * count
     after: list[list[int]] = [[] for _ in range(count)]
     for edge in edges:
@@ -908,7 +1052,3 @@ def in_order(count: int, edges: Sequence[EdgeRecord]) -> list[int] | None:
             if not waiting[follower]:
                 heapq.heappush(ready, follower)
     return order if len(order) == count else None
-
-
-def _inside(offset: int, slots: Sequence[ParameterSlot]) -> bool:
-    return any(s.offset <= offset and offset + _WORD <= s.offset + s.size for s in slots)

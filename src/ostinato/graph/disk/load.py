@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import struct
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from ostinato.driver.api import (
     FreeNodeParams,
     FunctionCode,
     GraphHandle,
+    KernelArguments,
     KernelNodeParams,
     MemcpyNodeParams,
     MemoryRange,
@@ -34,10 +38,17 @@ from ostinato.driver.api import (
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.signature import Signature
 from ostinato.driver.stream import Event, Operation, Stream
-from ostinato.errors import DriverError, GraphFileError, InputError
+from ostinato.errors import ContextPoisonedError, DriverError, GraphFileError, InputError
 from ostinato.files import open_regular
-from ostinato.graph.disk.container import Contents, open_file, read_tensors
+from ostinato.graph.disk.container import (
+    Contents,
+    open_file,
+    read_manifest,
+    read_tensors,
+    tensor_bytes,
+)
 from ostinato.graph.disk.format import (
+    Block,
     FunctionRecord,
     GraphManifest,
     GraphRecord,
@@ -45,13 +56,31 @@ from ostinato.graph.disk.format import (
     NodeRecord,
     in_order,
 )
+from ostinato.graph.disk.looks import look_of, misfit
+from ostinato.graph.disk.machine import machine_of
+from ostinato.graph.disk.survey import inner_graphs
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import NodeLabel
+from ostinato.graph.order import overlap
 from ostinato.memory import Buffer, allocate
-from ostinato.memory.ranges import Target, range_of
+from ostinato.memory.ranges import KnownRanges, Target, range_of
 from ostinato.modules import Kernel, LoadedModule
 
-__all__ = ["LoadedGraph", "Loader", "constants_of", "load_graph"]
+__all__ = [
+    "Guard",
+    "LoadedGraph",
+    "Loader",
+    "constants_of",
+    "load_graph",
+    "without_collection",
+]
+
+
+_ALIGNMENT = 256  # that a file speaks of
+_APART = 1024  # a multiple of what a driver aligns allocations to
+_GUARD = 64 << 10  # the least; a multiple of the alignment
+_GUARDS_SHARE = 8  # guards take no more than this part of what is free
+_WORD = struct.Struct("<Q")
 
 
 class LoadedGraph(Graph):
@@ -69,10 +98,30 @@ class LoadedGraph(Graph):
     constants: Mapping[str, Any]
     events: tuple[Event, ...]
     """Those that its event nodes record and wait for, in the order of the nodes."""
-    manifest: GraphManifest
-    """What the file says."""
+    raw: bytes
+    """The file's manifest, as it is there."""
     scratch: tuple[Buffer, ...]
     """Memory without a name."""
+
+    _size: tuple[int, int]
+
+    @property
+    def manifest(self) -> GraphManifest:
+        """What the file says.  Read anew each time: a process with many graphs keeps none of it."""
+        return read_manifest(self.raw)
+
+    @property
+    def as_saved(self) -> bool:
+        """Whether nothing was added to it."""
+        nodes = edges = 0
+        inside = [(self.handle, self.nodes)]
+        while inside:
+            handle, own = inside.pop()
+            nodes += len(own)
+            edges += len(self.context.driver.graph_edges(handle))
+            for node in own:
+                inside += zip(inner_graphs(node.params), node.children, strict=True)
+        return (nodes, edges) == self._size
 
     def take_labels(self, child: GraphHandle, node: NodeHandle) -> None:
         """Moves what is known of a child graph's nodes to their copies in a node."""
@@ -94,8 +143,8 @@ def load_graph(
     `buffers`: memory of the caller's for inputs and outputs by name, used as it is; the others are
     allocated, and inputs begin with what they held when the graph was saved.  `constants`: live
     tensors by name, used as they are, or a safetensors file that they are read from; those that the
-    graph file stores need not be given.  `code`: the folder of a store's images.  Nothing is
-    launched.
+    graph file stores need not be given.  `code`: the folder that the file shares with others.
+    Nothing is launched.
 
     A graph file is a program: load none that you would not run.  Raises GraphFileError for a file
     that is damaged, that others may write, or that does not fit this device; InputError for
@@ -108,9 +157,23 @@ def load_graph(
     if twice:
         raise InputError(f"{', '.join(sorted(twice))}: given as buffers and as constants")
     given |= buffers or {}
-    with open_file(Path(path), None if code is None else Path(code)) as contents:
+    folder = None if code is None else Path(code)
+    with without_collection(), open_file(Path(path), folder) as contents:
         loader = Loader(context, contents, given)
         return loader.load(loader.values(stored))
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Without Python's collector of cycles meanwhile: what is made here is many small objects and
+    no cycles, and it walked through all objects of the process again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def constants_of(
@@ -133,11 +196,31 @@ def _from_file(path: Path) -> dict[str, npt.NDArray[Any]]:
         raise GraphFileError(f"the constants in {path} cannot be read ({error})") from None
 
 
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Memory before or behind a block that no launch may touch."""
+
+    block: int
+    memory: MemoryRange
+    behind: bool
+
+
 class Loader:
     """One loading of a file.  `bases`: where its blocks are; `owners`: whose memory they are."""
 
-    def __init__(self, context: Context, contents: Contents, given: Mapping[str, Target]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        contents: Contents,
+        given: Mapping[str, Target],
+        *,
+        rooms: Mapping[int, int] | None = None,
+    ) -> None:
+        """`rooms`: each block is an allocation, with guards before and behind it; how many bytes
+        are behind it where the graph was saved, by block, as far as it is known."""
         self._context = context
+        self._rooms = rooms
+        self.guards: list[Guard] = []
         self._driver = context.driver
         self._contents = contents
         self._given = given
@@ -148,6 +231,9 @@ class Loader:
         ]
         self.bases: list[int] = []
         self.owners: list[object] = []
+        self._keeping: dict[tuple[int, ...], tuple[object, ...]] = {}
+        """What belongs to blocks; one tuple for all nodes that use the same."""
+        self._live = KnownRanges(self._driver.memory_range)
         self._conditions: list[ConditionalHandle] = []
         self._events: list[Event] = []
         self._known = {buffer.name: buffer for buffer in self.manifest.buffers}
@@ -163,18 +249,16 @@ class Loader:
 
         Raises GraphFileError for constants that nobody has.
         """
-        wanted = [b for b in self.manifest.buffers if b.name not in self._given]
-        read = any(b.stored or "input" in b.roles for b in wanted)
-        mine = self._contents.tensors() if read else {}
-        found = {}
-        for buffer in wanted:
+        found: dict[str, npt.NDArray[Any]] = {}
+        for buffer in self.manifest.buffers:
             name = buffer.name
+            if name in self._given:
+                continue
             if "input" in buffer.roles or buffer.stored:
-                kept = f"{'constants' if buffer.stored else 'inputs'}/{name}"
-                if kept not in mine:
-                    raise GraphFileError(f"the content of {name!r} is not in it; save it again")
-                found[name] = mine[kept]
+                kind = "constants" if buffer.stored else "inputs"
+                found[name] = self._contents.tensor(f"{kind}/{name}")
             elif "constant" in buffer.roles and name in given:
+                _require_fit(buffer, given[name])
                 found[name] = given[name]
             elif "constant" in buffer.roles:
                 raise GraphFileError(
@@ -186,9 +270,12 @@ class Loader:
     def load(self, values: Mapping[str, npt.NDArray[Any]]) -> LoadedGraph:
         self._require_device()
         try:
-            self._kernels = [self._kernel(record) for record in self.manifest.functions]
+            modules = self._load_modules()
+            self._kernels = [self._kernel(record, modules) for record in self.manifest.functions]
             self._allocate(values)
             self._events = [Event(self._context) for _ in range(self.manifest.events)]
+        except ContextPoisonedError:
+            raise
         except DriverError as error:
             raise _refused(error) from error
         return self.build(self.manifest.graph)
@@ -206,50 +293,51 @@ class Loader:
             ]
             graph.keep += [*self._kernels, *self.owners, *self._events]
             self._build(graph, graph.handle, record)
-        except DriverError as error:
+        except BaseException as error:
             if graph is not None:
                 graph.close()
-            raise _refused(error) from error
-        except BaseException:
-            if graph is not None:
-                graph.close()
+            if isinstance(error, DriverError) and not isinstance(error, ContextPoisonedError):
+                raise _refused(error) from error
             raise
         self._name(graph)
         return graph
 
     def _require_device(self) -> None:
         """Raises unless this device can run the code."""
-        machine, properties = self.manifest.machine, self._driver.properties
+        here = machine_of(self._context)
+        machine = self.manifest.machine
         kinds = {f.kind for f in self.manifest.functions} - self._driver.capabilities.image_kinds
-        mine, theirs = properties.compute_capability, machine.compute_capability
+        mine, theirs = here.compute_capability, machine.compute_capability
         compiled = any(f.kind == "cubin" for f in self.manifest.functions)
         if kinds or (compiled and (mine[0] != theirs[0] or mine[1] < theirs[1])):
             raise GraphFileError(
                 f"it was saved on {machine.device} (compute capability {theirs[0]}.{theirs[1]}), "
-                f"and {self._driver.name} is {properties.name} ({mine[0]}.{mine[1]}), which does "
+                f"and {self._driver.name} is {here.device} ({mine[0]}.{mine[1]}), which does "
                 "not run its code; save the graph on this device"
             )
 
     # --- code
-    def _kernel(self, record: FunctionRecord) -> Kernel:
-        modules = _modules.setdefault(self._context, weakref.WeakValueDictionary())
-        key = record.digest or f"{record.target}:{record.name}"
-        data = b"" if key in modules or not record.digest else self._contents.code(record.digest)
-        code = FunctionCode(
-            record.name,
-            record.kind,
-            data,
-            record.target,
-            record.shared,
-            record.carveout,
-            record.wide_clusters,
-        )
-        module = modules.get(key)
-        if module is None or module.closed:
-            if record.digest and not data:
-                code = replace(code, data=self._contents.code(record.digest))
-            image = self._driver.code_image(code)
-            module = modules[key] = LoadedModule(self._context, image, name=key[:12])
+    def _load_modules(self) -> dict[str, LoadedModule]:
+        """The modules of all functions, by digest or target; those that are loaded already are
+        shared."""
+        loaded = _modules.setdefault(self._context, weakref.WeakValueDictionary())
+        first = {_module_of(record): record for record in reversed(self.manifest.functions)}
+        found: dict[str, LoadedModule] = {}
+        for key in first:
+            module = loaded.get(key)
+            if module is not None and not module.closed:
+                found[key] = module
+        digests = [r.digest for key, r in first.items() if key not in found and r.digest]
+        images = self._contents.codes(digests)
+        for key, record in first.items():
+            if key not in found:
+                data = next(images) if record.digest else b""
+                image = self._driver.code_image(_code_of(record, data))
+                found[key] = loaded[key] = LoadedModule(self._context, image, name=key[:12])
+        return found
+
+    def _kernel(self, record: FunctionRecord, modules: Mapping[str, LoadedModule]) -> Kernel:
+        module = modules[_module_of(record)]
         try:
             kernel = module.kernel(record.name)
         except InputError as error:
@@ -259,7 +347,7 @@ class Loader:
                 f"the kernel {record.name!r} takes other parameters than when the graph was saved; "
                 "save it again"
             )
-        self._driver.function_restore(kernel.function, code)
+        self._driver.function_restore(kernel.function, _code_of(record, b""))
         return kernel
 
     # --- memory
@@ -268,39 +356,110 @@ class Loader:
         for buffer in self.manifest.buffers:
             of.setdefault(buffer.block, []).append(buffer)
         blocks = self.manifest.blocks
-        mine = {
-            i
-            for i, block in enumerate(blocks)
-            if block.node is None and not any(b.name in self._given for b in of.get(i, ()))
+        given = {  # before anything is allocated, perhaps where such memory was
+            index: self._bound(named, blocks[index].nbytes, blocks[index].phase)
+            for index, named in of.items()
+            if any(map(self._is_given, named))
         }
+        self._require_apart({index: base for index, (_, base) in given.items()}, of)
+        mine = [i for i, b in enumerate(blocks) if b.node is None and i not in given]
         wanted, (free, _) = sum(blocks[i].nbytes for i in mine), self._driver.memory_info()
         if wanted > free:
             raise GraphFileError(
                 f"it needs {wanted} bytes of memory, and {free} are free; close other graphs"
             )
-        for index, block in enumerate(blocks):
-            owner: object = None
-            base = 0
-            if index in mine:
-                whole = allocate(
-                    self._context, block.nbytes + block.phase, np.uint8, pinned=block.pinned
-                )
-                owner, base = whole, whole.address + block.phase
-            elif block.node is None:
-                owner, base = self._bound(of[index], block.nbytes, block.phase)
+        if self._rooms is None:
+            alone = [i for i in mine if i in of or blocks[i].pinned]
+            made = self._made(alone, blocks)
+            made |= self._made_together([i for i in mine if i not in made], blocks)
+        else:
+            share = (free - wanted) // (_GUARDS_SHARE * max(1, len(mine)))
+            made = self._made_guarded(mine, blocks, self._rooms, max(_GUARD, share))
+        for index in range(len(blocks)):
+            owner, base = given.get(index) or made.get(index) or (None, 0)
             self.owners.append(owner)
             self.bases.append(base)
         self._fill(values)
+
+    def _made(
+        self, wanted: Sequence[int], blocks: Sequence[Block]
+    ) -> dict[int, tuple[object, int]]:
+        """Memory for blocks, each by itself."""
+        found: dict[int, tuple[object, int]] = {}
+        for index in wanted:
+            block = blocks[index]
+            nbytes = block.nbytes + block.phase
+            whole = allocate(self._context, nbytes, np.uint8, pinned=block.pinned)
+            found[index] = whole, whole.address + block.phase
+        return found
+
+    def _made_guarded(
+        self,
+        wanted: Sequence[int],
+        blocks: Sequence[Block],
+        rooms: Mapping[int, int],
+        most: int,
+    ) -> dict[int, tuple[object, int]]:
+        """Memory for blocks, each by itself between two guards; the one behind it is as large as
+        what is behind it where the graph was saved, and at most so many bytes."""
+        found: dict[int, tuple[object, int]] = {}
+        for index in wanted:
+            block = blocks[index]
+            before, after = _GUARD + block.phase, max(_GUARD, min(rooms.get(index, 0), most))
+            whole = allocate(
+                self._context, before + block.nbytes + after, np.uint8, pinned=block.pinned
+            )
+            base = whole.address + before
+            found[index] = whole, base
+            self.guards += [
+                Guard(index, MemoryRange(whole.address, before), behind=False),
+                Guard(index, MemoryRange(base + block.nbytes, after), behind=True),
+            ]
+        return found
+
+    def _made_together(
+        self, wanted: Sequence[int], blocks: Sequence[Block]
+    ) -> dict[int, tuple[object, int]]:
+        """Memory for blocks in one piece: an allocation takes the driver longer than all else."""
+        places: list[int] = []
+        end = 0
+        for index in wanted:
+            places.append(end + blocks[index].phase)
+            end = -(-(places[-1] + blocks[index].nbytes) // _APART) * _APART
+        if not wanted:
+            return {}
+        whole = allocate(self._context, end, np.uint8)
+        pairs = zip(wanted, places, strict=True)
+        return {index: (whole, whole.address + place) for index, place in pairs}
+
+    def _require_apart(self, bases: Mapping[int, int], of: Mapping[int, list[NamedBuffer]]) -> None:
+        """Raises InputError if the caller's memory of two blocks overlaps: in the graph nothing
+        orders what writes the one and what reads the other.  Constants are never written."""
+        last, end = -1, 0  # the block that reaches furthest
+        for index in sorted(bases, key=lambda i: bases[i]):
+            reach = bases[index] + self.manifest.blocks[index].nbytes
+            if bases[index] < end and any("constant" not in b.roles for b in of[last] + of[index]):
+                raise InputError(
+                    f"the memory given for {of[last][0].name!r} and {of[index][0].name!r} "
+                    "overlaps, and in the graph it does not; give each its own"
+                )
+            if reach > end:
+                last, end = index, reach
+
+    def _is_given(self, buffer: NamedBuffer) -> bool:
+        """Whether the caller says where it is: of memory without bytes nothing is used."""
+        return buffer.name in self._given and buffer.nbytes > 0
 
     def _bound(self, named: list[NamedBuffer], nbytes: int, phase: int) -> tuple[object, int]:
         """The caller's memory for a block."""
         bases: dict[int, object] = {}
         for buffer in named:
-            if buffer.name not in self._given:
+            if not self._is_given(buffer):
                 continue
             target = self._given[buffer.name]
             memory = range_of(target, buffer.name)
             base = memory.address - buffer.into
+            _require_fit(buffer, target)
             if memory.nbytes < buffer.nbytes:
                 raise InputError(
                     f"{buffer.name!r} has {memory.nbytes} bytes, and the graph was captured with "
@@ -312,7 +471,13 @@ class Loader:
                     f"{memory.nbytes}: other buffers share its memory; give one that has them all, "
                     "or none"
                 )
-            alignment = math.gcd(phase or 256, 256)
+            closed = getattr(target, "closed", False)
+            if closed or not (isinstance(target, Buffer) or self._live(memory.address)):
+                raise InputError(
+                    f"{buffer.name!r} is at {memory.address:#x}, which is no live memory of "
+                    f"{self._driver.name}; give memory of this device"
+                )
+            alignment = math.gcd(phase or _ALIGNMENT, _ALIGNMENT)
             if base % alignment:
                 raise InputError(
                     f"{buffer.name!r} is at {memory.address:#x}, and the graph was captured with "
@@ -331,7 +496,7 @@ class Loader:
             MemoryRange(base, block.nbytes)
             for base, block in zip(self.bases, self.manifest.blocks, strict=True)
         ]
-        return any(a.address < b.end and b.address < a.end for a in mine for b in ranges)
+        return overlap(mine, ranges)
 
     def _fill(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         wanted = [b for b in self.manifest.buffers if b.name in values and b.nbytes]
@@ -339,7 +504,7 @@ class Loader:
             return
         with Stream(self._context, self._driver.stream_create(), owned=True) as stream:
             for buffer in wanted:
-                data = np.ascontiguousarray(values[buffer.name]).reshape(-1).view(np.uint8)
+                data = tensor_bytes(values[buffer.name])
                 if data.nbytes != buffer.nbytes:
                     raise GraphFileError(
                         f"what {buffer.name!r} is to hold has {data.nbytes} bytes, and the graph "
@@ -372,12 +537,10 @@ class Loader:
         graph.outputs = {name: made[name] for name in names("output")}
         graph.constants = {name: made[name] for name in names("constant")}
         graph.events = tuple(self._events)
-        graph.manifest = self.manifest
-        graph.scratch = tuple(
-            owner
-            for index, owner in enumerate(self.owners)
-            if index not in named and isinstance(owner, Buffer)
-        )
+        graph.raw = self._contents.raw
+        graph._size = self.manifest.graph.size
+        scratch = [owner for index, owner in enumerate(self.owners) if index not in named]
+        graph.scratch = tuple({id(s): s for s in scratch if isinstance(s, Buffer)}.values())
 
     # --- nodes
     def _build(self, graph: LoadedGraph, handle: GraphHandle, record: GraphRecord) -> None:
@@ -439,28 +602,32 @@ class Loader:
     ) -> tuple[NodeParams, tuple[object, ...]]:
         """A node's parameters with this process' handles and addresses, and what they need."""
         params = node.params
-        keep: list[object] = [
-            owner for w in node.pointers if (owner := self.owners[w.block]) is not None
-        ]
+        blocks = tuple(dict.fromkeys([word.block for word in node.pointers]))
+        keep = self._keeping.get(blocks)
+        if keep is None:  # most nodes have the blocks of another one, as layers do
+            owners = [self.owners[block] for block in blocks]
+            keep = self._keeping[blocks] = tuple(o for o in owners if o is not None)
+        if isinstance(params, KernelNodeParams):
+            kernel = self._kernels[int(params.function)]
+            old = params.arguments
+            data = bytearray(old.data)
+            bases, pack_into = self.bases, _WORD.pack_into
+            for place, block, into, _ in node.pointers:
+                pack_into(data, int(place), bases[block] + into)
+            for one in node.conditions:
+                _WORD.pack_into(data, one.offset, int(self._conditions[one.condition]))
+            arguments = KernelArguments(bytes(data), old.layout, old.packed)
+            return KernelNodeParams(kernel.function, params.config, arguments), (kernel, *keep)
         at = {word.place: self.bases[word.block] + word.into for word in node.pointers}
         match params:
-            case KernelNodeParams():
-                kernel = self._kernels[int(params.function)]
-                data = bytearray(params.arguments.data)
-                words = [(int(place), address) for place, address in at.items()]
-                words += [(w.offset, int(self._conditions[w.condition])) for w in node.conditions]
-                for offset, value in words:
-                    data[offset : offset + 8] = value.to_bytes(8, "little")
-                made = replace(params.with_data(bytes(data)), function=kernel.function)
-                return made, (kernel, *keep)
             case MemcpyNodeParams():
-                return replace(params, dst=at["dst"], src=at["src"]), tuple(keep)
+                return replace(params, dst=at["dst"], src=at["src"]), keep
             case MemsetNodeParams():
-                return replace(params, dst=at["dst"]), tuple(keep)
+                return replace(params, dst=at["dst"]), keep
             case BatchMemOpNodeParams():
                 operations = enumerate(params.operations)
                 moved = tuple(replace(o, address=at[str(i)]) for i, o in operations)
-                return BatchMemOpNodeParams(moved), tuple(keep)
+                return BatchMemOpNodeParams(moved), keep
             case ChildGraphNodeParams():
                 return ChildGraphNodeParams(child), ()
             case ConditionalNodeParams():
@@ -481,6 +648,27 @@ _modules: weakref.WeakKeyDictionary[Context, weakref.WeakValueDictionary[str, Lo
     weakref.WeakKeyDictionary()
 )
 """The modules that graph files brought, by their digest: many files of a store have the same."""
+
+
+def _module_of(record: FunctionRecord) -> str:
+    return record.digest or f"{record.target}:{record.name}"
+
+
+def _code_of(record: FunctionRecord, data: bytes) -> FunctionCode:
+    return FunctionCode(
+        *(record.name, record.kind, data, record.target),
+        *(record.shared, record.carveout, record.wide_clusters),
+    )
+
+
+def _require_fit(buffer: NamedBuffer, target: Target) -> None:
+    """Raises InputError for memory of another type, shape or layout than what was captured."""
+    look = look_of(target)
+    if misfit(buffer.look, look):
+        raise InputError(
+            f"{buffer.name!r} is {look}, and the graph was captured with {buffer.look}; give it "
+            "with that type, shape and layout"
+        )
 
 
 def _refused(error: DriverError) -> GraphFileError:

@@ -4,18 +4,22 @@ Memory is saved in *blocks*: what a pointer reaches together.  A block is a name
 that is known to be used through pointers into it; where it is not known how far a pointer reaches,
 the whole rest of the allocation between named buffers.  Blocks without a name are scratch: the file
 has their sizes alone.  That nothing depends on their content is what the check finds out.
+
+A pointer to a named buffer may reach further than the buffer: the pool of a framework gives the
+place of a large intermediate tensor, which is not needed any more, to a small result.  The check
+finds what is written outside of a block; then the block gets that too, and all begins anew.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -45,10 +49,16 @@ from ostinato.driver.api import (
     ParameterSlot,
 )
 from ostinato.driver.context import Context
-from ostinato.driver.signature import Access, Signature, array_interface
+from ostinato.driver.signature import Access, Signature
 from ostinato.driver.stream import Stream
-from ostinato.errors import DriverError, GraphFileError, InputError
-from ostinato.files import TEMPORARY_PREFIX
+from ostinato.errors import (
+    ContextPoisonedError,
+    DriverError,
+    GraphFileError,
+    InputError,
+    StateLostError,
+)
+from ostinato.files import temporary_beside
 from ostinato.graph.disk.container import write_file
 from ostinato.graph.disk.format import (
     Block,
@@ -56,30 +66,32 @@ from ostinato.graph.disk.format import (
     FunctionRecord,
     GraphManifest,
     GraphRecord,
-    MachineRecord,
     NamedBuffer,
     NodeRecord,
     PointerWord,
 )
+from ostinato.graph.disk.looks import Look, look_of
+from ostinato.graph.disk.machine import machine_of
 from ostinato.graph.disk.survey import (
     Address,
     Loose,
     Readable,
+    Stray,
     Survey,
     SurveyedGraph,
     SurveyedNode,
     Twin,
     survey,
 )
-from ostinato.memory import Buffer
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
-__all__ = ["Keeping", "library_version", "save"]
+__all__ = ["Keeping", "save"]
 
 Keeping = Literal["stored", "by name"]
 """Whether a file has the content of constants, or who loads it gives them."""
 
 _CHECK_SECONDS = 120.0
+_MOST_STRAYS = 8
 _MOST_LOOSE = 1024  # each is tried by itself in the check
 
 
@@ -111,6 +123,7 @@ class _Named:
     memory: MemoryRange
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    look: Look | None
     pinned: bool
 
 
@@ -125,6 +138,8 @@ class _Piece:
     users: tuple[str, ...]
     only_read: bool
     """Whether every user is known to read it alone."""
+    empty: bool
+    """Whether it stands for buffers without bytes, which may be anywhere."""
 
     def __str__(self) -> str:
         users = ", ".join(self.users[:6]) + (", …" if len(self.users) > 6 else "")
@@ -142,8 +157,12 @@ def save(
     twin: Twin | None,
     check: bool,
     code: Path | None,
+    key: str = "",
+    run: Runnable | None = None,
 ) -> None:
-    """See `Graph.save`."""
+    """See `Graph.save`.  `key`: of a store, as text.  `run`: an executable of the graph as it is,
+    for the launches; else one is made, which a graph with conditional nodes may have only one of.
+    """
     if keeping not in ("stored", "by name"):
         raise InputError(f'keeping={keeping!r}: "stored" or "by name"')
     graph.require_launchable()
@@ -161,34 +180,70 @@ def save(
     if len(loose) > (_MOST_LOOSE if check else 0):
         many = f"{len(loose)} such places are too many to try" if check else ""
         raise GraphFileError(f"{loose[0][1].why} ({many or 'check=False tries nothing'})")
-    pieces = _pieces(found, named, context)
+    strayed: list[MemoryRange] = []
+    for _ in range(_MOST_STRAYS):
+        more = _saved(
+            *(graph, path, found, named, loose, strayed, keeping, check, code, key, run),
+        )
+        if not more:
+            return
+        strayed += more
+    raise GraphFileError(
+        f"{path}: each try writes outside of the memory that the last one was found to use, such "
+        f"as at {strayed[-1].address:#x}; name all memory that the graph uses"
+    )
+
+
+def _saved(
+    graph: Savable,
+    path: Path,
+    found: Survey,
+    named: Mapping[str, _Named],
+    loose: Sequence[tuple[int, Loose]],
+    strayed: Sequence[MemoryRange],
+    keeping: Keeping,
+    check: bool,
+    code: Path | None,
+    key: str,
+    run: Runnable | None,
+) -> list[MemoryRange]:
+    """Writes the file; or nothing, and returns what memory the graph was found to use besides.
+
+    `strayed`: what it was found to use before.
+    """
+    context = graph.context
+    pieces = _pieces(found, named, context, strayed)
     plan = _Plan(graph, found, named, pieces, keeping)
-    manifest, images = plan.manifest(checked=check)
-    with _idle_stream(context) as stream:
-        needed = {*plan.given, *(constants if keeping == "stored" else ())}
+    manifest, images = plan.manifest(checked=check, key=key)
+    with Stream(context, context.driver.stream_create(), owned=True) as stream:
+        constants = plan.constant if keeping == "stored" else ()
+        needed = {*plan.given, *constants}
         content = _Content(context, stream, pieces, None if check else needed)
         tensors = plan.constants(content.first)
         for name in plan.given:
             tensors[f"inputs/{name}"] = plan.view(content.first, name)
         rest: dict[str, npt.NDArray[Any]] = {}
         if check:
-            after = _reference(graph, stream, content, plan)
+            after = _reference(graph, run, stream, content, plan)
             for name in plan.changing:
                 tensors[f"results/{name}"] = plan.view(after, name)
             rest = {} if keeping == "stored" else plan.all_constants(content.first)
     if not check:
         write_file(path, manifest, images, tensors, code)
-        return
-    draft = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+        return []
+    draft = temporary_beside(path)
     try:
         write_file(draft, manifest, images, tensors, code)
-        _check(draft, context, pieces, rest, content, code, loose)
+        strays = _check(draft, context, pieces, rest, content, code, loose)
+        if strays:
+            return [_grown(pieces[n], stray, named, context) for n, stray in strays.items()]
         draft.replace(path)
     except OSError as error:
         raise GraphFileError(f"{path} cannot be written ({error}); nothing was saved") from error
     finally:
         with suppress(OSError):
             draft.unlink()
+    return []
 
 
 # ----------------------------------------------------------------------------------------- memory
@@ -204,10 +259,10 @@ def _named(
             if not isinstance(name, str) or not name:
                 raise InputError(f"{name!r} is no name of an {role}: a text is needed")
             memory = range_of(target, f"{role} {name!r}")
-            shape, dtype = _kind_of(target, memory)
-            made = _Named(
-                name, (role,), memory, shape, dtype, bool(getattr(target, "pinned", False))
-            )
+            look = look_of(target)
+            shape, dtype = _kind_of(look, memory)
+            pinned = bool(getattr(target, "pinned", False))
+            made = _Named(name, (role,), memory, shape, dtype, look, pinned)
             known = found.get(name)
             if known is not None and known.memory != memory:
                 raise InputError(f"{name!r} is the name of two buffers; give each its own")
@@ -217,29 +272,27 @@ def _named(
     return found
 
 
-def _kind_of(target: Target, memory: MemoryRange) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _kind_of(look: Look | None, memory: MemoryRange) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and type; bytes where they are not known, or the elements are not in order."""
-    plain = (memory.nbytes,), np.dtype(np.uint8)
-    if isinstance(target, Buffer):
-        shape, dtype = target.shape, target.dtype
-    else:
-        interface = array_interface(target)
-        if interface is None or interface.get("strides") is not None:
-            return plain
-        try:
-            dtype = np.dtype(str(interface["typestr"]))
-        except TypeError:
-            return plain
-        shape = tuple(int(n) for n in interface["shape"])
-    sound = dtype.kind in "biufc" and int(np.prod(shape)) * dtype.itemsize == memory.nbytes
-    return (shape, dtype) if sound else plain
+    if look is not None and look.strides is None:
+        with suppress(TypeError):
+            dtype = np.dtype(look.typestr)
+            fits = math.prod(look.shape) * dtype.itemsize == memory.nbytes
+            if dtype.kind in "biufc" and fits:
+                return look.shape, dtype
+    return (memory.nbytes,), np.dtype(np.uint8)
 
 
-def _pieces(found: Survey, named: Mapping[str, _Named], context: Context) -> list[_Piece]:
+def _pieces(
+    found: Survey,
+    named: Mapping[str, _Named],
+    context: Context,
+    strayed: Sequence[MemoryRange],
+) -> list[_Piece]:
     """The blocks, in the order of their addresses, those of alloc nodes last."""
     taken = [MemoryRange(one.memory.address, max(1, one.memory.nbytes)) for one in named.values()]
     live = KnownRanges(context.driver.memory_range)
-    ranges = list(taken)
+    ranges = [*taken, *strayed]
     for node in found.graph.walk():
         for address in node.addresses:
             if any(memory.holds(address.value) for memory in found.allocated.values()):
@@ -261,6 +314,27 @@ def _pieces(found: Survey, named: Mapping[str, _Named], context: Context) -> lis
     for index, memory in found.allocated.items():
         pieces.append(_piece(memory, index, found, {}, context))
     return pieces
+
+
+def _grown(
+    piece: _Piece, stray: Stray, named: Mapping[str, _Named], context: Context
+) -> MemoryRange:
+    """A block with what was written outside of it, up to the next named buffer behind that.
+
+    Raises GraphFileError if that leaves the allocation.
+    """
+    memory = piece.memory
+    allocation = context.driver.memory_range(memory.address)
+    start, end = memory.address - stray.before, memory.end + stray.behind
+    if allocation is None or start < allocation.address or end > allocation.end:
+        raise GraphFileError(
+            f"the graph writes {stray.before} bytes before and {stray.behind} behind {piece}, "
+            "and that is outside of its allocation; no file was written"
+        )
+    if stray.behind:
+        behind = [one.memory.address for one in named.values() if one.memory.address >= end]
+        end = min([allocation.end, *behind])
+    return MemoryRange(start, end - start)
 
 
 def _gap(address: Address, taken: Sequence[MemoryRange], live: KnownRanges) -> MemoryRange | None:
@@ -300,6 +374,7 @@ def _piece(
         node,
         tuple(users),
         bool(users) and Access.WRITE not in access,
+        node is None and bool(inside) and not any(one.memory.nbytes for one in inside),
     )
 
 
@@ -323,11 +398,13 @@ class _Plan:
         self._pieces = pieces
         self._keeping = keeping
         self._refuse_lost()
+        self._digests: dict[int, str] = {}  # by the identity of images, which `_codes` keeps
         self._codes = [self._code(function) for function in found.functions]
         self.given = [n for n, one in named.items() if "input" in one.roles]
         """The names of what a launch is given."""
         self.changing = [n for n, one in named.items() if "constant" not in one.roles]
         """The names of what a launch may write."""
+        self.constant = [n for n, one in named.items() if "constant" in one.roles]
 
     def _refuse_lost(self) -> None:
         """Raises for memory that nothing writes and that has no name: it could not be restored."""
@@ -338,20 +415,12 @@ class _Plan:
                     "as an input or a constant"
                 )
 
-    def manifest(self, *, checked: bool) -> tuple[GraphManifest, dict[str, bytes]]:
+    def manifest(self, *, checked: bool, key: str) -> tuple[GraphManifest, dict[str, bytes]]:
         """The manifest and the images by digest."""
-        driver = self._graph.context.driver
-        properties = driver.properties
-        images = {sha256(c.image).hexdigest(): c.image for c in self._codes if c.image}
+        images = {code.record.digest: code.image for code in self._codes if code.image}
         conditions = [self._condition(handle) for handle in self._found.conditions]
         made = GraphManifest(
-            MachineRecord(
-                driver.capabilities.source_language,
-                properties.name,
-                properties.compute_capability,
-                properties.driver_version,
-                library_version(),
-            ),
+            machine_of(self._graph.context),
             tuple(code.record for code in self._codes),
             tuple(
                 Block(p.memory.nbytes, p.memory.address % 256, p.pinned, p.node)
@@ -362,14 +431,17 @@ class _Plan:
             len(self._found.events),
             self._record(self._found.graph),
             checked,
-            "",
+            {},
+            key,
         )
         return made, images
 
     def _buffer(self, one: _Named) -> NamedBuffer:
         block, into = self._place(one.memory.address)
         stored = self._keeping == "stored" and "constant" in one.roles
-        return NamedBuffer(one.name, one.roles, block, into, one.shape, one.dtype.str, stored)
+        return NamedBuffer(
+            *(one.name, one.roles, block, into, one.shape, one.dtype.str, stored, one.look)
+        )
 
     def _condition(self, handle: int) -> ConditionDefaults:
         made = self._graph.context.driver.condition_defaults(ConditionalHandle(handle))
@@ -395,10 +467,14 @@ class _Plan:
         parameters = driver.function_info(function).parameters
         signature = user.node.signature
         known = signature is not None and signature.layout == parameters
+        digest = self._digests.get(id(code.data))
+        if digest is None:  # many kernels are of one image
+            digest = sha256(code.data).hexdigest() if code.data else ""
+            self._digests[id(code.data)] = digest
         record = FunctionRecord(
             code.name,
             code.kind,
-            sha256(code.data).hexdigest() if code.data else "",
+            digest,
             code.target,
             parameters,
             code.shared,
@@ -438,7 +514,7 @@ class _Plan:
             entry.conditions,
             hints,
             tuple(self._record(graph) for graph in entry.inner),
-            tuple(ParameterSlot(one.offset, len(one.other)) for one in entry.loose),
+            tuple(ParameterSlot(one.offset, len(one.other)) for one in entry.loose if one.free),
         )
 
     def _without_handles(self, params: NodeParams, entry: SurveyedNode) -> NodeParams:
@@ -493,11 +569,7 @@ class _Plan:
     def all_constants(
         self, content: Sequence[npt.NDArray[np.uint8]]
     ) -> dict[str, npt.NDArray[Any]]:
-        return {
-            name: self.view(content, name)
-            for name, one in self._named.items()
-            if "constant" in one.roles
-        }
+        return {name: self.view(content, name) for name in self.constant}
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,23 +588,7 @@ def _text(signature: Signature) -> str:
     return ", ".join(parts)
 
 
-def library_version() -> str:
-    """The version of this library."""
-    import ostinato
-
-    return ostinato.__version__
-
-
 # -------------------------------------------------------------------------------------- the check
-
-
-@contextmanager
-def _idle_stream(context: Context) -> Iterator[Stream]:
-    stream = Stream(context, context.driver.stream_create(), owned=True)
-    try:
-        yield stream
-    finally:
-        stream.close()
 
 
 class _Content:
@@ -550,7 +606,9 @@ class _Content:
         self._stream = stream
         self._pieces = pieces
         self._wanted = [
-            piece.node is None and (needed is None or any(name in needed for name in piece.names))
+            piece.node is None
+            and not piece.empty
+            and (needed is None or any(name in needed for name in piece.names))
             for piece in pieces
         ]
         self.first = self.read()
@@ -567,7 +625,28 @@ class _Content:
         return made
 
     def restore(self) -> None:
-        """Puts all back as it was."""
+        """Puts all back as it was, also if it is interrupted.
+
+        Raises StateLostError if the driver refuses it twice.
+        """
+        try:
+            self._write_back()
+        except ContextPoisonedError:
+            raise
+        except BaseException as error:
+            try:
+                self._write_back()
+            except DriverError as refused:
+                names = ", ".join(repr(name) for piece in self._pieces for name in piece.names)
+                raise StateLostError(
+                    "saving launched the graph, and could not put back what that changed "
+                    f"({refused}), so the content of {names or 'its memory'} is not valid: write "
+                    "it again"
+                ) from refused
+            if not isinstance(error, DriverError):
+                raise
+
+    def _write_back(self) -> None:
         for piece, host in zip(self._pieces, self.first, strict=True):
             if host.size:
                 address = piece.memory.address
@@ -576,13 +655,13 @@ class _Content:
 
 
 def _reference(
-    graph: Savable, stream: Stream, content: _Content, plan: _Plan
+    graph: Savable, given: Runnable | None, stream: Stream, content: _Content, plan: _Plan
 ) -> list[npt.NDArray[np.uint8]]:
     """The content after a launch of the graph, which then is as it was before.
 
     Raises GraphFileError if a second launch gives another result, or constants change.
     """
-    run = graph.instantiate()
+    run = graph.instantiate() if given is None else given
     try:
         after: list[list[npt.NDArray[np.uint8]]] = []
         for _ in range(2):
@@ -593,7 +672,8 @@ def _reference(
             finally:
                 content.restore()
     finally:
-        run.close()
+        if given is None:
+            run.close()
     for name in plan.changing:
         if plan.view(after[0], name).tobytes() != plan.view(after[1], name).tobytes():
             raise GraphFileError(
@@ -621,14 +701,18 @@ def _check(
     content: _Content,
     code: Path | None,
     loose: Sequence[tuple[int, Loose]],
-) -> None:
-    """Runs the file in a fresh process.  Raises GraphFileError with what differs, and why."""
+) -> dict[int, Stray]:
+    """Runs the file in a fresh process.  Raises GraphFileError with what differs, and why.
+
+    Returns the blocks that the graph writes outside of: if there are any, nothing else is known.
+    """
     with tempfile.TemporaryDirectory(prefix="ostinato-") as name:
         folder = Path(name)
         job = {
             "path": str(draft.absolute()),
             "code": None if code is None else str(code.absolute()),
             "device": context.driver.name,
+            "rooms": _rooms(pieces, context),
             "avoid": [[p.memory.address, p.memory.nbytes] for p in pieces if p.node is None],
             "constants": _written(folder / "constants.npz", constants),
             "scratch": None,
@@ -636,9 +720,11 @@ def _check(
         }
         answer = _asked(folder, job)
         if answer["passed"]:
-            return
+            return {}
+        if answer["why"] == "strays":
+            return {int(n): Stray(*both) for n, both in answer["strays"].items()}
         if answer["why"] == "loose":
-            first = loose[answer["loose"] or 0][1]
+            first = loose[answer["loose"]][1]
             raise GraphFileError(f"{first.why} (the results depend on it: {answer['what']})")
         if answer["why"] == "content":
             unnamed = {str(i): c for i, c in enumerate(content.first) if c.size}
@@ -661,6 +747,17 @@ def _check(
         raise GraphFileError(
             f"the file did not pass its check, so it was not written: {answer['what']}"
         )
+
+
+def _rooms(pieces: Sequence[_Piece], context: Context) -> dict[str, int]:
+    """How many bytes of its allocation are behind each block."""
+    live = KnownRanges(context.driver.memory_range)
+    found = {}
+    for index, piece in enumerate(pieces):
+        allocation = live(piece.memory.address) if piece.node is None else None
+        if allocation is not None:
+            found[str(index)] = max(0, allocation.end - piece.memory.end)
+    return found
 
 
 def _written(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> str | None:

@@ -37,6 +37,8 @@ def _lines(manifest: GraphManifest) -> Iterator[str]:
         if manifest.checked
         else "saved without a check: nothing says that it does what its graph did"
     )
+    if manifest.key:
+        yield f"key of its store: {manifest.key}"
     proofs = manifest.proofs()
     words = {
         "moved": "proven by a second capture",

@@ -39,7 +39,7 @@ from ostinato.driver.context import Context
 from ostinato.driver.signature import Access, Parameter
 from ostinato.errors import GraphFileError
 from ostinato.graph.disk.format import ConditionWord, fields_of
-from ostinato.graph.node import Node, given_reach
+from ostinato.graph.node import Node, every_node, given_reach
 from ostinato.graph.rebind import Sort, Word, words_of
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
@@ -47,10 +47,12 @@ __all__ = [
     "Address",
     "Loose",
     "Readable",
+    "Stray",
     "Survey",
     "SurveyedGraph",
     "SurveyedNode",
     "Twin",
+    "inner_graphs",
     "survey",
 ]
 
@@ -99,14 +101,25 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Loose:
-    """Bytes of a kernel's arguments that the other capture has otherwise, and that are no address.
+    """Bytes of a kernel's arguments that the other capture has otherwise, and that are no address,
+    or no address of the same place.
 
-    `other`: what it has there.  `why`: what to say if they have an effect.
+    `other`: what it has there.  `why`: what to say if they have an effect.  `free`: whether the
+    file is to say that they have none; else they are kept as an address.
     """
 
     offset: int
     other: bytes
     why: str
+    free: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """How far a launch was seen to write before and behind a block, in bytes."""
+
+    before: int = 0
+    behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +173,7 @@ class _Side:
         self._find = KnownRanges(self.driver.memory_range)
         self.conditions: dict[int, int] = {}
         """Handle to its place."""
-        for node in _all(self.nodes):
+        for node in every_node(self.nodes):
             if isinstance(node.params, ConditionalNodeParams):
                 self.conditions.setdefault(int(node.params.handle), len(self.conditions))
 
@@ -249,20 +262,14 @@ class _Surveyor:
             return SurveyedNode(node, path, addresses, conditions, (), loose)
         for event in _events_of(params):
             self._events.setdefault(event, len(self._events))
-        handles = _inner(params)
-        their_handles = handles if other is None else _inner(other.params)
+        handles = inner_graphs(params)
+        theirs = () if other is None else inner_graphs(other.params)
+        if other is not None and len(theirs) != len(handles):
+            raise _unlike(f"{path} has {len(handles)} bodies, and {len(theirs)} in the other")
         inner = []
-        for index, (handle, theirs) in enumerate(zip(handles, their_handles, strict=True)):
-            inside = None if other is None else other.children[index]
-            inner.append(
-                self._graph(
-                    node.children[index],
-                    inside,
-                    handle,
-                    None if other is None else theirs,
-                    f"{path} / ",
-                )
-            )
+        for index, handle in enumerate(handles):
+            inside, twin = (None, None) if other is None else (other.children[index], theirs[index])
+            inner.append(self._graph(node.children[index], inside, handle, twin, f"{path} / "))
         return SurveyedNode(node, path, self._fields(node, other, path), (), tuple(inner))
 
     def _refuse(self, params: NodeParams, node: Node, path: str) -> None:
@@ -303,6 +310,7 @@ class _Surveyor:
         reach = given_reach(data, node.keep)
         addresses: list[Address] = []
         conditions: list[ConditionWord] = []
+        doubts: list[Loose] = []
         for word in words_of(signature, arguments.layout, len(data)):
             parameter = typed.get(word.offset)
             value = _word(data, word.offset)
@@ -311,16 +319,20 @@ class _Surveyor:
             if condition is not None:
                 conditions.append(ConditionWord(word.offset, condition))
                 continue
-            proof = self._proof(word, value, twin_value, path)
+            proof, doubt = self._proof(word, value, twin_value, path)
+            if doubt and theirs is not None:
+                if word.sort is Sort.POINTER:
+                    raise GraphFileError(doubt)
+                doubts.append(Loose(word.offset, theirs[word.offset :][:_WORD], doubt, False))
             if proof is not None:
                 access = Access.READ | Access.WRITE if parameter is None else parameter.access
                 known = reach.get(word.offset)
                 addresses.append(Address(word.offset, value, known, proof, access, word.label))
-        loose: tuple[Loose, ...] = ()
         if theirs is not None:
             skip = {a.place for a in addresses} | {c.offset for c in conditions}
-            loose = tuple(_loose(data, theirs, skip, arguments.layout, typed, path))
-        return tuple(addresses), tuple(conditions), loose
+            skip |= {one.offset for one in doubts}
+            doubts += _loose(data, theirs, skip, arguments.layout, typed, path)
+        return tuple(addresses), tuple(conditions), tuple(doubts)
 
     def _condition(
         self, word: Word, value: int, twin: int | None, parameter: Any, path: str
@@ -347,70 +359,64 @@ class _Surveyor:
             )
         return place
 
-    def _proof(self, word: Word, value: int, twin: int | None, path: str) -> str | None:
-        """How it is known that a word is an address; None if it is none."""
+    def _proof(self, word: Word, value: int, twin: int | None, path: str) -> tuple[str | None, str]:
+        """How it is known that a word is an address, None if it is none; and what speaks against
+        it.  A struct's gaps may hold what was an address of something else."""
         if word.sort is Sort.SCALAR:
-            return None  # if it differs, `_loose` says so
+            return None, ""  # if it differs, `_loose` says so
         if word.sort is Sort.POINTER:
             if not value and not twin:
-                return None
+                return None, ""
             if not value or not (self._first.live(value) or self._at_an_end(value)):
                 raise GraphFileError(
                     f"{path}, {word.label}: {value:#x} is in no live memory; keep what the graph "
                     "points at allocated until it is saved"
                 )
         first = self._first.live(value)
+        known = None if first is None else "allocation"
+        if word.sort is Sort.POINTER:
+            known = "signature"
         if twin is None or self._second is None:
-            if word.sort is Sort.POINTER:
-                return "signature"
-            return None if first is None else "allocation"
-        second = self._second.live(twin)
+            return known, ""
         if value == twin:
-            if word.sort is Sort.POINTER or first is not None:
-                self._require_still(word, value, path)
-            return (
-                "signature"
-                if word.sort is Sort.POINTER
-                else None
-                if first is None
-                else "allocation"
-            )
-        if first is None or second is None:
-            if word.sort is Sort.POINTER:
-                return "signature"
-            if first is None and second is None:
-                return None  # `_loose` takes it up
-            raise GraphFileError(
-                f"{path}, {word.label}: {value:#x} in one capture and {twin:#x} in the other, and "
-                "only one of them is in live memory; keep the memory of both captures allocated "
-                "until the graph is saved"
-            )
-        self._require_partner(word, value, twin, path)
-        return "moved"
+            return known, "" if known is None else self._moved_alone(word, value, path)
+        second = self._second.live(twin)
+        if first is not None and second is not None:
+            doubt = self._elsewhere(word, value, twin, path)
+            return "allocation" if doubt else "moved", doubt
+        if word.sort is Sort.POINTER or (first is None and second is None):
+            return known, ""  # if it is no pointer, `_loose` takes it up
+        return known, (
+            f"{path}, {word.label}: {value:#x} in one capture and {twin:#x} in the other, and "
+            "only one of them is in live memory; keep the memory of both captures allocated "
+            "until the graph is saved"
+        )
 
     def _at_an_end(self, value: int) -> bool:
         """Whether an address is right behind a named buffer, as that of an empty rest is."""
         return any(memory.end == value for memory in self._first.named.values())
 
-    def _require_still(self, word: Word, value: int, path: str) -> None:
-        """An address that both captures have belongs to memory that both have."""
+    def _moved_alone(self, word: Word, value: int, path: str) -> str:
+        """What speaks against an address that both captures have: its memory was elsewhere."""
         assert self._second is not None
         for name in self._first.names_at(value):
             if self._second.named[name] != self._first.named[name]:
-                raise GraphFileError(
+                return (
                     f"{path}, {word.label}: {value:#x} lies in {name!r} in both captures, though "
                     f"{name!r} was elsewhere in the second; is it captured with its own memory?"
                 )
+        return ""
 
-    def _require_partner(self, word: Word, value: int, twin: int, path: str) -> None:
-        """An address into a named buffer is at the same place of it in both captures."""
+    def _elsewhere(self, word: Word, value: int, twin: int, path: str) -> str:
+        """What speaks against an address that is not at one place of named memory in both."""
         assert self._second is not None
         mine, theirs = self._first.names_at(value), self._second.names_at(twin)
         if mine.items().isdisjoint(theirs.items()) and (mine or theirs):
-            raise GraphFileError(
+            return (
                 f"{path}, {word.label}: it points {_into(mine)} in the first capture and "
                 f"{_into(theirs)} in the second; name the same memory in both"
             )
+        return ""
 
     # --- other nodes
     def _fields(self, node: Node, other: Node | None, path: str) -> tuple[Address, ...]:
@@ -429,7 +435,9 @@ class _Surveyor:
                     "the process cannot be saved: copy from a named buffer"
                 )
             if theirs is not None:
-                self._proof(word, value, theirs[place], path)
+                doubt = self._proof(word, value, theirs[place], path)[1]
+                if doubt:
+                    raise GraphFileError(doubt)
             access = Access.READ if place == "src" else Access.WRITE
             if isinstance(params, BatchMemOpNodeParams):
                 access = Access.READ | Access.WRITE
@@ -449,13 +457,6 @@ def _into(names: Mapping[str, int]) -> str:
     return " and ".join(f"{offset} bytes into {name!r}" for name, offset in names.items())
 
 
-def _all(nodes: Iterable[Node]) -> Iterable[Node]:
-    for node in nodes:
-        yield node
-        for inner in node.children:
-            yield from _all(inner)
-
-
 def _word(data: bytes, offset: int) -> int:
     value: int = struct.unpack_from("<Q", data, offset)[0]
     return value
@@ -466,7 +467,8 @@ def _places(edges: Iterable[Edge], nodes: Sequence[Node]) -> set[tuple[int, int,
     return {(index[e.source], index[e.target], e.data) for e in edges}
 
 
-def _inner(params: NodeParams) -> tuple[GraphHandle, ...]:
+def inner_graphs(params: NodeParams) -> tuple[GraphHandle, ...]:
+    """The child graph or the bodies of a node."""
     if isinstance(params, ChildGraphNodeParams):
         return (params.graph,)
     return params.bodies if isinstance(params, ConditionalNodeParams) else ()

@@ -21,6 +21,7 @@ __all__ = ["lay_out"]
 
 _GAP = 22.0  # between boxes of a row, and between rows
 _LANE = 7.0  # between links that run to the next column
+_AROUND = 36.0  # columns, for these links
 _WIDEST = 8  # boxes side by side
 _TALLEST = 1000.0  # what is lower than this is not cut into columns
 _ASPECT = 1.5  # width to height of a picture with columns
@@ -136,8 +137,7 @@ def _stack(rows: _Rows) -> Drawing:
     tops = [*accumulate(steps, initial=0.0)]
     passing = [0, *(sum(len(p.below) for p in row) for row in rows)]  # links into each row
     cuts = [0]
-    left, width = _extent(rows)
-    columns = math.sqrt(_ASPECT * tops[-1] / width) if tops[-1] > _TALLEST else 1
+    columns = math.sqrt(_ASPECT * tops[-1] / _extent(rows)[1]) if tops[-1] > _TALLEST else 1
     for share in range(round(columns), 1, -1):
         top = tops[cuts[-1]]
         tall = (tops[-1] - top) / share
@@ -147,18 +147,17 @@ def _stack(rows: _Rows) -> Drawing:
             if 0.7 <= (y - top) / tall <= 1.15 and passing[r] <= _PASSING
         ]
         cuts += [r for _, _, r in sorted(good)[:1]]
-    lanes = [_LANE * passing[cut] for cut in (*cuts[1:], len(rows))]
-    margin = 18 + max(lanes) if len(lanes) > 1 else 0.0
-    x = high = 0.0
-    for lane, start, end in zip(lanes, cuts, [*cuts[1:], len(rows)], strict=True):
+    around = _AROUND if len(cuts) > 1 else 0.0
+    drawing = Drawing()
+    for start, end in pairwise([*cuts, len(rows)]):
         left, width = _extent(rows[start:end])
-        for r in range(start, end):
-            top = margin + tops[r] - tops[start]
-            high = max(high, top + heights[r] + (lane + 8 if margin else 0.0))
-            for p in rows[r]:
-                p.x, p.side, p.top, p.bottom = p.x + x - left, x + width, top, top + heights[r]
-        x += width + 24 + lane
-    return Drawing(x - 24, high)
+        x, drawing.width = drawing.width, drawing.width + width + around
+        for row, height, y in zip(rows[start:end], heights[start:], tops[start:], strict=False):
+            top = around + y - tops[start]
+            drawing.height = max(drawing.height, top + height + around)
+            for p in row:
+                p.x, p.side, p.top, p.bottom = p.x + x - left, x + width, top, top + height
+    return drawing
 
 
 def _extent(rows: _Rows) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 from ostinato.driver.api import ConditionalKind, ConditionalNodeParams, KernelNodeParams, NodeKind
 from ostinato.graph.node import Node
@@ -225,23 +225,19 @@ def _folded(body: Outline, order: Sequence[int]) -> list[_Unit]:
     back: dict[int, list[tuple[int, bool]]] = {i: [] for i in order}
     for e in body.edges:
         back[e.target].append((at[e.target] - at[e.source], e.programmatic))
-    numbers: dict[str, int] = {}
-    keys: list[int] = []  # equal for nodes of which one may be drawn for all
-    for i in order:
-        key = repr((described(body.nodes[i], body.inner[i]), sorted(back[i])))
-        keys.append(numbers.setdefault(key, len(numbers)))
+    # Equal for nodes of which one may be drawn for all.
+    keys = [repr((described(body.nodes[i], body.inner[i]), sorted(back[i]))) for i in order]
     units: list[_Unit] = []
     place = 0
     while place < len(order):
         period, times = _repetition(keys, place)
-        units.append(
-            [tuple(order[place + k * period : place + (k + 1) * period]) for k in range(times)]
-        )
-        place += period * times
+        ends = range(place, place + period * times + 1, period)
+        units.append([tuple(order[start:end]) for start, end in pairwise(ends)])
+        place = ends[-1]
     return units
 
 
-def _repetition(keys: Sequence[int], start: int) -> tuple[int, int]:
+def _repetition(keys: Sequence[str], start: int) -> tuple[int, int]:
     """The period whose repetition from `start` covers the most, and how often it repeats."""
     best = (1, 1)
     left = len(keys) - start
