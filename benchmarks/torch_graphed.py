@@ -1,34 +1,51 @@
-"""Host time of a call of torch code: eager, by hand, as torch graphs it, and through `graphed`.
+"""What `graphed` costs: host time of a call, and the time from the first call to steady state.
 
-    python -m benchmarks.torch_graphed [--only mlp,dropout] [--no-compile]
+    python -m benchmarks.torch_graphed [--only host|compile] [--works mlp,dropout] [--out DIR]
 
 What bounds it: a graph needs its inputs copied and one launch.  The bound is measured: `copy_` of
-each input and `replay()` of a graph that was captured by hand (`by hand`).  Ways, in turns:
+each input and `replay()` of a graph that was captured by hand (`by hand`).  Ways:
 
   eager             the function itself
   by hand           torch.cuda.graph, `copy_` of each input, `replay()`; the result is overwritten
   make_graphed      torch.cuda.make_graphed_callables
-  compile           torch.compile(mode="reduce-overhead")
-  graphed           `ostinato.interop.torch.graphed`; results are copies
+  compile           torch.compile(mode="reduce-overhead"), nothing in its caches
+  graphed           `ostinato.interop.torch.graphed`; results are new tensors
   graphed, static   the same with results="static": as `by hand`
 
-Host time is that of the call alone; the device is waited for between blocks of calls.  `first_ms`
-is the time from the first call to the end of the third, with all that is compiled and captured.
+`--only host`: all but `compile`, whose calls are timed in turns, block by block.  Host time is that
+of the call alone; the device is waited for between blocks.  Rows of `graphed` have its parts too:
+`match_us` the checks, `replay_us` copies and launch, `patch_us` the change of a node, `bare_us` the
+launch alone, also right after a change (`patched_us`); rows `by hand` have `copy_us` and
+`replay_us`.  `short`: how many calls
+took the short way.
+
+`--only compile`: `compile` and `graphed` alone.  `steady_ms` is the time until the end of the last
+of the first calls that took more than twice as long as the later ones, waiting for the device.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import ostinato as ost
 from benchmarks import common
 from benchmarks.torch_works import NAMES, Work, make_work
+from ostinato.interop.graphing.moves import MOST
+from ostinato.interop.graphing.recheck import launch
 
-WAYS = ("eager", "by hand", "make_graphed", "compile", "graphed", "graphed, static")
+HOST = ("eager", "by hand", "make_graphed", "graphed", "graphed, static")
+COMPILE = ("compile", "graphed")
+BLOCK = 20
+FIRST = 12
+"""Calls among which the steady state is looked for."""
 
 
 def _by_hand(work: Work, args: tuple[Any, ...]) -> Callable[..., Any]:
@@ -57,6 +74,11 @@ def _by_hand(work: Work, args: tuple[Any, ...]) -> Callable[..., Any]:
         replay()
         return out
 
+    def copy_all(*given: Any) -> None:
+        for i, copy in copies:
+            copy(given[i])
+
+    call.parts = {"copy_us": copy_all, "replay_us": lambda *_: replay()}  # type: ignore[attr-defined]
     return call
 
 
@@ -93,22 +115,93 @@ def _way(way: str, work: Work, args: tuple[Any, ...], device: ost.Device) -> Cal
     return graphed(work.function, device=device, static=work.static, results=results)
 
 
-def _time(call: Callable[..., Any], args: tuple[Any, ...], calls: int) -> list[int]:
-    """Nanoseconds of host time of each call, in blocks between which the device is waited for."""
+@dataclass
+class Way:
+    """One way of calling a work, set up, and the times of its calls in nanoseconds."""
+
+    name: str
+    call: Callable[..., Any]
+    first_ms: float
+    steady_ms: float
+    times: list[int] = field(default_factory=list)
+
+
+def _synchronize() -> None:
     import torch
 
-    times = []
-    clock = time.perf_counter_ns
-    for block in range(max(1, calls // 20)):
-        torch.cuda.synchronize()
-        for number in range(20):
-            began = clock()
-            call(*args)
-            ended = clock()
-            if block or number > 5:
-                times.append(ended - began)
     torch.cuda.synchronize()
+
+
+def _block(call: Callable[..., Any], args: tuple[Any, ...]) -> list[int]:
+    """Nanoseconds of host time of each call of one block."""
+    times, clock = [], time.perf_counter_ns
+    _synchronize()
+    for _ in range(BLOCK):
+        began = clock()
+        call(*args)
+        times.append(clock() - began)
+    _synchronize()
     return times
+
+
+def _median(call: Callable[..., Any], args: tuple[Any, ...], calls: int) -> float:
+    """Microseconds."""
+    times = [t for _ in range(max(1, calls // BLOCK)) for t in _block(call, args)]
+    return round(statistics.median(times) / 1e3, 3)
+
+
+def _start(name: str, work: Work, args: tuple[Any, ...], device: ost.Device) -> Way:
+    """Sets a way up, and calls it until it is steady."""
+    _synchronize()
+    began = time.perf_counter()
+    call = _way(name, work, args, device)
+    ends = []
+    for _ in range(2 * FIRST):
+        call(*args)
+        _synchronize()
+        ends.append(1e3 * (time.perf_counter() - began))
+    took = [b - a for a, b in pairwise([0.0, *ends])]
+    usual = statistics.median(took[FIRST:])
+    slow = [end for end, ms in zip(ends[:FIRST], took, strict=False) if ms > 2 * usual]
+    return Way(name, call, ends[2], slow[-1] if slow else 0.0)
+
+
+def _parts(way: Way, args: tuple[Any, ...], calls: int) -> dict[str, object]:
+    """What a call is made of, in microseconds."""
+    parts = getattr(way.call, "parts", None)
+    if parts is not None:
+        return {name: _median(part, args, calls) for name, part in parts.items()}
+    if not way.name.startswith("graphed"):
+        return {}
+    step: Any = way.call
+    row: dict[str, object] = {"short": sum(hot.way.count for hot in step._hot)}
+    if step._hot:
+        (hot, *_) = step._hot
+        library, captured = step._library, hot.line.captured()
+        leaves, stream = hot.match(args, {}), library.stream()
+        row["match_us"] = _median(hot.match, (args, {}), calls)
+        row["replay_us"] = _median(
+            partial(launch, library, step.cache, hot.line, captured, leaves, stream), (), calls
+        )
+        with step.cache.hold(hot.line.name) as run:
+            if captured.moves is not None:
+                nothing = captured.moves.change(bytes(16 * MOST))  # to nowhere: safe by itself
+                nothing(run)
+                row["patch_us"] = _median(nothing, (run,), calls)
+                row["patched_us"] = _median(_after(nothing, run), (stream,), calls)
+            row["bare_us"] = _median(run.launch, (stream,), calls)
+    counts = step.statistics()
+    return row | {"replays": counts.replays, "eager": counts.eager}
+
+
+def _after(change: Callable[[Any], object], run: Any) -> Callable[..., Any]:
+    """A launch after a change."""
+
+    def call(stream: Any) -> None:
+        change(run)
+        run.launch(stream)
+
+    return call
 
 
 def measure(
@@ -117,49 +210,50 @@ def measure(
     """Rows of one work."""
     import torch
 
-    rows: list[dict[str, object]] = []
-    bound: float | None = None
-    for way in ways:
+    made: list[tuple[Way, tuple[Any, ...]]] = []
+    plain = ("make_graphed", "compile")  # they do not work in inference mode
+    for each in ways:
         work = make_work(name)
         args = (*work.draw(), *work.fresh())
         try:
-            with torch.inference_mode(way not in ("make_graphed", "compile")), torch.no_grad():
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                call = _way(way, work, args, device)
-                for _ in range(3):
-                    call(*args)
-                torch.cuda.synchronize()
-                first = 1e3 * (time.perf_counter() - began)
-                times = _time(call, args, calls)
+            with torch.inference_mode(each not in plain), torch.no_grad():
+                made.append((_start(each, work, args, device), args))
         except Exception as error:
-            skipped[f"{name}: {way}"] = (
-                f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            )
-            torch.cuda.synchronize()
-            continue
-        row: dict[str, object] = {"work": name, "way": way}
-        row |= common.measured(times).fields()
-        row["first_ms"] = round(first, 2)
-        if way == "by hand":
-            bound = statistics.median(times)
-        if bound is not None:
-            row["of_by_hand"] = round(statistics.median(times) / bound, 3)
-        if way.startswith("graphed"):
-            counts = call.statistics()  # type: ignore[attr-defined]
-            row |= {"replays": counts.replays, "eager": counts.eager}
-            call.close()  # type: ignore[attr-defined]
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            skipped[f"{name}: {each}"] = reason
+            _synchronize()
+    for _ in range(max(1, calls // BLOCK)):
+        for way, args in made:
+            with torch.inference_mode(way.name not in plain), torch.no_grad():
+                way.times += _block(way.call, args)
+    bounds = [statistics.median(way.times) for way, _ in made if way.name == "by hand"]
+    rows: list[dict[str, object]] = []
+    for way, args in made:
+        row: dict[str, object] = {"work": name, "way": way.name}
+        row |= common.measured(way.times).fields()
+        row |= {"first_ms": round(way.first_ms, 2), "steady_ms": round(way.steady_ms, 2)}
+        if bounds:
+            row["of_by_hand"] = round(statistics.median(way.times) / bounds[0], 3)
+        with torch.inference_mode(way.name not in plain), torch.no_grad():
+            row |= _parts(way, args, calls // 4)
+        if way.name.startswith("graphed"):
+            way.call.close()  # type: ignore[attr-defined]
         rows.append(row)
+    compiled = next((way for way, _ in made if way.name == "compile"), None)
+    for row, (way, _) in zip(rows, made, strict=True):
+        if compiled is not None and compiled.steady_ms and way is not compiled:
+            row["of_compile"] = round(way.steady_ms / compiled.steady_ms, 4)
     return rows
 
 
 def main() -> int:
     parser = common.options(__doc__)
-    parser.add_argument("--only", default="", help="works, with commas between them")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--only", choices=("host", "compile"), help="one of the two comparisons")
+    parser.add_argument("--works", default="", help="some of them, with commas between")
     parser.add_argument("--calls", type=int, default=400)
     chosen = parser.parse_args()
     skipped: dict[str, str] = {}
+    os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # a first call, each time
     try:
         import torch
     except ImportError as error:
@@ -169,26 +263,30 @@ def main() -> int:
         print("torch has no CUDA device here: nothing is measured")
         return 0
     device = ost.open_device(chosen.device)
-    names = tuple(filter(None, chosen.only.split(","))) or NAMES
-    ways = tuple(w for w in WAYS if not (chosen.no_compile and w == "compile"))
-    calls = 40 if chosen.quick else chosen.calls
-    rows = []
-    for name in names:
-        try:
-            rows += measure(name, device, calls, ways, skipped)
-        except ImportError as error:
-            skipped[name] = str(error)
-    columns = ("work", "way", "median_us", "p90_us", "min_us", "of_by_hand", "first_ms", "eager")
-    print(common.table("host time of a call", rows, columns))
-    common.emit(
-        "torch_graphed",
-        device,
-        chosen.out,
-        ceiling={"what": "copy_ of each input and replay() by hand, in the rows `by hand`"},
-        settings={"calls": calls, "torch": torch.__version__},
-        rows=rows,
-        skipped=skipped,
-    )
+    names = tuple(filter(None, chosen.works.split(","))) or NAMES
+    calls = 80 if chosen.quick else chosen.calls
+    columns = ("work", "way", "median_us", "p90_us", "min_us", "of_by_hand", "of_compile")
+    columns += ("steady_ms", "short", "match_us", "copy_us", "replay_us", "patch_us", "bare_us")
+    columns += ("patched_us",)
+    for part, ways in (("host", HOST), ("compile", COMPILE)):
+        if chosen.only not in (None, part):
+            continue
+        rows = []
+        for name in names:
+            try:
+                rows += measure(name, device, calls, ways, skipped)
+            except ImportError as error:
+                skipped[name] = str(error)
+        print(common.table(f"a call of torch code: {part}", rows, columns))
+        common.emit(
+            "torch_graphed" if part == "host" else "torch_graphed-compile",
+            device,
+            chosen.out,
+            ceiling={"what": "copy_ of each input and replay() by hand, in the rows `by hand`"},
+            settings={"calls": calls, "torch": torch.__version__, "quick": chosen.quick},
+            rows=rows,
+            skipped=skipped,
+        )
     return 0
 
 

@@ -766,6 +766,105 @@ def test_12_a_static_tensor_is_freed(make: Make) -> None:
         step(x)
 
 
+@pytest.mark.parametrize("results", ["clone", "static"])
+def test_arrays_of_all_layouts(make: Make, results: str) -> None:
+    """Whether the graph copies them itself or torch does, beside it."""
+    from ostinato.interop.graphing.moves import NAMES
+
+    def whole(n: int) -> Any:
+        return torch.randint(-9, 9, (n, 6), device="cuda").float()
+
+    def images() -> Any:
+        return whole(16).view(2, 3, 4, 4)
+
+    cases: dict[str, tuple[Callable[[], Any], bool]] = {
+        "plain": (lambda: whole(4), True),
+        "odd place": (lambda: whole(5).view(-1)[1:25], True),
+        "bytes": (lambda: whole(4).to(torch.int8).view(-1)[3:], True),
+        "transposed": (lambda: whole(4).t(), True),
+        "channels last": (lambda: images().contiguous(memory_format=torch.channels_last), True),
+        "scalar": (lambda: whole(1)[0, 0].clone(), True),
+        "large": (lambda: torch.randn(3_000_001, device="cuda"), True),
+        "gaps": (lambda: whole(8)[::2], False),
+        "columns": (lambda: whole(8)[:, 1:3], False),
+        "expanded": (lambda: whole(1).expand(5, 6), False),
+        "conjugated": (lambda: torch.complex(whole(2), whole(2)).conj(), False),
+        "negated": (lambda: torch._neg_view(whole(4)), False),
+    }
+    for name, (draw, inside) in cases.items():
+        step = make(lambda x: (x + 1, x * 2), results=results)
+        for _ in range(5):
+            x = draw()
+            for one, other in zip(step(x), (x + 1, x * 2), strict=True):
+                assert same(one.resolve_neg().resolve_conj(), other), name
+        counts = step.statistics()
+        assert counts.replays == 4, f"{name}: {step.explain()}"
+        assert (NAMES[0] in step.inspect()) == inside, name
+
+
+def test_arrays_without_elements(make: Make) -> None:
+    """Nothing runs, so there is no graph; the results have their shapes."""
+    step = make(lambda x: (x + 1, x * 2))
+    for _ in range(3):
+        one, other = step(randn(0, 6))
+        assert one.shape == other.shape == (0, 6)
+    assert step.statistics().eager == 3 and "empty" in step.explain()
+    x = randn(2, 6)
+    for _ in range(3):
+        assert same(step(x)[0], x + 1)
+    assert step.statistics().replays == 2
+
+
+def test_results_of_all_layouts(make: Make) -> None:
+    def f(x: Any) -> Any:
+        y = x + 1
+        return {
+            "plain": y,
+            "transposed": y.t(),
+            "view": y[1:3],
+            "gaps": y[:, ::2],
+            "expanded": y[:1].expand(4, 6),
+            "flags": y > 0,
+            "empty": y[:0],
+            "conjugated": torch.complex(y, y).conj(),
+            "input": x,
+        }
+
+    for keys in (["plain", "transposed", "view", "flags", "empty", "input"], [*f(randn(4, 6))]):
+        step = make(lambda x, keys=keys: {k: v for k, v in f(x).items() if k in keys})
+        kept = []
+        for _ in range(5):
+            x = randn(4, 6)
+            kept.append((step(x), f(x)))
+        for found, wanted in kept:
+            for key in keys:
+                assert same(found[key].resolve_conj(), wanted[key].resolve_conj()), key
+        assert step.statistics().replays == 4, step.explain()
+
+
+def test_positions_are_no_random_states(make: Make) -> None:
+    step = make(lambda a, b, c, d: (a + b, c * d))
+    for number in range(5):
+        args = [torch.tensor(number + k, device="cuda") for k in range(4)]
+        one, two = step(*args)
+        assert (int(one), int(two)) == (2 * number + 1, (number + 2) * (number + 3))
+    assert step.statistics().replays == 4, step.explain()
+
+
+def test_memory_of_earlier_calls_is_not_written(make: Make) -> None:
+    step = make(lambda x: x * 2)
+    for number in range(200):
+        x = torch.full((1024,), float(number), device="cuda")
+        y = step(x)
+        place = y.data_ptr()
+        del y
+        other = torch.full((1024,), -1.0, device="cuda")  # likely where the result was
+        again = step(x)
+        assert bool((other == -1).all()), (number, place, other.data_ptr())
+        assert bool((again == 2 * number).all())
+    assert step.statistics().replays == 399
+
+
 def test_closed(make: Make) -> None:
     step = make(lambda x: x * 2)
     step.close()

@@ -88,7 +88,7 @@ def test_the_code_of_the_pages_runs(page: str) -> None:
     (block,) = [
         b
         for b in re.findall(r"^```py\w*\n(.*?)^```", text, flags=re.S | re.M)
-        if "interop.torch" in b
+        if "interop.torch" in b and "save()" not in b  # that one: test_graphed_store.py
     ]
     inputs = [torch.randn(2, 8, device="cuda") for _ in range(4)]
     names: dict[str, Any] = {"torch": torch, "model": torch.nn.Linear(8, 8).cuda()}

@@ -6,6 +6,7 @@ Its arrays are buffers with a shape, its functions launch kernels on its current
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import ostinato as ost
 from ostinato.interop.graphing.guards import Watch
 from ostinato.interop.graphing.library import NotGraphable
+from ostinato.interop.graphing.trees import Join
 
 
 @ost.host_kernel("out: *out f32, x: *const f32, n: u32, by: f32, plus: f32", name="line")
@@ -46,8 +48,8 @@ class Array:
 
     def numpy(self) -> Any:
         assert not self.lib.capturing(), "status 900: a copy to the host inside a capture"
-        self.lib.device.synchronize()
-        stream = self.lib.streams[0]
+        for stream in self.lib.streams[:2]:  # not the device: another thread may be capturing
+            stream.synchronize()
         return self.buffer.to_numpy(stream).reshape(-1)[: self.size].reshape(self.shape)
 
     def line(self, by: float, plus: float = 0.0) -> Array:
@@ -65,6 +67,15 @@ class SubArray(Array):
     pass
 
 
+class Here(threading.local):
+    """What a thread has of its own: its current stream, the capture on it and that one's memory."""
+
+    def __init__(self, stream: ost.Stream) -> None:
+        self.stream = stream
+        self.capture: ost.Capture | None = None
+        self.pool: list[ost.Buffer] = []
+
+
 class Lib:
     """The library; also what `Graphed` needs of it (`Library`)."""
 
@@ -74,16 +85,14 @@ class Lib:
     def __init__(self, device: ost.Device) -> None:
         self.device = device
         self.streams = [device.create_stream() for _ in range(3)]
-        self.current = self.streams[0]
+        self.here = Here(self.streams[0])
         self.side = self.streams[2]
         self.kernels = {n: device.modules.get_or_compile(SOURCE, n) for n in ("line", "shift")}
         self.mode = "plain"
         self.state = 0
-        self.pool: list[ost.Buffer] = []
         self.fail = ""
         self.captures = 0
         self.waits = 0
-        self._capture: Any = None
 
     # --- the library itself
     def array(self, values: Any) -> Array:
@@ -93,27 +102,34 @@ class Lib:
     def empty(self, size: int) -> ost.Buffer:
         buffer = self.device.zeros(max(1, size), "f4") if not self.capturing() else None
         if buffer is None:
-            buffer = self.pool.pop()
+            buffer = self.here.pool.pop()
             assert buffer.nbytes >= 4 * size
         return buffer
 
     def launch(self, name: str, *args: Any) -> None:
-        ost.launch(self.current, self.kernels[name], ONE, *args)
+        ost.launch(self.here.stream, self.kernels[name], ONE, *args)
 
     @contextlib.contextmanager
     def on(self, stream: ost.Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before, self.here.stream = self.here.stream, stream
         try:
             yield
         finally:
-            self.current = before
+            self.here.stream = before
 
     # --- what Graphed asks for
     def capturing(self) -> bool:
-        return self._capture is not None
+        return self.here.capture is not None
 
     def modes(self) -> Hashable:
         return self.mode
+
+    @property
+    def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
+        return (self.signature,)
+
+    def situation(self) -> tuple[Callable[[], Any], ...]:
+        return self.capturing, self.stream, self.modes
 
     def signature(self, array: Array, /) -> tuple[Hashable, ...]:
         return array.shape, "f4", (), array.place
@@ -144,21 +160,21 @@ class Lib:
     def parts(self, value: object, /) -> tuple[Hashable, list[Any]] | None:
         return None
 
-    def join(self, like: object, children: list[Any], /) -> object:
+    def joiner(self, like: Any, /) -> Join:
         raise AssertionError
 
     def watch(self, value: object, /) -> Watch | None:
         return None
 
     def stream(self) -> ost.Stream:
-        return self.current
+        return self.here.stream
 
     def wait(self, stream: ost.Stream, other: ost.Stream) -> None:
         self.waits += 1
         stream.wait(other.record())
 
     def run_beside(self, work: Callable[[], Any]) -> Any:
-        current = self.current
+        current = self.here.stream
         self.side.wait(current.record())
         try:
             with self.on(self.side):
@@ -166,21 +182,25 @@ class Lib:
         finally:
             current.wait(self.side.record())
 
-    def capture(self, work: Callable[[], Any]) -> tuple[ost.Graph, Any]:
+    def capture(self, work: Callable[[ost.Stream], Any]) -> tuple[ost.Graph, Any]:
         self.captures += 1
-        self.pool = [self.device.zeros(4096, "f4") for _ in range(8)]
+        self.here.pool = [self.device.zeros(4096, "f4") for _ in range(32)]
         try:
             with ost.capture(self.side) as capture, self.on(self.side):
-                self._capture = capture
+                self.here.capture = capture
                 try:
-                    result = work()
+                    result = work(self.side)
                     if self.fail:
                         raise RuntimeError(self.fail)
                 finally:
-                    self._capture = None
+                    self.here.capture = None
         except (RuntimeError, AssertionError, ost.OstinatoError) as error:
             raise NotGraphable(f"{type(error).__name__}: {error}") from None
-        return capture.graph, result
+        # Adopted, as other libraries' graphs are: without what their launches said of addresses.
+        graph = capture.graph
+        return ost.Graph.adopt(
+            self.device, int(graph.handle), owner=(graph, self.here.pool)
+        ), result
 
     def buffer(self, array: Array, shape: Sequence[int] | None) -> Array:
         return Array(self, array.shape if shape is None else shape)
@@ -198,6 +218,34 @@ class Lib:
 
     def clone(self, array: Array, /) -> Array:
         return array.line(1.0)
+
+    def extent(self, array: Array, /) -> int | None:
+        return 4 * array.size
+
+    def empty_like(self, array: Array, /) -> Array:
+        return Array(self, array.shape)
+
+    stable: tuple[type, ...] = ()
+
+    def release(self) -> Hashable:
+        return "1.0"
+
+    def over(self, buffer: ost.Buffer) -> Array:
+        return Array(self, (buffer.nbytes // 4,), buffer)
+
+    def span(self, array: Array) -> ost.MemoryRange:
+        return ost.MemoryRange(self.address(array), 4 * array.size)
+
+    def layout(self, array: Array, base: int) -> Any:
+        return [[*array.shape], self.address(array) - base]
+
+    def view(self, array: Array, layout: Any) -> Array:
+        shape, offset = layout
+        size = int(np.prod(shape))
+        memory = self.storage(array)
+        if offset < 0 or offset + 4 * size > memory.nbytes:
+            raise ValueError("it does not lie in its memory")
+        return Array(self, shape, array.buffer.view(offset=offset, shape=(size,), dtype="f4"))
 
     def narrow(self, array: Array, axis: int, size: int) -> Array:
         assert axis == 0
@@ -231,6 +279,3 @@ class Lib:
 
     def same_random(self, state: Any) -> bool:
         return bool(self.state == state)
-
-    def synchronize(self) -> None:
-        self.device.synchronize()

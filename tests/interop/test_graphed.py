@@ -445,7 +445,7 @@ def test_checks_find_a_wrong_replay(lib: Lib, make: Make) -> None:
     assert answers[-1] == 3.0
     (line,) = step.statistics().keys
     assert "a check failed" in line.reason and "result differs" in line.reason
-    assert "node 0 line" in line.reason
+    assert "(kernels that point at it: node 1 line)" in line.reason
 
 
 def test_a_check_puts_state_back(lib: Lib, make: Make) -> None:
@@ -556,3 +556,18 @@ def test_options_are_checked(lib: Lib, make: Make) -> None:
     ):
         with pytest.raises(InputError):
             make(lambda x: x, **wrong)
+
+
+def test_the_reason_names_what_changed_and_nothing_else(lib: Lib, make: Make) -> None:
+    counts, factor, weight = [0], 2.0, lib.array(numbers())
+
+    def f(x: Array) -> Array:
+        counts[0] += 1
+        _ = weight
+        return x.line(factor)
+
+    step = make(f)
+    for _ in range(3):
+        step(lib.array(numbers()))
+    reason = step.statistics().keys[-1].reason
+    assert "uses itself (counts)" in reason, reason

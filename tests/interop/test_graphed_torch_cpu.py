@@ -3,6 +3,7 @@ computes again and copies into the first result.  The rest is as in `interop.tor
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import random
 from collections.abc import Callable, Iterator
@@ -50,10 +51,13 @@ def make(host_device: Device) -> Iterator[Callable[..., Any]]:
         def run_beside(self, work: Callable[[], Any]) -> Any:
             return work()
 
-        def capture(self, work: Callable[[], Any]) -> tuple[ost.Graph, Any]:
+        def extent(self, tensor: Any, /) -> None:
+            """The host driver's kernels cannot reach torch's memory."""
+
+        def capture(self, work: Callable[[Any], Any]) -> tuple[ost.Graph, Any]:
             self.inside = True
             try:
-                result = work()
+                result = work(self.ours)
             except Exception as error:
                 raise NotGraphable(_explained(error)) from None
             finally:
@@ -64,7 +68,7 @@ def make(host_device: Device) -> Iterator[Callable[..., Any]]:
 
             def again() -> None:
                 with torch.inference_mode(inference), torch.no_grad():
-                    for into, new in zip(leaves(result), leaves(work()), strict=True):
+                    for into, new in zip(leaves(result), leaves(work(self.ours)), strict=True):
                         if isinstance(into, torch.Tensor):
                             into.copy_(new)
 
@@ -87,6 +91,15 @@ def make(host_device: Device) -> Iterator[Callable[..., Any]]:
         def _results(self, *args: Any) -> Any:
             self._library.device.synchronize()
             return super()._results(*args)
+
+        def _giver(self, *args: Any) -> Any:
+            give = super()._giver(*args)
+
+            def waited(made: Any) -> Any:
+                self._library.device.synchronize()
+                return give(made)
+
+            return waited
 
     class WaitingModule(GraphedModule, Waiting):
         pass
@@ -217,6 +230,48 @@ def test_results_of_transformers(make: Any) -> None:
         assert torch.equal(found.logits, x * 2) and torch.equal(found["hidden_states"][1], x + 1)
         assert found.loss is None
     assert step.statistics().replays == 3, step.explain()
+
+
+def test_results_of_transformers_are_the_callers_own(make: Any) -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    step = make(lambda x: outputs.CausalLMOutputWithPast(logits=x * 2))
+    x = torch.ones(2)
+    for _ in range(4):
+        found, eager = step(x), outputs.CausalLMOutputWithPast(logits=x * 2)
+        assert vars(found).keys() == vars(eager).keys() and [*found] == [*eager]
+        assert found.logits is found["logits"] and torch.equal(found.to_tuple()[0], x * 2)
+        found["logits"] = found.loss = None
+        found.note = "mine"
+
+
+def test_dicts_that_hold_more_than_their_children(make: Any) -> None:
+    class Output(collections.OrderedDict):  # type: ignore[type-arg]
+        pass
+
+    def flat(value: Any) -> Any:
+        return [*value.values()], (tuple(value), value.words)
+
+    def built(values: Any, context: Any) -> Any:
+        made = Output(zip(context[0], values, strict=True))
+        made.words = [*context[1]]
+        return made
+
+    torch.utils._pytree.register_pytree_node(Output, flat, built)
+    try:
+
+        def f(x: Any) -> Any:
+            out = Output(a=x + 1)
+            out.words = ["one"]
+            return out
+
+        step = make(f)
+        for _ in range(4):
+            found = step(torch.ones(2))
+            assert found["a"].tolist() == [2, 2] and found.words == ["one"]
+            found.words.append("two")
+        assert step.statistics().replays == 3, step.explain()
+    finally:
+        torch.utils._pytree._deregister_pytree_node(Output)
 
 
 def test_dynamic_axes(make: Any) -> None:
@@ -383,3 +438,90 @@ def test_the_short_way_takes_no_call_that_the_key_tells_apart(make: Any, seed: i
         torch.set_default_dtype(states[0])
         torch.set_float32_matmul_precision(states[1])
     assert taken > 10 and refused > 20, (taken, refused)
+
+
+def test_layouts_of_results_are_found_again() -> None:
+    from ostinato.interop.torch.graphing import Torch
+
+    lib: Any = Torch.__new__(Torch)
+    base = torch.arange(60, dtype=torch.float32)
+    whole = lib.storage(base).address
+    for tensor in (
+        base,
+        base[7:],
+        base.view(3, 20).t(),
+        base.view(3, 20)[1:, 2:9:3],
+        base[:1].expand(4),
+        base[3],
+        base[:0],
+        base.view(torch.int64)[5:9],
+        base.view(torch.uint8)[17:23],
+    ):
+        layout, span = lib.layout(tensor, whole), lib.span(tensor)
+        found = lib.view(base, layout)
+        assert found.dtype == tensor.dtype and found.stride() == tensor.stride()
+        assert torch.equal(found, tensor) and lib.span(found) == span
+        if tensor.numel():
+            assert found.data_ptr() == tensor.data_ptr()
+            assert span.nbytes == tensor.element_size() * (
+                1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            )
+    assert lib.layout(torch._neg_view(base), whole) is None
+    for wrong in (
+        ["float32", [61], [1], 0],
+        ["float32", [4], [1], 2],
+        ["float32", [4], [1], -4],
+        ["float32", [4], [-1], 40],
+        ["float64", [30], [1], 8],
+        ["Tensor", [4], [1], 0],
+        ["nothing", [4], [1], 0],
+    ):
+        with pytest.raises(ValueError, match=r"type|memory"):
+            lib.view(base, wrong)
+
+
+def test_modules_are_described_by_names_in_the_order_of_their_guards(make: Any) -> None:
+    from types import SimpleNamespace
+
+    from ostinato.interop.graphing.guards import Guards
+    from ostinato.interop.graphing.stored import Description
+
+    def describe(model: Any) -> Any:
+        lib = make(model)._library
+        guards = Guards(model.forward, lib)
+        description = Description(lib)
+        description.guards(guards)
+        seen = guards.read()
+        assert len(seen.arrays) == len(description.arrays) == len({*description.names})
+        assert all(a is b for a, b in zip(seen.arrays, description.arrays, strict=True))
+        return description
+
+    def build() -> Any:
+        model = Net()
+        model.register_buffer("shift", torch.zeros(4))
+        model.config = SimpleNamespace(rope=SimpleNamespace(theta=1e4), _attention="one")
+        return model
+
+    first = describe(build())
+    assert "self.inner.0.weight" in first.names and "self.shift" in first.names
+    assert describe(build()).parts == first.parts
+    changes: list[Callable[[Any], Any]] = [
+        lambda m: setattr(m, "scale", 2.0),
+        lambda m: setattr(m.config.rope, "theta", 1e5),
+        lambda m: setattr(m.config, "_attention", "other"),
+        lambda m: m.inner[0].register_forward_hook(lambda *a: None),
+        lambda m: m.eval(),
+        lambda m: m.inner.append(torch.nn.Identity()),
+        lambda m: setattr(m.inner, "0", torch.nn.Linear(4, 4).double()),
+        lambda m: setattr(m, "forward", lambda x: x),
+        lambda m: m.inner[0].requires_grad_(False),
+        lambda m: setattr(m.inner[0], "weight", torch.nn.Parameter(torch.ones(4, 4).t())),
+    ]
+    for number, change in enumerate(changes):
+        model = build()
+        change(model)
+        try:
+            parts = describe(model).parts
+        except AssertionError:
+            parts = None  # a function of its own has no weights
+        assert parts != first.parts, number

@@ -5,40 +5,38 @@ What is keyed, captured and replayed is in `interop.graphing`; here is what CuPy
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import cupy
 import numpy as np
 
 from ostinato import (
-    Capture,
     CaptureMode,
     Device,
     Graph,
     GraphCache,
     MemoryRange,
     Node,
-    PowersOfTwo,
     Stream,
+    every_node,
     open_device,
 )
-from ostinato.cache import Buckets, CaptureLimits
-from ostinato.errors import CaptureError, ContextPoisonedError, InputError
+from ostinato.cache import Buckets
+from ostinato.errors import InputError
 from ostinato.interop.cupy.adopting import external_stream
+from ostinato.interop.graphing.capturing import captured, no_collection
 from ostinato.interop.graphing.errors import explained
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.guards import Watch
-from ostinato.interop.graphing.library import NotGraphable, Options
-from ostinato.interop.graphing.padding import Padding
+from ostinato.interop.graphing.library import LIMITS, NotGraphable, Options, cuda_index, name_of
+from ostinato.interop.graphing.moves import dense
+from ostinato.interop.graphing.trees import Join
 
 __all__ = ["graphed"]
-
-LIMITS = CaptureLimits(per_key=8, within=1000)
-"""Of the cache that `graphed` makes: a key that is evicted all the time is run eagerly."""
 
 _names = itertools.count()
 _devices: dict[int, Device] = {}
@@ -89,17 +87,13 @@ def graphed(
         if device is None or device.context.closed:
             cupy.cuda.runtime.free(0)  # CuPy opens its context first
             device = _devices[index] = open_device(f"cuda:{index}")
-    elif device.name.partition(":")[0] != "cuda":
-        raise InputError(f"device {device.name!r}: a CUDA device is needed")
     else:
-        index = int(device.name.partition(":")[2] or 0)
-    for what, names in (("buckets", buckets), ("padding", padding)):
-        if names is not None and dynamic is None:
-            raise InputError(f"{what} is for dynamic axes: give dynamic={{parameter: axis}}")
-    options = Options(
-        static=tuple([static] if isinstance(static, str) else static),
-        padding=None if dynamic is None else Padding(dynamic, buckets or PowersOfTwo()),
-        fill=dict(padding or {}),
+        index = cuda_index(device)
+    options = Options.given(
+        static=static,
+        dynamic=dynamic,
+        buckets=buckets,
+        padding=padding,
         results=results,
         verify=verify,
         tolerance=tolerance,
@@ -107,9 +101,7 @@ def graphed(
         guard=guard,
     )
     if name is None:
-        number = next(_names)
-        name = getattr(function, "__qualname__", type(function).__name__)
-        name = f"{name}~{number}" if number else name
+        name = name_of(function, next(_names))
     kept = cache or GraphCache(device, budget=budget, limits=LIMITS)
     library = CuPy(device, index, writes=writes)
     return Graphed(function, library, options, kept, name=name, owns_cache=cache is None)
@@ -146,7 +138,7 @@ class CuPy:
     def parts(self, value: object, /) -> tuple[Hashable, list[Any]] | None:
         return None
 
-    def join(self, like: object, children: list[Any], /) -> object:
+    def joiner(self, like: Any, /) -> Join:
         raise AssertionError(f"{type(like).__name__} is no container of CuPy")
 
     def watch(self, value: object, /) -> Watch | None:
@@ -182,6 +174,13 @@ class CuPy:
     def modes(self) -> Hashable:
         return int(cupy.cuda.runtime.getDevice())
 
+    @property
+    def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
+        return (self.signature,)
+
+    def situation(self) -> tuple[Callable[[], Any], ...]:
+        return self.capturing, self.stream, self.modes
+
     # --- streams
     def capturing(self) -> bool:
         stream = cupy.cuda.get_current_stream()
@@ -211,35 +210,17 @@ class CuPy:
         finally:
             current.wait(side.record())
 
-    def synchronize(self) -> None:
-        self.device.synchronize()
-
     # --- captures
-    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+    def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
         side, current = self._beside(), self.stream()
         side.wait(current.record())
-        capture = Capture(side)
-        collecting = gc.isenabled()
-        with _captures:
-            gc.disable()  # it may destroy graphs, which would break the capture
-            try:
-                with external_stream(side), cupy.cuda.using_allocator(self._pool.malloc):
-                    capture.begin()
-                    try:
-                        result = work()
-                        graph = capture.end()
-                    except ContextPoisonedError:
-                        raise
-                    except CaptureError as broken:
-                        raise NotGraphable(f"the capture failed: {broken}") from None
-                    except Exception as raised:
-                        cannot = ".item(), .get(), a print, nonzero, a copy to the host"
-                        raise NotGraphable(explained(raised, cupy, cannot)) from None
-                    finally:
-                        capture.abort()  # nothing to do if it has ended
-            finally:
-                if collecting:
-                    gc.enable()
+        with (
+            _captures,
+            no_collection(),
+            external_stream(side),
+            cupy.cuda.using_allocator(self._pool.malloc),
+        ):
+            graph, result = captured(side, partial(work, side), _explained)
         drawing = _drawing(graph.nodes)
         if drawing is not None:
             raise NotGraphable(
@@ -267,6 +248,13 @@ class CuPy:
 
     def clone(self, array: Any, /) -> Any:
         return array.copy("K")
+
+    def extent(self, array: Any, /) -> int | None:
+        whole = dense(array.shape, array.strides, array.itemsize)
+        return int(array.nbytes) if whole else None
+
+    def empty_like(self, array: Any, /) -> Any:
+        return cupy.empty_like(array)
 
     def narrow(self, array: Any, axis: int, size: int) -> Any:
         return array[(slice(None),) * axis + (slice(size),)]
@@ -317,13 +305,11 @@ class CuPy:
         return True
 
 
+def _explained(error: Exception) -> str:
+    return explained(error, cupy, ".item(), .get(), a print, nonzero, a copy to the host")
+
+
 def _drawing(nodes: Sequence[Node]) -> Node | None:
     """A node of cuRAND, whose generators count on the host what they have drawn."""
-    for node in nodes:
-        if any(part in node.name for part in ("curand", "gen_sequenced", "generate_seed")):
-            return node
-        for body in node.children:
-            found = _drawing(body)
-            if found is not None:
-                return found
-    return None
+    parts = "curand", "gen_sequenced", "generate_seed"
+    return next((n for n in every_node(nodes) if any(part in n.name for part in parts)), None)

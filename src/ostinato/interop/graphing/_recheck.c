@@ -8,7 +8,11 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <string.h>
+#include <structmember.h>
+#include <time.h>
 
 /* Of what is checked: the value in a slot (arguments, then what was unpacked out of them), or an
  * object that does not depend on the call. */
@@ -36,6 +40,7 @@ typedef struct {
     int operation;
     Py_ssize_t slot; /* -1 for an object */
     PyObject *object, *keys, *values; /* the last two: tuples */
+    PyObject **key, **value;          /* what is in them */
     Py_ssize_t count, next;
 } Check;
 
@@ -82,8 +87,8 @@ same_items(const Check *check, PyObject *dict)
     if (!is_dict(dict) || PyDict_Size(dict) != check->count)
         return 0;
     for (Py_ssize_t i = 0; PyDict_Next(dict, &place, &key, &value); i++)
-        if (i >= check->count || key != PyTuple_GetItem(check->keys, i) ||
-            value != PyTuple_GetItem(check->values, i))
+        if (i >= check->count || key != check->key[i] ||
+            value != check->value[i])
             return 0;
     return 1;
 }
@@ -96,7 +101,7 @@ unpack_dict(const Check *check, PyObject *dict, PyObject **slots)
     if (!is_dict(dict) || PyDict_Size(dict) != check->count)
         return 0;
     for (Py_ssize_t i = 0; PyDict_Next(dict, &place, &key, &value); i++) {
-        if (i >= check->count || key != PyTuple_GetItem(check->keys, i))
+        if (i >= check->count || key != check->key[i])
             return 0;
         slots[check->next + i] = Py_NewRef(value);
     }
@@ -107,7 +112,7 @@ static int
 unpack(const Check *check, PyObject *from, PyObject **slots)
 {
     int listed = PyList_Check(from);
-    if ((PyObject *)Py_TYPE(from) != PyTuple_GetItem(check->values, 0) ||
+    if ((PyObject *)Py_TYPE(from) != check->value[0] ||
         (listed ? PyList_Size(from) : PyTuple_Size(from)) != check->count)
         return 0;
     for (Py_ssize_t i = 0; i < check->count; i++)
@@ -121,31 +126,31 @@ static int
 holds(const Check *check, PyObject **slots)
 {
     PyObject *subject = check->slot < 0 ? check->object : slots[check->slot];
-    PyObject *keys = check->keys, *values = check->values, *found;
+    PyObject **keys = check->key, **values = check->value, *found;
     int same = 1;
     if (subject == NULL) /* a slot that nothing was unpacked into */
         return 0;
     switch (check->operation) {
     case TYPE:
-        return (PyObject *)Py_TYPE(subject) == PyTuple_GetItem(values, 0);
+        return (PyObject *)Py_TYPE(subject) == values[0];
     case IS:
-        return subject == PyTuple_GetItem(values, 0);
+        return subject == values[0];
     case EQUAL:
-        return equal(subject, PyTuple_GetItem(values, 0));
+        return equal(subject, values[0]);
     case READS:
         for (Py_ssize_t i = 0; same == 1 && i < check->count; i++) {
-            PyObject *key = PyTuple_GetItem(keys, i);
+            PyObject *key = keys[i];
             found = PyUnicode_Check(key) ? PyObject_GetAttr(subject, key)
                                          : PyObject_CallFunctionObjArgs(key, subject, NULL);
-            same = gives(found, PyTuple_GetItem(values, i));
+            same = gives(found, values[i]);
         }
         return same;
     case ATTRIBUTES:
         for (Py_ssize_t i = 0; i < check->count; i++) {
-            found = PyObject_GetAttr(subject, PyTuple_GetItem(keys, i));
+            found = PyObject_GetAttr(subject, keys[i]);
             if (found == NULL)
                 return -1;
-            same = found == PyTuple_GetItem(values, i);
+            same = found == values[i];
             Py_DECREF(found);
             if (!same)
                 return 0;
@@ -155,8 +160,8 @@ holds(const Check *check, PyObject **slots)
         return same_items(check, subject);
     case LOOKUP:
         for (Py_ssize_t i = 0; i < check->count; i++) {
-            found = PyDict_GetItemWithError(subject, PyTuple_GetItem(keys, i));
-            if (found != PyTuple_GetItem(values, i))
+            found = PyDict_GetItemWithError(subject, keys[i]);
+            if (found != values[i])
                 return PyErr_Occurred() ? -1 : 0;
         }
         return 1;
@@ -164,19 +169,19 @@ holds(const Check *check, PyObject **slots)
         if (PyList_Size(subject) != check->count)
             return 0;
         for (Py_ssize_t i = 0; i < check->count; i++)
-            if (PyList_GetItem(subject, i) != PyTuple_GetItem(values, i))
+            if (PyList_GetItem(subject, i) != values[i])
                 return 0;
         return 1;
     case SIZE:
         return PyDict_Size(subject) == check->count;
     case CALLS:
         for (Py_ssize_t i = 0; same == 1 && i < check->count; i++)
-            same = gives(PyObject_CallNoArgs(PyTuple_GetItem(keys, i)), PyTuple_GetItem(values, i));
+            same = gives(PyObject_CallNoArgs(keys[i]), values[i]);
         return same;
     case ADDRESSES:
         for (Py_ssize_t i = 0; same == 1 && i < check->count; i++)
-            same = gives(PyObject_CallFunctionObjArgs(subject, PyTuple_GetItem(keys, i), NULL),
-                         PyTuple_GetItem(values, i));
+            same = gives(PyObject_CallFunctionObjArgs(subject, keys[i], NULL),
+                         values[i]);
         return same;
     case UNPACK:
         return unpack(check, subject, slots);
@@ -216,21 +221,27 @@ leaves_of(Recheck *self, PyObject **slots)
     return leaves;
 }
 
-static PyObject *
-recheck_match(PyObject *op, PyObject *const *args, Py_ssize_t count)
+/* A tuple and a dict: those of a call. */
+static int
+are_arguments(PyObject *const *args, Py_ssize_t count)
 {
-    Recheck *self = (Recheck *)op;
-    if (count != 2 || !PyTuple_Check(args[0]) || !is_dict(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "a tuple and a dict are needed");
-        return NULL;
-    }
-    if (PyTuple_Size(args[0]) != self->positional)
+    if (count == 2 && PyTuple_Check(args[0]) && is_dict(args[1]))
+        return 1;
+    PyErr_SetString(PyExc_TypeError, "a tuple and a dict are needed");
+    return 0;
+}
+
+/* The arrays of a call that is like the one of the checks, None for another call. */
+static PyObject *
+matched(Recheck *self, PyObject *args, PyObject *kwargs)
+{
+    if (PyTuple_Size(args) != self->positional)
         Py_RETURN_NONE;
     PyObject *slots[MOST_SLOTS];
     memset(slots, 0, (size_t)self->slots * sizeof *slots);
     for (Py_ssize_t i = 0; i < self->positional; i++)
-        slots[i] = Py_NewRef(PyTuple_GetItem(args[0], i));
-    int same = take_named(self, args[1], slots);
+        slots[i] = Py_NewRef(PyTuple_GetItem(args, i));
+    int same = take_named(self, kwargs, slots);
     for (Py_ssize_t i = 0; same == 1 && i < self->count; i++)
         same = holds(self->checks + i, slots);
     PyObject *result = same == 1 ? leaves_of(self, slots) : NULL;
@@ -240,17 +251,18 @@ recheck_match(PyObject *op, PyObject *const *args, Py_ssize_t count)
     }
     if (same == 0)
         result = Py_NewRef(Py_None);
-    if (PyErr_Occurred()) { /* the ends of slots must not meet an exception that is set */
-        PyObject *kind, *value, *trace;
-        PyErr_Fetch(&kind, &value, &trace);
-        for (Py_ssize_t i = 0; i < self->slots; i++)
-            Py_XDECREF(slots[i]);
-        PyErr_Restore(kind, value, trace);
-        return result;
-    }
+    PyObject *kind, *value, *trace; /* the ends of slots must not meet an exception that is set */
+    PyErr_Fetch(&kind, &value, &trace);
     for (Py_ssize_t i = 0; i < self->slots; i++)
         Py_XDECREF(slots[i]);
+    PyErr_Restore(kind, value, trace);
     return result;
+}
+
+static PyObject *
+recheck_match(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    return are_arguments(args, count) ? matched((Recheck *)op, args[0], args[1]) : NULL;
 }
 
 static int
@@ -277,6 +289,7 @@ recheck_clear(PyObject *op)
     self->count = self->leaves = 0;
     self->positional = -1; /* no call has as many arguments */
     for (Py_ssize_t i = 0; i < count; i++) {
+        PyMem_Free(checks[i].key);
         Py_XDECREF(checks[i].object);
         Py_XDECREF(checks[i].keys);
         Py_XDECREF(checks[i].values);
@@ -318,7 +331,7 @@ is_sound(const Check *check, Py_ssize_t slots)
     case ATTRIBUTES:
     case LOOKUP:
         for (Py_ssize_t i = 0; i < keys; i++)
-            if (!PyUnicode_CheckExact(PyTuple_GetItem(check->keys, i)))
+            if (!PyUnicode_CheckExact(check->key[i]))
                 return 0;
         return keys == count && values == count &&
                (check->operation == ATTRIBUTES || (check->slot < 0 && is_dict(check->object)));
@@ -328,13 +341,31 @@ is_sound(const Check *check, Py_ssize_t slots)
         return check->slot < 0 && PyDict_Check(check->object);
     case UNPACK:
         return values == 1 && check->next >= 0 && check->next + count <= slots &&
-               (PyTuple_GetItem(check->values, 0) == (PyObject *)&PyTuple_Type ||
-                PyTuple_GetItem(check->values, 0) == (PyObject *)&PyList_Type);
+               (check->value[0] == (PyObject *)&PyTuple_Type ||
+                check->value[0] == (PyObject *)&PyList_Type);
     case UNPACK_DICT:
         return keys == count && check->next >= 0 && check->next + count <= slots;
     default:
         return check->operation == LEAF && check->slot >= 0;
     }
+}
+
+/* Fills `key` and `value`. */
+static int
+look_into(Check *check)
+{
+    Py_ssize_t keys = PyTuple_Size(check->keys), values = PyTuple_Size(check->values);
+    check->key = PyMem_Calloc((size_t)(keys + values) + 1, sizeof(PyObject *));
+    if (check->key == NULL) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    check->value = check->key + keys;
+    for (Py_ssize_t i = 0; i < keys; i++)
+        check->key[i] = PyTuple_GetItem(check->keys, i);
+    for (Py_ssize_t i = 0; i < values; i++)
+        check->value[i] = PyTuple_GetItem(check->values, i);
+    return 1;
 }
 
 static PyObject *
@@ -382,6 +413,10 @@ recheck_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         check->values = Py_NewRef(values);
         self->count = i + 1;
         self->leaves += check->operation == LEAF;
+        if (!look_into(check)) {
+            Py_DECREF(self);
+            return NULL;
+        }
         if (!is_sound(check, slots)) {
             PyErr_Format(PyExc_ValueError, "check %zd is none", i);
             Py_DECREF(self);
@@ -417,6 +452,315 @@ static PyType_Spec recheck_spec = {
     .slots = recheck_slots,
 };
 
+/* ------------------------------------------------------------------------------------------ Way
+ *
+ * A whole call by the short way, for a graph that copies its arrays itself.  Every call out of here
+ * is one of an object that `recheck.py` gave; the lock of the graphed function is held meanwhile. */
+
+enum { MOST_WORDS = 32, TIMED = 16 };
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *recheck;
+    PyObject *acquire, *release;   /* of the lock */
+    PyObject *captured;            /* a weak reference, which owns nothing of the graph */
+    PyObject *turns, *stream;      /* `turns.last` is the stream, or `turns.take()` is called */
+    PyObject *empty_like, *address;
+    PyObject *changing;            /* bytes for the first node to what `replay` is given */
+    PyObject *replay, *name;
+    PyObject *missed;              /* the result of a call that is not like the one noted */
+    PyObject *timed;               /* is given the microseconds of one call in TIMED */
+    PyObject *allowed;             /* whether these arrays may be copied, or None: all may */
+    PyObject *last_word, *templates_word, *give_word;
+    Py_ssize_t count;              /* replays */
+    int ended;
+} Way;
+
+enum { WAY_ARGUMENTS = 14, WAY_OBJECTS = 17 };
+
+static PyObject **
+way_objects(Way *self)
+{
+    return &self->recheck;
+}
+
+/* Appends the addresses of the arrays in a list; 0 with an exception. */
+static int
+add_addresses(Way *self, PyObject *arrays, uint64_t *words, Py_ssize_t *used)
+{
+    Py_ssize_t count = PyList_Size(arrays);
+    if (count < 0 || *used + count > MOST_WORDS) {
+        if (count >= 0)
+            PyErr_SetString(PyExc_ValueError, "too many arrays");
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *number =
+            PyObject_CallFunctionObjArgs(self->address, PyList_GetItem(arrays, i), NULL);
+        if (number == NULL)
+            return 0;
+        words[*used] = PyLong_AsUnsignedLongLong(number);
+        Py_DECREF(number);
+        if (words[(*used)++] == UINT64_MAX && PyErr_Occurred())
+            return 0;
+    }
+    return 1;
+}
+
+/* New arrays for the outputs that the graph copies. */
+static PyObject *
+new_outputs(Way *self, PyObject *captured)
+{
+    PyObject *like = PyObject_GetAttr(captured, self->templates_word);
+    if (like == NULL)
+        return NULL;
+    PyObject *made = NULL;
+    if (!PyTuple_Check(like))
+        PyErr_SetString(PyExc_TypeError, "templates is no tuple");
+    else
+        made = PyList_New(PyTuple_Size(like));
+    for (Py_ssize_t i = 0; made != NULL && i < PyTuple_Size(like); i++) {
+        PyObject *one =
+            PyObject_CallFunctionObjArgs(self->empty_like, PyTuple_GetItem(like, i), NULL);
+        if (one == NULL)
+            Py_CLEAR(made);
+        else
+            PyList_SetItem(made, i, one);
+    }
+    Py_DECREF(like);
+    return made;
+}
+
+/* Launches the graph with these inputs and outputs: 1, or 0 if it is not there, -1 with an
+ * exception. */
+static int
+way_launch(Way *self, PyObject *leaves, PyObject *made)
+{
+    uint64_t words[MOST_WORDS];
+    Py_ssize_t used = 0;
+    memset(words, 0, sizeof words);
+    if (!add_addresses(self, leaves, words, &used) || !add_addresses(self, made, words, &used))
+        return -1;
+    PyObject *bytes = PyBytes_FromStringAndSize((char *)words, sizeof words);
+    PyObject *change =
+        bytes == NULL ? NULL : PyObject_CallFunctionObjArgs(self->changing, bytes, NULL);
+    PyObject *answer = change == NULL ? NULL
+                                      : PyObject_CallFunctionObjArgs(self->replay, self->name,
+                                                                     self->stream, change, NULL);
+    Py_XDECREF(bytes);
+    Py_XDECREF(change);
+    int launched = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    return launched;
+}
+
+/* The stream's turn; 0 with an exception. */
+static int
+way_turn(Way *self)
+{
+    PyObject *last = PyObject_GetAttr(self->turns, self->last_word);
+    if (last != NULL && last != self->stream) {
+        Py_DECREF(last);
+        last = PyObject_CallMethod(self->turns, "take", NULL);
+    }
+    Py_XDECREF(last);
+    return last != NULL;
+}
+
+static PyObject *
+way_run(Way *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *made = NULL, *give = NULL, *result = NULL, *captured = NULL;
+    PyObject *leaves = matched((Recheck *)self->recheck, args, kwargs);
+    int launched = leaves == NULL ? -1 : leaves != Py_None;
+    if (launched == 1) {
+        captured = PyObject_CallNoArgs(self->captured);
+        launched = captured == NULL ? -1 : captured != Py_None;
+    }
+    if (launched == 1 && self->allowed != Py_None) {
+        PyObject *allowed = PyObject_CallFunctionObjArgs(self->allowed, leaves, NULL);
+        launched = allowed == NULL ? -1 : PyObject_IsTrue(allowed);
+        Py_XDECREF(allowed);
+    }
+    if (launched == 1) {
+        made = way_turn(self) ? new_outputs(self, captured) : NULL;
+        launched = made == NULL ? -1 : way_launch(self, leaves, made);
+    }
+    if (launched == 1) {
+        self->count++;
+        give = PyObject_GetAttr(captured, self->give_word);
+        result = give == NULL ? NULL : PyObject_CallFunctionObjArgs(give, made, NULL);
+    }
+    else if (launched == 0)
+        result = Py_NewRef(self->missed);
+    Py_XDECREF(leaves);
+    Py_XDECREF(captured);
+    Py_XDECREF(made);
+    Py_XDECREF(give);
+    return result;
+}
+
+/* `way_run`, whose time is noted if it replayed. */
+static PyObject *
+way_run_timed(Way *self, PyObject *args, PyObject *kwargs)
+{
+    struct timespec began, ended;
+    timespec_get(&began, TIME_UTC);
+    PyObject *result = way_run(self, args, kwargs);
+    if (result == NULL || result == self->missed)
+        return result;
+    timespec_get(&ended, TIME_UTC);
+    double us = 1e6 * (double)(ended.tv_sec - began.tv_sec) +
+                1e-3 * (double)(ended.tv_nsec - began.tv_nsec);
+    PyObject *number = PyFloat_FromDouble(us < 0 ? 0 : us); /* the clock may have been set */
+    PyObject *noted =
+        number == NULL ? NULL : PyObject_CallFunctionObjArgs(self->timed, number, NULL);
+    Py_XDECREF(number);
+    Py_XDECREF(noted);
+    if (noted == NULL)
+        Py_CLEAR(result);
+    return result;
+}
+
+static PyObject *
+way_call(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    Way *self = (Way *)op;
+    if (!are_arguments(args, count))
+        return NULL;
+    PyObject *taken = PyObject_CallNoArgs(self->acquire), *result;
+    if (taken == NULL)
+        return NULL;
+    Py_DECREF(taken);
+    if (self->ended)
+        result = Py_NewRef(self->missed);
+    else if (self->count % TIMED == TIMED - 1)
+        result = way_run_timed(self, args[0], args[1]);
+    else
+        result = way_run(self, args[0], args[1]);
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    PyObject *released = PyObject_CallNoArgs(self->release);
+    Py_XDECREF(released);
+    if (released == NULL)
+        PyErr_Clear(); /* it is not held: nothing is to be done */
+    PyErr_Restore(kind, value, trace);
+    return result;
+}
+
+static PyObject *
+way_end(PyObject *op, PyObject *Py_UNUSED(none))
+{
+    ((Way *)op)->ended = 1;
+    Py_RETURN_NONE;
+}
+
+static int
+way_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(op));
+    for (int i = 0; i < WAY_OBJECTS; i++)
+        Py_VISIT(way_objects((Way *)op)[i]);
+    return 0;
+}
+
+static int
+way_clear(PyObject *op)
+{
+    ((Way *)op)->ended = 1;
+    for (int i = 0; i < WAY_OBJECTS; i++)
+        Py_CLEAR(way_objects((Way *)op)[i]);
+    return 0;
+}
+
+static void
+way_dealloc(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    PyObject_GC_UnTrack(op);
+    way_clear(op);
+    release(op);
+    Py_DECREF(type);
+}
+
+static PyObject *
+way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *words[] = {"recheck",    "acquire", "release",  "captured", "turns",
+                            "stream",     "empty_like", "address", "changing", "replay",
+                            "name",       "missed",  "timed",    "allowed",  NULL};
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Way *self = (Way *)alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    PyObject *found[WAY_ARGUMENTS];
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOOOOOOOO:Way", words, &found[0],
+                                     &found[1], &found[2], &found[3], &found[4], &found[5],
+                                     &found[6], &found[7], &found[8], &found[9], &found[10],
+                                     &found[11], &found[12], &found[13])) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    for (int i = 0; i < WAY_ARGUMENTS; i++)
+        way_objects(self)[i] = Py_NewRef(found[i]);
+    self->last_word = PyUnicode_InternFromString("last");
+    self->templates_word = PyUnicode_InternFromString("templates");
+    self->give_word = PyUnicode_InternFromString("give");
+    if (!self->last_word || !self->templates_word || !self->give_word) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    if (PyType_GetSlot(Py_TYPE(self->recheck), Py_tp_traverse) != (void *)recheck_traverse) {
+        PyErr_SetString(PyExc_TypeError, "the first argument is no Recheck");
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static PyMethodDef way_methods[] = {
+    {"call", (PyCFunction)(void (*)(void))way_call, METH_FASTCALL,
+     "call($self, args, kwargs, /)\n--\n\nThe result of a replay for a call like the one that it "
+     "was made of; `missed` for another call."},
+    {"end", way_end, METH_NOARGS, "end($self, /)\n--\n\nEvery call is missed from here on."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef way_members[] = {
+    {"count", T_PYSSIZET, offsetof(Way, count), READONLY, "Replays so far."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot way_slots[] = {
+    {Py_tp_doc, "Way(recheck, acquire, release, captured, turns, stream, empty_like, address, "
+                "changing, replay, name, missed, timed, allowed)\n--\n\n"
+                "A whole call by the short way; see ostinato.interop.graphing.recheck."},
+    {Py_tp_new, way_new},
+    {Py_tp_dealloc, way_dealloc},
+    {Py_tp_traverse, way_traverse},
+    {Py_tp_clear, way_clear},
+    {Py_tp_methods, way_methods},
+    {Py_tp_members, way_members},
+    {0, NULL},
+};
+
+static PyType_Spec way_spec = {
+    .name = "ostinato.interop.graphing._recheck.Way",
+    .basicsize = sizeof(Way),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = way_slots,
+};
+
+static int
+add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    int failed = type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0;
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
+
 static int
 module_exec(PyObject *module)
 {
@@ -429,10 +773,7 @@ module_exec(PyObject *module)
             return -1;
     if (PyModule_AddIntConstant(module, "MOST_SLOTS", MOST_SLOTS) < 0)
         return -1;
-    PyObject *type = PyType_FromModuleAndSpec(module, &recheck_spec, NULL);
-    int failed = type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0;
-    Py_XDECREF(type);
-    return failed ? -1 : 0;
+    return add_type(module, &recheck_spec) < 0 ? -1 : add_type(module, &way_spec);
 }
 
 static PyModuleDef_Slot module_slots[] = {

@@ -17,11 +17,12 @@ import itertools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, Self
 
-from ostinato import Graph, GraphCache, MemoryRange, Stream, new_lock
+from ostinato import Graph, GraphCache, LoadedGraph, MemoryRange, Stream, Twin, new_lock
 from ostinato.errors import (
     CaptureLimitError,
     ClosedError,
@@ -33,18 +34,38 @@ from ostinato.errors import (
     VerificationError,
 )
 from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch, same
-from ostinato.interop.graphing.library import Library, NotGraphable, Options
+from ostinato.interop.graphing.library import Library, NotGraphable, Options, Turns
+from ostinato.interop.graphing.moves import MOST, NAMES, Mover
 from ostinato.interop.graphing.padding import cuts
-from ostinato.interop.graphing.recheck import MOST_HOT, Checks, Hot, recheck
-from ostinato.interop.graphing.records import Bound, Captured, Line, Work
+from ostinato.interop.graphing.recheck import (
+    MISSED,
+    MOST_HOT,
+    TIMED,
+    Checks,
+    Hot,
+    Surroundings,
+    launch,
+    recheck,
+)
+from ostinato.interop.graphing.records import Bound, Captured, Facts, Line, Work
 from ostinato.interop.graphing.statistics import GraphedKeyStatistics, GraphedStatistics, table
+from ostinato.interop.graphing.stored import (
+    CALL,
+    Description,
+    Stored,
+    StoringLibrary,
+    Unstable,
+    described,
+    rebuilt,
+    require_rebuildable,
+)
 from ostinato.interop.graphing.trees import (
     Tree,
     Unknown,
     children_of,
     flatten,
     is_plain,
-    joined,
+    joiner,
     plain_token,
     tree_of,
 )
@@ -56,10 +77,6 @@ _numbers = itertools.count()
 """Of keys, in all caches."""
 EAGER = object()
 """Stands for the result of a call that is to run eagerly."""
-_NOTHING = Work((), {}, [], [], [], None)
-"""Of a call whose results depend on nothing but the graph."""
-_TIMED = 16
-"""One call in so many is timed."""
 
 
 class Graphed(Guarded):
@@ -77,6 +94,7 @@ class Graphed(Guarded):
         *,
         name: str,
         owns_cache: bool,
+        stored: Stored | None = None,
     ) -> None:
         self._function = function
         self._library = library
@@ -85,6 +103,7 @@ class Graphed(Guarded):
         """Where the graphs are kept."""
         self.name = name
         self._owns_cache = owns_cache
+        self._stored = stored
         self._lock = new_lock()
         self._lines: dict[Hashable, Line] = {}
         guards = Guards(function, library) if options.guard else None
@@ -95,12 +114,13 @@ class Graphed(Guarded):
         self._shape = 0
         self._epoch = 0
         self._names, self._rest = _parameters(function)
+        self._movers: list[Mover | None] = []
         self._special = {*options.static, *(options.padding.axes if options.padding else ())}
         unknown = [n for n in (*self._special, *options.fill) if not self._has_parameter(n)]
         if unknown:
             raise InputError(f"{name} has no parameter {unknown[0]!r} (it has {self._names})")
         self._watched: weakref.WeakKeyDictionary[object, ObjectWatch] = weakref.WeakKeyDictionary()
-        self._last: Stream | None = None
+        self._turns = Turns(library)
         self._stateful = 0
         self._state_reason = ""
         self._nested = 0
@@ -111,6 +131,17 @@ class Graphed(Guarded):
         self._calls = 0
         self._hot: tuple[Hot, ...] = ()
         """Short ways for calls like the last, of the state as it is now."""
+        self._ways: tuple[Callable[[tuple[Any, ...], dict[str, Any]], Any], ...] = ()
+        """Their calls."""
+        self._shared = Surroundings(
+            library,
+            options,
+            self._guards,
+            self._names,
+            self._lock,
+            self._turns,
+            cache,
+        )
         self.__name__ = name
         self.__wrapped__ = function
         self.__doc__ = getattr(function, "__doc__", None)
@@ -123,9 +154,9 @@ class Graphed(Guarded):
 
     # ------------------------------------------------------------------------------ calls
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._hot:
-            result = self._shortly(args, kwargs)
-            if result is not EAGER:
+        for way in self._ways:
+            result = way(args, kwargs)
+            if result is not MISSED:
                 return result
         library = self._library
         if library.capturing():
@@ -137,7 +168,7 @@ class Graphed(Guarded):
         with self._lock:
             began = 0
             self._calls += 1
-            if not self._calls % _TIMED:
+            if not self._calls % TIMED:
                 began = time.perf_counter_ns()
             try:
                 key, work = self._key(args, kwargs)
@@ -166,66 +197,32 @@ class Graphed(Guarded):
                     if not line.unmatched & (line.unmatched - 1):
                         self._heat(line, captured, work, key)
                     return result
-            result = self._slowly(line, work)
-            self._hot = ()  # of calls that the function made of itself meanwhile
+            result = self._slowly(line, work, key)
+            self._go_by()  # of calls that the function made of itself meanwhile
         if result is not EAGER:
             return result
         return self._function(*args, **kwargs)  # without the lock: it may take as long as it likes
 
-    def _shortly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A replay for a call like one of the last, found without a key; EAGER if it is none."""
-        with self._lock:
-            for hot in self._hot:
-                leaves = hot.match(args, kwargs)
-                if leaves is None:
-                    continue
-                captured, line = hot.captured(), hot.line
-                if captured is None or (hot.state and self._writes(hot.state, leaves)):
-                    break
-                began = 0
-                self._calls += 1
-                if not self._calls % _TIMED:
-                    began = time.perf_counter_ns()
-                if self._last is not hot.stream:
-                    self._turn()
-                captured.stage(leaves)
-                if not self.cache.replay(line.name, hot.stream):
-                    break
-                line.calls += 1
-                line.replays += 1
-                result = self._results(line, captured, _NOTHING)
-                if began:
-                    line.unmatched >>= 1
-                    line.times.append((time.perf_counter_ns() - began) / 1000)
-                return result
-        return EAGER
-
     def _heat(self, line: Line, captured: Captured, work: Work, key: Any) -> None:
         """Looks for a short way for calls like this one, which was just replayed."""
+        stream = self._turns.last
+        assert stream is not None
         seen = self._guarded, self._pointers, key[-1]
-        assert self._last is not None
-        hot = recheck(
-            self._library,
-            self._options,
-            self._guards,
-            self._names,
-            work,
-            line,
-            captured,
-            self._last,
-            seen,
-            self._note,
-        )
+        hot = recheck(self._shared, work, line, captured, stream, seen, self._note)
         if hot is not None:
-            others = [one for one in self._hot if one.line is not line]
-            self._hot = (hot, *others[: MOST_HOT - 1])
+            kept = [one for one in self._hot if one.line is not line][: MOST_HOT - 1]
+            self._go_by(hot, *kept)
+
+    def _go_by(self, *hot: Hot) -> None:
+        """These short ways from here on, and no others."""
+        for one in self._hot:
+            if one not in hot:
+                one.end()
+        self._hot = hot
+        self._ways = tuple([one.way.call for one in hot])
 
     def _note(self, checks: Checks) -> None:
         """Notes what else must be as it is for `_shortly` to stand for a call."""
-
-    def _writes(self, state: frozenset[int], leaves: list[Any]) -> bool:
-        memory = self._library.storage
-        return not state.isdisjoint([memory(leaf).address for leaf in leaves])
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Work]:
         """What must be equal for a graph to stand for a call.  Raises Unknown, InputError."""
@@ -265,7 +262,7 @@ class Graphed(Guarded):
                 shape = tuple([(type(a), signature(a), library.offset(a)) for a in arrays])
                 self._shape = self._shapes.setdefault(shape, len(self._shapes))
                 self._epoch += 1
-                self._hot = ()
+                self._go_by()
             tokens.append(self._shape)
         tokens.append(library.modes())
         return tuple(tokens), work
@@ -286,7 +283,8 @@ class Graphed(Guarded):
         for leaf in work.leaves[before:]:
             signature = library.signature(leaf)
             if type(leaf) is not library.array_type:
-                tokens.append(id(type(leaf)))
+                kind: Any = type(leaf)
+                tokens.append(kind)
             if dynamic:
                 assert padding is not None
                 try:
@@ -294,9 +292,13 @@ class Graphed(Guarded):
                 except InputError as error:
                     raise NotGraphable(str(error)) from error
                 work.sizes.append(signature[0][axis])
+                work.axes.append(axis)
+                work.fills.append(self._options.fill.get(name))
                 # Without strides: it is copied into memory of its own layout.
                 tokens.append((shape, axis, signature[1], *signature[3:]))
             else:
+                work.axes.append(None)
+                work.fills.append(None)
                 tokens.append(signature)
 
     def _static(self, name: str, value: Any, tokens: list[Hashable], work: Work) -> None:
@@ -373,57 +375,42 @@ class Graphed(Guarded):
 
     def _replay(self, line: Line, captured: Captured, work: Work) -> tuple[bool, Any]:
         """Replays a graph for a call.  (False, None) if it was evicted: nothing ran then."""
-        stream = self._turn()
+        stream = self._turns.take()
         if work.sizes:
             self._stage(captured, work)
-        else:
-            captured.stage(work.leaves)
-        if not self.cache.replay(line.name, stream):
+        leaves = None if work.sizes else work.leaves
+        made = launch(self._library, self.cache, line, captured, leaves, stream)
+        if made is None:
             return False, None
         line.replays += 1
-        return True, self._results(line, captured, work)
+        return True, self._results(line, captured, work, made)
 
-    def _turn(self) -> Stream:
-        """The caller's stream, whose later work comes behind all that this function did so far.
-
-        Its graphs share memory, so they must run one after the other, whatever the stream."""
-        stream = self._library.stream()
-        if stream is not self._last:
-            if self._last is not None:
-                self._library.wait(stream, self._last)
-            self._last = stream
-        return stream
-
-    def _results(self, line: Line, captured: Captured, work: Work) -> Any:
+    def _results(self, line: Line, captured: Captured, work: Work, made: Sequence[Any] = ()) -> Any:
+        """What a call gives after its replay.  `made`: the copies that the graph has made."""
         library = self._library
-        if captured.simple:
-            return library.clone(captured.outputs[0])
-        if captured.written:
-            axes = self._axes(work)[0] if work.sizes else [None] * len(work.leaves)
-            for index in captured.written:
-                leaf, changed, axis = work.leaves[index], captured.inputs[index], axes[index]
-                if axis is not None:
-                    changed = library.narrow(changed, axis, library.signature(leaf)[0][axis])
-                library.copy(leaf, changed)
-        outputs = captured.outputs
-        if work.sizes and line.cuts:
-            outputs = self._cut(line, captured, work)
-        if self._options.results == "clone":
-            clone = library.clone
-            outputs = [
-                clone(out) if copied else out
-                for out, copied in zip(outputs, captured.clones, strict=True)
-            ]
+        for index in captured.written:
+            leaf, changed = work.leaves[index], captured.inputs[index]
+            axis = work.axes[index] if work.axes else None
+            if axis is not None:
+                changed = library.narrow(changed, axis, library.signature(leaf)[0][axis])
+            library.copy(leaf, changed)
         tree = captured.tree
+        if not (tree.given or work.sizes):
+            return captured.give(made)
+        outputs = self._cut(line, captured, work) if work.sizes else [*captured.outputs]
+        if made:
+            for index, copy in zip(captured.moves.outputs, made, strict=True):  # type: ignore[union-attr]
+                outputs[index] = copy
+        elif self._options.results == "clone":
+            clones = zip(outputs, captured.clones, strict=True)
+            outputs = [library.clone(out) if copied else out for out, copied in clones]
         return tree.build(outputs, self._static_objects(work) if tree.given else ())
 
     def _stage(self, captured: Captured, work: Work) -> None:
         """Copies inputs of which some are shorter than their memory."""
-        library, options, place = self._library, self._options, 0
-        padding = options.padding
-        assert padding is not None
+        library, place = self._library, 0
         for into, leaf, axis, fill in zip(
-            captured.inputs, work.leaves, *self._axes(work), strict=True
+            captured.inputs, work.leaves, work.axes, work.fills, strict=True
         ):
             if axis is None:
                 library.copy(into, leaf)
@@ -433,52 +420,30 @@ class Graphed(Guarded):
             if fill is not None:
                 library.fill(library.rest(into, axis, size), fill)
 
-    def _axes(self, work: Work) -> tuple[list[int | None], list[float | None]]:
-        """The dynamic axis of each leaf, and what its padding holds."""
-        library, padding = self._library, self._options.padding
-        axes: list[int | None] = []
-        fills: list[float | None] = []
-        names = itertools.chain(self._names, itertools.repeat("*"))
-        for name, value in [*zip(names, work.args, strict=False), *work.kwargs.items()]:
-            if name in self._options.static:
-                continue
-            leaves: list[Any] = []
-            if not is_plain(value, library.plain):
-                flatten(value, name, library, [], leaves)
-            for leaf in leaves:
-                if padding is not None and name in padding.axes:
-                    shape = library.signature(leaf)[0]
-                    axes.append(padding.padded(name, shape)[1])
-                    fills.append(self._options.fill.get(name))
-                else:
-                    axes.append(None)
-                    fills.append(None)
-        return axes, fills
-
     def _cut(self, line: Line, captured: Captured, work: Work) -> list[Any]:
         """The results without what padding made of them."""
         outputs = list(captured.outputs)
-        for (index, _), found in line.cuts.items():
-            for cut in found:
-                outputs[index] = self._library.narrow(
-                    outputs[index], cut.axis, work.sizes[cut.size]
-                )
+        for (index, axis), cut in line.cuts.items():
+            outputs[index] = self._library.narrow(outputs[index], axis, work.sizes[cut.size])
         return outputs
 
     # ------------------------------------------------------------------------------ the rest
     def _at(self, reason: str) -> str:
         return f"{reason}; {self.name} is at {_where(self._function)}"
 
-    def _slowly(self, line: Line, work: Work) -> Any:
+    def _slowly(self, line: Line, work: Work, key: Any) -> Any:
         """Every call that is not a plain replay."""
-        self._hot = ()  # what it changes is looked at again
+        self._go_by()  # what it changes is looked at again
         if self._state_reason:
             return self._eager(line, work, self._state_reason)
         if line.refused:
             raise InputError(f'{line.reason}, or ask for gradients="eager"')
         if line.reason:
             return self._eager(line, work, line.reason)
-        if not line.warmed:
+        if self._stored is not None and not line.text:
+            line.text = self._text(self._stored, line, work, key)
+        there = line.captured() is not None and line.name in self.cache
+        if not (line.warmed or there or self._restore(line, work)):
             return self._warm_up(line, work)
         if self._overlaps(line, work):
             return self._eager(line, work, "an argument shares memory with another that is written")
@@ -488,7 +453,12 @@ class Graphed(Guarded):
                 why = "the graph was evicted" if line.captures else "the second call of a key"
                 captured, fresh = self._capture(line, work, why), True
             elif captured.epoch != self._epoch or self._pointers_of(work) != captured.pointers:
-                captured = self._rebind(line, captured, work)
+                why = self._rebind(line, captured, work)
+                if why and not line.warmed:
+                    self.cache.evict(line.name)
+                    return self._warm_up(line, work)
+                if why:
+                    captured = self._capture(line, work, why)
         except CaptureLimitError as error:
             return self._eager(line, work, f"the cache refused the capture: {error}")
         except NotGraphable as error:
@@ -533,11 +503,9 @@ class Graphed(Guarded):
     def _warm_up(self, line: Line, work: Work) -> Any:
         """The first call of a key: it runs eagerly, beside the caller's stream."""
         library, options = self._library, self._options
-        reason = next(filter(None, map(library.refusal, work.leaves)), "")
-        reason = reason or next(filter(None, map(library.refusal, work.statics)), "")
-        seen = work.seen
+        reason, seen = self._refusal([*work.leaves, *work.statics]), work.seen
         if not reason and seen is not None:
-            reason = next(filter(None, map(library.refusal, seen.arrays)), "")
+            reason = self._refusal(seen.arrays)
             reason = reason and f"what the function uses: {reason}"
         if reason:
             line.reason = self._at(reason)
@@ -547,7 +515,7 @@ class Graphed(Guarded):
         versions_before = [*map(library.version, state)]
         line.eager += 1
         line.reasons["the first call of a key warms up"] += 1
-        self._turn()
+        self._turns.take()
         result = library.run_beside(lambda: self._function(*work.args, **work.kwargs))
         if library.wants_gradient(result):
             line.reason = self._at(
@@ -580,13 +548,17 @@ class Graphed(Guarded):
         except Unknown as error:
             line.reason = self._at(f"the result cannot be built again: {error}")
             return result
-        wrong = next(filter(None, map(library.refusal, tree.leaves)), "")
+        wrong = self._refusal(tree.leaves)
         if wrong:
             line.reason = self._at(f"of the result: {wrong}")
             return result
         self._note_shapes(line, tree, work)
         line.warmed = True
         return result
+
+    def _refusal(self, arrays: Iterable[Any]) -> str:
+        """Why one of some arrays can be no part of a graph; empty if all can."""
+        return next(filter(None, map(self._library.refusal, arrays)), "")
 
     def _overlaps(self, line: Line, work: Work) -> bool:
         """Whether an argument that is copied shares memory with something that the function writes:
@@ -634,10 +606,12 @@ class Graphed(Guarded):
     def _capture(self, line: Line, work: Work, why: str) -> Captured:
         """Captures a key.  Raises NotGraphable, and the errors of the library below."""
         made: list[Captured] = []
+        if not work.sizes:
+            self._mover()  # before memory is measured
 
         def make() -> Any:
             graph, captured = self._make(line, work)
-            run = graph.instantiate(upload=self._turn())
+            run = graph.instantiate(upload=self._turns.take())
             made.append(captured)
             return run
 
@@ -649,10 +623,11 @@ class Graphed(Guarded):
         line.captured = weakref.ref(captured)
         return captured
 
-    def _make(self, line: Line, work: Work) -> tuple[Graph, Captured]:
-        library = self._library
-        axes = self._axes(work)[0] if work.sizes else [None] * len(work.leaves)
-        inputs, place = [], 0
+    def _inputs(self, work: Work) -> list[Any]:
+        """The graph's own arrays for those of a call that are copied."""
+        library, place = self._library, 0
+        axes = work.axes or [None] * len(work.leaves)
+        inputs = []
         for leaf, axis in zip(work.leaves, axes, strict=True):
             shape = None
             if axis is not None:
@@ -660,6 +635,11 @@ class Graphed(Guarded):
                 given[axis], place = self._bucket(work.sizes[place]), place + 1
                 shape = given
             inputs.append(library.buffer(leaf, shape))
+        return inputs
+
+    def _make(self, line: Line, work: Work) -> tuple[Graph, Captured]:
+        library = self._library
+        inputs = self._inputs(work)
         args, kwargs = self._replaced(work, inputs)
         stage = library.stager(inputs)
         if work.sizes:
@@ -667,8 +647,29 @@ class Graphed(Guarded):
                 library.fill(buffer, 0)
         before = work.seen
         versions = [*map(library.version, inputs)]
-        self._turn()
-        graph, result = library.capture(lambda: self._function(*args, **kwargs))
+        self._turns.take()
+        bound = self._bound(work)
+        sources = self._extents(inputs, work.leaves)
+        mover = None if work.sizes or sources is None else self._mover()
+        moved: tuple[int, ...] = ()
+
+        def run(stream: Stream) -> Any:
+            nonlocal moved
+            if mover is None or sources is None:
+                return self._function(*args, **kwargs)
+            mover.begin(stream, sources)
+            result = self._function(*args, **kwargs)
+            moved, places = self._moved(result, work, bound)
+            if moved:
+                mover.end(stream, places)
+            return result
+
+        graph, result = library.capture(run)
+        moves = None if mover is None else mover.find(graph, len(inputs), moved)
+        if mover is not None and moves is None:
+            raise NotGraphable(
+                self._at("the capture is empty: nothing ran on the caller's current stream")
+            )
         line.written |= {
             index
             for index, (old, buffer) in enumerate(zip(versions, inputs, strict=True))
@@ -684,7 +685,7 @@ class Graphed(Guarded):
             tree = self._tree(result, work)
         except Unknown as error:
             raise NotGraphable(self._at(f"the result cannot be built again: {error}")) from None
-        wrong = next(filter(None, map(library.refusal, tree.leaves)), "")
+        wrong = self._refusal(tree.leaves)
         if wrong:
             raise NotGraphable(self._at(f"of the result: {wrong}"))
         if not work.sizes and line.shapes is not None:
@@ -696,14 +697,9 @@ class Graphed(Guarded):
                         f"eagerly ({line.shapes[0]})"
                     )
                 )
-        bound = self._bound(work)
-        static = [memory for memory, _ in bound.storages]
-        clones = [
-            not any(m.nbytes and m.holds(library.address(leaf)) for m in static)
-            for leaf in tree.leaves
-        ]
+        clones = self._clones(tree.leaves, bound)
         captured = Captured(
-            owner=graph.owner,
+            owner=(graph.owner, mover),
             inputs=inputs,
             stage=stage,
             outputs=tree.leaves,
@@ -713,17 +709,74 @@ class Graphed(Guarded):
             bound=bound,
             pointers=self._pointers_of(work),
             epoch=self._epoch,
+            moves=moves,
+            templates=tuple([tree.leaves[i] for i in moved]),
+            give=self._giver(tree, clones, moved),
         )
-        captured.simple = (
-            self._options.results == "clone"
-            and type(result) is library.array_type
-            and clones == [True]
-            and not (captured.written or work.sizes)
-        )
+        if self._stored is not None:
+            own = Work(args, kwargs, inputs, work.statics, work.sizes, work.seen, work.axes)
+            captured.facts = self._facts(self._stored, line, own, result, tree)
         graph.owner = captured
         if work.sizes:
             self._relate(line, captured, work)
         return graph, captured
+
+    def _clones(self, leaves: list[Any], bound: Bound) -> list[bool]:
+        """Which outputs are copied: those that lie in memory of the graph's own."""
+        address, static = self._library.address, [memory for memory, _ in bound.storages]
+        return [not any(m.nbytes and m.holds(address(leaf)) for m in static) for leaf in leaves]
+
+    def _giver(
+        self, tree: Tree, clones: list[bool], moved: tuple[int, ...]
+    ) -> Callable[[Sequence[Any]], Any]:
+        """See `Captured.give`."""
+        outputs, build, clone = tree.leaves, tree.build, self._library.clone
+        copies = self._options.results == "clone"
+
+        def give(made: Sequence[Any]) -> Any:
+            if not copies:
+                return build(outputs)
+            if not made:
+                pairs = zip(outputs, clones, strict=True)
+                return build([clone(out) if copied else out for out, copied in pairs])
+            given = [*outputs]
+            for index, copy in zip(moved, made, strict=True):
+                given[index] = copy
+            return build(given)
+
+        return build if moved and moved == (*range(len(outputs)),) else give
+
+    # --- copies inside the graph
+    def _mover(self) -> Mover | None:
+        """What puts copies into graphs; made for the first one."""
+        if not self._movers:
+            self._movers.append(Mover.of(self._library.device))
+        return self._movers[0]
+
+    def _extents(
+        self, arrays: Sequence[Any], like: Sequence[Any] = ()
+    ) -> list[tuple[int, int]] | None:
+        """Addresses and bytes of arrays that can be copied as they lie, also from arrays `like`
+        them; None if one cannot, or if there are too many."""
+        extent, address = self._library.extent, self._library.address
+        sizes = [extent(array) for array in arrays]
+        if len(arrays) > MOST or None in sizes or None in map(extent, like):
+            return None
+        return [(address(a), n) for a, n in zip(arrays, sizes, strict=True) if n is not None]
+
+    def _moved(
+        self, result: Any, work: Work, bound: Bound
+    ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Which outputs the graph copies, and where they lie."""
+        try:
+            leaves = self._tree(result, work).leaves
+        except Unknown:  # which is said later
+            return (), []
+        if self._options.results != "clone" or self._refusal(leaves):
+            return (), []
+        places = tuple(i for i, copied in enumerate(self._clones(leaves, bound)) if copied)
+        found = self._extents([leaves[i] for i in places])
+        return ((), []) if found is None else (places, found)
 
     def _bucket(self, size: int) -> int:
         padding = self._options.padding
@@ -742,7 +795,7 @@ class Graphed(Guarded):
                 return value
             found = children_of(value, library)
             assert found is not None
-            return joined(value, [visit(child) for child in found[1]], library)
+            return joiner(value, library)([visit(child) for child in found[1]])
 
         names = itertools.chain(self._names, itertools.repeat("*"))
         args = tuple(
@@ -769,7 +822,7 @@ class Graphed(Guarded):
             raise NotGraphable(self._at(found))
         for index, cut in enumerate(found):
             for one in cut:
-                line.cuts[index, one.axis] = [one]
+                line.cuts[index, one.axis] = one
         line.learned |= {i for i, s in enumerate(sizes) if s != capacities[i]}
 
     def _learn(self, line: Line, captured: Captured, work: Work) -> Any:
@@ -784,11 +837,9 @@ class Graphed(Guarded):
             line.reason = self._at(str(error))
         return result
 
-    def _rebind(self, line: Line, captured: Captured, work: Work) -> Captured:
-        """Points a graph at static memory that has moved; captures it again if that cannot be.
-
-        Raises what `_capture` raises.
-        """
+    def _rebind(self, line: Line, captured: Captured, work: Work) -> str:
+        """Points a graph at static memory that has moved; why it must be captured again if that
+        cannot be."""
         now = self._bound(work)
         why = self._cannot_rebind(captured, now)
         moved = [
@@ -814,13 +865,15 @@ class Graphed(Guarded):
                                 f"({left.node_name}), {left.place}: {left.why}"
                             )
         if why:
-            return self._capture(line, work, why)
+            return why
         line.rebound += bool(moved)
+        if moved and captured.facts is not None:
+            captured.facts = replace(captured.facts, why_not="it was bound to other memory")
         captured.bound = now
         captured.checked = False
         captured.pointers = self._pointers_of(work)
         captured.epoch = self._epoch
-        return captured
+        return ""
 
     def _bound(self, work: Work) -> Bound:
         """The memory of the arrays of a call that are not copied, each piece once, in the order in
@@ -850,6 +903,231 @@ class Graphed(Guarded):
         if any(m.holds(address(leaf)) for m in moved for leaf in captured.outputs):
             return "memory that it uses has moved, and a result is a view of it"
         return ""
+
+    # --- graphs in files
+    def _text(self, stored: Stored, line: Line, work: Work, key: Any) -> str:
+        """The text of a key that is the same in every process; what it is not, if there is none."""
+        description = Description(stored.library)
+        guards = self._guards
+        call = key[: -1 if guards is None else -3]  # without the guards' own
+        try:
+            description.add(*call, key[-1])
+            if guards is not None:
+                description.guards(guards)
+        except Unstable as error:
+            stored.reasons[str(error)] += 1
+            return f"!{error}"
+        if work.seen is not None and not same(description.arrays, work.seen.arrays):
+            stored.reasons["what the function uses is not known by names"] += 1
+            return "!what the function uses is not known by names"
+        line.names = [f"static {i}" for i in range(len(work.statics))] + description.names
+        return "\n".join(description.parts)
+
+    def _facts(self, stored: Stored, line: Line, own: Work, result: Any, tree: Tree) -> Facts:
+        """What the file of a graph is made of."""
+        why, data = line.text[1:] if line.text.startswith("!") else "", None
+        if tree.given:
+            why = why or "its result holds an object that it was given"
+        if not why:
+            leaves: list[Any] = []
+            try:
+                data = described(result, self._library, leaves)
+                require_rebuildable(result, data, leaves, self._library)
+            except Unstable as error:
+                why = str(error)
+        return Facts(line.text, data, own, why)
+
+    def _pieces(self, line: Line, bound: Bound) -> list[tuple[str, MemoryRange, bool]]:
+        """The memory that a call uses besides its inputs: names, ranges, and what is written."""
+        written = {bound.pattern[i] for i in line.state if i < len(bound.pattern)}
+        names: dict[int, str] = {}
+        for name, piece in zip(line.names, bound.pattern, strict=True):
+            names.setdefault(piece, name)
+        return [
+            (names[piece], memory, piece in written)
+            for piece, (memory, _) in enumerate(bound.storages)
+            if memory.nbytes
+        ]
+
+    def save(self, *, check: bool = True) -> dict[str, str]:
+        """Writes the graphs that are kept now to the store; why some were not written, by key.
+
+        Each is captured once more, which proves which words of it are addresses, launched, and
+        checked in another process (`Graph.save`).  Nobody may use its memory meanwhile.  Raises
+        InputError without a store, ContextPoisonedError.
+        """
+        stored = self._stored
+        if stored is None:
+            raise InputError(f"graphed {self.name} has no store; give it one (store=folder)")
+        refused: dict[str, str] = {}
+        with self._lock:
+            for line in self._lines.values():
+                captured = line.captured()
+                if captured is None or captured.facts is None or captured.facts.restored:
+                    continue
+                try:
+                    self._save(stored, line, captured, captured.facts, check)
+                except ContextPoisonedError:
+                    raise
+                except (OstinatoError, NotGraphable) as error:
+                    refused[line.words] = str(error)
+        return refused
+
+    def _save(
+        self, stored: Stored, line: Line, captured: Captured, facts: Facts, check: bool
+    ) -> None:
+        if facts.why_not:
+            raise InputError(facts.why_not)
+        library, pieces = stored.library, self._pieces(line, captured.bound)
+        inputs, outputs, results = self._memory(library, captured, pieces)
+        if None in [layout for _, layout in results]:
+            raise InputError("the memory of a result holds another value than the result")
+        constants = {name: memory for name, memory, written in pieces if not written}
+        state = {name: memory for name, memory, written in pieces if written}
+        with self.cache.hold(line.name) as run:
+            if run is None:
+                raise InputError("its graph was evicted")
+            other, twin = self._make(line, facts.work)
+            moved = self._memory(library, twin, pieces)
+            if moved[2] != results:
+                raise InputError("a second capture lays its results out otherwise")
+            named = Twin(other, moved[0] | moved[1])
+            stored.save(
+                facts.key,
+                run.graph,
+                {
+                    "result": facts.result,
+                    "outputs": results,
+                    "written": sorted(line.written),
+                    "state": sorted(line.state),
+                    "moved": None if captured.moves is None else [*captured.moves.outputs],
+                },
+                inputs=inputs | state,
+                outputs=outputs
+                | state
+                | {f"input {i}": inputs[f"input {i}"] for i in line.written},
+                constants=constants,
+                twin=named,
+                check=check,
+            )
+
+    @staticmethod
+    def _memory(
+        library: StoringLibrary,
+        captured: Captured,
+        pieces: Sequence[tuple[str, MemoryRange, bool]],
+    ) -> tuple[dict[str, MemoryRange], dict[str, MemoryRange], list[tuple[str, Any]]]:
+        """A graph's own inputs and outputs by name, and for each result in which memory it lies,
+        and how."""
+        storage = library.storage
+        inputs = {f"input {i}": storage(one) for i, one in enumerate(captured.inputs)}
+        known = {memory.address: (name, memory) for name, memory, _ in pieces}
+        known |= {memory.address: (name, memory) for name, memory in inputs.items()}
+        spans: dict[int, list[MemoryRange]] = {}
+        for output in captured.outputs:
+            if storage(output).address not in known:
+                spans.setdefault(storage(output).address, []).append(library.span(output))
+        outputs: dict[str, MemoryRange] = {}
+        for number, (address, found) in enumerate(spans.items()):
+            found = [one for one in found if one.nbytes] or found[:1]
+            first = min(one.address for one in found)
+            last = max(one.address + one.nbytes for one in found)
+            outputs[f"output {number}"] = whole = MemoryRange(first, last - first)
+            known[address] = f"output {number}", whole
+        results = []
+        for output in captured.outputs:
+            name, memory = known[storage(output).address]
+            results.append((name, library.layout(output, memory.address)))
+        named = [{n: m for n, m in of.items() if m.nbytes} for of in (inputs, outputs)]
+        return named[0], named[1], results
+
+    def _restore(self, line: Line, work: Work) -> bool:
+        """Takes a key's graph from the store, if there is one that fits."""
+        stored = self._stored
+        if stored is None or not line.text or line.text.startswith("!"):
+            return False
+        inputs, bound = self._inputs(work), self._bound(work)
+        if work.sizes:
+            for one in inputs:
+                self._library.fill(one, 0)
+        memory = {f"input {i}": self._library.storage(one) for i, one in enumerate(inputs)}
+        memory |= {name: piece for name, piece, _ in self._pieces(line, bound)}
+        stream = self._turns.take()
+        found = stored.restore(line.text, {n: m for n, m in memory.items() if m.nbytes}, stream)
+        if found is None:
+            return False
+        loaded, facts = found
+        try:
+            captured = self._restored(stored, line, work, inputs, bound, loaded, facts)
+            loaded.owner = captured
+            self.cache.install(line.name, loaded.instantiate(upload=stream))
+        except ContextPoisonedError:
+            raise
+        except (OstinatoError, LookupError, TypeError, ValueError) as error:
+            loaded.close()
+            stored.reasons[f"{type(error).__name__}: {error}"] += 1
+            return False
+        line.captured = weakref.ref(captured)
+        line.restored += 1
+        return True
+
+    def _restored(
+        self,
+        stored: Stored,
+        line: Line,
+        work: Work,
+        inputs: list[Any],
+        bound: Bound,
+        loaded: LoadedGraph,
+        facts: dict[str, Any],
+    ) -> Captured:
+        """What belongs to a graph from a file.  Raises InputError, LookupError, TypeError and
+        ValueError for facts that are none of it."""
+        library = stored.library
+        arrays = {f"input {i}": one for i, one in enumerate(inputs)}
+        for (name, *_), (_, array) in zip(
+            self._pieces(line, bound),
+            [s for s in bound.storages if s[0].nbytes],
+            strict=True,
+        ):
+            arrays[name] = array
+        for name, buffer in loaded.outputs.items():
+            if name.startswith("output "):
+                arrays[name] = library.over(buffer)
+        nothing = library.over(loaded.inputs[CALL])  # for results without elements
+        outputs = []
+        for name, layout in facts["outputs"]:
+            outputs.append(library.view(arrays.get(name, nothing), layout))
+            if name not in arrays and library.span(outputs[-1]).nbytes:
+                raise ValueError(f"the file names no {name!r}")
+        tree = self._tree(rebuilt(facts["result"], outputs), work)
+        if not same(tree.leaves, outputs):
+            raise ValueError("the results of the file are put together otherwise")
+        clones, moved = self._clones(outputs, bound), facts["moved"]
+        moves = None if moved is None else Mover.find(loaded, len(inputs), tuple(moved))
+        if (moved is not None and moves is None) or (
+            moved and moved != [i for i, copied in enumerate(clones) if copied]
+        ):
+            raise ValueError("the graph of the file does not copy what it says")
+        line.written |= {int(i) for i in facts["written"]}
+        line.state |= {int(i) for i in facts["state"]}
+        copied = tuple(moved or ())
+        return Captured(
+            owner=None,  # the graph has what it needs
+            inputs=inputs,
+            stage=library.stager(inputs),
+            outputs=outputs,
+            tree=tree,
+            clones=clones,
+            written=tuple(sorted(line.written)),
+            bound=bound,
+            pointers=self._pointers_of(work),
+            epoch=self._epoch,
+            moves=moves,
+            templates=tuple([outputs[i] for i in copied]),
+            give=self._giver(tree, clones, copied),
+            facts=Facts(line.text, None, work, restored=True),
+        )
 
     # --- checking
     def _verify(self, line: Line, captured: Captured, work: Work) -> Any:
@@ -907,9 +1185,8 @@ class Graphed(Guarded):
         """A replay with padding that no answer may depend on.  (False, None) if the graph was
         evicted: nothing ran then."""
         library, place = self._library, 0
-        axes, fills = self._axes(work)
         self._stage(captured, work)
-        for into, axis, fill in zip(captured.inputs, axes, fills, strict=True):
+        for into, axis, fill in zip(captured.inputs, work.axes, work.fills, strict=True):
             if axis is None:
                 continue
             size, place = work.sizes[place], place + 1
@@ -947,13 +1224,16 @@ class Graphed(Guarded):
             return [
                 f"node {node.index} {node.name}"
                 for node in run.nodes
-                if any(p.address == address for a in node.arguments for p in a.pointers)
+                if node.name not in NAMES
+                and any(p.address == address for a in node.arguments for p in a.pointers)
             ][-4:]
 
     # ------------------------------------------------------------------------------ looking
     def statistics(self) -> GraphedStatistics:
         """Counts since it was made, with a line for each key."""
         with self._lock:
+            for hot in self._hot:
+                hot.count()
             cache = self.cache.statistics()
             charged = {line.key: line.nbytes for line in cache.keys}
             lines = tuple(
@@ -965,6 +1245,7 @@ class Graphed(Guarded):
                     calls=line.calls,
                     eager=line.eager,
                     captures=line.captures,
+                    restored=line.restored,
                     replays=line.replays,
                     rebound=line.rebound,
                     verified=line.verified,
@@ -984,6 +1265,7 @@ class Graphed(Guarded):
             calls=sum(each.calls for each in lines) + self._nested,
             eager=sum(each.eager for each in lines),
             captures=sum(each.captures for each in lines),
+            restored=sum(each.restored for each in lines),
             replays=sum(each.replays for each in lines),
             rebound=sum(each.rebound for each in lines),
             verified=sum(each.verified for each in lines),
@@ -993,6 +1275,7 @@ class Graphed(Guarded):
             capture_reasons=dict(captures),
             keys=lines,
             cache=cache,
+            not_restored={} if self._stored is None else self._stored.all_reasons(),
         )
 
     def _decision(self, line: Line, charged: Mapping[Any, int]) -> str:
@@ -1000,7 +1283,7 @@ class Graphed(Guarded):
             return "eager"
         if line.name in charged:
             return "replayed"
-        return "evicted" if line.captures else "warmed up"
+        return "evicted" if line.captures or line.restored else "warmed up"
 
     def explain(self) -> str:
         """A table: each key, what is done with its calls, and why."""
@@ -1038,7 +1321,7 @@ class Graphed(Guarded):
         """
         with self._lock:
             names = [line.name for line in self._lines.values()]
-            self._hot = ()
+            self._go_by()
             self._lines.clear()
             self._stateful, self._state_reason = 0, ""
             return sum(self.cache.evict(name) for name in names)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ostinato.interop.graphing.trees import Arrays, children_of, is_plain, plain_token
 
-__all__ = ["Guarded", "Guards", "Seen", "Watch", "arrays_inside", "same"]
+__all__ = ["Guarded", "Guards", "Seen", "Watch", "same"]
 
 _MISSING = object()
 _DEEPEST = 4
@@ -56,6 +56,8 @@ class Seen(NamedTuple):  # it is made in each call, and a dataclass takes twice 
 
     tokens: tuple[Hashable, ...]
     arrays: list[Any]
+    ends: list[tuple[int, int]]
+    """How many tokens and arrays there were after each place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,11 @@ class Guarded:
 
     _guards: Guards | None = None
 
+    @property
+    def guards(self) -> Guards | None:
+        """None if it uses nothing that could change."""
+        return self._guards
+
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
         """Adds what it uses to `tokens` and `arrays`."""
         if self._guards is not None:
@@ -84,6 +91,9 @@ class Guarded:
 
 class Guards:
     """The guards of one function."""
+
+    DEEPEST = _DEEPEST
+    """How deep containers and objects are looked into."""
 
     def __init__(self, function: Callable[..., Any], library: Watcher) -> None:
         self._library = library
@@ -108,9 +118,11 @@ class Guards:
             self.generation += 1
         tokens: list[Hashable] = [self.generation]
         arrays: list[Any] = []
+        ends: list[tuple[int, int]] = []
         for place in self.places:
             self._visit(place.read(), tokens, arrays, 0)
-        return Seen(tuple(tokens), arrays)
+            ends.append((len(tokens), len(arrays)))
+        return Seen(tuple(tokens), arrays, ends)
 
     def _visit(self, value: Any, tokens: list[Hashable], arrays: list[Any], depth: int) -> None:
         library = self._library
@@ -160,10 +172,21 @@ class Guards:
         return known[1]
 
     def explain(self, before: Seen, after: Seen) -> str:
-        """Which of the guarded values differ between two readings; empty if none does."""
-        if before.tokens == after.tokens and [*map(id, before.arrays)] == [*map(id, after.arrays)]:
+        """The names of what differs between two readings; empty if nothing does."""
+        if before.tokens == after.tokens and same(before.arrays, after.arrays):
             return ""
-        return ", ".join(self.names) or "what it uses"
+        parts = zip(self.names, self._parts(before), self._parts(after), strict=True)
+        changed = [name for name, (a, b), (c, d) in parts if a != c or not same(b, d)]
+        return ", ".join(changed) or "what it uses"
+
+    @staticmethod
+    def _parts(seen: Seen) -> list[tuple[tuple[Hashable, ...], list[Any]]]:
+        """What was read at each place."""
+        parts, token, array = [], 1, 0  # behind the generation
+        for tokens, arrays in seen.ends:
+            parts.append((seen.tokens[token:tokens], seen.arrays[array:arrays]))
+            token, array = tokens, arrays
+        return parts
 
 
 def _places(function: Callable[..., Any]) -> list[_Place]:
@@ -270,10 +293,3 @@ class ObjectWatch:
                 arrays.append(value)
             else:
                 tokens.append("gone")
-
-
-def arrays_inside(value: object, arrays: Arrays) -> list[Any]:
-    """The arrays of an object, as `ObjectWatch` finds them."""
-    found: list[Any] = []
-    ObjectWatch(value, arrays).read([], found)
-    return found

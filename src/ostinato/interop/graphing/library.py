@@ -6,12 +6,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ostinato import Device, Graph, MemoryRange, Stream
+from ostinato import Device, Graph, MemoryRange, PowersOfTwo, Stream
+from ostinato.cache import Buckets, CaptureLimits
 from ostinato.errors import InputError
 from ostinato.interop.graphing.guards import Watcher
 from ostinato.interop.graphing.padding import Padding
 
-__all__ = ["Library", "NotGraphable", "Options"]
+__all__ = ["LIMITS", "Library", "NotGraphable", "Options", "Turns", "cuda_index", "name_of"]
+
+LIMITS = CaptureLimits(per_key=8, within=1000)
+"""Of the cache that `graphed` makes: a key that is evicted all the time is run eagerly."""
 
 
 class NotGraphable(Exception):
@@ -31,6 +35,16 @@ class Library(Watcher, Protocol):
 
     def modes(self) -> Hashable:
         """The library's modes that decide what a function does."""
+        ...
+
+    def situation(self) -> tuple[Callable[[], Any], ...]:
+        """Functions whose results tell all that `capturing`, `stream` and `modes` do, as long as
+        none of them gives another one."""
+        ...
+
+    @property
+    def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
+        """What `signature` reads of an array: attributes by name, and functions of it."""
         ...
 
     def signature(self, array: Any, /) -> tuple[Any, ...]:
@@ -70,8 +84,9 @@ class Library(Watcher, Protocol):
         """Runs work on the side stream on which captures are made, in the caller's order."""
         ...
 
-    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Captures work; the graph, which keeps its memory alive, and the result.
+    def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
+        """Captures work on a stream that it is given; the graph, which keeps its memory alive, and
+        the result.
 
         Raises NotGraphable.
         """
@@ -90,6 +105,14 @@ class Library(Watcher, Protocol):
     def copy(self, into: Any, array: Any) -> None: ...
 
     def clone(self, array: Any, /) -> Any: ...
+
+    def extent(self, array: Any, /) -> int | None:
+        """How many bytes an array takes, if these in a row are its value; else None."""
+        ...
+
+    def empty_like(self, array: Any, /) -> Any:
+        """A new array of the layout of one that has an `extent`."""
+        ...
 
     def narrow(self, array: Any, axis: int, size: int) -> Any:
         """The front of an array along an axis."""
@@ -119,7 +142,26 @@ class Library(Watcher, Protocol):
         """Whether the generators are in that state now."""
         ...
 
-    def synchronize(self) -> None: ...
+
+class Turns:
+    """The streams of the calls of one function, whose graphs share memory: they must run one after
+    the other, whatever the stream."""
+
+    __slots__ = ("_library", "last")
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self.last: Stream | None = None
+        """Of the last call."""
+
+    def take(self) -> Stream:
+        """The caller's stream, whose later work comes behind all that was done so far."""
+        stream = self._library.stream()
+        if stream is not self.last:
+            if self.last is not None:
+                self._library.wait(stream, self.last)
+            self.last = stream
+        return stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +178,27 @@ class Options:
     strict: bool = False
     guard: bool = True
 
+    @classmethod
+    def given(
+        cls,
+        *,
+        static: str | Sequence[str],
+        dynamic: Mapping[str, int] | None,
+        buckets: Buckets | None,
+        padding: Mapping[str, float] | None,
+        **others: Any,
+    ) -> Options:
+        """Of the arguments of `graphed`.  Raises InputError for those that do not fit together."""
+        for what, names in (("buckets", buckets), ("padding", padding)):
+            if names is not None and dynamic is None:
+                raise InputError(f"{what} is for dynamic axes: give dynamic={{parameter: axis}}")
+        return cls(
+            static=tuple([static] if isinstance(static, str) else static),
+            padding=None if dynamic is None else Padding(dynamic, buckets or PowersOfTwo()),
+            fill=dict(padding or {}),
+            **others,
+        )
+
     def __post_init__(self) -> None:
         if self.results not in ("clone", "static"):
             raise InputError(f'results={self.results!r}: "clone" or "static"')
@@ -146,3 +209,17 @@ class Options:
             raise InputError(f'verify={self.verify!r}: None, "first", or each how many replays')
         if not isinstance(self.static, tuple):
             raise InputError("static: a tuple of parameter names")
+
+
+def cuda_index(device: Device) -> int:
+    """Which GPU a device is.  Raises InputError for one that is none."""
+    kind, _, number = device.name.partition(":")
+    if kind != "cuda":
+        raise InputError(f"device {device.name!r}: a CUDA device is needed")
+    return int(number or 0)
+
+
+def name_of(function: Callable[..., Any], number: int) -> str:
+    """What a graphed function is called that was given no name: the first of a library plainly."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{name}~{number}" if number else name

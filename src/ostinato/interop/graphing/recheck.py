@@ -9,23 +9,38 @@ match goes through the key.  What cannot be noted has no short way.
 from __future__ import annotations
 
 import dataclasses
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
-from ostinato import Stream
+from ostinato import GraphCache, Stream
 from ostinato.driver.extension import load_extension
 from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch, same
-from ostinato.interop.graphing.library import Library, Options
+from ostinato.interop.graphing.library import Library, Options, Turns
 from ostinato.interop.graphing.records import Captured, Line, Work
 from ostinato.interop.graphing.trees import children_of, is_plain, plain_token
 
-__all__ = ["MOST_HOT", "Checks", "Hot", "Inexpressible", "compiled", "recheck"]
+__all__ = [
+    "MISSED",
+    "MOST_HOT",
+    "TIMED",
+    "Checks",
+    "Hot",
+    "Inexpressible",
+    "Surroundings",
+    "compiled",
+    "launch",
+    "recheck",
+]
 
 _extension, _ = load_extension("ostinato.interop.graphing._recheck")
 MOST_HOT = 4
 """Keys of a function that have a short way at one time."""
+TIMED = 16
+"""One call in so many is timed."""
 _DEEPEST = 4
 _ATOMS = (int, bool, str, bytes, type(None))
 
@@ -44,7 +59,7 @@ class Checks:
 
     def __init__(self, library: Library) -> None:
         self.library = library
-        self._reads = tuple(getattr(library, "reads", None) or (library.signature,))
+        self._reads = library.reads
         self._made: list[tuple[Any, ...]] = []
         self._slots = 0
         self.statics: list[Any] = []
@@ -249,24 +264,127 @@ class Checks:
         return _extension.Recheck(positional, tuple(names), self._slots, tuple(self._made))
 
 
+MISSED = object()
+"""Stands for the result of a call that is not like the one before."""
+Match: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None]
+"""The arrays of a call's arguments, if it is like the one that this was made of."""
+
+
+class Way(Protocol):
+    """A whole call by a short way: in C where the graph copies its arrays itself, else `_Way`."""
+
+    count: int
+    """Replays so far."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        """The result of a replay; MISSED for another call.  Raises what a replay raises."""
+        ...
+
+    def end(self) -> None:
+        """Every call is missed from here on."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Surroundings:
+    """What the short ways of a function share."""
+
+    library: Library
+    options: Options
+    guards: Guards | None
+    names: Sequence[str]
+    lock: Any
+    turns: Turns
+    cache: GraphCache
+
+
+class _Way:
+    """The way of a graph around which arrays are copied."""
+
+    def __init__(
+        self,
+        shared: Surroundings,
+        match: Match,
+        line: Line,
+        captured: weakref.ref[Captured],
+        stream: Stream,
+        allowed: Callable[[list[Any]], bool] | None,
+    ) -> None:
+        self.count, self._ended = 0, False
+        self._library, self._lock, self._turns = shared.library, shared.lock, shared.turns
+        self._cache, self._match, self._line = shared.cache, match, line
+        self._captured, self._stream, self._allowed = captured, stream, allowed
+
+    def end(self) -> None:
+        self._ended = True
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        with self._lock:
+            leaves = None if self._ended else self._match(args, kwargs)
+            captured = None if leaves is None else self._captured()
+            if leaves is None or captured is None:
+                return MISSED
+            if self._allowed is not None and not self._allowed(leaves):
+                return MISSED
+            began = 0 if (self.count + 1) % TIMED else time.perf_counter_ns()
+            if self._turns.last is not self._stream:
+                self._turns.take()
+            made = launch(self._library, self._cache, self._line, captured, leaves, self._stream)
+            if made is None:
+                return MISSED
+            self.count += 1
+            result = captured.give(made)
+            if began:
+                self._line.times.append((time.perf_counter_ns() - began) / 1000)
+            return result
+
+
+def launch(
+    library: Library,
+    cache: GraphCache,
+    line: Line,
+    captured: Captured,
+    leaves: Sequence[Any] | None,
+    stream: Stream,
+) -> list[Any] | None:
+    """Copies arrays to where the graph reads them, unless they are there (None), and launches it.
+
+    Returns the outputs that it copies to new arrays itself; None if it was evicted: nothing ran."""
+    moves = captured.moves
+    if moves is None:
+        if leaves is not None:
+            captured.stage(leaves)
+        return [] if cache.replay(line.name, stream) else None
+    made = [*map(library.empty_like, captured.templates)]
+    address = library.address
+    packed = moves.packed(map(address, leaves or ()), map(address, made))
+    return made if cache.replay(line.name, stream, moves.change(packed)) else None
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Hot:
     """The short way of one key."""
 
-    match: Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None]
-    """The arrays of a call's arguments, if it is like the one that this was made of."""
+    match: Match
     line: Line
-    captured: Callable[[], Captured | None]
-    stream: Stream
-    state: frozenset[int] = frozenset()
-    """Addresses of memory that the function writes: no argument may share it."""
+    way: Way
+    _counted: int = 0
+
+    def count(self) -> None:
+        """Adds what was replayed since it was last asked for to the counts of the key."""
+        new, self._counted = self.way.count - self._counted, self.way.count
+        self.line.calls += new
+        self.line.replays += new
+        self.line.unmatched >>= min(new // TIMED, 64)
+
+    def end(self) -> None:
+        """No call goes this way from here on."""
+        self.way.end()
+        self.count()
 
 
 def recheck(
-    library: Library,
-    options: Options,
-    guards: Guards | None,
-    names: Sequence[str],
+    shared: Surroundings,
     work: Work,
     line: Line,
     captured: Captured,
@@ -279,6 +397,8 @@ def recheck(
     `seen`: the guarded arrays, their addresses, and the modes, as they stand in the key.
     `note` notes what is to be looked at besides the key.
     """
+    library, options, guards = shared.library, shared.options, shared.guards
+    names = shared.names
     if _extension is None or options.padding or options.verify:
         return None
     if line.written or captured.tree.given:
@@ -289,11 +409,9 @@ def recheck(
     checks = Checks(library)
     given = [*names[: len(work.args)]]
     given += ["*"] * (len(work.args) - len(given))
-    state: frozenset[int] = frozenset()
+    allowed: Callable[[list[Any]], bool] | None = None
     try:
-        situation = getattr(library, "situation", None)
-        asked = situation() if situation else (library.capturing, library.stream, library.modes)
-        checks.calls(asked)
+        checks.calls(library.situation())
         note(checks)
         if library.modes() != seen[2] or library.capturing() or library.stream() is not stream:
             return None
@@ -311,11 +429,25 @@ def recheck(
         if line.state:
             used = [*work.statics, *([] if work.seen is None else work.seen.arrays)]
             written = [used[i] for i in line.state if i < len(used)]
-            state = frozenset([library.storage(array).address for array in written])
+            allowed = partial(_apart, library, [library.storage(a).address for a in written])
         made = checks.made(len(work.args), [*work.kwargs])
     except Inexpressible:
         return None
     leaves = made.match(work.args, work.kwargs)
     if leaves is None or not same(leaves, work.leaves):
         return None
-    return Hot(made.match, line, weakref.ref(captured), stream, state)
+    owned, way = weakref.ref(captured), None
+    if captured.moves is None:
+        way = _Way(shared, made.match, line, owned, stream, allowed)
+    else:
+        way = _extension.Way(
+            *(made, shared.lock.acquire, shared.lock.release, owned, shared.turns, stream),
+            *(library.empty_like, library.address, captured.moves.change),
+            *(shared.cache.replay, line.name, MISSED, line.times.append, allowed),
+        )
+    return Hot(made.match, line, way)
+
+
+def _apart(library: Library, written: Collection[int], arrays: list[Any]) -> bool:
+    """Whether no array shares memory with what the function writes."""
+    return not any(library.storage(array).address in written for array in arrays)

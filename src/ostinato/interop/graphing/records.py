@@ -9,6 +9,7 @@ from typing import Any
 
 from ostinato import MemoryRange
 from ostinato.interop.graphing.guards import Seen
+from ostinato.interop.graphing.moves import Moves
 from ostinato.interop.graphing.padding import Cut
 from ostinato.interop.graphing.trees import Tree
 
@@ -25,12 +26,27 @@ class Bound:
     """Of each array, in which piece it is."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Facts:
+    """What a file is made of, besides the graph."""
+
+    key: str
+    """Text of the key."""
+    result: Any
+    """How the result is put together, as plain data."""
+    work: Work
+    """A call that has the graph's own inputs as its arrays."""
+    why_not: str = ""
+    """Why it cannot be saved."""
+    restored: bool = False
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Captured:
     """What belongs to one graph; the graph owns it."""
 
     owner: object
-    """The library's own graph, with its memory."""
+    """What the library needs while the graph can run: its own graph, its pool."""
     inputs: list[Any]
     stage: Callable[[Sequence[Any]], None]
     outputs: list[Any]
@@ -44,8 +60,15 @@ class Captured:
     """Of the static arguments."""
     epoch: int
     """Of the guarded arrays."""
-    simple: bool = False
-    """Whether the result is one array, which is copied, and nothing else is to be done."""
+    moves: Moves | None = None
+    """How the graph itself copies the arrays of a call; None if that is done around it."""
+    templates: tuple[Any, ...] = ()
+    """The outputs that it copies itself."""
+    give: Callable[[Sequence[Any]], Any] = lambda made: None
+    """The result of a call that writes no arguments and has no dynamic sizes, from the outputs
+    that were copied by the graph, or none if it copies none."""
+    facts: Facts | None = None
+    """For its file; None if graphs are not saved."""
     checked: bool = False
     checked_padding: bool = False
 
@@ -64,16 +87,22 @@ class Line:
     calls: int = 0
     eager: int = 0
     captures: int = 0
+    restored: int = 0
     replays: int = 0
     rebound: int = 0
     verified: int = 0
+    text: str = ""
+    """Of the key, for a file; what it is not the same in another process for, behind a "!"."""
+    names: list[str] = field(default_factory=list)
+    """Of the arrays that are not copied, for a file."""
     written: set[int] = field(default_factory=set)
     """Arguments that the function writes, among those that are copied."""
     state: set[int] = field(default_factory=set)
     """What it writes of the static arguments and of the arrays that it uses besides them."""
     shapes: tuple[list[tuple[int, ...]], list[int]] | None = None
     """The result's shapes of the last eager run, and the dynamic sizes of that."""
-    cuts: dict[tuple[int, int], list[Cut]] = field(default_factory=dict)
+    cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
+    """By the result's number and its axis."""
     learned: set[int] = field(default_factory=set)
     """Dynamic sizes of which it is known where they show in the results."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -82,8 +111,6 @@ class Line:
     times: deque[float] = field(default_factory=lambda: deque(maxlen=256))
     unmatched: int = 0
     """Replays that were found by the key: after each power of two a short way is looked for."""
-    kept: list[object] = field(default_factory=list)
-    """Objects that stand in the key by their identity."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,3 +124,7 @@ class Work:
     sizes: list[int]
     """Of the dynamic arrays, in order."""
     seen: Seen | None
+    axes: list[int | None] = field(default_factory=list)
+    """Of each leaf its dynamic axis; empty where no argument can have one."""
+    fills: list[float | None] = field(default_factory=list)
+    """What its padding holds."""

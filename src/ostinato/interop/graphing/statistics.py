@@ -28,6 +28,8 @@ class GraphedKeyStatistics:
     calls: int
     eager: int
     captures: int
+    restored: int
+    """How often its graph was read from a file instead."""
     replays: int
     rebound: int
     verified: int
@@ -49,6 +51,7 @@ class GraphedStatistics:
     calls: int
     eager: int
     captures: int
+    restored: int
     replays: int
     rebound: int
     verified: int
@@ -59,6 +62,8 @@ class GraphedStatistics:
     capture_reasons: Mapping[str, int]
     keys: tuple[GraphedKeyStatistics, ...]
     cache: CacheStatistics
+    not_restored: Mapping[str, int]
+    """Why keys were not restored from the store."""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -11,11 +11,28 @@ import dataclasses
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-__all__ = ["Arrays", "Leaf", "Node", "Tree", "Unknown", "flatten", "is_plain", "tree_of"]
+__all__ = [
+    "Arrays",
+    "Join",
+    "Leaf",
+    "Node",
+    "Tree",
+    "Unknown",
+    "children_of",
+    "flatten",
+    "is_plain",
+    "joiner",
+    "plain_token",
+    "tree_of",
+]
+
+
+Join: TypeAlias = Callable[[Sequence[Any]], Any]
+"""Makes a container of children, like another one in all else."""
 
 
 class Arrays(Protocol):
@@ -32,8 +49,8 @@ class Arrays(Protocol):
         """A registered container as what stands for its kind, and its children; else None."""
         ...
 
-    def join(self, like: object, children: list[Any], /) -> object:
-        """A container like another one, with other children."""
+    def joiner(self, like: Any, /) -> Join:
+        """Makes registered containers like this one."""
         ...
 
 
@@ -106,21 +123,21 @@ def children_of(value: Any, arrays: Arrays) -> tuple[Hashable, list[Any]] | None
     return None
 
 
-def joined(like: Any, children: list[Any], arrays: Arrays) -> Any:
-    """A container like another one, with other children."""
+def joiner(like: Any, arrays: Arrays) -> Join:
+    """Makes containers like one that `children_of` knows."""
     kind: Any = type(like)
-    if kind is list:
-        return children
-    if kind is tuple:
-        return tuple(children)
+    if kind is list or kind is tuple:
+        return list if kind is list else tuple
     if kind is dict or kind is OrderedDict:
-        return kind(zip(like, children, strict=True))
+        keys = tuple(like)
+        return lambda children: kind(zip(keys, children, strict=True))
     if arrays.parts(like) is not None:
-        return arrays.join(like, children)
+        return arrays.joiner(like)
     if isinstance(like, tuple):
-        return kind(*children) if hasattr(like, "_fields") else kind(children)
+        make: Join = kind._make if hasattr(like, "_fields") else kind
+        return make
     names = [field.name for field in dataclasses.fields(like)]
-    return kind(**dict(zip(names, children, strict=True)))
+    return lambda children: kind(**dict(zip(names, children, strict=True)))
 
 
 def flatten(
@@ -151,33 +168,30 @@ class Leaf:
     """The place of an array in a tree."""
 
     index: int
-    path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A container in a tree: an example of it, and its children."""
+    """A container in a tree: how it is made, and its children."""
 
-    like: object
+    join: Join
     children: tuple[object, ...]
 
 
 class Tree:
     """A value taken apart once: its arrays in order, and how it is built from others."""
 
-    __slots__ = ("_arrays", "_flat", "_top", "given", "leaves", "paths")
+    __slots__ = ("_flat", "_top", "given", "leaves", "paths")
 
-    def __init__(
-        self, top: object, leaves: list[Any], paths: list[str], given: bool, arrays: Arrays
-    ) -> None:
-        self._top, self.leaves, self.paths, self._arrays = top, leaves, paths, arrays
+    def __init__(self, top: object, leaves: list[Any], paths: list[str], given: bool) -> None:
+        self._top, self.leaves, self.paths = top, leaves, paths
         self.given = given
         """Whether it holds objects that are given anew when it is built."""
-        self._flat: type | None = None
-        if isinstance(top, Node) and type(top.like) in (tuple, list):
+        self._flat: Join | None = None
+        if isinstance(top, Node):
             order = [c.index if isinstance(c, Leaf) else -1 for c in top.children]
             if order == [*range(len(leaves))]:
-                self._flat = type(top.like)
+                self._flat = top.join
 
     def build(self, leaves: Sequence[Any], given: Sequence[Any] = ()) -> Any:
         """The value with other arrays in the places of its own, and other given objects."""
@@ -192,7 +206,7 @@ class Tree:
             return leaves[place.index]
         if type(place) is Node:
             children = [self._build(c, leaves, given) for c in place.children]
-            return joined(place.like, children, self._arrays)
+            return place.join(children)
         if type(place) is _Given:
             return given[place.index]
         return place.value  # type: ignore[attr-defined]
@@ -227,16 +241,17 @@ def tree_of(
         if arrays.is_array(value):
             leaves.append(value)
             paths.append(path)
-            return Leaf(len(leaves) - 1, path)
+            return Leaf(len(leaves) - 1)
         if is_plain(value, arrays.plain):
             return _Constant(value)
         found = children_of(value, arrays)
         if found is None:
             raise Unknown(path, value)
         names = _names(value, len(found[1]))
-        return Node(value, tuple(visit(c, path + n) for c, n in zip(found[1], names, strict=True)))
+        children = [visit(c, path + n) for c, n in zip(found[1], names, strict=True)]
+        return Node(joiner(value, arrays), tuple(children))
 
-    return Tree(visit(value, path), leaves, paths, bool(met), arrays)
+    return Tree(visit(value, path), leaves, paths, bool(met))
 
 
 def _names(value: Any, count: int) -> Iterable[str]:

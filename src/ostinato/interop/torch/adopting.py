@@ -10,7 +10,7 @@ is switched off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +25,13 @@ from ostinato import (
     NodeKind,
     Source,
     Stream,
+    every_node,
     launch,
     new_lock,
 )
 from ostinato.errors import GraphError, InputError, NotAvailableError
+from ostinato.interop.graphing.library import cuda_index
+from ostinato.interop.graphing.moves import NAMES
 
 try:
     import torch
@@ -116,7 +119,7 @@ _STATES = ((4, 20), (8, 24))
 
 
 def drawing(
-    nodes: tuple[Node, ...], find: Callable[[int], MemoryRange | None]
+    nodes: Iterable[Node], find: Callable[[int], MemoryRange | None]
 ) -> Iterator[tuple[Node, tuple[int, int]]]:
     """The nodes with a generator's state among their arguments, also inside other nodes, each with
     the addresses of the seed and of the offset."""
@@ -127,13 +130,13 @@ def drawing(
             scalars[address] = _is_scalar(address)
         return scalars[address]
 
-    for node in nodes:
+    for node in every_node(nodes):
+        if node.name in NAMES:  # addresses of arrays, some of which are scalars of int64 too
+            continue
         for argument in node.arguments:
             for seed, offset in _captured_states(argument.raw, argument.offset, find):
                 if is_scalar(seed) and is_scalar(offset):
                     yield node, (seed, offset)
-        for body in node.children:
-            yield from drawing(body, find)
 
 
 def _captured_states(
@@ -238,7 +241,7 @@ def _measure(
                 f"how many cannot be measured, because node {node.index} of kind "
                 f"{node.kind.name} cannot be switched off"
             )
-    index = int(device.name.partition(":")[2] or 0)
+    index = cuda_index(device)
     default = torch.cuda.default_generators[index]
     states: list[torch.Generator] = []
     for generator in (default, *generators):

@@ -5,47 +5,48 @@ What is keyed, captured and replayed is in `interop.graphing`; here is what torc
 
 from __future__ import annotations
 
-import gc
 import itertools
 import operator
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import ostinato
 from ostinato import (
+    Buffer,
     Device,
     Graph,
     GraphCache,
     MemoryRange,
     Node,
     NodeKind,
-    PowersOfTwo,
     Stream,
+    every_node,
     open_device,
 )
-from ostinato.cache import Buckets, CaptureLimits
-from ostinato.errors import CaptureError, ContextPoisonedError, InputError, NotAvailableError
+from ostinato.cache import Buckets
+from ostinato.errors import InputError, NotAvailableError
+from ostinato.interop.graphing.capturing import captured, no_collection
 from ostinato.interop.graphing.errors import explained
-from ostinato.interop.graphing.graphed import EAGER, Graphed
+from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.guards import Watch, same
-from ostinato.interop.graphing.library import NotGraphable, Options
-from ostinato.interop.graphing.padding import Padding
-from ostinato.interop.graphing.recheck import Checks, Inexpressible
-from ostinato.interop.graphing.trees import is_plain
-from ostinato.interop.torch.adopting import adopt_graph, drawing
+from ostinato.interop.graphing.library import LIMITS, NotGraphable, Options, cuda_index, name_of
+from ostinato.interop.graphing.moves import MOST, dense
+from ostinato.interop.graphing.recheck import MISSED, Checks, Inexpressible
+from ostinato.interop.graphing.stored import Description, Stored, code_text
+from ostinato.interop.graphing.trees import Join, is_plain
+from ostinato.interop.torch.adopting import adopt_graph, as_tensor, drawing
 
 __all__ = ["GraphedModule", "graphed"]
-
-LIMITS = CaptureLimits(per_key=8, within=1000)
-"""Of the cache that `graphed` makes: a key that is evicted all the time is run eagerly."""
 
 _names = itertools.count()
 
@@ -69,6 +70,7 @@ def graphed(
     budget: int | str | None = None,
     device: Device | None = None,
     name: str | None = None,
+    store: str | Path | None = None,
 ) -> Any:
     """A function or a module that replays a graph of itself; called like the original.
 
@@ -76,8 +78,8 @@ def graphed(
         with torch.inference_mode():
             y = step(x)
 
-    The first call of a key runs eagerly.  The second one is captured by torch, and it and all later
-    ones are replays.  The key: nesting, shapes, strides, types and devices of the tensors in the
+    The first call of a key runs eagerly.  The second one is captured, and it and all later ones are
+    replays.  The key: nesting, shapes, strides, types and devices of the tensors in the
     arguments, plain Python values, torch's modes (gradients, inference, autocast, determinism,
     default type, precision of products), and what the function uses besides its arguments as far as
     it can be seen (`interop.graphing.guards`).  What cannot be captured runs eagerly, with a reason
@@ -97,6 +99,10 @@ def graphed(
     * `guard`: False if nothing that the function uses besides its arguments ever changes or moves:
       then that is not looked at in each call.
     * `generators`: those that the function draws from, besides the default one.
+    * `store`: a folder of graphs.  A key that was saved there (`step.save()`, in a process that
+      collects machine code: `ostinato.collect_modules`) is restored when it is first called, bound
+      to the tensors of this process, without a warm-up and a capture.  What does not fit is
+      captured as usual; `statistics().not_restored` says why.
     * `cache`, or `budget` for the bytes of a cache of its own; `device`, if not that which torch
       has as its current one.
 
@@ -109,16 +115,13 @@ def graphed(
         raise InputError(f"{function!r} is graphed already")
     if not torch.cuda.is_available():
         raise NotAvailableError("torch has no CUDA device here, so there is nothing to capture")
-    index = torch.cuda.current_device() if device is None else _index(device)
+    index = torch.cuda.current_device() if device is None else cuda_index(device)
     library = Torch(device or _device(index), index, generators)
-    for what, names in (("buckets", buckets), ("padding", padding)):
-        if names is not None and dynamic is None:
-            raise InputError(f"{what} is for dynamic axes: give dynamic={{parameter: axis}}")
-    padded = None if dynamic is None else Padding(dynamic, buckets or PowersOfTwo())
-    options = Options(
-        static=tuple([static] if isinstance(static, str) else static),
-        padding=padded,
-        fill=dict(padding or {}),
+    options = Options.given(
+        static=static,
+        dynamic=dynamic,
+        buckets=buckets,
+        padding=padding,
         results=results,
         gradients=gradients,
         verify=verify,
@@ -131,12 +134,13 @@ def graphed(
     module = function if isinstance(function, torch.nn.Module) else None
     called = function if module is None else module.forward
     if name is None:
-        name = getattr(function, "__qualname__", type(function).__name__)
-        number = next(_names)
-        name = f"{name}" if not number else f"{name}~{number}"
+        name = name_of(function, next(_names))
+    rest: dict[str, Any] = {"name": name, "owns_cache": owns}
+    if store is not None:
+        rest["stored"] = Stored(library, store, (code_text(called), options.results, MOST))
     if module is not None:
-        return GraphedModule(module, called, library, options, kept, name=name, owns_cache=owns)
-    return Graphed(called, library, options, kept, name=name, owns_cache=owns)
+        return GraphedModule(module, called, library, options, kept, **rest)
+    return Graphed(called, library, options, kept, **rest)
 
 
 class GraphedModule(Graphed):
@@ -153,9 +157,9 @@ class GraphedModule(Graphed):
         super().__init__(*args, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._hot:  # which looks at the hooks too
-            result = self._shortly(args, kwargs)
-            if result is not EAGER:
+        for way in self._ways:  # they look at the hooks too
+            result = way(args, kwargs)
+            if result is not MISSED:
                 return result
         module = self.module
         if not (
@@ -241,19 +245,13 @@ def _device(index: int) -> Device:
         return device
 
 
-def _index(device: Device) -> int:
-    kind, _, number = device.name.partition(":")
-    if kind != "cuda":
-        raise InputError(f"device {device.name!r}: a CUDA device is needed")
-    return int(number or 0)
-
-
 # Without the functions in Python around them: they are asked in each call.
 _deterministic = torch._C._get_deterministic_algorithms
 _precision = torch._C._get_float32_matmul_precision
 
 _captures = threading.RLock()
-"""torch captures one graph at a time in a process."""
+"""One capture at a time in the process: torch cannot make two, and what is set around one (the
+collection of garbage, what transformers is told) counts for the whole process."""
 
 
 _begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
@@ -299,15 +297,16 @@ class Torch:
         self.address = torch.Tensor.data_ptr
         self.offset = torch.Tensor.storage_offset
         self.clone = torch.Tensor.clone
+        self.empty_like = torch.empty_like
         self._streams: dict[int, tuple[Stream, Any]] = {}
         self._keeper: Any = None
         """Keeps the pool: torch ends one whose last graph is destroyed, and refuses it from then
         on."""
-        self._side: Any = None
-        self._side_stream: Stream | None = None
+        self._side: tuple[Any, Stream] | None = None
         self._pool: Any = None
         self._by_torch = bool(self.generators) or _begin_pool is None
-        """Whether torch captures, because the function draws random numbers."""
+        """Whether torch captures: where a capture of this library would not do (`_capture_here`),
+        and in a torch that lets nobody else use its pools."""
 
     # --- values
     def is_array(self, value: object, /) -> bool:
@@ -324,20 +323,28 @@ class Torch:
             context = repr(context)
         return context, list(children)
 
-    def join(self, like: object, children: list[Any], /) -> object:
+    def joiner(self, like: Any, /) -> Join:
         node = torch.utils._pytree.SUPPORTED_NODES[type(like)]
-        return node.unflatten_fn(children, node.flatten_fn(like)[1])
+        children, context = node.flatten_fn(like)
+
+        def join(others: Sequence[Any]) -> Any:
+            return node.unflatten_fn([*others], context)  # which may keep the list
+
+        copy = _dict_copier(like, [*children])
+        return join if copy is None or not _alike(copy([*children]), join([*children])) else copy
 
     def watch(self, value: object, /) -> Watch | None:
         return ModuleWatch(value) if isinstance(value, torch.nn.Module) else None
 
     @staticmethod
     def signature(tensor: torch.Tensor, /) -> tuple[Hashable, ...]:
+        needs = tensor.requires_grad
         try:
             stride = tensor.stride()
         except (RuntimeError, NotImplementedError):  # no strides: sparse, nested
-            return tuple(tensor.shape), tensor.dtype, tensor.layout, -1, tensor.requires_grad
-        return tensor.shape, tensor.dtype, stride, tensor.get_device(), tensor.requires_grad
+            return tuple(tensor.shape), tensor.dtype, tensor.layout, -1, needs
+        lazy = tensor.is_neg(), tensor.is_conj()  # the memory holds another value
+        return tensor.shape, tensor.dtype, stride, tensor.get_device(), needs, *lazy
 
     def storage(self, tensor: torch.Tensor, /) -> MemoryRange:
         storage = tensor.untyped_storage()
@@ -383,11 +390,19 @@ class Torch:
             _precision(),
         )
 
-    reads = "shape", "dtype", torch.Tensor.stride, torch.Tensor.get_device, "requires_grad"
-    """What `signature` reads of a tensor (for `interop.graphing.recheck`)."""
+    @property
+    def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
+        methods = torch.Tensor.stride, torch.Tensor.get_device
+        return (
+            "shape",
+            "dtype",
+            *methods,
+            "requires_grad",
+            torch.Tensor.is_neg,
+            torch.Tensor.is_conj,
+        )
 
     def situation(self) -> tuple[Callable[[], Any], ...]:
-        """What decides a call besides its values: the same as `modes`, the stream, a capture."""
         around = self.capturing, self.current
         if torch._C._is_any_autocast_enabled():
             return (*around, self.modes)
@@ -413,17 +428,20 @@ class Torch:
     def wait(self, stream: Stream, other: Stream) -> None:
         self._streams[stream.handle][1].wait_stream(self._streams[other.handle][1])
 
-    def _beside(self) -> Any:
-        """The stream of warm-ups and captures.  One of our own, since torch gives out the same few
-        streams again and again: cuBLAS has a workspace for each stream, which a graph goes on using
-        wherever it is replayed, and which nobody else may use at that time."""
+    def _beside(self) -> tuple[Any, Stream]:
+        """torch's stream and ours, which are one: that of warm-ups and captures.
+
+        One of our own, since torch gives out the same few streams again and again: cuBLAS has a
+        workspace for each stream, which a graph goes on using wherever it is replayed, and which
+        nobody else may use at that time.
+        """
         if self._side is None:
-            self._side_stream = self.device.create_stream()
-            self._side = torch.cuda.ExternalStream(self._side_stream.handle, device=self.index)
+            stream = self.device.create_stream()
+            self._side = torch.cuda.ExternalStream(stream.handle, device=self.index), stream
         return self._side
 
     def run_beside(self, work: Callable[[], Any]) -> Any:
-        side, current = self._beside(), torch.cuda.current_stream(self.index)
+        (side, _), current = self._beside(), torch.cuda.current_stream(self.index)
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
@@ -435,11 +453,8 @@ class Torch:
                 leaf.record_stream(current)
         return result
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.index)
-
     # --- captures
-    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+    def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
         with _captures, torch.cuda.device(self.index):
             made = self._captured(work, hidden=True)
             if made.error and made.asked:
@@ -450,7 +465,7 @@ class Torch:
             raise NotGraphable(f"the graph cannot be replayed here: {made.graph.only_to_read}")
         return made.graph, made.result
 
-    def _captured(self, work: Callable[[], Any], *, hidden: bool) -> _Made:
+    def _captured(self, work: Callable[[Stream], Any], *, hidden: bool) -> _Made:
         self._open_pool()
         with _hidden_capture(hidden) as asked:
             made = None if self._by_torch else self._capture_here(work)
@@ -481,7 +496,7 @@ class Torch:
         finally:
             torch._C._cuda_endAllocateToPool(self.index, self._pool)
 
-    def _capture_here(self, work: Callable[[], Any]) -> _Made | None:
+    def _capture_here(self, work: Callable[[Stream], Any]) -> _Made | None:
         """A capture by this library, into the pool of torch's allocator.
 
         torch's own captures take the default generator, so that other threads which draw random
@@ -489,40 +504,27 @@ class Torch:
         must capture: the work draws random numbers, or copies from memory of the host, which torch
         keeps for a graph.
         """
-        side, current = self._beside(), torch.cuda.current_stream(self.index)
-        assert self._side_stream is not None
-        capture, owner = ostinato.Capture(self._side_stream), _Kept()
+        side, stream = self._beside()
+        current, owner = torch.cuda.current_stream(self.index), _Kept()
         side.wait_stream(current)
-        made = _Made()
         try:
             with torch.cuda.stream(side), _undisturbed(), self._allocating(owner):
-                capture.begin()
-                try:
-                    made.result = work()
-                    graph = capture.end()
-                except ContextPoisonedError:
-                    raise
-                except CaptureError as broken:
-                    made.error = f"the capture failed: {broken}"
-                    return made
-                except Exception as raised:
-                    if _NOT_REGISTERED in str(raised):
-                        return None
-                    made.error = _explained(raised)
-                    return made
-                finally:
-                    capture.abort()  # nothing to do if it has ended
+                graph, result = captured(stream, partial(work, stream), _explained)
+        except NotGraphable as broken:
+            drew = _NOT_REGISTERED in str(broken.__cause__)
+            return None if drew else _Made(error=str(broken))
         finally:
             current.wait_stream(side)
         nodes = graph.nodes
         if any(drawing(nodes, self.device.driver.memory_range)) or _copies_elsewhere(nodes):
             return None
         # Adopted: what torch's kernels point at is not known to this library.
-        made.graph = Graph.adopt(self.device, int(graph.handle), owner=(graph, owner))
-        return made
+        adopted = Graph.adopt(self.device, int(graph.handle), owner=(graph, owner))
+        return _Made(adopted, result)
 
-    def _capture_by_torch(self, work: Callable[[], Any]) -> _Made:
-        side, current = self._beside(), torch.cuda.current_stream(self.index)
+    def _capture_by_torch(self, work: Callable[[Stream], Any]) -> _Made:
+        side, stream = self._beside()
+        current = torch.cuda.current_stream(self.index)
         owner = torch.cuda.CUDAGraph(keep_graph=True)
         for generator in self.generators:
             owner.register_generator_state(generator)
@@ -531,7 +533,7 @@ class Torch:
         with torch.cuda.stream(side), _undisturbed():
             owner.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                made.result = work()
+                made.result = work(stream)
             except Exception as raised:
                 made.error = _explained(raised)
             except BaseException:
@@ -570,13 +572,12 @@ class Torch:
                 break  # this torch has done it
         if torch.cuda.is_current_stream_capturing():  # it still captures: leave it
             self._side = None
-        side = self._beside()
         self._trivial(torch.cuda.graph_pool_handle())
-        side.synchronize()
+        self._beside()[0].synchronize()
 
     def _trivial(self, pool: Any) -> Any:
         """A graph that does next to nothing, of a pool."""
-        with torch.cuda.stream(self._beside()):
+        with torch.cuda.stream(self._beside()[0]):
             nothing = torch.zeros(1, device=f"cuda:{self.index}")
             owner = torch.cuda.CUDAGraph(keep_graph=True)
             for generator in self.generators:
@@ -597,30 +598,27 @@ class Torch:
                 return torch.empty(tensor.shape, **like)
             return torch.empty_strided(tensor.shape, tensor.stride(), **like)
 
+    def extent(self, tensor: torch.Tensor, /) -> int | None:
+        plain = tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj())
+        if not (plain and dense(tensor.shape, tensor.stride())):
+            return None
+        nbytes = tensor.numel() * tensor.element_size()
+        return nbytes if tensor.data_ptr() or not nbytes else None
+
     def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], None]:
         into = list(buffers)
         if not into:
             return lambda tensors: None
-        if len(into) == 1:
-            copy = into[0].copy_
+        copy = into[0].copy_
 
-            def one(tensors: Sequence[Any]) -> None:
-                with torch.no_grad():
-                    copy(tensors[0])
-
-            def one_fast(tensors: Sequence[Any]) -> None:
+        def stage(tensors: Sequence[Any]) -> None:
+            if len(into) == 1:
                 copy(tensors[0])
-
-            return one if torch.is_grad_enabled() else one_fast
-
-        def all_(tensors: Sequence[Any]) -> None:
-            with torch.no_grad():
+            else:
                 torch._foreach_copy_(into, tensors)
 
-        def all_fast(tensors: Sequence[Any]) -> None:
-            torch._foreach_copy_(into, tensors)
-
-        return all_ if torch.is_grad_enabled() else all_fast
+        # Whether gradients are recorded is part of the key.
+        return torch.no_grad()(stage) if torch.is_grad_enabled() else stage
 
     def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
         with torch.no_grad():
@@ -673,6 +671,44 @@ class Torch:
             f"{values[1]}"
         )
 
+    # --- graphs in files
+    stable: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+    def release(self) -> Hashable:
+        name = torch.cuda.get_device_name(self.index)
+        return str(torch.__version__), torch.version.cuda, torch.backends.cudnn.version(), name
+
+    def over(self, buffer: Buffer) -> torch.Tensor:
+        return as_tensor(buffer)
+
+    def span(self, tensor: torch.Tensor) -> MemoryRange:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (last + 1) * tensor.element_size() if tensor.numel() else 0
+        return MemoryRange(tensor.data_ptr(), size)
+
+    def layout(self, tensor: torch.Tensor, base: int) -> Any:
+        if tensor.is_neg() or tensor.is_conj():
+            return None
+        offset = tensor.data_ptr() - base if tensor.numel() else 0
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return [dtype, [*tensor.shape], [*tensor.stride()], offset]
+
+    def view(self, tensor: torch.Tensor, layout: Any) -> torch.Tensor:
+        name, shape, strides, offset = layout
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name!r} is no type of torch's")
+        first, beside = divmod(offset, dtype.itemsize)
+        last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        storage = tensor.untyped_storage()
+        if min([first, *shape, *strides]) < 0 or (
+            0 not in shape and (beside or (last + 1) * dtype.itemsize > storage.nbytes())
+        ):
+            raise ValueError("it does not lie in its memory")
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.empty(0, dtype=dtype, device=tensor.device)
+            return made.set_(storage, first, shape, strides)
+
     # --- random numbers
     def _states(self) -> list[torch.Generator]:
         return [torch.cuda.default_generators[self.index], *self.generators]
@@ -689,6 +725,54 @@ class Torch:
             torch.equal(generator.get_state(), saved)
             for generator, saved in zip(self._states(), state, strict=True)
         )
+
+
+def _dict_copier(like: Any, children: list[Any]) -> Join | None:
+    """Makes dicts of a class in Python, such as transformers' results, whose constructors take 10
+    µs: the items and the attributes of `like`, with others in the places of its children.
+
+    None unless those are all that it is, and each is a child or a plain value."""
+    kind: Any = type(like)
+    bases = [base for base in kind.__mro__ if base not in (OrderedDict, dict, object)]
+    if not isinstance(like, OrderedDict) or any(
+        type(base) is not type or not base.__flags__ & _HEAP or vars(base).get("__slots__")
+        for base in bases
+    ):
+        return None
+    keys, held = tuple(like), vars(like)
+    if not same([*like.values()], children) or not all(is_plain(key) for key in keys):
+        return None
+    places = {}
+    for name, value in held.items():
+        if keys.count(name) == 1 and like[name] is value:
+            places[name] = keys.index(name)
+        elif not is_plain(value, Torch.plain):
+            return None
+    rest = {name: value for name, value in held.items() if name not in places}
+    put = OrderedDict.__setitem__
+
+    def copy(others: Sequence[Any]) -> Any:
+        made = kind.__new__(kind)
+        for key, value in zip(keys, others, strict=True):
+            put(made, key, value)
+        attributes = made.__dict__
+        for name in held:
+            attributes[name] = others[places[name]] if name in places else rest[name]
+        return made
+
+    return copy
+
+
+_HEAP = 1 << 9
+"""Of a class that was made in Python (Py_TPFLAGS_HEAPTYPE)."""
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two dicts with attributes hold the same objects, in the same order."""
+    return type(one) is type(other) and all(
+        [*a] == [*b] and same([*a.values()], [*b.values()])
+        for a, b in ((one, other), (vars(one), vars(other)))
+    )
 
 
 class ModuleWatch:
@@ -749,6 +833,18 @@ class ModuleWatch:
         tokens.append(self._version)
         arrays += [t for t in _all(map(_values, self._tensors)) if t is not None]
 
+    def describe(self, name: str, description: Description) -> None:
+        """All that it holds, by names."""
+        for path, module in self._module.named_modules(prefix=name):
+            forward = module.forward  # it may be one of its own
+            description.add(path, type(module), code_text(type(module)), code_text(forward))
+            for held in (module._parameters, module._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        description.array(f"{path}.{key}", tensor)
+            inside = ("_modules", "_parameters", "_buffers")
+            description.settings({k: v for k, v in vars(module).items() if k not in inside})
+
     def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
         """Reads, and notes where each value was found."""
         before = len(arrays)
@@ -806,15 +902,10 @@ def _hidden_capture(hidden: bool) -> Iterator[list[bool]]:
         module.is_cuda_stream_capturing = question
 
 
-def _copies_elsewhere(nodes: tuple[Node, ...]) -> bool:
+def _copies_elsewhere(nodes: Sequence[Node]) -> bool:
     """Whether a graph copies from or to memory that is not of torch's allocator on a device."""
-    found = []
-    for node in nodes:
-        if node.kind is NodeKind.MEMCPY:
-            found += [node.memcpy.src, node.memcpy.dst]
-        for body in node.children:
-            if _copies_elsewhere(body):
-                return True
+    copies = [n.memcpy for n in every_node(nodes) if n.kind is NodeKind.MEMCPY]
+    found = [address for copy in copies for address in (copy.src, copy.dst)]
     if not found:
         return False
     try:
@@ -829,17 +920,15 @@ def _copies_elsewhere(nodes: tuple[Node, ...]) -> bool:
 def _undisturbed() -> Iterator[None]:
     """No garbage collection, which may destroy graphs, and no cache of autocast, whose tensors
     would be gone at the replay."""
-    collecting, caching = gc.isenabled(), torch.is_autocast_cache_enabled()
-    gc.disable()
+    caching = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     if torch.is_autocast_enabled("cuda"):
         torch.clear_autocast_cache()
     try:
-        yield
+        with no_collection():
+            yield
     finally:
         torch.set_autocast_cache_enabled(caching)
-        if collecting:
-            gc.enable()
 
 
 def _explained(error: Exception) -> str:

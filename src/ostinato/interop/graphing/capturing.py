@@ -1,0 +1,49 @@
+"""A capture on a stream of this library, for libraries that can do without their own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ostinato import Capture, Graph, Stream
+from ostinato.errors import CaptureError, ContextPoisonedError
+from ostinato.interop.graphing.library import NotGraphable
+
+__all__ = ["captured", "no_collection"]
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection in the block: it may destroy graphs, which breaks a capture."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def captured(
+    stream: Stream, work: Callable[[], Any], explained: Callable[[Exception], str]
+) -> tuple[Graph, Any]:
+    """Captures work on a stream; the graph, and what the work returned.
+
+    Raises ContextPoisonedError, and NotGraphable for everything else that breaks the capture; its
+    cause is what the work raised, which `explained` puts into words.
+    """
+    capture = Capture(stream)
+    capture.begin()
+    try:
+        result = work()
+        return capture.end(), result
+    except ContextPoisonedError:
+        raise
+    except CaptureError as broken:
+        raise NotGraphable(f"the capture failed: {broken}") from broken
+    except Exception as raised:
+        raise NotGraphable(explained(raised)) from raised
+    finally:
+        capture.abort()  # nothing to do if it has ended

@@ -1,0 +1,427 @@
+"""Graphs of a graphed function in a folder: what is written of a key, and how it is found again.
+
+A file (`ostinato.GraphStore`) holds a graph, and names its memory: `input 0`, … for the buffers of
+a call's arrays, `output 0`, … for what its results lie in, and the arrays that the function uses
+by where they were found (`self.layers.0.weight`).  What else a replay must know, such as how the
+result is put together, is the content of one more input that no node touches, `the call`.
+
+A key is found again by text that is the same in every process: the call's own key, and all that
+the function uses, without identities.  It is stricter than the key in memory: it reads code and
+settings that no guard looks at, since these may change from one process to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import math
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ostinato import Buffer, Graph, GraphStore, LoadedGraph, MemoryRange, Stream, Twin
+from ostinato.errors import InputError
+from ostinato.interop.graphing.guards import Guarded, Guards
+from ostinato.interop.graphing.library import Library
+from ostinato.interop.graphing.trees import children_of, is_plain
+
+__all__ = [
+    "CALL",
+    "Description",
+    "Stored",
+    "StoringLibrary",
+    "Unstable",
+    "code_text",
+    "described",
+    "rebuilt",
+    "require_rebuildable",
+    "text_of",
+]
+
+CALL = "the call"
+"""The input that holds what is not in the graph."""
+_VERSION = 1
+_DEEPEST = 6
+_MOST_CODE = 5000
+"""Functions and classes that are looked at."""
+_ATOMS = (bool, int, float, str, bytes, complex, range, slice, type(None), type(Ellipsis))
+
+
+class Unstable(Exception):
+    """Why something has no text that is the same in every process."""
+
+
+class StoringLibrary(Library, Protocol):
+    """A library whose functions' graphs are saved."""
+
+    @property
+    def stable(self) -> tuple[type, ...]:
+        """Types of `plain` whose values have a text that is the same in every process."""
+        ...
+
+    def release(self) -> Hashable:
+        """The versions of what a graph's kernels come from."""
+        ...
+
+    def over(self, buffer: Buffer) -> Any:
+        """An array over memory of this library, which it keeps."""
+        ...
+
+    def span(self, array: Any) -> MemoryRange:
+        """The memory from an array's first element to its last one."""
+        ...
+
+    def layout(self, array: Any, base: int) -> Any:
+        """Type, shape, strides, and how far behind an address an array begins, as plain data; None
+        for an array whose memory holds another value."""
+        ...
+
+    def view(self, array: Any, layout: Any) -> Any:
+        """An array of a layout in the whole memory of another one.  Raises ValueError."""
+        ...
+
+
+class Stored:
+    """The folder of one function."""
+
+    def __init__(
+        self, library: StoringLibrary, folder: str | Path, tag: Sequence[Hashable]
+    ) -> None:
+        self.library = library
+        self._device = library.device
+        self._folder = folder
+        self._tag = text_of((_VERSION, *tag, library.release()), library)
+        self.store = GraphStore(library.device, folder, tag=self._tag)
+        self.reasons: Counter[str] = Counter()
+        """Why keys were not restored, besides what the store counts."""
+
+    def save(
+        self,
+        key: str,
+        graph: Graph,
+        facts: Mapping[str, Any],
+        *,
+        inputs: Mapping[str, MemoryRange],
+        outputs: Mapping[str, MemoryRange],
+        constants: Mapping[str, MemoryRange],
+        twin: Twin | None,
+        check: bool,
+    ) -> None:
+        """Writes a graph, checked.  Raises GraphFileError and InputError."""
+        raw = json.dumps(facts, allow_nan=False).encode()
+        store = GraphStore(self._device, self._folder, tag=self._tag, constants=constants)
+        note = self._device.array(np.frombuffer(raw, np.uint8))
+        store.save(
+            key, graph, inputs={**inputs, CALL: note}, outputs=outputs, twin=twin, check=check
+        )
+
+    def restore(
+        self, key: str, memory: Mapping[str, MemoryRange], stream: Stream
+    ) -> tuple[LoadedGraph, dict[str, Any]] | None:
+        """A graph over the memory that is named, and the facts that it was saved with.
+
+        None if there is none that fits; why is counted."""
+        loaded = self.store.restore(key, memory)
+        if loaded is None:
+            return None
+        try:
+            note = loaded.inputs[CALL]
+            facts = json.loads(bytes(note.to_numpy(stream))) if isinstance(note, Buffer) else None
+            if not isinstance(facts, dict):
+                raise ValueError("they are no object")
+        except (KeyError, ValueError) as error:
+            loaded.close()
+            self.reasons[f"the file does not say how its results are put together ({error})"] += 1
+            return None
+        return loaded, facts
+
+    def all_reasons(self) -> dict[str, int]:
+        """Why keys were not restored."""
+        return dict(self.reasons + Counter(self.store.statistics().reasons))
+
+
+# ------------------------------------------------------------------------------------------- text
+
+
+def text_of(value: Any, library: StoringLibrary) -> str:
+    """A key's parts as text.  Raises Unstable."""
+    kind: Any = type(value)
+    if kind in _ATOMS:
+        return f"{kind.__name__} {value!r}"
+    if isinstance(value, type):
+        return f"type {_name(value)}"
+    if isinstance(value, enum.Enum):
+        return f"enum {kind.__module__}.{kind.__qualname__}.{value.name}"
+    if isinstance(value, tuple | list):
+        return f"{kind.__name__}({', '.join([text_of(one, library) for one in value])})"
+    if isinstance(value, frozenset | set):
+        return f"{{{', '.join(sorted([text_of(one, library) for one in value]))}}}"
+    if isinstance(value, dict):
+        pairs = [f"{text_of(k, library)}: {text_of(v, library)}" for k, v in value.items()]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
+        return code_text(value)
+    if isinstance(value, library.stable):
+        return f"{kind.__module__}.{kind.__qualname__} {value}"
+    raise Unstable(f"a {kind.__module__}.{kind.__qualname__} is not the same in another process")
+
+
+def code_text(function: Any) -> str:
+    """The name of a function or a class, and a digest of its code and of all that this names.
+
+    Code of installed packages counts by their versions."""
+    found: dict[str, str] = {}
+    _collect(function, found, set())
+    text = "\n".join(f"{name} {digest}" for name, digest in sorted(found.items()))
+    return f"code {_name(function)} {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _name(value: Any) -> str:
+    value = value if hasattr(value, "__qualname__") else type(value)
+    return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+
+
+def _collect(value: Any, found: dict[str, str], seen: set[int]) -> None:
+    """Adds digests of code, or of versions, by name."""
+    while isinstance(value, functools.partial | types.MethodType):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    if not isinstance(value, types.FunctionType | type):
+        call = inspect.getattr_static(type(value), "__call__", None)
+        if not isinstance(call, types.FunctionType):
+            found[_name(value)] = ""  # in C: the version of its library
+            return
+        value = type(value)
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if len(seen) > _MOST_CODE:
+        raise Unstable("the function names too much code to tell whether any of it has changed")
+    version = _version(str(getattr(value, "__module__", "")))
+    found[_name(value)] = version
+    if version:
+        return
+    if isinstance(value, type):
+        for base in value.__mro__:
+            if base is value or not _version(base.__module__):
+                for name, member in vars(base).items():
+                    inner = getattr(member, "__func__", getattr(member, "fget", member))
+                    if isinstance(inner, types.FunctionType):
+                        _collect(inner, found, seen)
+                    elif is_plain(member) and not name.startswith("__"):
+                        found[f"{_name(base)}.{name}"] = repr(member)
+            else:
+                found[_name(base)] = _version(base.__module__)
+        return
+    names: set[str] = set()
+    found[_name(value)] = _digest(value.__code__, names)
+    space = value.__globals__
+    held = [space[name] for name in names if name in space]
+    for one in [*held]:
+        if isinstance(one, types.ModuleType) and not _version(one.__name__):
+            held += [vars(one)[name] for name in names if name in vars(one)]
+    for cell in value.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            held.append(cell.cell_contents)
+    held.append(getattr(value, "__wrapped__", None))
+    for one in held:
+        if isinstance(one, types.FunctionType | types.MethodType | functools.partial | type):
+            _collect(one, found, seen)
+
+
+def _digest(code: types.CodeType, names: set[str]) -> str:
+    """Of code without the places of its lines; adds what it names."""
+    names.update(code.co_names)
+    parts = [code.co_code, repr(code.co_names).encode(), repr(code.co_varnames).encode()]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            parts.append(_digest(constant, names).encode())
+        elif isinstance(constant, frozenset):
+            parts.append(repr(sorted(map(repr, constant))).encode())
+        else:
+            parts.append(repr(constant).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+@functools.cache
+def _version(module: str) -> str:
+    """The version of the installed package that a module is of; empty for other code."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return f"python {sys.version_info[:3]}"
+    known = sys.modules.get(top)
+    file = str(getattr(known, "__file__", None) or "")
+    version = getattr(known, "__version__", None)
+    if version is None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(top)
+    installed = "site-packages" in file or "dist-packages" in file
+    return f"{top} {version}" if installed and version is not None else ""
+
+
+class Description:
+    """What a function uses, as text and as arrays with names: both as in `Guards.read`."""
+
+    def __init__(self, library: StoringLibrary) -> None:
+        self.library = library
+        self.parts: list[str] = []
+        self.names: list[str] = []
+        self.arrays: list[Any] = []
+
+    def add(self, *values: Any) -> None:
+        """Raises Unstable."""
+        self.parts += [text_of(value, self.library) for value in values]
+
+    def array(self, name: str, array: Any) -> None:
+        library = self.library
+        self.add(name, library.signature(array), library.offset(array))
+        self.names.append(name)
+        self.arrays.append(array)
+
+    def guards(self, guards: Guards) -> None:
+        for place in guards.places:
+            self._visit(guards, place.name, place.read(), 0)
+
+    def _visit(self, guards: Guards, name: str, value: Any, depth: int) -> None:
+        """In the order of `Guards._visit`."""
+        library = self.library
+        if library.is_array(value):
+            self.array(name, value)
+            return
+        if is_plain(value, library.plain):
+            self.add(name, value)
+            return
+        watch = guards.watch(value)
+        if isinstance(watch, Guarded):
+            if watch.guards is not None:
+                self.guards(watch.guards)
+            return
+        if watch is not None:
+            describe: Callable[[str, Description], None] | None
+            describe = getattr(watch, "describe", None)
+            if describe is None:
+                raise Unstable(f"what {name} holds is not known by names")
+            describe(name, self)
+            return
+        found = children_of(value, library) if depth < guards.DEEPEST else None
+        self.add(name, type(value))
+        if found is not None:
+            self.add(found[0])
+            for index, child in enumerate(found[1]):
+                self._visit(guards, f"{name}[{index}]", child, depth + 1)
+            return
+        inside = guards.inside(value) if depth < guards.DEEPEST else None
+        for key, child in (inside or {}).items():
+            if library.is_array(child):
+                self.array(f"{name}.{key}", child)
+        self.settings(value)
+
+    def settings(self, value: Any, depth: int = 0, seen: frozenset[int] = frozenset()) -> None:
+        """The plain values in an object and in what it holds, as deep as anyone puts them.
+
+        Numbers whose names begin with _ are left out: they are counts and hashes."""
+        library = self.library
+        if is_plain(value, library.plain):
+            try:
+                self.add(value)
+            except Unstable:
+                self.add(type(value))
+            return
+        if depth >= _DEEPEST or id(value) in seen or library.is_array(value):
+            return
+        seen |= {id(value)}
+        if isinstance(value, list | tuple | set | frozenset):
+            held: dict[Any, Any] = dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+        elif isinstance(value, dict):
+            held = value
+        elif isinstance(value, types.ModuleType | types.MethodType) or library.watch(value):
+            return
+        else:
+            held = getattr(value, "__dict__", {})
+            self.add(type(value))
+        for key, child in held.items():
+            if isinstance(key, str) and key.startswith("_") and type(child) in (int, float):
+                continue
+            if isinstance(key, str):
+                self.add(key)
+                self.settings(child, depth + 1, seen)
+            elif isinstance(key, int):
+                self.settings(child, depth + 1, seen)
+
+
+# ---------------------------------------------------------------------------------------- results
+
+
+def described(value: Any, library: Library, leaves: list[Any]) -> Any:
+    """How a result is put together, as plain data; its arrays are added to `leaves`.
+
+    Raises Unstable for what cannot be made again from that."""
+    if library.is_array(value):
+        leaves.append(value)
+        return {"leaf": len(leaves) - 1}
+    kind = type(value)
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        return {"value": value}
+    found = children_of(value, library)
+    if found is None:
+        raise Unstable(f"a {kind.__module__}.{kind.__qualname__} in the result")
+    children = [described(child, library, leaves) for child in found[1]]
+    if kind is list or kind is tuple:
+        return {kind.__name__: children}
+    names: list[Any] | None = None
+    if isinstance(value, dict):
+        names = [*value]
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+    if names is not None and not all(type(name) in (str, int) for name in names):
+        raise Unstable("a key of a dict in the result")
+    if kind is dict:
+        return {"dict": names, "of": children}
+    return {"class": [kind.__module__, kind.__qualname__], "names": names, "of": children}
+
+
+def rebuilt(data: Any, leaves: Sequence[Any]) -> Any:
+    """The value that `described` gave data of, with arrays.  Raises LookupError, TypeError, and
+    ValueError for what it never gives."""
+    if "leaf" in data:
+        return leaves[data["leaf"]]
+    if "value" in data:
+        return data["value"]
+    for kind in (list, tuple):
+        if kind.__name__ in data:
+            return kind([rebuilt(child, leaves) for child in data[kind.__name__]])
+    children = [rebuilt(child, leaves) for child in data["of"]]
+    if "dict" in data:
+        return dict(zip(data["dict"], children, strict=True))
+    module, name = data["class"]
+    made: Any = sys.modules[module]  # what was never imported here is no class of a result
+    for part in name.split("."):
+        made = vars(made)[part]
+    if not isinstance(made, type) or not (
+        issubclass(made, tuple | dict) or dataclasses.is_dataclass(made)
+    ):
+        raise ValueError(f"{module}.{name} is no class of results")
+    if data["names"] is not None:
+        return made(**dict(zip(data["names"], children, strict=True)))
+    kind_: Any = made
+    return kind_(*children) if hasattr(made, "_fields") else kind_(children)
+
+
+def require_rebuildable(value: Any, data: Any, leaves: Sequence[Any], library: Library) -> None:
+    """Raises Unstable unless data gives a value like the one that it is of."""
+    try:
+        same = described(rebuilt(data, leaves), library, []) == data
+    except (LookupError, TypeError, ValueError, InputError) as error:
+        raise Unstable(f"a {type(value).__qualname__} in the result ({error})") from None
+    if not same:
+        raise Unstable(f"a {type(value).__qualname__} in the result")

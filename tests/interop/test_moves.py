@@ -1,0 +1,249 @@
+"""Copies inside graphs: the kernels, as host functions and as CUDA by the emulator, and what is
+copied by them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.interop.graphing import moves
+from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.library import Options
+from ostinato.interop.graphing.moves import MOST, NAMES, Mover, dense
+from tests.emulator.emulator import Emulator
+from tests.interop.library import Array, Lib
+
+
+@pytest.fixture(params=["host", "cuda"])
+def code(request: pytest.FixtureRequest) -> ost.Source:
+    """The kernels' source; in CUDA they run by the emulator."""
+    source = moves.source()
+    if request.param == "host":
+        return source
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator needs g++")
+    emulator = Emulator()
+    plain = ost.Source(source.cuda, signatures={n: source.host[n].signature for n in NAMES})
+    return ost.Source(host=[emulator.host_kernel(plain, name) for name in NAMES])
+
+
+@pytest.fixture
+def mover(
+    code: ost.Source, host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Mover]:
+    monkeypatch.setattr(moves, "source", lambda: code)
+    return lambda: Mover(host_device)
+
+
+SIZES = [0, 1, 3, 4, 15, 16, 17, 64, 1000, 4096, 70_001]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bytes_go_where_they_belong(mover: Any, host_device: Device, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    stream, one = host_device.create_stream(), mover()
+
+    def arrays(count: int) -> list[tuple[ost.Buffer, int, int]]:
+        """Memory, and where in it an array begins that ends with it."""
+        made = []
+        for _ in range(count):
+            at, size = int(rng.integers(0, 20)), int(rng.choice(SIZES))
+            values = rng.integers(0, 256, at + size, np.uint8)
+            made.append(
+                (host_device.array(values) if at + size else host_device.zeros(1), at, size)
+            )
+        return made
+
+    def places(of: list[tuple[ost.Buffer, int, int]]) -> list[tuple[int, int]]:
+        return [(buffer.address + at, size) for buffer, at, size in of]
+
+    count, outs = int(rng.integers(0, MOST + 1)), int(rng.integers(1, MOST + 1))
+    inputs, outputs, other = arrays(count), arrays(outs), host_device.zeros(4)
+    with ost.capture(stream) as capture:
+        one.begin(stream, places(inputs))
+        ost.fill(stream, other, 1)
+        one.end(stream, places(outputs))
+    found = one.find(capture.graph, count, tuple(range(outs)))
+    run = capture.graph.instantiate()
+    for _ in range(3):
+        given = [
+            host_device.array(rng.integers(0, 256, size + 20, np.uint8)) for *_, size in inputs
+        ]
+        made = [host_device.zeros(size + 20, "u1") for *_, size in outputs]
+        left_out = rng.random(count) < 0.2
+        shifts = rng.choice([0, 4, 3, 16], count + outs).tolist()
+        before = [buffer.to_numpy(stream) for buffer, *_ in inputs]
+        froms = [
+            0 if left else buffer.address + shift
+            for buffer, shift, left in zip(given, shifts, left_out, strict=False)
+        ]
+        tos = [b.address + s for b, s in zip(made, shifts[count:], strict=True)]
+        found.change(found.packed(froms, tos))(run)
+        run.launch(stream)
+        for i, (buffer, at, size) in enumerate(inputs):
+            wanted = before[i].copy()
+            if not left_out[i]:
+                wanted[at : at + size] = given[i].to_numpy(stream)[shifts[i] : shifts[i] + size]
+            np.testing.assert_array_equal(buffer.to_numpy(stream), wanted)
+        for (buffer, at, size), copy, shift in zip(outputs, made, shifts[count:], strict=True):
+            wanted = np.zeros(size + 20, np.uint8)
+            wanted[shift : shift + size] = buffer.to_numpy(stream)[at : at + size]
+            np.testing.assert_array_equal(copy.to_numpy(stream), wanted)
+    found.change(found.packed([0] * count, [0] * outs))(
+        run
+    )  # as it was captured: nothing is copied
+    run.launch(stream)
+    stream.synchronize()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 4), max_size=4),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+    st.sampled_from([1, 4]),
+)
+def test_what_is_one_piece(shape: list[int], rng: Any, broken: bool, unit: int) -> None:
+    order = [*range(len(shape))]
+    rng.shuffle(order)
+    strides, step = [0] * len(shape), unit
+    for axis in order:
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    if broken and shape:
+        strides[rng.randrange(len(shape))] = rng.choice([0, unit, 3 * unit, 8 * unit])
+    places = {sum(i * s for i, s in zip(at, strides, strict=True)) for at in np.ndindex(*shape)}
+    size = int(np.prod(shape))
+    wanted = len(places) == size and (not size or places == {unit * i for i in range(size)})
+    assert dense(shape, strides, unit) == wanted
+
+
+@pytest.fixture
+def step(mover: Any, host_device: Device) -> Any:
+    lib, made = Lib(host_device), []
+
+    def graphed(function: Any, **options: Any) -> tuple[Graphed, Lib]:
+        cache = ost.GraphCache(host_device)
+        made.append(Graphed(function, lib, Options(**options), cache, name="f", owns_cache=True))
+        return made[-1], lib
+
+    yield graphed
+    for one in made:
+        one.close()
+
+
+def numbers(start: float) -> Any:
+    return np.arange(start, start + 4, dtype=np.float32)
+
+
+@pytest.mark.parametrize("count", [1, 3, MOST, MOST + 1])
+def test_many_arguments_and_results(step: Any, count: int) -> None:
+    by, lib = step(lambda *xs: [x.line(2.0 + i) for i, x in enumerate(xs)])
+    kept = []
+    for start in range(5):
+        xs = [lib.array(numbers(10 * i + start)) for i in range(count)]
+        kept.append(by(*xs))
+    for start, results in enumerate(kept):
+        for i, result in enumerate(results):
+            np.testing.assert_array_equal(result.numpy(), (2 + i) * numbers(10 * i + start))
+    statistics = by.statistics()
+    assert statistics.replays == 4 and statistics.captures == 1
+    assert (NAMES[0] in by.inspect()) == (count <= MOST)
+
+
+def test_static_results_are_not_copied(step: Any) -> None:
+    by, lib = step(lambda x: x.line(2.0), results="static")
+    results = [by(lib.array(numbers(start))) for start in range(4)]
+    assert results[1] is results[3] and NAMES[1] not in by.inspect()
+    np.testing.assert_array_equal(results[3].numpy(), 2 * numbers(3))
+
+
+def test_what_is_written_is_copied_back(step: Any) -> None:
+    by, lib = step(lambda x: (x.shift(1.0).line(1.0),))
+    x = lib.array(numbers(0))
+    for call in range(1, 6):
+        (result,) = by(x)
+        np.testing.assert_array_equal(x.numpy(), numbers(call))
+        np.testing.assert_array_equal(result.numpy(), numbers(call))
+
+
+def test_a_result_fed_back(step: Any) -> None:
+    by, lib = step(lambda x: x.line(2.0), results="static")
+    x = lib.array(numbers(1))
+    wanted = numbers(1)
+    for _ in range(6):
+        x, wanted = by(x), 2 * wanted
+        np.testing.assert_array_equal(x.numpy(), wanted)
+
+
+def test_a_graph_of_copies_alone_is_empty(step: Any) -> None:
+    by, lib = step(lambda x: x)
+    for start in range(3):
+        np.testing.assert_array_equal(by(lib.array(numbers(start))).numpy(), numbers(start))
+    assert "the capture is empty" in by.statistics().keys[0].reason
+
+
+def test_checks_pass(step: Any) -> None:
+    by, lib = step(lambda x, y: (x.line(2.0), {"y": y.line(3.0)}), verify=2)
+    for start in range(8):
+        by(lib.array(numbers(start)), lib.array(numbers(2 * start)))
+    statistics = by.statistics()
+    assert statistics.verified >= 3 and not statistics.quarantined
+
+
+def test_memory_that_an_earlier_call_was_given_may_be_closed(step: Any) -> None:
+    by, lib = step(lambda x: x.line(2.0))
+    for start in range(6):
+        x = lib.array(numbers(start))
+        result = by(x)
+        np.testing.assert_array_equal(result.numpy(), 2 * numbers(start))
+        for array in (x, result):
+            array.buffer.storage.close()
+    assert by.statistics().replays == 5, by.explain()
+
+
+def test_threads(step: Any) -> None:
+    by, lib = step(lambda x, y: (x.line(2.0), y.line(3.0)))
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        for start in range(50):
+            x, y = (lib.array(numbers(start + k * number)) for k in (100, 1000))
+            a, b = by(x, y)
+            if not (
+                np.array_equal(a.numpy(), 2 * numbers(start + 100 * number))
+                and np.array_equal(b.numpy(), 3 * numbers(start + 1000 * number))
+            ):
+                wrong.append((number, start))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_without_a_compiler_they_are_copied_beside(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Any:
+        raise ost.errors.NotAvailableError("no compiler")
+
+    monkeypatch.setattr(moves, "source", fail)
+    lib = Lib(host_device)
+    cache = ost.GraphCache(host_device)
+    with Graphed(lambda x: x.line(2.0), lib, Options(), cache, name="f", owns_cache=True) as by:
+        for start in range(4):
+            x: Array = lib.array(numbers(start))
+            np.testing.assert_array_equal(by(x).numpy(), 2 * numbers(start))
+        assert by.statistics().replays == 3 and NAMES[0] not in by.inspect()

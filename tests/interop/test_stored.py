@@ -1,0 +1,412 @@
+"""Graphs of graphed functions in a folder: the next process restores them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import InputError
+from ostinato.interop.graphing import stored
+from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.library import Options
+from ostinato.interop.graphing.padding import Padding
+from ostinato.interop.graphing.stored import Stored, Unstable, code_text, text_of
+from tests.interop.library import Array, Lib
+
+Make = Callable[..., Graphed]
+
+
+@pytest.fixture
+def lib(host_device: Device) -> Lib:
+    return Lib(host_device)
+
+
+@pytest.fixture
+def make(lib: Lib, tmp_path: Path) -> Iterator[Make]:
+    made: list[Graphed] = []
+
+    def graphed(function: Any, folder: Path = tmp_path, **options: Any) -> Graphed:
+        kept = Stored(lib, folder, (code_text(function),))
+        step = Graphed(
+            function,
+            lib,
+            Options(**options),
+            ost.GraphCache(lib.device),
+            name="f",
+            owns_cache=True,
+            stored=kept,
+        )
+        made.append(step)
+        return step
+
+    yield graphed
+    for one in made:
+        one.close()
+
+
+def numbers(start: float = 0.0, n: int = 4) -> Any:
+    return np.arange(start, start + n, dtype=np.float32)
+
+
+def saved(step: Graphed, *args: Any, check: bool = False) -> None:
+    """Captures and saves; `check`: also runs the file in another process."""
+    for _ in range(3):
+        step(*args)
+    assert step.save(check=check) == {} and step.statistics().captures >= 1
+
+
+def restored(step: Graphed) -> None:
+    found = step.statistics()
+    assert (found.restored, found.captures, found.eager) == (1, 0, 0), (
+        found.not_restored,
+        step.explain(),
+    )
+
+
+class Pair(NamedTuple):
+    one: Any
+    rest: Any
+
+
+@dataclasses.dataclass
+class Record:
+    value: Any
+    number: int
+
+
+def scaled(lib: Lib, weight: Array, bias: Array | None = None) -> Callable[[Array], Any]:
+    """A function of a weight that it adds: out = 2 x, and the weight's own double."""
+
+    def f(x: Array) -> Any:
+        return x.line(2.0), weight.line(3.0)
+
+    return f
+
+
+def test_the_next_one_restores(lib: Lib, make: Make) -> None:
+    saved(make(scaled(lib, lib.array(numbers(1)))), lib.array(numbers()), check=True)
+    weight = lib.array(numbers(50))
+    step = make(scaled(lib, weight))
+    kept = []
+    for start in range(5):
+        one, two = step(lib.array(numbers(start)))
+        kept.append(one)
+        np.testing.assert_array_equal(two.numpy(), 3 * numbers(50))
+    for start, one in enumerate(kept):
+        np.testing.assert_array_equal(one.numpy(), 2 * numbers(start))
+    restored(step)
+    assert step.statistics().replays == 5
+
+
+@pytest.mark.parametrize("results", ["clone", "static"])
+def test_results_of_all_kinds(lib: Lib, make: Make, results: str) -> None:
+    def f(x: Array) -> Any:
+        y = x.line(2.0)
+        return {
+            "pair": Pair(y, [x.line(3.0), None]),
+            "record": Record(y, 7),
+            "plain": (1, "two", 2.5, True),
+        }
+
+    saved(make(f, results=results), lib.array(numbers()), check=True)
+    step = make(f, results=results)
+    for start in range(4):
+        found = step(lib.array(numbers(start)))
+        assert type(found["pair"]) is Pair and type(found["record"]) is Record
+        np.testing.assert_array_equal(found["pair"].one.numpy(), 2 * numbers(start))
+        np.testing.assert_array_equal(found["pair"].rest[0].numpy(), 3 * numbers(start))
+        np.testing.assert_array_equal(found["record"].value.numpy(), 2 * numbers(start))
+        assert found["plain"] == (1, "two", 2.5, True) and found["record"].number == 7
+    restored(step)
+
+
+def test_what_is_written(lib: Lib, make: Make) -> None:
+    def counting(total: Array) -> Callable[[Array], Any]:
+        def f(x: Array) -> Any:
+            total.shift(1.0)
+            return x.shift(1.0).line(2.0)
+
+        return f
+
+    saved(make(counting(lib.array(np.zeros(4)))), lib.array(numbers()), check=True)
+    total = lib.array(np.full(4, 100))
+    step = make(counting(total))
+    for call in range(1, 6):
+        x = lib.array(numbers(call))
+        np.testing.assert_array_equal(step(x).numpy(), 2 * (numbers(call) + 1))
+        np.testing.assert_array_equal(x.numpy(), numbers(call) + 1)
+        np.testing.assert_array_equal(total.numpy(), [100 + call] * 4)
+    restored(step)
+
+
+def test_static_arguments_and_views_of_them(lib: Lib, make: Make) -> None:
+    def f(x: Array, cache: Array) -> Any:
+        cache.shift(1.0)
+        return x.line(2.0), cache
+
+    saved(make(f, static=("cache",)), lib.array(numbers()), lib.array(np.zeros(4)))
+    step, cache = make(f, static=("cache",)), lib.array(np.full(4, 10))
+    for call in range(1, 4):
+        one, same = step(lib.array(numbers(call)), cache)
+        np.testing.assert_array_equal(one.numpy(), 2 * numbers(call))
+        np.testing.assert_array_equal(same.numpy(), [10 + call] * 4)
+        np.testing.assert_array_equal(cache.numpy(), [10 + call] * 4)
+    restored(step)
+    other = lib.array(np.zeros(4))  # it moves: bound anew, or warmed up and captured
+    for call in range(1, 4):
+        step(lib.array(numbers(call)), other)
+        np.testing.assert_array_equal(other.numpy(), [call] * 4)
+
+
+def test_weights_that_move_afterwards(lib: Lib, make: Make) -> None:
+    holder = SimpleNamespace(weight=lib.array(numbers(1)))
+
+    def f(x: Array) -> Any:
+        return x.line(2.0), holder.weight.line(1.0)
+
+    saved(make(f), lib.array(numbers()))
+    step = make(f)
+    for start in (5, 6, 5, 7):
+        holder.weight = lib.array(numbers(start))
+        for call in range(2):
+            one, two = step(lib.array(numbers(call)))
+            np.testing.assert_array_equal(one.numpy(), 2 * numbers(call))
+            np.testing.assert_array_equal(two.numpy(), numbers(start))
+    assert step.statistics().restored == 1
+
+
+def test_dynamic_sizes(lib: Lib, make: Make) -> None:
+    def options() -> dict[str, Any]:
+        return {"padding": Padding({"x": 0}, ost.PowersOfTwo(16))}
+
+    def f(x: Array) -> Any:
+        return x.line(2.0)
+
+    step = make(f, **options())
+    for n in (5, 7, 6):
+        step(lib.array(numbers(n=n)))
+    assert step.save() == {}, "with padding"
+    step = make(f, **options())
+    for n in (8, 5, 6, 7, 6):
+        np.testing.assert_array_equal(step(lib.array(numbers(n, n))).numpy(), 2 * numbers(n, n))
+    found = step.statistics()
+    assert (found.restored, found.captures) == (1, 0) and found.eager <= 1, step.explain()
+
+
+def test_an_evicted_graph_is_restored_again(lib: Lib, make: Make) -> None:
+    saved(make(scaled(lib, lib.array(numbers(1)))), lib.array(numbers()))
+    step = make(scaled(lib, lib.array(numbers(1))))
+    for start in range(4):
+        np.testing.assert_array_equal(
+            step(lib.array(numbers(start)))[0].numpy(), 2 * numbers(start)
+        )
+        step.cache.evict_all()
+    found = step.statistics()
+    assert (found.restored, found.captures, found.eager) == (4, 0, 0)
+
+
+def test_checks_are_made_of_restored_graphs_too(lib: Lib, make: Make) -> None:
+    saved(make(scaled(lib, lib.array(numbers(1)))), lib.array(numbers()))
+    step = make(scaled(lib, lib.array(numbers(2))), verify="first")
+    for start in range(3):
+        step(lib.array(numbers(start)))
+    found = step.statistics()
+    assert found.verified == 1 and not found.quarantined and found.restored == 1
+
+
+def helper(x: Array) -> Array:
+    return x.line(2.0)
+
+
+def test_other_code_is_another_key(lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def outer(x: Array) -> Any:
+        return helper(x)
+
+    saved(make(outer), lib.array(numbers()))
+    step = make(outer)
+    step(lib.array(numbers()))
+    restored(step)
+
+    def changed(x: Array) -> Array:
+        return x.line(5.0)
+
+    monkeypatch.setitem(globals(), "helper", changed)
+    step = make(outer)
+    for start in range(3):
+        np.testing.assert_array_equal(step(lib.array(numbers(start))).numpy(), 5 * numbers(start))
+    found = step.statistics()
+    assert found.restored == 0 and found.captures == 1
+    assert "there is no file" in str(found.not_restored)
+
+
+def test_other_values_weights_and_settings_are_other_keys(lib: Lib, make: Make) -> None:
+    def build(by: float, n: int, deep: int) -> Callable[[Array], Any]:
+        weight = lib.array(numbers(n=n))
+        config = SimpleNamespace(inner=SimpleNamespace(eps=SimpleNamespace(value=deep)))
+
+        def f(x: Array) -> Any:
+            return x.line(by, config.inner.eps.value), weight.line(1.0)
+
+        return f
+
+    saved(make(build(2.0, 4, 1)), lib.array(numbers()))
+    for by, n, deep in ((3.0, 4, 1), (2.0, 5, 1), (2.0, 4, 2)):
+        step = make(build(by, n, deep))
+        for start in range(3):
+            one, two = step(lib.array(numbers(start)))
+            np.testing.assert_array_equal(one.numpy(), by * numbers(start) + deep)
+            np.testing.assert_array_equal(two.numpy(), numbers(n=n))
+        assert step.statistics().restored == 0, (by, n, deep)
+    step = make(build(2.0, 4, 1))
+    step(lib.array(numbers()))
+    restored(step)
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "gone", "of another"])
+def test_a_file_that_does_not_fit_costs_speed_alone(
+    lib: Lib, make: Make, tmp_path: Path, how: str
+) -> None:
+    saved(make(scaled(lib, lib.array(numbers(1)))), lib.array(numbers()))
+    (path,) = (tmp_path / "graphs").glob("*.graph")
+    raw = path.read_bytes()
+    if how == "cut":
+        path.write_bytes(raw[: len(raw) // 2])
+    elif how == "flipped":
+        at = raw.index(b"output 0")  # in the manifest
+        path.write_bytes(raw[: at + 3] + b"X" + raw[at + 4 :])
+    elif how == "gone":
+        path.unlink()
+    else:
+        saved(make(lambda x: x.line(7.0)), lib.array(numbers()))
+        (other,) = {*(tmp_path / "graphs").glob("*.graph")} - {path}
+        path.write_bytes(other.read_bytes())
+    step = make(scaled(lib, lib.array(numbers(9))))
+    for start in range(4):
+        one, two = step(lib.array(numbers(start)))
+        np.testing.assert_array_equal(one.numpy(), 2 * numbers(start))
+        np.testing.assert_array_equal(two.numpy(), 3 * numbers(9))
+    found = step.statistics()
+    assert (found.restored, found.captures, found.eager) == (0, 1, 1)
+    assert sum(found.not_restored.values()) == 1, found.not_restored
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"outputs": [["output 0", [[4], 0]]]},
+        {"outputs": [["output 9", [[4], 0]], ["output 1", [[4], 0]]]},
+        {"outputs": [["output 0", [[4000], 0]], ["output 1", [[4], 0]]]},
+        {"outputs": [["output 0", [[4], -8]], ["output 1", [[4], 0]]]},
+        {"result": {"class": ["os", "system"], "names": None, "of": []}},
+        {"result": {"class": ["builtins", "int"], "names": None, "of": []}},
+        {"result": {"class": ["no.such", "thing"], "names": None, "of": []}},
+        {"result": {"leaf": 7}},
+        {"result": {"tuple": [{"leaf": 1}, {"leaf": 0}]}},
+        {"moved": [0]},
+        {"moved": [5, 6]},
+        {"written": ["x"]},
+        {"outputs": None},
+        {"result": 3},
+    ],
+)
+def test_hostile_facts(
+    lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    dumps = json.dumps
+    monkeypatch.setattr(
+        stored, "json", SimpleNamespace(loads=json.loads, dumps=lambda f, **k: dumps(f | change))
+    )
+    saved(make(scaled(lib, lib.array(numbers(1)))), lib.array(numbers()))
+    step = make(scaled(lib, lib.array(numbers(9))))
+    for start in range(4):
+        one, two = step(lib.array(numbers(start)))
+        np.testing.assert_array_equal(one.numpy(), 2 * numbers(start))
+        np.testing.assert_array_equal(two.numpy(), 3 * numbers(9))
+    assert step.statistics().restored == 0 and step.statistics().not_restored
+
+
+def test_what_cannot_be_saved_says_why(lib: Lib, make: Make) -> None:
+    step = make(lambda x: (x.line(2.0), frozenset([1])))
+    for _ in range(3):
+        step(lib.array(numbers()))
+    ((words, why),) = step.save().items()
+    assert "x=f4[4]" in words and "frozenset" in why
+    step = make(lambda x, y: x.line(y.real))
+    for _ in range(3):
+        step(lib.array(numbers()), 2.0)
+    assert step.save() == {}
+    plain = Graphed(
+        lambda x: x, lib, Options(), ost.GraphCache(lib.device), name="f", owns_cache=True
+    )
+    with pytest.raises(InputError, match="store="):
+        plain.save()
+    plain.close()
+
+
+def test_text_of_keys() -> None:
+    lib: Any = SimpleNamespace(stable=(np.dtype,))
+    values = [0, False, 0.0, -0.0, None, "a", b"a", (1,), (1, 2), ((1,), 2), int, {1: 2}, [1]]
+    texts = [text_of(value, lib) for value in values]
+    assert len({*texts}) == len(values), texts
+    assert text_of(np.dtype("f4"), lib) != text_of(np.dtype("f8"), lib)
+    with pytest.raises(Unstable):
+        text_of(object(), lib)
+
+
+PROGRAM = """
+import functools
+from types import SimpleNamespace
+from ostinato.interop.graphing.stored import code_text, text_of
+from tests.interop import test_stored as t
+lib = SimpleNamespace(stable=())
+print(code_text(t.scaled), code_text(functools.partial(t.numbers, 1)), code_text(t.Record))
+print(text_of((frozenset("abcdef"), {"a", "b"}, t.Pair, len, t.helper), lib))
+"""
+
+
+def test_texts_are_the_same_in_every_process() -> None:
+    root = Path(__file__).parents[2]
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)]),
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "123"
+    }
+    assert len(found) == 1 and len(found.pop()) > 100
+
+
+def test_code_that_is_named_counts() -> None:
+    def build(number: int) -> Callable[[], int]:
+        space: dict[str, Any] = {"__name__": "made"}
+        exec(
+            f"def inner():\n    return {number}\n"
+            "class Base:\n    def m(self):\n        return inner()\n"
+            "def outer():\n    return (lambda: Base().m())()\n",
+            space,
+        )
+        made: Callable[[], int] = space["outer"]
+        return made
+
+    assert code_text(build(1)) == code_text(build(1)) != code_text(build(2))
+    assert code_text(functools.partial(build(1))) != code_text(functools.partial(build(2)))

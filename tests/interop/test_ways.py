@@ -1,0 +1,252 @@
+"""Whole calls by a short way: what they give, when they give up, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import ClosedError
+from ostinato.interop.graphing import recheck
+from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.library import Options
+from tests.interop.library import Array, Lib
+
+pytestmark = pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
+
+
+@pytest.fixture
+def lib(host_device: Device) -> Lib:
+    return Lib(host_device)
+
+
+@pytest.fixture(params=["inside", "beside"])
+def make(
+    lib: Lib, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Graphed]]:
+    """Graphed functions whose graphs copy arrays themselves, or have them copied beside."""
+    if request.param == "beside":
+        monkeypatch.setattr(Lib, "extent", lambda self, array: None)
+    made: list[Graphed] = []
+
+    def graphed(function: Any, cache: ost.GraphCache | None = None, **options: Any) -> Graphed:
+        kept = cache or ost.GraphCache(lib.device)
+        made.append(
+            Graphed(function, lib, Options(**options), kept, name="f", owns_cache=cache is None)
+        )
+        return made[-1]
+
+    yield graphed
+    for one in made:
+        one.close()
+
+
+def numbers(start: float = 0.0) -> Any:
+    return np.arange(start, start + 4, dtype=np.float32)
+
+
+def double(x: Array) -> Array:
+    return x.line(2.0)
+
+
+def heated(step: Graphed, lib: Lib, *, args: int = 1) -> Any:
+    for start in range(4):
+        step(*[lib.array(numbers(start)) for _ in range(args)])
+    assert step._hot, "there is no short way"
+    return step._hot[0].way
+
+
+def check(step: Graphed, lib: Lib, start: float) -> None:
+    np.testing.assert_array_equal(step(lib.array(numbers(start))).numpy(), 2 * numbers(start))
+
+
+def test_which_way(lib: Lib, make: Any, request: pytest.FixtureRequest) -> None:
+    way = heated(make(double), lib)
+    inside = request.node.callspec.params["make"] == "inside"
+    assert (type(way).__name__ == "Way") == inside
+
+
+def test_counts_and_times(lib: Lib, make: Any) -> None:
+    step = make(double)
+    heated(step, lib)
+    for start in range(100):
+        check(step, lib, start)
+    statistics = step.statistics()
+    (line,) = statistics.keys
+    assert (line.calls, line.replays, line.eager) == (104, 103, 1) and statistics.calls == 104
+    assert statistics.cache.hits == 103
+    assert line.us is not None and line.us > 0
+    assert step.statistics().calls == 104, "counted twice"
+    step._go_by()
+    assert step.statistics().calls == 104
+
+
+def test_what_another_call_gives(lib: Lib, make: Any) -> None:
+    step = make(double)
+    way = heated(step, lib)
+    x = lib.array(numbers(3))
+    before = way.count
+    assert way.call((), {}) is recheck.MISSED
+    assert way.call((x, x), {}) is recheck.MISSED
+    assert way.call((lib.array(np.ones(3)),), {}) is recheck.MISSED
+    assert way.count == before
+    np.testing.assert_array_equal(way.call((x,), {}).numpy(), 2 * numbers(3))
+    with pytest.raises(TypeError):
+        way.call(x)
+    way.end()
+    assert way.call((x,), {}) is recheck.MISSED
+
+
+def test_an_evicted_graph_is_captured_again(lib: Lib, make: Any) -> None:
+    step = make(double)
+    for _ in range(5):
+        for start in range(12):  # a way is looked for less and less often
+            check(step, lib, start)
+        assert step._hot and step.cache.evict_all() == 1
+        check(step, lib, 7)
+    assert step.statistics().captures == 6
+
+
+def test_close_and_invalidate(lib: Lib, make: Any) -> None:
+    step = make(double)
+    way = heated(step, lib)
+    step.invalidate()
+    assert way.call((lib.array(numbers()),), {}) is recheck.MISSED
+    for start in range(4):
+        check(step, lib, start)
+    way = heated(step, lib)
+    step.close()
+    assert way.call((lib.array(numbers()),), {}) is recheck.MISSED
+    with pytest.raises(ClosedError):
+        step(lib.array(numbers()))
+
+
+@pytest.mark.parametrize("what", ["empty_like", "clone", "address", "stage", "replay"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_errors_leave_it_as_it_was(
+    lib: Lib,
+    make: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    error: type[BaseException],
+) -> None:
+    armed: list[bool] = []
+
+    def failing(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if armed:
+                raise error("injected")
+            return function(*args)
+
+        return call
+
+    names = {"stage": "copy"}
+    if what == "replay":
+        monkeypatch.setattr(ost.GraphCache, "replay", failing(ost.GraphCache.replay))
+    else:
+        name = names.get(what, what)
+        monkeypatch.setattr(Lib, name, failing(getattr(Lib, name)))
+    step = make(double)
+    heated(step, lib)
+    x = lib.array(numbers(5))
+    armed.append(True)
+    if what == "replay":
+        with pytest.raises(error):
+            step(x)
+    else:  # not all of these are called in both ways
+        with contextlib.suppress(error):
+            step(x)
+    armed.clear()
+    free = []
+    thread = threading.Thread(target=lambda: free.append(step._lock.acquire(timeout=10)))
+    thread.start()
+    thread.join()
+    assert free == [True], "the lock is held still"
+    step._lock._at_fork_reinit()
+    for start in range(4):
+        check(step, lib, start)
+
+
+def test_streams_in_turns(lib: Lib, make: Any) -> None:
+    step = make(double)
+    results = []
+    for call in range(40):
+        with lib.on(lib.streams[call // 3 % 2]):
+            x = lib.array(numbers(call))
+            results.append(step(x))
+    for call, result in enumerate(results):
+        np.testing.assert_array_equal(result.numpy(), 2 * numbers(call))
+    assert lib.waits >= 13
+
+
+def test_threads_streams_and_evictions(lib: Lib, make: Any) -> None:
+    step = make(lambda x, y: (x.line(2.0), {"y": y.line(3.0)}))
+    wrong: list[Any] = []
+    stop = threading.Event()
+
+    def work(number: int) -> None:
+        for call in range(150):
+            x, y = (lib.array(numbers(call + k * number)) for k in (100, 1000))
+            a, rest = step(x, y)
+            if not (
+                np.array_equal(a.numpy(), 2 * numbers(call + 100 * number))
+                and np.array_equal(rest["y"].numpy(), 3 * numbers(call + 1000 * number))
+            ):
+                wrong.append((number, call))
+
+    def disturb() -> None:
+        while not stop.wait(0.01):
+            step.cache.evict_all()
+            step.statistics()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    other = threading.Thread(target=disturb)
+    for thread in (*threads, other):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    other.join()
+    assert not wrong
+    statistics = step.statistics()
+    assert statistics.calls == 450 == statistics.replays + statistics.eager
+
+
+def test_memory_that_the_function_writes(lib: Lib, make: Any) -> None:
+    total = lib.array(np.zeros(4))
+
+    def add(x: Array) -> Array:
+        total.shift(1.0)
+        return x.line(2.0)
+
+    step = make(add)
+    for call in range(1, 9):
+        check(step, lib, call)
+        np.testing.assert_array_equal(total.numpy(), [call] * 4)
+    assert step._hot
+    result = step(total)  # a copy would not see what is written
+    np.testing.assert_array_equal(result.numpy(), [18.0] * 4)
+    assert "shares memory" in str(step.statistics().eager_reasons)
+
+
+def test_a_dropped_function_is_gone(lib: Lib, host_device: Device) -> None:
+    step = Graphed(double, lib, Options(), ost.GraphCache(host_device), name="f", owns_cache=True)
+    heated(step, lib)
+    captured, gone = step._hot[0].line.captured, weakref.ref(step)
+    gc.disable()
+    try:
+        del step
+        assert gone() is None, "something that has no owner keeps it"
+    finally:
+        gc.enable()
+    host_device.synchronize()
+    gc.collect()
+    assert captured() is None
