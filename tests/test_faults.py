@@ -11,9 +11,12 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -506,6 +509,99 @@ def joiner(world: World) -> Case:
             assert len(joiner.join(table, table, "k")) == 5
 
     return work, lambda error: work()
+
+
+# ------------------------------------------------------------------------------------ graph files
+
+
+def _named(world: World) -> dict[str, dict[str, ost.Buffer]]:
+    outs = {str(i): out for i, out in enumerate(world.outs)}
+    return {"inputs": {"a": world.a}, "outputs": outs}
+
+
+@scenario
+def graph_saved(world: World) -> Case:
+    """With its check, which launches it here and in another process."""
+    folder = Path(tempfile.mkdtemp(prefix="ostinato-"))
+    path = folder / "one.graph"
+
+    def check(error: OstinatoError | None) -> None:
+        try:
+            if not isinstance(error, StateLostError):
+                assert world.seen() == SIX  # saving leaves all as it was
+            assert [p.name for p in folder.iterdir()] == ([] if error else ["one.graph"])
+            if error is None:
+                loaded = ost.load_graph(world.device, path, buffers={"a": world.b})
+                loaded.instantiate().launch(world.stream)
+                assert loaded.outputs["0"].to_numpy(world.stream)[-1] == 10
+        finally:
+            shutil.rmtree(folder)
+
+    return lambda: world.graph.save(path, **_named(world)), check
+
+
+@scenario
+def graph_loaded(world: World) -> Case:
+    with tempfile.NamedTemporaryFile(suffix=".graph") as file:
+        world.graph.save(file.name, check=False, **_named(world))
+        whole = Path(file.name).read_bytes()
+    made: list[ost.LoadedGraph] = []
+
+    def work() -> None:
+        with tempfile.NamedTemporaryFile(suffix=".graph") as file:
+            Path(file.name).write_bytes(whole)
+            made.append(ost.load_graph(world.device, file.name, buffers={"0": world.outs[0]}))
+
+    def check(error: OstinatoError | None) -> None:
+        assert bool(made) == (error is None)
+        for loaded in made:
+            world.clear()
+            loaded.instantiate().launch(world.stream)
+            assert world.seen() == [6, 0, 0]
+
+    return work, check
+
+
+@scenario
+def step_restored(world: World) -> Case:
+    """What is wrong with a restore costs speed alone."""
+    folder = Path(tempfile.mkdtemp(prefix="ostinato-"))
+
+    def stored() -> ost.GraphedStep:
+        outs = [ost.Slot(str(i), out, ost.Role.OUTPUT) for i, out in enumerate(world.outs)]
+        return ost.GraphedStep(
+            lambda stream: world.submit(world.a),
+            stream=world.stream,
+            cache=ost.GraphCache(world.device),
+            name="sums",
+            slots=[ost.Slot("a", world.a, ost.Role.INPUT), *outs],
+            store=ost.GraphStore(world.device, folder),
+        )
+
+    with stored() as first:
+        for _ in range(2):
+            first()
+        assert first.save(check=False) == {}
+    step = stored()
+    assert step.store is not None
+    world.clear()
+
+    def check(error: OstinatoError | None) -> None:
+        assert step.store is not None
+        try:
+            statistics = step.store.statistics()
+            if error is None:
+                assert world.seen() == SIX
+                assert statistics.restored + len(statistics.reasons) == 1, statistics
+            for _ in range(2):
+                world.clear()
+                step()
+                assert world.seen() == SIX
+        finally:
+            step.close()
+            shutil.rmtree(folder)
+
+    return step, check
 
 
 # ----------------------------------------------------------------------------------------- running

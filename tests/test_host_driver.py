@@ -759,3 +759,27 @@ def _until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def test_memory_opened_on_another_device_outlives_its_own() -> None:
+    one, other = HostDriver("one"), HostDriver("other")
+    address = one.mem_alloc(64)
+    handle = one.memory_share(address)
+    free = other.memory_info()[0]
+    assert other.memory_open_shared(handle) == other.memory_open_shared(handle) == address
+    assert other.memory_info()[0] == free  # it is the first one's
+    stream = other.stream_create()
+    other.memcpy_from_host(address, memoryview(bytes(range(64))), stream)
+    found = bytearray(64)
+    one.memcpy_to_host(memoryview(found), address, one.stream_create())
+    assert found == bytes(range(64))
+    one.close()
+    other.memcpy_to_host(memoryview(found), address, stream)
+    assert found == bytes(range(64))
+    other.memory_end_shared(address)
+    assert other.memory_range(address) is not None  # opened twice
+    other.memory_end_shared(address)
+    assert other.memory_range(address) is None
+    with pytest.raises(DriverError):
+        other.memory_open_shared(handle)
+    other.close()

@@ -24,6 +24,10 @@
     ├── StateLostError              a check could not restore the state that it had changed
     ├── EagerRunError               a strict step would have run eagerly; nothing ran
     ├── CompileError                the compiler refused the source; carries its log
+    ├── GroupError                  ranks that work together cannot go on; the same on all of them
+    │   ├── RankLostError           a rank died, left, raised, or is not heard of any more
+    │   ├── DeadlineError           a rank waited for the others for longer than the deadline
+    │   └── DisagreementError       ranks were about to do different things
     └── ModelError                  a model cannot be found, read or run
         ├── ModelFormatError        a file is damaged, or not what it says it is
         ├── UnsupportedModelError   a sound file, but of an architecture or type not supported
@@ -45,11 +49,14 @@ __all__ = [
     "ClosedError",
     "CompileError",
     "ContextPoisonedError",
+    "DeadlineError",
+    "DisagreementError",
     "DownloadError",
     "DriverError",
     "EagerRunError",
     "GraphError",
     "GraphFileError",
+    "GroupError",
     "InputError",
     "ModelError",
     "ModelFormatError",
@@ -61,6 +68,7 @@ __all__ = [
     "OstinatoError",
     "OutOfMemoryError",
     "PoolSealedError",
+    "RankLostError",
     "SettingsError",
     "StateLostError",
     "Status",
@@ -441,6 +449,31 @@ class CompileError(OstinatoError):
     def __init__(self, message: str, *, log: str = "") -> None:
         self.log = log
         super().__init__(message)
+
+
+class GroupError(OstinatoError):
+    """Ranks that work together cannot go on: the group has failed, and every rank raises this.
+
+    `rank`: the rank that found it, or that it happened to.  The group cannot be used again: close
+    it and what works in it, and end the process with a status that is not 0, or form another one.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
+class RankLostError(GroupError):
+    """A rank died, left the group, raised an exception, or has not been heard of for the
+    deadline."""
+
+
+class DeadlineError(GroupError):
+    """A rank waited for the others for longer than the group's deadline; says for what."""
+
+
+class DisagreementError(GroupError):
+    """Ranks were about to do different things; says which, and where they first differ."""
 
 
 class ModelError(OstinatoError):

@@ -12,10 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["TEMPORARY_PREFIX", "UntrustedError", "open_regular", "replace_file"]
+__all__ = [
+    "TEMPORARY_PREFIX",
+    "UntrustedError",
+    "open_regular",
+    "replace_file",
+    "temporary_beside",
+]
 
 TEMPORARY_PREFIX = ".tmp-"
-"""The names of files that `replace_file` has not finished begin with this."""
+"""The names of files that are not finished begin with this."""
 
 # O_NONBLOCK: if a FIFO takes the file's place after the check, the open must not block.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -44,14 +50,14 @@ def open_regular(path: str | Path, *, private: bool) -> BinaryIO:
     return file
 
 
-def replace_file(path: Path, data: bytes, *, private: bool) -> None:
+def replace_file(path: Path, data: bytes | memoryview, *, private: bool) -> None:
     """Writes a file and puts it in place of an older one.
 
     `private`: only this user may read it; else the process' umask says who may.  Readers see the
     old file or the new one, never a part.  Not fsynced: a power cut may leave a torn file.  Raises
     OSError; then the old file is as it was.
     """
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+    temporary = temporary_beside(path)
     try:
         with open(temporary, "xb", opener=_open_private if private else None) as file:
             file.write(data)
@@ -60,6 +66,11 @@ def replace_file(path: Path, data: bytes, *, private: bool) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def temporary_beside(path: Path) -> Path:
+    """A new name in the folder of a file, for what will be put in its place."""
+    return path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
 
 
 def _open_private(path: str, flags: int) -> int:

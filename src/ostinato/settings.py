@@ -15,12 +15,16 @@ from ostinato.errors import InputError, SettingsError
 
 __all__ = [
     "ALL",
+    "COLLECTIVE_WAYS",
     "ReplaySettings",
     "ResolvedReplaySettings",
     "Variable",
     "cache_dir",
+    "collectives_way",
     "device_name",
     "graphs_enabled",
+    "group_deadline",
+    "group_of_process",
     "replay_settings",
 ]
 
@@ -94,6 +98,36 @@ THREADS = Variable(
 )
 NO_GRAPHS = Variable("OSTINATO_NO_GRAPHS", '"1" alone: steps run eagerly, without graphs', _one)
 
+
+def _seconds(text: str | None) -> float:
+    if text is None:
+        return 60.0
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise ValueError("must be seconds, more than 0")
+    return value
+
+
+GROUP_DEADLINE = Variable(
+    "OSTINATO_GROUP_DEADLINE", "seconds that a rank waits for the others (60)", _seconds
+)
+GROUP = Variable(
+    "OSTINATO_GROUP", "rank/size/id of the group that this process is of", _text_or_none
+)
+COLLECTIVE_WAYS = ("auto", "exchange", "library")
+
+
+def _way(text: str | None) -> str:
+    if text is not None and text not in COLLECTIVE_WAYS:
+        raise ValueError(f"must be one of {', '.join(COLLECTIVE_WAYS)}")
+    return text or "auto"
+
+
+COLLECTIVES = Variable(
+    "OSTINATO_COLLECTIVES",
+    "what ranks exchange by: auto, exchange (in each other's memory) or library (NCCL)",
+    _way,
+)
 COLLECT_MODULES = Variable(
     "OSTINATO_COLLECT_MODULES",
     '"1" alone: opening a CUDA device begins to collect the code of other libraries\' kernels',
@@ -110,6 +144,9 @@ ALL: tuple[Variable[object], ...] = (
     SKIP_UPLOAD,
     SKIP_SYNC,
     COLLECT_MODULES,
+    GROUP,
+    GROUP_DEADLINE,
+    COLLECTIVES,
 )
 
 
@@ -181,6 +218,21 @@ def replay_settings(
 def graphs_enabled(given: bool | None = None, environ: Mapping[str, str] | None = None) -> bool:
     """Whether steps may use graphs: `given`, else True unless OSTINATO_NO_GRAPHS is "1"."""
     return not NO_GRAPHS.read(environ) if given is None else given
+
+
+def group_deadline() -> float:
+    """Seconds that a rank of a group waits for the others, if it is not told."""
+    return GROUP_DEADLINE.read()
+
+
+def collectives_way(environ: Mapping[str, str] | None = None) -> str:
+    """What ranks exchange by, if it is not told: one of `COLLECTIVE_WAYS`."""
+    return COLLECTIVES.read(environ)
+
+
+def group_of_process(environ: Mapping[str, str] | None = None) -> str | None:
+    """The group that the environment names for this process, as rank/size/id, or None."""
+    return GROUP.read(environ)
 
 
 def device_name() -> str | None:

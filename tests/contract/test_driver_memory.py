@@ -131,3 +131,18 @@ def test_what_is_refused_changes_nothing(rig: Rig) -> None:
     with pytest.raises(DriverError):
         rig.driver.memset(x + 1, 0, 4, 1, rig.stream)  # not aligned to its elements
     assert rig.values(x, 3) == [1, 2, 3]
+
+
+def test_shared_memory_has_a_handle_and_garbage_opens_nothing(driver: Driver) -> None:
+    if not driver.capabilities.shares_memory:
+        pytest.skip("no device whose memory can be shared")
+    address = driver.mem_alloc(1 << 21)
+    handle = driver.memory_share(address)
+    assert handle and handle == bytes(handle)
+    with pytest.raises(DriverError):
+        driver.memory_open_shared(handle[:-1])
+    with pytest.raises(DriverError):
+        driver.memory_open_shared(handle)  # its own
+    with pytest.raises(DriverError):
+        driver.memory_end_shared(address)
+    driver.mem_free(address)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,14 @@ import numpy as np
 import pytest
 
 import ostinato as ost
+from ostinato.cache import StoreStatistics
 from ostinato.device import Device
-from ostinato.errors import InputError
+from ostinato.driver.host.driver import HostDriver
+from ostinato.errors import ContextPoisonedError, InputError, StateLostError, Status
 from ostinato.replay import Role, Slot
-from ostinato.replay.policy import Action, Reason
+from ostinato.replay.policy import Action, Decision, Reason
+from ostinato.replay.work import work_digest
+from ostinato.testing import FaultyDriver
 from tests.graph.disk_kernels import ONE, kernel
 
 ROWS = 8
@@ -39,13 +45,16 @@ class Rig:
             stream=self.stream,
             cache=ost.GraphCache(device, buckets=ost.PowersOfTwo(ROWS)),
             name="weigh",
-            slots=[
-                Slot("x", self.x, Role.INPUT, "rows"),
-                Slot("y", self.y, Role.OUTPUT, "rows"),
-                Slot("total", self.total, Role.STATE),
-            ],
+            slots=self.named(),
             store=self.store,
         )
+
+    def named(self) -> list[Slot]:
+        return [
+            Slot("x", self.x, Role.INPUT, "rows"),
+            Slot("y", self.y, Role.OUTPUT, "rows"),
+            Slot("total", self.total, Role.STATE),
+        ]
 
     def run(self, stream: ost.Stream, rows: int) -> None:
         self.runs += 1
@@ -80,6 +89,124 @@ def test_the_next_process_replays_at_once(folder: Path) -> None:
         assert rig.runs == 1
 
 
+def test_prepare_and_hold_restore_too(folder: Path) -> None:
+    with ost.open_device("host") as device:
+        rig = Rig(device, folder, weight=100)
+        assert rig.step.prepare(rows=3).action is Action.REPLAY
+        held = rig.step.hold(rows=8)
+        assert not isinstance(held, Decision)
+        with held:
+            held.launch()
+        assert rig.y.to_numpy(rig.stream).tolist() == [100 * n for n in range(8)]
+        assert rig.runs == 0 and rig.store.statistics().restored == 2
+
+
+def test_a_step_whose_graphs_are_off_restores_nothing(folder: Path) -> None:
+    with ost.open_device("host") as device:
+        rig = Rig(device, folder, weight=100)
+        rig.step.enabled = False
+        assert rig.call(3) == (Action.EAGER, [0, 100, 200], 3)
+        assert rig.store.statistics() == StoreStatistics(0, 0, {})
+        rig.step.enabled = True
+        assert rig.call(3) == (Action.REPLAY, [0, 100, 200], 6)
+
+
+class Edited(Rig):
+    """The next version of the program."""
+
+    def run(self, stream: ost.Stream, rows: int) -> None:
+        self.runs += 1
+        size = self.step.size("rows")
+        ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, size)
+        ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, size)
+
+
+class Fewer(Rig):
+    """A slot is gone, and the step writes to memory without a name."""
+
+    def named(self) -> list[Slot]:
+        return super().named()[:2]
+
+
+@pytest.mark.parametrize(
+    ("other", "total", "why"),
+    [(Edited, 6, "no file of this key and tag"), (Fewer, 3, "it names total")],
+)
+def test_another_step_does_not_take_the_graphs(
+    folder: Path, other: type[Rig], total: int, why: str
+) -> None:
+    with ost.open_device("host") as device:
+        rig = other(device, folder, weight=100)
+        assert rig.call(3) == (Action.EAGER, [0, 100, 200], total)
+        assert rig.runs == 1
+        assert why in "".join(rig.store.statistics().reasons)
+
+
+def test_two_steps_of_one_store_need_two_names(host_device: Device, tmp_path: Path) -> None:
+    """Each would restore the other's graphs."""
+    rig = Rig(host_device, tmp_path, 1)
+
+    def another(**options: Any) -> ost.GraphedStep:
+        cache = rig.step.cache
+        return ost.GraphedStep(rig.run, stream=rig.stream, cache=cache, store=rig.store, **options)
+
+    with pytest.raises(InputError, match="the graphs of another 'weigh'"):
+        another(name="weigh")
+    shared = [another(name="weigh", share="same") for _ in range(2)]
+    other = another(name="other")
+    rig.step.close()
+    other.close()
+    assert len({step.name for step in (another(name="weigh"), another(name="other"))}) == 2
+    del shared
+
+
+def test_a_digest_of_work_is_of_code_defaults_and_closures() -> None:
+    def made(factor: int, offset: float = 0.5) -> Callable[..., object]:
+        def run(x: object, y: float = offset) -> object:
+            return factor, x, y
+
+        return run
+
+    def other(x: object, y: float = 0.5) -> object:
+        return x, y
+
+    class Model:
+        def run(self) -> None: ...
+
+    model = Model()
+    same = [made(1), made(1)]
+    for _ in range(1000):  # the interpreter specialises code that runs often
+        same[0](1)
+    assert work_digest(same[0], None) == work_digest(same[1], None)
+    assert work_digest(model.run) == work_digest(Model().run)
+    assert work_digest(partial(other, 1)) == work_digest(partial(other, 1))
+    functions = [
+        *(made(1), made(2), made(1, 0.25), other, model.run, len),
+        *(partial(other, 1), partial(other, 2), partial(other, x=2), partial(other, y=2)),
+    ]
+    assert len({work_digest(f, None) for f in functions}) == len(functions)
+    assert work_digest(other, None) != work_digest(None, other)
+
+
+def test_memory_that_cannot_be_put_back_is_said(folder: Path) -> None:
+    """The check launches the graph on the step's own memory."""
+    faults = FaultyDriver(HostDriver())
+    with Device(faults) as device:
+        rig = Rig(device, folder.parent / "another", weight=100)
+        for _ in range(2):
+            rig.call(3)
+        faults.fail("memcpy_from_host", Status.INVALID_VALUE, at=2, times=2)
+        with pytest.raises(StateLostError, match="could not put back"):
+            rig.step.save()
+        with pytest.raises(StateLostError):
+            rig.step(rows=3)
+        for slot in rig.step.slots:
+            slot.buffer.copy_from(np.zeros(slot.buffer.shape, np.int32), rig.stream)
+        rig.step.release(rows=3)
+        assert rig.call(3)[1] == [0, 0, 0]
+        assert rig.step.save() == {}
+
+
 def test_a_changed_graph_is_not_saved(host_device: Device, tmp_path: Path) -> None:
     rig = Rig(host_device, tmp_path, 1)
     rig.call(3), rig.call(3)
@@ -96,3 +223,40 @@ def test_a_step_without_a_store_saves_nothing(host_device: Device, tmp_path: Pat
     assert rig.step(rows=3).reason is Reason.WARMING_UP
     with pytest.raises(InputError, match="has no store"):
         rig.step.save()
+
+
+@pytest.mark.parametrize(
+    ("call", "status"),
+    [
+        ("graph_create", Status.OUT_OF_MEMORY),
+        ("graph_add_node", Status.INVALID_VALUE),
+        ("module_load", Status.INVALID_IMAGE),
+        ("graph_instantiate", Status.INVALID_VALUE),
+        ("graph_instantiate", Status.OUT_OF_MEMORY),
+        ("exec_upload", Status.OUT_OF_MEMORY),
+        ("memory_range", Status.INVALID_VALUE),
+    ],
+)
+def test_a_restore_that_the_driver_refuses_costs_speed_alone(
+    folder: Path, call: str, status: Status
+) -> None:
+    faults = FaultyDriver(HostDriver())
+    with Device(faults) as device:
+        rig = Rig(device, folder, weight=100)
+        fault = faults.fail(call, status)
+        assert rig.call(3) == (Action.EAGER, [0, 100, 200], 3)
+        assert fault.fired == 1
+        assert rig.call(3)[1:] == ([0, 100, 200], 6)  # captured as usual
+        assert rig.call(3)[0] is Action.REPLAY
+        found = rig.store.statistics()
+        assert found.restored == 0 and list(found.reasons.values()) == [1], found
+
+
+@pytest.mark.parametrize("call", ["graph_add_node", "module_load", "graph_instantiate"])
+def test_a_context_that_is_lost_while_a_graph_is_restored_is_said(folder: Path, call: str) -> None:
+    faults = FaultyDriver(HostDriver())
+    with Device(faults) as device:
+        rig = Rig(device, folder, weight=100)
+        faults.fail(call, Status.LAUNCH_FAILED)
+        with pytest.raises(ContextPoisonedError):
+            rig.step(rows=3)

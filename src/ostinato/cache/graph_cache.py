@@ -369,10 +369,16 @@ class GraphCache(Closeable):
         return entry.executable
 
     # --- running
-    def replay(self, key: Hashable, stream: Stream) -> bool:
+    def replay(
+        self,
+        key: Hashable,
+        stream: Stream,
+        change: Callable[[GraphExec], object] | None = None,
+    ) -> bool:
         """Launches the graph under a key once, in stream order; returns whether there was one.
 
-        If there is none, nothing runs.  Raises ClosedError, and what `GraphExec.launch` raises.
+        `change` is called with the executable before.  If there is none, nothing runs.  Raises
+        ClosedError, and what `change` and `GraphExec.launch` raise.
         """
         lock, table = self._lock, self._table
         with lock:  # as `_lease` and `_release` do, without two more frames
@@ -384,7 +390,10 @@ class GraphCache(Closeable):
             if entry is None:
                 return False
         try:
-            entry.executable.launch(stream)
+            executable = entry.executable
+            if change is not None:
+                change(executable)
+            executable.launch(stream)
         finally:
             with lock:
                 last = table.release(entry)

@@ -33,19 +33,24 @@ def stable_text(value: object) -> str | None:
     """The same text for equal keys in every process; None if there is none."""
     stable = getattr(type(value), "stable_key", None)
     if callable(stable):
-        return _listed(type(value).__qualname__, [stable(value)])
+        return _listed(_type_name(value), [stable(value)])
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return f"{type(value).__name__}:{value!r}"
     if isinstance(value, enum.Enum):
-        return f"{type(value).__qualname__}.{value.name}"
+        return f"{_type_name(value)}.{value.name}"
     if isinstance(value, tuple):
-        return _listed(type(value).__qualname__, value)
+        return _listed(_type_name(value), value)
     if type(value) is frozenset:
         return _listed("frozenset", value, ordered=False)
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         compared = [f.name for f in dataclasses.fields(value) if f.compare]
-        return _listed(type(value).__qualname__, [getattr(value, name) for name in compared])
+        return _listed(_type_name(value), [getattr(value, name) for name in compared])
     return None
+
+
+def _type_name(value: object) -> str:
+    """With the module: two modules may have types of one name."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _listed(

@@ -1,7 +1,7 @@
 """`GraphStore`: a folder of graph files by key, for processes that start with the same graphs.
 
     FOLDER/graphs/<digest of tag and key>.graph     one file a key
-    FOLDER/code/<digest>                            the kernels of all of them, each once
+    FOLDER/code/<digest>                            what they share: kernels and inputs, each once
 
 The live memory of the process is named once, for all keys, and a restored graph is bound to it: its
 weights are the model's own, and its inputs and outputs the buffers that all keys share.
@@ -9,26 +9,41 @@ weights are the model's own, and its inputs and outputs the buffers that all key
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import hashlib
+import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from ostinato.cache.schedule import stable_text
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.forking import new_lock
-from ostinato.errors import DriverError, GraphError, GraphFileError, InputError
-from ostinato.graph import Graph, GraphExec, LoadedGraph, Twin, load_graph
-from ostinato.graph.disk.save import library_version
+from ostinato.driver.stream import Stream
+from ostinato.errors import (
+    ContextPoisonedError,
+    GraphFileError,
+    InputError,
+    OstinatoError,
+    StateLostError,
+)
+from ostinato.graph import Graph, GraphExec, LoadedGraph, Twin
+from ostinato.graph.disk.container import open_file
+from ostinato.graph.disk.format import GraphManifest
+from ostinato.graph.disk.load import Loader, without_collection
+from ostinato.graph.disk.machine import machine_of
+from ostinato.graph.disk.save import save
 from ostinato.memory.ranges import Target
 
 if TYPE_CHECKING:
     from ostinato.cache.graph_cache import GraphCache
 
 __all__ = ["GraphStore", "StoreStatistics"]
+
+T = TypeVar("T")
+_MISSING = "there is no such file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +64,9 @@ class GraphStore:
         store.save_cache(cache)                                 # at the end of the first process
 
     `tag` says what else the graphs depend on, such as the model and the code that captures; files
-    of another tag are not looked at.  Keys are numbers, texts, enums, and tuples and frozen
-    dataclasses of these.  A file that does not fit (device, memory, release) is not restored:
-    `statistics` says why.
+    of another tag are not looked at.  Keys are what `stable_text` has a text for: numbers, texts,
+    enums, and tuples and frozen dataclasses of these.  A file that does not fit (device, driver,
+    memory, release) is not restored: `statistics` says why.
     """
 
     def __init__(
@@ -71,6 +86,7 @@ class GraphStore:
         self._outputs = dict(outputs or {})
         self._constants = dict(constants or {})
         self._lock = new_lock()
+        self._names: weakref.WeakValueDictionary[str, _Claim] = weakref.WeakValueDictionary()
         self._restored = 0
         self._saved = 0
         self._reasons: Counter[str] = Counter()
@@ -85,9 +101,18 @@ class GraphStore:
     def path(self, key: Hashable) -> Path:
         """Where a key's file is.  Raises InputError for a key that is another one in every
         process."""
-        stable = getattr(key, "stable_key", None)  # of a step's key, which has a number of its own
-        text = "\n".join([self.tag, *_words(stable() if callable(stable) else key)])
-        return self.folder / "graphs" / f"{hashlib.sha256(text.encode()).hexdigest()}.graph"
+        # surrogatepass: text of any characters can be a key
+        raw = self._text(key).encode("utf-8", "surrogatepass")
+        return self.folder / "graphs" / f"{hashlib.sha256(raw).hexdigest()}.graph"
+
+    def _text(self, key: Hashable) -> str:
+        text = stable_text((self.tag, key))
+        if text is None:
+            raise InputError(
+                f"the key {key!r} is not the same in another process: use numbers, texts, enums, "
+                "and tuples and dataclasses of these"
+            )
+        return text
 
     def save(
         self,
@@ -103,20 +128,35 @@ class GraphStore:
 
         Raises GraphFileError.
         """
+        self._write(key, graph, None, inputs, outputs, twin, check)
+
+    def _write(
+        self,
+        key: Hashable,
+        graph: Graph,
+        run: GraphExec | None,
+        inputs: Mapping[str, Target] | None,
+        outputs: Mapping[str, Target] | None,
+        twin: Twin | None,
+        check: bool,
+    ) -> None:
         path = self.path(key)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise GraphFileError(f"{path.parent} cannot be made ({error})") from error
-        graph.save(
+        save(
+            graph,
             path,
-            inputs={**self._inputs, **(inputs or {})},
-            outputs={**self._outputs, **(outputs or {})},
+            inputs=_joined(self._inputs, inputs),
+            outputs=_joined(self._outputs, outputs),
             constants=self._constants,
             keeping="by name",
             twin=twin,
             check=check,
             code=self.folder / "code",
+            key=ascii(self._text(key)),
+            run=run,
         )
         with self._lock:
             self._saved += 1
@@ -125,91 +165,186 @@ class GraphStore:
         """Writes all graphs of a cache; returns why some were not written, by key.
 
         An executable that was changed since it was made (patched, rebound) is not what its
-        definition says, so it is refused.
+        definition says, so it is refused.  One that was restored from here is there already.
         """
         refused: dict[Hashable, str] = {}
         keys = cache.keys()
         for key in keys:
             with cache.hold(key) as executable:
-                if executable is None:
-                    continue
-                try:
-                    if executable.changed:
-                        raise GraphFileError(
-                            "the executable was changed since it was made; save its graph before"
-                        )
-                    self.save(key, executable.graph, check=check)
-                except (GraphError, InputError) as error:
-                    refused[key] = str(error)
+                if executable is not None:
+                    why = self.save_executable(key, executable, check=check)
+                    if why:
+                        refused[key] = why
         return refused
 
+    def save_executable(
+        self,
+        key: Hashable,
+        executable: GraphExec,
+        *,
+        inputs: Mapping[str, Target] | None = None,
+        outputs: Mapping[str, Target] | None = None,
+        check: bool = True,
+    ) -> str:
+        """Writes the graph that an executable was made of; returns why not, or nothing.
+
+        Raises StateLostError if memory could not be put back after the check's launches;
+        ContextPoisonedError.
+        """
+        try:
+            if executable.changed:
+                raise GraphFileError("the executable was changed since it was made")
+            if self._has(key, executable.graph):
+                return ""
+            self._write(key, executable.graph, executable, inputs, outputs, None, check)
+        except (ContextPoisonedError, StateLostError):
+            raise
+        except OstinatoError as error:
+            return str(error)
+        return ""
+
+    def _has(self, key: Hashable, graph: Graph) -> bool:
+        """Whether a graph was loaded from what the store has under a key now, and not changed."""
+        if not isinstance(graph, LoadedGraph) or not graph.as_saved:
+            return False
+        try:
+            with open_file(self.path(key), self.folder / "code") as contents:
+                return contents.raw == graph.raw
+        except GraphFileError:
+            return False
+
     def restore(
-        self, key: Hashable, memory: Mapping[str, Target] | None = None
+        self, key: Hashable, memory: Mapping[str, Target] | None = None, *, complete: bool = False
     ) -> LoadedGraph | None:
         """The graph of a key, bound to the store's memory and to `memory`; None, with the reason
-        counted, if there is none that fits."""
-        path = self.path(key)
-        if not path.exists():
-            self._count("there is no file of this key and tag")
-            return None
-        live = {**self._inputs, **self._outputs, **self._constants, **(memory or {})}
-        try:
-            loaded = load_graph(self.context, path, buffers=live, code=self.folder / "code")
-        except (GraphFileError, InputError) as error:
-            self._count(str(error).removeprefix(f"{path}: "))
-            return None
-        release = loaded.manifest.machine.library
-        if release != library_version():
-            loaded.close()
-            self._count(f"it was saved by ostinato {release}")
-            return None
-        with self._lock:
-            self._restored += 1
+        counted, if there is none that fits.
+
+        Inputs and outputs that are not named here get memory of their own; `complete`: the file is
+        refused then.  Raises InputError as `path` does; ContextPoisonedError.
+        """
+        loaded = self._tried(key, lambda: self._load(key, memory or {}, complete))
+        if loaded is not None:
+            self._note_restored()
         return loaded
+
+    def executable(
+        self,
+        key: Hashable,
+        memory: Mapping[str, Target] | None = None,
+        *,
+        upload: Stream | None = None,
+    ) -> GraphExec | None:
+        """What `restore` gives, with all memory named, and instantiated.  Raises as it does."""
+
+        def make() -> GraphExec:
+            loaded = self._load(key, memory or {}, complete=True)
+            try:
+                return loaded.instantiate(upload=upload)
+            except BaseException:
+                loaded.close()
+                raise
+
+        with without_collection():
+            made = self._tried(key, make)
+        if made is not None:
+            self._note_restored()
+        return made
+
+    def _load(self, key: Hashable, memory: Mapping[str, Target], complete: bool) -> LoadedGraph:
+        live = _joined({**self._inputs, **self._outputs, **self._constants}, memory)
+        with without_collection(), open_file(self.path(key), self.folder / "code") as contents:
+            manifest = contents.manifest
+            self._require_match(key, manifest)
+            left = [b.name for b in manifest.buffers if b.name not in live]
+            if left and complete:
+                raise GraphFileError(f"it names {', '.join(left)}, and that is not given here")
+            loader = Loader(self.context, contents, live)
+            return loader.load(loader.values({}))
+
+    def _require_match(self, key: Hashable, manifest: GraphManifest) -> None:
+        """Raises GraphFileError for a file of another key, device, driver or release."""
+        if manifest.key != ascii(self._text(key)):
+            raise GraphFileError("it is the file of another key or tag")
+        there, here = manifest.machine, machine_of(self.context)
+        if there.library != here.library:
+            raise GraphFileError(f"it was saved by ostinato {there.library}")
+        if there != here:
+            raise GraphFileError(
+                f"it was saved on {there.device} with driver {there.driver_version}, and this is "
+                f"{here.device} with {here.driver_version}"
+            )
+
+    def _tried(self, key: Hashable, make: Callable[[], T]) -> T | None:
+        """What `make` makes; None, with the reason counted, if it raises an error of ours."""
+        path = self.path(key)
+        try:
+            return make()
+        except ContextPoisonedError:
+            raise
+        except (OstinatoError, OSError) as error:
+            why = str(error).removeprefix(f"{path}: ")
+            self._count("there is no file of this key and tag" if why == _MISSING else why)
+            return None
 
     def maker(self, key: Hashable, make: Callable[[], GraphExec]) -> Callable[[], GraphExec]:
         """For `GraphCache.get_or_capture`: restores the key, or calls `make` if that cannot be."""
+        return lambda: self.executable(key) or make()
 
-        def restored() -> GraphExec:
-            loaded = self.restore(key)
-            if loaded is None:
-                return make()
-            try:
-                return loaded.instantiate()
-            except (GraphError, DriverError) as error:
-                self._count(str(error))
-                loaded.close()
-                return make()
+    def prune(self) -> int:
+        """Deletes from the shared folder what none of the store's files names; returns how many
+        bytes.  No other process may save here meanwhile."""
+        named: set[str] = set()
+        for path in (self.folder / "graphs").glob("*.graph"):
+            with suppress(GraphFileError), open_file(path) as contents:
+                named.update(f.digest for f in contents.manifest.functions)
+                named.update(contents.manifest.tensors.values())
+        freed = 0
+        for path in (self.folder / "code").glob("*"):
+            if path.name not in named:
+                with suppress(OSError):
+                    nbytes = path.stat().st_size
+                    path.unlink()
+                    freed += nbytes
+        return freed
 
-        return restored
+    def claim(self, name: str) -> object:
+        """The right to keys of a name, for as long as the object that is returned is kept.
+
+        Raises InputError while another step has it: each would restore the other's graphs.
+        """
+        with self._lock:
+            if name in self._names:
+                raise InputError(
+                    f"the store has the graphs of another {name!r}; give each its own name, or "
+                    "close the other one"
+                )
+            made = self._names[name] = _Claim()
+        return made
 
     def statistics(self) -> StoreStatistics:
         """What was restored and saved, and why keys were captured."""
         with self._lock:
             return StoreStatistics(self._restored, self._saved, dict(self._reasons))
 
+    def _note_restored(self) -> None:
+        with self._lock:
+            self._restored += 1
+
     def _count(self, why: str) -> None:
         with self._lock:
             self._reasons[why] += 1
 
 
-def _words(key: object) -> Iterator[str]:
-    """A key as text that is the same in every process."""
-    if key is None or isinstance(key, bool | int | float | str | bytes):
-        yield f"{type(key).__name__} {key!r}"
-    elif isinstance(key, enum.Enum):
-        yield f"enum {type(key).__qualname__} {key.name}"
-    elif isinstance(key, tuple):
-        yield f"( {len(key)}"
-        for item in key:
-            yield from _words(item)
-    elif dataclasses.is_dataclass(key) and not isinstance(key, type):
-        yield f"record {type(key).__qualname__}"
-        for item in dataclasses.fields(key):
-            yield item.name
-            yield from _words(getattr(key, item.name))
-    else:
+class _Claim:
+    """What `GraphStore.claim` returns."""
+
+
+def _joined(mine: Mapping[str, Target], more: Mapping[str, Target] | None) -> dict[str, Target]:
+    """The store's memory and a call's.  Raises InputError for a name of two things."""
+    more = more or {}
+    twice = [name for name in more if name in mine and more[name] is not mine[name]]
+    if twice:
         raise InputError(
-            f"{type(key).__name__} in a key is not the same in another process: use numbers, "
-            "texts, enums, and tuples and dataclasses of these"
+            f"{', '.join(twice)}: the store has other memory of this name; give each its own"
         )
+    return {**mine, **more}

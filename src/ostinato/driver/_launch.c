@@ -5,9 +5,9 @@
  * already, and FunctionCall packs and launches in one call.  KernelNode sets the arguments of an
  * executable's node, and read_nodes reads a definition.  module_listener is what CUPTI calls.
  *
- * driver/launcher.py and driver/cuda/launch.py hold the same in Python, which serves where this was
- * not built.  Only the limited API of CPython 3.11 is used, so that one build serves every later
- * one.
+ * driver/launcher.py, driver/cuda/launch.py and driver/cuda/frozen.py hold the same in Python, which
+ * serves where this was not built; but for module_listener, which must not take the interpreter's
+ * lock.  Only the limited API of CPython 3.11 is used, so that one build serves every later one.
  */
 
 #define PY_SSIZE_T_CLEAN

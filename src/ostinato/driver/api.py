@@ -119,6 +119,8 @@ class Capabilities:
     """What `module_load` takes: "cubin", "ptx", "fatbin", "host"."""
     source_language: str
     """What kernels are written in here: "cuda" (CUDA C++) or "host" (registered functions)."""
+    shares_memory: bool = False
+    """Other devices, also of other processes, can open its memory (`memory_share`)."""
     lacks: tuple[str, ...] = ()
     """What a newer driver for the same device can do, in words, with the version that it takes."""
 
@@ -778,6 +780,25 @@ class Driver(Protocol):
         """
         ...
 
+    def memory_share(self, address: int) -> bytes:
+        """What another device needs to open device memory: `address` is one of `mem_alloc`.
+
+        The memory is to be freed only after all that opened it have ended that.
+        """
+        ...
+
+    def memory_open_shared(self, handle: bytes) -> int:
+        """The address here of another device's memory, for kernels and copies to read and write.
+
+        `handle`: what `memory_share` gave there; on CUDA in another process of this machine, on the
+        host device in this process.
+        """
+        ...
+
+    def memory_end_shared(self, address: int) -> None:
+        """Ends `memory_open_shared`.  Work that uses the memory must have ended."""
+        ...
+
     def memcpy(self, dst: int, src: int, nbytes: int, stream: StreamHandle) -> None:
         """Copies between device and pinned memory in stream order."""
         ...
@@ -883,7 +904,8 @@ class Driver(Protocol):
         ...
 
     def function_restore(self, function: FunctionHandle, code: FunctionCode) -> None:
-        """Sets on a function that was loaded again what had been set on it before."""
+        """Sets on a function that was loaded again what had been set on it before, if that is more
+        than what it has."""
         ...
 
     def function_occupancy(self, function: FunctionHandle, threads: int, shared: int) -> int:

@@ -37,8 +37,6 @@ from ostinato.errors import (
     ClosedError,
     ContextPoisonedError,
     EagerRunError,
-    GraphError,
-    GraphFileError,
     InputError,
     OstinatoError,
     StateLostError,
@@ -62,6 +60,7 @@ from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
 from ostinato.replay.sizes import Call, DeviceSizes, StepKey, bucket_of, checked_sizes
 from ostinato.replay.slots import Role, Slot, check_slots, check_verify
 from ostinato.replay.statistics import Counts, StepStatistics
+from ostinato.replay.work import work_digest
 from ostinato.settings import ReplaySettings
 from ostinato.state import DeviceScalar
 
@@ -126,7 +125,9 @@ class GraphedStep(Closeable):
     `store`: a key's graph is restored from it when the key is first called, bound to the slots'
     buffers, without a warm-up; one that does not fit is captured as usual (`store.statistics()`
     says why).  `save` writes the step's graphs.  The store names what the step reads besides its
-    slots, such as weights.
+    slots, such as weights.  A graph of another `run`, by its own code, defaults and closure, is not
+    taken; what `run` calls is for the store's `tag` to say, and for `verify` to find.  Two steps
+    with one store need two names.
 
     `enabled` None: graphs are on unless OSTINATO_NO_GRAPHS is "1".  `settings` take precedence over
     the environment; giving a `profile` switches profiling on.
@@ -200,6 +201,8 @@ class GraphedStep(Closeable):
             self.profile = ReplayProfile(print_every=every, printer=printer or _log.info)
         self._identity: int | str = next(_numbers) if share is None else share
         self._sizes = DeviceSizes(stream.context)
+        self._work = "" if store is None else work_digest(run, builder)
+        self._claim = None if store is None or share is not None else store.claim(self.name)
         self._check_limit = parse_bytes(check_limit)
         self._last_check: CheckReport | None = None
         self._calls: OrderedDict[tuple[tuple[str, object], ...], Call] = OrderedDict()
@@ -311,7 +314,7 @@ class GraphedStep(Closeable):
             counts.used += call.used
             counts.padded += call.room
             if self.store is not None and not state.looked:
-                self._restore(call, state)
+                self._restore(self.store, call, state)
             # Held, so that another thread's eviction cannot close it before it is launched.
             with self.cache.hold(call.key) as executable:
                 executable = self._usable(call, executable)
@@ -338,13 +341,18 @@ class GraphedStep(Closeable):
                         continue
                     self._sizes.set(dict(key.sizes), self.stream)  # the check launches it
                     try:
-                        if executable.changed:
-                            raise GraphFileError("its executable was changed since it was made")
-                        self.store.save(
-                            key, executable.graph, inputs=inputs, outputs=outputs, check=check
+                        why = self.store.save_executable(
+                            (key, self._work),
+                            executable,
+                            inputs=inputs,
+                            outputs=outputs,
+                            check=check,
                         )
-                    except (GraphError, InputError) as error:
-                        refused[key] = str(error)
+                    except StateLostError as lost:
+                        self._broken = (Reason.STATE_LOST, str(lost))
+                        raise
+                    if why:
+                        refused[key] = why
         return refused
 
     def _memory(self) -> tuple[dict[str, object], dict[str, object]]:
@@ -359,18 +367,18 @@ class GraphedStep(Closeable):
         outputs: dict[str, object] = {s.name: s.buffer for s in self.slots if s.role in written}
         return inputs | self._sizes.memory, outputs
 
-    def _restore(self, call: Call, state: KeyState) -> None:
-        """Takes a key's graph from the store, if there is one that fits."""
-        if call.key in self.cache or self.stream.context.captures:
+    def _restore(self, store: GraphStore, call: Call, state: KeyState) -> None:
+        """Takes a key's graph from the store, if there is one that fits.  What is wrong with the
+        store raises nothing: the store counts it, and the key is captured."""
+        if not self.enabled or call.key in self.cache or self.stream.context.captures:
             return
-        assert self.store is not None
-        state.looked = True
         self._sizes.begin(call.sizes, self.stream)
+        state.looked = True
         inputs, outputs = self._memory()
-        loaded = self.store.restore(call.key, inputs | outputs)
-        if loaded is not None:
+        made = store.executable((call.key, self._work), inputs | outputs, upload=self.stream)
+        if made is not None:
             self._keys.add(call.key)
-            self.cache.install(call.key, loaded.instantiate(upload=self.stream))
+            self.cache.install(call.key, made)
 
     def prepare(self, **sizes: int) -> Decision:
         """Makes the graph of these sizes now, by capture; nothing runs.
@@ -426,6 +434,8 @@ class GraphedStep(Closeable):
         """What a call of these sizes would do now."""
         call = self._call(sizes)
         state = self._state(call.key)
+        if self.store is not None and not state.looked:
+            self._restore(self.store, call, state)
         with self.cache.hold(call.key) as executable:
             has_graph = self._usable(call, executable) is not None
         return call, state, decide(self._situation(call, state, has_graph))
@@ -729,6 +739,7 @@ class GraphedStep(Closeable):
         """
         with self._lock:
             self._finalizer.detach()
+            self._claim = None
             _evict(self.cache, self._keys)
             self._sizes.close()
 

@@ -45,6 +45,10 @@ class StagingRing:
         self._waits = 0
         self._lock = new_lock()
 
+    def __repr__(self) -> str:
+        state = " closed" if self._closed else ""
+        return f"<StagingRing of {self.depth} entries of {self.nbytes} bytes{state}>"
+
     @property
     def waits(self) -> int:
         """How often a write had to wait because all entries were still in flight."""

@@ -1,8 +1,8 @@
 """The machine code of other libraries' kernels, noted when the driver loads it.
 
 The driver gives no code back.  CUPTI calls a function of ours with each cubin that is loaded while
-somebody listens, and a cubin has its kernels' names in it.  Our own modules need none of this: the
-driver object keeps what it loaded.
+the library listens, and a cubin has its kernels' names in it.  Our own modules need none of this:
+the driver object keeps what it loaded.
 
 CUPTI takes one listener in a process, so a profiler (Kineto, Nsight) and this exclude each other.
 It calls on the thread that loads the module, with locks of the driver held, so the function is in C
@@ -24,7 +24,7 @@ from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
 from ostinato.errors import NotAvailableError
 
-__all__ = ["ModuleCollector", "collect_modules", "collected", "cubins_with"]
+__all__ = ["ModuleCollector", "collect_modules", "cubins_with"]
 
 _RESOURCE_DOMAIN, _MODULE_LOADED = 3, 6  # cupti_callbacks.h
 _BUSY = 39  # CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED
@@ -40,6 +40,8 @@ class ModuleCollector:
         self.path = path
         self._subscriber = ctypes.c_void_p()
         self._cubins: dict[str, bytes] = {}
+        self._has: dict[str, dict[str, bool]] = {}
+        """Whether a cubin has a kernel, by the kernel's name and the cubin's digest."""
         self._lock = new_lock()
         module, missing = load_extension("ostinato.driver._launch")
         if module is None:
@@ -49,7 +51,7 @@ class ModuleCollector:
         self._require(
             "cuptiSubscribe", cupti.cuptiSubscribe(ctypes.byref(self._subscriber), listener, None)
         )
-        self._require("cuptiEnableCallback", self._enable(1))
+        self.listen()
 
     def __repr__(self) -> str:
         return f"<ModuleCollector of {self.path}>"
@@ -66,6 +68,16 @@ class ModuleCollector:
                     f"the code of {lost} modules could not be kept: host memory is short"
                 )
             return dict(self._cubins)
+
+    def with_kernel(self, name: str) -> list[bytes]:
+        """The cubins that have a kernel of this name.  Each is searched once for a name."""
+        # Every kernel has a section of this name; the linker may share the end of longer names.
+        sign = b".nv.info." + name.encode() + b"\0"
+        cubins = self.cubins
+        with self._lock:
+            has = self._has.setdefault(name, {})
+            has.update({d: sign in data for d, data in cubins.items() if d not in has})
+            return [cubins[digest] for digest, found in has.items() if found]
 
     def close(self) -> None:
         """Stops listening.  Idempotent."""
@@ -116,19 +128,12 @@ def collect_modules() -> ModuleCollector:
         return _collector
 
 
-def collected() -> dict[str, bytes]:
-    """What was collected so far, by the SHA-256 of the bytes."""
-    return {} if _collector is None else _collector.cubins
-
-
 def cubins_with(name: str) -> list[bytes]:
     """The collected cubins that have a kernel of this name.
 
     Raises NotAvailableError, with what to do, if there is none.
     """
-    # Every kernel has a section of this name; the linker may share the end of longer names.
-    sign = b".nv.info." + name.encode() + b"\0"
-    found = [data for data in collected().values() if sign in data]
+    found = [] if _collector is None else _collector.with_kernel(name)
     if not found:
         why = (
             "nothing is collected in this process"

@@ -32,6 +32,7 @@ __all__ = ["CudaCalls"]
 
 _HOST_ALLOC_PORTABLE = 1  # usable from any context of the process
 _HOST_ALLOC_DEVICE_MAP = 2
+_LAZY_PEER_ACCESS = 1  # CUipcMem_flags
 
 _RANGE_ATTRIBUTES = (ctypes.c_int * 2)(cu.POINTER_RANGE_START, cu.POINTER_RANGE_SIZE)
 _TYPE_ATTRIBUTES = (ctypes.c_int * 1)(cu.POINTER_MEMORY_TYPE)
@@ -186,6 +187,22 @@ class CudaCalls:
         if status:
             raise self._error(status, "memory_range")
         return MemoryRange(start.value, size.value) if start.value and size.value else None
+
+    def memory_share(self, address: int) -> bytes:
+        handle = cu.IpcMemHandle()
+        self._call("memory_share", "cuIpcGetMemHandle", byref(handle), address)
+        return bytes(handle)
+
+    def memory_open_shared(self, handle: bytes) -> int:
+        if len(handle) != ctypes.sizeof(cu.IpcMemHandle):
+            raise driver_error(
+                Status.INVALID_VALUE, "memory_open_shared", f"a handle of {len(handle)} bytes"
+            )
+        given = cu.IpcMemHandle.from_buffer_copy(handle)
+        return self._handle("memory_open_shared", "cuIpcOpenMemHandle_v2", given, _LAZY_PEER_ACCESS)
+
+    def memory_end_shared(self, address: int) -> None:
+        self._call("memory_end_shared", "cuIpcCloseMemHandle", address)
 
     def _memory_type(self, address: int) -> int:
         """CUmemorytype of an address: 1 host, 2 device; 0 if the driver does not know it."""

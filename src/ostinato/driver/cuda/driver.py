@@ -140,6 +140,7 @@ class CudaDriver(ExecCalls):
             host_memory_is_device_memory=False,
             image_kinds=IMAGE_KINDS,
             source_language="cuda",
+            shares_memory=True,
             lacks=tuple(
                 f"{feature.words} (from CUDA {in_words(feature.since)})"
                 for feature in self._lib.lacks()

@@ -102,6 +102,9 @@ cuMemFree_v2(CUdeviceptr)
 cuMemHostAlloc(void **, size_t, unsigned int)
 cuMemFreeHost(void *)
 cuPointerGetAttributes(unsigned int, CUpointer_attribute *, void **, CUdeviceptr)
+cuIpcGetMemHandle(CUipcMemHandle *, CUdeviceptr)
+cuIpcOpenMemHandle_v2(CUdeviceptr *, CUipcMemHandle, unsigned int)
+cuIpcCloseMemHandle(CUdeviceptr)
 cuMemcpyAsync(CUdeviceptr, CUdeviceptr, size_t, CUstream)
 cuMemcpyHtoDAsync_v2(CUdeviceptr, const void *, size_t, CUstream)
 cuMemcpyDtoHAsync_v2(void *, CUdeviceptr, size_t, CUstream)
@@ -204,7 +207,15 @@ cuGraphExecEventWaitNodeSetEvent(CUgraphExec, CUgraphNode, CUevent)
 cuGraphExecBatchMemOpNodeSetParams(CUgraphExec, CUgraphNode, const CUDA_BATCH_MEM_OP_NODE_PARAMS *)
 """
 
+
+class IpcMemHandle(Structure):
+    """CUipcMemHandle, which a function takes by value."""
+
+    _fields_ = (("reserved", c_ubyte * 64),)
+
+
 _C_TYPES: dict[str, Any] = {
+    "CUipcMemHandle": IpcMemHandle,
     "int": ctypes.c_int,
     "unsigned int": ctypes.c_uint,
     "unsigned char": ctypes.c_ubyte,

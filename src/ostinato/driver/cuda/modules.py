@@ -82,7 +82,7 @@ class ModuleCalls(CudaCalls):
                 seam,
                 f"an image of kind {image.kind!r}; this driver takes cubin, ptx and fatbin",
             )
-        data = ctypes.create_string_buffer(image.data)  # ends with a zero, which PTX needs
+        data = ctypes.c_char_p(image.data)  # no copy; a zero is behind it, which PTX needs
         information = ctypes.create_string_buffer(_LOG_BYTES)
         errors = ctypes.create_string_buffer(_LOG_BYTES)
         options = (ctypes.c_int * 4)(
@@ -208,8 +208,16 @@ class ModuleCalls(CudaCalls):
                     seam,
                     f"the module of {name} has a variable, {variable}, that was changed after "
                     "it was loaded, and a file has its first value alone; keep the value in a "
-                    "buffer, and give the kernel its address",
+                    "buffer, and give the kernel its address "
+                    f"({self._in_short(now[variable][1], first.get(variable, (0, b''))[1])})",
                 )
+
+    def _in_short(self, content: bytes, first: bytes) -> str:
+        """What a variable holds that was changed."""
+        changed = sum(a != b for a, b in zip(content, first, strict=False))
+        words = [content[at : at + 8] for at in range(0, len(content) - 7, 8)]
+        live = sum(self.memory_range(int.from_bytes(word, "little")) is not None for word in words)
+        return f"{changed} of its {len(content)} bytes; {live} words are addresses of live memory"
 
     def _variables(
         self, module: int, variables: Sequence[Variable]
@@ -273,8 +281,13 @@ class ModuleCalls(CudaCalls):
         return Image(code.kind, code.data)
 
     def function_restore(self, function: FunctionHandle, code: FunctionCode) -> None:
+        # Never less than what another graph of this function needs.
         values = {_MAX_DYNAMIC_SHARED: code.shared, _WIDE_CLUSTERS: int(code.wide_clusters)}
-        wanted = {attribute: value for attribute, value in values.items() if value}
+        wanted = {
+            attribute: value
+            for attribute, value in values.items()
+            if value and value > self._function_attribute(function, attribute)
+        }
         if code.carveout >= 0:
             wanted[_CARVEOUT] = code.carveout
         for attribute, value in wanted.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 __all__ = ["Variable", "same_content", "variables_of"]
 
@@ -29,6 +30,7 @@ class Variable:
     content: bytes
 
 
+@lru_cache(maxsize=64)  # a module has many kernels, and each asks
 def variables_of(cubin: bytes) -> tuple[Variable, ...]:
     """The variables in a cubin.  Raises ValueError, IndexError or struct.error for a damaged one;
     none for what is no 64-bit ELF file (PTX is compiled anew)."""

@@ -162,6 +162,7 @@ class HostDriver:
             host_memory_is_device_memory=True,
             image_kinds=frozenset({"host"}),
             source_language="host",
+            shares_memory=True,
         )
 
     @property
@@ -254,6 +255,17 @@ class HostDriver:
     def memory_range(self, address: int) -> MemoryRange | None:
         self._enter("memory_range")
         return self._memory.range(address)
+
+    def memory_share(self, address: int) -> bytes:
+        return self._memory.share(self._enter("memory_share"), address)
+
+    def memory_open_shared(self, handle: bytes) -> int:
+        return self._memory.open_shared(self._enter("memory_open_shared"), handle)
+
+    def memory_end_shared(self, address: int) -> None:
+        call = self._enter("memory_end_shared")
+        self._wait_for_all(call)
+        self._memory.end_shared(call, address)
 
     def memory_view(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
@@ -498,8 +510,9 @@ class HostDriver:
 
     def function_restore(self, function: FunctionHandle, code: FunctionCode) -> None:
         with self._entered("function_restore") as call:
-            if code.shared:
-                self._functions.find(call, function).allow_shared(call, code.shared)
+            found = self._functions.find(call, function)
+            if code.shared > found.allowed_shared:  # another graph of this function may need more
+                found.allow_shared(call, code.shared)
 
     def function_occupancy(self, function: FunctionHandle, threads: int, shared: int) -> int:
         call = self._enter("function_occupancy")

@@ -6,7 +6,11 @@ Fresh memory is filled with `POISON` bytes, so that a read of memory never writt
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
+import os
+import struct
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +32,7 @@ ALIGNMENT = 256
 _DECODED_LIMIT = 8192
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Allocation:
     """One piece of memory, with its bytes.  A graph's allocation is not always live."""
 
@@ -39,6 +43,8 @@ class Allocation:
     graph_owned: bool = False
     outstanding: bool = False
     """Of a graph's allocation: whether a submitted launch allocates it and none frees it yet."""
+    opened: int = 0
+    """Of another device's memory: how often it was opened here."""
     holders: int = 0
     """Of a graph's allocation: the definitions and executables that name it."""
 
@@ -69,6 +75,11 @@ def bytes_of(call: str, view: memoryview) -> npt.NDArray[np.uint8]:
 
 
 _address = operator.attrgetter("address")
+
+_HANDLE = struct.Struct("<QQ")
+_numbers = itertools.count(1)
+_shared: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
+"""What was shared in this process, as long as its device has it."""
 
 
 class MemoryTable:
@@ -156,6 +167,51 @@ class MemoryTable:
             self._used = None
             del self._live[at]
             return True
+
+    # --- memory of other devices
+
+    def share(self, call: str, address: int) -> bytes:
+        """A handle with which another host device of this process opens the allocation."""
+        allocation = self.find(address)
+        if allocation is None or allocation.address != address or allocation.pinned:
+            raise driver_error(
+                Status.INVALID_VALUE, call, f"{address:#x} does not begin device memory"
+            )
+        number = next(_numbers)
+        _shared[number] = allocation
+        return _HANDLE.pack(os.getpid(), number)
+
+    def open_shared(self, call: str, handle: bytes) -> int:
+        """Makes the allocation one of this table too; it stays until that is ended here as well."""
+        allocation = None
+        if len(handle) == _HANDLE.size:
+            process, number = _HANDLE.unpack(handle)
+            allocation = _shared.get(number) if process == os.getpid() else None
+        if allocation is None:
+            raise driver_error(
+                Status.INVALID_VALUE, call, "no memory of this process is shared by this handle"
+            )
+        with self.lock:
+            at = bisect.bisect_right(self._live, allocation.address, key=_address) - 1
+            if at >= 0 and self._live[at] is allocation:
+                raise driver_error(Status.INVALID_VALUE, call, "the memory is this device's own")
+            if at < 0 or self._live[at].data is not allocation.data:
+                here = Allocation(allocation.address, allocation.nbytes, allocation.data, True)
+                bisect.insort(self._live, here, key=_address)
+                at += 1
+            self._live[at].opened += 1
+        return allocation.address
+
+    def end_shared(self, call: str, address: int) -> None:
+        """Ends what `open_shared` made."""
+        allocation = self.find(address)
+        if allocation is None or allocation.address != address or not allocation.opened:
+            raise driver_error(
+                Status.INVALID_VALUE, call, f"{address:#x} is not another device's memory"
+            )
+        allocation.opened -= 1
+        if not allocation.opened:
+            self.remove(allocation)
 
     def clear(self) -> None:
         with self.lock:
