@@ -1,0 +1,284 @@
+"""Decoding over several GPUs of one host: tokens a second of each shape, on one GPU and on more.
+
+    python -m benchmarks.tensor_parallel                     1B and 8B, 1 and 2 GPUs, batch 1 and 32
+    python -m benchmarks.tensor_parallel --shape 1B --ranks 2 --way exchange
+    python -m benchmarks.tensor_parallel --device host --quick
+
+The physics.  A rank reads its share of the weights for a token, so the floor is the weights' bytes
+over the ranks' bandwidth together.  What does not get smaller are hops: two sums over the ranks for
+each layer, and one exchange at the end of the step, each some microseconds long, in which nothing
+is read.  Each number of ranks above one is measured with what they exchange by: "exchange", small
+messages in each other's memory, and "library", all by NCCL.
+
+Each measurement is a stage in processes of its own, one a GPU, with a time limit: a stage that
+fails or hangs is a line under `skipped`, and the next one begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import ostinato as ost
+from benchmarks import common
+from ostinato.bench.random_weights import random_checkpoint
+from ostinato.bench.shapes import shape_named, traffic
+from ostinato.distributed import Collectives, Group, join_group, new_group_id, open_collectives
+from ostinato.models import Decoder
+
+PROMPT = 16
+COLUMNS = (
+    "shape", "ranks", "batch", "way", "tokens_per_second", "token_us", "step_us", "same_on_ranks",
+    "load_s", "first_s",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = common.options(__doc__)
+    parser.add_argument("--shape", action="append", help="1B and 8B if none is given")
+    parser.add_argument("--ranks", type=int, action="append", help="1 and 2 if none is given")
+    parser.add_argument("--batch", type=int, action="append", help="1 and 32 if none is given")
+    parser.add_argument(
+        "--way",
+        action="append",
+        help="exchange and library if none is given; processes on the host have only library",
+    )
+    parser.add_argument("--tokens", type=int, default=200, help="timed, after a warm-up of 32")
+    parser.add_argument("--seconds", type=float, default=225.0, help="for all stages together")
+    parser.add_argument("--stage", help="for the processes that this program starts")
+    chosen = parser.parse_args(arguments)
+    if chosen.stage:
+        return stage(json.loads(chosen.stage))
+    on_host = chosen.device == "host"
+    shapes = chosen.shape or (["tiny"] if on_host or chosen.quick else ["1B", "8B"])
+    ranks = chosen.ranks or [2, 1]
+    batches = chosen.batch or [1, 32]
+    tokens = 8 if chosen.quick else chosen.tokens
+    end = time.monotonic() + chosen.seconds
+    rows: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    plan: list[dict[str, Any]] = []
+    ways = chosen.way or (["library"] if on_host else ["exchange", "library"])
+    if max(ranks) > 1:
+        plan.append({"kind": "collectives", "ranks": max(ranks), "ways": ways})
+    plan += [
+        {"kind": "decode", "shape": shape, "ranks": count, "way": way}
+        for shape in shapes
+        for count in ranks
+        for way in (ways if count > 1 else ["one"])
+    ]
+    for one in plan:
+        words = (one["kind"], one.get("shape", ""), "on", str(one["ranks"]), one.get("way", ""))
+        name = " ".join(word for word in words if word)
+        left = end - time.monotonic()
+        if left < 10 and not on_host:
+            skipped[name] = "no time was left"
+            continue
+        begin = time.monotonic()
+        found, error = run_stage(
+            {**one, "device": chosen.device, "batches": batches, "tokens": tokens},
+            min(left, 110.0) if not on_host else 600.0,
+        )
+        rows += found
+        if error:
+            skipped[name] = error
+        took = time.monotonic() - begin
+        print(f"# {name}: {took:.1f} s{', FAILED: ' + error[-1500:] if error else ''}", flush=True)
+        for row in found:
+            print(f"#   {json.dumps(row)}", flush=True)
+    decoded = [row for row in rows if row["kind"] == "decode"]
+    print(common.table("decode, tokens a second of the whole batch", decoded, COLUMNS))
+    ceiling: dict[str, Any] = {
+        shape: {"weight_bytes": traffic(shape_named(shape), 2).weights} for shape in shapes
+    }
+    with ost.open_device(chosen.device) as device:
+        common.emit(
+            "tensor_parallel",
+            device,
+            chosen.out,
+            ceiling=ceiling,
+            settings={"prompt": PROMPT, "tokens": tokens, "batches": batches},
+            rows=rows,
+            skipped=skipped,
+        )
+    return 1 if skipped else 0
+
+
+# ------------------------------------------------------------------------------------- stages
+
+
+def run_stage(given: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """One process a rank; the rows of rank 0, and what went wrong."""
+    size = given["ranks"]
+    group_id = new_group_id(size, deadline=60) if size > 1 else ""
+    # The environment as it is: a machine's own settings of NCCL must reach the ranks.
+    processes = []
+    for rank in range(size):
+        told = json.dumps({**given, "rank": rank, "group": group_id})
+        command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--stage", told]
+        processes.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+            )
+        )
+    end = time.monotonic() + seconds
+    rows: list[dict[str, Any]] = []
+    errors = []
+    for rank, process in enumerate(processes):
+        try:
+            out, err = process.communicate(timeout=max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            errors.append(f"rank {rank}: killed after {seconds:.0f} s")
+        if process.returncode:
+            errors.append(f"rank {rank}: status {process.returncode}: {err.strip()[-1200:]}")
+        if rank == 0:
+            rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return rows, " | ".join(errors)
+
+
+def stage(given: dict[str, Any]) -> int:
+    """One rank of a stage; rank 0 prints a line of JSON for each row."""
+    rank, size, on_host = given["rank"], given["ranks"], given["device"] == "host"
+    group: Group | None = None
+    try:
+        if size > 1:
+            group = join_group(given["group"], rank=rank, size=size, deadline=40)
+        with ost.open_device("host" if on_host else f"cuda:{rank}") as device:
+            work = decode if given["kind"] == "decode" else collectives
+            for row in work(given, device, group):
+                if rank == 0:
+                    print(json.dumps({"kind": given["kind"], **row}), flush=True)
+    except BaseException as error:
+        traceback.print_exc()
+        if group is not None:
+            group.fail(error)
+        return 1
+    finally:
+        if group is not None:
+            group.close()
+    return 0
+
+
+def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
+    config = shape_named(given["shape"])
+    on_host = given["device"] == "host"
+    context = min(1024, config.context_length)
+    batches = [b for b in given["batches"] if not on_host or b <= 4]
+    begin = time.perf_counter()
+    with random_checkpoint(config) as checkpoint:
+        decoder = Decoder(
+            device,
+            checkpoint,
+            max_context=context,
+            max_rows=max(64, *batches),
+            sequences=max(batches),
+            stop_tokens=(),
+            group=group,
+            collectives=None if group is None else given["way"],
+        )
+    load = time.perf_counter() - begin
+    tokens = given["tokens"]
+    with decoder:
+        rng = np.random.default_rng(5)
+        for batch in batches:
+            begin = time.perf_counter()
+            decoder.reset()
+            members = list(range(batch))
+            answers: dict[int, list[int]] = {}
+            for one in members:
+                prompt = [int(t) for t in rng.integers(0, config.vocabulary, PROMPT)]
+                answers[one] = [decoder.prefill(prompt, one)]
+            for step in decoder.run_batch(members, count=8 if on_host else 32):
+                for one, token in step.items():
+                    answers[one].append(token)
+            first = time.perf_counter() - begin
+            times = []
+            begin = time.perf_counter()
+            for step in decoder.run_batch(members, count=tokens):
+                for one, token in step.items():
+                    answers[one].append(token)
+                now = time.perf_counter()
+                times.append(now - begin)
+                begin = now
+            mean = sum(times) / len(times)
+            same = None
+            if group is not None:
+                told = group.exchange("answers", json.dumps(answers).encode())
+                same = len(set(told)) == 1
+            numbers = decoder.statistics()
+            yield {
+                "shape": given["shape"],
+                "ranks": given["ranks"],
+                "batch": batch,
+                "way": "one GPU" if group is None else decoder.collectives,
+                "tokens_per_second": round(batch / mean, 1),
+                "token_us": round(mean * 1e6 / batch, 1),
+                "step_us": round(statistics.median(times) * 1e6, 1),
+                "same_on_ranks": same,
+                "load_s": round(load, 1),
+                "first_s": round(first, 1),
+                "answer": answers[0][:40],
+                "launches": numbers.launches_per_token,
+                "quarantined": {str(k): v[:300] for k, v in numbers.quarantined.items()},
+            }
+
+
+def collectives(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
+    """Microseconds of one collective among many in a graph."""
+    assert group is not None
+    count = 4 if given["device"] == "host" else 200
+    for way in given["ways"]:
+        with open_collectives(group, device, way) as made:
+            yield from _timed(made, device, group, count)
+
+
+def _timed(made: Collectives, device: ost.Device, group: Group, count: int) -> Any:
+    stream = device.create_stream()
+    for kind in ("accumulate", "all_reduce", "all_gather"):
+        for floats in (2, 2048, 4096, 16384, 32768, 65536, 131072):
+            source = device.zeros((1, floats), np.float32)
+            target = device.zeros((1, floats), np.float32)
+            out = device.zeros((1, floats * group.size), np.float32)
+            if kind == "accumulate":
+                operations = made.accumulate(target, source)
+            elif kind == "all_reduce":
+                operations = made.all_reduce(source, target)
+            else:
+                operations = made.all_gather(source, out)
+            with ost.capture(stream) as under_way:
+                for _ in range(count):
+                    for operation in operations:
+                        stream.submit(operation)
+            with under_way.graph.instantiate(upload=stream) as executable:
+                times = []
+                for _ in range(5 if count > 4 else 1):
+                    group.barrier()
+                    begin = time.perf_counter()
+                    executable.launch(stream)
+                    with group.watching("a graph of collectives"):
+                        stream.synchronize()
+                    times.append((time.perf_counter() - begin) / count)
+            nodes = [node.name for node in under_way.graph.nodes][: len(operations)]
+            yield {
+                "collective": kind,
+                "bytes": floats * 4,
+                "ranks": group.size,
+                "way": made.name.split(" (")[0],
+                "us": round(min(times) * 1e6, 2),
+                "nodes": nodes,
+            }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""Collectives as operations of the library: submitted, captured, recorded, replayed like launches.
+
+    collectives = open_collectives(group, device)
+    for operation in collectives.all_reduce(source, out):
+        stream.submit(operation)
+
+One backend a kind of device: on the host the ranks exchange through the group's channel (here), on
+CUDA by NCCL (`nccl`) and, for small messages inside one NVLink domain, in each other's memory
+(`exchange`).
+
+    all_reduce    out = the sum of every rank's `source`
+    accumulate    target += the sum of every rank's `partial`; partial = 0
+    all_gather    out[i] = every rank's source[i], one behind the other, in the order of ranks
+    broadcast     buffer = that of rank `root`
+
+Sums are the same bits on all ranks, whatever their order.  Every collective of one `Collectives`
+also reads and writes one word of its own, so that recorded graphs, whose edges come from memory,
+keep them in order: two that changed places on one rank would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato import (
+    Buffer,
+    Closeable,
+    Device,
+    HostKernel,
+    LaunchConfig,
+    Operation,
+    Source,
+    host_kernel,
+    prepare,
+)
+from ostinato.distributed.group import Group
+from ostinato.errors import GroupError, InputError
+
+__all__ = ["Collectives", "Gathered", "HostCollectives"]
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The layout of an all-gather: `lines` pieces of `nbytes` from every rank."""
+
+    lines: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, source: Buffer, out: Buffer, size: int) -> Gathered:
+        """Raises InputError for buffers that do not fit together."""
+        shape = source.shape
+        wanted = (*shape[:-1], shape[-1] * size) if shape else ()
+        if not shape or out.dtype != source.dtype or out.shape != wanted:
+            raise InputError(
+                f"all_gather of {source.dtype} {list(shape)} from {size} ranks: out is "
+                f"{out.dtype} {list(out.shape)}, must be {source.dtype} {list(wanted)}"
+            )
+        return cls(math.prod(shape[:-1]), shape[-1] * source.dtype.itemsize)
+
+
+class Collectives(Closeable, ABC):
+    """Collectives on one device, for work of one stream at a time.
+
+    `name`: what they go by, in words.  Methods return operations and run nothing; they may
+    compile, load and, the first time, talk to the other ranks, so they belong before a capture.
+    All ranks call them in the same order with the same sizes.  Sums are float32.  Raise InputError,
+    GroupError.
+    """
+
+    name: str
+
+    def __init__(self, group: Group, device: Device) -> None:
+        self.group = group
+        self.device = device
+        self.order: Buffer = device.zeros(1, np.uint32, name="collectives in order")
+
+    @abstractmethod
+    def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
+        """out = the sum of every rank's `source`; float32 of one shape; may be the same buffer."""
+
+    @abstractmethod
+    def accumulate(
+        self, target: Buffer, partial: Buffer, *, programmatic: bool = False
+    ) -> tuple[Operation, ...]:
+        """target += the sum of every rank's `partial`, and partial = 0: float32 of one shape.
+
+        `programmatic`: where that is possible (`programmatic`), it starts before the kernel before
+        it on the stream ends, which must have waited for its own one, and then waits for that.
+        """
+
+    @abstractmethod
+    def all_gather(
+        self, source: Buffer, out: Buffer, *, programmatic: bool = False
+    ) -> tuple[Operation, ...]:
+        """Every rank's `source` [..., n] into `out` [..., n * ranks].  `programmatic`: see
+        `accumulate`."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
+        """buffer = that of rank `root`."""
+
+    def programmatic(self, nbytes: int) -> bool:
+        """Whether a sum or a gather of so many bytes of a rank is one kernel that can be launched
+        programmatically, and lets the next one start before it ends."""
+        return False
+
+    def described(self) -> str:
+        """What they go by and did so far, in words."""
+        return self.name
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends what waits for other ranks on the device, without a result.  Any thread, at once."""
+
+    def close(self) -> None:
+        """Gives its memory back once no work of it is under way.  Idempotent."""
+        self.order.close()
+
+    # --- arguments
+    def _same(self, what: str, one: Buffer, other: Buffer) -> int:
+        """How many float32 values both hold."""
+        for buffer in (one, other):
+            if buffer.dtype != np.float32 or buffer.shape != one.shape or not buffer.nbytes:
+                raise InputError(
+                    f"{what}: {one.dtype} {list(one.shape)} and {other.dtype} "
+                    f"{list(other.shape)}; both must be float32 of one shape"
+                )
+        return math.prod(one.shape)
+
+    def _require_rank(self, root: int) -> int:
+        if not (type(root) is int and 0 <= root < self.group.size):
+            raise InputError(f"root is {root!r}, must be a rank, 0 to {self.group.size - 1}")
+        return root
+
+
+class HostCollectives(Collectives):
+    """Through the group's channel, by kernels that wait for the other ranks' parts.
+
+    Once the group has failed they no longer wait, and write bytes that are NaN as float32.
+    """
+
+    name = "the group's channel"
+
+    def __init__(self, group: Group, device: Device) -> None:
+        super().__init__(group, device)
+        self._lane = group.new_lane(device.name)
+        self._source = Source(host=self._kernels(), name="collectives")
+
+    def _operation(self, kernel: str, *arguments: object) -> tuple[Operation, ...]:
+        loaded = self.device.modules.get_or_compile(self._source, kernel)
+        return (prepare(loaded, LaunchConfig(1, 1), self.order, *arguments),)
+
+    def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
+        """See `Collectives`."""
+        return self._operation("all_reduce", source, out, self._same("all_reduce", source, out))
+
+    def accumulate(
+        self, target: Buffer, partial: Buffer, *, programmatic: bool = False
+    ) -> tuple[Operation, ...]:
+        """See `Collectives`."""
+        count = self._same("accumulate", target, partial)
+        return self._operation("accumulate", target, partial, count)
+
+    def all_gather(
+        self, source: Buffer, out: Buffer, *, programmatic: bool = False
+    ) -> tuple[Operation, ...]:
+        """See `Collectives`."""
+        layout = Gathered.of(source, out, self.group.size)
+        flat = source.view(0, source.nbytes, np.uint8), out.view(0, out.nbytes, np.uint8)
+        return self._operation("all_gather", *flat, layout.lines, layout.nbytes)
+
+    def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
+        """See `Collectives`."""
+        flat = buffer.view(0, buffer.nbytes, np.uint8)
+        return self._operation("broadcast", flat, buffer.nbytes, self._require_rank(root))
+
+    def abort(self) -> None:
+        """Nothing to do: the channel wakes what waits."""
+
+    # --- kernels
+    def _parts(self, label: str, payload: bytes) -> list[bytes] | None:
+        """Every rank's part; None once the group has failed."""
+        group = self.group
+        if group.failure is not None:
+            return None
+        try:
+            parts = group.channel.exchange(self._lane, label, payload, group.deadline)
+        except GroupError:
+            return None
+        group.note_progress()
+        return parts
+
+    def _sum(self, label: str, values: Floats) -> Floats | None:
+        parts = self._parts(f"{label} of {values.size} float32", values.tobytes())
+        if parts is None:
+            return None
+        total = np.frombuffer(parts[0], np.float32).copy()
+        with np.errstate(all="ignore"):
+            for part in parts[1:]:
+                total += np.frombuffer(part, np.float32)
+        return total
+
+    def _kernels(self) -> dict[str, HostKernel]:
+        """Kernels that know this rank's group; no reference to the device is kept by them."""
+
+        @host_kernel("order: *u32, source: *const f32, out: *out f32, count: u32")
+        def all_reduce(launch: Any, order: Any, source: Floats, out: Floats, count: int) -> None:
+            total = self._sum("all_reduce", source[:count])
+            out[:count] = np.nan if total is None else total
+
+        @host_kernel("order: *u32, target: *f32, partial: *f32, count: u32")
+        def accumulate(
+            launch: Any, order: Any, target: Floats, partial: Floats, count: int
+        ) -> None:
+            total = self._sum("accumulate", partial[:count])
+            with np.errstate(all="ignore"):
+                target[:count] += np.float32(np.nan) if total is None else total
+            partial[:count] = 0
+
+        @host_kernel("order: *u32, source: *const u8, out: *out u8, lines: u32, nbytes: u32")
+        def all_gather(
+            launch: Any, order: Any, source: Bytes, out: Bytes, lines: int, nbytes: int
+        ) -> None:
+            size = self.group.size
+            label = f"all_gather of {lines} x {nbytes} bytes"
+            parts = self._parts(label, source[: lines * nbytes].tobytes())
+            into = out[: lines * size * nbytes].reshape(lines, size, nbytes)
+            if parts is None:
+                into[...] = 0xFF
+                return
+            for rank, part in enumerate(parts):
+                into[:, rank] = np.frombuffer(part, np.uint8).reshape(lines, nbytes)
+
+        @host_kernel("order: *u32, buffer: *u8, nbytes: u32, root: u32")
+        def broadcast(launch: Any, order: Any, buffer: Bytes, nbytes: int, root: int) -> None:
+            mine = buffer[:nbytes].tobytes() if self.group.rank == root else b""
+            parts = self._parts(f"broadcast of {nbytes} bytes from rank {root}", mine)
+            if parts is None:
+                buffer[:nbytes] = 0xFF
+            else:
+                buffer[:nbytes] = np.frombuffer(parts[root], np.uint8)
+
+        return {one.name: one for one in (all_reduce, accumulate, all_gather, broadcast)}

@@ -1,0 +1,316 @@
+"""`Group`: ranks that work together, and how each of them notices that another one does not.
+
+    with local_groups(4) as groups: …                   four threads of this process
+    with open_group() as group: …                       this process, as its launcher says
+    with join_group(group_id, rank=1, size=2) as group: …     this process, as its caller says
+
+What a group guarantees: no rank waits for ever.  A rank that is killed, stopped, raises an
+exception inside the `with` block, leaves, or waits for longer than the deadline ends the group, and
+every other rank raises a `GroupError` from the call that waits, or from its next one.  What waits
+on the device is ended too (`Collectives.abort`).
+
+Not guaranteed: that work which was under way gives anything; after a failure its results are not to
+be used, and nothing here hands them out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from ostinato import Closeable, new_lock
+from ostinato.distributed.channel import Channel, Failure, local_channels
+from ostinato.errors import ClosedError, DisagreementError, GroupError, InputError
+from ostinato.settings import group_deadline
+
+__all__ = ["Attached", "Group", "GroupStatistics", "LocalGroups", "local_groups"]
+
+_LOOKS = 10  # of the watchdog at a wait, within a deadline
+
+
+class Attached(Protocol):
+    """What works on a device for a group."""
+
+    def abort(self) -> None:
+        """Ends what waits for other ranks.  Any thread, at once."""
+
+    def described(self) -> str:
+        """What it exchanges by and did so far, in words."""
+
+    def close(self) -> None:
+        """Gives back what it owns.  Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """One rank's numbers: seconds, why the group failed, and what each of its collectives go by."""
+
+    rank: int
+    size: int
+    deadline: float
+    failure: str
+    collectives: tuple[str, ...]
+
+
+class Group(Closeable):
+    """One rank's part of a group.  All ranks must make the same calls in the same order.
+
+    `channel`: the connection to the others.  `deadline`: seconds that this rank waits for another
+    one before it ends the group; 60, or OSTINATO_GROUP_DEADLINE, if None.  A wait for the device
+    counts from the last collective that got on.  Its calls may be made by one thread at a time,
+    `fail` and `check` by any.
+    """
+
+    def __init__(self, channel: Channel, *, deadline: float | None = None) -> None:
+        if deadline is None:
+            deadline = group_deadline()
+        if not (isinstance(deadline, float | int) and 0 < deadline < 1e9):
+            raise InputError(f"deadline is {deadline!r}, must be seconds, more than 0")
+        self.channel = channel
+        self.rank, self.size = channel.rank, channel.size
+        self.deadline = float(deadline)
+        self._closed = False
+        self._lanes = 0
+        self._attached: list[Attached] = []
+        self._lock = new_lock()
+        self._watched: tuple[str, float] | None = None
+        self._progress = 0.0
+        self._stop = threading.Event()
+        self._watchdog: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        failure = self.channel.failure
+        state = ", closed" if self._closed else ""
+        state += f", failed: {failure.text}" if failure is not None else ""
+        return f"<Group: rank {self.rank} of {self.size}{state}>"
+
+    # --- failures
+    @property
+    def failure(self) -> Failure | None:
+        """Why the group cannot go on; None while it can."""
+        return self.channel.failure
+
+    def check(self) -> None:
+        """Raises GroupError if the group has failed, ClosedError if it was closed."""
+        failure = self.channel.failure
+        if failure is not None:
+            raise failure.error()
+        if self._closed:
+            raise ClosedError("the group is closed; form another")
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the group on all ranks, because of an exception of this one."""
+        self.channel.fail(Failure.of(error, self.rank))
+
+    # --- exchanges
+    def exchange(self, label: str, payload: bytes = b"") -> list[bytes]:
+        """Every rank's payload, in the order of ranks.  Raises GroupError."""
+        self.check()
+        return self.channel.exchange("calls", label, payload, self.deadline)
+
+    def barrier(self, label: str = "barrier") -> None:
+        """Returns once all ranks are here.  Raises GroupError."""
+        self.exchange(label)
+
+    def broadcast(self, label: str, payload: bytes = b"", *, root: int = 0) -> bytes:
+        """The payload of rank `root`, on all ranks; those of others are not looked at."""
+        return self.exchange(label, payload if self.rank == root else b"")[root]
+
+    def agree(self, label: str, lines: Sequence[str]) -> None:
+        """Compares what ranks are about to do, told in lines.
+
+        Raises DisagreementError on all ranks if the lines differ anywhere; it names the first line
+        that does.  The digests travel, and the lines only where these differ.
+        """
+        text = "\n".join(lines).encode("utf-8", "surrogatepass")
+        digests = self.exchange(label, hashlib.blake2b(text, digest_size=32).digest())
+        if len(set(digests)) == 1:
+            return
+        told = self.exchange(f"{label}: differences", text)
+        error = DisagreementError(_difference(label, told), rank=self.rank)
+        self.fail(error)
+        raise error
+
+    # --- waits on the device
+    @contextmanager
+    def watching(self, what: str) -> Iterator[None]:
+        """While the block waits for the device, whose work may wait for other ranks: if it does so
+        for longer than the deadline, the group fails, which ends that work.
+
+        Raises GroupError after the block, in place of whatever the block raised, if the group
+        failed.
+        """
+        self._begin_watching()
+        before, self._watched = self._watched, (what, time.monotonic())
+        try:
+            yield
+        except Exception as error:
+            failure = self.channel.failure
+            if failure is None or isinstance(error, GroupError):
+                raise
+            raise failure.error() from error
+        finally:
+            self._watched = before
+        failure = self.channel.failure
+        if failure is not None:
+            raise failure.error()
+
+    def note_progress(self) -> None:
+        """A collective got on: what is watched is not stuck."""
+        self._progress = time.monotonic()
+
+    def _begin_watching(self) -> None:
+        if self._watchdog is None and self.size > 1:
+            self._watchdog = threading.Thread(
+                target=_watch, args=(self,), name=f"ostinato rank {self.rank} watch", daemon=True
+            )
+            self._watchdog.start()
+
+    def _look(self) -> None:
+        """The watchdog's look at what is waited for."""
+        watched = self._watched
+        if watched is None or self.channel.failure is not None:
+            return
+        what, since = watched
+        waited = time.monotonic() - max(since, self._progress)
+        if waited > self.deadline:
+            text = (
+                f"rank {self.rank} waited {self.deadline:g} s for {what}, and no collective got on "
+                "meanwhile; the group's deadline is a setting"
+            )
+            self.channel.fail(Failure("deadline", self.rank, text))
+
+    # --- what works in it
+    def new_lane(self, what: str) -> str:
+        """A lane for exchanges of their own; all ranks ask for theirs in the same order."""
+        self.check()
+        with self._lock:
+            self._lanes += 1
+            return f"{what} {self._lanes}"
+
+    def attach(self, worker: Attached) -> None:
+        """From here on the group's failure aborts it, and the group's end closes it."""
+        with self._lock:
+            self._attached.append(worker)
+        self.channel.on_failure(lambda failure: worker.abort())
+
+    def statistics(self) -> GroupStatistics:
+        """Numbers of this rank, and what its devices exchange by."""
+        failure = self.channel.failure
+        return GroupStatistics(
+            self.rank,
+            self.size,
+            self.deadline,
+            "" if failure is None else failure.text,
+            tuple(worker.described() for worker in self._attached),
+        )
+
+    # --- lifetime
+    def close(self) -> None:
+        """Leaves the group.  The others find this rank lost if they still need it.  Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop.set()
+        for worker in self._attached:
+            worker.close()
+        self.channel.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if value is not None and not self._closed:
+            self.fail(value)
+        self.close()
+
+
+def _watch(group: Group) -> None:
+    while not group._stop.wait(min(1.0, group.deadline / _LOOKS)):
+        group._look()
+
+
+def _difference(label: str, told: Sequence[bytes]) -> str:
+    """Where what the ranks told first differs."""
+    lines = [text.decode("utf-8", "surrogatepass").split("\n") for text in told]
+    longest = max(len(one) for one in lines)
+    for index in range(longest):
+        here = [one[index] if index < len(one) else "nothing more" for one in lines]
+        if len(set(here)) > 1:
+            other = next(rank for rank, text in enumerate(here) if text != here[0])
+            return (
+                f"{label}: the ranks differ, first in line {index} of {longest}: rank 0 has "
+                f"{here[0][:400]!r}, rank {other} has {here[other][:400]!r}. All ranks must run "
+                "the same program with the same build and settings"
+            )
+    raise AssertionError("the digests differ and the lines do not")
+
+
+class LocalGroups(Closeable, Sequence[Group]):
+    """The groups of ranks that are threads of this process, by rank.  Made by `local_groups`."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = tuple(groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, rank: int) -> Group:  # type: ignore[override]
+        return self._groups[rank]
+
+    def run(self, work: object, *args: object) -> list[object]:
+        """Calls `work(group, *args)` on a thread for each rank; what they return, by rank.
+
+        If some raise, the exception of the first that did so by itself is raised: a GroupError
+        that follows from another rank's exception only if there is no other.
+        """
+        if not callable(work):
+            raise InputError(f"work is {work!r}, must be a function of a group")
+        results: list[object] = [None] * len(self)
+        errors: list[tuple[float, BaseException]] = []
+
+        def rank_thread(group: Group) -> None:
+            try:
+                results[group.rank] = work(group, *args)
+            except BaseException as error:
+                errors.append((time.monotonic(), error))
+                group.fail(error)
+
+        threads = [
+            threading.Thread(target=rank_thread, args=(group,), name=f"rank {group.rank}")
+            for group in self
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            own = [pair for pair in errors if not isinstance(pair[1], GroupError)]
+            raise min(own or errors, key=lambda pair: pair[0])[1]
+        return results
+
+    def close(self) -> None:
+        """Closes every rank's group.  Idempotent."""
+        for group in self._groups:
+            group.close()
+
+
+def local_groups(size: int, *, deadline: float | None = None) -> LocalGroups:
+    """A group of `size` ranks in this process, for host devices: one thread a rank.
+
+        with local_groups(4) as groups:
+            tokens = groups.run(decode)          # decode(group) on four threads
+
+    Everything is as in a group of processes, only that ranks exchange through memory.
+    """
+    if not (isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= 1024):
+        raise InputError(f"size is {size!r}, must be 1 to 1024 ranks")
+    return LocalGroups([Group(one, deadline=deadline) for one in local_channels(size)])

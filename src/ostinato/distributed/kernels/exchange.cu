@@ -1,0 +1,201 @@
+// Collectives of small messages in the ranks' own memory: each rank stores its values into every
+// other rank's window, and waits in its own window for theirs (`exchange.py`).
+//
+// A window begins with a counter for each block (`epochs`), then has the words of two exchanges:
+//
+//     words[epoch % 2][rank][block][2 * THREADS]        a word: 4 bytes of value, 4 bytes of epoch
+//
+// A word is one access of 8 bytes, so who finds the epoch finds its value.  Nothing else orders them,
+// and no word is read with a plain load.
+//
+// Block b of a rank exchanges with block b of every other rank, and with no other block.  Its counter
+// says how many exchanges it has had; all ranks launch the same grids in the same order, so it is the
+// same on all of them.  It is on the device, hence a replay, an iteration of a loop, or a launch by
+// hand is counted without the host.
+//
+// Two halves are enough.  Let rank A send epoch e to rank B: it overwrites e - 2 there.  A has ended
+// e - 1 (kernels of one rank run one after the other), so it had all words of B's block for e - 1.
+// B stored those after it had ended e - 2, which means after it had read what A now overwrites.  A rank
+// can so be one exchange ahead of another and never two.
+//
+// A block stores all of its words each time, also those that nobody reads, so that no word is older
+// than two exchanges of its block: after 2^32 exchanges, when an epoch comes again, no word of the
+// last time is left.
+//
+// A wait ends when the word at `lost` is not 0: the host of this rank sets it if the group fails.
+// The results are NaN then.  The group's memory is not used for another exchange after that.
+//
+// All blocks of a grid must be resident at once, on all ranks: the caller keeps grids that small.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#ifndef EMULATED  // tests compile this file as C++ and define these otherwise
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+DEVICE float load_fresh(const float* p) { return __ldcg(p); }
+DEVICE u32 load_fresh(const u32* p) { return __ldcg(p); }
+#if __CUDA_ARCH__ >= 900
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void wait_for_previous() {}
+DEVICE void start_next() {}
+#endif
+// Two words beside each other, each one access of its own.
+DEVICE void send_words(u64* p, u64 one, u64 other) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(one), "l"(other)
+                 : "memory");
+}
+DEVICE void receive_words(const u64* p, u64& one, u64& other) {
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(one), "=l"(other)
+                 : "l"(p)
+                 : "memory");
+}
+DEVICE u32 told_by_host(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+constexpr u32 POLLS = 4096;  // between two looks at `lost`, which go over the bus to the host's memory
+#endif
+
+constexpr u32 NOT_A_NUMBER = 0x7fc00000u;
+
+DEVICE u64 word_of(u32 value, u32 epoch) { return static_cast<u64>(epoch) << 32 | value; }
+
+// `table`: the windows' addresses by rank, that of `lost`, and this rank's own window again.  Gives every rank's two values of
+// this thread, which are those at 2 * (the thread's number in the grid).
+struct Exchange {
+    u64* windows[RANKS];
+    u64* own;
+    const u32* lost;
+    u32 rank, first, epoch;
+    u32 values[RANKS][2];
+
+    // Before the wait: the table never changes.
+    DEVICE Exchange(const u64* table, u32 rank)
+        : rank(rank), first(2 * (blockIdx.x * THREADS + threadIdx.x)) {
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++) windows[r] = reinterpret_cast<u64*>(table[r]);
+        lost = reinterpret_cast<const u32*>(table[RANKS]);
+        own = reinterpret_cast<u64*>(table[RANKS + 1]);
+    }
+    DEVICE u32* counter() const { return reinterpret_cast<u32*>(own) + blockIdx.x; }
+
+    // `wanted`: how many of the two values this thread needs; with none it only sends.
+    DEVICE void run(u32 one, u32 other, u32 wanted) {
+        epoch = load_fresh(counter()) + 1;
+        const u64 half = EPOCH_WORDS + static_cast<u64>(epoch & 1) * RANKS * WORDS + first;
+        const u64 mine = half + static_cast<u64>(rank) * WORDS;
+        const u64 words[2] = {word_of(one, epoch), word_of(other, epoch)};
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++)
+            if (r != rank) send_words(windows[r] + mine, words[0], words[1]);
+        const u64* const from = own + half;
+        bool all = wanted == 0;
+        for (u32 polls = 1; !all; polls++) {
+            u64 found[RANKS][2];
+            // All loads are on their way before the first is looked at.
+#pragma unroll
+            for (u32 r = 0; r < RANKS; r++) {
+                found[r][0] = words[0];
+                found[r][1] = words[1];
+                if (r != rank)
+                    receive_words(from + static_cast<u64>(r) * WORDS, found[r][0], found[r][1]);
+            }
+            all = true;
+#pragma unroll
+            for (u32 r = 0; r < RANKS; r++)
+#pragma unroll
+                for (u32 i = 0; i < 2; i++) {
+                    all = all && static_cast<u32>(found[r][i] >> 32) == epoch;
+                    values[r][i] = static_cast<u32>(found[r][i]);
+                }
+            if (!all && polls % POLLS == 0 && told_by_host(lost)) {
+#pragma unroll
+                for (u32 r = 0; r < RANKS; r++) values[r][0] = values[r][1] = NOT_A_NUMBER;
+                all = true;
+            }
+        }
+    }
+    // In the order of ranks, so that all have the same bits.
+    DEVICE float sum(u32 i) const {
+        float total = __uint_as_float(values[0][i]);
+#pragma unroll
+        for (u32 r = 1; r < RANKS; r++) total = __fadd_rn(total, __uint_as_float(values[r][i]));
+        return total;
+    }
+    // Every thread of the block, last.
+    DEVICE void end() {
+        __syncthreads();
+        if (threadIdx.x == 0) *counter() = epoch;
+    }
+};
+
+// target += the sum of every rank's `partial`; partial = 0.
+KERNEL __launch_bounds__(THREADS)
+    exchange_accumulate(u32* order, float* target, float* partial, const u64* table, u32 count,
+                        u32 rank) {
+    Exchange exchange(table, rank);
+    wait_for_previous();
+    start_next();
+    const u32 first = exchange.first, wanted = first < count ? min(count - first, 2u) : 0;
+    float own[2] = {}, before[2] = {};
+#pragma unroll
+    for (u32 i = 0; i < 2; i++)
+        if (i < wanted) {
+            own[i] = load_fresh(partial + first + i);
+            before[i] = load_fresh(target + first + i);
+        }
+    exchange.run(__float_as_uint(own[0]), __float_as_uint(own[1]), wanted);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++)
+        if (i < wanted) {
+            target[first + i] = __fadd_rn(before[i], exchange.sum(i));
+            partial[first + i] = 0.0f;
+        }
+    exchange.end();
+}
+
+// out = the sum of every rank's `source`.
+KERNEL __launch_bounds__(THREADS)
+    exchange_reduce(u32* order, const float* source, float* out, const u64* table, u32 count,
+                    u32 rank) {
+    Exchange exchange(table, rank);
+    wait_for_previous();
+    start_next();
+    const u32 first = exchange.first, wanted = first < count ? min(count - first, 2u) : 0;
+    float own[2] = {};
+#pragma unroll
+    for (u32 i = 0; i < 2; i++)
+        if (i < wanted) own[i] = load_fresh(source + first + i);
+    exchange.run(__float_as_uint(own[0]), __float_as_uint(own[1]), wanted);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++)
+        if (i < wanted) out[first + i] = exchange.sum(i);
+    exchange.end();
+}
+
+// out[line][rank] = source[line] of that rank; `count` values of 4 bytes, `width` in a line.
+KERNEL __launch_bounds__(THREADS)
+    exchange_gather(u32* order, const u32* source, u32* out, const u64* table, u32 count, u32 width,
+                    u32 rank) {
+    Exchange exchange(table, rank);
+    wait_for_previous();
+    start_next();
+    const u32 first = exchange.first, wanted = first < count ? min(count - first, 2u) : 0;
+    u32 own[2] = {};
+#pragma unroll
+    for (u32 i = 0; i < 2; i++)
+        if (i < wanted) own[i] = load_fresh(source + first + i);
+    exchange.run(own[0], own[1], wanted);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++)
+        if (i < wanted) {
+            const u32 line = (first + i) / width, place = (first + i) % width;
+#pragma unroll
+            for (u32 r = 0; r < RANKS; r++)
+                out[(static_cast<u64>(line) * RANKS + r) * width + place] = exchange.values[r][i];
+        }
+    exchange.end();
+}

@@ -1,0 +1,345 @@
+"""Collectives by NCCL, for CUDA devices: one process a GPU, several hosts included.
+
+NCCL is called once for each collective on given buffers: the call is captured, and what it launches
+is lifted out of the graph (`ostinato.lift`), as for products of cuBLASLt.  So a collective is a
+launch of ours like others: in eager runs, captures, recordings and the bodies of loops.  The
+captured graph is kept as long as the launch can run: NCCL frees with it what the launch uses.
+
+The first collective of a kind and size is tried out on other memory, NCCL's own call beside the
+lifted launch, on all ranks together; they must give the same bits.  That also makes NCCL connect
+the ranks, which it does not do inside a capture.
+
+Not supported: collectives for which NCCL needs a thread of the host, as over a network without
+GPUDirect in some setups.  Their captured graph has a host node; NotAvailableError says so.
+
+NCCL is to order its work with captures and graphs by the stream alone.  Otherwise it adds event
+nodes to each capture, which no loop's body can hold.  That is a setting of the communicator from
+NCCL 2.29 on and of the environment before (NCCL_GRAPH_MIXING_SUPPORT, set here unless it is set).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato import (
+    Buffer,
+    Device,
+    Graph,
+    LaunchConfig,
+    Operation,
+    Source,
+    Stream,
+    capture,
+    lift,
+    prepare,
+)
+from ostinato.distributed.collectives import Collectives, Gathered
+from ostinato.distributed.group import Group
+from ostinato.errors import (
+    CaptureError,
+    ContextPoisonedError,
+    DriverError,
+    GraphError,
+    GroupError,
+    NotAvailableError,
+)
+
+__all__ = ["NcclCollectives", "description", "kernels", "load_nccl"]
+
+_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
+_THREADS = 256
+_PATIENCE = 5.0
+"""Seconds that `close` waits for the other ranks to close too."""
+
+
+@cache
+def kernels() -> Source:
+    """What collectives need besides NCCL's own kernels."""
+    return Source(
+        (Path(__file__).parent / "kernels" / "collectives.cu").read_text(encoding="utf-8"),
+        signatures={
+            "add_reduced": "target: *f32, partial: *f32, count: u32",
+            "interleave": "parts: *const u32, out: *out u32, lines: u32, ranks: u32, words: u32",
+        },
+        name="collectives.cu",
+    )
+
+
+def load_nccl() -> Any:
+    """nccl4py with an NCCL library behind it.  Raises NotAvailableError that says what is missing.
+
+    nccl4py finds the library itself (cuda.pathfinder).  Where it does not, the one that lies beside
+    another package on the path is loaded first: PyTorch brings one.
+    """
+    try:
+        import nccl.core
+        from nccl.bindings import nccl as bindings
+    except ImportError as error:
+        raise NotAvailableError(
+            f"collectives on CUDA devices need nccl4py ({error}): pip install 'ostinato[nccl]'"
+        ) from None
+    try:
+        bindings.get_version()
+    except Exception as error:
+        if libraries := _libraries():
+            ctypes.CDLL(str(libraries[0]), mode=ctypes.RTLD_GLOBAL)
+        try:
+            bindings.get_version()
+        except Exception:
+            raise NotAvailableError(
+                f"no NCCL library was found ({error}): pip install nvidia-nccl-cu13, or put "
+                "libnccl.so.2 on LD_LIBRARY_PATH"
+            ) from None
+    return nccl.core
+
+
+def _libraries() -> list[Path]:
+    """NCCL libraries of packages on the path."""
+    found = []
+    for entry in sys.path:
+        found += sorted(Path(entry or ".").glob("nvidia/nccl*/lib/libnccl.so.2"))
+    return found
+
+
+def description() -> str:
+    """NCCL's version and file, or why there is none."""
+    try:
+        version = load_nccl().get_version()
+    except NotAvailableError as error:
+        return f"not available: {error}"
+    library = version.libnccl
+    return f"{library.version} ({library.path}), nccl4py {version.nccl4py}"
+
+
+class NcclCollectives(Collectives):
+    """One communicator of NCCL's.  All ranks make theirs together."""
+
+    def __init__(self, group: Group, device: Device) -> None:
+        super().__init__(group, device)
+        context = device.driver.cuda_context
+        assert context is not None
+        self._context = context
+        self._nccl = core = load_nccl()
+        from nccl.bindings import nccl as bindings
+
+        self._bindings = bindings
+        version = str(core.get_version().libnccl.version)
+        self.name = f"NCCL {version}"
+        os.environ.setdefault(_MIXING, "0")
+        group.agree("NCCL", [self.name, f"{_MIXING}={os.environ[_MIXING]}"])
+        mine = core.get_unique_id().as_bytes if group.rank == 0 else b""
+        unique = core.UniqueId.from_bytes(group.broadcast("NCCL's id", mine))
+        # Older ones do not know the setting, nor the structure that it is passed in.
+        modern = core.get_version().libnccl.version.release >= (2, 29)
+        config = core.NCCLConfig(graph_usage_mode=1) if modern else None
+        self._communicator: Any = self._guarded(
+            "forming NCCL's communicator",
+            lambda: core.Communicator.init(group.size, group.rank, unique, config),
+        )
+        self._comm = bindings.Comm(self._communicator.ptr)
+        self._stream: Stream = device.create_stream()
+        self._tried: set[tuple[str, int]] = set()
+        self._made: dict[tuple[object, ...], tuple[Operation, ...]] = {}
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._scratch: Buffer | None = None
+        self._ending = threading.Lock()
+
+    # --- collectives
+    def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
+        """See `Collectives`."""
+        count = self._same("all_reduce", source, out)
+        return self._operations("all_reduce", source, out, count)
+
+    def accumulate(
+        self, target: Buffer, partial: Buffer, *, programmatic: bool = False
+    ) -> tuple[Operation, ...]:
+        """See `Collectives`.  NCCL's sum in place, and a kernel of ours that adds it."""
+        count = self._same("accumulate", target, partial)
+        key = ("accumulate", target.address, partial.address, count)
+        if key not in self._made:
+            kernel = self.device.modules.get_or_compile(kernels(), "add_reduced")
+            shape = LaunchConfig(-(-count // _THREADS), _THREADS)
+            self._made[key] = (
+                *self._operations("all_reduce", partial, partial, count),
+                prepare(kernel, shape, target, partial, count),
+            )
+        return self._made[key]
+
+    def all_gather(
+        self, source: Buffer, out: Buffer, *, programmatic: bool = False
+    ) -> tuple[Operation, ...]:
+        """See `Collectives`.  NCCL puts each rank's lines together; several lines are put where
+        they belong by a kernel of ours, which takes whole words of 4 bytes."""
+        size = self.group.size
+        layout = Gathered.of(source, out, size)
+        if layout.lines == 1:
+            return self._operations("all_gather", source, out, source.nbytes)
+        if layout.nbytes % 4:
+            raise NotAvailableError(f"all_gather of lines of {layout.nbytes} bytes, no whole words")
+        if self._scratch is None or self._scratch.nbytes < out.nbytes:
+            # The smaller one stays with the operations that use it.
+            self._scratch = self.device.empty(out.nbytes, np.uint8, name="gathered parts")
+        parts = self._scratch.view(0, out.nbytes, np.uint8)
+        kernel = self.device.modules.get_or_compile(kernels(), "interleave")
+        words = layout.nbytes // 4
+        threads = min(1024, -(-words // 32) * 32)
+        shape = LaunchConfig((layout.lines, size, 1), threads)
+        return (
+            *self._operations("all_gather", source, parts, source.nbytes),
+            prepare(kernel, shape, parts, out, layout.lines, size, words),
+        )
+
+    def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
+        """See `Collectives`."""
+        name = f"broadcast from {self._require_rank(root)}"
+        return self._operations(name, buffer, buffer, buffer.nbytes)
+
+    def _call(self, name: str, source: int, out: int, count: int) -> None:
+        """Calls NCCL on its stream.  `count`: float32 values of a sum, else bytes."""
+        nccl, stream = self._bindings, int(self._stream.handle)
+        with self._context.made_current():
+            if name == "all_reduce":
+                kind, total = int(nccl.DataType.Float32), int(nccl.RedOp.Sum)
+                nccl.all_reduce(source, out, count, kind, total, self._comm, stream)
+            elif name == "all_gather":
+                kind = int(nccl.DataType.Uint8)
+                nccl.all_gather(source, out, count, kind, self._comm, stream)
+            else:
+                kind, root = int(nccl.DataType.Uint8), int(name.rpartition(" ")[2])
+                nccl.broadcast(source, out, count, kind, root, self._comm, stream)
+
+    # --- operations
+    def _operations(
+        self, name: str, source: Buffer, out: Buffer, count: int
+    ) -> tuple[Operation, ...]:
+        """NCCL's call on these buffers, captured and lifted; it does not run."""
+        self.group.check()
+        key = (name, source.address, out.address, count)
+        if key not in self._made:
+            try:
+                if (name, count) not in self._tried:
+                    self._try_out(name, source, out, count)
+                    self._tried.add((name, count))
+                self._made[key] = self._lifted(name, source, out, count)
+            except (ContextPoisonedError, GroupError):
+                raise
+            except (CaptureError, DriverError, GraphError, self._bindings.NCCLError) as error:
+                raise NotAvailableError(f"{name} of {count} by {self.name}: {error}") from error
+        return self._made[key]
+
+    def _lifted(self, name: str, source: Buffer, out: Buffer, count: int) -> tuple[Operation, ...]:
+        with capture(self._stream) as under_way:
+            self._call(name, source.address, out.address, count)
+        graph = under_way.graph
+        self._graphs.add(graph)
+        order = self.order.range
+        return lift(
+            graph,
+            name=name,
+            reads=(source.range, order),
+            writes=(out.range, order),
+            keep=(self, graph, source, out, self.order),
+        )
+
+    def _try_out(self, name: str, source: Buffer, out: Buffer, count: int) -> None:
+        """NCCL's own call, and the lifted launch, on memory of their own; compares."""
+        device, stream, rank = self.device, self._stream, self.group.rank
+        rng = np.random.default_rng(rank)
+        values = rng.standard_normal(-(-source.nbytes // 4)).astype(np.float32)
+        data = values.view(np.uint8)[: source.nbytes]
+        alike = source.address == out.address
+        with (
+            device.array(data) as first,
+            device.array(data) as second,
+            device.zeros(out.nbytes) as wanted,
+            device.zeros(out.nbytes) as found,
+        ):
+            into = (first, second) if alike else (wanted, found)
+            answers: list[bytes] = []
+            for place, (start, end) in enumerate(zip((first, second), into, strict=True)):
+                if place == 0:
+                    self._guarded(
+                        f"NCCL's first {name} of {count}",
+                        lambda: self._call(name, first.address, into[0].address, count),
+                    )
+                else:
+                    for operation in self._lifted(name, start, end, count):
+                        stream.submit(operation)
+                with self.group.watching(f"{name} of {count}, tried out"):
+                    answers.append(end.to_numpy(stream).tobytes())
+        if answers[0] != answers[1]:
+            raise NotAvailableError(
+                f"{name} of {count}: what {self.name} launched gives another result when we launch "
+                "it, so it is not used; please report this"
+            )
+
+    # --- waits and ends
+    def _guarded(self, what: str, call: Callable[[], object]) -> Any:
+        """Calls NCCL on a thread of its own, where it may wait for other ranks for ever; raises
+        GroupError when the group fails, which it does at the deadline."""
+        results: list[object] = []
+        errors: list[BaseException] = []
+        done = threading.Event()
+
+        def work() -> None:
+            try:
+                with self._context.made_current():
+                    results.append(call())
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        threading.Thread(target=work, name=f"ostinato: {what}", daemon=True).start()
+        with self.group.watching(what):
+            while not done.wait(0.002) and self.group.failure is None:
+                pass
+        if errors:
+            raise NotAvailableError(f"{what}: {errors[0]}") from errors[0]
+        return results[0]
+
+    def abort(self) -> None:
+        """See `Collectives`.  NCCL's kernels end; what it holds is given back once no graph has a
+        collective of it any more."""
+        self._end(lambda communicator: communicator.abort(), wait=0.0)
+
+    def close(self) -> None:
+        """See `Collectives`.  Graphs with its collectives must be closed before."""
+        self._made.clear()
+        for graph in list(self._graphs):
+            graph.close()
+        if not self.device.context.closed:
+            self._stream.close()
+            super().close()
+        # NCCL waits there for the other ranks.  A rank that closes because of an exception tells
+        # them so when it leaves the group, which comes later, and must come before their deadline.
+        wait = min(_PATIENCE, self.group.deadline / 4)
+        self._end(lambda communicator: communicator.destroy(), wait=wait)
+
+    def _end(self, call: Callable[[Any], object], *, wait: float) -> None:
+        """Ends the communicator once, on a thread: NCCL waits there for graphs and other ranks."""
+        with self._ending:
+            communicator, self._communicator = self._communicator, None
+        if communicator is None:
+            return
+
+        def work() -> None:
+            with self._context.made_current():
+                call(communicator)
+
+        thread = threading.Thread(target=work, name="ostinato: NCCL ends", daemon=True)
+        thread.start()
+        end = time.monotonic() + wait
+        while thread.is_alive() and time.monotonic() < end and self.group.failure is None:
+            thread.join(0.01)

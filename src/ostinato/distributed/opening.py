@@ -1,0 +1,53 @@
+"""Which collectives a device has."""
+
+from __future__ import annotations
+
+from ostinato import Device
+from ostinato.distributed.collectives import Collectives, HostCollectives
+from ostinato.distributed.exchange import ExchangeCollectives
+from ostinato.distributed.group import Group
+from ostinato.errors import InputError, NotAvailableError
+from ostinato.settings import COLLECTIVE_WAYS, collectives_way
+
+__all__ = ["open_collectives"]
+
+
+def open_collectives(group: Group, device: Device, way: str | None = None) -> Collectives:
+    """Collectives on the device of this rank, for work of one stream at a time.
+
+    All ranks make theirs in the same order.  A failure of the group ends what waits in them; the
+    group closes them.  `way`, or OSTINATO_COLLECTIVES if None:
+
+        "auto"      small messages in the ranks' memory (`exchange`) where all ranks reach each
+                    other's, the others by NCCL.  On the host device all by the group's channel
+        "exchange"  small messages in the ranks' memory, or NotAvailableError
+        "library"   all by NCCL, on the host device by the group's channel
+
+    Raises GroupError, DisagreementError for ways that differ, and NotAvailableError where NCCL is
+    needed and missing.
+    """
+    group.check()
+    chosen = collectives_way() if way is None else way
+    if chosen not in COLLECTIVE_WAYS:
+        raise InputError(f"way is {way!r}, must be one of {', '.join(COLLECTIVE_WAYS)}")
+    group.agree("collectives", [f"collectives {chosen!r}"])
+    on_host = device.capabilities.runs_host_functions
+    made: Collectives
+    if on_host:
+        made = HostCollectives(group, device)
+    elif device.driver.cuda_context is not None:
+        from ostinato.distributed.nccl import NcclCollectives
+
+        made = NcclCollectives(group, device)
+    else:
+        raise NotAvailableError(f"{device.name} has no collectives")
+    if chosen == "exchange" or (chosen == "auto" and not on_host and group.size > 1):
+        try:
+            made = ExchangeCollectives(group, device, made)
+        except NotAvailableError as error:  # on all ranks
+            if chosen == "exchange":
+                made.close()
+                raise
+            made.name += f" (not in peer memory: {error})"
+    group.attach(made)
+    return made

@@ -1,0 +1,578 @@
+"""The channel of ranks that are processes: a hub in one of them, and a connection from each.
+
+Why sockets of our own: the ranks have to notice each other's death while NCCL, a GPU or Python's
+interpreter does not answer, with whichever launcher started them and nothing installed besides.
+A launcher's own store (torchrun's, PMI) says nothing of a peer that dies, and each is another
+library.
+
+    hub          a thread in the process that made the group's id: collects the parts of exchanges,
+                 sends all of them to all, and passes on the first failure
+    connection   one a rank, two threads: one reads, one says every now and then that it is alive
+
+Who is silent for three quarters of the deadline is lost, be it stopped (SIGSTOP) or off the
+network, so that it is named before those who wait for it give up.  A process that dies is noticed
+at once, because the system closes its connection.  The hub's own process is watched likewise.
+
+A message is a length, a head in JSON and a payload of bytes; nothing is unpickled.  A connection is
+taken only with the token of the group's id, which is a secret where the id is.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ostinato import new_lock
+from ostinato.distributed.channel import Channel, Exchanges, Failure, waited_text
+from ostinato.errors import GroupError, InputError, RankLostError
+
+__all__ = ["Address", "Hub", "SocketChannel", "connect"]
+
+_LENGTHS = struct.Struct("!4sIQ")  # magic, bytes of the head, bytes of the payload
+_MAGIC = b"ost1"
+_MOST_HEAD = 1 << 16
+_MOST_PAYLOAD = 1 << 31
+_SILENCE = 0.75  # of a deadline
+_BEATS = 8  # signs of life within a deadline
+_SHORTEST_BEAT, _LONGEST_BEAT = 0.02, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a hub is, and the token that it wants."""
+
+    host: str
+    port: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}:{self.token}"
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Raises InputError for what is no address."""
+        host, _, rest = text.rpartition(":")
+        host, _, port = host.rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 1 << 16 and rest):
+            raise InputError(f"{text!r} is no id of a group: host:port:token")
+        return cls(host, int(port), rest)
+
+
+def beat_of(deadline: float) -> float:
+    """Seconds between two signs of life."""
+    return min(_LONGEST_BEAT, max(_SHORTEST_BEAT, deadline / _BEATS))
+
+
+# ------------------------------------------------------------------------------------- messages
+
+
+def packed(head: dict[str, Any], payload: bytes = b"") -> bytes:
+    """A message as bytes."""
+    text = json.dumps(head).encode()
+    assert len(text) <= _MOST_HEAD and len(payload) <= _MOST_PAYLOAD
+    return _LENGTHS.pack(_MAGIC, len(text), len(payload)) + text + payload
+
+
+class Reader:
+    """Bytes as they come to whole messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._data += data
+
+    def next(self) -> tuple[dict[str, Any], bytes] | None:
+        """The next message, once it is whole.  Raises ValueError for what is none."""
+        if len(self._data) < _LENGTHS.size:
+            return None
+        magic, head_bytes, payload_bytes = _LENGTHS.unpack_from(self._data)
+        if magic != _MAGIC or head_bytes > _MOST_HEAD or payload_bytes > _MOST_PAYLOAD:
+            raise ValueError("not a message of a group")
+        start = _LENGTHS.size + head_bytes
+        if len(self._data) < start + payload_bytes:
+            return None
+        head = json.loads(self._data[_LENGTHS.size : start])
+        payload = bytes(self._data[start : start + payload_bytes])
+        del self._data[: start + payload_bytes]
+        if not isinstance(head, dict):
+            raise ValueError("a message's head must be an object")
+        return head, payload
+
+
+# ------------------------------------------------------------------------------------------ hub
+
+
+@dataclass(eq=False)
+class _Connection:
+    socket: socket.socket
+    reader: Reader = field(default_factory=Reader)
+    out: bytearray = field(default_factory=bytearray)
+    rank: int | None = None
+    heard: float = 0.0
+    where: str = ""
+
+
+class Hub:
+    """The meeting point of a group's ranks.  One thread; made by the process that makes the id.
+
+    It ends when all ranks have left, or with `close`.
+    """
+
+    def __init__(self, size: int, *, host: str, port: int, token: str, deadline: float) -> None:
+        self.size, self._token, self._deadline = size, token, deadline
+        self._silence = _SILENCE * deadline
+        self._exchanges = Exchanges(size)
+        self._ranks: dict[int, _Connection] = {}
+        self._left: set[int] = set()
+        self._failure: Failure | None = None
+        self._selector = selectors.DefaultSelector()
+        self._listening = socket.create_server((host, port), backlog=max(16, size))
+        self._listening.setblocking(False)
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._stop = False
+        self.port: int = self._listening.getsockname()[1]
+        self._thread = threading.Thread(target=self._work, name="ostinato hub", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends it; ranks that are still connected find it lost.  Idempotent."""
+        self._stop = True
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    def wait(self, seconds: float) -> None:
+        """Waits until all ranks have left, for so long at most."""
+        self._thread.join(seconds)
+
+    # --- its thread
+    def _work(self) -> None:
+        beat = beat_of(self._deadline)
+        last = time.monotonic()
+        try:
+            while not self._stop and not self._over():
+                for key, events in self._selector.select(beat):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._serve(key.data, events)
+                now = time.monotonic()
+                if now - last > 3 * beat + 1:
+                    # This process was stopped: what the others said meanwhile is not read yet.
+                    for connection in self._ranks.values():
+                        connection.heard = now
+                elif now - last >= beat:
+                    self._look(now)
+                if now - last >= beat:
+                    last = now
+                    self._send_all(packed({"kind": "beat"}))
+        finally:
+            for key in list(self._selector.get_map().values()):
+                with suppress(OSError):
+                    key.fileobj.close()  # type: ignore[union-attr]
+            self._selector.close()
+
+    def _over(self) -> bool:
+        return len(self._left) == self.size and not any(c.out for c in self._ranks.values())
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            accepted, _ = self._listening.accept()
+            accepted.setblocking(False)
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = _Connection(accepted, heard=time.monotonic())
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._flush(connection)
+            if events & selectors.EVENT_READ:
+                data = connection.socket.recv(1 << 20)
+                if not data:
+                    self._lose(connection)
+                    return
+                connection.heard = time.monotonic()
+                connection.reader.feed(data)
+                while (message := connection.reader.next()) is not None:
+                    self._take(connection, *message)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except (OSError, ValueError, KeyError, TypeError):
+            self._lose(connection)
+
+    def _take(self, connection: _Connection, head: dict[str, Any], payload: bytes) -> None:
+        kind = head["kind"]
+        if connection.rank is None:
+            self._welcome(connection, head)
+        elif kind == "part":
+            lane, number, label = str(head["lane"]), int(head["number"]), str(head["label"])
+            found = self._exchanges.add(connection.rank, lane, number, label, payload)
+            if isinstance(found, Failure):
+                self._fail(found)
+            elif found is not None:
+                answer = {"kind": "parts", "lane": lane, "number": number}
+                answer["sizes"] = [len(part) for part in found]
+                self._send_all(packed(answer, b"".join(found)))
+            else:
+                self._look_for_left(self._exchanges.missing(lane, number))
+        elif kind == "missing":
+            missing = self._exchanges.missing(str(head["lane"]), int(head["number"]))
+            where = {rank: self._ranks[rank].where for rank in missing if rank in self._ranks}
+            self._send(connection, packed({**head, "ranks": missing, "where": where}))
+        elif kind == "beat":
+            connection.where = str(head.get("where", ""))[:500]
+        elif kind == "fail":
+            self._fail(Failure(str(head["what"]), int(head["rank"]), str(head["text"])))
+        elif kind == "leave":
+            self._left.add(connection.rank)
+            self._drop(connection)
+            if self._failure is None:
+                self._look_for_left(self._waited_for())
+
+    def _welcome(self, connection: _Connection, head: dict[str, Any]) -> None:
+        token, rank, size = str(head["token"]), int(head["rank"]), int(head["size"])
+        if head["kind"] != "hello" or not hmac.compare_digest(token.encode(), self._token.encode()):
+            self._drop(connection)  # not of this group
+            return
+        refused = ""
+        if size != self.size or not 0 <= rank < size:
+            refused = f"rank {rank} of {size} came to a group of {self.size} ranks"
+        elif rank in self._ranks or rank in self._left:
+            refused = f"there is a rank {rank} already"
+        if refused:
+            self._send(connection, packed({"kind": "refused", "text": refused}))
+            return
+        connection.rank = rank
+        self._ranks[rank] = connection
+        self._send(connection, packed({"kind": "welcome"}))
+        if self._failure is not None:
+            self._send(connection, self._told())
+
+    def _waited_for(self) -> list[int]:
+        return sorted(
+            {
+                rank
+                for lane, number in self._exchanges.under_way()
+                for rank in self._exchanges.missing(lane, number)
+            }
+        )
+
+    def _look_for_left(self, missing: list[int]) -> None:
+        gone = [rank for rank in missing if rank in self._left]
+        if gone:
+            self._fail(Failure("lost", gone[0], f"rank {gone[0]} has left the group"))
+
+    def _look(self, now: float) -> None:
+        """Who is silent is lost; who connected and said nothing is none of the group."""
+        for key in list(self._selector.get_map().values()):
+            connection = key.data
+            if connection is None or now - connection.heard <= self._silence:
+                continue
+            if connection.rank is None:
+                self._drop(connection)
+            else:
+                text = (
+                    f"rank {connection.rank} has not been heard of for {self._silence:g} s: it is "
+                    "stopped, or its host is not reached"
+                )
+                if connection.where:
+                    text += f" (it was last at {connection.where})"
+                self._fail(Failure("lost", connection.rank, text))
+
+    def _lose(self, connection: _Connection) -> None:
+        rank = connection.rank
+        self._drop(connection)
+        if rank is not None and rank not in self._left:
+            self._left.add(rank)
+            where = f" at {connection.where}" if connection.where else ""
+            self._fail(Failure("lost", rank, f"rank {rank} died{where}: its connection ended"))
+
+    def _drop(self, connection: _Connection) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(connection.socket)
+        with suppress(OSError):
+            connection.socket.close()
+        connection.out.clear()
+        if connection.rank is not None and self._ranks.get(connection.rank) is connection:
+            del self._ranks[connection.rank]
+
+    def _fail(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure = failure
+            self._send_all(self._told())
+
+    def _told(self) -> bytes:
+        failure = self._failure
+        assert failure is not None
+        head = {"kind": "fail", "what": failure.kind, "rank": failure.rank, "text": failure.text}
+        return packed(head)
+
+    def _send_all(self, message: bytes) -> None:
+        for connection in list(self._ranks.values()):
+            self._send(connection, message)
+
+    def _send(self, connection: _Connection, message: bytes) -> None:
+        connection.out += message
+        try:
+            self._flush(connection)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._lose(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            while connection.out:
+                sent = connection.socket.send(memoryview(connection.out)[: 1 << 20])
+                del connection.out[:sent]
+        finally:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.out else 0)
+            with suppress(KeyError, ValueError):
+                self._selector.modify(connection.socket, events, connection)
+
+
+# ---------------------------------------------------------------------------------- connections
+
+
+class SocketChannel(Channel):
+    """A rank's connection to the hub.  Made by `connect`; `hub` is the one that it owns, if any."""
+
+    def __init__(
+        self, connection: socket.socket, rank: int, size: int, deadline: float, hub: Hub | None
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._socket, self._deadline, self._hub = connection, deadline, hub
+        self._sending = new_lock()
+        self._changed = threading.Condition(new_lock())
+        self._counts: Counter[str] = Counter()
+        self._results: dict[tuple[str, int], list[bytes]] = {}
+        self._missing: dict[tuple[str, int], tuple[list[int], dict[str, str]]] = {}
+        self._failure: Failure | None = None
+        self._calls: list[Callable[[Failure], None]] = []
+        self._heard = time.monotonic()
+        self._where = ""
+        self._closed = threading.Event()
+        for work, name in ((self._read, "reads"), (self._beat, "lives")):
+            threading.Thread(target=work, name=f"ostinato rank {rank} {name}", daemon=True).start()
+
+    @property
+    def failure(self) -> Failure | None:
+        return self._failure
+
+    def say(self, where: str) -> None:
+        """See `Channel`."""
+        self._where = where
+
+    # --- exchanges
+    def exchange(self, lane: str, label: str, payload: bytes, seconds: float) -> list[bytes]:
+        """See `Channel`."""
+        with self._changed:
+            number = self._counts[lane]
+            self._counts[lane] += 1
+        key = lane, number
+        head = {"kind": "part", "lane": lane, "number": number, "label": label}
+        self._send(head, payload)
+        end = time.monotonic() + seconds
+        with self._changed:
+            while key not in self._results and self._failure is None:
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            if key in self._results:
+                return self._results.pop(key)
+        if self._failure is None:
+            self._late(label, key, seconds)
+        raise (self._failure or self._lost_hub()).error()
+
+    def _late(self, label: str, key: tuple[str, int], seconds: float) -> None:
+        """Asks the hub who did not come, and ends the group."""
+        self._send({"kind": "missing", "lane": key[0], "number": key[1]})
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._missing or self._failure, timeout=1.0)
+            missing, where = self._missing.pop(key, ([], {}))
+        text = waited_text(self.rank, label, seconds, missing)
+        told = "; ".join(f"rank {rank} is at {at}" for rank, at in where.items() if at)
+        self.fail(Failure("deadline", self.rank, f"{text}. {told}" if told else text))
+
+    # --- failures
+    def fail(self, failure: Failure) -> None:
+        """See `Channel`."""
+        with suppress(OSError, GroupError):
+            self._send(
+                {
+                    "kind": "fail",
+                    "what": failure.kind,
+                    "rank": failure.rank,
+                    "text": failure.text,
+                }
+            )
+        self._failed(failure)
+
+    def _failed(self, failure: Failure) -> None:
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            calls, self._calls = self._calls, []
+            self._changed.notify_all()
+        for call in calls:
+            call(failure)
+
+    def on_failure(self, call: Callable[[Failure], None]) -> None:
+        """See `Channel`."""
+        with self._changed:
+            if self._failure is None:
+                self._calls.append(call)
+                return
+        call(self._failure)
+
+    def _lost_hub(self) -> Failure:
+        return Failure(
+            "lost", -1, "the group's hub is gone: the process that made the group's id has ended"
+        )
+
+    # --- messages
+    def _send(self, head: dict[str, Any], payload: bytes = b"") -> None:
+        try:
+            with self._sending:
+                self._socket.sendall(packed(head, payload))
+        except OSError:
+            if not self._closed.is_set():
+                self._failed(self._lost_hub())
+
+    def _read(self) -> None:
+        reader = Reader()
+        try:
+            while data := self._socket.recv(1 << 20):
+                self._heard = time.monotonic()
+                reader.feed(data)
+                while (message := reader.next()) is not None:
+                    self._take(*message)
+        except (OSError, ValueError):
+            pass
+        if not self._closed.is_set():
+            self._failed(self._lost_hub())
+
+    def _take(self, head: dict[str, Any], payload: bytes) -> None:
+        kind = head["kind"]
+        if kind == "parts":
+            parts, start = [], 0
+            for size in head["sizes"]:
+                parts.append(payload[start : start + size])
+                start += size
+            with self._changed:
+                self._results[head["lane"], head["number"]] = parts
+                self._changed.notify_all()
+        elif kind == "missing":
+            with self._changed:
+                self._missing[head["lane"], head["number"]] = head["ranks"], head["where"]
+                self._changed.notify_all()
+        elif kind == "fail":
+            self._failed(Failure(head["what"], head["rank"], head["text"]))
+
+    def _beat(self) -> None:
+        """Says that this process lives, and looks whether the hub does."""
+        beat = beat_of(self._deadline)
+        last = time.monotonic()
+        while not self._closed.wait(beat):
+            now = time.monotonic()
+            if now - last > 3 * beat + 1:
+                self._heard = now  # this process was stopped itself
+            last = now
+            self._send({"kind": "beat", "where": self._where})
+            if now - self._heard > _SILENCE * self._deadline:
+                text = (
+                    f"the group's hub has not been heard of for {_SILENCE * self._deadline:g} s: "
+                    "the process that made the group's id is stopped, or its host is not reached"
+                )
+                self._failed(Failure("lost", -1, text))
+
+    def close(self) -> None:
+        """Leaves the group.  The one with the hub waits until the others have left too, for the
+        deadline at most, unless the group failed.  Idempotent."""
+        if self._closed.is_set():
+            return
+        self._send({"kind": "leave"})
+        self._closed.set()
+        if self._hub is not None:
+            self._hub.wait(1.0 if self._failure is not None else self._deadline)
+            self._hub.close()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def connect(
+    addresses: list[Address], rank: int, size: int, *, deadline: float, hub: Hub | None = None
+) -> SocketChannel:
+    """This rank's channel: the first of the addresses where the group's hub answers.
+
+    Waits for the hub to be there.  Raises RankLostError if it is not within the deadline, and
+    InputError if it refuses this rank.
+    """
+    end = time.monotonic() + deadline
+    pause, last = 0.01, "nothing answered"
+    hello = {"kind": "hello", "rank": rank, "size": size}
+    while True:
+        for address in addresses:
+            left = max(0.1, min(5.0, end - time.monotonic()))
+            try:
+                found = socket.create_connection((address.host, address.port), timeout=left)
+            except OSError as error:
+                last = str(error)
+                continue
+            try:
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                found.sendall(packed({**hello, "token": address.token}))
+                head = _first_message(found)
+            except (OSError, ValueError) as error:
+                last = f"{address.host}:{address.port} is no hub of this group ({error})"
+                found.close()
+                continue
+            if head["kind"] == "refused":
+                found.close()
+                raise InputError(f"the group refused this rank: {head['text']}")
+            found.settimeout(None)
+            return SocketChannel(found, rank, size, deadline, hub)
+        if time.monotonic() > end:
+            where = ", ".join(f"{one.host}:{one.port}" for one in addresses)
+            raise RankLostError(
+                f"rank {rank} found no hub of its group at {where} within {deadline:g} s: {last}",
+                rank=rank,
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+def _first_message(connection: socket.socket) -> dict[str, Any]:
+    """The hub's answer, byte for byte no more than that: what follows belongs to the reader."""
+    data = _exactly(connection, _LENGTHS.size)
+    magic, head_bytes, payload_bytes = _LENGTHS.unpack(data)
+    if magic != _MAGIC or head_bytes > _MOST_HEAD or payload_bytes:
+        raise ValueError("another service answered")
+    head = json.loads(_exactly(connection, head_bytes))
+    if not isinstance(head, dict) or head.get("kind") not in ("welcome", "refused"):
+        raise ValueError("another service answered")
+    return head
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise ValueError("the connection ended")
+        data += piece
+    return data

@@ -1,0 +1,50 @@
+// What only a step of several ranks has: the best logit of this rank's part of the vocabulary, and
+// the best of all ranks' (`sharding`, `host/shard_kernels.py`).  A block a row, one warp.
+//
+// A key is `logit_key` of a logit and its token; the largest is the best logit with the lowest token.
+#include "sampled.cuh"
+
+#ifdef HEAD_BLOCKS
+// `head` left a key of each of its blocks in the workspace, with tokens counted from 0.
+KERNEL __launch_bounds__(32)
+    best_of_part(const int* live, const float* logits, u64* keys, float* workspace, u32 row_count,
+                 u32 vocabulary, u32 first) {
+    start_next_at<AT_START>();
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    const int index = blockIdx.x;
+    const Row row = load_row(live, index);
+    if ((row.flags & (ACTIVE | SAMPLE)) != (ACTIVE | SAMPLE)) return;
+    const u64* found = keys_of(workspace) + static_cast<long long>(index) * HEAD_BLOCKS;
+    u64 key = 0;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < HEAD_BLOCKS; i += 32) key = largest(key, load_fresh(found + i));
+    key = largest_of_warp(key);
+    // The lower word is 2^32 - 1 - token, so the subtraction stays inside of it.
+    if (threadIdx.x == 0) keys[index] = key == NAN_KEY ? key : key - first;
+}
+#endif
+
+#ifdef RANKS
+// A row that is not greedy needs more than the best: it gets no token (-1), as for NaN.
+KERNEL __launch_bounds__(32)
+    best_of_ranks(const int* live, const float* logits, const Options* options, int* chosen,
+                  const int* history, float* adjusted, const u64* keys, u32 row_count,
+                  u32 vocabulary, u32 context, u32 ranks) {
+    start_next_at<AT_START>();
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    const int index = blockIdx.x;
+    const Row row = load_row(live, index);
+    if ((row.flags & (ACTIVE | SAMPLE)) != (ACTIVE | SAMPLE)) return;
+    u64 key = 0;
+    for (int i = threadIdx.x; i < RANKS; i += 32)
+        key = largest(key, load_fresh(keys + static_cast<long long>(index) * RANKS + i));
+    key = largest_of_warp(key);
+    const Options& own = options[row.sequence];
+    const bool greedy = own.temperature == 0.0 && own.repetition_penalty == 1.0;
+    if (threadIdx.x == 0)
+        chosen[index] =
+            greedy && key != NAN_KEY ? static_cast<int>(0xffffffffu - static_cast<u32>(key)) : -1;
+}
+#endif

@@ -1,0 +1,388 @@
+"""A model over several ranks, as data: what each rank holds, and what its layer program says.
+
+Every rank has a share of the heads, of the MLP's inner width and of the output head's rows, and the
+residual as a whole:
+
+    wq wk wv, bq bk bv, w_gate w_up, head     rows           wo, w_down     columns
+    embed, norms                              whole on every rank
+
+So a rank's kernels are those of one device, for a smaller model (`Sharding.part`).  Two products of
+a layer give a partial sum on each rank, and the program says so: they add into `partial`, which
+`accumulate` adds up over the ranks, adds to the residual and clears.  Every rank then has the same
+residual, bit by bit, and everything that follows from it.
+
+    output_residual(x=partial)  accumulate(target=x, partial)      down_residual likewise
+
+Key and value heads are repeated where there are fewer than ranks.  The embedding is whole on every
+rank: a row of it is read for a token, and a share of it would cost a collective for each token.
+
+Sampling.  Greedy: each rank's best logit with its index is one key of 8 bytes, all ranks get all
+keys, and the largest wins: the best logit, and of equal ones the lowest index.  For everything else
+all ranks get all logits, and each draws the same token from them by itself, as one device would.
+
+    head(logits=logits_part)  best_of_part  all_gather(keys)  [all_gather(logits)]  sample  advance
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato import Buffer, Operation
+from ostinato.errors import InputError, UnsupportedModelError
+from ostinato.models.backend import Resolve
+from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.files.checkpoint import Checkpoint, RawTensor
+from ostinato.models.files.dequantise import BLOCK_TYPES
+from ostinato.models.program import Argument, Bound, KernelCall
+
+if TYPE_CHECKING:
+    from ostinato.distributed import Collectives
+
+__all__ = [
+    "COLLECTIVES",
+    "BoundCollective",
+    "ShardedCheckpoint",
+    "Sharding",
+    "shard_buffers",
+    "shard_program",
+]
+
+COLLECTIVES = ("accumulate", "all_gather")
+"""Calls of a program that are no kernel of a backend's but the group's."""
+
+_WHOLE = ("embed", "attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a rank has of a tensor: `first` to `stop` of its rows (`axis` 0) or columns (1); all of
+    it if `axis` is None."""
+
+    axis: int | None = None
+    first: int = 0
+    stop: int = 0
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the part of a tensor of this shape."""
+        count = self.stop - self.first
+        return tuple(count if axis == self.axis else n for axis, n in enumerate(shape))
+
+    def of(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A view of the part."""
+        if self.axis is None:
+            return values
+        rows = slice(self.first, self.stop)
+        return values[rows] if self.axis == 0 else values[:, rows]
+
+
+class Sharding:
+    """How a model is split over `size` ranks, and the part of rank `rank`.
+
+    `whole`: the model.  `part`: the model of this rank's kernels, with its share of heads, inner
+    width and vocabulary, and no end tokens.  Raises UnsupportedModelError for a model that so many
+    ranks cannot share, InputError for a rank that is none.
+    """
+
+    def __init__(self, whole: LlamaConfig, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            raise InputError(f"rank is {rank}, must be 0 to {size - 1}")
+        self.whole, self.rank, self.size = whole, rank, size
+        for name in ("heads", "inner", "vocabulary"):
+            if getattr(whole, name) % size:
+                raise UnsupportedModelError(
+                    f"{name} is {getattr(whole, name)}, which {size} ranks cannot share: it must "
+                    f"be a multiple of {size}"
+                )
+        kv_heads = whole.kv_heads
+        if kv_heads % size and size % kv_heads:
+            raise UnsupportedModelError(
+                f"kv_heads is {kv_heads}, which {size} ranks can neither share nor repeat: one "
+                "must be a multiple of the other"
+            )
+        self.kv_heads = max(1, kv_heads // size)
+        self.first_kv_head = rank * kv_heads // size
+        self.vocabulary = whole.vocabulary // size
+        self.part = replace(
+            whole,
+            heads=whole.heads // size,
+            kv_heads=self.kv_heads,
+            inner=whole.inner // size,
+            vocabulary=self.vocabulary,
+            tied_embeddings=False,
+            bos_token_id=None,
+            eos_token_ids=(),
+        )
+
+    def __repr__(self) -> str:
+        p = self.part
+        return (
+            f"<rank {self.rank} of {self.size}: {p.heads} heads, {p.kv_heads} of keys and values, "
+            f"inner {p.inner}, {p.vocabulary} rows of the output head>"
+        )
+
+    @property
+    def first_token(self) -> int:
+        """The token of the first row of this rank's output head."""
+        return self.rank * self.vocabulary
+
+    def cut(self, name: str) -> Cut:
+        """What this rank has of a tensor, by canonical name.  Raises UnsupportedModelError for a
+        tensor that is not known here."""
+        last = name.rpartition(".")[2]
+        if last in _WHOLE:
+            return Cut()
+        p, rank, size = self.part, self.rank, self.part.head_size
+        if last in ("wk", "wv", "bk", "bv"):
+            first = self.first_kv_head * size
+            return Cut(0, first, first + self.kv_heads * size)
+        axis, width = {
+            "wq": (0, p.heads * size),
+            "bq": (0, p.heads * size),
+            "wo": (1, p.heads * size),
+            "w_gate": (0, p.inner),
+            "w_up": (0, p.inner),
+            "w_down": (1, p.inner),
+            "head": (0, self.vocabulary),
+        }.get(last, (None, 0))
+        if axis is None:
+            raise UnsupportedModelError(f"the tensor {name!r} cannot be split over ranks yet")
+        return Cut(axis, rank * width, (rank + 1) * width)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of this rank by canonical name, in the order of use; the output head is one
+        of its own, also where the whole model's is the embedding."""
+        shapes = tensor_shapes(replace(self.whole, tied_embeddings=False))
+        return {name: self.cut(name).shape(shape) for name, shape in shapes.items()}
+
+    def source(self, name: str) -> str:
+        """The tensor of the whole model that a tensor of this rank is cut from."""
+        return "embed" if name == "head" and self.whole.tied_embeddings else name
+
+
+class ShardedCheckpoint(Checkpoint):
+    """The part of a rank, read from an open checkpoint, which the caller closes.
+
+    A checkpoint like others, of `Sharding.part`, except that the embedding has all its rows
+    (`shapes`).  Of a tensor that is split only the part is read; packed rows are split between
+    blocks.  Raises UnsupportedModelError where a part would begin or end inside of one.
+    """
+
+    def __init__(self, whole: Checkpoint, sharding: Sharding) -> None:
+        self._whole = whole
+        self._sharding = sharding
+        self._of: dict[RawTensor, str] = {}
+        parts: dict[str, RawTensor] = {}
+        if whole.has_bytes:
+            for name in sharding.shapes():
+                parts[name] = self._part(name)
+                self._of[parts[name]] = name
+        super().__init__(whole.path, sharding.part, whole.tokenizer, parts)
+
+    @property
+    def has_file(self) -> bool:  # type: ignore[override]
+        return self._whole.has_file
+
+    @property
+    def has_bytes(self) -> bool:  # type: ignore[override]
+        return self._whole.has_bytes
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Checkpoint`."""
+        return self._sharding.shapes()
+
+    def _part(self, name: str) -> RawTensor:
+        sharding = self._sharding
+        raw, cut = self._whole.raw(sharding.source(name)), sharding.cut(name)
+        shape = cut.shape(raw.shape)
+        block = BLOCK_TYPES[raw.type].values
+        if cut.axis == len(shape) - 1 and shape[-1] % block:
+            raise UnsupportedModelError(
+                f"{raw.name}: {raw.columns} columns of {raw.type} cannot be shared by "
+                f"{sharding.size} ranks: {shape[-1]} columns are no whole number of blocks of "
+                f"{block}"
+            )
+        return replace(
+            raw,
+            name=f"{raw.name} ({name})",  # the head and the embedding may be one in the file
+            shape=shape,
+            size=raw.size * math.prod(shape) // math.prod(raw.shape),
+            heads=raw.heads and shape[0] // raw.together,
+        )
+
+    def stored(self, name: str) -> npt.NDArray[np.uint8]:
+        """See `Checkpoint`; a copy where columns are split."""
+        return np.ascontiguousarray(super().stored(name)).reshape(-1)
+
+    def load(self, into: Mapping[str, npt.NDArray[Any]], *, threads: int = 2) -> None:
+        """See `Checkpoint`.  Weights that are made and not read are made whole, one tensor after
+        the other, and cut."""
+        if self.has_bytes:
+            super().load(into, threads=threads)
+            return
+        sharding = self._sharding
+        shapes = tensor_shapes(sharding.whole)
+        for name, out in into.items():
+            cut, source = sharding.cut(name), sharding.source(name)
+            if cut.axis is None:
+                self._whole.load({source: out}, threads=threads)
+                continue
+            values = np.empty(shapes[source], out.dtype)
+            self._whole.load({source: values}, threads=threads)
+            out[...] = cut.of(values)
+
+    def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
+        """Flat, or [rows, bytes] as a view of the file's rows where columns are split."""
+        name = self._of[raw]
+        whole = self._whole.raw(self._sharding.source(name))
+        rows = self._whole._bytes(whole).reshape(whole.rows, -1)
+        cut = self._sharding.cut(name)
+        if cut.axis is None:
+            return rows.reshape(-1)
+        if cut.axis != len(whole.shape) - 1:
+            return rows[cut.first : cut.stop].reshape(-1)
+        block = BLOCK_TYPES[raw.type]
+        first, stop = (n // block.values * block.size for n in (cut.first, cut.stop))
+        return rows[:, first:stop] if len(rows) > 1 else rows[0, first:stop]
+
+    def _decode(
+        self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
+    ) -> None:
+        self._whole._decode(kind, np.ascontiguousarray(block), out)
+
+    def _forget(self, raw: RawTensor) -> None:
+        self._whole._forget(self._whole.raw(self._sharding.source(self._of[raw])))
+
+    def _unmap(self) -> None:
+        """The caller closes the whole checkpoint."""
+
+
+# -------------------------------------------------------------------------------------- programs
+
+
+def shard_program(
+    program: Sequence[KernelCall], sharding: Sharding, *, whole_logits: bool, last_row: bool = False
+) -> tuple[KernelCall, ...]:
+    """A rank's program, from that of one device for `Sharding.part`.
+
+    `whole_logits`: all ranks get all logits, so that rows can be sampled in any way; without, rows
+    are greedy, and one that is not gets no token.  `last_row`: as for `decode_program`.
+    """
+    calls: list[KernelCall] = []
+    vocabulary, partial = sharding.whole.vocabulary, Bound("partial")
+    keys, parts = Bound("keys", last=last_row), Bound("key_parts", last=last_row)
+    for call in program:
+        given = dict(call.arguments)
+        if call.kernel == "embed":
+            calls.append(_with(call, vocabulary=vocabulary))
+        elif call.kernel in ("output_residual", "down_residual"):
+            calls.append(_with(call, x=partial))
+            calls.append(_call("accumulate", target=given["x"], partial=partial, rows="rows"))
+        elif call.kernel == "head":
+            calls.append(_with(call, logits=Bound("logits_part")))
+            calls.append(
+                _call(
+                    "best_of_part",
+                    live=given["live"],
+                    logits=Bound("logits_part"),
+                    keys=parts,
+                    workspace=Bound("workspace"),
+                    row_count=given["row_count"],
+                    vocabulary=sharding.vocabulary,
+                    first=sharding.first_token,
+                )
+            )
+            calls.append(_call("all_gather", source=parts, out=keys, rows=given["row_count"]))
+            if whole_logits:
+                calls.append(
+                    _call(
+                        "all_gather",
+                        source=Bound("logits_part"),
+                        out=Bound("logits"),
+                        rows="sequences",
+                    )
+                )
+        elif call.kernel == "sample":
+            names = ("live", "logits", "options", "chosen", "history", "adjusted")
+            calls.append(
+                _call(
+                    "sample_of_ranks" if whole_logits else "best_of_ranks",
+                    **{name: given[name] for name in names},
+                    keys=keys,
+                    row_count=given["row_count"],
+                    vocabulary=vocabulary,
+                    context=given["context"],
+                    ranks=sharding.size,
+                )
+            )
+        else:
+            calls.append(call)
+    return tuple(calls)
+
+
+def shard_buffers(
+    sharding: Sharding, rows: int, sequences: int
+) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Shapes and dtypes of what a rank's program needs beside, or in place of, the buffers that
+    its part of the model would need on one device."""
+    f32, u64 = np.dtype(np.float32), np.dtype(np.uint64)
+    whole = sharding.whole
+    return {
+        "partial": ((rows, whole.hidden), f32),
+        "logits_part": ((sequences, sharding.vocabulary), f32),
+        "logits": ((sequences, whole.vocabulary), f32),
+        "adjusted": ((sequences, whole.vocabulary), f32),
+        "key_parts": ((rows, 1), u64),
+        "keys": ((rows, sharding.size), u64),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class BoundCollective:
+    """A collective in a step; see `BoundCall`."""
+
+    call: KernelCall
+    collectives: Collectives
+    rows: int
+    programmatic: bool = False
+
+    @property
+    def kernel(self) -> str | None:
+        """What the next launch may start beside; None if it must not."""
+        return self.call.kernel if self.programmatic else None
+
+    def with_programmatic(self, programmatic: bool) -> BoundCollective:
+        """A copy with this `programmatic`; the same where it is none."""
+        return replace(self, programmatic=programmatic and self.programmatic)
+
+    def operations(self, resolve: Resolve) -> tuple[Operation, ...]:
+        """The collective on its rows of the buffers.  Raises GroupError."""
+        given = dict(self.call.arguments)
+        rows = resolve(given.pop("rows"))
+        assert isinstance(rows, int)
+        buffers = []
+        for argument in given.values():
+            buffer = resolve(argument)
+            assert isinstance(buffer, Buffer)
+            buffers.append(buffer[:rows])
+        one, other = buffers
+        if self.call.kernel == "accumulate":
+            return self.collectives.accumulate(one, other, programmatic=self.programmatic)
+        assert self.call.kernel == "all_gather", self.call.kernel
+        return self.collectives.all_gather(one, other, programmatic=self.programmatic)
+
+
+def _call(kernel: str, **arguments: Argument) -> KernelCall:
+    return KernelCall(kernel, tuple(arguments.items()))
+
+
+def _with(call: KernelCall, **changed: Argument) -> KernelCall:
+    """The call with other arguments; every one of them is there."""
+    given = dict(call.arguments)
+    assert set(changed) <= set(given), (call, changed)
+    return _call(call.kernel, **{**given, **changed})

@@ -1,0 +1,82 @@
+"""Starts ranks that are processes, for tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ostinato.distributed import new_group_id
+
+__all__ = ["MOMENTS", "finish", "ranks", "require_typed_errors", "start"]
+
+MOMENTS = ("start", "prompt", "between", "loop")
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+End = tuple[int, str, str]
+"""Status, the output's last line (libraries print others before it), and error output."""
+
+
+def start(
+    *arguments: str,
+    group: str | None = None,
+    environ: dict[str, str] | None = None,
+    program: str = "rank_program.py",
+) -> subprocess.Popen[str]:
+    """A rank, see `rank_program`."""
+    told = {} if group is None else {"OSTINATO_GROUP": group}
+    command = [sys.executable, str(HERE / program), *arguments]
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **told}
+        | (environ or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> End:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, "".join(out.strip().splitlines()[-1:]), err.strip()
+
+
+def ranks(size: int, *arguments: str, deadline: float = 60, faulty: str = "") -> list[End]:
+    """What every rank ends with; rank 1 is told the fault.  A stopped one is killed at the end."""
+    group = new_group_id(size, deadline=deadline)
+    started = [
+        start(
+            *arguments, str(deadline), faulty if rank == 1 else "", group=f"{rank}/{size}/{group}"
+        )
+        for rank in range(size)
+    ]
+    try:
+        found = [finish(p) for rank, p in enumerate(started) if not (faulty and rank == 1)]
+        if faulty:
+            if "stop" in faulty:
+                started[1].kill()
+            found.insert(1, finish(started[1]))
+        return found
+    finally:
+        for process in started:
+            process.kill()
+
+
+def require_typed_errors(found: list[End], fault: str) -> None:
+    """That all ranks but 1, which had the fault, ended with an error that names it."""
+    for rank, (code, _, err) in enumerate(found):
+        if rank == 1:
+            assert code != 0
+            continue
+        last = err.splitlines()[-1]
+        assert code == 1
+        if fault == "kill":
+            assert last.startswith("ostinato.errors.RankLostError: rank 1 died"), last
+        elif fault == "raise":
+            assert "RankLostError: rank 1 raised ValueError: broken" in last
+        else:
+            silent = "RankLostError: rank 1 has not been heard of" in last
+            assert silent or ("DeadlineError" in last and "did not come: 1" in last), last

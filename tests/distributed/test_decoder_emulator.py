@@ -1,0 +1,154 @@
+"""Ranks with CUDA kernels and no GPU: their own kernels and programs, by the kernels' emulator."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.bench.random_weights import PackedCheckpoint
+from ostinato.distributed import Group, local_groups
+from ostinato.errors import InputError
+from ostinato.models.backend import BoundCall, BoundLaunch
+from ostinato.models.cuda import lowering as kc
+from ostinato.models.cuda.backend import CudaBackend
+from ostinato.models.decoder import Decoder
+from ostinato.models.sampling import GREEDY, SamplingOptions, sample
+from tests.distributed.test_exchange import emulate
+from tests.models.emulated import EmulatedGpu
+from tests.models.random_models import RandomModel, llama
+from tests.models.test_decoder_emulator import EmulatedBackend
+
+MODEL = RandomModel(llama(6, 2, 64, hidden=192, inner=512, vocabulary=302, layers=2))
+OPTIONS: dict[str, Any] = {"max_context": 40, "stop_tokens": (), "max_rows": 2, "sequences": 2}
+PROMPT = MODEL.tokens(3)
+SAMPLING = SamplingOptions(temperature=0.8, top_k=40, top_p=0.9, seed=5, repetition_penalty=1.2)
+
+
+class EmulatedRank(EmulatedBackend):
+    """As `EmulatedBackend`; what is bound already stays in its place."""
+
+    def bind(
+        self, program: Any, config: Any, rows: int, context: int, *, formats: Any
+    ) -> tuple[BoundCall, ...]:
+        tuning = self.tuning(config, rows, context)
+        lowered = kc.lower(program, config, rows=rows, context=context, tuning=tuning)
+        shape = ost.LaunchConfig(grid=rows, block=1)
+        return tuple(
+            BoundLaunch(self.kernel(one), shape, one.arguments)
+            if isinstance(one, kc.CudaLaunch)
+            else one
+            for one in lowered
+        )
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("collectives", ["library", "exchange"])
+def test_ranks_agree_with_one_device_on_the_emulator(
+    monkeypatch: pytest.MonkeyPatch, collectives: str
+) -> None:
+    monkeypatch.setattr("ostinato.models.decoder.backend_for", EmulatedRank)
+    if collectives == "exchange":
+        emulate(monkeypatch)
+    with ost.open_device("host") as device, Decoder(device, MODEL.checkpoint(), **OPTIONS) as one:
+        tokens = [one.prefill(PROMPT)]
+        logits = [one.logits()]
+        for _ in range(4):
+            tokens.append(one.decode())
+            logits.append(one.logits())
+
+    def work(group: Group) -> dict[str, Any]:
+        with (
+            ost.open_device("host") as device,
+            Decoder(
+                device, MODEL.checkpoint(), group=group, collectives=collectives, **OPTIONS
+            ) as decoder,
+        ):
+            found: dict[str, Any] = {"logits": []}
+            greedy = [decoder.prefill(PROMPT)]  # two rows, then one that samples
+            found["logits"].append(decoder.logits())
+            for _ in range(4):  # eager, captured, replayed
+                greedy.append(decoder.decode())
+                found["logits"].append(decoder.logits())
+            found["greedy"] = greedy
+            decoder.reset()
+            loops = [decoder.prefill(PROMPT), decoder.decode()]
+            found["loops"] = loops + list(decoder.run(count=3, tokens_per_launch=3))
+            decoder.reset()
+            both = [decoder.prefill(PROMPT, 0), decoder.prefill(PROMPT[:2], 1)]
+            found["batch"] = [both, *(decoder.decode_batch((0, 1)) for _ in range(3))]
+            decoder.set_sampling(SAMPLING)
+            decoder.reset()
+            drawn = [decoder.prefill(PROMPT)]
+            for _ in range(3):
+                seen = decoder.tokens()
+                drawn.append(decoder.decode())
+                answer = sample(
+                    decoder.logits(), 0.8, 40, 0.9, 5, len(seen), repetition_penalty=1.2,
+                    history=seen,
+                )  # fmt: skip
+                found.setdefault("reference", []).append(answer)
+            found["drawn"] = drawn
+            decoder.set_sampling(GREEDY)
+            assert not decoder.statistics().quarantined
+            workspace = decoder.plan.buffers["workspace"]
+            assert not workspace.array[: kc.COUNTER_BYTES // 4].any()
+            return found
+
+    with local_groups(2) as groups:
+        first, second = (dict(r) for r in groups.run(work))  # type: ignore[call-overload]
+    for wanted, mine, other in zip(logits, first.pop("logits"), second.pop("logits"), strict=True):
+        assert mine.tobytes() == other.tobytes()
+        # Sums in another order now and then round a key or value to the bfloat16 beside it.
+        assert np.linalg.norm(mine - wanted) / np.linalg.norm(wanted) < 1e-3
+    assert first == second
+    assert first["greedy"] == tokens == first["loops"]
+    assert [pair[0] for pair in first["batch"]] == tokens[:4]
+    assert first["drawn"][1:] == first["reference"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+def test_a_ranks_share_of_packed_weights_is_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a model that one device would leave packed; the share's bytes are converted on the
+    device.  Biases, norms of heads and an embedding that is the output head are shared too."""
+    config = llama(
+        4, 2, 32, hidden=128, inner=256, vocabulary=302, layers=2, tied_embeddings=True,
+        qkv_bias=True, qk_norm=True,
+    )  # fmt: skip
+    monkeypatch.setattr("ostinato.models.cuda.backend.pays", lambda _: True)
+    monkeypatch.setattr(
+        "ostinato.models.decoder.backend_for",
+        lambda device, **_: CudaBackend(EmulatedGpu(device), library_rows=None),  # type: ignore[arg-type]
+    )
+
+    def checkpoint() -> PackedCheckpoint:
+        return PackedCheckpoint(config, "Q8_0", "made")
+
+    def decoding(group: Group | None, weights: Any) -> tuple[str, list[int], bytes]:
+        with (
+            ost.open_device("host") as device,
+            Decoder(device, checkpoint(), group=group, weights=weights, **OPTIONS) as decoder,
+        ):
+            tokens = [decoder.prefill(PROMPT), *(decoder.decode() for _ in range(3))]
+            found = decoder.statistics().weights, tokens, decoder.logits().tobytes()
+            assert not decoder.statistics().quarantined
+            return found
+
+    assert decoding(None, "auto")[0] == "packed (Q8_0)"
+    one = decoding(None, "bf16")
+    with local_groups(2) as groups:
+        several = groups.run(lambda group: decoding(group, "auto"))
+    assert several[0] == several[1] and several[0][:2] == one[:2]
+    mine, wanted = (np.frombuffer(found[2], np.float32) for found in (several[0], one))
+    assert np.linalg.norm(mine - wanted) / np.linalg.norm(wanted) < 1e-3
+
+    def refused(group: Group) -> str:
+        with ost.open_device("host") as device, pytest.raises(InputError) as raised:
+            Decoder(device, checkpoint(), group=group, weights="packed")
+        return str(raised.value)
+
+    with local_groups(2) as groups:
+        assert all("in bfloat16 only" in message for message in groups.run(refused))

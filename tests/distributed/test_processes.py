@@ -1,0 +1,240 @@
+"""Ranks that are processes: forming a group, launchers' environments, and what dies or stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from ostinato.distributed import join_group, new_group_id, open_group, place_of
+from ostinato.distributed.launch import first_host
+from ostinato.distributed.sockets import Address, Reader, packed
+from ostinato.errors import InputError, NotAvailableError, RankLostError, SettingsError
+from tests.distributed.starting import MOMENTS, finish, ranks, require_typed_errors, start
+
+
+def test_processes_decode_together() -> None:
+    found = ranks(2, "host")
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert found[0][1] == found[1][1] != ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "moment"),
+    [
+        # Each stop takes a whole deadline.
+        pytest.param(fault, moment, marks=[pytest.mark.slow] if slow else [])
+        for moment in MOMENTS
+        for fault in ("kill", "stop", "raise")
+        for slow in [fault == "stop" and moment != "loop"]
+    ],
+)
+def test_a_fault_of_one_rank_is_a_typed_error_on_the_others(fault: str, moment: str) -> None:
+    """Within the deadline, with a status that is not 0, and with its name."""
+    deadline = 6 if fault == "stop" else 60  # the others are noticed at once
+    found = ranks(3, "host", deadline=deadline, faulty=f"{fault} {moment}")
+    require_typed_errors(found, fault)
+
+
+def test_the_death_of_the_process_with_the_hub_is_noticed() -> None:
+    """The hub of torchrun's groups is in rank 0."""
+    port = free_ports()
+    environ = [
+        {"RANK": str(r), "WORLD_SIZE": "2", "LOCAL_RANK": str(r), "MASTER_ADDR": "127.0.0.1"}
+        | {"MASTER_PORT": str(port)}
+        for r in range(2)
+    ]
+    hub = start("host", "5", "kill between", environ=environ[0])
+    other = start("host", "5", "", environ=environ[1])
+    code, _, err = finish(other)
+    assert code == 1 and "RankLostError" in err.splitlines()[-1]
+    assert finish(hub)[0] == -signal.SIGKILL
+
+
+def free_ports() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_ranks_meet_by_an_address(launcher: str) -> None:
+    port = str(free_ports())
+    started = []
+    for rank in range(2):
+        if launcher == "torchrun":
+            environ = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        else:
+            environ = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started.append(start("host", "60", "", environ=environ))
+    # What listens at the launcher's own port is none of ours.
+    with socket.create_server(("127.0.0.1", int(port))):
+        found = [finish(process) for process in started]
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert found[0][1] == found[1][1]
+
+
+def test_ranks_of_one_host_meet_by_a_file_without_an_address() -> None:
+    """As mpirun starts them: it tells no address."""
+    started = [
+        start(
+            "host",
+            "60",
+            "",
+            environ={"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_SIZE": "2"}
+            | {"OMPI_COMM_WORLD_LOCAL_RANK": str(r), "PMIX_NAMESPACE": "job@1"},
+        )
+        for r in range(2)
+    ]
+    found = [finish(process) for process in started]
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert found[0][1] == found[1][1]
+
+
+# --------------------------------------------------------------------------------- environments
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        ({}, None),
+        (
+            {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a",
+             "MASTER_PORT": "29500"},
+            (3, 8, 1, "torchrun", "a", 29500),
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+             "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            (1, 2, 0, "mpirun", None, None),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"},
+         (1, 2, 1, "mpirun", None, None)),
+    ],
+)  # fmt: skip
+def test_what_launchers_say(environ: dict[str, str], wanted: Any) -> None:
+    place = place_of(environ)
+    if wanted is None:
+        assert place is None
+        return
+    assert place is not None
+    assert (
+        place.rank, place.size, place.local_rank, place.launcher, place.host, place.port,
+    ) == wanted  # fmt: skip
+    assert place.device == f"cuda:{place.local_rank}"
+
+
+def test_slurm_tells_hosts_and_a_port_follows_from_the_job() -> None:
+    environ = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+    environ |= {"SLURM_JOB_ID": "123", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[03-06,9]"}
+    place = place_of(environ)
+    assert place is not None and place.port is not None
+    assert (place.rank, place.size, place.local_rank, place.host) == (5, 8, 1, "gpu03")
+    assert 20000 <= place.port < 32000
+    assert place_of({**environ, "SLURM_PROCID": "0"}).port == place.port  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("a,b", "a"),
+        ("gpu[03-06,9],cpu1", "gpu03"),
+        ("n[1]-ib", "n1-ib"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"OMPI_COMM_WORLD_RANK": "0"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"},
+        {"OSTINATO_GROUP": "0/2"},
+        {"OSTINATO_GROUP": "0/2/nohost"},
+    ],
+)
+def test_environments_that_cannot_be_read(environ: dict[str, str]) -> None:
+    with pytest.raises(InputError):
+        open_group(environ=environ)
+
+
+def test_no_launcher() -> None:
+    with pytest.raises(NotAvailableError, match="torchrun"):
+        open_group(environ={})
+
+
+def test_the_deadline_is_a_setting() -> None:
+    with pytest.raises(SettingsError, match="OSTINATO_GROUP_DEADLINE"):
+        os.environ["OSTINATO_GROUP_DEADLINE"] = "soon"
+        try:
+            open_group(environ={})
+        finally:
+            del os.environ["OSTINATO_GROUP_DEADLINE"]
+
+
+# ------------------------------------------------------------------------------------- the hub
+
+
+def test_a_rank_that_does_not_come_is_an_error_at_the_deadline() -> None:
+    group = new_group_id(2, deadline=0.5)
+    with pytest.raises(Exception, match="did not come: 1"):
+        join_group(group, rank=0, size=2, deadline=0.5)
+
+
+def test_no_hub_is_an_error_at_the_deadline() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankLostError, match="found no hub"):
+        join_group(f"127.0.0.1:{free_ports()}:token", rank=0, size=2, deadline=0.3)
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 3), (2, 2), (-1, 2), (0, 0)])
+def test_a_rank_of_another_size_is_refused(rank: int, size: int) -> None:
+    group = new_group_id(2, deadline=5)
+    with pytest.raises(InputError, match="rank"):
+        join_group(group, rank=rank, size=size, deadline=5)
+
+
+def test_another_token_is_not_let_in() -> None:
+    address = Address.parse(new_group_id(2, deadline=5))
+    with pytest.raises(RankLostError, match="no hub of this group"):
+        join_group(f"{address.host}:{address.port}:wrong", rank=0, size=2, deadline=0.5)
+
+
+def test_garbage_does_not_disturb_the_hub() -> None:
+    group = new_group_id(1, deadline=20)
+    address = Address.parse(group)
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, packed({"kind": "part"})):
+        with socket.create_connection((address.host, address.port)) as stranger:
+            stranger.sendall(data)
+            stranger.settimeout(20)
+            assert stranger.recv(100) == b""  # the hub hangs up
+    with join_group(group, rank=0, size=1, deadline=20) as alone:
+        assert alone.exchange("x", b"1") == [b"1"]
+
+
+def test_messages_come_in_pieces() -> None:
+    data = packed({"kind": "a"}, b"12") + packed({"kind": "b"})
+    reader = Reader()
+    found = []
+    for byte in data:
+        reader.feed(bytes([byte]))
+        while (message := reader.next()) is not None:
+            found.append(message)
+    assert found == [({"kind": "a"}, b"12"), ({"kind": "b"}, b"")]
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:1", "host:x:t", "host:70000:t", ":1:t"])
+def test_ids_that_are_none(text: str) -> None:
+    with pytest.raises(InputError, match="id of a group"):
+        Address.parse(text)
