@@ -11,12 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ostinato.models.config import LlamaConfig
-from ostinato.models.cuda.dequantise import dequantise_source
-from ostinato.models.cuda.library import library_tuning, lower_with_library
-from ostinato.models.cuda.lowering import CudaLaunch, lower
+from ostinato.distributed import exchange, nccl
+from ostinato.interop.graphing import moves
+from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.cuda.bricks import FORMATS, Packing, packing
+from ostinato.models.cuda.dequantise import dequantise_source, repack_source
+from ostinato.models.cuda.library import library_tuning, lower_with_library, unpack_source
+from ostinato.models.cuda.lowering import CudaLaunch, Cut, lower
 from ostinato.models.cuda.shapes import default_tuning
+from ostinato.models.layout import parts_of, weight_shapes
 from ostinato.models.program import SAMPLED_ROWS, decode_program, loop_call
+from ostinato.models.sharding import COLLECTIVES, Sharding, shard_program
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.relational import chain
@@ -62,6 +67,18 @@ MODELS = {
     "smollm2-135m": _config(9, 3, 64, inner=1536, vocabulary=49152, tied_embeddings=True),
     "llama-3.2-1b": _config(32, 8, 64, inner=8192, vocabulary=128256),
     "llama-3.1-8b": _config(32, 8, 128, inner=14336, vocabulary=128256),
+    "qwen2.5-0.5b": _config(
+        14, 2, 64, inner=4864, vocabulary=151936, tied_embeddings=True, qkv_bias=True
+    ),
+    "qwen2.5-7b": _config(28, 4, 128, inner=18944, vocabulary=152064, qkv_bias=True),
+    "qwen3-0.6b": _config(
+        16, 8, 128, hidden=1024, inner=3072, vocabulary=151936, tied_embeddings=True, qk_norm=True
+    ),
+    "qwen3-8b": _config(32, 8, 128, inner=12288, vocabulary=151936, qk_norm=True),
+    "mistral-7b": _config(32, 8, 128, inner=14336, vocabulary=32000, windows=(4096, 4096)),
+    "all of it": _config(
+        9, 3, 64, inner=1536, vocabulary=49152, qkv_bias=True, qk_norm=True, windows=(0, 64)
+    ),
     "odd": _config(5, 1, 80, hidden=328, inner=264, vocabulary=301),
 }
 
@@ -75,8 +92,32 @@ def library_checks() -> Iterator[KernelCheck]:
             asked[one.kernel] = max(asked.get(one.kernel, 0), one.config.shared)
         for number, ((source, options), asked) in enumerate(shared.items()):
             yield KernelCheck(f"{model}-{number}-{source.name}", source, options, asked)
-    source = dequantise_source()
-    yield KernelCheck(source.name, source, shared=dict.fromkeys(source.signatures, 0))
+    # All types for real models; two for a small one, which are compiled in every run of the tests.
+    for model, config in {**MODELS, "packed": _config(4, 1, 64, inner=512, vocabulary=257)}.items():
+        for kind in ("Q4_1", "Q6_K") if model == "packed" else FORMATS:
+            if model != "odd" and (config.hidden % 256 == 0 or not kind.endswith("_K")):
+                for rows, one in _packed(config, kind):
+                    name, asked = f"{model}-{kind}-{one.kernel}", {one.kernel: one.config.shared}
+                    name += f"-{rows}" if rows > 1 else ""
+                    yield KernelCheck(name, one.source, one.options, asked)
+    for model in ("llama-3.2-1b", "llama-3.1-8b"):
+        for ranks in (2, 8):
+            shared = {}
+            for one in _launches_of_rank(Sharding(MODELS[model], 0, ranks)):
+                asked = shared.setdefault((one.source, one.options), {})
+                asked[one.kernel] = max(asked.get(one.kernel, 0), one.config.shared)
+            for number, ((source, options), asked) in enumerate(shared.items()):
+                name = f"{model} of {ranks} ranks-{number}-{source.name}"
+                yield KernelCheck(name, source, options, asked)
+    for ranks in (2, 8):
+        source = exchange.kernels()
+        macros = exchange.Layout(ranks, 512).macros
+        options = CompileOptions(defines=tuple(macros.items()))
+        shared = dict.fromkeys(source.signatures, 0)
+        yield KernelCheck(f"{source.name} of {ranks} ranks", source, options, shared)
+    for source in (dequantise_source(), repack_source(), unpack_source(), nccl.kernels()):
+        yield KernelCheck(source.name, source, shared=dict.fromkeys(source.signatures, 0))
+    yield KernelCheck("moves.cu", moves.source())
     # A multiprocessor's 2,048 threads all at once: these kernels wait for random reads.
     most = dict.fromkeys(("insert", "probe", "materialize"), 32)
     yield KernelCheck("join.cu", chain.source(), registers=most)
@@ -94,6 +135,34 @@ def _launches(config: LlamaConfig) -> Iterator[CudaLaunch]:
         program = decode_program(config, last_row=rows > SAMPLED_ROWS)
         step = lower_with_library(program, config, rows=rows, tuning=tuning, single=single)
         yield from (one for one in step if isinstance(one, CudaLaunch))
+
+
+def _packed(config: LlamaConfig, kind: str) -> Iterator[tuple[int, CudaLaunch]]:
+    """What reads matrices, with all of them packed, by the rows of a step."""
+    parts = tensor_shapes(config)
+    formats: dict[str, Packing] = {}
+    for name, shape in weight_shapes(config).items():
+        rows = [parts[part][0] for part in parts_of(name)]
+        if len(shape) == 2 and (how := packing(name, [kind] * len(rows), rows, shape[1])):
+            formats[name] = how
+    for rows in (1, 8, 64):
+        known = set()
+        for one in lower(decode_program(config), config, rows=rows, context=2048, formats=formats):
+            if "PACKED" in dict(one.options.defines) and one.kernel not in known:
+                known.add(one.kernel)
+                yield rows, one
+
+
+def _launches_of_rank(sharding: Sharding) -> Iterator[CudaLaunch]:
+    """Of one rank of several, for one row and for several."""
+    part = sharding.part
+    for rows in (1, 16):
+        cut = Cut(part, rows, default_tuning(part, rows=rows, context=2048))
+        for whole_logits in (False, True):
+            program = shard_program(decode_program(part), sharding, whole_logits=whole_logits)
+            for call in program:
+                if call.kernel not in COLLECTIVES:
+                    yield cut.launch([call], after=None)
 
 
 @dataclass(frozen=True)

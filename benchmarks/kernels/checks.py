@@ -9,16 +9,22 @@ and the next kernel starts from the device's own results: an error is the kernel
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from ostinato import LaunchConfig
+from ostinato.bench.random_weights import random_blocks
 from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.cuda.bricks import Packing, matrix_bytes, packing, places
+from ostinato.models.cuda.dequantise import repack_source
 from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
 from ostinato.models.cuda.shapes import Tuning
+from ostinato.models.files.dequantise import dequantise_rows
 from ostinato.models.host.kernels import HOST_KERNELS
+from ostinato.models.layout import parts_of, weight_shapes
 from ostinato.models.plan import rope_table
 from ostinato.models.program import (
     ACTIVE,
@@ -31,6 +37,7 @@ from ostinato.models.program import (
     Bound,
     decode_program,
 )
+from ostinato.modules import CompileOptions
 
 # Relative errors |out - ref| / |ref| that are accepted: float32 sums, and bfloat16 inputs.
 FLOAT32, BFLOAT16 = 2e-5, 6e-3
@@ -56,6 +63,36 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def packed_matrices(
+    machine: Machine, config: LlamaConfig, stored: Mapping[str, tuple[str, np.ndarray]]
+) -> dict[str, tuple[Packing, Any]]:
+    """The matrices on the machine that these tensors, bytes as a file has them, make up.  Tensors
+    that are only a part of a matrix are left out."""
+    made: dict[str, tuple[Packing, Any]] = {}
+    for name in weight_shapes(config):
+        names = parts_of(name)
+        if not all(one in stored for one in names):
+            continue
+        rows = [len(stored[one][1]) for one in names]
+        columns = tensor_shapes(config)[names[0]][1]
+        packed = packing(name, [stored[one][0] for one in names], rows, columns)
+        if packed is None:
+            continue
+        bricks = machine.array(np.zeros(matrix_bytes(packed, columns), np.uint8))
+        for one, place in zip(names, places(config, name, packed, rows, columns), strict=True):
+            kind, values = stored[one]
+            kernel, shape = f"{kind}_to_bricks", LaunchConfig(len(values), 64)
+            given = {"first": place.first, "head": 0, "size": place.size, "columns": columns}
+            given |= {"stored": machine.array(values), "row_bytes": values.shape[1]}
+            machine.launch(
+                CudaLaunch(kernel, repack_source(), CompileOptions(), shape, ()),
+                {"bricks": bricks[place.offset :], **given},
+            )
+            machine.synchronize()
+        made[name] = packed, bricks
+    return made
+
+
 @dataclass
 class Case:
     """One step: its rows, and how sequences sample."""
@@ -79,27 +116,42 @@ class Bench:
         context: int,
         seed: int = 0,
         tunings: dict[int, Tuning] | None = None,
+        types: Mapping[str, str] | None = None,
     ) -> None:
+        """`types`: of tensors that are packed, by their names in a layer ("wq", "embed", …)."""
         self.machine, self.config = machine, config
         self.sequences, self.context, self.ring = sequences, context, 16
         self.tunings = tunings or {}
         self.random = random = np.random.default_rng(seed)
         c = config
         host: dict[str, np.ndarray] = {}
+        stored: dict[str, tuple[str, np.ndarray]] = {}
         for name, shape in tensor_shapes(c).items():
+            kind = (types or {}).get(name.rpartition(".")[2])
+            scale = 1.0 if name == "embed" else shape[-1] ** -0.5
             if len(shape) == 1:
                 host[name] = random.uniform(0.5, 1.5, shape).astype(np.float32)
+            elif kind is not None:
+                stored[name] = kind, random_blocks(kind, shape, random, scale)
+                host[name] = np.empty(shape, np.float32)
+                dequantise_rows(*stored[name], host[name])
             else:
-                scale = 1.0 if name == "embed" else shape[1] ** -0.5
                 host[name] = from_bf16(to_bf16(random.standard_normal(shape) * scale))
         for layer in range(c.layers):
             at = f"layers.{layer}."
-            parts = [host.pop(at + name) for name in ("wq", "wk", "wv")]
-            host[at + "wqkv"] = np.concatenate(parts)
+            for fused, names in (("wqkv", "wq wk wv"), ("bqkv", "bq bk bv")):
+                parts = [host.pop(at + name) for name in names.split() if at + name in host]
+                if parts:
+                    host[at + fused] = np.concatenate(parts)
             host[at + "w_gate_up"] = np.concatenate(
                 [host.pop(at + "w_gate"), host.pop(at + "w_up")]
             )
+        packed = packed_matrices(machine, c, stored)
+        self.formats = {name: how for name, (how, _) in packed.items()}
         matrices = {name for name, values in host.items() if values.ndim == 2}
+        matrices -= packed.keys()
+        for name in matrices:  # whatever they were before
+            host[name] = from_bf16(to_bf16(host[name]))
         cache = random.standard_normal((c.layers, 2, sequences, c.kv_heads, context, c.head_size))
         host["cache"] = from_bf16(to_bf16(cache))
         self.halves = matrices | {"cache"}
@@ -109,6 +161,7 @@ class Bench:
             ("q", c.query_size),
             ("attended", c.query_size),
             ("inner", c.inner),
+            *([("qkv", c.query_size + 2 * c.kv_size)] if c.qk_norm else []),
         ):
             host[name] = np.full((max_rows, width), nan)
         host["logits"] = np.full((sequences, c.vocabulary), nan)
@@ -126,11 +179,15 @@ class Bench:
         self.device = {
             name: machine.array(to_bf16(values) if name in self.halves else values)
             for name, values in host.items()
+            if name not in packed
         }
+        self.device |= {name: bricks for name, (_, bricks) in packed.items()}
         widest = max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden)
         self.host["workspace"] = np.full(max_rows * widest, nan)
         need = max(
-            workspace_bytes(c, rows=r, context=context, tuning=self.tunings.get(r))
+            workspace_bytes(
+                c, rows=r, context=context, tuning=self.tunings.get(r), formats=self.formats
+            )
             for r in range(1, max_rows + 1)
         )
         workspace = np.full(need // 4, nan)
@@ -144,6 +201,7 @@ class Bench:
             rows=rows,
             context=self.context,
             tuning=self.tunings.get(rows),
+            formats=self.formats,
         )
 
     def resolve(self, value: object, rows: int, where: dict[str, Any]) -> Any:
@@ -198,7 +256,8 @@ class Bench:
             inside: tuple[str, ...] = ()
             if launch.calls > 1:  # what its calls hand each other goes through shared memory
                 active = self.host["live"][0, 3] & ACTIVE
-                parts, inside = launch.config.grid[1] if active else 0, ("q", "attended")
+                parts = launch.config.grid[1] if active else 0
+                inside = ("q", "attended", *(["qkv"] if self.config.qk_norm else []))
                 for name in (*inside, "x"):
                     assert np.array_equal(before[name], self.read(name), equal_nan=True)
             elif launch.kernel == "down_residual":
@@ -231,7 +290,9 @@ class Bench:
         values = []
         for parameter in kernel.signature.parameters:
             value = self.resolve(arguments[parameter.name], rows, self.host)
-            if parameter.pointer:
+            if parameter.pointer and isinstance(value, int):  # ABSENT
+                value = None
+            elif parameter.pointer:
                 value = value.reshape(-1).view(parameter.dtype)
             values.append(value)
         kernel.function(None, *values)
@@ -390,6 +451,7 @@ def run_checks(
     context: int = 150,
     seed: int = 0,
     tunings: dict[int, Tuning] | None = None,
+    types: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
     """All cases of all numbers of rows; the largest relative error of each kernel."""
     bench = Bench(
@@ -400,6 +462,7 @@ def run_checks(
         context=context,
         seed=seed,
         tunings=tunings,
+        types=types,
     )
     worst: dict[str, float] = {}
     for count in rows:

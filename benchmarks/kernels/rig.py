@@ -6,10 +6,12 @@ On purpose not the library's own driver: what is measured and checked here are t
 from __future__ import annotations
 
 import ctypes
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -50,10 +52,19 @@ class Memory:
     def nbytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
-    def __getitem__(self, index: int) -> Memory:
+    def __getitem__(self, index: int | slice) -> Memory:
         rest = self.shape[1:]
         size = int(np.prod(rest, dtype=np.int64)) * self.dtype.itemsize
+        if isinstance(index, slice):
+            start = index.start or 0
+            return Memory(self.address + start * size, (self.shape[0] - start, *rest), self.dtype)
         return Memory(self.address + index * size, rest, self.dtype)
+
+
+def _compile_parts(parts: tuple[Any, ...]) -> bytes:
+    cuda, signatures, headers, name, defines, capability = parts
+    source = Source(cuda, signatures=signatures, headers=headers, name=name)
+    return compile_plan(plan_compilation(source, CompileOptions(defines=defines), capability)).data
 
 
 class Gpu:
@@ -154,17 +165,18 @@ class Gpu:
 
     # --- kernels
     def preload(self, launches: Sequence[CudaLaunch]) -> None:
-        """Compiles on all cores."""
-        wanted = {
-            (one.source, one.options): None
-            for one in launches
-            if (one.source, one.options) not in self._images
-        }
-        with ThreadPoolExecutor() as pool:
-            for key, image in zip(
-                wanted, pool.map(lambda k: self._compile(*k), wanted), strict=True
-            ):
-                self._images[key] = image
+        """Compiles on all cores, in processes: NVRTC compiles one program at a time in each."""
+        wanted = list({(one.source, one.options): None for one in launches})
+        wanted = [key for key in wanted if key not in self._images]
+        if not wanted:
+            return
+        count = min(os.cpu_count() or 1, len(wanted), 32)
+        parts = [
+            (s.cuda, dict(s.signatures), dict(s.headers), s.name, o.defines, self.capability)
+            for s, o in wanted
+        ]
+        with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+            self._images |= zip(wanted, pool.map(_compile_parts, parts), strict=True)
 
     def _compile(self, source: Source, options: CompileOptions) -> bytes:
         return compile_plan(plan_compilation(source, options, self.capability)).data
@@ -198,8 +210,8 @@ class Gpu:
         holders: list[Any] = []
         for parameter in launch.signature.parameters:
             value = values[parameter.name]
-            if parameter.pointer:
-                holders.append(ctypes.c_void_p(value.address))
+            if parameter.pointer:  # a number: the null pointer
+                holders.append(ctypes.c_void_p(getattr(value, "address", value)))
             elif parameter.type == "f32":
                 holders.append(ctypes.c_float(value))
             else:

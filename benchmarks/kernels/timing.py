@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kernels.rig import Gpu, Memory
-from ostinato.models.config import LlamaConfig
+from ostinato.bench.random_weights import recipe_type
+from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.cuda.bricks import Packing, matrix_bytes, packing
 from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
 from ostinato.models.cuda.shapes import Tuning
+from ostinato.models.layout import parts_of, weight_shapes
 from ostinato.models.plan import rope_table
 from ostinato.models.program import (
     ACTIVE,
@@ -29,13 +32,33 @@ from ostinato.models.program import (
 BANDWIDTH = 3.05e12  # bytes a second, measured on one H100 80GB reading 2 GiB
 
 
+def formats_of(recipe: str, config: LlamaConfig) -> dict[str, Packing]:
+    """How a file of this recipe is packed."""
+    shapes, made = tensor_shapes(config), {}
+    for name, shape in weight_shapes(config).items():
+        names = parts_of(name)
+        kinds = [recipe_type(recipe, config, one) for one in names]
+        packed = packing(name, kinds, [shapes[one][0] for one in names], shape[-1])
+        if len(shape) == 2 and packed is not None:
+            made[name] = packed
+    return made
+
+
 class StepBench:
     """Random weights and all buffers of one shape on a GPU."""
 
     def __init__(
-        self, gpu: Gpu, config: LlamaConfig, *, sequences: int = 1, context: int = 2048
+        self,
+        gpu: Gpu,
+        config: LlamaConfig,
+        *,
+        sequences: int = 1,
+        context: int = 2048,
+        recipe: str | None = None,
     ) -> None:
+        """`recipe`: of `random_weights.RECIPES`, for packed matrices of random bits."""
         self.gpu, self.config, self.sequences, self.context = gpu, config, sequences, context
+        self.formats = {} if recipe is None else formats_of(recipe, config)
         self.ring = 256
         c = config
         random = np.random.default_rng(0)
@@ -43,20 +66,15 @@ class StepBench:
         bits = (noise.view(np.uint32) >> 16).astype(np.uint16)
         self._noise = gpu.array(bits)
         self._shift = 0
-        width = c.query_size + 2 * c.kv_size
-        self.where: dict[str, Memory] = {"embed": self._noisy((c.vocabulary, c.hidden))}
-        ones = np.ones(c.hidden, np.float32)
-        for layer in range(c.layers):
-            at = f"layers.{layer}."
-            self.where[at + "attn_norm"] = gpu.array(ones)
-            self.where[at + "wqkv"] = self._noisy((width, c.hidden))
-            self.where[at + "wo"] = self._noisy((c.hidden, c.query_size))
-            self.where[at + "mlp_norm"] = gpu.array(ones)
-            self.where[at + "w_gate_up"] = self._noisy((2 * c.inner, c.hidden))
-            self.where[at + "w_down"] = self._noisy((c.hidden, c.inner))
-        self.where["final_norm"] = gpu.array(ones)
-        if not c.tied_embeddings:
-            self.where["head"] = self._noisy((c.vocabulary, c.hidden))
+        self._bits: Memory | None = None
+        self.where: dict[str, Memory] = {}
+        for name, shape in weight_shapes(c).items():
+            if len(shape) == 1:
+                self.where[name] = gpu.array(np.ones(shape, np.float32))
+            elif name in self.formats:
+                self.where[name] = self.packed(self.formats[name], shape[1])
+            else:
+                self.where[name] = self._noisy(shape)
         self.where["cache"] = self._noisy(
             (c.layers, 2, sequences, c.kv_heads, context, c.head_size)
         )
@@ -83,14 +101,26 @@ class StepBench:
         )
         self.where["workspace"] = gpu.array(np.zeros(1 << 24, np.uint8))
 
-    def _noisy(self, shape: tuple[int, ...]) -> Memory:
-        """Random bits of small normal numbers, not the same in any two matrices."""
+    def packed(self, how: Packing, columns: int) -> Memory:
+        """Bricks of random bits, whose halves are numbers below 2^-7."""
+        count = matrix_bytes(how, columns) // 2
+        made = self._noisy((count,), mask=0x9FFF)
+        return Memory(made.address, (2 * count,), np.dtype(np.uint8))
+
+    def _noisy(self, shape: tuple[int, ...], mask: int | None = None) -> Memory:
+        """Random bits of small normal numbers, not the same in any two matrices; with a mask, any
+        bits but those that it leaves out."""
         made = self.gpu.empty(shape, np.uint16)
         done = 0
+        if mask is not None and self._bits is None:
+            bits = np.random.default_rng(1).integers(0, 1 << 16, 1 << 24, np.uint16)
+            self._bits = self.gpu.array(bits & np.uint16(mask))
+        noise = self._noise if mask is None else self._bits
+        assert noise is not None
         while done < made.nbytes:
-            self._shift = (self._shift + 7_654_320) % (self._noise.nbytes // 2)
-            size = min(self._noise.nbytes - self._shift, made.nbytes - done)
-            self.gpu.copy(made.address + done, self._noise.address + self._shift, size)
+            self._shift = (self._shift + 7_654_320) % (noise.nbytes // 2)
+            size = min(noise.nbytes - self._shift, made.nbytes - done)
+            self.gpu.copy(made.address + done, noise.address + self._shift, size)
             done += size
         return made
 
@@ -101,20 +131,26 @@ class StepBench:
         )
 
     def weight_bytes(self, kernel: str | None = None) -> int:
-        """Of a step, or of one launch of a kernel."""
+        """Of a step, or of one launch of a kernel (the mean of its launches)."""
         c = self.config
-        sizes = {
-            "norm_qkv_rope": (c.query_size + 2 * c.kv_size) * c.hidden * 2,
-            "output_residual": c.hidden * c.query_size * 2,
-            "norm_gate_up": 2 * c.inner * c.hidden * 2,
-            "down_residual": c.hidden * c.inner * 2,
+        names = {
+            "norm_qkv_rope": ("wqkv",),
+            "norm_qkv": ("wqkv",),
+            "output_residual": ("wo",),
+            "norm_gate_up": ("w_gate_up",),
+            "down_residual": ("w_down",),
+            "attention_block": ("wqkv", "wo"),
         }
-        head = c.vocabulary * c.hidden * 2
-        if kernel == "attention_block":
-            return sizes["norm_qkv_rope"] + sizes["output_residual"]
+        head = self.where["embed" if c.tied_embeddings else "head"].nbytes
+        layers = {
+            name: sum(self.where[f"layers.{i}.{name}"].nbytes for i in range(c.layers))
+            for name in ("wqkv", "wo", "w_gate_up", "w_down")
+        }
+        if kernel == "head":
+            return head
         if kernel is not None:
-            return {**sizes, "head": head}.get(kernel, 0)
-        return c.layers * sum(sizes.values()) + head
+            return sum(layers[name] for name in names.get(kernel, ())) // c.layers
+        return sum(layers.values()) + head
 
     def set_position(self, rows: int, position: int, options: tuple[float, ...] = ()) -> None:
         """Every row decodes the next token of its sequence, from this position."""
@@ -134,10 +170,11 @@ class StepBench:
         self.gpu.write(self.where["options"], chosen.view(np.uint64).reshape(self.sequences, -1))
 
     def launches(self, rows: int, tuning: Tuning) -> tuple[CudaLaunch, ...]:
-        need = workspace_bytes(self.config, rows=rows, context=self.context, tuning=tuning)
+        c, formats = self.config, self.formats
+        need = workspace_bytes(c, rows=rows, context=self.context, tuning=tuning, formats=formats)
         assert need <= self.where["workspace"].nbytes
-        program = decode_program(self.config)
-        return lower(program, self.config, rows=rows, context=self.context, tuning=tuning)
+        program = decode_program(c)
+        return lower(program, c, rows=rows, context=self.context, tuning=tuning, formats=formats)
 
     def submit(self, launches: Iterable[CudaLaunch], rows: int) -> None:
         sizes = {
@@ -181,7 +218,14 @@ class StepBench:
     def time_piece(self, rows: int, tuning: Tuning, position: int) -> float:
         """µs of a piece of a prompt: rows of sequence 0 from `position`, none of which samples."""
         program = decode_program(self.config, sampled=False)
-        launches = lower(program, self.config, rows=rows, context=self.context, tuning=tuning)
+        launches = lower(
+            program,
+            self.config,
+            rows=rows,
+            context=self.context,
+            tuning=tuning,
+            formats=self.formats,
+        )
         table = np.zeros((self.where["rows"].shape[0], 4), np.int32)
         table[:rows] = [
             (7 * i % self.config.vocabulary, position + i, 0, ACTIVE) for i in range(rows)

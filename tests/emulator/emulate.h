@@ -6,6 +6,9 @@
 // threads reach.  x86-64 only.
 #pragma once
 
+#include <sched.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -19,16 +22,23 @@
 
 #define DEVICE inline
 #define KERNEL static void  // not visible: libc has an `advance` of its own
-#define __shared__ static
+#ifdef EMULATED_THREADS  // launches on several threads at once: each has the variables of its own
+#define PER_THREAD thread_local
+#else
+#define PER_THREAD
+#endif
+#define __shared__ static PER_THREAD
 #define __launch_bounds__(...)
 #define DYNAMIC_SHARED(name) unsigned char* const name = emulated::block_shared()
 
 struct dim3 { unsigned x, y, z; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(8) int2 { int x, y; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int2 make_int2(int x, int y) { return {x, y}; }
@@ -71,56 +81,11 @@ struct Block {
     int counted = 0;  // by __syncthreads_count
 };
 
-inline Fiber* current = nullptr;
-inline void* scheduler_stack = nullptr;
-inline const std::function<void()>* body = nullptr;
-inline dim3 grid_size{}, block_size{};
-inline long progress = 0;
-inline long exits = 0;
+extern PER_THREAD Fiber* current;
+extern PER_THREAD dim3 grid_size, block_size;
+extern PER_THREAD long progress, exits;
 
-extern "C" void emulated_switch(void** save, void* to);
-asm(R"(
-.text
-.weak emulated_switch
-.type emulated_switch,@function
-emulated_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
-    ret
-)");
-
-// Kept from launch to launch, and never cleared: of a large grid's stacks only what is used is there.
-inline char* stack_of(size_t fiber) {
-    static std::vector<std::unique_ptr<char[]>> stacks;
-    while (stacks.size() <= fiber) stacks.emplace_back(new char[STACK]);
-    return stacks[fiber].get();
-}
-
-inline void yield() { emulated_switch(&current->stack_pointer, scheduler_stack); }
-
-inline void fiber_main() {
-    (*body)();
-    Fiber* const self = current;
-    self->done = true;
-    self->block->live--;
-    self->block->warp_live[self->number / 32]--;
-    progress++;
-    exits++;
-    yield();
-    abort();
-}
+void yield();
 
 // Until all of the `live()` threads have arrived; who is the last opens the barrier.
 template <class F> void wait_past(Barrier& barrier, int generation, const F& live) {
@@ -137,16 +102,8 @@ template <class F> void wait_past(Barrier& barrier, int generation, const F& liv
         yield();
     }
 }
-// Whether a fiber has nothing to do yet: who arrives last opens the barrier, but for exits, after
-// which each one that waits has to count again.
-inline bool must_wait(const Fiber& fiber) {
-    return fiber.closed && fiber.closed->generation == fiber.generation && fiber.exits == exits;
-}
-inline void arrive(Barrier& barrier, const int& live) {
-    const int generation = barrier.generation;
-    barrier.arrived++;
-    wait_past(barrier, generation, [&live] { return live; });
-}
+void arrive(Barrier& barrier, const int& live);
+void sync_warp();
 
 // A barrier in two halves.
 inline void arrive_early(Barrier& barrier) {
@@ -156,12 +113,6 @@ inline void arrive_early(Barrier& barrier) {
 }
 template <class F> void wait_late(Barrier& barrier, const F& live) {
     wait_past(barrier, current->cluster_generation, live);
-}
-
-inline void sync_warp() {
-    Block& block = *current->block;
-    const int warp = current->number / 32;
-    arrive(block.warp_barriers[warp], block.warp_live[warp]);
 }
 
 inline unsigned char* block_shared() { return current->block->shared_start; }
@@ -183,74 +134,7 @@ template <class T> T from_lane(T value, int lane) {
 }
 
 // `together`: all blocks at once (for kernels whose blocks wait for each other), else one by one.
-inline void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shared,
-                   bool together = false) {
-    body = &kernel;
-    grid_size = grid;
-    block_size = block;
-    const int threads = block.x * block.y * block.z;
-    const int blocks = grid.x * grid.y * grid.z, batch = together ? blocks : 1;
-    std::vector<Fiber> fibers(static_cast<size_t>(batch) * threads);
-    std::vector<Block> made(batch);
-    for (int start = 0; start < blocks; start += batch) {
-        for (int b = 0; b < batch; b++) {
-            Block& one = made[b];
-            one.shared.assign(shared + 256, 0xff);  // NaN, for who reads what nobody wrote
-            one.shared_start = reinterpret_cast<unsigned char*>(
-                (reinterpret_cast<uintptr_t>(one.shared.data()) + 127) / 128 * 128);
-            one.barrier = {};
-            one.cluster = {};
-            one.warp_barriers.assign((threads + 31) / 32, {});
-            one.warp_live.assign((threads + 31) / 32, 0);
-            one.slots.assign(threads * 2, 0);
-            one.operands.assign(threads * 12, 0);
-            one.live = threads;
-            const int index = start + b;
-            for (int t = 0; t < threads; t++) {
-                Fiber& fiber = fibers[static_cast<size_t>(b) * threads + t];
-                fiber.stack = stack_of(static_cast<size_t>(b) * threads + t);
-                fiber.block = &one;
-                fiber.number = t;
-                fiber.done = false;
-                fiber.closed = nullptr;
-                fiber.exchanges = 0;
-                fiber.thread = {t % block.x, t / block.x % block.y, t / (block.x * block.y)};
-                fiber.index = {index % grid.x, index / grid.x % grid.y, index / (grid.x * grid.y)};
-                one.warp_live[t / 32]++;
-                uintptr_t top = reinterpret_cast<uintptr_t>(fiber.stack + STACK) / 16 * 16;
-                void** at = reinterpret_cast<void**>(top) - 2;
-                *at = reinterpret_cast<void*>(&fiber_main);  // the return address of the switch
-                at -= 6;
-                std::memset(at, 0, 6 * sizeof(void*));
-                fiber.stack_pointer = at;
-            }
-        }
-        size_t left = fibers.size();
-        long idle = 0;
-        while (left) {
-            const long before = progress;
-            // A warp as far as it comes, while its stacks are in the cache, then the next.
-            for (size_t warp = 0; warp < fibers.size(); warp += 32) {
-                const size_t end = std::min(warp + 32, fibers.size());
-                for (long so_far = -1; so_far != progress;) {
-                    so_far = progress;
-                    for (size_t f = warp; f < end; f++) {
-                        if (fibers[f].done || must_wait(fibers[f])) continue;
-                        current = &fibers[f];
-                        current->closed = nullptr;
-                        emulated_switch(&scheduler_stack, current->stack_pointer);
-                        left -= fibers[f].done;
-                    }
-                }
-            }
-            idle = progress == before ? idle + 1 : 0;
-            if (idle > 1000 && left) {
-                std::fprintf(stderr, "emulated: %zu threads wait for ever\n", left);
-                abort();
-            }
-        }
-    }
-}
+void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shared, bool together);
 
 template <class... A, size_t... I>
 void launch_with(void (*kernel)(A...), void** arguments, std::index_sequence<I...>, dim3 grid,
@@ -279,15 +163,7 @@ void launch_kernel(void (*kernel)(A...), void** arguments, const int* grid, cons
 inline void __syncthreads() {
     emulated::arrive(emulated::current->block->barrier, emulated::current->block->live);
 }
-inline int __syncthreads_count(bool value) {
-    int& counted = emulated::current->block->counted;
-    __syncthreads();  // the count before is read
-    counted = 0;
-    __syncthreads();
-    counted += value;
-    __syncthreads();
-    return counted;
-}
+int __syncthreads_count(bool value);
 inline void __syncwarp() { emulated::sync_warp(); }
 inline void __threadfence() {}
 inline void __threadfence_system() {}
@@ -314,6 +190,19 @@ inline unsigned __match_any_sync(unsigned, unsigned long long value) {
     for (int lane = 0; lane < 32; lane++)
         same |= static_cast<unsigned>(values[lane] == value) << lane;
     return same;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    const uint64_t* const values = emulated::exchanged(value);
+    uint64_t most = 0;
+    for (int lane = 0; lane < 32; lane++) most = std::max(most, values[lane] & 0xffffffffu);
+    return static_cast<unsigned>(most);
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+    unsigned made = 0;
+    for (int i = 0; i < 4; i++)
+        made |= static_cast<unsigned>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return made;
 }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
 inline int __ffs(unsigned v) { return __builtin_ffs(v); }
@@ -354,15 +243,18 @@ using std::isinf;
 
 // ------------------------------------------------------------------- the wrappers of common.cuh
 
-inline void check_aligned(const void* p, size_t bytes) {
-    if (reinterpret_cast<uintptr_t>(p) % bytes) {
-        std::fprintf(stderr, "emulated: %zu bytes from %p are not aligned\n", bytes, p);
-        abort();
-    }
-}
+void check_aligned(const void* p, size_t bytes);
 inline uint4 load_weights(const void* p) {
     check_aligned(p, 16);
     return *static_cast<const uint4*>(p);
+}
+inline uint2 load_weights8(const void* p) {
+    check_aligned(p, 8);
+    return *static_cast<const uint2*>(p);
+}
+inline unsigned load_weights4(const void* p) {
+    check_aligned(p, 4);
+    return *static_cast<const unsigned*>(p);
 }
 inline float4 load_norm(const float4* p) { return *p; }
 template <class T> T load_fresh(const T* p) {
@@ -381,8 +273,12 @@ inline unsigned pack_bf16(float a, float b) { return round_bf16(a) | round_bf16(
 
 inline float exp2_fast(float x) { return std::exp2(x); }
 
-inline void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                          unsigned b0, unsigned b1) {
+void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                   unsigned b1);
+
+template <bool SIGNED>
+inline void multiply_bytes(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                           unsigned b0, unsigned b1) {
     emulated::Block& block = *emulated::current->block;
     const int number = emulated::current->number, lane = number % 32, start = number - lane;
     const unsigned own[6] = {a0, a1, a2, a3, b0, b1};
@@ -391,20 +287,33 @@ inline void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, 
     std::memcpy(const_cast<uint32_t*>(operands) + number * 6, own, sizeof own);
     emulated::sync_warp();
     const int g = lane / 4, t = lane % 4;
-    auto half = [](unsigned w, int i) { return __uint_as_float(i ? w & 0xffff0000u : w << 16); };
+    auto code = [](unsigned w, int i) {
+        const int byte = w >> 8 * i & 0xff;
+        return SIGNED ? static_cast<int8_t>(byte) : byte;
+    };
     for (int upper = 0; upper < 2; upper++)
         for (int i = 0; i < 2; i++) {
             const int n = 2 * t + i;
-            float sum = c[upper * 2 + i];
-            for (int k = 0; k < 16; k++) {
-                const int quarter = k % 8 / 2, late = k / 8;
+            int sum = c[upper * 2 + i];
+            for (int k = 0; k < 32; k++) {
+                const int quarter = k % 16 / 4, late = k / 16;
                 const unsigned a = operands[(start + g * 4 + quarter) * 6 + upper + 2 * late];
                 const unsigned b = operands[(start + n * 4 + quarter) * 6 + 4 + late];
-                sum += half(a, k % 2) * half(b, k % 2);
+                sum += code(a, k % 4) * static_cast<int8_t>(b >> k % 4 * 8 & 0xff);
             }
             c[upper * 2 + i] = sum;
         }
 }
+
+inline float f16_value(unsigned bits) {
+    const unsigned exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float v = exponent == 0    ? std::ldexp(static_cast<float>(fraction), -24)
+              : exponent == 31 ? (fraction ? NAN : INFINITY)
+                               : std::ldexp(static_cast<float>(fraction | 1024), exponent - 25);
+    return bits & 0x8000 ? -v : v;
+}
+inline float low_f16(unsigned w) { return f16_value(w & 0xffff); }
+inline float high_f16(unsigned w) { return f16_value(w >> 16); }
 
 inline void store_for_host(int2* p, int2 v) {
     long long whole;
@@ -472,3 +381,26 @@ inline void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned 
 template <class T> inline T fresh(const T* p) { return *p; }
 inline uint4 fresh4(const void* p) { return *static_cast<const uint4*>(p); }
 inline void publish(volatile unsigned long long* p, unsigned long long v) { *p = v; }
+
+// What exchange.cu needs: other ranks are other threads of this process.
+inline void send_words(unsigned long long* p, unsigned long long one, unsigned long long other) {
+    check_aligned(p, 16);
+    __atomic_store_n(p, one, __ATOMIC_RELAXED);
+    __atomic_store_n(p + 1, other, __ATOMIC_RELAXED);
+}
+inline void receive_words(const unsigned long long* p, unsigned long long& one,
+                          unsigned long long& other) {
+    check_aligned(p, 16);
+    emulated::progress++;  // to wait for another rank is no standstill of this one
+    emulated::yield();
+    // Now and then a thread is late, so that other ranks get as far ahead as they can.
+    static PER_THREAD unsigned turns = 0;
+    if (++turns % 257 == 0) usleep(300);
+    one = __atomic_load_n(p, __ATOMIC_RELAXED);
+    other = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
+}
+inline unsigned told_by_host(const unsigned* p) {
+    sched_yield();
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+constexpr unsigned POLLS = 64;

@@ -12,7 +12,9 @@ import mmap
 import os
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +28,17 @@ from ostinato.modules import CompileOptions
 
 HERE = Path(__file__).parent
 
-# Unique symbols would make one library's statics another's.
+# Each library has statics and fibers of its own: no symbols are shared but those of `_ENTRY`.
 _FLAGS = (
-    *("-std=c++17", "-O1", "-fPIC", "-DEMULATED"),
+    *("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-DEMULATED"),
     *("-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"),
     *("-Wno-unknown-pragmas", "-Wno-unused-function"),
 )
-_RUNTIME = (HERE / "emulate.h").read_text()
+_HEADER, _RUNTIME = ((HERE / f"emulate.{ending}").read_text() for ending in ("h", "cpp"))
 
 _ENTRY = """
-extern "C" void emulate_KERNEL_NAME(void** arguments, const int* grid, const int* block, int shared,
-                                    int together) {
+extern "C" __attribute__((visibility("default"))) void emulate_KERNEL_NAME(
+    void** arguments, const int* grid, const int* block, int shared, int together) {
     emulated::launch_kernel(KERNEL_NAME, arguments, grid, block, shared, together);
 }
 """
@@ -44,13 +46,20 @@ extern "C" void emulate_KERNEL_NAME(void** arguments, const int* grid, const int
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""A library keeps its launch in variables of its own, and all emulators of a process share it."""
+
+
 class Emulator:
     """Runs `CudaLaunch`es over NumPy arrays."""
 
     name = "emulator"
 
-    def __init__(self, flags: tuple[str, ...] = ()) -> None:
-        self._flags = flags
+    def __init__(self, *, threads: bool = False) -> None:
+        """`threads`: launches of several threads run side by side, and may wait for each other."""
+        self._flags = ("-DEMULATED_THREADS",) if threads else ()
+        self._one_at_a_time: AbstractContextManager[object]
+        self._one_at_a_time = nullcontext() if threads else _ONE_AT_A_TIME
         self._libraries: dict[tuple[ost.Source, CompileOptions, str], ctypes.CDLL] = {}
         self._expected: dict[tuple[ost.Source, CompileOptions], set[str]] = {}
         self._folder = Path(tempfile.gettempdir()) / f"ostinato-emulator-{os.getuid()}"
@@ -81,11 +90,16 @@ class Emulator:
     def write(self, array: np.ndarray, values: np.ndarray) -> None:
         array[...] = values
 
-    def expect(self, source: ost.Source, options: CompileOptions, kernel: str) -> None:
+    def expect(self, *launches: CudaLaunch) -> None:
         """Says what will be launched: a source's kernels with the same options are built at once,
         when the first is."""
-        if (source, options, kernel) not in self._libraries:
-            self._expected.setdefault((source, options), set()).add(kernel)
+        for one in launches:
+            if (one.source, one.options, one.kernel) not in self._libraries:
+                self._expected.setdefault((one.source, one.options), set()).add(one.kernel)
+
+    def build(self, source: ost.Source, kernel: str, options: CompileOptions) -> None:
+        """Builds what is expected now, instead of at the first launch."""
+        self._library(CudaLaunch(kernel, source, options, LaunchConfig(1, 1), ()))
 
     def launch(self, launch: CudaLaunch, values: Mapping[str, Any]) -> None:
         """`values`: by parameter name, arrays of this emulator or numbers."""
@@ -95,23 +109,28 @@ class Emulator:
         assert signature is not None, f"{launch.kernel} has no signature"
         for parameter in signature.parameters:
             value = values[parameter.name]
-            if parameter.pointer:
+            if parameter.pointer and (value is None or isinstance(value, int)):
+                holders.append(ctypes.c_void_p(value))  # the null pointer
+            elif parameter.pointer:
                 holders.append(ctypes.c_void_p(value.ctypes.data))
             elif parameter.type == "f32":
                 holders.append(ctypes.c_float(value))
+            elif parameter.type.startswith("bytes"):
+                holders.append(ctypes.create_string_buffer(value, len(value)))
             elif parameter.type == "cond":  # the address where the emulated runtime puts the value
                 holders.append(ctypes.c_uint64(value))
             else:
                 holders.append(ctypes.c_uint32(value))
         pointers = (ctypes.c_void_p * len(holders))(*[ctypes.addressof(h) for h in holders])
         config = launch.config
-        getattr(library, f"emulate_{launch.kernel}")(
-            pointers,
-            (ctypes.c_int * 3)(*config.grid),
-            (ctypes.c_int * 3)(*config.block),
-            config.shared,
-            int(config.cooperative or config.cluster is not None),
-        )
+        with self._one_at_a_time:
+            getattr(library, f"emulate_{launch.kernel}")(
+                pointers,
+                (ctypes.c_int * 3)(*config.grid),
+                (ctypes.c_int * 3)(*config.block),
+                config.shared,
+                int(config.cooperative or config.cluster is not None),
+            )
 
     def synchronize(self) -> None:
         pass
@@ -131,7 +150,7 @@ class Emulator:
         assert signature is not None, f"{name} has no signature"
         names = [parameter.name for parameter in signature.parameters]
         chosen = options or CompileOptions()
-        self.expect(source, chosen, name)
+        self.expect(CudaLaunch(name, source, chosen, config or LaunchConfig(1, 1), ()))
 
         def run(how: HostLaunch, *values: Any) -> None:
             given = dict(zip(names, values, strict=True))
@@ -153,17 +172,17 @@ class Emulator:
         kernels = sorted({launch.kernel, *self._expected.pop(unit, ())})
         defines = [f"-D{name}={value}" for name, value in launch.options.defines]
         texts = [launch.source.cuda or "", *launch.source.headers.values()]
-        key = _key(*texts, _RUNTIME, *_FLAGS, *defines, *self._flags, *kernels)
+        key = _key(*texts, _HEADER, _RUNTIME, *_FLAGS, *self._flags, *defines, *kernels)
         target = self._folder / f"{key}.so"
         if not target.exists():
-            runtime, source = self._runtime(), launch.source
+            runtime, source = _runtime(self._folder, self._flags), launch.source
             with tempfile.TemporaryDirectory(dir=self._folder) as folder:
                 for name, text in source.headers.items():
                     Path(folder, name).write_text(text)
                 _build(
                     target,
-                    *("-shared", "-Wl,-Bsymbolic", f"-I{runtime.parent}", f"-I{folder}"),
-                    *("-include", runtime.name, *defines, *self._flags, "-x", "c++", "-"),
+                    *("-shared", f"-I{runtime}", f"-I{folder}", str(runtime / "emulate.o")),
+                    *("-include", "emulate.h", *self._flags, *defines, "-x", "c++", "-"),
                     text=f'#line 1 "{source.name}"\n{source.cuda}\n'
                     + "".join(_ENTRY.replace("KERNEL_NAME", kernel) for kernel in kernels),
                 )
@@ -172,18 +191,20 @@ class Emulator:
             self._libraries[(*unit, kernel)] = library
         return library
 
-    def _runtime(self) -> Path:
-        """emulate.h with its precompiled form beside it: reading it takes longer than a kernel."""
-        header = self._folder / _key(_RUNTIME, *_FLAGS, *self._flags) / "emulate.h"
-        compiled = header.with_suffix(".h.gch")
-        if not compiled.exists():
-            header.parent.mkdir(exist_ok=True)
-            temporary = header.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(_RUNTIME)
-            temporary.replace(header)
-            # -w: a header that is compiled for itself has a `#pragma once` for nothing.
-            _build(compiled, *self._flags, "-w", "-x", "c++-header", str(header))
-        return header
+
+def _runtime(folder: Path, flags: tuple[str, ...]) -> Path:
+    """A folder with emulate.h, precompiled, and emulate.cpp as an object: each takes longer than a
+    kernel."""
+    made = folder / _key(_HEADER, _RUNTIME, *_FLAGS, *flags)
+    if not (made / "emulate.o").exists():
+        made.mkdir(exist_ok=True)
+        temporary = made / f"emulate.h.{os.getpid()}.{threading.get_ident()}.tmp"
+        temporary.write_text(_HEADER)
+        temporary.replace(made / "emulate.h")
+        # -w: a header that is compiled for itself has a `#pragma once` for nothing.
+        _build(made / "emulate.h.gch", *flags, "-w", "-x", "c++-header", str(made / "emulate.h"))
+        _build(made / "emulate.o", *flags, "-c", f"-I{made}", "-x", "c++", "-", text=_RUNTIME)
+    return made
 
 
 def _key(*texts: str) -> str:
@@ -192,7 +213,7 @@ def _key(*texts: str) -> str:
 
 def _build(target: Path, *arguments: str, text: str = "") -> None:
     """In one step, as others may build the same."""
-    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    temporary = target.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
     subprocess.run(
         ["g++", *_FLAGS, "-o", str(temporary), *arguments], input=text, text=True, check=True
     )

@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 import ostinato as ost
+from benchmarks.kernels import checks
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
 from ostinato.driver.host.kernel import HostKernel, HostLaunch
 from ostinato.driver.signature import Signature
 from ostinato.errors import NotAvailableError
+from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.products import MatrixProduct
 from ostinato.modules import CompileOptions
 from tests.emulator.emulator import Emulator
@@ -48,6 +50,15 @@ class EmulatedGpu:
             device.properties, compute_capability=(9, 0), multiprocessors=132, name="emulated"
         )
         self.capabilities = replace(device.capabilities, source_language="cuda", clusters=False)
+        self.empty, self.create_stream = device.empty, device.create_stream
+
+
+def emulated_bench(config: LlamaConfig, rows: int, **options: Any) -> checks.Bench:
+    """The kernels' checks on the emulator, which builds those of a step together."""
+    emulator = Emulator()
+    bench = checks.Bench(emulator, config, max_rows=rows, sequences=2, **options)
+    emulator.expect(*bench.launches(rows))
+    return bench
 
 
 def from_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
@@ -88,6 +99,7 @@ class NumpyProduct:
         inputs: ost.Buffer,
         out: ost.Buffer,
         workspace: ost.Buffer,
+        weight_is_scratch: bool = False,
     ) -> tuple[ost.Operation, ...]:
         p = self.product
 

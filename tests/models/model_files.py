@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +39,54 @@ TEMPLATE = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 GGUF_NAMES = {
-    "attn_norm": "attn_norm",
-    "wq": "attn_q",
-    "wk": "attn_k",
-    "wv": "attn_v",
-    "wo": "attn_output",
-    "mlp_norm": "ffn_norm",
-    "w_gate": "ffn_gate",
-    "w_up": "ffn_up",
-    "w_down": "ffn_down",
+    "attn_norm": "attn_norm.weight",
+    "wq": "attn_q.weight",
+    "wk": "attn_k.weight",
+    "wv": "attn_v.weight",
+    "bq": "attn_q.bias",
+    "bk": "attn_k.bias",
+    "bv": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "wo": "attn_output.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "w_gate": "ffn_gate.weight",
+    "w_up": "ffn_up.weight",
+    "w_down": "ffn_down.weight",
 }
 HF_NAMES = {
-    "attn_norm": "input_layernorm",
-    "wq": "self_attn.q_proj",
-    "wk": "self_attn.k_proj",
-    "wv": "self_attn.v_proj",
-    "wo": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "w_gate": "mlp.gate_proj",
-    "w_up": "mlp.up_proj",
-    "w_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm.weight",
+    "wq": "self_attn.q_proj.weight",
+    "wk": "self_attn.k_proj.weight",
+    "wv": "self_attn.v_proj.weight",
+    "bq": "self_attn.q_proj.bias",
+    "bk": "self_attn.k_proj.bias",
+    "bv": "self_attn.v_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "wo": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "w_gate": "mlp.gate_proj.weight",
+    "w_up": "mlp.up_proj.weight",
+    "w_down": "mlp.down_proj.weight",
 }
+FAMILIES = {
+    "llama": CONFIG,
+    "mistral": replace(CONFIG, windows=(7, 7)),
+    "qwen2": replace(CONFIG, qkv_bias=True, rope_theta=1e6, tied_embeddings=False),
+    "qwen2, windows": replace(CONFIG, qkv_bias=True, windows=(0, 7)),
+    "qwen3": replace(CONFIG, qk_norm=True, head_size=24, rope_theta=1e6),
+}
+"""By what config.json names each; GGUF files call Mistral's "llama"."""
+
+
+def family_of(config: LlamaConfig) -> str:
+    """As config.json names the architecture of a config."""
+    if config.qk_norm:
+        return "qwen3"
+    if config.qkv_bias:
+        return "qwen2"
+    return "mistral" if config.windows else "llama"
 
 
 def weights(config: LlamaConfig = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
@@ -75,7 +103,7 @@ def gguf_name(name: str) -> str:
     if name in whole:
         return f"{whole[name]}.weight"
     _, layer, part = name.split(".")
-    return f"blk.{layer}.{GGUF_NAMES[part]}.weight"
+    return f"blk.{layer}.{GGUF_NAMES[part]}"
 
 
 def hf_name(name: str) -> str:
@@ -83,7 +111,7 @@ def hf_name(name: str) -> str:
     if name in whole:
         return f"{whole[name]}.weight"
     _, layer, part = name.split(".")
-    return f"model.layers.{layer}.{HF_NAMES[part]}.weight"
+    return f"model.layers.{layer}.{HF_NAMES[part]}"
 
 
 def permute(matrix: np.ndarray, heads: int) -> np.ndarray:
@@ -114,7 +142,7 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     raw: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
-    architecture: str = "llama",
+    architecture: str | None = None,
 ) -> Path:
     """Write a GGUF file of `config` with a byte-level tokenizer.
 
@@ -122,7 +150,8 @@ def write_gguf(
     (None leaves a key out); `raw` gives ready blocks by canonical name; `extra` more tensors.
     """
     values = weights(config) if values is None else values
-    writer = gguf.GGUFWriter(path, architecture)
+    known = {"mistral": "llama"}.get(family_of(config), family_of(config))
+    writer = gguf.GGUFWriter(path, architecture or known)
     tokens, merges = byte_tokens(config.vocabulary)
     types = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL))
     entries: dict[str, Any] = {
@@ -146,8 +175,10 @@ def write_gguf(
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": TEMPLATE,
-        **(metadata or {}),
+        **({"llama.attention.sliding_window": max(config.windows)} if any(config.windows) else {}),
     }
+    prefixed = (key.replace("llama.", f"{known}.", 1) for key in entries)
+    entries = {**dict(zip(prefixed, entries.values(), strict=True)), **(metadata or {})}
     for key, value in entries.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)
@@ -164,7 +195,9 @@ def write_gguf(
             blocks, block_kind = raw[name]
             writer.add_tensor(gguf_name(name), blocks, raw_dtype=block_kind)
             continue
-        heads = {"wq": config.heads, "wk": config.kv_heads}.get(name.rpartition(".")[2])
+        heads = None
+        if known == "llama":
+            heads = {"wq": config.heads, "wk": config.kv_heads}.get(name.rpartition(".")[2])
         data = permute(tensor, heads) if heads else tensor
         quantised = gguf.GGMLQuantizationType[kind]
         if data.ndim > 1 and kind != "F32":
@@ -181,8 +214,19 @@ def write_gguf(
 
 
 def hf_config(config: LlamaConfig = CONFIG, **changes: object) -> dict[str, object]:
+    family = family_of(config)
+    windows: dict[str, object] = {}
+    if family == "mistral":
+        windows = {"sliding_window": max(config.windows)}
+    elif any(config.windows):
+        first = next(i for i, window in enumerate(config.windows) if window)
+        windows = {
+            "use_sliding_window": True,
+            "sliding_window": max(config.windows),
+            "max_window_layers": first,
+        }
     return {
-        "model_type": "llama",
+        "model_type": family,
         "hidden_size": config.hidden,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
@@ -196,6 +240,7 @@ def hf_config(config: LlamaConfig = CONFIG, **changes: object) -> dict[str, obje
         "tie_word_embeddings": config.tied_embeddings,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **windows,
         **changes,
     }
 

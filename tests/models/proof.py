@@ -34,6 +34,25 @@ SHAPES = {
         2, 2, 128, inner=712, vocabulary=259, tied_embeddings=True, context_length=509
     ),
 }
+FAMILIES = {
+    "biases, as Qwen2": llama(
+        14, 2, 64, hidden=448, inner=520, vocabulary=301, qkv_bias=True, rope_theta=1e6, layers=2
+    ),
+    "norms of heads, as Qwen3": llama(
+        4, 2, 128, hidden=256, inner=264, vocabulary=517, qk_norm=True, rope_theta=1e6, layers=2,
+        tied_embeddings=True, context_length=601,
+    ),
+    "windows, as Mistral": llama(
+        8, 2, 64, hidden=256, inner=264, vocabulary=259, layers=2, windows=(128, 128)
+    ),
+    "all of it": llama(
+        2, 1, 80, hidden=96, inner=104, vocabulary=131, context_length=509, qkv_bias=True,
+        qk_norm=True, windows=(0, 50, 1),
+    ),
+}  # fmt: skip
+"""What other families add to Llama's layers, and all of that at once, which no published model has.
+Positions 127 and 128 are a window's last and the first beyond it."""
+SHAPES |= FAMILIES
 """With odd vocabularies and odd contexts (the last position is tested too)."""
 FIRST = next(iter(SHAPES))
 
@@ -44,6 +63,29 @@ WIDE = {
     "as SmolLM2-360M": llama(15, 5, 64, inner=2560, vocabulary=49152, tied_embeddings=True),
     "as Llama-3.2-1B": llama(
         32, 8, 64, inner=8192, vocabulary=128256, tied_embeddings=True, layers=2, rope_theta=5e5
+    ),
+    "as Qwen2.5-0.5B": llama(
+        14,
+        2,
+        64,
+        inner=4864,
+        vocabulary=32003,
+        tied_embeddings=True,
+        layers=2,
+        rope_theta=1e6,
+        qkv_bias=True,
+    ),
+    "as Qwen3-0.6B": llama(
+        16,
+        8,
+        128,
+        hidden=1024,
+        inner=3072,
+        vocabulary=32003,
+        tied_embeddings=True,
+        layers=2,
+        rope_theta=1e6,
+        qk_norm=True,
     ),
     "as Llama-3.1-8B": llama(32, 8, 128, inner=14336, vocabulary=128256, layers=1, rope_theta=5e5),
 }

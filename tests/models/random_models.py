@@ -70,7 +70,8 @@ class RandomModel:
         """Writes a tensor's values: float32, or bfloat16's bits where `out` is uint16."""
         if out.ndim == 1:
             seed = np.random.default_rng(zlib.crc32(name.encode()))
-            out[...] = seed.uniform(0.5, 1.5, out.shape)
+            bias = name.rpartition(".")[2] in ("bq", "bk", "bv")
+            out[...] = seed.uniform(-1.0 if bias else 0.5, 1.0 if bias else 1.5, out.shape)
             return
         exponent = -4 if name == "embed" else -round(np.log2(out.shape[1]) / 2)
         block, flat = _normal(exponent, out.dtype.type), out.reshape(-1)

@@ -1,4 +1,5 @@
-"""A Llama decoder written out plainly, as transformers computes it: the oracle.
+"""A Llama decoder, and what other families add to it, written out plainly as transformers computes
+it: the oracle.
 
 Independent of the library's kernels on purpose: no cache, no fused matrices, heads repeated.  In
 float64 unless asked otherwise; float32 is for models with the widths of real ones.
@@ -35,14 +36,23 @@ def rotate(
 
 
 def attend(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int = 0, dtype: Dtype = np.float64
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    first: int = 0,
+    dtype: Dtype = np.float64,
+    *,
+    window: int = 0,
 ) -> np.ndarray:
-    """q [rows, heads, size] at positions from `first`; k, v [length, kv_heads, size]."""
+    """q [rows, heads, size] at positions from `first`; k, v [length, kv_heads, size].
+
+    Each row sees the `window` positions up to its own; all of them if that is 0."""
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = (q.swapaxes(0, 1) @ k.transpose(1, 2, 0)).astype(dtype, copy=False)
     scores /= np.sqrt(q.shape[-1]).astype(dtype)
-    visible = np.arange(len(k))[None, :] <= first + np.arange(len(q))[:, None]
+    distance = first + np.arange(len(q))[:, None] - np.arange(len(k))[None, :]
+    visible = (distance >= 0) & ((distance < window) | (window == 0))
     scores = np.where(visible[None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
@@ -70,11 +80,17 @@ def logits(
     for layer in range(config.layers):
         at = {k.rpartition(".")[2]: v for k, v in w.items() if k.startswith(f"layers.{layer}.")}
         h = rms_norm(x, at["attn_norm"], config.norm_epsilon, dtype)
-        q = (h @ at["wq"].T).reshape(len(x), config.heads, config.head_size)
-        k = (h @ at["wk"].T).reshape(len(x), config.kv_heads, config.head_size)
-        v = (h @ at["wv"].T).reshape(len(x), config.kv_heads, config.head_size)
+        q, k, v = (h @ at[f"w{name}"].T for name in "qkv")
+        if config.qkv_bias:
+            q, k, v = q + at["bq"], k + at["bk"], v + at["bv"]
+        q, k, v = (some.reshape(len(x), -1, config.head_size) for some in (q, k, v))
+        if config.qk_norm:
+            q = rms_norm(q, at["q_norm"], config.norm_epsilon, dtype)
+            k = rms_norm(k, at["k_norm"], config.norm_epsilon, dtype)
         q, k = rotate(q, positions, inverse, dtype), rotate(k, positions, inverse, dtype)
-        x = x + attend(q, k, v, dtype=dtype).reshape(len(x), -1) @ at["wo"].T
+        window = config.windows[layer] if config.windows else 0
+        mixed = attend(q, k, v, dtype=dtype, window=window)
+        x = x + mixed.reshape(len(x), -1) @ at["wo"].T
         h = rms_norm(x, at["mlp_norm"], config.norm_epsilon, dtype)
         x = x + (silu(h @ at["w_gate"].T, dtype) * (h @ at["w_up"].T)) @ at["w_down"].T
     head = w["embed"] if config.tied_embeddings else w["head"]

@@ -326,3 +326,28 @@ def test_a_file_may_hold_no_turn_yet(generator: TextGenerator, tmp_path: Path) -
     assert other.messages == conversation.messages == [{"role": "system", "content": "Be."}]
     with pytest.raises(ModelFormatError, match="no regular file"):
         other.load(tmp_path)
+
+
+def test_what_generates_shows_its_state(generator: TextGenerator) -> None:
+    decoder, conversation = generator.decoder, generator.chat(**CHAT)
+    assert repr(conversation) == "<Conversation of 0 messages>"
+    answer = conversation.say("the end")
+    prompt = answer.prompt_tokens
+    assert repr(answer) == f"<Generation: 0 tokens after a prompt of {prompt}, interrupted>"
+    list(answer)
+    shown = f"{len(answer.token_ids)} tokens after a prompt of {prompt}, {answer.finish_reason}"
+    assert repr(answer) == f"<Generation: {shown}>"
+    assert repr(conversation) == "<Conversation of 2 messages>"
+    decoder.reset()
+    decoder.prefill([5])
+    run = decoder.run()
+    assert repr(run) == "<TokenRun of 1 sequences, open>"
+    decoder.decode()
+    assert repr(run) == "<TokenRun of 1 sequences, ended by decode()>"
+    run = decoder.run()
+    run.close()
+    assert repr(run) == "<TokenRun of 1 sequences, over>"
+    assert repr(generator).startswith("<TextGenerator of <Decoder of ")
+    assert f"of {generator.tokenizer.vocabulary} tokens" in repr(generator)
+    generator.close()
+    assert repr(decoder).endswith(", closed>")

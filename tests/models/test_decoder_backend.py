@@ -23,7 +23,7 @@ from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.plan import PlanSizes
-from ostinato.models.program import Bound, decode_program, loop_call
+from ostinato.models.program import ABSENT, Bound, decode_program, loop_call
 from tests.models.model_files import CONFIG, write_gguf
 
 MODEL = LlamaConfig(
@@ -86,20 +86,24 @@ def gpu(host_device: Device) -> FakeDevice:
 @pytest.mark.parametrize("rows", [1, 2, 64])
 @pytest.mark.parametrize("kind", ["sampled", "not sampled", "loop"])
 @pytest.mark.parametrize("clusters", [False, True])
-def test_launches_chain_so_that_each_may_start_early(rows: int, kind: str, clusters: bool) -> None:
+@pytest.mark.parametrize("added", [{}, {"qkv_bias": True, "qk_norm": True, "windows": (9, 0, 9)}])
+def test_launches_chain_so_that_each_may_start_early(
+    rows: int, kind: str, clusters: bool, added: dict[str, Any]
+) -> None:
     """Every kernel touches what the one before it wrote: a recorded graph is a chain then, and a
     wait for the one kernel before stands for all earlier ones.  The body of a loop too."""
-    program = decode_program(MODEL, sampled=kind != "not sampled")
+    model = replace(MODEL, **added)
+    program = decode_program(model, sampled=kind != "not sampled")
     if kind == "loop":
         program = (*program, loop_call())
     addresses: dict[Bound, int] = {}
     operations = []
-    tuning = default_tuning(MODEL, rows=rows, context=512, clusters=clusters)
-    for one in kc.lower(program, MODEL, rows=rows, context=512, tuning=tuning):
+    tuning = default_tuning(model, rows=rows, context=512, clusters=clusters)
+    for one in kc.lower(program, model, rows=rows, context=512, tuning=tuning):
         reads, writes = [], []
         parameters = one.signature.parameters
         for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
-            if parameter.pointer:
+            if parameter.pointer and value != ABSENT:
                 assert isinstance(value, Bound)
                 at = MemoryRange(addresses.setdefault(value, 0x1000 * (1 + len(addresses))), 64)
                 reads += [at] if Access.READ in parameter.access else []

@@ -21,10 +21,23 @@ from ostinato.models.cuda.shapes import Tuning, default_tuning
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import GREEDY
 from tests.emulator.emulator import Emulator
+from tests.models import reference_llama
+from tests.models.proof import WAYS
+from tests.models.random_models import RandomModel, llama
 from tests.models.test_decoder_gpu import RELATIVE, checkpoint_of, difference, tokens_of
 
 SHAPE = "group 3, head 64, tied"
 CONTEXT = 40
+SMALL = {
+    "biases": llama(3, 1, 32, inner=72, vocabulary=67, layers=2, qkv_bias=True),
+    "norms of heads": llama(2, 1, 64, hidden=96, inner=72, vocabulary=67, layers=2, qk_norm=True),
+    "windows": llama(2, 1, 32, inner=72, vocabulary=67, layers=2, windows=(5, 0)),
+    "all of it": llama(
+        2, 1, 32, hidden=80, inner=72, vocabulary=67, layers=2, windows=(0, 6), qkv_bias=True,
+        qk_norm=True,
+    ),
+}  # fmt: skip
+"""What other families add to Llama's layers."""
 
 
 class EmulatedBackend:
@@ -51,7 +64,10 @@ class EmulatedBackend:
     def tuning(self, config: Any, rows: int, context: int) -> Tuning:
         return default_tuning(config, rows=rows, context=context, clusters=self.clusters)
 
-    def buffers(self, config: Any, rows: int) -> dict[str, Any]:
+    def formats(self, checkpoint: Any, wanted: str) -> dict[str, Any]:
+        return {}
+
+    def buffers(self, config: Any, rows: int, *, formats: Any) -> dict[str, Any]:
         return {}
 
     def give_up_library(self, reason: str) -> bool:
@@ -63,7 +79,7 @@ class EmulatedBackend:
     def require_supported(self, config: Any, rows: int, sampled: int = 1) -> None:
         pass
 
-    def workspace_bytes(self, config: Any, rows: Any, context: int) -> int:
+    def workspace_bytes(self, config: Any, rows: Any, context: int, *, formats: Any) -> int:
         return max(
             kc.workspace_bytes(
                 config, rows=count, context=context, tuning=self.tuning(config, count, context)
@@ -71,7 +87,9 @@ class EmulatedBackend:
             for count in rows
         )
 
-    def bind(self, program: Any, config: Any, rows: int, context: int) -> tuple[BoundLaunch, ...]:
+    def bind(
+        self, program: Any, config: Any, rows: int, context: int, *, formats: Any
+    ) -> tuple[BoundLaunch, ...]:
         tuning = self.tuning(config, rows, context)
         lowered = kc.lower(program, config, rows=rows, context=context, tuning=tuning)
         kernels = {one.kernel: self.kernel(one) for one in lowered}
@@ -116,3 +134,35 @@ def test_the_decoder_agrees_with_numpy_on_the_emulator(
             assert not decoder.statistics().quarantined
             assert not decoder.statistics().one_by_one
             assert not decoder.plan.buffers["workspace"].array[: kc.COUNTER_BYTES // 4].any()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("clusters", [False, True])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f == "all of it" else pytest.mark.slow) for f in SMALL],
+)
+def test_families_agree_with_float32_in_every_way_of_running(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch, family: str, clusters: bool
+) -> None:
+    """Pieces of two rows and single tokens, past the window's end; the same bits in every way."""
+    model, bits = RandomModel(SMALL[family]), {}
+    backend = partial(EmulatedBackend, clusters=clusters)
+    monkeypatch.setattr("ostinato.models.decoder.backend_for", backend)
+    for name, way in WAYS.items():
+        options = {"max_context": CONTEXT, "stop_tokens": (), "max_rows": 2, **way.options}
+        with Decoder(host_device, model.checkpoint(), **options) as decoder:
+            decoder.prefill(model.tokens(3))
+            found = [decoder.logits()]
+            for _ in range(2):
+                way.decode(decoder, 4)
+                found.append(decoder.logits())
+            tokens = decoder.tokens()
+            wanted = reference_llama.logits(
+                model.config, model.values(), tokens[:11], after=[2, 6, 10]
+            )
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert difference(ours, theirs) < RELATIVE
+            assert not decoder.statistics().quarantined
+            bits[name] = tokens, *(logits.tobytes() for logits in found)
+    assert not [name for name, made in bits.items() if made != bits["eager"]]

@@ -50,6 +50,9 @@ SHAPES = {
     "group 1, head 128, tied": config_of(
         2, 2, 128, inner=712, vocabulary=259, tied_embeddings=True, layers=2
     ),
+    "biases": config_of(7, 1, 64, inner=520, vocabulary=301, qkv_bias=True),
+    "norms of heads": config_of(4, 2, 128, hidden=256, inner=264, vocabulary=517, qk_norm=True),
+    "windows": config_of(8, 2, 64, hidden=256, inner=264, vocabulary=259, windows=(64, 0, 128)),
 }
 FIRST = next(iter(SHAPES))
 
@@ -64,6 +67,9 @@ def values_of(shape: str) -> dict[str, npt.NDArray[np.float32]]:
     made = {}
     for name, size in tensor_shapes(SHAPES[shape]).items():
         if len(size) == 1:
+            if name.rpartition(".")[2] in ("bq", "bk", "bv"):
+                made[name] = rng.uniform(-1, 1, size).astype(np.float32)
+                continue
             made[name] = rng.uniform(0.5, 1.5, size).astype(np.float32)
             continue
         scale = 0.05 if name == "embed" else size[1] ** -0.5
@@ -381,11 +387,11 @@ def smollm2_file(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def smollm2(gpu: Device, smollm2_file: Path) -> Iterator[Decoder]:
+@pytest.fixture(scope="module", params=["bf16", "packed"])
+def smollm2(gpu: Device, smollm2_file: Path, request: pytest.FixtureRequest) -> Iterator[Decoder]:
     with (
         open_checkpoint(smollm2_file) as checkpoint,
-        Decoder(gpu, checkpoint, max_context=512, stop_tokens=()) as decoder,
+        Decoder(gpu, checkpoint, max_context=512, stop_tokens=(), weights=request.param) as decoder,
     ):
         yield decoder
 

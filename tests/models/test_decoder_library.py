@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,14 +37,16 @@ CONFIG = LlamaConfig(
     context_length=1024,
     tied_embeddings=True,
 )
+FAMILY = replace(CONFIG, qkv_bias=True, qk_norm=True, windows=(70, 0))
+"""What other families add to Llama's layers, all at once."""
 WHY = "not used: it is not installed here"
 
 
-def checkpoint() -> Checkpoint:
+def checkpoint(config: LlamaConfig = CONFIG) -> Checkpoint:
     """Weights that are exact in bfloat16 and leave the residual near 1."""
     rng = np.random.default_rng(11)
     made = {}
-    for name, size in tensor_shapes(CONFIG).items():
+    for name, size in tensor_shapes(config).items():
         scale = 0.05 if name == "embed" else size[-1] ** -0.5
         values = (
             rng.uniform(0.5, 1.5, size) if len(size) == 1 else rng.standard_normal(size) * scale
@@ -57,7 +60,7 @@ def checkpoint() -> Checkpoint:
         values = made[name]
         out[...] = values if out.dtype == np.float32 else values.view(np.uint32) >> 16
 
-    return MemoryCheckpoint(CONFIG, fill, "small")
+    return MemoryCheckpoint(config, fill, "small")
 
 
 def prompt(count: int, seed: int = 5) -> list[int]:
@@ -80,9 +83,9 @@ def library(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nu
     yield found
 
 
-def open_decoder(device: Device, **options: Any) -> Decoder:
+def open_decoder(device: Device, config: LlamaConfig = CONFIG, **options: Any) -> Decoder:
     options = {"max_context": 640, "stop_tokens": (), "library_rows": 16, **options}
-    return Decoder(device, checkpoint(), **options)
+    return Decoder(device, checkpoint(config), **options)
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +140,40 @@ def test_pieces_go_on_from_pieces_and_tokens_from_them(
         assert decoder.tokens()[512] == token
 
 
+@pytest.mark.parametrize(
+    "added",
+    [
+        pytest.param({"qkv_bias": True}, marks=pytest.mark.slow),
+        pytest.param({"qk_norm": True}, marks=pytest.mark.slow),
+        pytest.param({"windows": (70, 0)}, marks=pytest.mark.slow),
+        {},
+    ],
+)
+def test_families_in_large_pieces_agree_with_the_host(
+    host_device: Device, library: NumpyProducts, added: dict[str, Any]
+) -> None:
+    """`{}`: all of it at once."""
+    config = replace(CONFIG, **added) if added else FAMILY
+    tokens, wanted, done = prompt(300), {}, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ostinato.models.decoder.backend_for", lambda d, **_: HostBackend(d))
+        with open_decoder(host_device, config) as host:
+            for count in (20, 71, 300):
+                host.prefill(tokens[done:count])
+                wanted[count], done = host.logits(), count
+    with open_decoder(host_device, config) as decoder:
+        for count, logits in wanted.items():
+            decoder.reset()
+            decoder.prefill(tokens[:count])
+            assert difference(decoder.logits(), logits) < RELATIVE
+        assert decoder.statistics().library == "NumPy"
+        assert not decoder.statistics().quarantined
+
+
 @pytest.mark.parametrize("options", [{}, {"build": "record"}, {"verify": "first"}])
+@pytest.mark.parametrize("config", [CONFIG, FAMILY], ids=["llama", "all"])
 def test_every_way_gives_the_same_bits(
-    host_device: Device, library: NumpyProducts, options: dict[str, Any]
+    host_device: Device, library: NumpyProducts, options: dict[str, Any], config: LlamaConfig
 ) -> None:
     def run(decoder: Decoder) -> list[bytes]:
         decoder.reset()
@@ -152,9 +186,9 @@ def test_every_way_gives_the_same_bits(
         found.append(decoder.logits().tobytes())
         return found
 
-    with open_decoder(host_device, graphs=False) as eager:
+    with open_decoder(host_device, config, graphs=False) as eager:
         bits = run(eager)
-    with open_decoder(host_device, **options) as decoder:
+    with open_decoder(host_device, config, **options) as decoder:
         for _ in range(3):
             assert run(decoder) == bits
         numbers = decoder.statistics()

@@ -31,6 +31,28 @@ SHAPES = {
     "group 3, head 128, tied": llama(
         3, 1, 128, hidden=328, inner=264, vocabulary=1003, context_length=CONTEXT, layers=2
     ),
+    "norms of heads, head 128": llama(
+        4,
+        2,
+        128,
+        hidden=256,
+        inner=264,
+        vocabulary=517,
+        context_length=CONTEXT,
+        layers=2,
+        qk_norm=True,
+    ),
+    "biases and windows": llama(
+        8,
+        2,
+        64,
+        inner=520,
+        vocabulary=301,
+        context_length=CONTEXT,
+        layers=2,
+        qkv_bias=True,
+        windows=(128, 0),
+    ),
     "group 1, head 24": llama(2, 2, 24, hidden=48, inner=88, vocabulary=67, context_length=CONTEXT),
 }
 FIRST = next(iter(SHAPES))

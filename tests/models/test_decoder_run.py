@@ -866,8 +866,8 @@ def test_a_driver_that_refuses_programmatic_launches_in_a_loop_gets_plain_ones(
     plain_bind = HostBackend.bind
     refused = []
 
-    def programmatic(self: HostBackend, *arguments: Any) -> Any:
-        bound = plain_bind(self, *arguments)
+    def programmatic(self: HostBackend, *arguments: Any, **options: Any) -> Any:
+        bound = plain_bind(self, *arguments, **options)
         return tuple(replace(o, config=replace(o.config, programmatic=True)) for o in bound)
 
     def picky(self: Graph, **options: Any) -> Any:

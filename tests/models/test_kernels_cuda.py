@@ -23,8 +23,9 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda import shapes
 from ostinato.models.host.kernels import HOST_KERNELS
-from ostinato.models.program import Bound, decode_program
-from tests.emulator.emulator import Emulator
+from ostinato.models.host.shard_kernels import SHARD_KERNELS
+from ostinato.models.program import ABSENT, Bound, decode_program
+from tests.models.emulated import emulated_bench
 
 
 def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
@@ -38,6 +39,27 @@ SHAPES = {
     "llama-3.1-8b": config_of(32, 8, 128, inner=14336, vocabulary=128256),
     "odd": config_of(5, 1, 80, hidden=328, inner=264, vocabulary=301),
 }
+
+
+# What other families add to Llama's layers, at sizes for the emulator; heads of odd widths too, and
+# both additions to the heads at once.
+FAMILIES = {
+    "bias": replace(SMALL, layers=2, qkv_bias=True),
+    "norms": config_of(6, 2, 32, hidden=104, inner=136, vocabulary=131, qk_norm=True),
+    "norms, head 128": config_of(2, 1, 128, hidden=136, inner=88, vocabulary=67, qk_norm=True),
+    "bias and norms, head 80": config_of(
+        2, 1, 80, hidden=96, inner=96, vocabulary=64, qkv_bias=True, qk_norm=True
+    ),
+    "windows": replace(SMALL, layers=2, windows=(37, 0)),
+    "window of one, bias": replace(SMALL, layers=1, windows=(1,), qkv_bias=True),
+    "all": replace(SMALL, layers=2, hidden=128, windows=(0, 64), qkv_bias=True, qk_norm=True),
+}
+
+
+QUICK_FAMILIES = [
+    pytest.param(name, marks=() if name in ("norms, head 128", "all") else pytest.mark.slow)
+    for name in FAMILIES
+]
 
 
 def in_clusters(config: LlamaConfig, context: int = 2048) -> shapes.Tuning:
@@ -83,7 +105,7 @@ def test_one_launch_for_the_attention_of_a_layer(heads: tuple[int, int]) -> None
             one.kernel == "attention_block" and tuple(call.kernel for call in done) == three
         )
         for name, value in one.arguments:
-            given = [dict(call.arguments).get(name) for call in done]
+            given = [dict(call.arguments).get(name) for call in done] + [ABSENT]
             wanted = {"output_weight": dict(done[-1].arguments).get("weight")}.get(name, value)
             assert value == wanted
             assert name in ("output_weight", "workspace") or value in given
@@ -106,17 +128,17 @@ def test_a_large_model_keeps_three_launches() -> None:
 def test_parameters_are_the_hosts() -> None:
     of_three = {
         name: p
-        for call in ("norm_qkv_rope", "attention", "output_residual")
+        for call in ("norm_qkv_rope", "norm_rope", "attention", "output_residual")
         for name, p in ((p.name, p) for p in HOST_KERNELS[call].signature.parameters)
     }
     block = list(Signature.parse(kc.SIGNATURES["attention_block"]).parameters)
-    inside = {"q", "attended", "width"}
+    inside = {"q", "attended", "width", "qkv"}
     assert {p.name for p in block} == set(of_three) - inside | {"output_weight"}
     for name, text in kc.SIGNATURES.items():
         if name == "attention_block":
             continue
         own = list(Signature.parse(text).parameters)
-        host = {p.name: p for p in HOST_KERNELS[name].signature.parameters}
+        host = {p.name: p for p in (HOST_KERNELS | SHARD_KERNELS)[name].signature.parameters}
         assert [p.name for p in own if p.name in host] == list(host)
         for p in own:
             if p.name != "workspace":
@@ -184,9 +206,7 @@ BLOCKS = {
 def test_an_attention_block_agrees_with_numpy_on_the_emulator(block: str) -> None:
     config = replace(SMALL, layers=2)
     tuning = replace(in_clusters(config, 150), block=BLOCKS[block])
-    bench = checks.Bench(
-        Emulator(), config, max_rows=1, sequences=2, context=150, tunings={1: tuning}
-    )
+    bench = emulated_bench(config, 1, context=150, tunings={1: tuning})
     wanted = ("position 0", "position 64", "position 149", "stopped")
     done = [bench.check(case) for case in checks.cases(bench, 1) if case.name in wanted]
     assert len(done) == len(wanted)
@@ -196,8 +216,29 @@ def test_an_attention_block_agrees_with_numpy_on_the_emulator(block: str) -> Non
 @pytest.mark.parametrize("rows", [1, 3])
 def test_kernels_agree_with_numpy_on_the_emulator(rows: int) -> None:
     config = replace(SMALL, layers=1)
-    bench = checks.Bench(Emulator(), config, max_rows=rows, sequences=2, context=70)
+    bench = emulated_bench(config, rows, context=70)
     for case in list(checks.cases(bench, rows))[::3]:
+        bench.check(case)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
+def test_families_agree_with_numpy_on_the_emulator(family: str, rows: int) -> None:
+    bench = emulated_bench(FAMILIES[family], rows, context=150)
+    for case in list(checks.cases(bench, rows))[:: 3 if rows == 1 else 2]:
+        bench.check(case)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
+def test_an_attention_block_of_a_family_agrees_with_numpy_on_the_emulator(family: str) -> None:
+    config = FAMILIES[family]
+    queries = config.heads // config.kv_heads
+    block = shapes.BlockShape(queries, warps=4, lanes=16, output_lanes=8, steps=2, cluster=4)
+    tuning = replace(in_clusters(config, 150), block=block)
+    bench = emulated_bench(config, 1, context=150, tunings={1: tuning})
+    for case in list(checks.cases(bench, 1))[::2]:
         bench.check(case)
 
 
@@ -216,7 +257,7 @@ def check_sampling(bench: checks.Bench, every: int = 1) -> None:
 def test_sampling_agrees_with_numpy_on_the_emulator(vocabulary: int, every: int) -> None:
     """Also where the logits are read four at a time."""
     config = replace(SMALL, layers=1, vocabulary=vocabulary)
-    check_sampling(checks.Bench(Emulator(), config, max_rows=1, sequences=2, context=70), every)
+    check_sampling(emulated_bench(config, 1, context=70), every)
 
 
 # ----------------------------------------------------------------------------------------- on a GPU
@@ -249,7 +290,7 @@ class OnDevice:
             kernel = modules.get_or_compile(launch.source, launch.kernel, options=launch.options)
             kernel.allow_shared(max(launch.config.shared, 1 << 15))
             self._kernels[key] = kernel
-        arguments = (values[name] for name, _ in launch.arguments)
+        arguments = (values[parameter.name] for parameter in launch.signature.parameters)
         ost.launch(self.stream, kernel, launch.config, *arguments)
 
     def synchronize(self) -> None:
@@ -265,6 +306,15 @@ GPU_CASES = {
     "group 8": (config_of(8, 1, 64, hidden=328, inner=264, vocabulary=301), (1, 3, 7, 24)),
     "group 1": (config_of(4, 4, 32, inner=88, vocabulary=131), (1, 4, 12)),
     "head 80": (config_of(2, 1, 80, inner=96, vocabulary=64), (1, 2, 9)),
+    "as Qwen3-0.6B": (
+        config_of(16, 8, 128, hidden=1024, inner=3072, vocabulary=1003, qk_norm=True),
+        (1, 3, 40),
+    ),
+    "as Qwen2.5-0.5B": (
+        config_of(14, 2, 64, inner=4864, vocabulary=1003, qkv_bias=True),
+        (1, 3, 40),
+    ),
+    **{name: (config, (1, 3, 17)) for name, config in FAMILIES.items()},
 }
 
 
@@ -305,6 +355,18 @@ SMALL_CASES = {
     "tiny head 64": config_of(3, 1, 64, inner=136, vocabulary=131, layers=1),
     "tiny head 80": config_of(2, 1, 80, inner=96, vocabulary=64, layers=1),
     "tiny head 128": config_of(4, 1, 128, hidden=136, inner=88, vocabulary=67, layers=1),
+    "tiny, all of it": config_of(
+        2,
+        1,
+        64,
+        hidden=136,
+        inner=88,
+        vocabulary=67,
+        layers=1,
+        qkv_bias=True,
+        qk_norm=True,
+        windows=(33,),
+    ),
 }
 
 

@@ -44,7 +44,7 @@ def run(name: str, launch: Launch | None = None, **arguments: Any) -> None:
     values = []
     for parameter in kernel.signature.parameters:
         value = arguments.pop(parameter.name)
-        if parameter.pointer:
+        if parameter.pointer and value is not None:
             value = value.reshape(-1).view(parameter.dtype)
             if not any(p.name == parameter.name and p.writable for p in kernel.pointers):
                 value = value.view()
@@ -83,13 +83,14 @@ SHAPES = [(1, 1, 2), (3, 1, 6), (4, 2, 16), (9, 3, 64), (8, 1, 10), (8, 8, 4)]
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_program_matches_the_kernels(sampled: bool) -> None:
-    program = decode_program(config_of(4, 2, 16), sampled=sampled)
+@pytest.mark.parametrize("added", [{}, {"qkv_bias": True, "qk_norm": True, "windows": (5,)}])
+def test_program_matches_the_kernels(sampled: bool, added: dict[str, Any]) -> None:
+    program = decode_program(config_of(4, 2, 16, **added), sampled=sampled)
     for call in program:
         names = [name for name, _ in call.arguments]
         assert names == [p.name for p in HOST_KERNELS[call.kernel].signature.parameters]
     text = describe(program)
-    assert len(text.splitlines()) == len(program) == (9 if sampled else 6)
+    assert len(text.splitlines()) == len(program) == (9 if sampled else 6) + bool(added)
     assert "cache[0]" in text
     assert str(Bound("wo", 3)) == "wo[3]"
 
@@ -140,6 +141,7 @@ def qkv_case(heads: int, kv_heads: int, size: int, count: int, **more: Any) -> d
         "x": random((count, config.hidden), 1),
         "norm": random((config.hidden,), 2),
         "weight": random((width, config.hidden), 3) / np.float32(np.sqrt(config.hidden)),
+        "bias": random((width,), 8) if config.qkv_bias else None,
         "rope": rope_table(config, 64),
         "cache": np.full((2, 2, kv_heads, 64, size), NAN),
         "q": np.full((count, heads, size), NAN),
@@ -150,25 +152,48 @@ def qkv_case(heads: int, kv_heads: int, size: int, count: int, **more: Any) -> d
 def expected_qkv(case: dict[str, Any], positions: np.ndarray) -> tuple[np.ndarray, ...]:
     config = case["config"]
     h = reference.rms_norm(case["x"], case["norm"], config.norm_epsilon)
-    all_heads = (h @ case["weight"].T.astype(np.float64)).reshape(len(h), -1, config.head_size)
+    all_heads = h @ case["weight"].T.astype(np.float64)
+    if config.qkv_bias:
+        all_heads += case["bias"]
+    all_heads = all_heads.reshape(len(h), -1, config.head_size)
     q, k, v = np.split(all_heads, [config.heads, config.heads + config.kv_heads], axis=1)
+    if config.qk_norm:
+        q = reference.rms_norm(q, case["q_norm"], config.norm_epsilon)
+        k = reference.rms_norm(k, case["k_norm"], config.norm_epsilon)
     inverse = rope_inverse_frequencies(config)
     return reference.rotate(q, positions, inverse), reference.rotate(k, positions, inverse), v
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
-@pytest.mark.parametrize("scaled", [False, True])
-def test_norm_qkv_rope(heads: int, kv_heads: int, size: int, scaled: bool) -> None:
-    scaling = RopeScaling(8.0, 1.0, 4.0, 16) if scaled else None
-    case = qkv_case(heads, kv_heads, size, 7, rope_theta=50.0, rope_scaling=scaling)
+@pytest.mark.parametrize("kind", ["plain", "scaled rope", "bias", "norms", "bias and norms"])
+def test_norm_qkv_rope(heads: int, kv_heads: int, size: int, kind: str) -> None:
+    case = qkv_case(
+        heads, kv_heads, size, 7, rope_theta=50.0, qkv_bias="bias" in kind, qk_norm="norms" in kind,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16) if kind == "scaled rope" else None,
+    )  # fmt: skip
     config = case.pop("config")
     # A piece of sequence 1's prompt, padding, and single tokens of both sequences.
     rows = [(0, 30, 1), (0, 31, 1), (0, 32, 1), None, (0, 63, 0), (0, 2, 1), (0, 5, 1)]
     live = live_rows(*((0, 3, 0, 0) if r is None else (*r, ACTIVE) for r in rows))
-    run(
-        "norm_qkv_rope", live=live, **case, row_count=7, hidden=config.hidden, heads=heads,
-        kv_heads=kv_heads, head_size=size, sequences=2, context=64, epsilon=config.norm_epsilon,
-    )  # fmt: skip
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_size": size}
+    product = {"live": live, "row_count": 7, "epsilon": config.norm_epsilon, **sizes}
+    if config.qk_norm:
+        qkv = np.full_like(case["workspace"], NAN)
+        names = ("x", "norm", "weight", "workspace")
+        run(
+            "norm_qkv", **product, qkv=qkv, hidden=config.hidden,
+            **{name: case[name] for name in names},
+        )  # fmt: skip
+        case |= {"q_norm": random((size,), 9), "k_norm": random((size,), 10)}
+        names = ("bias", "q_norm", "k_norm", "rope", "cache", "q")
+        kept = qkv.copy()
+        run(
+            "norm_rope", **product, qkv=qkv, sequences=2, context=64,
+            **{name: case[name] for name in names},
+        )  # fmt: skip
+        np.testing.assert_array_equal(qkv, kept)
+    else:
+        run("norm_qkv_rope", **product, **case, hidden=config.hidden, sequences=2, context=64)
     q, k, v = expected_qkv({**case, "config": config}, live[:, 1])
     written = np.zeros((2, 64), bool)
     for i, row in enumerate(rows):
@@ -185,19 +210,26 @@ def test_norm_qkv_rope(heads: int, kv_heads: int, size: int, scaled: bool) -> No
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
 @pytest.mark.parametrize(("count", "first"), [(1, 0), (1, 63), (1, 17), (5, 0), (33, 31)])
-def test_attention(heads: int, kv_heads: int, size: int, count: int, first: int) -> None:
+@pytest.mark.parametrize("window", [0, 1, 17, 18, 19, 64, 1000])
+def test_attention(
+    heads: int, kv_heads: int, size: int, count: int, first: int, window: int
+) -> None:
     cache = np.full((2, 3, kv_heads, 64, size), NAN)  # what was not written must not be read
     end = first + count
     cache[:, 1, :, :end] = random((2, kv_heads, end, size), 4)
+    seen = max(0, first + 1 - window) if window else 0
+    cache[:, 1, :, :seen] = NAN
     q, out = random((count + 1, heads, size), 5), np.zeros((count + 1, heads, size), np.float32)
     live = live_rows(*((0, first + i, 1, ACTIVE) for i in range(count)), (0, 9, 2, 0))
     run(
         "attention", live=live, q=q, cache=cache, attended=out, workspace=out[:0].copy(),
         row_count=count + 1, heads=heads, kv_heads=kv_heads, head_size=size, sequences=3,
-        context=64, scale=1 / np.sqrt(size),
+        context=64, window=window, scale=1 / np.sqrt(size),
     )  # fmt: skip
+    cache[:, 1, :, :seen] = 0
     k, v = cache[0, 1, :, :end].swapaxes(0, 1), cache[1, 1, :, :end].swapaxes(0, 1)
-    np.testing.assert_allclose(out[:count], reference.attend(q[:count], k, v, first), **F32)
+    wanted = reference.attend(q[:count], k, v, first, window=window)
+    np.testing.assert_allclose(out[:count], wanted, **F32)
     assert not out[count:].any()
 
 
@@ -205,7 +237,8 @@ def test_attention_of_a_long_piece_is_cut_into_products(monkeypatch: pytest.Monk
     from ostinato.models.host import kernels as kernels_host
 
     monkeypatch.setattr(kernels_host, "_CHUNK", 100)
-    test_attention(3, 1, 6, 33, 31)
+    test_attention(3, 1, 6, 33, 31, 0)
+    test_attention(3, 1, 6, 33, 31, 5)
 
 
 def test_attention_of_a_batch_keeps_sequences_apart() -> None:
@@ -216,7 +249,7 @@ def test_attention_of_a_batch_keeps_sequences_apart() -> None:
     live = live_rows((0, 3, 0, ACTIVE), (0, 4, 1, ACTIVE), (0, 9, 1, ACTIVE))
     run(
         "attention", live=live, q=q, cache=cache, attended=out, workspace=out, row_count=3,
-        heads=4, kv_heads=2, head_size=4, sequences=2, context=16, scale=0.5,
+        heads=4, kv_heads=2, head_size=4, sequences=2, context=16, window=0, scale=0.5,
     )  # fmt: skip
     for i, (_, position, sequence, _) in enumerate(live.tolist()):
         k, v = cache[:, sequence, :, : position + 1].swapaxes(1, 2)
@@ -289,7 +322,11 @@ def test_head_writes_each_sequences_logits_in_place(sequences_of_rows: list[int]
 
 
 @pytest.mark.parametrize(
-    "name", ["norm_qkv_rope", "attention", "output_residual", "norm_gate_up", "head", "sample"]
+    "name",
+    [
+        *("norm_qkv_rope", "norm_qkv", "norm_rope", "attention", "output_residual"),
+        *("norm_gate_up", "head", "sample"),
+    ],
 )
 def test_a_step_of_padding_alone_does_nothing(name: str) -> None:
     kernel = HOST_KERNELS[name]

@@ -16,13 +16,14 @@ from ostinato.driver.signature import Access
 from ostinato.driver.stream import Operation
 from ostinato.errors import UnsupportedModelError
 from ostinato.graph.order import dependencies
+from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import library as kl
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.shapes import default_tuning
-from ostinato.models.program import ACTIVE, SAMPLED_ROWS, Bound, decode_program, loop_call
+from ostinato.models.program import ABSENT, ACTIVE, SAMPLED_ROWS, Bound, decode_program, loop_call
 from tests.emulator.emulator import Emulator
 from tests.models.emulated import from_bf16, to_bf16
-from tests.models.test_kernels_cuda import SHAPES, SMALL, OnDevice, config_of
+from tests.models.test_kernels_cuda import FAMILIES, SHAPES, SMALL, OnDevice, config_of
 
 
 def lowered(config: Any, rows: int, *, sampled: bool = True, loop: bool = False) -> Any:
@@ -40,7 +41,10 @@ def lowered(config: Any, rows: int, *, sampled: bool = True, loop: bool = False)
 
 @pytest.mark.parametrize("rows", [16, 64, 512])
 @pytest.mark.parametrize("kind", ["sampled", "not sampled", "loop"])
-def test_every_launch_touches_what_the_one_before_wrote(rows: int, kind: str) -> None:
+@pytest.mark.parametrize("config", [SMALL, FAMILIES["all"]], ids=["llama", "all"])
+def test_every_launch_touches_what_the_one_before_wrote(
+    rows: int, kind: str, config: LlamaConfig
+) -> None:
     """So a recorded graph is a chain, and each may rely on all that came before."""
     addresses: dict[str, int] = {}
 
@@ -51,7 +55,7 @@ def test_every_launch_touches_what_the_one_before_wrote(rows: int, kind: str) ->
         return MemoryRange(start + 48, 16) if value.last else MemoryRange(start, 64)
 
     operations = []
-    step = lowered(SMALL, rows, sampled=kind != "not sampled", loop=kind == "loop")
+    step = lowered(config, rows, sampled=kind != "not sampled", loop=kind == "loop")
     for one in step:
         if isinstance(one, kl.ProductCall):
             reads = [place(one.weight), place(one.inputs), place(one.workspace)]
@@ -61,7 +65,7 @@ def test_every_launch_touches_what_the_one_before_wrote(rows: int, kind: str) ->
             reads, writes, name = [], [], one.kernel
             parameters = one.signature.parameters
             for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
-                if parameter.pointer:
+                if parameter.pointer and value != ABSENT:
                     assert isinstance(value, Bound)
                     reads += [place(value)] if Access.READ in parameter.access else []
                     writes += [place(value)] if Access.WRITE in parameter.access else []
@@ -85,7 +89,7 @@ def test_what_a_layer_becomes() -> None:
     names = [one.name if isinstance(one, kl.ProductCall) else one.kernel for one in step]
     assert names == [
         "embed",
-        *("norm_rows", "qkv_product", "rope_rows", "piece_attention", "output_product"),
+        *("norm_rows", "qkv_product", "norm_rope", "piece_attention", "output_product"),
         *("norm_rows", "gate_up_product", "silu_rows", "down_product"),
         *("head", "sample", "advance"),
     ]
@@ -123,7 +127,6 @@ def test_steps_of_all_sizes_share_the_kernels_between_products() -> None:
 def test_every_value_has_a_thread(shape: str, rows: int) -> None:
     config = SHAPES[shape]
     items = {
-        "rope_rows": (config.heads + 2 * config.kv_heads) * config.head_size // 8,
         "round_rows": config.query_size // 8,
         "silu_rows": config.inner // 8,
     }
@@ -144,12 +147,17 @@ def test_every_value_has_a_thread(shape: str, rows: int) -> None:
             assert 0 <= threads - items[one.kernel] < one.config.block[0]
 
 
-PIECES = [  # heads, KV heads, head size, rows, padding, first position
+PIECES = [  # heads, KV heads, head size, rows, padding, first position; and a window
     (4, 1, 64, 128, 37, 70),
     (3, 1, 128, 128, 0, 0),
     (4, 2, 80, 100, 9, 3),  # as many rows as a plan happens to have
     (2, 2, 24, 128, 127, 131),
     (10, 2, 32, 128, 64, 64),
+    (4, 1, 64, 128, 37, 70, 50),
+    (3, 1, 128, 128, 0, 0, 33),
+    (2, 2, 24, 128, 3, 260, 64),
+    (2, 1, 80, 100, 9, 150, 1),
+    (4, 1, 32, 128, 0, 130, 1000),
 ]
 
 
@@ -167,7 +175,11 @@ def test_attention_of_a_piece_is_right(cuda_device: Device, piece: tuple[int, ..
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("piece", [(32, 8, 64, 512, 0, 1536), (32, 8, 128, 256, 100, 300)], ids=str)
+@pytest.mark.parametrize(
+    "piece",
+    [(32, 8, 64, 512, 0, 1536), (32, 8, 128, 256, 100, 300), (32, 8, 128, 512, 0, 1500, 1024)],
+    ids=str,
+)
 def test_attention_of_a_large_piece_is_right(cuda_device: Device, piece: tuple[int, ...]) -> None:
     check_attention(OnDevice(cuda_device), *piece)
 
@@ -180,8 +192,11 @@ def check_attention(
     rows: int,
     padding: int,
     begin: int,
+    window: int = 0,
 ) -> None:
-    config = config_of(heads, kv_heads, head_size, inner=88, vocabulary=67, layers=1)
+    config = config_of(
+        heads, kv_heads, head_size, inner=88, vocabulary=67, layers=1, windows=(window,)
+    )
     launch = next(
         one
         for one in lowered(config, rows)
@@ -217,8 +232,9 @@ def check_attention(
     assert not found[:padding].any()
     for row in range(padding, rows):
         end = int(live[row, 1]) + 1
+        seen = slice(max(0, end - window) if window else 0, end)
         for head in range(heads):
-            keys, content = cache[:, sequence, head // (heads // kv_heads), :end].astype(np.float64)
+            keys, content = cache[:, sequence, head // (heads // kv_heads), seen].astype(np.float64)
             scores = keys @ q[row, head] * head_size**-0.5
             shares = np.exp(scores - scores.max())
             wanted = shares @ content / shares.sum()

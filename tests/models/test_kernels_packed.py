@@ -71,7 +71,7 @@ def run(kernels: dict[str, HostKernel], name: str, **arguments: Any) -> None:
     values = []
     for parameter in kernel.signature.parameters:
         value = arguments.pop(parameter.name)
-        if parameter.pointer:
+        if parameter.pointer and value is not None:
             value = value.reshape(-1).view(parameter.dtype)
             if not any(p.name == parameter.name and p.writable for p in kernel.pointers):
                 value = value.view()
@@ -201,7 +201,7 @@ def beside_numpy(
         (kernels_packed.kernels_of(threads, instructions), layout.pack(parts)),
     ):
         mine = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in arguments.items()}
-        if name != "attention":
+        if name not in ("attention", "norm_rope"):
             mine[matrix] = weight
         run(kernels, name, **mine)
         results.append(mine)
@@ -227,8 +227,9 @@ MIXED = live_rows(
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (9, 3, 64), (8, 1, 10)])
 @pytest.mark.parametrize("live", [MIXED, MIXED[4:5], MIXED[3:4]], ids=["mixed", "one", "padding"])
+@pytest.mark.parametrize("biased", [False, True])
 def test_norm_qkv_rope(
-    heads: int, kv_heads: int, size: int, live: np.ndarray, instructions: str
+    heads: int, kv_heads: int, size: int, live: np.ndarray, instructions: str, biased: bool
 ) -> None:
     config, hidden, count = config_of(heads, kv_heads, size), 512, len(live)
     width = (heads + 2 * kv_heads) * size
@@ -236,6 +237,7 @@ def test_norm_qkv_rope(
         instructions, "norm_qkv_rope", ("Q4_K", "Q4_1", "Q6_K"),
         (heads * size, kv_heads * size, kv_heads * size), hidden, ("cache", "q"), live=live,
         x=random((count, hidden), 1), norm=random((hidden,), 2), rope=rope_table(config, 64),
+        bias=random((width,), 7) if biased else None,
         cache=np.full((2, 3, kv_heads, 64, size), NAN), q=np.full((count, heads, size), NAN),
         workspace=np.full((count, width + hidden), NAN), row_count=count, hidden=hidden,
         heads=heads, kv_heads=kv_heads, head_size=size, sequences=3, context=64, epsilon=1e-5,
@@ -244,10 +246,44 @@ def test_norm_qkv_rope(
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (9, 3, 64), (8, 1, 10)])
+@pytest.mark.parametrize("live", [MIXED, MIXED[4:5], MIXED[3:4]], ids=["mixed", "one", "padding"])
+@pytest.mark.parametrize("added", ["norms", "bias and norms", "nothing"])
+def test_norms_of_heads(
+    heads: int, kv_heads: int, size: int, live: np.ndarray, instructions: str, added: str
+) -> None:
+    config, hidden, count = config_of(heads, kv_heads, size), 512, len(live)
+    width = (heads + 2 * kv_heads) * size
+    sizes = {"row_count": count, "heads": heads, "kv_heads": kv_heads, "head_size": size}
+    beside_numpy(
+        instructions, "norm_qkv", ("Q4_K", "Q4_1", "Q6_K"),
+        (heads * size, kv_heads * size, kv_heads * size), hidden, ("qkv",), live=live,
+        x=random((count, hidden), 1), norm=random((hidden,), 2), qkv=np.full((count, width), NAN),
+        workspace=np.full((count, hidden), NAN), hidden=hidden, epsilon=1e-5, **sizes,
+    )  # fmt: skip
+    beside_numpy(
+        instructions, "norm_rope", ("F32",), (1,), 1, ("cache", "q"), live=live,
+        qkv=random((count, width), 1), rope=rope_table(config, 64),
+        bias=random((width,), 7) if "bias" in added else None,
+        q_norm=random((size,), 8) if "norms" in added else None,
+        k_norm=random((size,), 9) if "norms" in added else None,
+        cache=np.full((2, 3, kv_heads, 64, size), NAN), q=np.full((count, heads, size), NAN),
+        sequences=3, context=64, epsilon=1e-5, **sizes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (9, 3, 64), (8, 1, 10)])
 @pytest.mark.parametrize("live", [MIXED, MIXED[4:5]], ids=["mixed", "one"])
 @pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("window", [0, 1, 20, 33])
 def test_attention(
-    heads: int, kv_heads: int, size: int, live: np.ndarray, instructions: str, threads: int
+    heads: int,
+    kv_heads: int,
+    size: int,
+    live: np.ndarray,
+    instructions: str,
+    threads: int,
+    window: int,
 ) -> None:
     cache, count = random((2, 3, kv_heads, 64, size), 4), len(live)
     for _, position, sequence, flags in live.tolist():  # what nobody wrote must not be read
@@ -258,12 +294,13 @@ def test_attention(
         q=random((count, heads, size), 5), cache=cache,
         attended=np.zeros((count, heads, size), np.float32), workspace=np.zeros(1, np.float32),
         row_count=count, heads=heads, kv_heads=kv_heads, head_size=size, sequences=3, context=64,
-        scale=size**-0.5,
+        window=window, scale=size**-0.5,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_attention_gives_a_row_the_same_bits_in_any_company(instructions: str) -> None:
+@pytest.mark.parametrize("window", [0, 1, 21])
+def test_attention_gives_a_row_the_same_bits_in_any_company(instructions: str, window: int) -> None:
     """A prompt of 40 rows in one piece, and row by row; by one thread and by five."""
     heads, kv_heads, size, count = 6, 2, 24, 40
     cache, q = random((2, 1, kv_heads, 64, size), 4), random((count, heads, size), 5)
@@ -275,7 +312,7 @@ def test_attention_gives_a_row_the_same_bits_in_any_company(instructions: str) -
         run(
             kernels_packed.kernels_of(threads, instructions), "attention", live=live,
             q=q[first:stop].copy(), cache=cache, attended=out, workspace=np.zeros(1, np.float32),
-            row_count=stop - first, scale=0.2, **shape,
+            row_count=stop - first, window=window, scale=0.2, **shape,
         )  # fmt: skip
         return out
 
@@ -385,12 +422,38 @@ def test_what_lies_outside_of_an_argument_is_an_error_and_not_read() -> None:
             "x": x,
             "norm": norm,
             "weight": weight[128],
+            "bias": random((128,)),
             "rope": rope_table(config, 64),
             "cache": cache,
             "q": q,
             "workspace": ws,
             "row_count": 8,
             "hidden": 64,
+            "epsilon": 1e-5,
+            **sizes,
+        },
+        "norm_qkv": {
+            "live": live,
+            "x": x,
+            "norm": norm,
+            "weight": weight[128],
+            "qkv": ws[:, :128].copy(),
+            "workspace": ws[:, :64],
+            "row_count": 8,
+            "hidden": 64,
+            "epsilon": 1e-5,
+            **{name: sizes[name] for name in ("heads", "kv_heads", "head_size")},
+        },
+        "norm_rope": {
+            "live": live,
+            "qkv": ws[:, :128],
+            "bias": random((128,)),
+            "q_norm": random((16,)),
+            "k_norm": random((16,)),
+            "rope": rope_table(config, 64),
+            "cache": cache,
+            "q": q,
+            "row_count": 8,
             "epsilon": 1e-5,
             **sizes,
         },
@@ -401,6 +464,7 @@ def test_what_lies_outside_of_an_argument_is_an_error_and_not_read() -> None:
             "attended": q.copy(),
             "workspace": ws,
             "row_count": 8,
+            "window": 0,
             "scale": 1.0,
             **sizes,
         },
@@ -447,7 +511,8 @@ def test_what_lies_outside_of_an_argument_is_an_error_and_not_read() -> None:
             whole = np.ascontiguousarray(arguments[parameter.name]).reshape(-1)
             used = 7 if parameter.name not in ("rows", "live", "table", "weight") else 8
             short = whole[: len(whole) * used // 8 - 1] if used == 7 else whole[:-4]
-            if parameter.name in ("cache", "rope", "norm", "state", "logits"):
+            vectors = ("norm", "bias", "q_norm", "k_norm")
+            if parameter.name in ("cache", "rope", "state", "logits", *vectors):
                 short = whole[:-1]
             if parameter.name == "live" and name != "embed":
                 short = whole[:-4]
@@ -455,7 +520,7 @@ def test_what_lies_outside_of_an_argument_is_an_error_and_not_read() -> None:
                 run(kernels, name, **{**arguments, parameter.name: short})
     outside = live.copy()
     outside[0, 1] = 64
-    for name in ("norm_qkv_rope", "attention"):
+    for name in ("norm_qkv_rope", "norm_rope", "attention"):
         with pytest.raises(IndexError, match="row 0 is at position 64"):
             run(kernels, name, **{**calls[name], "live": outside})
 

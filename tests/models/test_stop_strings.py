@@ -37,6 +37,27 @@ def test_pieces_end_where_the_whole_text_would(pieces: list[str], stops: list[st
     assert (result == text) == (not ends)
 
 
+@given(st.lists(LETTERS, max_size=12), st.lists(LETTERS.filter(bool), max_size=4))
+def test_how_the_text_is_cut_into_pieces_does_not_matter(
+    pieces: list[str], stops: list[str]
+) -> None:
+    def passed(cut: list[str]) -> str:
+        matcher, out = StopMatcher(checked_stops(stops)), ""
+        for piece in cut:
+            text, ended = matcher.push(piece)
+            out += text
+            if ended:
+                return out
+        return out + matcher.finish()
+
+    assert passed(pieces) == passed([*"".join(pieces)])
+
+
+def test_a_longer_stop_string_that_begins_earlier_and_is_not_complete_ends_nothing() -> None:
+    assert StopMatcher(("abc", "b")).push("xabc") == ("xa", True)
+    assert StopMatcher(("ab", "b")).push("xab") == ("x", True)
+
+
 def test_a_stop_string_over_many_pieces() -> None:
     matcher = StopMatcher(("</end>", "<x>"))
     passed = [matcher.push(piece) for piece in ("say <", "/e", "n", "d <", "/end", "> more")]

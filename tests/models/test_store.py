@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.errors import DownloadError, InputError, ModelError, NotAvailableError
+from ostinato.errors import DownloadError, InputError, ModelError
 from ostinato.models.files import store, wheel_fetch
 from ostinato.models.files.store import KnownModel
 
@@ -378,30 +378,6 @@ def test_resolve(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     loop.symlink_to(loop)
     with pytest.raises(ModelError, match="cannot be looked at: Too many levels"):
         store.resolve(str(loop))
-
-
-def test_hub_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(NotAvailableError, match=r'pip install "ostinato\[hub\]"'):
-        store.resolve("org/name")
-
-
-def test_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[Any] = []
-
-    def snapshot_download(model: str, **options: Any) -> str:
-        asked.append((model, options["local_files_only"]))
-        if model == "org/gone":
-            raise RuntimeError("404: no such repository")
-        return str(tmp_path)
-
-    fake = types.SimpleNamespace(snapshot_download=snapshot_download)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
-    assert store.resolve("org/name") == tmp_path
-    assert store.resolve("org/name", download=False) == tmp_path
-    assert asked == [("org/name", False), ("org/name", True)]
-    with pytest.raises(DownloadError, match=r"org/gone.*404"):
-        store.resolve("org/gone")
 
 
 def test_pinned_model_is_what_it_says(smollm2_path: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ostinato.errors import InputError, ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.files.checkpoint import GgufTokenizerSource, JsonTokenizerSource
+from ostinato.models.generation import AnswerText
 from ostinato.models.text.tokenizer import Tokenizer, load_tokenizer
 from ostinato.models.text.tokenizer_parts import guarded
 from tests.models.model_files import (
@@ -124,6 +125,117 @@ def test_digits_stand_alone_for_smollm() -> None:
     assert twelve not in from_gguf().encode("12")
     assert twelve in from_gguf(pre="gpt-2").encode("12")
     assert twelve in from_gguf(pre="llama-bpe").encode("12")
+
+
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WORDS = [
+    *TEXTS,
+    "12 121 the 'S don'T theIn aabTHE ab/ab//\n\n the\r\n  in  \t",
+    "e\u0301 \u1100\u1161\u11a8 \u212b",
+    "ＡＢ　ab\u00a0ab",
+]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "tekken"])
+def test_byte_level_of_a_family_agrees_with_its_tokenizer_json(tmp_path: Path, kind: str) -> None:
+    """As these models' own tokenizer.json has it, with a small vocabulary."""
+    write_tokenizer(tmp_path)
+    made = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    split = {"Regex": QWEN2 if kind == "qwen2" else TEKKEN}
+    made["normalizer"] = {"type": "NFC"} if kind == "qwen2" else None
+    made["model"]["ignore_merges"] = kind == "tekken"
+    byte_level = {
+        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False,
+    }  # fmt: skip
+    made["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": split, "behavior": "Isolated", "invert": False},
+            byte_level,
+        ],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made), encoding="utf-8")
+    own = load_tokenizer(JsonTokenizerSource(tmp_path))
+    ours = from_gguf(pre=kind, add_bos_token=False)
+    for text in WORDS:
+        assert ours.encode(text) == own.encode(text), text
+    assert from_gguf(pre=kind).encode("a") == ([1] if kind == "tekken" else []) + own.encode("a")
+
+
+@pytest.mark.parametrize("version", ["v0.1", "v0.3"])
+def test_mistrals_tokenizer_json(tmp_path: Path, version: str) -> None:
+    """SentencePiece as its two versions have it: a normalizer or Metaspace; both strip one space of
+    the text that comes back, and agree with the same vocabulary out of a GGUF file."""
+    ours = sentencepiece(add_bos_token=True)
+    texts = [ours.token_text(i) for i in range(ours.vocabulary)]
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("ll", "o"), ("he", "llo"), ("hell", "o")]
+    merges += [("▁", "hello"), ("▁", "w"), ("o", "r"), ("l", "d"), ("▁w", "or"), ("▁wor", "ld")]
+    made: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": i, "content": texts[i], "single_word": False, "lstrip": False,
+                "rstrip": False, "normalized": False, "special": True,
+            }
+            for i in range(3)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False,
+        },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                       {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}},
+                     {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": "<unk>", "fuse_unk": True,
+            "byte_fallback": True, "ignore_merges": False, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "vocab": {text: i for i, text in enumerate(texts)},
+            "merges": [" ".join(pair) for pair in merges],
+        },
+    }  # fmt: skip
+    if version == "v0.1":
+        made["pre_tokenizer"] = None
+        made["normalizer"] = {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
+        }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True})
+    )
+    own = load_tokenizer(JsonTokenizerSource(tmp_path))
+    assert (own.bos_id, own.eos_ids) == (ours.bos_id, (2,))
+    # Metaspace puts no further space before text that begins with one, or follows a special token.
+    more = ("  held", "w<s>w") if version == "v0.1" else ()
+    for text in ("hello world.", "hello", "wörld é東", *more):
+        assert own.encode(text) == ours.encode(text), text
+        assert own.encode(text)[0] == 1
+        assert own.decode(own.encode(text)) == ours.decode(ours.encode(text))
+    assert own.decode(own.encode("hello world.")) == "hello world."
 
 
 def test_characters_are_never_broken(tokenizer: Tokenizer) -> None:
@@ -247,6 +359,18 @@ def test_sentencepiece_without_a_first_space() -> None:
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 
 
+def test_what_continues_a_text_keeps_its_space() -> None:
+    tokenizer = sentencepiece()
+    ids = tokenizer.encode("hello world.")
+    whole = tokenizer.decode(ids)
+    for cut in range(2, len(ids)):  # after the BOS token and some text
+        stream = tokenizer.stream_decoder(continues=True)
+        rest = "".join([*map(stream.push, ids[cut:]), stream.finish()])
+        assert tokenizer.decode(ids[:cut]) + rest == whole
+    assert AnswerText(tokenizer, continues=True).push(ids[2])[0].startswith(" ")
+    assert not AnswerText(tokenizer).push(ids[2])[0].startswith(" ")
+
+
 def test_sentencepiece_against_tokenizers_own_decoder() -> None:
     tokenizer = sentencepiece()
     d = tokenizers.decoders
@@ -264,7 +388,7 @@ def test_sentencepiece_against_tokenizers_own_decoder() -> None:
         ({"tokens": [1, 2]}, ModelFormatError, "not a list of strings"),
         ({"tokens": "abc"}, ModelFormatError, "not a list of strings"),
         ({"model": "bert"}, UnsupportedModelError, "'bert'.*gpt2, llama"),
-        ({"pre": "tekken"}, UnsupportedModelError, "'tekken'.*smollm"),
+        ({"pre": "gpt-4o"}, UnsupportedModelError, "'gpt-4o'.*smollm"),
         ({"pre": ["smollm"]}, UnsupportedModelError, "pre-tokenizer"),
         ({"merges": ["t h", "th"]}, ModelFormatError, "'th'"),
         ({"merges": ["nope never"]}, ModelFormatError, "damaged"),

@@ -43,6 +43,7 @@ from ostinato.models.tune.sweep import Progress, sweep
 from ostinato.models.weights import load_weights
 from tests.emulator.emulator import Emulator
 from tests.kernel_checks import KernelCheck, check
+from tests.models.emulated import emulated_bench
 
 GPU = "Test GPU 80GB"
 
@@ -514,6 +515,7 @@ class EmulatedMeter(StepMeter):
         if launch.config.block[0] == 32 * 5:  # stands for what a compiler or driver refuses
             raise CompileError("five warps are too odd")
         names = [name for name, _ in launch.arguments]
+        self.emulator.expect(launch)
 
         def run(_: object, *values: Any) -> None:
             given = dict(zip(names, values, strict=True))
@@ -554,9 +556,7 @@ def test_attention_in_clusters_agrees_with_numpy(rows: int, shape: tuple[int, ..
         shapes.default_tuning(SMALL, rows=rows), attention=shapes.AttentionShape(*shape)
     )
     assert problems_of(SMALL, rows, tuning) == ()
-    bench = checks.Bench(
-        Emulator(), SMALL, max_rows=rows, sequences=2, context=110, tunings={rows: tuning}
-    )
+    bench = emulated_bench(SMALL, rows, context=110, tunings={rows: tuning})
     wanted = ("position 0", "position 31", "position 55", "position 109", "batch", "piece")
     chosen_cases = [c for c in checks.cases(bench, rows) if c.name.startswith(wanted)]
     assert len(chosen_cases) >= 4

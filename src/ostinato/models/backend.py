@@ -8,16 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from ostinato import Buffer, Kernel, LaunchConfig, Operation, prepare
+from ostinato import Kernel, LaunchConfig, Operation, prepare
 from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.bricks import Formats
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.program import Argument, KernelCall
+from ostinato.models.weights import Target
 
-__all__ = ["Backend", "BoundCall", "BoundLaunch", "Buffers", "LibraryRows", "Resolve"]
+__all__ = [
+    "UNPACKED",
+    "Backend",
+    "BoundCall",
+    "BoundLaunch",
+    "Buffers",
+    "LibraryRows",
+    "Resolve",
+    "WeightsKind",
+]
+
+WeightsKind: TypeAlias = Literal["auto", "packed", "bf16"]
+"""What matrices are on a device: packed as in the file, or bfloat16; "auto" is what is faster."""
+UNPACKED: Formats = MappingProxyType({})
+"""No matrix is packed."""
 
 LibraryRows: TypeAlias = int | Literal["auto"] | None
 """The least number of rows of a step that multiplies with a library: a number, "auto" for that of
@@ -72,6 +89,7 @@ class Backend(Protocol):
 
     `dtype` is that of matrices and of the KV cache: float32, or uint16 for the bits of bfloat16.
     `packed`: matrices stay as the file packs them (`PackedMatrix`), and `dtype` is the cache's.
+    `formats`, an argument: the matrices that are packed in the device's own order.
     `library`: the library that multiplies in steps of many rows, or why none does; empty for a
     device that has no such libraries.
     `spins`: the host may look for a token in a busy loop.  Off where kernels need the interpreter's
@@ -95,18 +113,38 @@ class Backend(Protocol):
         """Raises UnsupportedModelError for a model, or steps of up to `rows` rows of which up to
         `sampled` sample, that the kernels cannot compute."""
 
-    def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
+    def formats(self, checkpoint: Checkpoint, wanted: WeightsKind) -> Formats:
+        """The matrices of a checkpoint that are to be packed in the device's own order.
+
+        Raises InputError if the device or the checkpoint cannot give what is wanted.
+        """
+
+    def workspace_bytes(
+        self,
+        config: LlamaConfig,
+        rows: Iterable[int],
+        context: int,
+        *,
+        formats: Formats = UNPACKED,
+    ) -> int:
         """Bytes of workspace for steps of any of these numbers of rows.  The caller must fill it
         with zeros once."""
 
-    def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
+    def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
         """Further buffers that its kernels need for steps of up to `rows` rows, by name: shapes and
         dtypes."""
 
     def bind(
-        self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
+        self,
+        program: Sequence[KernelCall | BoundCall],
+        config: LlamaConfig,
+        rows: int,
+        context: int,
+        *,
+        formats: Formats = UNPACKED,
     ) -> tuple[BoundCall, ...]:
-        """The program's launches for steps of `rows` rows, with every kernel on the device.
+        """The program's launches for steps of `rows` rows, with every kernel on the device.  What
+        is bound already stays in its place.
 
         It may compile and load, so it belongs before a capture.  The end of a step, from `head` on,
         is one launch a call.  Raises CompileError, NoCudaError, DriverError; NotAvailableError if
@@ -116,8 +154,9 @@ class Backend(Protocol):
     def give_up_library(self, reason: str) -> bool:
         """From here on no library multiplies, for this reason; False if none did."""
 
-    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Buffer]]) -> bool:
-        """Converts the file's tensors on the device, into buffers by canonical name.
+    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:
+        """Converts the file's tensors on the device, into buffers by canonical name, or puts their
+        packed bytes in order.
 
         Waits until they are there.  False if the device does not convert or there is no file; then
         nothing was done.

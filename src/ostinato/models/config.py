@@ -25,8 +25,16 @@ __all__ = [
     "tensor_shapes",
 ]
 
-SUPPORTED_ARCHITECTURES = ("llama",)
-_SUPPORTED = "supported: " + ", ".join(SUPPORTED_ARCHITECTURES) + " (Llama 2 and 3, SmolLM, …)"
+SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+"""As config.json names them.  GGUF files of Mistral models name themselves "llama"."""
+_SUPPORTED = f"supported: {', '.join(SUPPORTED_ARCHITECTURES)} (Llama 2 and 3, SmolLM, …)"
+_BIASED, _NORMED = ("qwen2",), ("qwen3",)  # queries, keys and values; heads of queries and keys
+
+_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# What transformers takes where config.json says nothing, as its configuration classes have it; for
+# architectures that are not here, all heads, and what of the hidden width is a head's.
+_HF_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_HF_HEAD_SIZES = {"qwen3": 128}
 
 # Upper bounds, inclusive, in the order of the config's fields.  Llama 3.1 405B has hidden 16384,
 # layers 126, heads 128, inner 53248.
@@ -81,10 +89,13 @@ class _ConfigFields:
     rope_factors: tuple[float, ...] | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    qkv_bias: bool
+    qk_norm: bool
+    windows: tuple[int, ...]
 
 
 class LlamaConfig(_ConfigFields):
-    """The sizes and constants of one Llama-family decoder.
+    """The sizes and constants of one Llama-family decoder, and what its family adds to Llama's.
 
     `hidden`: the residual's width.  `heads`, `kv_heads`: query and key/value heads (`heads` is a
     multiple).  `head_size`: width of one head, even.  `inner`: the MLP's width.  `vocabulary`: rows
@@ -93,6 +104,10 @@ class LlamaConfig(_ConfigFields):
     `rope_scaling`: as config.json gives it; `rope_factors`: the same thing as GGUF gives it, one
     divisor per rotated pair (head_size / 2); at most one of the two is set.
     `eos_token_ids`: what the model file itself calls end of sequence; the tokenizer may know more.
+    `qkv_bias`: vectors are added to queries, keys and values (Qwen2).  `qk_norm`: each head of
+    queries and keys is RMS-normed before its rope (Qwen3).  `windows`: of each layer, how many
+    positions a token attends to, its own included, or 0 for all before it (Mistral); empty if every
+    layer attends to all.
 
     Raises InputError for what is no whole number, ModelFormatError for sizes that make no sense;
     `where` begins the message.
@@ -117,6 +132,9 @@ class LlamaConfig(_ConfigFields):
         rope_factors: tuple[float, ...] | None = None,
         bos_token_id: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        windows: tuple[int, ...] = (),
         where: str = "config",
     ) -> None:
         sizes = (hidden, layers, heads, kv_heads, head_size, inner, vocabulary, context_length)
@@ -143,6 +161,9 @@ class LlamaConfig(_ConfigFields):
             rope_factors,
             bos_token_id,
             eos_token_ids,
+            qkv_bias,
+            qk_norm,
+            tuple(windows) if any(windows) else (),
         )
         if self.heads % self.kv_heads:
             raise ModelFormatError(
@@ -167,6 +188,16 @@ class LlamaConfig(_ConfigFields):
                     f"{where}: special token {token} is outside the vocabulary of {self.vocabulary}"
                 )
         self._check_factors(where)
+        if self.windows and len(self.windows) != self.layers:
+            raise ModelFormatError(
+                f"{where}: windows of {len(self.windows)} layers, must be of all {self.layers}"
+            )
+        for window in self.windows:
+            if not 0 <= whole(window, f"{where}: a sliding window") <= _LIMITS["context_length"]:
+                raise ModelFormatError(
+                    f"{where}: a sliding window is {window}, must be 0 to "
+                    f"{_LIMITS['context_length']}"
+                )
 
     def _check_factors(self, where: str) -> None:
         factors = self.rope_factors
@@ -192,6 +223,10 @@ class LlamaConfig(_ConfigFields):
         """Width of all key (or value) heads together."""
         return self.kv_heads * self.head_size
 
+    def window(self, layer: int) -> int:
+        """How many positions a token of this layer attends to; 0 for all before it."""
+        return self.windows[layer] if self.windows else 0
+
     @classmethod
     def from_hf(cls, config: Mapping[str, object], *, where: str = "config.json") -> LlamaConfig:
         """From the parsed `config.json` of a Hugging Face folder.
@@ -204,6 +239,7 @@ class LlamaConfig(_ConfigFields):
             raise UnsupportedModelError(
                 f"{where}: model_type {quoted(architecture)} is not supported; {_SUPPORTED}"
             )
+        assert isinstance(architecture, str)
         for key in ("attention_bias", "mlp_bias", "quantization_config"):
             if config.get(key):
                 raise UnsupportedModelError(f"{where}: {key} is set, which is not supported")
@@ -215,16 +251,20 @@ class LlamaConfig(_ConfigFields):
         reader = _Reader(config, where)
         heads = reader.integer("num_attention_heads")
         hidden = reader.integer("hidden_size")
+        layers = reader.integer("num_hidden_layers")
         rope = reader.mapping("rope_parameters") or reader.mapping("rope_scaling")
         # transformers 5 moved rope_theta into rope_parameters.
         theta_from = _Reader(rope, where) if "rope_theta" in rope else reader
         eos = config.get("eos_token_id")
         return cls(
             hidden=hidden,
-            layers=reader.integer("num_hidden_layers"),
+            layers=layers,
             heads=heads,
-            kv_heads=reader.integer("num_key_value_heads", heads),
-            head_size=reader.integer("head_dim", hidden // heads if heads > 0 else 0),
+            kv_heads=reader.integer("num_key_value_heads", _HF_KV_HEADS.get(architecture, heads)),
+            head_size=reader.integer(
+                "head_dim",
+                _HF_HEAD_SIZES.get(architecture, hidden // heads if heads > 0 else 0),
+            ),
             inner=reader.integer("intermediate_size"),
             vocabulary=reader.integer("vocab_size"),
             context_length=reader.integer("max_position_embeddings", 2048),
@@ -238,6 +278,9 @@ class LlamaConfig(_ConfigFields):
                 for entry in (eos if isinstance(eos, list) else [eos])[:64]
                 if (token := _optional_token(entry, where)) is not None
             ),
+            qkv_bias=architecture in _BIASED,
+            qk_norm=architecture in _NORMED,
+            windows=_hf_windows(architecture, reader, layers),
             where=where,
         )
 
@@ -257,52 +300,63 @@ class LlamaConfig(_ConfigFields):
         `rope_factors`: `rope_freqs.weight`, where there is one.  Raises as `from_hf`.
         """
         architecture = metadata.get("general.architecture")
-        if architecture not in SUPPORTED_ARCHITECTURES:
+        if architecture not in _GGUF_ARCHITECTURES:
             raise UnsupportedModelError(
                 f"{where}: general.architecture {quoted(architecture)} is not supported; "
-                f"{_SUPPORTED}"
+                f"supported: {', '.join(_GGUF_ARCHITECTURES)} (Llama 2 and 3, SmolLM, Mistral, …)"
             )
         reader = _Reader(metadata, where)
-        hidden = reader.integer("llama.embedding_length")
-        heads = reader.integer("llama.attention.head_count")
+        hidden = reader.integer(f"{architecture}.embedding_length")
+        heads = reader.integer(f"{architecture}.attention.head_count")
+        layers = reader.integer(f"{architecture}.block_count")
         head_size = reader.integer(
-            "llama.attention.key_length", hidden // heads if heads > 0 else 0
+            f"{architecture}.attention.key_length", hidden // heads if heads > 0 else 0
         )
         for key, expected in (
-            ("llama.attention.value_length", head_size),
-            ("llama.rope.dimension_count", head_size),
-            ("llama.vocab_size", vocabulary),
-            ("llama.expert_count", 0),
+            (f"{architecture}.attention.value_length", head_size),
+            (f"{architecture}.rope.dimension_count", head_size),
+            (f"{architecture}.vocab_size", vocabulary),
+            (f"{architecture}.expert_count", 0),
         ):
             if reader.integer(key, expected) != expected:
                 raise UnsupportedModelError(
-                    f"{where}: {key} is {metadata[key]}; only {expected} is supported here"
+                    f"{where}: {key} is {quoted(metadata[key])}; only {expected} is supported here"
                 )
-        scaling = metadata.get("llama.rope.scaling.type", "none")
+        scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
         if scaling != "none":
             raise UnsupportedModelError(
                 f"{where}: rope scaling {quoted(scaling)} is not supported; supported: none, and "
                 "Llama 3's (tensor rope_freqs.weight)"
             )
+        pattern = f"{architecture}.attention.sliding_window_pattern"
+        if metadata.get(pattern) is not None:
+            raise UnsupportedModelError(
+                f"{where}: {pattern} is {quoted(metadata[pattern])}, which is not supported; all "
+                "layers have the same window here"
+            )
+        window = reader.integer(f"{architecture}.attention.sliding_window", 0)
         eos = (
             _optional_token(metadata.get(f"tokenizer.ggml.{name}_token_id"), where)
             for name in ("eos", "eot", "eom")
         )
         return cls(
             hidden=hidden,
-            layers=reader.integer("llama.block_count"),
+            layers=layers,
             heads=heads,
-            kv_heads=reader.integer("llama.attention.head_count_kv", heads),
+            kv_heads=reader.integer(f"{architecture}.attention.head_count_kv", heads),
             head_size=head_size,
-            inner=reader.integer("llama.feed_forward_length"),
+            inner=reader.integer(f"{architecture}.feed_forward_length"),
             vocabulary=vocabulary,
-            context_length=reader.integer("llama.context_length", 2048),
-            norm_epsilon=reader.number("llama.attention.layer_norm_rms_epsilon", 1e-5),
-            rope_theta=reader.number("llama.rope.freq_base", 10000.0),
+            context_length=reader.integer(f"{architecture}.context_length", 2048),
+            norm_epsilon=reader.number(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5),
+            rope_theta=reader.number(f"{architecture}.rope.freq_base", 10000.0),
             tied_embeddings=tied_embeddings,
             rope_factors=rope_factors,
             bos_token_id=_optional_token(metadata.get("tokenizer.ggml.bos_token_id"), where),
             eos_token_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
+            qkv_bias=architecture in _BIASED,
+            qk_norm=architecture in _NORMED,
+            windows=(window,) * layers if 0 < layers <= _LIMITS["layers"] else (),
             where=where,
         )
 
@@ -332,14 +386,18 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model by its canonical name, with its shape; matrices are [out, in].
 
     `embed`, `layers.{i}.` + `attn_norm wq wk wv wo mlp_norm w_gate w_up w_down`, `final_norm`, and
-    `head` where the embeddings are not tied.  In the order of use.
+    `head` where the embeddings are not tied; of a layer also `bq bk bv` (`qkv_bias`) and `q_norm
+    k_norm` (`qk_norm`).  In the order of use.
     """
     hidden, inner = config.hidden, config.inner
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (hidden,),
         "wq": (config.query_size, hidden),
         "wk": (config.kv_size, hidden),
         "wv": (config.kv_size, hidden),
+        **({"bq": (config.query_size,)} if config.qkv_bias else {}),
+        **(dict.fromkeys(("bk", "bv"), (config.kv_size,)) if config.qkv_bias else {}),
+        **(dict.fromkeys(("q_norm", "k_norm"), (config.head_size,)) if config.qk_norm else {}),
         "wo": (hidden, config.query_size),
         "mlp_norm": (hidden,),
         "w_gate": (inner, hidden),
@@ -403,6 +461,11 @@ class _Reader:
 def _hf_rope_scaling(
     rope: Mapping[str, object], config: Mapping[str, object], where: str
 ) -> RopeScaling | None:
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            raise UnsupportedModelError(
+                f"{where}: a rope of its own for {quoted(name)}; all layers have the same one here"
+            )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
         raise UnsupportedModelError(f"{where}: partial_rotary_factor is set, must be 1")
@@ -421,6 +484,48 @@ def _hf_rope_scaling(
         return RopeScaling(factor, low, high, original)
     except ModelFormatError as error:
         raise ModelFormatError(f"{where}: {error}") from None
+
+
+def _hf_windows(architecture: str, reader: _Reader, layers: int) -> tuple[int, ...]:
+    """By transformers' rules: every layer of Mistral, the layers of Qwen that config.json names or
+    that follow `max_window_layers`, and none of Llama."""
+    values, where = reader.values, reader.where
+    if architecture == "llama" or not 0 < layers <= _LIMITS["layers"]:
+        return ()
+    if architecture == "mistral":
+        # Without the key it is transformers' default; null is none.
+        sliding = "sliding_window" not in values or values["sliding_window"] is not None
+        kinds: object = ["sliding_attention"] * layers
+        if (values.get("layer_types") or kinds) != kinds:
+            raise UnsupportedModelError(f"{where}: layer_types of a Mistral are not supported")
+    else:
+        sliding = reader.boolean("use_sliding_window", False)
+        sliding &= "sliding_window" not in values or values["sliding_window"] is not None
+        kinds = values.get("layer_types")
+        if kinds is None:
+            first = reader.integer("max_window_layers", 28)
+            kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+        known = ("sliding_attention", "full_attention")
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != layers
+            or not all(kind in known for kind in kinds)
+        ):
+            raise UnsupportedModelError(
+                f"{where}: layer_types is {quoted(kinds)}, must name one of {', '.join(known)} for "
+                f"each of the {layers} layers"
+            )
+        if not sliding and "sliding_attention" in kinds and values.get("layer_types") is not None:
+            raise UnsupportedModelError(
+                f"{where}: layer_types name sliding layers, and use_sliding_window is not set"
+            )
+    if not sliding:
+        return ()
+    window = reader.integer("sliding_window", 4096)
+    if window < 1:
+        raise ModelFormatError(f"{where}: sliding_window is {window}, must be 1 or more")
+    assert isinstance(kinds, list)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def _optional_token(value: object, where: str) -> int | None:

@@ -110,6 +110,9 @@ class Conversation:
         self._answer: Generation | None = None
         self._read = self._cached = self._answered = 0
 
+    def __repr__(self) -> str:
+        return f"<Conversation of {len(self._history())} messages>"
+
     @property
     def messages(self) -> list[dict[str, str]]:
         """All messages so far, oldest first: new mappings with `role` and `content`."""

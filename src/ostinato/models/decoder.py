@@ -14,28 +14,33 @@ only size is the number of rows; everything else is read on the device.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Device, Graph, GraphCache, Stream
+from ostinato import Device, Graph, GraphCache, Operation, Stream
+from ostinato.distributed import Group
 from ostinato.driver.closeable import Closeable
-from ostinato.errors import ClosedError, InputError, NotAvailableError
+from ostinato.errors import ClosedError, DriverError, InputError, NotAvailableError
 from ostinato.models.arguments import quoted, token_ids, whole
-from ostinato.models.backend import Backend, LibraryRows
+from ostinato.models.backend import UNPACKED, Backend, LibraryRows, WeightsKind
 from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.bricks import Formats
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import OPTIONS, SAMPLED_ROWS, STOP_TOKENS, KernelCall
+from ostinato.models.ranks import Ranks
 from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.sequences import Sequences
+from ostinato.models.sharding import ShardedCheckpoint, Sharding, shard_buffers
 from ostinato.models.step_graphs import StepGraphs
 from ostinato.models.stepper import Stepper, TokenRing
 from ostinato.models.weights import Weights, load_weights
@@ -59,6 +64,12 @@ class Decoder(Closeable):
     (`statistics().library` says so, or why not); "auto" goes by the model's size (8 for 1B, 64 for
     135M), None is never.  Without it `max_rows` goes to 64.
 
+    `weights`: "packed" leaves a file's quantised matrices as they are and unpacks them in the
+    kernels; "bf16" makes all of them bfloat16 in a GPU's memory; "auto" is what is faster
+    (`statistics().weights` says what it is), and "bf16" for a GPU of a `group`, which "packed" is
+    an InputError for.  On a CPU weights stay packed where the compiled kernels are there, and are
+    float32 else.
+
     `graphs` off runs everything eagerly.  `build`: "capture", or "record" to build graphs by hand
     from the first run's launches.  `warmups`: eager runs of each bucket before its capture.
     `verify` as for GraphedStep.  `device_state` off (it can be changed between steps): the host
@@ -68,6 +79,13 @@ class Decoder(Closeable):
     this process has processors, or OSTINATO_THREADS, if None.  They sleep between steps, and are
     fewer for a while where other processes want the processors.  On a GPU, of the weights'
     conversion where the host does it.
+
+    `group`: this decoder is one rank of several, each with a share of the model on a device of its
+    own; `model` is the whole model on all of them, as a path or a checkpoint.  All ranks make the
+    same calls in the same order and get the same tokens.  Calls wait for the other ranks and raise
+    GroupError where they fail.  The caller closes the group, after the decoder.  `collectives`:
+    what the ranks exchange by, "auto", "exchange" or "library" (`open_collectives`), else as
+    OSTINATO_COLLECTIVES says.
 
     Raises ModelError (UnsupportedModelError before anything is loaded), CompileError,
     OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder must not overlap.
@@ -83,6 +101,7 @@ class Decoder(Closeable):
         max_context: int | None = None,
         max_rows: int | None = None,
         library_rows: LibraryRows = "auto",
+        weights: WeightsKind = "auto",
         sequences: int = 1,
         graphs: bool = True,
         build: Literal["capture", "record"] = "capture",
@@ -92,6 +111,8 @@ class Decoder(Closeable):
         stop_tokens: Iterable[int] | None = None,
         graph_budget: int | str | None = None,
         threads: int | None = None,
+        group: Group | None = None,
+        collectives: str | None = None,
     ) -> None:
         self.device = device
         self.device_state = device_state
@@ -102,23 +123,39 @@ class Decoder(Closeable):
             verify = whole(verify, "verify", 1)
         if threads is not None:
             threads = whole(threads, "threads", 1)
+        if weights not in get_args(WeightsKind):
+            kinds = ", ".join(map(repr, get_args(WeightsKind)))
+            raise InputError(f"weights is {quoted(weights)}; there are {kinds}")
         given = model if isinstance(model, Weights) else None
+        if given is not None and weights != "auto":
+            raise InputError(f"weights={weights!r}: the weights given are on the device already")
+        if given is not None and group is not None and group.size > 1:
+            raise InputError(
+                "weights in device memory are not split over ranks; give the group's decoders a "
+                "path or a checkpoint"
+            )
         self.backend: Backend = backend_for(
             device,
             library_rows=library_rows,
             threads=threads,
-            packed=None if given is None else given.packed,
+            packed=given.packed if given is not None else True if weights == "packed" else None,
         )
         self._phases = Phases()
         self._closed = False
         self._owns_weights = given is None
         checkpoint = model if isinstance(model, Checkpoint | Weights) else open_checkpoint(model)
+        sharding: Sharding | None = None
         try:
             self.config: LlamaConfig = checkpoint.config
+            part = self.config
+            """The model of this decoder's own kernels."""
+            if group is not None and group.size > 1:
+                sharding = Sharding(self.config, group.rank, group.size)
+                part = sharding.part
             context = _context(self.config, max_context)
             if max_rows is None:
                 bucket = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # of a whole context
-                max_rows = min(self.backend.piece_rows(self.config), bucket)
+                max_rows = min(self.backend.piece_rows(part), bucket)
             sizes = PlanSizes(
                 whole(max_rows, "max_rows", 1), whole(sequences, "sequences", 1), context
             )
@@ -126,17 +163,20 @@ class Decoder(Closeable):
                 self.config.eos_token_ids if stop_tokens is None else stop_tokens, self.config
             )
             sampled = min(sizes.rows, sizes.sampled_rows)
-            self.backend.require_supported(self.config, sizes.rows, sampled)
+            self.backend.require_supported(part, sizes.rows, sampled)
             self.weights: Weights
             if isinstance(checkpoint, Weights):
                 self.weights = _fitting(checkpoint, device, self.backend)
             else:
+                read = checkpoint if sharding is None else ShardedCheckpoint(checkpoint, sharding)
+                formats = _formats(self.backend, read, weights, sequences)
                 with self._phases.measure("load"):
                     self.weights = load_weights(
                         device,
-                        checkpoint,
+                        read,
                         self.backend.dtype,
                         packed=self.backend.packed,
+                        formats=formats,
                         threads=threads,
                         convert=self.backend.convert,
                     )
@@ -145,15 +185,27 @@ class Decoder(Closeable):
                 checkpoint.close()
         try:
             with self._phases.measure("plan"):
-                workspace = self.backend.workspace_bytes(self.config, sizes.buckets, sizes.context)
-                more = self.backend.buffers(self.config, sizes.rows)
+                formats = self.weights.formats
+                workspace = self.backend.workspace_bytes(
+                    part, sizes.buckets, sizes.context, formats=formats
+                )
+                more = dict(self.backend.buffers(part, sizes.rows, formats=formats))
+                if sharding is not None:
+                    more |= shard_buffers(sharding, sizes.rows, sizes.sequences)
                 self.plan = BufferPlan.allocate(
                     device, self.weights, sizes, workspace=workspace, more=more
                 )
         except BaseException:
             self._close_weights()
             raise
+        self._ranks: Ranks | None = None
+        self._gather: tuple[Operation, ...] = ()
+        """What gives a rank all ranks' logits."""
         try:
+            if group is not None and sharding is not None:
+                self._ranks = Ranks(group, sharding, device, collectives)
+                self._ranks.agree_model(self.config, self.backend, self.plan)
+                self._gather = self._ranks.gather_logits(self.plan)
             self._steps = StepGraphs(
                 device,
                 self.backend,
@@ -163,15 +215,18 @@ class Decoder(Closeable):
                 warmups=warmups,
                 verify=verify,
                 graph_budget=graph_budget,
+                ranks=self._ranks,
             )
         except BaseException:
+            if self._ranks is not None:
+                self._ranks.close()
             self.plan.close()
             self._close_weights()
             raise
         self.stream: Stream = self._steps.stream
         self.graph_cache: GraphCache = self._steps.graph_cache
         ring = TokenRing(self.plan.ring, self.stream, spins=self.backend.spins)
-        self._stepper = Stepper(self.plan, self._steps, ring, self._phases)
+        self._stepper = Stepper(self.plan, self._steps, ring, self._phases, self._ranks)
         self._run: Run[int] | Run[dict[int, int]] | None = None
         self._sequences = Sequences(
             sizes.sequences, context=sizes.context, vocabulary=self.config.vocabulary
@@ -185,7 +240,8 @@ class Decoder(Closeable):
         c, sizes = self.config, self.plan.sizes
         return (
             f"<Decoder of {c.layers} layers, hidden {c.hidden}, on {self.device.name}: "
-            f"{sizes.sequences} sequences of {sizes.context} positions>"
+            f"{sizes.sequences} sequences of {sizes.context} positions"
+            f"{', closed' * self._closed}>"
         )
 
     # --- settings
@@ -224,6 +280,12 @@ class Decoder(Closeable):
             options.min_p,
             options.repetition_penalty,
         )
+        self._note(f"set_sampling of sequence {one.index}: {self._options[one.index]}")
+        # Greedy rows need each rank's best logit alone.
+        self._steps.whole_logits = bool(
+            np.any(self._options["temperature"] != 0)
+            or np.any(self._options["repetition_penalty"] != 1)
+        )
         self.plan.options.set(self._options, self.stream)
         one.on_device = one.stopped = False
 
@@ -234,6 +296,7 @@ class Decoder(Closeable):
         """
         wanted = _stop_tokens(tokens, self.config)
         self._begin("set_stop_tokens")
+        self._note(f"set_stop_tokens: {wanted}")
         stops = np.full(STOP_TOKENS, -1, np.int32)
         stops[: len(wanted)] = wanted
         self.plan.stops.set(stops, self.stream)
@@ -255,6 +318,7 @@ class Decoder(Closeable):
         """Forgets a sequence's tokens, or all sequences'.  Nothing is written to the device."""
         forgotten = [*self._sequences] if sequence is None else [self._sequences[sequence]]
         self._end_run("reset")
+        self._note(f"reset of {sequence}")
         for one in forgotten:
             one.truncate(0)
 
@@ -265,6 +329,7 @@ class Decoder(Closeable):
         """
         one = self._sequences[sequence]
         self._end_run("truncate")
+        self._note(f"truncate of sequence {one.index} to {count}")
         one.truncate(count)
 
     def keep_common(self, tokens: Iterable[int], sequence: int = 0) -> int:
@@ -276,6 +341,7 @@ class Decoder(Closeable):
         one = self._sequences[sequence]
         found = token_ids(tokens, self.config.vocabulary, "tokens")
         self._end_run("keep_common")
+        self._note(f"keep_common of sequence {one.index}: {_digest(found)}")
         return one.keep_common(found)
 
     def copy_prefix(self, count: int, source: int, target: int) -> None:
@@ -295,6 +361,7 @@ class Decoder(Closeable):
                 "copied"
             )
         self._begin("copy_prefix")
+        self._note(f"copy_prefix of {count} from {one.index} to {other.index}")
         other.truncate(0)  # first: an interrupted copy must not be taken for a whole one
         self.plan.copy_sequence(self.stream, one.index, other.index)
         other.tokens[:] = one.tokens[:count]
@@ -320,6 +387,7 @@ class Decoder(Closeable):
         one = self._sequences[sequence]
         found = self._sequences.prompt(tokens, one)
         self._begin("prefill")
+        self._agree(f"prefill of sequence {one.index} at {one.length}: {_digest(found)}")
         del one.tokens[one.length :]
         one.on_device = one.stopped = False
         return self._stepper.prompt(one, found, progress)
@@ -332,6 +400,7 @@ class Decoder(Closeable):
         one = self._sequences[sequence]
         found = self._sequences.prompt(tokens, one)
         self._begin("extend")
+        self._agree(f"extend of sequence {one.index} at {one.length}: {_digest(found)}")
         del one.tokens[one.length :]
         one.on_device = one.stopped = False
         self._stepper.prompt(one, found, choose=False)
@@ -347,6 +416,8 @@ class Decoder(Closeable):
         """One more token of each of several sequences, in one step.  Raises as `decode`."""
         ready = self._sequences.ready(sequences)
         self._begin("decode")
+        if self._ranks is not None:
+            self._agree(f"decode of {[one.index for one in ready]}", again=False)
         return self._stepper.together(ready, device_state=self.device_state)
 
     def run(
@@ -374,6 +445,7 @@ class Decoder(Closeable):
         options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
         ready = self._sequences.ready((sequence,))
         self._begin("run")
+        self._agree(f"run of {sequence}: {options}")
         run = TokenRun(self._stepper, ready, options, device_state=self.device_state)
         self._run = run
         return run
@@ -391,6 +463,7 @@ class Decoder(Closeable):
         options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
         ready = self._sequences.ready(sequences)
         self._begin("run_batch")
+        self._agree(f"run_batch of {[one.index for one in ready]}: {options}")
         run = BatchRun(self._stepper, ready, options, device_state=self.device_state)
         self._run = run
         return run
@@ -398,8 +471,8 @@ class Decoder(Closeable):
     def logits(self, sequence: int = 0) -> npt.NDArray[np.float32]:
         """A copy of the sequence's latest logits: float32, (vocabulary,).  Waits for the step.
 
-        Raises InputError if a run computed further than the tokens it handed out: the logits there
-        are of a later token.
+        Of a group's decoder all ranks must ask for them together.  Raises InputError if a run
+        computed further than the tokens it handed out: the logits there are of a later token.
         """
         one = self._sequences[sequence]
         if one.ahead or (self._run is not None and self._run.is_ahead(one)):
@@ -408,12 +481,30 @@ class Decoder(Closeable):
                 "handed out, and so are its logits; truncate by one token and decode it again, or "
                 "run with ahead=0"
             )
-        return self.plan.buffers["logits"][one.index].to_numpy(self.stream)
+        logits = self.plan.buffers["logits"][one.index]
+        if self._ranks is None:
+            return logits.to_numpy(self.stream)
+        self._agree("logits")
+        for operation in self._gather:
+            self.stream.submit(operation)
+        with self._ranks.watching("all ranks' logits"):
+            return logits.to_numpy(self.stream)
 
     def _begin(self, what: str) -> None:
         """Before every step and setting: a run under way ends."""
         self._require_open()
         self._end_run(what)
+
+    def _note(self, call: str) -> None:
+        """Notes a call that changed something, to be compared before the next step."""
+        if self._ranks is not None:
+            self._ranks.note(call, again=True)
+
+    def _agree(self, call: str, *, again: bool = True) -> None:
+        """Before a step: all ranks must have made the same calls."""
+        if self._ranks is not None:
+            self._ranks.note(call, again=again)
+            self._ranks.agree_calls()
 
     def _end_run(self, by: str) -> None:
         run, self._run = self._run, None
@@ -424,12 +515,18 @@ class Decoder(Closeable):
     def program(self, *, sampled: bool = True) -> tuple[KernelCall, ...]:
         """The calls of a step, in order.  A backend may do several in one launch, or one in several
         (where a library multiplies); `graph` has the launches."""
-        return self._steps.programs[sampled]
+        return self._steps.programs["decode" if sampled else "prefill"]
 
     def graph(self, rows: int = 1, *, sampled: bool = True) -> Graph:
         """The graph of a step of so many rows (or of their bucket), captured for reading."""
         self._require_open()
         return self._steps.graph(whole(rows, "rows", 1), sampled=sampled)
+
+    @property
+    def collectives(self) -> str:
+        """What this decoder and the other ranks' of its group exchange by; empty without a
+        group."""
+        return "" if self._ranks is None else self._ranks.collectives.name
 
     @property
     def last_decision(self) -> Decision | None:
@@ -457,7 +554,9 @@ class Decoder(Closeable):
             self.graph_cache.statistics(),
             self._phases,
             launches_per_token=self._steps.launches,
+            weights=self.weights.description(),
             weight_bytes=self.weights.nbytes,
+            unpacked_bytes=self.weights.unpacked_bytes,
             plan_bytes=self.plan.nbytes,
             kernel_seconds=self._steps.kernel_seconds,
             library=self.backend.library,
@@ -475,8 +574,15 @@ class Decoder(Closeable):
         self._end_run("close")
         self._closed = True
         if not self.device.context.closed:
-            self.stream.synchronize()
+            try:
+                self.stream.synchronize()
+            except DriverError:
+                if self._ranks is None or self._ranks.group.failure is None:
+                    raise
         self._steps.close()
+        if self._ranks is not None:
+            self._gather = ()
+            self._ranks.close()
         self.plan.close()
         self._close_weights()
 
@@ -525,6 +631,34 @@ def _fitting(weights: Weights, device: Device, backend: Backend) -> Weights:
             "(uint16 is bfloat16)"
         )
     return weights
+
+
+_PACKED_ROWS = 8
+"""Most rows of a batch for which steps with packed weights are faster on an H200; 32 are slower."""
+
+
+def _formats(
+    backend: Backend, checkpoint: Checkpoint, wanted: WeightsKind, sequences: int
+) -> Formats:
+    """The matrices that are packed in the device's own order: none of a rank's share, so that
+    "auto" is bfloat16 there, as it is for large batches.  Raises InputError."""
+    if wanted == "auto" and sequences > _PACKED_ROWS:
+        return UNPACKED
+    formats = backend.formats(checkpoint, wanted)
+    if not formats or not isinstance(checkpoint, ShardedCheckpoint):
+        return formats
+    if wanted == "packed":
+        raise InputError(
+            "weights='packed': a GPU that is one rank of several holds its share in bfloat16 only; "
+            "use weights='auto' or 'bf16' with a group"
+        )
+    return UNPACKED
+
+
+def _digest(tokens: list[int]) -> str:
+    """Of many tokens, in few words."""
+    digest = hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=8).hexdigest()
+    return f"{len(tokens)} tokens ({digest})"
 
 
 def _stop_tokens(tokens: Iterable[int], config: LlamaConfig) -> tuple[int, ...]:

@@ -101,6 +101,8 @@ class DecoderStatistics:
     Seconds are wall time (of a run, what it waited for tokens): `load_seconds` reads the weights,
     `plan_seconds` allocates the buffers, `kernel_seconds` compiles or finds the kernels, loads them
     and prepares their launches.
+    `weights`: what the matrices on the device are, in words; `weight_bytes` of device memory are
+    all weights, `unpacked_bytes` they would be without packing.
     `library`: what multiplies in steps of many rows besides our own kernels, or why nothing does;
     empty where that is no question.
     """
@@ -122,7 +124,9 @@ class DecoderStatistics:
     prefill_seconds: float
     decode_seconds: float
     host_writes: int
+    weights: str
     weight_bytes: int
+    unpacked_bytes: int
     plan_bytes: int
     library: str
     steps: dict[str, StepStatistics]
@@ -136,7 +140,9 @@ class DecoderStatistics:
         phases: Phases,
         *,
         launches_per_token: int,
+        weights: str,
         weight_bytes: int,
+        unpacked_bytes: int,
         plan_bytes: int,
         kernel_seconds: float,
         library: str,
@@ -167,7 +173,9 @@ class DecoderStatistics:
             prefill_seconds=phases.seconds["prefill"],
             decode_seconds=phases.seconds["decode"],
             host_writes=phases.host_writes,
+            weights=weights,
             weight_bytes=weight_bytes,
+            unpacked_bytes=unpacked_bytes,
             plan_bytes=plan_bytes,
             library=library,
             steps=dict(steps),

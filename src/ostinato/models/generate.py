@@ -74,6 +74,9 @@ class TextGenerator(Closeable):
         self.latest: Generation | None = None
         """The generation that the decoder is at; those before it are over."""
 
+    def __repr__(self) -> str:
+        return f"<TextGenerator of {self.decoder!r} and {self.tokenizer!r}>"
+
     @property
     def chats(self) -> bool:
         """Whether the model brings a chat template."""
@@ -146,7 +149,7 @@ class TextGenerator(Closeable):
         max_tokens = whole(max_tokens, "max_tokens", 1)
         ring = self.decoder.plan.sizes.ring
         per_launch = RunOptions(tokens_per_launch=tokens_per_launch).checked(ring).tokens_per_launch
-        tokens = self._tokens(prompt, chat, system)
+        tokens, chatted = self._tokens(prompt, chat, system)
         context = self.decoder.plan.sizes.context
         if len(tokens) > context:
             raise InputError(
@@ -167,6 +170,7 @@ class TextGenerator(Closeable):
             sampling=sampling,
             cached=cached,
             stops=stops,
+            continues=not chatted,
             tokens_per_launch=per_launch,
             progress=progress,
         )
@@ -200,8 +204,12 @@ class TextGenerator(Closeable):
         prompt: str | Items[Mapping[str, str]] | Items[int],
         chat: bool | None,
         system: str | None,
-    ) -> list[int]:
+    ) -> tuple[list[int], bool]:
+        """The prompt's tokens, and whether it is a chat, or else text that the answer goes on
+        with."""
+        chatted = False
         if isinstance(prompt, str):
+            chatted = self.chats if chat is None else bool(chat)
             tokens = self.encode(prompt, chat=chat, system=system)
         elif isinstance(prompt, Mapping | bytes | bytearray) or not isinstance(prompt, Iterable):
             raise InputError(f"prompt is {quoted(prompt)}, must be text, messages or token ids")
@@ -211,12 +219,13 @@ class TextGenerator(Closeable):
             if messages and len(messages) < len(items):
                 raise InputError("the prompt mixes messages and token ids")
             if messages:
+                chatted = True
                 tokens = self.encode(messages, chat=chat, system=system)
             else:
                 tokens = token_ids(items, self.decoder.config.vocabulary, "prompt")
         if not tokens:
             raise InputError("the prompt is empty: it has no tokens")
-        return tokens
+        return tokens, chatted
 
     def close(self) -> None:
         """Gives the decoder's memory back.  Idempotent."""

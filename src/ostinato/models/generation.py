@@ -45,6 +45,7 @@ class Summary:
     so many times more.  `one_by_one`: why tokens came in other ways than asked (see
     `DecoderStatistics`).  `load_seconds`: of the model, once
     for all generations.  `library`: what multiplies besides our kernels, or why nothing does.
+    `weights`: what the matrices on the device are; `weight_bytes`: of all weights there.
     """
 
     text: str
@@ -66,6 +67,8 @@ class Summary:
     eager_reasons: dict[str, int]
     one_by_one: dict[str, int]
     library: str
+    weights: str
+    weight_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -81,7 +84,8 @@ class Summary:
             f"model loaded in {self.load_seconds:.2f} s",
             f"launches: {self.launches_eager} eager, {self.launches_replayed} of graphs "
             f"(each in place of up to {self.launches_per_token * self.tokens_per_launch}); "
-            f"{self.graphs_captured} graphs captured; device {self.device}",
+            f"{self.graphs_captured} graphs captured; device {self.device}; "
+            f"weights {self.weights}, {self.weight_bytes / 1e6:.0f} MB",
         ]
         if not self.sampling.is_greedy:
             lines.append(f"seed {self.sampling.seed}: the same seed gives the same answer")
@@ -96,11 +100,17 @@ class AnswerText:
     """The text of an answer as its tokens come; ends before the first of the texts in `stops`.
 
     No piece holds part of a character, and none the beginning of a text that may end the answer.
+    `continues`: the answer goes on with the prompt's text, and is no turn of a chat.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | Iterable[str] = ()) -> None:
-        self._out = tokenizer.stream_decoder()
+    def __init__(
+        self, tokenizer: Tokenizer, stop: str | Iterable[str] = (), *, continues: bool = False
+    ) -> None:
+        self._out = tokenizer.stream_decoder(continues=continues)
         self._stops = StopMatcher(checked_stops(stop))
+
+    def __repr__(self) -> str:
+        return f"<AnswerText: {self._stops!r}>"
 
     def push(self, token: int, *, last: bool = False) -> tuple[str, bool]:
         """Takes a token: what is certain of the text now, and whether a stop text ended it.
@@ -132,6 +142,7 @@ class Generation:
         sampling: SamplingOptions,
         cached: int = 0,
         stops: tuple[str, ...] = (),
+        continues: bool = False,
         tokens_per_launch: int = 1,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -139,7 +150,7 @@ class Generation:
         self._prompt = tuple(prompt)
         self._sampling = sampling
         self._cached = cached
-        self._out = AnswerText(generator.tokenizer, stops)
+        self._out = AnswerText(generator.tokenizer, stops, continues=continues)
         self._progress = progress
         self._per_launch = tokens_per_launch
         self._before = generator.decoder.statistics()
@@ -149,6 +160,10 @@ class Generation:
         self._tokens: list[int] = []
         self._reason = "interrupted"
         self._work = self._run()
+
+    def __repr__(self) -> str:
+        prompt, tokens = len(self._prompt), len(self._tokens)
+        return f"<Generation: {tokens} tokens after a prompt of {prompt}, {self._reason}>"
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -249,6 +264,8 @@ class Generation:
             eager_reasons=_since(before.eager_reasons, now.eager_reasons),
             one_by_one=_since(before.one_by_one, now.one_by_one),
             library=now.library,
+            weights=now.weights,
+            weight_bytes=now.weight_bytes,
         )
 
 

@@ -119,32 +119,34 @@ class BufferPlan:
         """Allocates everything for the largest step.  Raises OutOfMemoryError, InputError.
 
         `workspace`: bytes that the kernels need beside the named buffers, `more`: shapes and dtypes
-        of buffers that only some kernels know (both from `Backend`).  All but the KV cache is
-        filled with zeros: counters in the workspace start from zero, and kernels read whole
-        buffers.  Of the KV cache only positions that were written are read.
+        of buffers that only some kernels know (both from `Backend`), or of named ones that are to
+        be of another shape.  All but the KV cache is filled with zeros: counters in the workspace
+        start from zero, and kernels read whole buffers.  Of the KV cache only positions that were
+        written are read.
         """
         c, context = weights.config, device.context
-        f32 = np.float32
-        buffers = {
-            "live": device.zeros((sizes.rows, 4), np.int32),
-            "x": device.zeros((sizes.rows, c.hidden), f32),
-            "q": device.zeros((sizes.rows, c.heads, c.head_size), f32),
-            "attended": device.zeros((sizes.rows, c.heads, c.head_size), f32),
-            "inner": device.zeros((sizes.rows, c.inner), f32),
-            "workspace": device.zeros(-(-workspace // 4), f32),
-            "cache": device.empty(
-                (c.layers, 2, sizes.sequences, c.kv_heads, sizes.context, c.head_size),
-                weights.dtype,
-            ),
-            "rope": device.array(rope_table(c, sizes.context)),
-            "history": device.zeros((sizes.sequences, sizes.context), np.int32),
-            "logits": device.zeros((sizes.sequences, c.vocabulary), f32),
-            "adjusted": device.zeros((sizes.sequences, c.vocabulary), f32),
-            "chosen": device.zeros(sizes.rows, np.int32),
-            "state": device.zeros((sizes.sequences, STATE.itemsize // 4), np.int32),
-            "counter": device.zeros(1, np.int32),
-            **{name: device.zeros(shape, kind) for name, (shape, kind) in (more or {}).items()},
+        f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
+        cleared: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+            "live": ((sizes.rows, 4), i32),
+            "x": ((sizes.rows, c.hidden), f32),
+            "q": ((sizes.rows, c.heads, c.head_size), f32),
+            "attended": ((sizes.rows, c.heads, c.head_size), f32),
+            "inner": ((sizes.rows, c.inner), f32),
+            "workspace": ((-(-workspace // 4),), f32),
+            "history": ((sizes.sequences, sizes.context), i32),
+            "logits": ((sizes.sequences, c.vocabulary), f32),
+            "adjusted": ((sizes.sequences, c.vocabulary), f32),
+            "chosen": ((sizes.rows,), i32),
+            "state": ((sizes.sequences, STATE.itemsize // 4), i32),
+            "counter": ((1,), i32),
+            **({"qkv": ((sizes.rows, c.query_size + 2 * c.kv_size), f32)} if c.qk_norm else {}),
+            **(more or {}),
         }
+        buffers = {name: device.zeros(shape, kind) for name, (shape, kind) in cleared.items()}
+        buffers["cache"] = device.empty(
+            (c.layers, 2, sizes.sequences, c.kv_heads, sizes.context, c.head_size), weights.dtype
+        )
+        buffers["rope"] = device.array(rope_table(c, sizes.context))
         ring = device.pinned((sizes.sequences, sizes.ring), RING)
         ring.array[...] = (0, -1)
         return cls(

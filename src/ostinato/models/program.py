@@ -14,6 +14,9 @@ advanced there too.
     layer 0..n: norm_qkv_rope  attention  output_residual  norm_gate_up  down_residual
     head  sample  advance                                 only in a step that samples
 
+Where heads are normed before their rope (`LlamaConfig.qk_norm`), a norm needs a whole head's sums,
+and `norm_qkv  norm_rope` stand in the place of `norm_qkv_rope`.
+
 Several steps can be one launch: a graph with a WHILE node whose body is a step and one kernel more,
 which counts down and checks whether any row of the step has not stopped.
 
@@ -35,6 +38,7 @@ import numpy as np
 from ostinato.models.config import LlamaConfig
 
 __all__ = [
+    "ABSENT",
     "ACTIVE",
     "FROM_STATE",
     "OPTIONS",
@@ -91,6 +95,8 @@ that rise by one, and only the last one may be SAMPLE.  See `PlanSizes` for wher
 larger."""
 STOP_TOKENS = 16
 """How many end tokens the device holds; unused ones are -1."""
+ABSENT = 0
+"""The null pointer: in the place of a weight that this model does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,23 +213,7 @@ class _Sizes:
         cache = Bound("cache", layer)
         heads = {"heads": c.heads, "kv_heads": c.kv_heads, "head_size": c.head_size}
         return (
-            _call(
-                "norm_qkv_rope",
-                live=live,
-                x=x,
-                norm=Bound("attn_norm", layer),
-                weight=Bound("wqkv", layer),
-                rope=Bound("rope"),
-                cache=cache,
-                q=q,
-                workspace=workspace,
-                row_count="rows",
-                hidden=c.hidden,
-                **heads,
-                sequences="sequences",
-                context="context",
-                epsilon=c.norm_epsilon,
-            ),
+            *self.qkv(layer),
             _call(
                 "attention",
                 live=live,
@@ -235,6 +225,7 @@ class _Sizes:
                 **heads,
                 sequences="sequences",
                 context="context",
+                window=c.window(layer),
                 scale=1.0 / math.sqrt(c.head_size),
             ),
             _call(
@@ -271,6 +262,64 @@ class _Sizes:
                 row_count="rows",
                 hidden=c.hidden,
                 width=c.inner,
+            ),
+        )
+
+    def qkv(self, layer: int) -> tuple[KernelCall, ...]:
+        """Norm, queries, keys and values, rope, and the write into the cache."""
+        c = self.config
+        live, qkv, cache, q = Bound("live"), Bound("qkv"), Bound("cache", layer), Bound("q")
+        heads = {"heads": c.heads, "kv_heads": c.kv_heads, "head_size": c.head_size}
+        product: dict[str, Argument] = {
+            "live": live,
+            "x": Bound("x"),
+            "norm": Bound("attn_norm", layer),
+            "weight": Bound("wqkv", layer),
+        }
+        bias: Argument = Bound("bqkv", layer) if c.qkv_bias else ABSENT
+        if not c.qk_norm:
+            one = _call(
+                "norm_qkv_rope",
+                **product,
+                bias=bias,
+                rope=Bound("rope"),
+                cache=cache,
+                q=q,
+                workspace=Bound("workspace"),
+                row_count="rows",
+                hidden=c.hidden,
+                **heads,
+                sequences="sequences",
+                context="context",
+                epsilon=c.norm_epsilon,
+            )
+            return (one,)
+        return (
+            _call(
+                "norm_qkv",
+                **product,
+                qkv=qkv,
+                workspace=Bound("workspace"),
+                row_count="rows",
+                hidden=c.hidden,
+                **heads,
+                epsilon=c.norm_epsilon,
+            ),
+            _call(
+                "norm_rope",
+                live=live,
+                qkv=qkv,
+                bias=bias,
+                q_norm=Bound("q_norm", layer),
+                k_norm=Bound("k_norm", layer),
+                rope=Bound("rope"),
+                cache=cache,
+                q=q,
+                row_count="rows",
+                **heads,
+                sequences="sequences",
+                context="context",
+                epsilon=c.norm_epsilon,
             ),
         )
 

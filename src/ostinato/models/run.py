@@ -104,6 +104,10 @@ class Run(Closeable, Generic[T]):
         self._ended_by: str | None = None
         self._work = self._steps()
 
+    def __repr__(self) -> str:
+        state = f"ended by {self._ended_by}" if self._ended_by else "over" if self._over else "open"
+        return f"<{type(self).__name__} of {len(self._live)} sequences, {state}>"
+
     def __iter__(self) -> Self:
         return self
 

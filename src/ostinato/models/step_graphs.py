@@ -12,7 +12,7 @@ each reads and writes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -40,13 +40,15 @@ from ostinato.errors import (
 from ostinato.models.backend import Backend, BoundCall
 from ostinato.models.decoder_statistics import OperationTimes
 from ostinato.models.plan import BufferPlan
-from ostinato.models.program import Argument, decode_program, loop_call
+from ostinato.models.program import Argument, KernelCall, decode_program, loop_call
+from ostinato.models.ranks import Ranks
 from ostinato.replay import Action, Decision, HeldReplay, Reason, StepStatistics
 
 __all__ = ["StepGraphs"]
 
-# By whether the step samples.
-_NAMES = {False: "prefill", True: "decode"}
+_PREFILL, _DECODE = "prefill", "decode"
+_WHOLE_LOGITS = "decode, whole logits"
+"""Of several ranks: every one has all logits, so that rows can be sampled in any way."""
 # Garbage for padding rows while a step is checked: without ACTIVE, outside of everything.
 _POISON_ROWS = (-2, 1 << 30)
 
@@ -56,7 +58,9 @@ class StepGraphs:
 
     Launches are prepared once for each bucket: for single rows when this is made, for others before
     their first step.  That loads their kernels, so that no capture meets one that is not.
-    Arguments are those of `Decoder`.
+    Arguments are those of `Decoder`; `ranks` is its part in its group, if it has one.  Then each
+    graph is compared with those of the other ranks before its first launch, and after a failure of
+    the group nothing is launched any more.
     """
 
     def __init__(
@@ -70,22 +74,28 @@ class StepGraphs:
         warmups: int,
         verify: Literal["off", "first"] | int,
         graph_budget: int | str | None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._device = device
         self._backend = backend
         self._plan = plan
         self._build = build
-        self.programs = {s: decode_program(plan.config, sampled=s) for s in _NAMES}
+        self._ranks = ranks
+        self.whole_logits = False
+        """Of several ranks: rows are sampled otherwise than greedily; can be changed between
+        steps."""
+        names = (_PREFILL, _DECODE) if ranks is None else (_PREFILL, _DECODE, _WHOLE_LOGITS)
+        self.programs = {name: self._program(name) for name in names}
         self._largest = plan.sizes.rows
         self.kernel_seconds = 0.0
         """Spent on kernels: compiling or finding them, loading, preparing their launches."""
-        self._prepared: dict[int, dict[bool, tuple[Operation, ...]]] = {}
-        self._bounds: dict[int, tuple[BoundCall, ...]] = {}
+        self._prepared: dict[int, dict[str, tuple[Operation, ...]]] = {}
+        self._bounds: dict[int, dict[str, tuple[BoundCall, ...]]] = {}
         self._buckets = plan.sizes.buckets
         self._ready: set[int] = set()
         """Numbers of rows whose bucket is prepared."""
         self._prepare(1)
-        self.launches: int = len(self._prepared[1][True])
+        self.launches: int = len(self._prepared[1][_DECODE])
         """How many launches a step has that samples one row."""
         self.graph_cache = GraphCache(device, buckets=self._buckets, budget=graph_budget)
         self.stream: Stream = device.create_stream()
@@ -105,29 +115,38 @@ class StepGraphs:
             },
         )
         self._steps = {
-            sampled: self._new_step(
-                partial(self._submit, sampled), name=name, build=build, warmups=warmups
+            name: self._new_step(
+                partial(self._submit, name),
+                name=name,
+                # The graph of a rank is built apart, so that it is compared before it is launched.
+                build=build if ranks is None else "capture",
+                builder=None if ranks is None else partial(self._build_of_rank, name),
+                warmups=warmups if ranks is None or build == "capture" else 0,
             )
-            for sampled, name in _NAMES.items()
+            for name in names
         }
-        self._loops: dict[int, GraphedStep] = {}
+        self._loops: dict[tuple[int, str], GraphedStep] = {}
 
     def __call__(self, rows: int, *, sampled: bool = True, tokens: int = 1) -> Decision:
         """Runs the step on the first `rows` of the plan's rows, `tokens` times.  Does not wait.
 
         More than once only if it samples and all active rows are FROM_STATE.
         """
+        self._check()
         if rows not in self._ready:
             self._make_ready(rows)
-        step = self._steps[sampled] if tokens == 1 else self._loop(tokens)
+        name = self._name(sampled)
+        step = self._steps[name] if tokens == 1 else self._loop(tokens, name)
         self.last_decision = step(rows=rows)
         return self.last_decision
 
     def hold(self, rows: int, *, tokens: int = 1) -> HeldReplay | Decision:
         """The graph of that for many launches in a row, or why there is none; see `GraphedStep`."""
+        self._check()
         if rows not in self._ready:
             self._make_ready(rows)
-        step = self._steps[True] if tokens == 1 else self._loop(tokens)
+        name = self._name(True)
+        step = self._steps[name] if tokens == 1 else self._loop(tokens, name)
         held = step.hold(rows=rows)
         if isinstance(held, HeldReplay):
             self.last_decision = Decision(Action.REPLAY, Reason.REPLAYED)
@@ -136,11 +155,24 @@ class StepGraphs:
     def ran_eagerly(self, decision: Decision) -> bool:
         """Whether a step with this decision was launched operation by operation."""
         recorded = decision.action is Action.BUILD and self._build == "record"
+        recorded = recorded and self._ranks is None
         return decision.action is Action.EAGER or recorded
 
-    def _submit(self, sampled: bool, stream: Stream, *, rows: int) -> None:
+    def _name(self, sampled: bool) -> str:
+        """The step's name, which says its program."""
+        if not sampled:
+            return _PREFILL
+        return _WHOLE_LOGITS if self.whole_logits and self._ranks is not None else _DECODE
+
+    def _check(self) -> None:
+        """Raises GroupError if the decoder's group has failed."""
+        if self._ranks is not None:
+            self._ranks.group.check()
+
+    def _submit(self, name: str, stream: Stream, *, rows: int) -> None:
+        self._check()
         # Launches are made for buckets: rows that are not active are padding to every kernel.
-        operations = self._prepared[self._buckets.bucket(rows)][sampled]
+        operations = self._prepared[self._buckets.bucket(rows)][name]
         if self._times is not None:
             self._times.run(stream, operations)
             return
@@ -159,8 +191,7 @@ class StepGraphs:
             return
         begin = time.perf_counter()
         try:
-            bound = self._bound(rows)
-            operations = self._operations(bound, rows)
+            self._prepared[rows] = self._make(rows)
         except NotAvailableError as error:
             # Our own kernels do what a library cannot, if they take so many rows.
             if not self._backend.give_up_library(str(error)):
@@ -168,15 +199,29 @@ class StepGraphs:
             self._largest = min(self._largest, self._plan.sizes.sampled_rows)
             if rows > self._largest:
                 raise
-            bound = self._bound(rows)
-            operations = self._operations(bound, rows)
+            self._prepared[rows] = self._make(rows)
         finally:
             self.kernel_seconds += time.perf_counter() - begin
-        # A step that does not sample is one that does without its ending, which has one launch for
-        # each call of the program.
-        self._bounds[rows] = bound
-        ending = len(self.programs[True]) - len(self.programs[False])
-        self._prepared[rows] = {True: operations, False: operations[: len(operations) - ending]}
+
+    def _make(self, rows: int) -> dict[str, tuple[Operation, ...]]:
+        """The operations of steps of so many rows, by name.
+
+        A step that does not sample is one without its ending, from `head` on, which is bound to one
+        `BoundCall` for each call of the program.
+        """
+        bounds: dict[str, tuple[BoundCall, ...]] = {}
+        made: dict[str, tuple[Operation, ...]] = {}
+        for name in list(self.programs)[1:]:
+            ending = len(self.programs[name]) - len(self.programs[_PREFILL])
+            bound = self._bound(name, rows)
+            if not made:
+                bounds[_PREFILL] = bound[: len(bound) - ending]
+                made[_PREFILL] = self._operations(bounds[_PREFILL], rows)
+            rest = bound[len(bound) - ending :]
+            bounds[name] = (*bounds[_PREFILL], *rest)
+            made[name] = (*made[_PREFILL], *self._operations(rest, rows))
+        self._bounds[rows] = bounds
+        return made
 
     def largest_piece(self, tokens: int) -> int:
         """The most tokens that one step takes of a prompt of `tokens` tokens.
@@ -192,11 +237,25 @@ class StepGraphs:
                     raise
         return self._largest
 
-    def _bound(self, rows: int) -> tuple[BoundCall, ...]:
+    def _program(self, name: str, *, last_row: bool = False) -> tuple[KernelCall, ...]:
+        """The calls of a step, by its name."""
+        sampled = name != _PREFILL
+        if self._ranks is None:
+            return decode_program(self._plan.config, sampled=sampled, last_row=last_row)
+        whole = name == _WHOLE_LOGITS
+        return self._ranks.program(sampled=sampled, whole_logits=whole, last_row=last_row)
+
+    def _bound(self, name: str, rows: int) -> tuple[BoundCall, ...]:
         """The launches of a step that samples."""
-        config, sizes = self._plan.config, self._plan.sizes
-        program = decode_program(config, last_row=rows > sizes.sampled_rows)
-        return self._backend.bind(program, config, rows, sizes.context)
+        sizes = self._plan.sizes
+        program = self._program(name, last_row=rows > sizes.sampled_rows)
+        calls = program if self._ranks is None else self._ranks.with_collectives(program, rows)
+        return self._bind(calls, rows)
+
+    def _bind(self, program: Sequence[KernelCall | BoundCall], rows: int) -> tuple[BoundCall, ...]:
+        plan = self._plan
+        formats = plan.weights.formats
+        return self._backend.bind(program, plan.config, rows, plan.sizes.context, formats=formats)
 
     def _operations(
         self, bound: tuple[BoundCall, ...], rows: int, condition: int | None = None
@@ -206,46 +265,75 @@ class StepGraphs:
 
         return tuple(operation for one in bound for operation in one.operations(resolve))
 
+    # --- several ranks
+    def _build_of_rank(self, name: str, stream: Stream, *, rows: int) -> GraphExec:
+        def make() -> GraphExec:
+            operations = self._prepared[rows][name]
+            if self._build == "record":
+                graph = Graph.create(self._device)
+                graph.add_operations(operations)
+            else:
+                with capture(stream, contained=True) as under_way:
+                    for operation in operations:
+                        stream.submit(operation)
+                graph = under_way.graph
+            return graph.instantiate(upload=stream)
+
+        return self._agreed(name, rows, self._bounds[rows][name], make)
+
+    def _agreed(
+        self, name: str, rows: int, bound: tuple[BoundCall, ...], make: Callable[[], GraphExec]
+    ) -> GraphExec:
+        """What `make` gives, compared with the other ranks' if there are any."""
+        if self._ranks is None:
+            return make()
+        code = self._ranks.code_of(bound)
+        return self._ranks.agree_graph(f"graph of {name!r}, rows={rows}", code, make)
+
     # --- loops
-    def _loop(self, tokens: int) -> GraphedStep:
-        """The step that does `tokens` steps of "decode".  An eager run does all of them, also when
+    def _loop(self, tokens: int, name: str) -> GraphedStep:
+        """The step that does `tokens` steps of that name.  An eager run does all of them, also when
         every row has stopped before: then the rows are padding."""
-        step = self._loops.get(tokens)
+        step = self._loops.get((tokens, name))
         if step is None:
 
             def submit(stream: Stream, **sizes: int) -> None:
                 for _ in range(tokens):
-                    self._submit(True, stream, **sizes)
+                    self._submit(name, stream, **sizes)
 
             # Nothing to warm up: a sequence has a token to go on from only after a first step.
             step = self._new_step(
                 submit,
-                name=f"decode x {tokens}",
+                name=f"{name} x {tokens}",
                 warmups=0,
-                builder=partial(self._build_loop, tokens),
+                builder=partial(self._build_loop, tokens, name),
             )
             step.profiling = self._times is not None
-            self._loops[tokens] = step
+            self._loops[tokens, name] = step
         return step
 
-    def _build_loop(self, tokens: int, stream: Stream, *, rows: int) -> GraphExec:
+    def _build_loop(self, tokens: int, name: str, stream: Stream, *, rows: int) -> GraphExec:
         if not self._device.capabilities.conditional_nodes:
             raise NotAvailableError(f"{self._device.name} has no conditional nodes")
         begin = time.perf_counter()
-        bound = self._bounds[rows]
+        bound = self._bounds[rows][name]
         calls = (loop_call(tokens), loop_call())
-        loop = self._backend.bind(calls, self._plan.config, rows, self._plan.sizes.context)
+        loop = self._bind(calls, rows)
         self.kernel_seconds += time.perf_counter() - begin
-        try:
-            return self._loop_graph(stream, rows, bound, *loop)
-        except ContextPoisonedError:
-            raise
-        except (CaptureError, DriverError, GraphError):
-            # A driver may refuse programmatic launches in the body of a loop.
-            plain = tuple(one.with_programmatic(False) for one in bound)
-            if plain == bound:
+
+        def make() -> GraphExec:
+            try:
+                return self._loop_graph(stream, rows, bound, *loop)
+            except ContextPoisonedError:
                 raise
-            return self._loop_graph(stream, rows, plain, *loop)
+            except (CaptureError, DriverError, GraphError):
+                # A driver may refuse programmatic launches in the body of a loop.
+                plain = tuple(one.with_programmatic(False) for one in bound)
+                if plain == bound:
+                    raise
+                return self._loop_graph(stream, rows, plain, *loop)
+
+        return self._agreed(f"{name} x {tokens}", rows, (*bound, *loop), make)
 
     def _loop_graph(
         self,
@@ -280,7 +368,7 @@ class StepGraphs:
         bucket = self._buckets.bucket(rows)
         self._prepare(bucket)
         with capture(self.stream) as under_way:
-            for operation in self._prepared[bucket][sampled]:
+            for operation in self._prepared[bucket][self._name(sampled)]:
                 self.stream.submit(operation)
         return under_way.graph
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from ostinato.errors import ModelError
 from ostinato.models.decoder_statistics import Phases
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import ROW
+from ostinato.models.ranks import Ranks
 from ostinato.models.sequences import Sequence, decode_rows, prompt_rows
 from ostinato.models.step_graphs import StepGraphs
 
@@ -100,11 +102,18 @@ class TokenRing:
 
 
 class Stepper:
-    """Steps of one decoder.  Calls must not overlap."""
+    """Steps of one decoder.  Calls must not overlap.  `ranks`: its part in its group, if it has
+    one; waits then raise GroupError where the group fails."""
 
     def __init__(
-        self, plan: BufferPlan, steps: StepGraphs, ring: TokenRing, phases: Phases
+        self,
+        plan: BufferPlan,
+        steps: StepGraphs,
+        ring: TokenRing,
+        phases: Phases,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self.steps = steps
         self.ring = ring
         self.phases = phases
@@ -175,7 +184,7 @@ class Stepper:
         self._settled = False
         rows = self._plan.sizes.piece_end(len(piece)) if piece else len(sequences)
         decision = self.steps(rows)
-        self.ring.wait(sequences, step, last=True)
+        self._wait(sequences, step, last=True)
         self._settled = True
         chosen = self._take(sequences, step, piece)
         for sequence in sequences:
@@ -214,7 +223,7 @@ class Stepper:
     def take_next(self, sequences: list[Sequence]) -> list[int]:
         """The next token of each, once it is there.  Raises ModelError if the logits hold NaN."""
         begin = time.perf_counter()
-        self.ring.wait(sequences, 1, last=False)
+        self._wait(sequences, 1, last=False)
         chosen = self._take(sequences, 1)
         count = len(chosen)
         phases = self.phases
@@ -231,10 +240,21 @@ class Stepper:
                 sequence.on_device, sequence.ahead = not further, further
                 self._settled = self._settled and not further
 
+    def _wait(self, sequences: Items[Sequence], step: int, *, last: bool) -> None:
+        """Returns once the token of each is there; see `TokenRing.wait`."""
+        if self._ranks is None:
+            self.ring.wait(sequences, step, last=last)
+            return
+        one = sequences[0]
+        what = f"the token of sequence {one.index} for position {one.length + step}"
+        with self._ranks.watching(what):
+            self.ring.wait(sequences, step, last=last)
+
     def _settle(self) -> None:
         """An interrupted step must not write to the ring where another one is waited for."""
         if not self._settled:
-            self._stream.synchronize()
+            with nullcontext() if self._ranks is None else self._ranks.watching("an earlier step"):
+                self._stream.synchronize()
             self._settled = True
 
     def _set_rows(self, rows: npt.NDArray[Any]) -> None:

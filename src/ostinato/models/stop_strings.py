@@ -32,14 +32,19 @@ class StopMatcher:
         self._stops = stops
         self._held = ""
 
+    def __repr__(self) -> str:
+        return f"<StopMatcher of {len(self._stops)} texts, {len(self._held)} characters held back>"
+
     def push(self, piece: str) -> tuple[str, bool]:
         """(the text that is certain now, whether a stop string ended it)."""
         if not self._stops:
             return piece, False
         text, self._held = self._held + piece, ""
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        # The first that is complete, and of those that end there the longest: as if the characters
+        # came one by one.  So a token of many characters ends where several of fewer would.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            return text[: min(found)], True
+            return text[: min(found)[1]], True
         kept = len(text) - max(self._beginning(stop, text) for stop in self._stops)
         self._held = text[kept:]
         return text[:kept], False

@@ -9,6 +9,7 @@ itself.  Weights that are in device memory already, in these shapes, are adopted
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,15 +21,13 @@ import numpy.typing as npt
 from ostinato import Buffer, Device
 from ostinato.errors import ClosedError, InputError
 from ostinato.models.arguments import quoted
-from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.bricks import Formats, Placed, matrix_bytes, places
 from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.layout import device_shapes, part_rows, parts_of, weight_shapes
 from ostinato.models.packed import PackedMatrix, PackedPart
 
-__all__ = ["Weights", "adopt_weights", "load_weights", "weight_shapes"]
-
-# Which canonical tensors lie below each other in one matrix.
-_FUSED = {"wqkv": ("wq", "wk", "wv"), "w_gate_up": ("w_gate", "w_up")}
-_PART_OF = {part: (name, parts) for name, parts in _FUSED.items() for part in parts}
+__all__ = ["Target", "Weights", "adopt_weights", "load_weights", "weight_shapes"]
 
 # Converted together on the way to a device with memory of its own: enough bytes that every thread
 # has work, in memory that is used again.
@@ -42,7 +41,9 @@ _THREADS = 4
 
 _Matrix = TypeVar("_Matrix", npt.NDArray[Any], Buffer)
 
-Convert: TypeAlias = Callable[[Checkpoint, Iterable[tuple[str, Buffer]]], bool]
+Target: TypeAlias = Buffer | Placed
+"""Where a tensor's values go, or its bytes if they stay packed."""
+Convert: TypeAlias = Callable[[Checkpoint, Iterable[tuple[str, Target]]], bool]
 """`Backend.convert`."""
 
 
@@ -52,7 +53,8 @@ class Weights:
 
     `tensors`: by canonical name, the fused ones in place of their parts.  Matrices are `dtype`,
     norms float32 always; of packed weights matrices are the bytes of a `PackedMatrix` (uint8,
-    flat), and `dtype` is the cache's.  `loaded`: every tensor is there, with its values.
+    flat), and `dtype` is the cache's.  `formats`: the matrices that are bytes in a CUDA device's
+    own order (`cuda.bricks`).  `loaded`: every tensor is there, with its values.
     """
 
     config: LlamaConfig
@@ -60,12 +62,29 @@ class Weights:
     tensors: dict[str, Buffer] = field(default_factory=dict, repr=False)
     loaded: bool = False
     packed: bool = False
+    formats: Formats = field(default_factory=dict, repr=False)
     memory: Buffer | None = field(default=None, repr=False)
     """What the tensors are views of, if they are."""
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.tensors.values())
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """What `nbytes` would be with every matrix in `dtype`."""
+        shapes = weight_shapes(self.config).values()
+        return sum(math.prod(s) * _kind(s, self.dtype).itemsize for s in shapes)
+
+    def description(self) -> str:
+        """What the matrices are, in words."""
+        if self.packed:
+            return "packed as in the file"
+        if not self.formats:
+            return {"uint16": "bfloat16"}.get(self.dtype.name, self.dtype.name)
+        kinds = sorted({part.kind for parts in self.formats.values() for part in parts})
+        rest = sum(len(b.shape) == 2 for b in self.tensors.values())
+        return f"packed ({', '.join(kinds)}){f', and {rest} in bfloat16' if rest else ''}"
 
     def buffer(self, name: str, layer: int | None = None) -> Buffer:
         """A tensor by its name in the program.  Raises ClosedError once it is gone."""
@@ -90,31 +109,39 @@ def load_weights(
     dtype: npt.DTypeLike = np.float32,
     *,
     packed: bool = False,
+    formats: Formats | None = None,
     threads: int | None = None,
     convert: Convert | None = None,
 ) -> Weights:
     """Reads every tensor of a checkpoint into device memory; it is there when this returns.
 
     `dtype`: of matrices, float32 or uint16 (the bits of bfloat16).  `packed`: matrices stay as the
-    file has them, see `Weights`; only where device memory is the process's own.  `threads`: of the
+    file has them, see `Weights`; only where device memory is the process's own.  `formats`: see
+    `Backend.formats`; `convert` must be able to do these.  `threads`: of the
     conversion where the host does it; 4 if None, or as many as there are cores.  `convert`: see
     `Backend.convert`; without it, or if it returns False, the host converts.
     Raises ModelFormatError, OutOfMemoryError; nothing is left allocated then.
     """
     config = checkpoint.config
-    weights = Weights(config, np.dtype(dtype), packed=packed)
+    weights = Weights(config, np.dtype(dtype), packed=packed, formats=formats or {})
     workers = threads or min(_THREADS, os.cpu_count() or 1)
     try:
         if packed:
             _load_packed(device, checkpoint, weights, workers)
             weights.loaded = True
             return weights
-        for name, shape in weight_shapes(config).items():
-            weights.tensors[name] = device.empty(shape, _kind(shape, weights.dtype))
-        if device.capabilities.host_memory_is_device_memory:
+        for name, shape in device_shapes(checkpoint.shapes()).items():
+            how = weights.formats.get(name)
+            if how is None:
+                weights.tensors[name] = device.empty(shape, _kind(shape, weights.dtype))
+            else:  # of rows that fill no brick, what is beyond them is read and must be numbers
+                weights.tensors[name] = device.zeros((matrix_bytes(how, shape[1]),), np.uint8)
+        if device.capabilities.host_memory_is_device_memory and not weights.formats:
             values = {name: buffer.array for name, buffer in _all_parts(weights)}
             checkpoint.load(values, threads=workers)
-        elif convert is None or not convert(checkpoint, _all_parts(weights)):
+        elif convert is None or not convert(checkpoint, _targets(weights)):
+            if weights.formats:
+                raise InputError(f"{checkpoint.path}: nothing puts its packed weights in order")
             _upload(device, checkpoint, weights, workers)
     except BaseException:
         weights.close()
@@ -169,16 +196,6 @@ def adopt_weights(
     return weights
 
 
-def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors in device memory with their shapes, in the order of use; matrices [out, in].
-
-    `embed`, `layers.{i}.` + `attn_norm wqkv wo mlp_norm w_gate_up w_down`, `final_norm`, and `head`
-    where the embeddings are not tied.  `wqkv` is the rows of queries, keys and values below each
-    other, `w_gate_up` those of gate and up.
-    """
-    return dict(_layout(config))
-
-
 def _kind(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Of a tensor that is not packed."""
     return dtype if len(shape) == 2 else np.dtype(np.float32)
@@ -190,10 +207,10 @@ def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threa
     All of it is one allocation, for which the operating system uses large pages.  With small pages
     a step, which reads all weights, takes a tenth longer.
     """
-    config, end = weights.config, 0
+    config, end = checkpoint.config, 0
     matrices: dict[str, PackedMatrix] = {}
     places: dict[str, tuple[int, tuple[int, ...]]] = {}
-    for name, shape in _layout(config):
+    for name, shape in device_shapes(checkpoint.shapes()).items():
         places[name] = end, shape
         if len(shape) == 2:
             matrices[name] = _packed_matrix(checkpoint, name, shape)
@@ -205,13 +222,13 @@ def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threa
     for name, (start, shape) in places.items():
         if name not in matrices:
             vector = weights.tensors[name] = weights.memory.view(start, shape, np.float32)
-            values[name] = vector.array
+            values.update(_parts(config, name, vector.array))
             continue
         matrix = weights.memory.view(start, matrices[name].nbytes, np.uint8)
         weights.tensors[name] = matrix
         targets = matrices[name].begin(matrix.array)
-        for (part, _), rows in zip(_part_rows(config, name, shape[0]), targets, strict=True):
-            if checkpoint.has_file:
+        for (part, _), rows in zip(part_rows(config, name, shape[0]), targets, strict=True):
+            if checkpoint.has_bytes:
                 checkpoint.packed(part, rows)
             else:
                 values[part] = rows.view(np.float32)
@@ -219,8 +236,8 @@ def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threa
 
 
 def _packed_matrix(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> PackedMatrix:
-    parts = _part_rows(checkpoint.config, name, shape[0])
-    kinds = ((checkpoint.raw(p).type if checkpoint.has_file else "F32", rows) for p, rows in parts)
+    parts = part_rows(checkpoint.config, name, shape[0])
+    kinds = ((checkpoint.raw(p).type if checkpoint.has_bytes else "F32", rows) for p, rows in parts)
     return PackedMatrix(shape[1], tuple(PackedPart(kind, rows) for kind, rows in kinds))
 
 
@@ -264,47 +281,32 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _layout(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors in device memory with their shapes, in the order of use."""
-    shapes = tensor_shapes(config)
-    for name, shape in shapes.items():
-        layer, _, last = name.rpartition(".")
-        fused, parts = _PART_OF.get(last, (last, (last,)))
-        if last == parts[0]:
-            if len(shape) == 2:
-                rows = sum(shapes[f"{layer}.{part}" if layer else part][0] for part in parts)
-                shape = (rows, shape[1])
-            yield f"{layer}.{fused}" if layer else fused, shape
-
-
-def _part_rows(config: LlamaConfig, name: str, rows: int) -> Iterator[tuple[str, int]]:
-    """The canonical tensors that make up one in device memory, and their rows."""
-    layer, _, last = name.rpartition(".")
-    sizes = {
-        "wq": config.query_size,
-        "wk": config.kv_size,
-        "wv": config.kv_size,
-        "w_gate": config.inner,
-        "w_up": config.inner,
-    }
-    if last not in _FUSED:
-        yield name, rows
-    for part in _FUSED.get(last, ()):
-        yield f"{layer}.{part}", sizes[part]
-
-
 def _all_parts(weights: Weights) -> Iterator[tuple[str, Buffer]]:
     """Every canonical tensor with its place on the device."""
     for name, buffer in weights.tensors.items():
         yield from _parts(weights.config, name, buffer)
 
 
+def _targets(weights: Weights) -> Iterator[tuple[str, Target]]:
+    """The same, also of packed matrices."""
+    shapes, c = weight_shapes(weights.config), weights.config
+    for name, buffer in weights.tensors.items():
+        how = weights.formats.get(name)
+        if how is None:
+            yield from _parts(c, name, buffer)
+            continue
+        rows, columns = shapes[name]
+        parts = dict(part_rows(c, name, rows))
+        found = places(c, name, how, [*parts.values()], columns)
+        yield from ((part, Placed(buffer, place)) for part, place in zip(parts, found, strict=True))
+
+
 def _parts(config: LlamaConfig, name: str, array: _Matrix) -> Iterator[tuple[str, _Matrix]]:
     """The canonical tensors that make up one in device memory, with their places in it."""
-    if name.rpartition(".")[2] not in _FUSED:
+    if parts_of(name) == (name,):
         yield name, array
         return
     start = 0
-    for part, rows in _part_rows(config, name, array.shape[0]):
+    for part, rows in part_rows(config, name, array.shape[0]):
         yield part, array[start : start + rows]
         start += rows

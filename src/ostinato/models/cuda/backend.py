@@ -12,10 +12,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ostinato import Buffer, Device, Kernel, Operation
-from ostinato.errors import NotAvailableError, UnsupportedModelError
-from ostinato.models.backend import BoundCall, BoundLaunch, Buffers, LibraryRows, Resolve
+from ostinato.errors import InputError, NotAvailableError, UnsupportedModelError
+from ostinato.models.backend import (
+    UNPACKED,
+    BoundCall,
+    BoundLaunch,
+    Buffers,
+    LibraryRows,
+    Resolve,
+    WeightsKind,
+)
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import shapes
+from ostinato.models.cuda.bricks import FORMATS, Formats, formats_of, pays
 from ostinato.models.cuda.dequantise import convert_on_device
 from ostinato.models.cuda.library import (
     Lowered,
@@ -33,6 +42,7 @@ from ostinato.models.cuda.shapes import Tuning
 from ostinato.models.cuda.tunings import choose_tuning
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.program import SAMPLED_ROWS, KernelCall
+from ostinato.models.weights import Target
 
 if TYPE_CHECKING:
     from ostinato.modules import ModuleCache
@@ -60,7 +70,12 @@ class BoundProduct:
         found = [resolve(one) for one in (call.weight, call.inputs, call.out, call.workspace)]
         weight, inputs, out, workspace = (one for one in found if isinstance(one, Buffer))
         return self.product.operations(
-            call.name, weight=weight, inputs=inputs, out=out, workspace=workspace
+            call.name,
+            weight=weight,
+            inputs=inputs,
+            out=out,
+            workspace=workspace,
+            weight_is_scratch=call.unpacked,
         )
 
 
@@ -78,7 +93,7 @@ def load_kernel(modules: ModuleCache, launch: CudaLaunch) -> Kernel:
 class CudaBackend:
     """CUDA kernels, in bfloat16 with float32 sums; compiled for one model and number of rows.
     In steps of `library_rows` and more rows a library multiplies, where there is one
-    (`cuda.library`).
+    (`cuda.library`); with packed weights in pieces of prompts, if `library_rows` is "auto".
 
     Their launches are programmatic: each may start while the one before it still runs, and waits on
     the device for that one alone.  That one has waited for its own predecessor, so the wait covers
@@ -123,11 +138,11 @@ class CudaBackend:
         self._products, self.library = None, f"not used: {reason}"
         return True
 
-    def _multiplies(self, config: LlamaConfig, rows: int) -> bool:
+    def _multiplies(self, config: LlamaConfig, rows: int, formats: Formats) -> bool:
         """Whether the library multiplies in a step of so many rows."""
         least = self._library_rows
-        if least == "auto":
-            least = library_rows_for(config)
+        if least == "auto":  # for a library packed weights are unpacked into memory each time
+            least = SAMPLED_ROWS + 1 if formats else library_rows_for(config)
         if self._products is None or least is None:
             return False
         return rows >= min(least, SAMPLED_ROWS + 1)  # ours do not go further
@@ -162,42 +177,81 @@ class CudaBackend:
             )
         shapes.require_supported(config, rows, most=max(SAMPLED_ROWS, most_rows(config)))
 
-    def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
+    def formats(self, checkpoint: Checkpoint, wanted: WeightsKind) -> Formats:
+        """Of quantised matrices; "auto" packs where it `pays`."""
+        config = checkpoint.config
+        if wanted == "bf16" or (wanted == "auto" and not pays(config)):
+            return UNPACKED
+        found: Formats = UNPACKED
+        if checkpoint.has_bytes:
+            found = formats_of(config, lambda name: checkpoint.raw(name).type)
+        if wanted == "packed" and not found:
+            raise InputError(
+                f"{checkpoint.path}: weights='packed', but it has no quantised matrix that the "
+                f"kernels read so; they read {', '.join(FORMATS)}"
+            )
+        return found
+
+    def workspace_bytes(
+        self,
+        config: LlamaConfig,
+        rows: Iterable[int],
+        context: int,
+        *,
+        formats: Formats = UNPACKED,
+    ) -> int:
         found = []
+        given: dict[str, Any] = {"multiprocessors": self._properties.multiprocessors}
+        given["formats"] = formats
         for count in rows:
             tuning = self._tuning(config, count, context)
             if count <= SAMPLED_ROWS:  # also if a library is meant to multiply: it may fail
-                found.append(workspace_bytes(config, rows=count, context=context, tuning=tuning))
-            if self._multiplies(config, count):
-                found.append(library_workspace_bytes(config, rows=count, tuning=tuning))
+                found.append(
+                    workspace_bytes(config, rows=count, context=context, tuning=tuning, **given)
+                )
+            if self._multiplies(config, count, formats):
+                found.append(library_workspace_bytes(config, rows=count, tuning=tuning, **given))
         return max(found)
 
-    def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
-        if self._products is None or not self._multiplies(config, rows):
+    def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
+        if self._products is None or not self._multiplies(config, rows, formats):
             return {}
-        return library_buffers(config, rows, self._products.workspace_bytes)
+        return library_buffers(config, rows, self._products.workspace_bytes, formats)
 
-    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Buffer]]) -> bool:
+    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:
         """The file's bytes go to the device as they are (`cuda.dequantise`)."""
         return convert_on_device(self._device, checkpoint, tensors)
 
     def _lower(
-        self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
-    ) -> tuple[Lowered, ...]:
+        self,
+        program: Sequence[KernelCall | BoundCall],
+        config: LlamaConfig,
+        rows: int,
+        context: int,
+        formats: Formats,
+    ) -> tuple[Lowered | BoundCall, ...]:
         tuning = self._tuning(config, rows, context)
-        if not self._multiplies(config, rows):
-            return lower(program, config, rows=rows, context=context, tuning=tuning)
-        return lower_with_library(
-            program, config, rows=rows, tuning=tuning, single=self._tuning(config, 1, context)
-        )
+        given: dict[str, Any] = {"multiprocessors": self._properties.multiprocessors}
+        given |= {"rows": rows, "tuning": tuning, "formats": formats}
+        if not self._multiplies(config, rows, formats):
+            return lower(program, config, context=context, **given)
+        single = self._tuning(config, 1, context)
+        return lower_with_library(program, config, single=single, **given)
 
     def bind(
-        self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
+        self,
+        program: Sequence[KernelCall | BoundCall],
+        config: LlamaConfig,
+        rows: int,
+        context: int,
+        *,
+        formats: Formats = UNPACKED,
     ) -> tuple[BoundCall, ...]:
         """Sources and macros differ by rows; what is not compiled yet is compiled side by side."""
-        lowered = self._lower(program, config, rows, context)
+        lowered = self._lower(program, config, rows, context, formats)
         launches = [one for one in lowered if isinstance(one, CudaLaunch)]
-        first_uses = {one.kernel: one for one in launches}  # a kernel is lowered alike everywhere
+        # By what is compiled: matrices of one kind may be packed differently from layer to layer.
+        first_uses = {one.compiled: one for one in launches}
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             loaded = pool.map(partial(load_kernel, self._modules), first_uses.values())
@@ -206,8 +260,10 @@ class CudaBackend:
         bound: list[BoundCall] = []
         for one in lowered:
             if isinstance(one, CudaLaunch):
-                bound.append(BoundLaunch(kernels[one.kernel], one.config, one.arguments))
-            else:
+                bound.append(BoundLaunch(kernels[one.compiled], one.config, one.arguments))
+            elif isinstance(one, ProductCall):
                 assert self._products is not None
                 bound.append(BoundProduct(self._products.product(one.product), one))
+            else:
+                bound.append(one)
         return tuple(bound)

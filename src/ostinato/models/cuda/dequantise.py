@@ -1,4 +1,5 @@
-"""A file's tensors to float32 or bfloat16 on a CUDA device: `kernels/dequantise.cu`.
+"""A file's tensors on a CUDA device: to float32 or bfloat16 (`kernels/dequantise.cu`), or packed as
+they are in another order (`kernels/repack.cu`).
 
 What travels are the file's own bytes, straight from the map, and the host computes nothing: its
 threads take turns at the interpreter's lock for that (SmolLM2-135M on 16 cores: 0.3 s with four of
@@ -8,21 +9,30 @@ them, 0.45 s with sixteen).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato import Buffer, Device, LaunchConfig, Source, Stream, launch
+from ostinato.models.cuda.bricks import FORMATS, Placed
 from ostinato.models.cuda.lowering import source_of
 from ostinato.models.files.checkpoint import Checkpoint, RawTensor
 from ostinato.models.files.dequantise import SUPPORTED_TYPES
+from ostinato.models.weights import Target
 
 if TYPE_CHECKING:
     from ostinato.modules import ModuleCache
 
-__all__ = ["convert_on_device", "dequantise_on_device", "dequantise_source", "staged_bytes"]
+__all__ = [
+    "convert_on_device",
+    "dequantise_on_device",
+    "dequantise_source",
+    "repack_on_device",
+    "repack_source",
+    "staged_bytes",
+]
 
 _MOST_STAGED = 64 << 20
 _THREADS = 256
@@ -43,21 +53,35 @@ def dequantise_source() -> Source:
     )
 
 
+@functools.cache
+def repack_source() -> Source:
+    """The kernels: `<type>_to_bricks`."""
+    to_bricks = (
+        "stored: *const u8, bricks: *u8, row_bytes: u32, columns: u32, first: u32, head: u32, "
+        "size: u32"
+    )
+    return source_of("repack", {f"{kind}_to_bricks": to_bricks for kind in FORMATS})
+
+
 def convert_on_device(
-    device: Device, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Buffer]]
+    device: Device, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]
 ) -> bool:
-    """Converts tensors of a checkpoint's file into buffers by canonical name; waits for them.
+    """Converts tensors of a checkpoint's file into buffers by canonical name, or packs them into
+    matrices; waits for them.
 
     False, and nothing is done, if no file holds them.  Raises CompileError, DriverError,
     OutOfMemoryError.
     """
-    if not checkpoint.has_file:
+    if not checkpoint.has_bytes:
         return False
     staging = device.empty(staged_bytes(map(checkpoint.raw, checkpoint.tensor_names())))
     with staging, device.create_stream() as stream:
         for name, out in tensors:
             raw, stored = checkpoint.raw(name), checkpoint.stored(name)
-            dequantise_on_device(device.modules, raw, stored, out, staging, stream)
+            if isinstance(out, Placed):
+                repack_on_device(device.modules, raw, stored, out, staging, stream)
+            else:
+                dequantise_on_device(device.modules, raw, stored, out, staging, stream)
         stream.synchronize()
     return True
 
@@ -82,16 +106,44 @@ def dequantise_on_device(
     `Checkpoint.load`, bit by bit, except for which NaN a NaN is.  Raises CompileError, DriverError.
     """
     kernel = modules.get_or_compile(dequantise_source(), f"{raw.type}_to_{_OUT[out.dtype]}")
-    row_bytes, row_values = raw.size // raw.rows, raw.columns * out.dtype.itemsize
+    row_values = raw.columns * out.dtype.itemsize
     head = raw.together if raw.heads else 0
+    for start, rows, part in _staged(raw, stored, staging, stream):
+        values = out.view(start * row_values, rows * raw.columns)
+        shape = LaunchConfig(rows, _THREADS)
+        launch(stream, kernel, shape, part, values, raw.size // raw.rows, raw.columns, head)
+
+
+def repack_on_device(
+    modules: ModuleCache,
+    raw: RawTensor,
+    stored: npt.NDArray[np.uint8],
+    out: Placed,
+    staging: Buffer,
+    stream: Stream,
+) -> None:
+    """Puts a tensor's bytes into a packed matrix, in stream order; otherwise as
+    `dequantise_on_device`."""
+    kernel = modules.get_or_compile(repack_source(), f"{raw.type}_to_bricks")
+    place, row_bytes = out.place, raw.size // raw.rows
+    bricks = out.matrix.view(place.offset, out.matrix.nbytes - place.offset, np.uint8)
+    head = raw.together if raw.heads else 0
+    for start, rows, part in _staged(raw, stored, staging, stream):
+        given = (row_bytes, raw.columns, place.first + start, head, place.size)
+        launch(stream, kernel, LaunchConfig(rows, _THREADS), part, bricks, *given)
+
+
+def _staged(
+    raw: RawTensor, stored: npt.NDArray[np.uint8], staging: Buffer, stream: Stream
+) -> Iterator[tuple[int, int, Buffer]]:
+    """The tensor's rows in pieces: the first, how many, and their bytes on the device."""
+    row_bytes = raw.size // raw.rows
     step = staging.nbytes // _least_bytes(raw) * raw.together
     for start in range(0, raw.rows, step):
         rows = min(step, raw.rows - start)
         part = staging.view(0, rows * row_bytes, np.uint8)
         part.copy_from(stored[start * row_bytes : (start + rows) * row_bytes], stream)
-        values = out.view(start * row_values, rows * raw.columns)
-        shape = LaunchConfig(rows, _THREADS)
-        launch(stream, kernel, shape, part, values, row_bytes, raw.columns, head)
+        yield start, rows, part
 
 
 def _least_bytes(raw: RawTensor) -> int:

@@ -6,6 +6,7 @@ The sweep tries only shapes that `problems_of` accepts, and a tuning from a file
 from __future__ import annotations
 
 from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.bricks import BRICK
 from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     MAX_SHARED,
@@ -14,6 +15,7 @@ from ostinato.models.cuda.shapes import (
     STARTING,
     AttentionShape,
     MatrixShape,
+    PackedShape,
     Product,
     Shape,
     Tuning,
@@ -26,6 +28,7 @@ __all__ = [
     "VECTOR_LOADS",
     "attention_problem",
     "matrix_problem",
+    "packed_problem",
     "problems_of",
     "vector_problem",
     "vector_steps",
@@ -56,6 +59,10 @@ def problems_of(
             said = f"{type(shape).__name__} is not for {rows} rows"
         if said:
             found.append(f"{name}: {said}")
+    for name, packed in tuning.packed.items():
+        said = packed_problem(packed, products_of(config)[name], rows)
+        if said:
+            found.append(f"packed {name}: {said}")
     said = attention_problem(tuning.attention, config)
     if not said and tuning.attention.cluster > 1 and not clusters:
         said = f"clusters of {tuning.attention.cluster}, which this device does not have"
@@ -76,7 +83,7 @@ def problems_of(
     return tuple(found)
 
 
-def _not_whole(shape: Shape | AttentionShape, least: dict[str, int]) -> str | None:
+def _not_whole(shape: Shape | PackedShape | AttentionShape, least: dict[str, int]) -> str | None:
     for name in type(shape).__dataclass_fields__:
         value: object = getattr(shape, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
@@ -101,6 +108,22 @@ def vector_problem(shape: VectorShape, product: Product) -> str | None:
         return f"{loads} loads a thread in {s.warps} warps do not fit the registers"
     if 2 * (product.inputs // 8 + 12) * 16 > MAX_SHARED:
         return f"{product.inputs} inputs do not fit shared memory"
+    return None
+
+
+def packed_problem(shape: PackedShape | MatrixShape, product: Product, rows: int) -> str | None:
+    """As the others, of a product with a packed matrix."""
+    if isinstance(shape, MatrixShape):
+        if rows == 1 or shape.slab % (BRICK * shape.split):
+            return f"a slab of {shape.slab} for {rows} rows; {shape.split} warps take whole bricks"
+        return matrix_problem("", shape, product, rows)
+    wrong = _not_whole(shape, {"resident": 0})
+    if wrong:
+        return wrong
+    if rows > 1 or shape.warps > 32 or shape.split > -(-product.inputs // BRICK):
+        return f"{shape.split} warps for {product.inputs} inputs, {shape.warps} in all"
+    if shape.shared_bytes(product.inputs) > MAX_SHARED:
+        return f"{shape.turns} turns of {shape.warps} warps do not fit shared memory"
     return None
 
 

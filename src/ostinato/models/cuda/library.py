@@ -1,6 +1,7 @@
 """Steps whose layers' products a library computes: what a call of the program becomes.
 
-    norm_qkv_rope     norm_rows   [qkv]      rope_rows
+    norm_qkv_rope     norm_rows   [qkv]      norm_rope
+    norm_qkv          norm_rows   [qkv]                    and norm_rope as it is
     attention         attention   round_rows
     output_residual   [output]                             added to the residual
     norm_gate_up      norm_rows   [gate_up]  silu_rows
@@ -12,6 +13,9 @@ our own kernels round; the residual stays float32.  The ends (`embed`, `head`, `
 are those of `lowering`; where a step samples only in its last row, `head` and what follows are
 launched for that row as in a step of one.
 
+A packed matrix (`bricks`) is unpacked into `unpacked` before its product, so that is read by the
+launch right after: neither of the two is programmatic.
+
 `lower_with_library` is pure and needs no GPU.  Not guaranteed: the bits of steps without one.
 
 In steps of more than MAX_ROWS rows, which are pieces of a prompt, `piece_attention` takes the place
@@ -20,6 +24,7 @@ of `attention` and `round_rows`: neighbouring rows share the keys and values tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,8 +34,11 @@ import numpy as np
 
 from ostinato import LaunchConfig, Source
 from ostinato.errors import UnsupportedModelError
+from ostinato.models.backend import BoundCall
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
+from ostinato.models.cuda.bricks import FORMATS, Formats, pair_size
+from ostinato.models.cuda.lowering import ENDING
 from ostinato.models.cuda.products import PIECE_ROWS, MatrixProduct
 from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
@@ -40,11 +48,13 @@ from ostinato.models.cuda.shapes import (
     products_of,
     require_supported,
 )
-from ostinato.models.program import Argument, Bound, KernelCall
+from ostinato.models.layout import weight_shapes
+from ostinato.models.program import ABSENT, Argument, Bound, KernelCall
 from ostinato.modules import CompileOptions
 
 __all__ = [
     "PIECE_SIGNATURES",
+    "UNPACK_SIGNATURE",
     "ProductCall",
     "library_buffers",
     "library_rows_for",
@@ -52,6 +62,7 @@ __all__ = [
     "library_workspace_bytes",
     "lower_with_library",
     "most_rows",
+    "unpack_source",
 ]
 
 _Arguments: TypeAlias = dict[str, Argument]
@@ -64,17 +75,18 @@ _LIVE = "live: *const i32, "
 PIECE_SIGNATURES = {
     "norm_rows": _LIVE + "x: *const f32, norm: *const f32, out: *out bf16, row_count: u32, "
     "hidden: u32, epsilon: f32",
-    "rope_rows": _LIVE + "sums: *const f32, rope: *const f32, cache: *bf16, q: *out f32, "
-    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32",
     "round_rows": _LIVE + "attended: *const f32, out: *out bf16, row_count: u32, width: u32",
     "piece_attention": _LIVE + "q: *const f32, cache: *const bf16, out: *out bf16, "
     "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
-    "scale: f32",
+    "window: u32, scale: f32",
     "silu_rows": _LIVE + "sums: *const f32, out: *out bf16, row_count: u32, width: u32",
 }
 """Parameters of the kernels in pieces.cu and piece_attention.cu."""
+UNPACK_SIGNATURE = "bricks: *const u8, out: *bf16, offset: u64, columns: u32, first: u32, size: u32"
 
 _IN, _OUT, _WORKSPACE = Bound("product_in"), Bound("product_out"), Bound("product_workspace")
+_UNPACKED = Bound("unpacked")
+_UNPACK_THREADS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +100,31 @@ class ProductCall:
     out: Bound
     workspace: Bound = _WORKSPACE
 
+    @property
+    def unpacked(self) -> bool:
+        """Whether the weights are there only while the step runs."""
+        return self.weight == _UNPACKED
+
 
 Lowered = kc.CudaLaunch | ProductCall
 
 
 def library_buffers(
-    config: LlamaConfig, rows: int, workspace: int
+    config: LlamaConfig, rows: int, workspace: int, formats: Formats | None = None
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Shapes and dtypes of what such steps of up to `rows` rows need beside a plan's buffers."""
     c = config
     width = max(c.query_size + 2 * c.kv_size, 2 * c.inner)
-    return {
+    found: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
         "product_in": ((rows, max(c.hidden, c.query_size, c.inner)), np.dtype(np.uint16)),
         "product_out": ((rows, width), np.dtype(np.float32)),
         "product_workspace": ((workspace,), np.dtype(np.uint8)),
     }
+    if formats:
+        shapes = weight_shapes(c)
+        most = max((math.prod(shapes[n]) for n in formats if n.startswith("layers.")), default=0)
+        found["unpacked"] = ((max(8, most),), np.dtype(np.uint16))
+    return found
 
 
 def library_rows_for(config: LlamaConfig) -> int:
@@ -134,36 +156,62 @@ def library_tuning(
     )
 
 
-def library_workspace_bytes(config: LlamaConfig, *, rows: int, tuning: Tuning) -> int:
+def library_workspace_bytes(
+    config: LlamaConfig,
+    *,
+    rows: int,
+    tuning: Tuning,
+    multiprocessors: int = 132,
+    formats: Formats | None = None,
+) -> int:
     """Bytes of our own kernels' workspace in such a step, without a last row's: see
     `lowering.workspace_bytes` of one row for that."""
-    return _LibraryCut(config, rows, tuning, tuning).workspace_bytes
+    cut = _LibraryCut(config, rows, tuning, tuning, formats or {}, multiprocessors)
+    return cut.workspace_bytes
 
 
 def lower_with_library(
-    program: Sequence[KernelCall],
+    program: Sequence[KernelCall | BoundCall],
     config: LlamaConfig,
     *,
     rows: int,
     tuning: Tuning,
     single: Tuning,
-) -> tuple[Lowered, ...]:
-    """The launches and products of a step of `rows` rows, in order.
+    multiprocessors: int = 132,
+    formats: Formats | None = None,
+) -> tuple[Lowered | BoundCall, ...]:
+    """The launches and products of a step of `rows` rows, in order; what is bound already stays in
+    its place.
 
     `tuning`: for so many rows; `single`: for one, used where only the last row samples.
+    `formats`: of the matrices that are packed.
     Raises UnsupportedModelError: more than MAX_ROWS rows may sample in their last one only.
     """
     require_supported(config, rows, most=PIECE_ROWS)
-    cut = _LibraryCut(config, rows, tuning, single)
-    made: list[Lowered] = []
+    cut = _LibraryCut(config, rows, tuning, single, formats or {}, multiprocessors)
+    made: list[Lowered | BoundCall] = []
     for call in program:
+        if not isinstance(call, KernelCall):
+            made.append(call)
+            continue
         for one in cut.lower(call):
-            # Programmatic only between two kernels of ours: the library's do not support it.
-            early = tuning.programmatic and bool(made) and isinstance(made[-1], kc.CudaLaunch)
+            # Programmatic only between two kernels of ours: the library's do not support it, and
+            # what unpacks does not wait.
+            early = tuning.programmatic and bool(made) and not _unpacks(one)
+            early = early and isinstance(made[-1], kc.CudaLaunch) and not _unpacks(made[-1])
             if isinstance(one, kc.CudaLaunch):
                 one = replace(one, config=replace(one.config, programmatic=early))
             made.append(one)
     return tuple(made)
+
+
+def _unpacks(one: Lowered | BoundCall) -> bool:
+    return isinstance(one, kc.CudaLaunch) and one.source is unpack_source()
+
+
+@cache
+def unpack_source() -> Source:
+    return kc.source_of("unpack", {f"{kind}_to_rows": UNPACK_SIGNATURE for kind in FORMATS})
 
 
 @cache
@@ -174,11 +222,20 @@ def _source(file: str) -> Source:
 class _LibraryCut:
     """A config, a number of rows and tunings, made into launches and products."""
 
-    def __init__(self, config: LlamaConfig, rows: int, tuning: Tuning, single: Tuning) -> None:
-        self.config, self.rows = config, rows
+    def __init__(
+        self,
+        config: LlamaConfig,
+        rows: int,
+        tuning: Tuning,
+        single: Tuning,
+        formats: Formats,
+        multiprocessors: int,
+    ) -> None:
+        self.config, self.rows, self.formats = config, rows, formats
         # Without the tuning's `start_next`: it was measured with other kernels as neighbours.
-        self.own = kc.Cut(config, rows, replace(tuning, start_next={}, block=None))
-        self.single = kc.Cut(config, 1, single)
+        tuning = replace(tuning, start_next={}, block=None)
+        self.own = kc.Cut(config, rows, tuning, formats, multiprocessors)
+        self.single = kc.Cut(config, 1, single, formats, multiprocessors)
 
     def lower(self, call: KernelCall) -> Iterable[Lowered]:
         """The launches of one call; none of them programmatic yet."""
@@ -186,7 +243,7 @@ class _LibraryCut:
         if make is not None:
             return make(call, dict(call.arguments))  # type: ignore[no-any-return]
         last = any(isinstance(v, Bound) and v.last for _, v in call.arguments)
-        if call.kernel in ("head", "sample", "advance") and not last and self.rows > MAX_ROWS:
+        if call.kernel in ENDING and not last and self.rows > MAX_ROWS:
             raise UnsupportedModelError(
                 f"{call.kernel} of {self.rows} rows: more than {MAX_ROWS} rows may sample in the "
                 "last one only (decode_program(config, last_row=True))"
@@ -200,21 +257,21 @@ class _LibraryCut:
         if (splits := self.own.tuning.attention.splits) > 1:
             most = self.rows * c.heads * splits * (c.head_size + 2) * 4
         if self.rows <= MAX_ROWS:
-            most = max(most, self.rows * self.own.blocks("head") * 8)
+            most = max(most, self.rows * self.own.blocks("head", self.own.head_packing) * 8)
         return COUNTER_BYTES + most
 
     # --- the calls of a layer
     def _norm_qkv_rope(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
+        names = (parameter.split(":")[0] for parameter in kc.SIGNATURES["norm_rope"].split(", "))
+        given = {**given, "qkv": _OUT, "q_norm": ABSENT, "k_norm": ABSENT}
+        rope = KernelCall("norm_rope", tuple((name, given[name]) for name in names))
+        return [*self._norm_qkv(rope, given), self.own.launch([rope], after=None)]
+
+    def _norm_qkv(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
-        outputs = c.query_size + 2 * c.kv_size
-        qkv = self._product("qkv", outputs, c.hidden, given["weight"])
-        per_head = c.head_size // 8  # threads
-        items = (c.heads + 2 * c.kv_heads) * per_head
-        return [
-            self._norm(given),
-            qkv,
-            self._launch("rope_rows", items, {**given, "sums": _OUT}),
-        ]
+        width = c.query_size + 2 * c.kv_size
+        product = self._product("qkv", width, c.hidden, given["weight"], given["qkv"])
+        return [self._norm(given), *product]
 
     def _attention(self, call: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
@@ -228,17 +285,19 @@ class _LibraryCut:
 
     def _output_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
-        return [self._product("output", c.hidden, c.query_size, given["weight"], given["x"])]
+        return self._product(
+            "output", c.hidden, c.query_size, given["weight"], given["x"], add=True
+        )
 
     def _norm_gate_up(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
         product = self._product("gate_up", 2 * c.inner, c.hidden, given["weight"])
         silu = {**given, "sums": _OUT, "out": _IN}
-        return [self._norm(given), product, self._launch("silu_rows", c.inner // 8, silu)]
+        return [self._norm(given), *product, self._launch("silu_rows", c.inner // 8, silu)]
 
     def _down_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
-        return [self._product("down", c.hidden, c.inner, given["weight"], given["x"])]
+        return self._product("down", c.hidden, c.inner, given["weight"], given["x"], add=True)
 
     def _piece_attention(self, given: _Arguments) -> kc.CudaLaunch:
         """Blocks of some 8 warps, and of fewer where the chip would not be full."""
@@ -248,6 +307,7 @@ class _LibraryCut:
         while rows * queries > 64 and rows % 32 == 0 and heads * -(-self.rows // rows) < 100:
             rows //= 2
         macros = {k: str(self.own.shape_macros[k]) for k in ("HEADS", "KV_HEADS", "HEAD_SIZE")}
+        macros |= {name: str(value) for name, value in kc.family_macros(c).items()}
         macros |= {"PIECE_QUERIES": str(queries), "PIECE_ROWS": str(rows)}
         grid = (-(-self.rows // rows), heads, 1)
         threads = rows // 16 * queries * 32
@@ -261,13 +321,34 @@ class _LibraryCut:
         outputs: int,
         inputs: int,
         weight: Argument,
-        residual: Argument | None = None,
-    ) -> ProductCall:
-        """`residual`: what the product is added to."""
-        out = _OUT if residual is None else residual
+        out: Argument = _OUT,
+        *,
+        add: bool = False,
+    ) -> list[Lowered]:
+        """`add`: to what `out` holds."""
         assert isinstance(weight, Bound) and isinstance(out, Bound)
-        product = MatrixProduct(self.rows, outputs, inputs, accumulate=residual is not None)
-        return ProductCall(f"{name}_product", product, weight, _IN, out)
+        product = MatrixProduct(self.rows, outputs, inputs, accumulate=add)
+        packing = self.formats.get(f"layers.{weight.layer}.{weight.name}")
+        if packing is None:
+            return [ProductCall(f"{name}_product", product, weight, _IN, out)]
+        made: list[Lowered] = []
+        offset = first = 0
+        for part in packing:
+            given: _Arguments = {"bricks": weight, "out": _UNPACKED, "offset": offset}
+            given |= {"columns": inputs, "first": first}
+            given["size"] = pair_size(self.config, weight.name)
+            shape = LaunchConfig(2 * part.pairs, _UNPACK_THREADS)
+            made.append(
+                kc.CudaLaunch(
+                    f"{part.kind}_to_rows",
+                    unpack_source(),
+                    CompileOptions(),
+                    shape,
+                    tuple(given.items()),
+                )
+            )
+            offset, first = offset + part.nbytes(inputs), first + 2 * part.pairs
+        return [*made, ProductCall(f"{name}_product", product, _UNPACKED, _IN, out)]
 
     def _norm(self, given: _Arguments) -> kc.CudaLaunch:
         return self._made("norm_rows", (self.rows, 1, 1), self._norm_threads, {**given, "out": _IN})

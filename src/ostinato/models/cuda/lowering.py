@@ -9,8 +9,12 @@ gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  
                    attention_block.cu  a layer's first three calls in one launch, by the tuning
     rows 2 to 64   matmul.cu    tensor cores, inputs of the products rounded to bfloat16
     more, and from some rows on, where a library multiplies: see cuda.library
+                   both also with packed matrices (`bricks`)
     any            attention.cu (split over the KV length), step.cu (embed, advance), sample.cu,
-                   loop.cu (continue_loop)
+                   loop.cu (continue_loop), norm_rope.cu (norms of heads)
+
+What a family adds to Llama's layers (biases, norms of heads, sliding windows) is compiled into the
+kernels of those models alone: `family_macros`.
 
 Types: matrices, embedding and KV cache bfloat16; norms, rope, residual, q, attended, inner, logits
 float32; sums float32.  Layouts are those of `weights` and `plan`.  The workspace is larger than the
@@ -23,35 +27,59 @@ launches give the same bits, always: sums go in a fixed order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 from ostinato import LaunchConfig, Source
 from ostinato.driver.signature import Signature
+from ostinato.models.backend import BoundCall
 from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.bricks import FORMATS, Formats, Packing
 from ostinato.models.cuda.shapes import (
-    BLOCKED,
     COUNTER_BYTES,
     MAX_ROWS,
-    PRODUCTS,
+    PRODUCT_CALLS,
     MatrixShape,
+    PackedShape,
     Product,
     Shape,
     Tuning,
     VectorShape,
+    blocked_calls,
     default_tuning,
+    packed_shape,
+    power_of_two_from,
     products_of,
     require_supported,
 )
-from ostinato.models.program import Argument, Bound, KernelCall
+from ostinato.models.program import ABSENT, Argument, Bound, KernelCall, decode_program
 from ostinato.modules import CompileOptions
 
-__all__ = ["SIGNATURES", "CudaLaunch", "Cut", "lower", "source_of", "workspace_bytes"]
+__all__ = [
+    "ENDING",
+    "SIGNATURES",
+    "CudaLaunch",
+    "Cut",
+    "family_macros",
+    "lower",
+    "source_of",
+    "workspace_bytes",
+]
 
+ENDING = ("head", "sample", "advance", "best_of_part", "best_of_ranks", "sample_of_ranks")
+"""Calls for the rows that sample."""
 _FOLDER = Path(__file__).parent / "kernels"
 _EMBED_THREADS = 128
+_MATRICES = ("weight", "table")
+"""Parameters that may be packed."""
+_PACKED = re.compile(rf"\b({'|'.join(_MATRICES)}): \*const bf16")
+_Packing: TypeAlias = Packing | None
+"""None for bfloat16."""
 _SAMPLE_THREADS = 1024
+_ROPE_THREADS = 128
 
 _LIVE = "live: *const i32, "
 _HEADS = "heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
@@ -60,14 +88,22 @@ SIGNATURES: dict[str, str] = {
     "x: *out f32, history: *i32, row_count: u32, hidden: u32, vocabulary: u32, sequences: u32, "
     "context: u32",
     "norm_qkv_rope": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, "
-    "rope: *const f32, cache: *bf16, q: *out f32, workspace: *f32, row_count: u32, hidden: u32, "
+    "bias: *const f32, rope: *const f32, cache: *bf16, q: *out f32, workspace: *f32, "
+    "row_count: u32, hidden: u32, " + _HEADS + "epsilon: f32",
+    "norm_qkv": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, qkv: *out f32, "
+    "workspace: *f32, row_count: u32, hidden: u32, heads: u32, kv_heads: u32, head_size: u32, "
+    "epsilon: f32",
+    "norm_rope": _LIVE + "qkv: *const f32, bias: *const f32, q_norm: *const f32, "
+    "k_norm: *const f32, rope: *const f32, cache: *bf16, q: *out f32, row_count: u32, "
     + _HEADS
     + "epsilon: f32",
     "attention": _LIVE + "q: *const f32, cache: *const bf16, attended: *out f32, workspace: *f32, "
-    "row_count: u32, " + _HEADS + "scale: f32",
+    "row_count: u32, " + _HEADS + "window: u32, scale: f32",
     "attention_block": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, "
-    "rope: *const f32, cache: *bf16, output_weight: *const bf16, workspace: *f32, row_count: u32, "
-    "hidden: u32, " + _HEADS + "epsilon: f32, scale: f32",
+    "bias: *const f32, q_norm: *const f32, k_norm: *const f32, rope: *const f32, cache: *bf16, "
+    "output_weight: *const bf16, workspace: *f32, row_count: u32, hidden: u32, "
+    + _HEADS
+    + "window: u32, epsilon: f32, scale: f32",
     "output_residual": _LIVE + "attended: *const f32, weight: *const bf16, x: *f32, "
     "workspace: *f32, row_count: u32, hidden: u32, width: u32",
     "norm_gate_up": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, "
@@ -81,12 +117,22 @@ SIGNATURES: dict[str, str] = {
     "vocabulary: u32, context: u32",
     "advance": _LIVE + "chosen: *const i32, options: *const u64, stops: *const i32, state: *i32, "
     "ring: *i32, row_count: u32, stop_count: u32, context: u32, ring_size: u32",
+    "best_of_part": _LIVE + "logits: *const f32, keys: *out u64, workspace: *const f32, "
+    "row_count: u32, vocabulary: u32, first: u32",
     "continue_loop": "condition: cond, counter: *i32, rows: *const i32, state: *const i32, "
     "row_count: u32, sequences: u32, start: u32",
 }
+_OF_RANKS = (
+    _LIVE + "logits: *const f32, options: *const u64, chosen: *out i32, history: *const i32, "
+    "adjusted: *out f32, keys: *const u64, row_count: u32, vocabulary: u32, context: u32, "
+    "ranks: u32"
+)
+SIGNATURES |= {"best_of_ranks": _OF_RANKS, "sample_of_ranks": _OF_RANKS}
 """Parameters of the CUDA kernels.  Those of the host's, and `workspace` for `sample`, which reads
-there what `head` found; `attention_block` has those of the three that it stands for."""
+there what `head` found; `attention_block` has those of the calls that it stands for."""
 
+
+Kept = TypeVar("Kept", bound=BoundCall)
 
 # ---------------------------------------------------------------------------------------- lowering
 
@@ -107,34 +153,48 @@ class CudaLaunch:
     def signature(self) -> Signature:
         return self.source.signatures[self.kernel]
 
+    @property
+    def compiled(self) -> tuple[str, Source, CompileOptions]:
+        """What tells kernels apart."""
+        return self.kernel, self.source, self.options
+
 
 def lower(
-    program: Sequence[KernelCall],
+    program: Sequence[KernelCall | Kept],
     config: LlamaConfig,
     *,
     rows: int,
     context: int,
     tuning: Tuning | None = None,
     multiprocessors: int = 132,
-) -> tuple[CudaLaunch, ...]:
-    """The launches of a step of `rows` rows, in order.
+    formats: Formats | None = None,
+) -> tuple[CudaLaunch | Kept, ...]:
+    """The launches of a step of `rows` rows, in order; what is bound already stays in its place.
 
     `context`: positions of a sequence, which bounds the grid of the attention.  `tuning`: the
-    default's if None.  Raises UnsupportedModelError.
+    default's if None.  `formats`: of the matrices that are packed.  Raises UnsupportedModelError.
     """
     require_supported(config, rows)
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
-    cut = Cut(config, rows, chosen)
-    launches: list[CudaLaunch] = []
+    if formats or not all(isinstance(call, KernelCall) for call in program):
+        chosen = replace(chosen, block=None)  # it reads bfloat16, and leaves the residual in parts
+    cut = Cut(config, rows, chosen, formats or {}, multiprocessors)
+    launches: list[CudaLaunch | Kept] = []
     rest = list(program)
     while rest:
-        calls = rest[:1]
-        if chosen.block is not None and calls[0].kernel == BLOCKED[0]:
-            calls = rest[: len(BLOCKED)]
+        first = rest[0]
+        if not isinstance(first, KernelCall):
+            launches.append(first)
+            del rest[0]
+            continue
+        calls = [first]
+        if chosen.block is not None and calls[0].kernel == cut.blocked[0]:
+            calls = [call for call in rest[: len(cut.blocked)] if isinstance(call, KernelCall)]
         del rest[: len(calls)]
-        launches.append(cut.launch(calls, after=launches[-1].kernel if launches else None))
+        before = launches[-1] if launches else None
+        launches.append(cut.launch(calls, after=getattr(before, "kernel", None)))
     return tuple(launches)
 
 
@@ -145,18 +205,39 @@ def workspace_bytes(
     context: int,
     tuning: Tuning | None = None,
     multiprocessors: int = 132,
+    formats: Formats | None = None,
 ) -> int:
     """Bytes that a step of exactly `rows` rows needs as its workspace; a plan for several sizes of
     steps needs the largest.  To be zero before the first step."""
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
-    return Cut(config, rows, chosen).workspace_bytes
+    return Cut(config, rows, chosen, formats or {}, multiprocessors).workspace_bytes
+
+
+def shape_macro(name: str) -> str:
+    """What a product's shape is called in the kernels."""
+    return f"{name.upper()}_SHAPE"
+
+
+def _shape_type(template: str, shape: Shape | PackedShape, packing: Packing = ()) -> str:
+    parts = (f"Rows<{part.kind}, {part.pairs}>" for part in packing)
+    return f"{template}<{', '.join([*map(str, asdict(shape).values()), *parts])}>"
+
+
+def family_macros(config: LlamaConfig) -> dict[str, int]:
+    """What a family adds to Llama's layers, as the kernels' macros; none for Llama's."""
+    c = config
+    wanted = {"QKV_BIAS": c.qkv_bias, "QK_NORM": c.qk_norm, "WINDOWED": any(c.windows)}
+    return {name: 1 for name, there in wanted.items() if there}
 
 
 @functools.cache
-def _source(name: str) -> Source:
-    return source_of(name, SIGNATURES)
+def _source(name: str, packed: bool = False) -> Source:
+    signatures = SIGNATURES
+    if packed:
+        signatures = {k: _PACKED.sub(r"\1: *const u8", v) for k, v in signatures.items()}
+    return source_of(name, signatures)
 
 
 def source_of(name: str, signatures: Mapping[str, str]) -> Source:
@@ -177,19 +258,51 @@ class Cut:
     config: LlamaConfig
     rows: int
     tuning: Tuning
+    formats: Formats = field(default_factory=dict)
+    multiprocessors: int = 132
 
     @functools.cached_property
     def products(self) -> dict[str, Product]:
         return products_of(self.config)
 
     @property
+    def blocked(self) -> tuple[str, ...]:
+        """The calls of the program that attention_block.cu does in one launch."""
+        return blocked_calls(self.config)
+
+    @property
     def padded_rows(self) -> int:
         return -(-self.rows // 8) * 8
 
-    def blocks(self, name: str) -> int:
+    def packing(self, call: KernelCall) -> _Packing:
+        """Of the matrix that the call reads, if it reads one."""
+        for name, value in call.arguments:
+            if name in _MATRICES and isinstance(value, Bound):
+                at = "" if value.layer is None else f"layers.{value.layer}."
+                return self.formats.get(at + value.name)
+        return None
+
+    @property
+    def head_packing(self) -> _Packing:
+        return self.formats.get("embed" if self.config.tied_embeddings else "head")
+
+    def shape(self, name: str, packing: _Packing = None) -> Shape | PackedShape:
+        """How a product is cut."""
+        if packing is None:
+            return getattr(self.tuning, name)  # type: ignore[no-any-return]
+        if (known := self.tuning.packed.get(name)) is not None:
+            return known
+        bits = max(FORMATS[part.kind].unit for part in packing) // 128
+        return packed_shape(
+            name, self.products[name], self.rows, bits=bits, multiprocessors=self.multiprocessors
+        )
+
+    def blocks(self, name: str, packing: _Packing = None) -> int:
         """Blocks that share the outputs of a product."""
-        shape: Shape = getattr(self.tuning, name)
-        return -(-self.products[name].pairs // shape.block_pairs)
+        each = self.shape(name, packing).block_pairs
+        if packing is None:
+            return -(-self.products[name].pairs // each)
+        return sum(-(-part.pairs // each) for part in packing)
 
     @functools.cached_property
     def shape_macros(self) -> dict[str, int]:
@@ -202,40 +315,66 @@ class Cut:
             "HEAD_SIZE": c.head_size,
             "VOCAB": c.vocabulary,
             "ROWS": self.rows,
+            **family_macros(c),
         }
 
-    def macros(self, kernel: str) -> dict[str, str]:
-        """What a kernel's source is compiled with; no more, so that equal code is compiled once."""
+    def macros(
+        self, kernel: str, given: Mapping[str, Argument], packing: _Packing = None
+    ) -> dict[str, str]:
+        """What a kernel's source is compiled with; no more, so that equal code is compiled once.
+
+        `given`: its call's arguments.  A rank of several embeds and samples with the whole
+        vocabulary, and multiplies with its part.
+        """
         shape, c, block = self.shape_macros, self.config, self.tuning.block
+        vocabulary = given.get("vocabulary", c.vocabulary)
         found: dict[str, object]
-        if kernel in PRODUCTS:
+        if kernel in PRODUCT_CALLS:
             found = dict(shape)
-            for call, name in PRODUCTS.items():
-                if block is not None and call in BLOCKED:
-                    continue
-                for item in fields(getattr(self.tuning, name)):
-                    value = getattr(getattr(self.tuning, name), item.name)
-                    found[f"{name}_{item.name}".upper()] = value
+            for call, name in PRODUCT_CALLS.items():
+                if packing is None and (block is None or call not in self.blocked):
+                    found[shape_macro(name)] = _shape_type("Shape", self.shape(name))
+                elif packing is not None and call == kernel:
+                    cut = self.shape(name, packing)
+                    template = "PackedShape" if self.rows == 1 else "PackedMatrixShape"
+                    found[shape_macro(name)] = _shape_type(template, cut, packing)
+                    found["PACKED"] = 1
             if block is not None:
                 found["RESIDUAL_PARTS"] = block.units(c)
         elif kernel == "attention":
-            found = {k: shape[k] for k in ("HEADS", "KV_HEADS", "HEAD_SIZE", "ROWS")}
+            names = ("HEADS", "KV_HEADS", "HEAD_SIZE", "ROWS", "WINDOWED")
+            found = {k: shape[k] for k in names if k in shape}
             for name, value in asdict(self.tuning.attention).items():
                 found[f"ATTENTION_{name.upper()}"] = value
-            found["PREVIOUS_STARTS"] = self.starts("norm_qkv_rope")
+            found["PREVIOUS_STARTS"] = self.starts(self.blocked[self.blocked.index(kernel) - 1])
+        elif kernel == "norm_rope":
+            names = ("HEADS", "KV_HEADS", "HEAD_SIZE", "QKV_BIAS", "QK_NORM")
+            found = {k: shape[k] for k in names if k in shape}
+            found["ROPE_THREADS"] = _ROPE_THREADS
         elif kernel == "attention_block":
             assert block is not None
             found = dict(shape)
             for name, value in asdict(block).items():
                 found[f"BLOCK_{name.upper()}"] = value
         elif kernel == "sample":
-            found = {"VOCAB": c.vocabulary, "HEAD_BLOCKS": self.blocks("head")}
+            blocks = self.blocks("head", self.head_packing)
+            found = {"VOCAB": vocabulary, "HEAD_BLOCKS": blocks}
             found["SAMPLE_THREADS"] = _SAMPLE_THREADS
+        elif kernel == "sample_of_ranks":
+            ranks = given["ranks"]
+            found = {"VOCAB": vocabulary, "HEAD_BLOCKS": ranks, "RANKS": ranks}
+            found["SAMPLE_THREADS"] = _SAMPLE_THREADS
+        elif kernel == "best_of_part":
+            found = {"HEAD_BLOCKS": self.blocks("head", self.head_packing)}
+        elif kernel == "best_of_ranks":
+            found = {"RANKS": given["ranks"]}
         elif kernel == "continue_loop":
             found = {"ROWS": self.rows}
         else:
-            found = {"HIDDEN": c.hidden, "VOCAB": c.vocabulary, "ROWS": self.rows}
+            found = {"HIDDEN": c.hidden, "VOCAB": vocabulary, "ROWS": self.rows}
             found["EMBED_THREADS"] = _EMBED_THREADS
+            if packing is not None:
+                found |= {"PACKED": 1, "EMBED_FORMAT": packing[0].kind}
         found["START_NEXT"] = self.starts(kernel)
         return {name: str(value) for name, value in found.items()}
 
@@ -243,11 +382,16 @@ class Cut:
         return self.tuning.start_next.get(kernel, "AFTER_WAIT")
 
     def file(self, kernel: str) -> str:
-        if kernel in PRODUCTS:
+        if kernel in PRODUCT_CALLS:
             return "matvec" if self.rows == 1 else "matmul"
         if kernel == "continue_loop":
             return "loop"
-        return kernel if kernel in ("attention", "attention_block", "sample") else "step"
+        if kernel in ("best_of_part", "best_of_ranks"):
+            return "shard"
+        if kernel == "sample_of_ranks":
+            return "sample"
+        own = ("attention", "attention_block", "norm_rope", "sample")
+        return kernel if kernel in own else "step"
 
     def launch(self, calls: Sequence[KernelCall], *, after: str | None) -> CudaLaunch:
         """The launch that does these calls; `after`: the kernel before it, None for the first."""
@@ -257,41 +401,54 @@ class Cut:
             arguments.setdefault("workspace", Bound("workspace"))
         elif kernel == "attention_block":
             arguments["weight"] = dict(calls[0].arguments)["weight"]
-            arguments["output_weight"] = dict(calls[2].arguments)["weight"]
+            arguments["output_weight"] = dict(calls[-1].arguments)["weight"]
+            for name in ("q_norm", "k_norm"):
+                arguments.setdefault(name, ABSENT)
         # attention_block reads what `embed` writes before it waits.
         apart = after is None or (kernel == "attention_block" and after == "embed")
         names = [part.split(":")[0].strip() for part in SIGNATURES[kernel].split(",")]
+        packing = self.packing(calls[0])
+        programmatic = self.tuning.programmatic and not apart
         return CudaLaunch(
             kernel,
-            _source(self.file(kernel)),
-            CompileOptions(defines=tuple(self.macros(kernel).items())),
-            self.launch_config(kernel, programmatic=self.tuning.programmatic and not apart),
+            _source(self.file(kernel), packing is not None),
+            CompileOptions(defines=tuple(self.macros(kernel, arguments, packing).items())),
+            self.launch_config(kernel, packing, programmatic=programmatic),
             tuple((name, arguments[name]) for name in names),
             len(calls),
         )
 
-    def launch_config(self, kernel: str, *, programmatic: bool) -> LaunchConfig:
+    def launch_config(
+        self, kernel: str, packing: _Packing = None, *, programmatic: bool
+    ) -> LaunchConfig:
         c = self.config
-        if kernel in PRODUCTS:
-            name = PRODUCTS[kernel]
-            shape, product = getattr(self.tuning, name), self.products[name]
+        if kernel in PRODUCT_CALLS:
+            name = PRODUCT_CALLS[kernel]
+            shape, product = self.shape(name, packing), self.products[name]
+            blocks = self.blocks(name, packing)
             grid: tuple[int, int, int]
-            if isinstance(shape, VectorShape):
+            if isinstance(shape, PackedShape):
+                grid, warps, shared = (
+                    (blocks, 1, 1),
+                    shape.warps,
+                    shape.shared_bytes(product.inputs),
+                )
+            elif isinstance(shape, VectorShape):
                 half = -(-(product.inputs // 8) // 8) * 8 + 4
-                grid, warps, shared = (self.blocks(name), 1, 1), shape.warps, 2 * half * 16
+                grid, warps, shared = (blocks, 1, 1), shape.warps, 2 * half * 16
             else:
-                grid, warps = (self.blocks(name), shape.blocks_k, 1), shape.tiles * shape.split
+                grid, warps = (blocks, shape.blocks_k, 1), shape.tiles * shape.split
                 inputs = self.padded_rows * (shape.slab + 32) * 2
                 shared = max(inputs, warps * 16 * self.padded_rows * 4)
             return LaunchConfig(grid, 32 * warps, shared, programmatic=programmatic)
         if kernel == "attention":
-            shape = self.tuning.attention
-            parts = c.heads // c.kv_heads // shape.queries
-            grid = (shape.splits, c.kv_heads * parts, self.rows)
-            shared = (shape.warps + 1) * shape.queries * (c.head_size + 2) * 4
-            cluster = (shape.cluster, 1, 1) if shape.cluster > 1 else None
+            split = self.tuning.attention
+            parts = c.heads // c.kv_heads // split.queries
+            grid = (split.splits, c.kv_heads * parts, self.rows)
+            shared = (split.warps + 1) * split.queries * (c.head_size + 2) * 4
+            cluster = (split.cluster, 1, 1) if split.cluster > 1 else None
             return LaunchConfig(
-                grid, 32 * shape.warps, shared, cluster=cluster, programmatic=programmatic
+                grid, 32 * split.warps, shared, cluster=cluster, programmatic=programmatic
             )
         if kernel == "attention_block":
             block = self.tuning.block
@@ -303,21 +460,38 @@ class Cut:
                 cluster=(block.cluster, 1, 1),
                 programmatic=programmatic,
             )
-        if kernel == "sample":
+        if kernel == "norm_rope":
+            # A thread has four pairs of a head, and a head's threads lie within a warp.
+            lanes = power_of_two_from(c.head_size // 8) * (c.heads + 2 * c.kv_heads)
+            grid = (-(-lanes // _ROPE_THREADS), self.rows, 1)
+            return LaunchConfig(grid, _ROPE_THREADS, programmatic=programmatic)
+        if kernel in ("sample", "sample_of_ranks"):
             return LaunchConfig(self.rows, _SAMPLE_THREADS, programmatic=programmatic)
+        if kernel in ("best_of_part", "best_of_ranks"):
+            return LaunchConfig(self.rows, 32, programmatic=programmatic)
         if kernel == "embed":
             return LaunchConfig(self.rows, _EMBED_THREADS, programmatic=programmatic)
         return LaunchConfig(1, MAX_ROWS, programmatic=programmatic)
+
+    def _all_shapes(self) -> Iterator[tuple[Product, Shape | PackedShape]]:
+        """Of all products of a step, in each of the ways that it is cut."""
+        for name, product in self.products.items():
+            yield product, self.shape(name)
+        known: set[tuple[str, Packing]] = set()
+        for call in decode_program(self.config):
+            packing, named = self.packing(call), PRODUCT_CALLS.get(call.kernel)
+            if packing is not None and named is not None and (named, packing) not in known:
+                known.add((named, packing))
+                yield self.products[named], self.shape(named, packing)
 
     @property
     def workspace_bytes(self) -> int:
         c, t = self.config, self.tuning
         most = self.rows * c.heads * t.attention.splits * (c.head_size + 2) * 4
-        most = max(most, self.rows * self.blocks("head") * 8)
+        most = max(most, self.rows * self.blocks("head", self.head_packing) * 8)
         if t.block is not None:
             most = max(most, (t.block.units(c) + 1) * c.hidden * 4)
-        for name, product in self.products.items():
-            shape = getattr(t, name)
+        for product, shape in self._all_shapes():
             if isinstance(shape, MatrixShape) and shape.blocks_k > 1:
                 width = -(-product.pairs // 8) * 8
                 most = max(most, shape.blocks_k * self.padded_rows * width * 8)

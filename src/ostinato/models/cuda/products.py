@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ostinato import Buffer, Device, Operation, Stream, capture, lift
 from ostinato.driver.api import CudaContext
@@ -46,6 +47,7 @@ __all__ = [
 PIECE_ROWS = 512
 """Most rows of one step where a library multiplies."""
 
+_MADE = (1 << 20) + 7
 _WORKSPACE = 32 << 20  # what NVIDIA advises for Hopper; a plan has it once
 
 
@@ -53,9 +55,19 @@ class Product(Protocol):
     """A product whose algorithm is chosen."""
 
     def operations(
-        self, name: str, *, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer
+        self,
+        name: str,
+        *,
+        weight: Buffer,
+        inputs: Buffer,
+        out: Buffer,
+        workspace: Buffer,
+        weight_is_scratch: bool = False,
     ) -> tuple[Operation, ...]:
-        """What computes it on these buffers.  Not inside a capture.  Raises NotAvailableError."""
+        """What computes it on these buffers.  Not inside a capture.  Raises NotAvailableError.
+
+        `weight_is_scratch`: it gets its values in a step only.
+        """
         ...
 
 
@@ -124,7 +136,14 @@ class LibraryProduct:
         self._tried = False
 
     def operations(
-        self, name: str, *, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer
+        self,
+        name: str,
+        *,
+        weight: Buffer,
+        inputs: Buffer,
+        out: Buffer,
+        workspace: Buffer,
+        weight_is_scratch: bool = False,
     ) -> tuple[Operation, ...]:
         """The library's call on these buffers, captured and lifted; it does not run.
 
@@ -134,7 +153,12 @@ class LibraryProduct:
         """
         try:
             if not self._tried:
-                self._try_out(name, weight)
+                if weight_is_scratch:
+                    size = self.product.outputs * self.product.inputs
+                    with self._device.array(_bfloat16(size, 8)) as made:
+                        self._try_out(name, made)
+                else:
+                    self._try_out(name, weight)
                 self._tried = True
             return self._lifted(name, weight, inputs, out, workspace)
         except ContextPoisonedError:
@@ -173,8 +197,7 @@ class LibraryProduct:
     def _try_out(self, name: str, weight: Buffer) -> None:
         """Runs the call, and what was lifted of it, and compares."""
         product, device, stream = self.product, self._device, self._stream
-        row = np.random.default_rng(7).standard_normal(product.inputs).astype(np.float32)
-        bits = (row.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16
+        bits = _bfloat16(product.inputs, 7)
         with (
             device.array(np.tile(bits, (product.rows, 1))) as inputs,
             device.zeros((product.rows, product.outputs), np.float32) as out,
@@ -195,3 +218,9 @@ class LibraryProduct:
     def workspace_bytes(self) -> int:
         """What this product alone needs."""
         return max(256, self._planned.workspace_bytes)
+
+
+def _bfloat16(count: int, seed: int) -> npt.NDArray[np.uint16]:
+    """The bits of normal values, which repeat after a while."""
+    values = np.random.default_rng(seed).standard_normal(min(count, _MADE), np.float32)
+    return np.resize((values.view(np.uint32) >> 16).astype(np.uint16), count)

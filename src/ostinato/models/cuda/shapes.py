@@ -8,19 +8,21 @@ from dataclasses import dataclass, field, replace
 
 from ostinato.errors import UnsupportedModelError
 from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.bricks import BRICK
 
 __all__ = [
-    "BLOCKED",
     "COUNTER_BYTES",
     "MAX_ROWS",
     "MAX_SHARED",
     "PRODUCTS",
+    "PRODUCT_CALLS",
     "REGISTERS",
     "STARTING",
     "START_NEXT",
     "AttentionShape",
     "BlockShape",
     "MatrixShape",
+    "PackedShape",
     "Product",
     "Shape",
     "Tuning",
@@ -28,8 +30,10 @@ __all__ = [
     "block_problem",
     "block_rule",
     "block_shapes",
+    "blocked_calls",
     "default_tuning",
     "for_context",
+    "packed_shape",
     "power_of_two_from",
     "products_of",
     "require_supported",
@@ -51,6 +55,8 @@ PRODUCTS = {
     "head": "head",
 }
 """The kernels that multiply with weights, and what their shape is called in a tuning."""
+PRODUCT_CALLS = {**PRODUCTS, "norm_qkv": "qkv"}
+"""The same, with the one that a model has in the place of `norm_qkv_rope` if it norms heads."""
 
 _MAX_HEAD_SIZE = 256
 REGISTERS = 1 << 16
@@ -61,10 +67,13 @@ _BLOCK_WEIGHTS = 128 * 1024
 """Bytes of weights that a block of attention_block.cu holds in registers.  More leave no room for
 the kernels beside it, and a multiprocessor takes longer to read them than the launches that are
 saved."""
+_DIGIT_BYTES = 4 * BRICK + 64 + 80
+"""Of the digits of 256 inputs (packed.cuh)."""
+_LONG = 4096
+"""Inputs of a product that is not short."""
 _BLOCK_LANES = (4, 8, 16, 32)
-BLOCKED = ("norm_qkv_rope", "attention", "output_residual")
-"""The calls of the program that attention_block.cu does in one launch."""
-STARTING = (*PRODUCTS, "embed", "attention", "attention_block", "sample", "advance")
+_OTHERS = ("norm_rope", "embed", "attention", "attention_block", "sample", "advance")
+STARTING = (*PRODUCT_CALLS, *_OTHERS)
 """The kernels of a step, each of which lets the next one start somewhere."""
 
 
@@ -107,6 +116,34 @@ class MatrixShape:
     @property
     def block_pairs(self) -> int:
         return self.tiles * 8
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShape:
+    """How packed.cuh cuts a product of one row with a packed matrix: `split` warps share the inputs
+    of 8 pairs of outputs, `teams` of these work side by side in a block, and make as many pairs
+    again in each of its `turns`; a warp holds `depth` bricks at once.  `resident`: how many blocks
+    a multiprocessor must have registers for; 0 for what the compiler likes."""
+
+    split: int
+    teams: int
+    turns: int = 1
+    depth: int = 1
+    resident: int = 0
+
+    @property
+    def warps(self) -> int:
+        return self.split * self.teams
+
+    @property
+    def block_pairs(self) -> int:
+        return 8 * self.teams * self.turns
+
+    def shared_bytes(self, inputs: int) -> int:
+        """Dynamic shared memory of a block: sums, and the digits of the inputs."""
+        bricks = -(-inputs // BRICK)
+        span = -(-bricks // self.split)
+        return self.teams * self.turns * self.split * 64 + self.warps * span * _DIGIT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +213,9 @@ class Tuning:
     """By kernel where it is not "AFTER_WAIT"; one of START_NEXT."""
     programmatic: bool = True
     """Whether kernels may start before the previous one has ended."""
+    packed: Mapping[str, PackedShape | MatrixShape] = field(default_factory=dict)
+    """Of products with packed matrices, by "qkv", "output", …, in place of the rule's: a
+    MatrixShape for more than one row, whose slab is bricks enough for its `split`."""
     block: BlockShape | None = None
     """One kernel for the first three of a layer; `qkv`, `output` and `attention` are not used then.
     One row, and a device with clusters."""
@@ -234,9 +274,17 @@ def require_supported(config: LlamaConfig, rows: int = 1, *, most: int = MAX_ROW
 
 
 def shape_key(config: LlamaConfig) -> str:
-    """The sizes that the kernels are compiled for, as text."""
+    """What the kernels are compiled for, as text: the sizes, and what the family adds."""
     c = config
-    return f"{c.hidden}-{c.inner}-{c.heads}-{c.kv_heads}-{c.head_size}-{c.vocabulary}"
+    sizes = f"{c.hidden}-{c.inner}-{c.heads}-{c.kv_heads}-{c.head_size}-{c.vocabulary}"
+    added = {"bias": c.qkv_bias, "norm": c.qk_norm, "window": any(c.windows)}
+    return "-".join([sizes, *(name for name, there in added.items() if there)])
+
+
+def blocked_calls(config: LlamaConfig) -> tuple[str, ...]:
+    """The calls of the program that attention_block.cu does in one launch."""
+    qkv = ("norm_qkv", "norm_rope") if config.qk_norm else ("norm_qkv_rope",)
+    return (*qkv, "attention", "output_residual")
 
 
 def default_tuning(
@@ -271,7 +319,7 @@ def default_tuning(
         attention = _attention_shape(config, rows, context, multiprocessors)
     # As early as can be, so that weights come while two kernels before still run; but the attention
     # reads the cache before its wait, which it may only if the kernel before it began late.
-    late = ("norm_qkv_rope", "attention_block")
+    late = ("norm_qkv_rope", "norm_rope", "attention_block")
     starts = dict.fromkeys(STARTING, "AT_START") | dict.fromkeys(late, "AFTER_WAIT")
     return Tuning(qkv, output, gate_up, down, head, attention, starts, block=block)
 
@@ -296,7 +344,8 @@ def _vector_shape(name: str, product: Product, rows: int, multiprocessors: int) 
 
     A small product is over before the memory is busy: there more lanes and warps share a pair, so
     that each has less to do one after the other.  Where blocks would more than fill the chip twice
-    they take turns instead; not the head's, which has so many that starting them costs nothing.
+    they take turns instead; the head's do so three times a multiprocessor where a warp has a long
+    row for itself (H200), and not at all where it has less.
     """
     chunks = product.inputs // 8
     lanes = 32 if chunks >= 128 else 16 if chunks >= 64 else 8
@@ -312,7 +361,11 @@ def _vector_shape(name: str, product: Product, rows: int, multiprocessors: int) 
 
     while each() <= 5 and -(-chunks // (lanes * split)) > 2 and not wasteful(2 * lanes * split):
         lanes, split = (2 * lanes, split) if lanes < 32 else (lanes, 2 * split)
+    if not product.normed and (lanes, split) == (32, 1) and each() <= 8:
+        split = 2  # one step more (H200)
     wanted = each()
+    if name == "head" and (lanes, split) == (32, 1) and chunks >= 256:
+        return VectorShape(lanes, 1, 1, 6, max(1, -(-product.pairs // (18 * multiprocessors))))
     warps = max(split, 8) if wanted > 16 else max(1, -(-int(wanted + 0.999) // split)) * split
     shape = VectorShape(lanes, split, 1, warps)
     blocks = -(-product.pairs // shape.block_pairs)
@@ -321,10 +374,71 @@ def _vector_shape(name: str, product: Product, rows: int, multiprocessors: int) 
     return shape
 
 
+def packed_shape(
+    name: str, product: Product, rows: int = 1, *, bits: int = 8, multiprocessors: int = 132
+) -> PackedShape | MatrixShape:
+    """How a product with a packed matrix is cut, by rule (found on an H200).  `bits`: of a code.
+
+    One row: a warp for each 256 inputs, up to 16, which asks for all that it reads before the wait
+    for the previous kernel, and blocks that take turns where there would be more than two a
+    multiprocessor.  The head, which is long, asks for two turns at once; that fits the registers
+    where all blocks take as many turns and rows are whole bricks.
+    """
+    if rows > 1:
+        return _packed_matrix_shape(name, product, rows, multiprocessors)
+    bricks = -(-product.inputs // BRICK)
+    span = -(-bricks // 16)
+    split = -(-bricks // span)
+    tiles = -(-product.pairs // 8)
+    turns = max(1, -(-tiles // (2 * multiprocessors)))
+    depth = span if span <= 2 else 1  # more do not fit the registers
+    if name == "head" and product.inputs % BRICK == 0:
+        most = min(turns, 8 if bits == 8 else 16)
+        even = [n for n in range(4, most + 1) if tiles % n == 0]
+        if even:
+            turns, depth = even[-1], 2
+    return PackedShape(split, 1, turns, depth, resident=max(1, 16 // split))
+
+
+def _packed_matrix_shape(
+    name: str, product: Product, rows: int, multiprocessors: int
+) -> MatrixShape:
+    """Blocks with many outputs, since all of them read all inputs, and a slab of one brick for each
+    warp.  Where there are too few outputs, blocks share the inputs, or warps do if there is a
+    norm."""
+    padded = -(-rows // 8) * 8
+    tile_count, bricks = -(-product.pairs // 8), -(-product.inputs // BRICK)
+    least = 4 if name == "head" else 1  # a warp's keys are of one row
+    tiles, blocks_k = 8, 1
+
+    def few() -> bool:
+        return tile_count * blocks_k < 0.7 * multiprocessors * tiles
+
+    if product.normed:
+        while tiles > least and few():
+            tiles //= 2
+    else:
+        while few() and 2 * blocks_k <= min(bricks, 16):
+            blocks_k *= 2
+    split = max(1, min(8 // tiles, power_of_two_from(bricks // blocks_k + 1) // 2))
+    while split > 1 and padded * (BRICK * split + 32) * 2 > 72 * 1024:
+        split //= 2
+    return MatrixShape(tiles, split, blocks_k, BRICK * split)
+
+
 def _matrix_shape(name: str, product: Product, rows: int, multiprocessors: int) -> MatrixShape:
-    """Blocks of 8 warps, with so many outputs that L2 is not the limit, and enough blocks."""
+    """Blocks of 8 warps, with so many outputs that L2 is not the limit, and enough blocks.
+
+    A long way down has blocks of 16 tiles that share the inputs, and little of these at once: at 8,
+    32 and 64 rows 5 to 7 % of the 1B shape's step (H200).
+    """
     padded = -(-rows // 8) * 8
     tile_count = -(-product.pairs // 8)
+    if not product.normed and product.inputs >= _LONG:
+        blocks_k = 1
+        while tile_count / 16 * blocks_k < 0.7 * multiprocessors and blocks_k < 16:
+            blocks_k *= 2
+        return MatrixShape(16, 1, blocks_k, 64)
     least = 4 if name == "head" else 1  # a warp's keys are of one row
     tiles = max(least, min(8, power_of_two_from(padded // 8)))
     while tiles > least and tile_count / tiles < 0.7 * multiprocessors and product.normed:

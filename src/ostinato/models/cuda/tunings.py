@@ -65,8 +65,8 @@ _SHAPES = {"vector": VectorShape, "matrix": MatrixShape}
 _MAX_BYTES = 1 << 16
 _KERNELS = Path(__file__).parent / "kernels"
 _SOURCES = (
-    *("attention.cu", "attention_block.cu", "matmul.cu", "matvec.cu"),
-    *("common.cuh", "linear.cuh", "softmax.cuh"),
+    *("attention.cu", "attention_block.cu", "matmul.cu", "matvec.cu", "norm_rope.cu"),
+    *("bricks.cuh", "common.cuh", "linear.cuh", "packed.cuh", "softmax.cuh"),
 )
 
 
@@ -154,7 +154,9 @@ class StoredTuning:
 
 
 def encode_tuning(tuning: Tuning) -> dict[str, Any]:
-    """A tuning as plain data."""
+    """A tuning as plain data.  Raises ValueError for shapes of packed products: they go by rule."""
+    if tuning.packed:
+        raise ValueError("the shapes of packed products are not stored: they go by rule")
     made: dict[str, Any] = {}
     for name in PRODUCTS.values():
         shape = getattr(tuning, name)

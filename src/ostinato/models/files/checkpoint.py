@@ -4,9 +4,10 @@
 and `tokenizer.json`.  The checkpoint maps the file, and reads a tensor when asked for it.
 
 Canonical names: `embed`, `layers.{i}.attn_norm`, `.wq .wk .wv .wo`, `.mlp_norm`,
-`.w_gate .w_up .w_down`, `final_norm`, and `head` unless the embeddings are tied.  Matrices are
-[out, in], and queries and keys are in Hugging Face's order for rope (a head's first half, then its
-second half), whatever the file does.
+`.w_gate .w_up .w_down`, `final_norm`, and `head` unless the embeddings are tied; in some families
+also `.bq .bk .bv`, or `.q_norm .k_norm` (`config.tensor_shapes`).  Matrices are [out, in], and
+queries and keys are in Hugging Face's order for rope (a head's first half, then its second half),
+whatever the file does.
 
 Files are not trusted.  Everything is checked when the file is opened: sizes, offsets,
 overlaps, names, shapes against the config.  Not guarded against: a file that another process
@@ -61,7 +62,8 @@ class RawTensor:
 
     `name`: in the file.  `type`: "F32", "BF16", "Q4_1", ….  `shape`: [out, in], as `tensor` gives
     it.  `file`, `offset`, `size`: where its bytes are, offset and size in bytes.  `heads`: not 0 if
-    its rows are in GGUF's interleaved order for rope, for so many heads.
+    its rows are in GGUF's interleaved order for rope, for so many heads.  `made`: its bytes are
+    made out of other tensors, all at once, when they are asked for; they have no place in the file.
     """
 
     name: str
@@ -71,6 +73,7 @@ class RawTensor:
     offset: int
     size: int
     heads: int = 0
+    made: bool = False
 
     @property
     def rows(self) -> int:
@@ -84,7 +87,10 @@ class RawTensor:
 
     @property
     def together(self) -> int:
-        """Rows that must not be parted: a head's, which change places among themselves, or one."""
+        """Rows that must not be parted: a head's, which change places among themselves, or one; all
+        of a tensor that is made."""
+        if self.made:
+            return self.rows
         return self.rows // self.heads if self.heads else 1
 
 
@@ -110,10 +116,11 @@ class Checkpoint(Closeable):
     """Weights of one model.  Owns mapped files: use `with`, or call `close`.
 
     Reading is safe from many threads.  Arrays that it gave live on after `close`.  `has_file`:
-    there is a file that holds the tensors, so that `raw` and `stored` say how.
+    `path` is there.  `has_bytes`: `raw` and `stored` say how tensors are packed.
     """
 
     has_file: ClassVar[bool] = True
+    has_bytes: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -133,6 +140,10 @@ class Checkpoint(Closeable):
         """Canonical names, in the order of use."""
         return tuple(self._tensors)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What `load` gives, by canonical name, in the order of use."""
+        return tensor_shapes(self.config)
+
     def raw(self, name: str) -> RawTensor:
         """How the file holds the tensor.  Raises InputError for a name that is not there."""
         try:
@@ -142,7 +153,8 @@ class Checkpoint(Closeable):
             raise InputError(f"{self.path}: no tensor {name!r}; there are {known}, …") from None
 
     def stored(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes as the file holds them: flat, a view of the map, not to be written.
+        """The tensor's bytes as the file holds them: flat, a view of the map, not to be written;
+        of a tensor that is made, its bytes as `raw` describes them.
 
         Raises InputError for an unknown name, ClosedError.
         """
@@ -388,6 +400,6 @@ def name_in_layer(
     if match is None or match[2] not in in_layer:
         raise UnsupportedModelError(
             f"{path}: tensor {quoted(name)} has no place in a Llama decoder; this variant of the "
-            "architecture is not supported (biases, experts and adapters are not)"
+            "architecture is not supported (other biases, experts and adapters are not)"
         )
     return f"layers.{match[1]}.{in_layer[match[2]]}"

@@ -42,17 +42,24 @@ _WHOLE = {
     "output.weight": "head",
 }
 _IN_LAYER = {
-    "attn_norm": "attn_norm",
-    "attn_q": "wq",
-    "attn_k": "wk",
-    "attn_v": "wv",
-    "attn_output": "wo",
-    "ffn_norm": "mlp_norm",
-    "ffn_gate": "w_gate",
-    "ffn_up": "w_up",
-    "ffn_down": "w_down",
+    "attn_norm.weight": "attn_norm",
+    "attn_q.weight": "wq",
+    "attn_k.weight": "wk",
+    "attn_v.weight": "wv",
+    "attn_q.bias": "bq",
+    "attn_k.bias": "bk",
+    "attn_v.bias": "bv",
+    "attn_q_norm.weight": "q_norm",
+    "attn_k_norm.weight": "k_norm",
+    "attn_output.weight": "wo",
+    "ffn_norm.weight": "mlp_norm",
+    "ffn_gate.weight": "w_gate",
+    "ffn_up.weight": "w_up",
+    "ffn_down.weight": "w_down",
 }
-_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.weight")
+_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)")
+# Architectures whose queries and keys llama.cpp's converter puts in the interleaved order for rope.
+_INTERLEAVED = ("llama",)
 
 # Bounds that no published model comes near; they keep a hostile head under a second and 1 GiB.
 # Llama 3's has 30 entries, 290 tensors, 408,000 strings in 8 MB.
@@ -122,7 +129,7 @@ class GgufCheckpoint(Checkpoint):
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open a GGUF file of the Llama architecture.
+    """Open a GGUF file of one of the architectures that `LlamaConfig.from_gguf` takes.
 
     Raises ModelFormatError, UnsupportedModelError (see `read_header` and `check_tensors`), OSError.
     """
@@ -130,14 +137,20 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     try:
         with memoryview(mapped) as data:
             header = read_header(data, path)
+            if header.metadata.get("split.count", 1) != 1:
+                raise UnsupportedModelError(
+                    f"{path}: one of {quoted(header.metadata['split.count'])} parts of a model; "
+                    "join them (llama-gguf-split --merge)"
+                )
             config = _config(header, data, path)
         tensors: dict[str, RawTensor] = {}
+        interleaved = {}
+        if header.metadata["general.architecture"] in _INTERLEAVED:
+            interleaved = {"wq": config.heads, "wk": config.kv_heads}
         for entry in header.tensors:
             if entry.name != _ROPE_FACTORS:
                 canonical = _canonical(entry.name, path)
-                heads = {"wq": config.heads, "wk": config.kv_heads}.get(
-                    canonical.rpartition(".")[2], 0
-                )
+                heads = interleaved.get(canonical.rpartition(".")[2], 0)
                 tensors[canonical] = RawTensor(
                     entry.name, entry.type, entry.shape, path, entry.offset, entry.size, heads
                 )

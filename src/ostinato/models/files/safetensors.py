@@ -1,5 +1,7 @@
 """Hugging Face folders as checkpoints: config.json, one or many *.safetensors, tokenizer.json.
 
+Quantised matrices (`quantised`) become bfloat16 ones, each when it is read.
+
 The head is parsed here and not by the `safetensors` package, because that gives NumPy no bfloat16
 and reads a tensor as a whole.  The format, and the rule that tensors leave no hole:
 https://huggingface.co/docs/safetensors/index#format
@@ -28,6 +30,7 @@ from ostinato.models.files.checkpoint import (
     name_in_layer,
 )
 from ostinato.models.files.dequantise import dequantise_rows
+from ostinato.models.files.quantised import Quantisation
 from ostinato.models.files.reading import MAX_JSON, forget, map_file, parse_object, read_json, unmap
 
 __all__ = ["SUPPORTED_DTYPES", "SafetensorsCheckpoint", "open_folder"]
@@ -43,17 +46,22 @@ _WHOLE = {
     "lm_head.weight": "head",
 }
 _IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "wq",
-    "self_attn.k_proj": "wk",
-    "self_attn.v_proj": "wv",
-    "self_attn.o_proj": "wo",
-    "post_attention_layernorm": "mlp_norm",
-    "mlp.gate_proj": "w_gate",
-    "mlp.up_proj": "w_up",
-    "mlp.down_proj": "w_down",
+    "input_layernorm.weight": "attn_norm",
+    "self_attn.q_proj.weight": "wq",
+    "self_attn.k_proj.weight": "wk",
+    "self_attn.v_proj.weight": "wv",
+    "self_attn.q_proj.bias": "bq",
+    "self_attn.k_proj.bias": "bk",
+    "self_attn.v_proj.bias": "bv",
+    "self_attn.q_norm.weight": "q_norm",
+    "self_attn.k_norm.weight": "k_norm",
+    "self_attn.o_proj.weight": "wo",
+    "post_attention_layernorm.weight": "mlp_norm",
+    "mlp.gate_proj.weight": "w_gate",
+    "mlp.up_proj.weight": "w_up",
+    "mlp.down_proj.weight": "w_down",
 }
-_LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)\.weight")
+_LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)")
 # Old checkpoints carry the rope frequencies as a buffer; they follow from the config.
 _IGNORED = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -67,11 +75,18 @@ class SafetensorsCheckpoint(Checkpoint):
         config: LlamaConfig,
         tensors: dict[str, RawTensor],
         mapped: dict[Path, mmap.mmap],
+        quantisation: Quantisation | None = None,
+        parts: Mapping[str, Mapping[str, RawTensor]] | None = None,
     ) -> None:
         super().__init__(path, config, JsonTokenizerSource(path), tensors)
         self._mapped = mapped
+        self._quantisation, self._parts = quantisation, parts or {}
 
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
+        if raw.made:
+            assert self._quantisation is not None
+            made = self._quantisation.bfloat16(self._parts[raw.name], self._bytes)
+            return made.astype("<u2", copy=False).reshape(-1).view(np.uint8)
         return np.frombuffer(self._mapped[raw.file], np.uint8, raw.size, raw.offset)
 
     def _decode(
@@ -80,6 +95,10 @@ class SafetensorsCheckpoint(Checkpoint):
         dequantise_rows(kind, block, out)
 
     def _forget(self, raw: RawTensor) -> None:
+        for part in self._parts[raw.name].values() if raw.made else (raw,):
+            self._forget_part(part)
+
+    def _forget_part(self, raw: RawTensor) -> None:
         forget(self._mapped[raw.file], raw.offset, raw.size)
 
     def _unmap(self) -> None:
@@ -99,17 +118,20 @@ def open_folder(path: Path) -> SafetensorsCheckpoint:
         raise ModelError(
             f"{path}: no config.json; a model folder has config.json and *.safetensors"
         )
-    config = LlamaConfig.from_hf(read_json(config_file), where=str(config_file))
+    values = read_json(config_file)
+    quantisation = Quantisation.from_hf(
+        values.pop("quantization_config", None), where=str(config_file)
+    )
+    config = LlamaConfig.from_hf(values, where=str(config_file))
     mapped: dict[Path, mmap.mmap] = {}
     try:
-        tensors: dict[str, RawTensor] = {}
+        found = _Found(config, quantisation)
         for file in _shards(path):
             mapped[file] = map_file(file)
             with memoryview(mapped[file]) as data:
-                _read_shard(data, file, config, tensors)
-        return SafetensorsCheckpoint(
-            path, config, check_tensors(config, tensors, str(path)), mapped
-        )
+                _read_shard(data, file, found)
+        tensors = check_tensors(config, found.with_made(), str(path))
+        return SafetensorsCheckpoint(path, config, tensors, mapped, quantisation, found.parts)
     except BaseException:
         for opened in mapped.values():
             unmap(opened)
@@ -145,10 +167,59 @@ def _shards(path: Path) -> list[Path]:
     return [path / name for name in sorted(names)]
 
 
-def _read_shard(
-    data: memoryview, path: Path, config: LlamaConfig, tensors: dict[str, RawTensor]
-) -> None:
-    """Add the tensors of one file to `tensors`, under their canonical names."""
+class _Found:
+    """The tensors of all files by their canonical names; of quantised matrices, by their parts."""
+
+    def __init__(self, config: LlamaConfig, quantisation: Quantisation | None) -> None:
+        self.config, self.quantisation = config, quantisation
+        self.tensors: dict[str, RawTensor] = {}
+        self._by_name: dict[str, dict[str, RawTensor]] = {}
+        self.parts: dict[str, dict[str, RawTensor]] = {}
+        """By the name that the matrix has in the file, then by part."""
+
+    def add(self, entry: RawTensor, path: Path) -> None:
+        name, part = entry.name, ""
+        if self.quantisation is not None:
+            part = next((end for end in self.quantisation.parts if name.endswith(end)), "")
+            # A plain weight beside quantised ones: what the model's maker left as it is.
+            if part == ".weight" and entry.type in SUPPORTED_DTYPES:
+                part = ""
+        canonical = _canonical(f"{name.removesuffix(part)}.weight" if part else name, path)
+        if canonical is None or (canonical == "head" and self.config.tied_embeddings):
+            return
+        if part:
+            into, key = self._by_name.setdefault(canonical, {}), part
+        else:
+            into, key = self.tensors, canonical
+            if entry.type not in SUPPORTED_DTYPES:
+                raise UnsupportedModelError(
+                    f"{path}: tensor {quoted(entry.name)} is of type {entry.type}, which is not "
+                    f"supported; supported: {', '.join(SUPPORTED_DTYPES)}"
+                )
+        if key in into:
+            raise ModelFormatError(f"{path}: tensor {quoted(entry.name)} is in another shard too")
+        into[key] = entry
+
+    def with_made(self) -> dict[str, RawTensor]:
+        """All tensors, with one for each quantised matrix.  Raises ModelFormatError."""
+        made = dict(self.tensors)
+        for canonical, parts in self._by_name.items():
+            assert self.quantisation is not None
+            one = next(iter(parts.values()))
+            if canonical in made:
+                raise ModelFormatError(
+                    f"{one.file}: {quoted(one.name)} stands beside a plain weight"
+                )
+            rows, columns = self.quantisation.shape(parts)
+            name = one.name.rpartition(".")[0] + ".weight"
+            self.parts[name] = parts
+            size = 2 * rows * columns
+            made[canonical] = RawTensor(name, "BF16", (rows, columns), one.file, 0, size, made=True)
+        return made
+
+
+def _read_shard(data: memoryview, path: Path, found: _Found) -> None:
+    """Adds the tensors of one file."""
     size = int.from_bytes(data[:8], "little")
     if data.nbytes < 8 or size > data.nbytes - 8:
         raise ModelFormatError(
@@ -180,17 +251,7 @@ def _read_shard(
             f"{path}: {data.nbytes - end} bytes follow the last tensor, which ends at {end}"
         )
     for entry in entries:
-        canonical = _canonical(entry.name, path)
-        if canonical is None or (canonical == "head" and config.tied_embeddings):
-            continue
-        if entry.type not in SUPPORTED_DTYPES:
-            raise UnsupportedModelError(
-                f"{path}: tensor {quoted(entry.name)} is of type {entry.type}, which is not "
-                f"supported; supported: {', '.join(SUPPORTED_DTYPES)}"
-            )
-        if canonical in tensors:
-            raise ModelFormatError(f"{path}: tensor {quoted(entry.name)} is in another shard too")
-        tensors[canonical] = entry
+        found.add(entry, path)
 
 
 # Bytes a value of every dtype of the format: the layout is checked for those we do not read, too.

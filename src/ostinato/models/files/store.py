@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from types import MappingProxyType
 from filelock import FileLock, Timeout
 
 from ostinato import settings
-from ostinato.errors import DownloadError, InputError, ModelError, NotAvailableError
+from ostinato.errors import DownloadError, InputError, ModelError
+from ostinato.models.files.hub import from_hub, hub_name
 from ostinato.models.files.wheel_fetch import KnownModel, Progress, fetch
 
 __all__ = [
@@ -39,17 +39,6 @@ __all__ = [
     "remove",
     "resolve",
 ]
-
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-_HUB_FILES = (
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +105,10 @@ def resolve(
 ) -> Path:
     """The file or folder that `model` names, for `open_checkpoint`.
 
-    `model`: a path, a known name, or a Hugging Face id `org/name`, tried in that order.  What is
-    not on this machine yet is fetched first if `download`.  Raises ModelError if it names nothing,
-    or is not here and may not be fetched; DownloadError; NotAvailableError without the `hub` extra.
+    `model`: a path, a known name, or a Hugging Face id (`hub.hub_name`), tried in that order.  What
+    is not on this machine yet is fetched first if `download`.  Raises ModelError if it names
+    nothing, or is not here and may not be fetched; DownloadError; NotAvailableError without the
+    `hub` extra.
     """
     if (path := _existing(model)) is not None:
         return path
@@ -128,12 +118,12 @@ def resolve(
         if not download:
             raise ModelError(f"{model} is not on this machine; get it: ostinato model pull {model}")
         return pull(model, progress=progress, known=known)
-    # "./x/y" and "x/y.gguf" are meant as paths; ids of the hub never end so.
-    if _HUB_ID.fullmatch(model) and not model.endswith((".gguf", ".safetensors")):
-        return _from_hub(model, download=download)
+    name = hub_name(model)
+    if name is not None:
+        return from_hub(name, download=download)
     raise ModelError(
         f"{model!r} is no file or folder, no known model ({', '.join(known)}) and no hub id "
-        "(org/name)"
+        "(org/name, or org/name:Q4_K_M)"
     )
 
 
@@ -228,26 +218,3 @@ def _disk_error(model: KnownModel, folder: Path, error: Exception) -> DownloadEr
 def _remove_leftovers(folder: Path) -> None:
     for left in folder.glob(".pull-*"):
         shutil.rmtree(left, ignore_errors=True)
-
-
-def _from_hub(model: str, *, download: bool) -> Path:
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise NotAvailableError(
-            f"{model} looks like a Hugging Face id, which needs the `hub` extra: "
-            'pip install "ostinato[hub]"'
-        ) from None
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                model, allow_patterns=list(_HUB_FILES), local_files_only=not download
-            )
-        )
-    except Exception as error:  # the hub's errors and those of its HTTP library have no one root
-        text = str(error).strip().splitlines()
-        raise DownloadError(
-            f"{model} cannot be fetched from the hub: {type(error).__name__}: "
-            f"{text[0] if text else ''}. Check the id and the network; a folder at hand can be "
-            "given by its path"
-        ) from error

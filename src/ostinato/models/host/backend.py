@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from ostinato import Buffer, Device, LaunchConfig, Source
-from ostinato.models.backend import BoundCall, BoundLaunch, Buffers
+from ostinato import Device, LaunchConfig, Source
+from ostinato.errors import InputError, NotAvailableError
+from ostinato.models.backend import UNPACKED, BoundCall, BoundLaunch, Buffers, WeightsKind
 from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.bricks import Formats
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.host.kernels import HOST_KERNELS
-from ostinato.models.host.packed_kernels import compiled, packed_kernels
+from ostinato.models.host.packed_kernels import compiled, description, packed_kernels
+from ostinato.models.host.shard_kernels import SHARD_KERNELS
 from ostinato.models.program import SAMPLED_ROWS, KernelCall
+from ostinato.models.weights import Target
 
 __all__ = ["HostBackend"]
 
@@ -31,9 +35,13 @@ class HostBackend:
     ) -> None:
         self._modules = device.modules
         self.packed = compiled() if packed is None else packed
+        if self.packed and not compiled():
+            raise NotAvailableError(
+                f"packed weights on a CPU need the compiled kernels; there is {description()}"
+            )
         self.name = "packed" if self.packed else "numpy"
         kernels = packed_kernels(threads) if self.packed else HOST_KERNELS
-        self._source = Source(host=kernels, name="decoder")
+        self._source = Source(host={**kernels, **SHARD_KERNELS}, name="decoder")
 
     def piece_rows(self, config: LlamaConfig) -> int:
         """SAMPLED_ROWS: more rows are not faster."""
@@ -42,13 +50,28 @@ class HostBackend:
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
         """Supports every model that has a config, and any number of rows."""
 
-    def workspace_bytes(self, config: LlamaConfig, rows: Iterable[int], context: int) -> int:
+    def formats(self, checkpoint: Checkpoint, wanted: WeightsKind) -> Formats:
+        """None: `packed` is for all matrices, whose bytes stay in the file's order."""
+        if wanted == "bf16":
+            raise InputError(
+                "weights in bfloat16 are for GPUs; the CPU's kernels read packed ones, or float32"
+            )
+        return UNPACKED
+
+    def workspace_bytes(
+        self,
+        config: LlamaConfig,
+        rows: Iterable[int],
+        context: int,
+        *,
+        formats: Formats = UNPACKED,
+    ) -> int:
         """Room for the widest product of each row, and for what is multiplied."""
         c = config
         widest = max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden)
         return max(rows) * (widest + c.hidden) * 4
 
-    def buffers(self, config: LlamaConfig, rows: int) -> Buffers:
+    def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
         """No further ones."""
         return {}
 
@@ -56,16 +79,25 @@ class HostBackend:
         """There is no library."""
         return False
 
-    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Buffer]]) -> bool:
+    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:
         """Never: device memory is the process's own, and the checkpoint converts into it."""
         return False
 
     def bind(
-        self, program: Sequence[KernelCall], config: LlamaConfig, rows: int, context: int
+        self,
+        program: Sequence[KernelCall | BoundCall],
+        config: LlamaConfig,
+        rows: int,
+        context: int,
+        *,
+        formats: Formats = UNPACKED,
     ) -> tuple[BoundCall, ...]:
         """A host kernel does the whole grid in one call; the launch shape is for readers of
         graphs."""
         get, shape = self._modules.get_or_compile, LaunchConfig(grid=rows, block=1)
         return tuple(
-            BoundLaunch(get(self._source, call.kernel), shape, call.arguments) for call in program
+            BoundLaunch(get(self._source, call.kernel), shape, call.arguments)
+            if isinstance(call, KernelCall)
+            else call
+            for call in program
         )

@@ -22,7 +22,7 @@ from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE
 from ostinato.models.sampling import penalised
 from ostinato.models.sampling import sample as sample_reference
 
-__all__ = ["HOST_KERNELS"]
+__all__ = ["HOST_KERNELS", "sampled_rows"]
 
 _CHUNK = 1 << 15  # scores of one attention product at a time, in rows * KV length
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -87,6 +87,11 @@ def _sampled_rows(live: Ints, used: int) -> list[tuple[int, int, int]]:
     wanted = ACTIVE | SAMPLE
     rows = live[: 4 * used].reshape(-1, 4).tolist()
     return [(i, row[1], row[2]) for i, row in enumerate(rows) if row[3] & wanted == wanted]
+
+
+def sampled_rows(live: Ints, row_count: int) -> list[tuple[int, int, int]]:
+    """(row, position, sequence) of the rows of a step that sample."""
+    return _sampled_rows(live, _used_rows(live, row_count))
 
 
 def _matrix(flat: npt.NDArray[Any], rows: int, columns: int) -> npt.NDArray[Any]:
@@ -175,10 +180,36 @@ def embed(
             out[index] = 0.0
 
 
+def _heads_to_cache(
+    parts: Floats,
+    live: Ints,
+    rope: Floats,
+    cache: Floats,
+    q: Floats,
+    heads: int,
+    kv_heads: int,
+    sequences: int,
+    context: int,
+) -> None:
+    """Rope; queries to `q`, keys and values to the cache.  `parts`: [rows, all heads, size]."""
+    used, _, head_size = parts.shape
+    queries = _matrix(q, used, heads * head_size).reshape(used, heads, head_size)
+    shape = (2, sequences, kv_heads, context, head_size)
+    keys, values = cache[: 2 * sequences * kv_heads * context * head_size].reshape(shape)
+    table = rope[: context * head_size].reshape(context, 2, 1, head_size // 2)
+    for run in _runs_of(live, used):
+        rows, end = slice(run.start, run.stop), run.position + run.stop - run.start
+        cosine, sine = table[run.position : end, 0], table[run.position : end, 1]
+        _rotate(parts[rows, :heads], cosine, sine, queries[rows])
+        where = (run.sequence, slice(None), slice(run.position, end))
+        _rotate(parts[rows, heads : heads + kv_heads], cosine, sine, keys[where].transpose(1, 0, 2))
+        values[where] = parts[rows, heads + kv_heads :].transpose(1, 0, 2)
+
+
 @_kernel(
-    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, rope: *const f32, "
-    "cache: *f32, q: *out f32, workspace: *out f32, row_count: u32, hidden: u32, heads: u32, "
-    "kv_heads: u32, head_size: u32, sequences: u32, context: u32, epsilon: f32"
+    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, bias: *const f32, "
+    "rope: *const f32, cache: *f32, q: *out f32, workspace: *out f32, row_count: u32, hidden: u32, "
+    "heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, epsilon: f32"
 )
 def norm_qkv_rope(
     launch: object,
@@ -186,6 +217,7 @@ def norm_qkv_rope(
     x: Floats,
     norm: Floats,
     weight: Floats,
+    bias: Floats | None,
     rope: Floats,
     cache: Floats,
     q: Floats,
@@ -202,7 +234,8 @@ def norm_qkv_rope(
     """Norm, queries, keys and values, rope, and the write of keys and values into the cache.
 
     `rope`: [context, 2, head_size / 2], cosines and sines.  `cache`: this layer's part, [2,
-    sequences, kv_heads, context, head_size].  `q`: [rows, heads, head_size].
+    sequences, kv_heads, context, head_size].  `q`: [rows, heads, head_size].  `bias`: of queries,
+    keys and values, or None.
     """
     used = _used_rows(live, row_count)
     if not used:
@@ -210,24 +243,83 @@ def norm_qkv_rope(
     width = (heads + 2 * kv_heads) * head_size
     qkv = _matrix(workspace, used, width)
     _product(_matrix(weight, width, hidden), _normed(_matrix(x, used, hidden), norm, epsilon), qkv)
-    parts = qkv.reshape(used, heads + 2 * kv_heads, head_size)
-    queries = _matrix(q, used, heads * head_size).reshape(used, heads, head_size)
-    shape = (2, sequences, kv_heads, context, head_size)
-    keys, values = cache[: 2 * sequences * kv_heads * context * head_size].reshape(shape)
-    table = rope[: context * head_size].reshape(context, 2, 1, head_size // 2)
-    for run in _runs_of(live, used):
-        rows, end = slice(run.start, run.stop), run.position + run.stop - run.start
-        cosine, sine = table[run.position : end, 0], table[run.position : end, 1]
-        _rotate(parts[rows, :heads], cosine, sine, queries[rows])
-        where = (run.sequence, slice(None), slice(run.position, end))
-        _rotate(parts[rows, heads : heads + kv_heads], cosine, sine, keys[where].transpose(1, 0, 2))
-        values[where] = parts[rows, heads + kv_heads :].transpose(1, 0, 2)
+    if bias is not None:
+        qkv += bias[:width]
+    parts = qkv.reshape(used, -1, head_size)
+    _heads_to_cache(parts, live, rope, cache, q, heads, kv_heads, sequences, context)
+
+
+@_kernel(
+    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, qkv: *out f32, "
+    "workspace: *out f32, row_count: u32, hidden: u32, heads: u32, kv_heads: u32, head_size: u32, "
+    "epsilon: f32"
+)
+def norm_qkv(
+    launch: object,
+    live: Ints,
+    x: Floats,
+    norm: Floats,
+    weight: Floats,
+    qkv: Floats,
+    workspace: Floats,
+    row_count: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    epsilon: float,
+) -> None:
+    """Norm, and the product with the weights of queries, keys and values: [rows, all heads]."""
+    used = _used_rows(live, row_count)
+    if used:
+        width = (heads + 2 * kv_heads) * head_size
+        before = _normed(_matrix(x, used, hidden), norm, epsilon)
+        _product(_matrix(weight, width, hidden), before, _matrix(qkv, used, width))
+
+
+@_kernel(
+    "live: *const i32, qkv: *const f32, bias: *const f32, q_norm: *const f32, k_norm: *const f32, "
+    "rope: *const f32, cache: *f32, q: *out f32, row_count: u32, heads: u32, kv_heads: u32, "
+    "head_size: u32, sequences: u32, context: u32, epsilon: f32"
+)
+def norm_rope(
+    launch: object,
+    live: Ints,
+    qkv: Floats,
+    bias: Floats | None,
+    q_norm: Floats | None,
+    k_norm: Floats | None,
+    rope: Floats,
+    cache: Floats,
+    q: Floats,
+    row_count: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    sequences: int,
+    context: int,
+    epsilon: float,
+) -> None:
+    """The norm of each head of queries and keys, rope, and the write of keys and values into the
+    cache.  `bias`, `q_norm`, `k_norm`: None where there is none."""
+    used = _used_rows(live, row_count)
+    if not used:
+        return
+    made = _matrix(qkv, used, (heads + 2 * kv_heads) * head_size)
+    made = made + bias[: made.shape[1]] if bias is not None else made.copy()
+    parts = made.reshape(used, -1, head_size)
+    for weights, of in ((q_norm, slice(0, heads)), (k_norm, slice(heads, heads + kv_heads))):
+        if weights is not None:
+            squares = np.square(parts[:, of]).mean(axis=-1, keepdims=True)
+            parts[:, of] /= np.sqrt(squares + np.float32(epsilon))
+            parts[:, of] *= weights[:head_size]
+    _heads_to_cache(parts, live, rope, cache, q, heads, kv_heads, sequences, context)
 
 
 @_kernel(
     "live: *const i32, q: *const f32, cache: *const f32, attended: *out f32, workspace: *out f32, "
     "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
-    "scale: f32"
+    "window: u32, scale: f32"
 )
 def attention(
     launch: object,
@@ -242,10 +334,11 @@ def attention(
     head_size: int,
     sequences: int,
     context: int,
+    window: int,
     scale: float,
 ) -> None:
-    """Each row attends to positions 0 to its own of its sequence; `attended` is [rows, heads,
-    size]."""
+    """Each row attends to positions 0 to its own of its sequence, or to the last `window` of them
+    unless that is 0; `attended` is [rows, heads, size]."""
     used = _used_rows(live, row_count)
     group = heads // kv_heads
     shape = (2, sequences, kv_heads, context, head_size)
@@ -259,20 +352,26 @@ def attention(
             stop = min(start + step, run.stop)
             before = run.position + start - run.start
             end = before + stop - start
+            # Of the first row; those of later rows begin behind it.
+            first = max(0, before + 1 - window) if window else 0
             # [kv_heads, rows * group, head_size]: one product a key head, all its queries at once.
             scaled = queries[start:stop] * np.float32(scale)
             query = scaled.transpose(1, 0, 2, 3).reshape(kv_heads, -1, head_size)
             # Keys on the left: for one row's queries three times as fast as the other way round.
-            scores = np.matmul(keys[:, :end], query.transpose(0, 2, 1))
+            scores = np.matmul(keys[:, first:end], query.transpose(0, 2, 1))
             scores = np.ascontiguousarray(scores.transpose(0, 2, 1))
             if stop - start > 1:
+                by_row = scores.reshape(kv_heads, stop - start, group, end - first)
                 later = np.triu(np.full((stop - start, stop - start), -np.inf, np.float32), 1)
-                square = scores.reshape(kv_heads, stop - start, group, end)[..., before:]
-                square += later[:, None]
+                by_row[..., before - first :] += later[:, None]
+                if window:
+                    ends = np.arange(before + 1, end + 1)[:, None]
+                    outside = np.arange(first, end)[None, :] < ends - window
+                    by_row[np.broadcast_to(outside[:, None], by_row.shape)] = -np.inf
             scores -= scores.max(axis=-1, keepdims=True)
             np.exp(scores, out=scores)
             total = scores.sum(axis=-1, keepdims=True)
-            mixed = np.matmul(scores, values[:, :end])
+            mixed = np.matmul(scores, values[:, first:end])
             mixed /= total
             out[start:stop] = mixed.reshape(kv_heads, stop - start, group, head_size).transpose(
                 1, 0, 2, 3
@@ -406,7 +505,7 @@ def sample(
     it means anything.
     """
     settings = options.view(OPTIONS)
-    for row, position, sequence in _sampled_rows(live, _used_rows(live, row_count)):
+    for row, position, sequence in sampled_rows(live, row_count):
         temperature, top_p, seed, top_k, _, min_p, penalty = settings[sequence].item()
         values = logits[sequence * vocabulary : (sequence + 1) * vocabulary]
         best = int(values.argmax())  # the first NaN if there is one

@@ -567,27 +567,38 @@ static float weigh(float *scores, uint32_t count)
     return lanes_sum(total);
 }
 
+/* The first position that a row of the piece attends to. */
+static uint32_t begin_of(const attention_piece *piece, uint32_t row)
+{
+    uint32_t end = piece->position + row + 1;
+    return piece->window && end > piece->window ? end - piece->window : 0;
+}
+
 static size_t attend_scratch(const attention_piece *piece)
 {
-    size_t end = ((size_t)piece->position + piece->rows + 15) / 16 * 16;
-    return (size_t)piece->rows * piece->queries * (piece->head_size + end + 1);
+    size_t count = (size_t)piece->position + piece->rows - begin_of(piece, 0);
+    return (size_t)piece->rows * piece->queries * (piece->head_size + (count + 15) / 16 * 16 + 1);
 }
 
 static void attend(const attention_piece *piece, float *scratch)
 {
     uint32_t size = piece->head_size, queries = piece->queries;
-    uint32_t all = piece->rows * queries, end = piece->position + piece->rows;
-    size_t stride = ((size_t)end + 15) / 16 * 16;
+    uint32_t first = begin_of(piece, 0); /* of the first row; later rows begin behind it */
+    uint32_t all = piece->rows * queries, count = piece->position + piece->rows - first;
+    size_t stride = ((size_t)count + 15) / 16 * 16;
     float *scaled = scratch, *scores = scaled + (size_t)all * size;
     float *totals = scores + (size_t)all * stride;
     for (uint32_t row = 0; row < piece->rows; row++)
         for (uint32_t k = 0; k < queries * size; k++)
             scaled[(size_t)row * queries * size + k] =
                 piece->q[(size_t)row * piece->row_stride + k] * piece->scale;
-    tiles(scaled, size, all, piece->keys, size, end, size, scores, stride, 1);
+    tiles(scaled, size, all, piece->keys + (size_t)first * size, size, count, size, scores, stride,
+          1);
     for (uint32_t row = 0; row < piece->rows; row++) {
-        uint32_t positions = piece->position + row + 1; /* what lies later is not attended to */
-        float *ours = scores + (size_t)row * queries * stride;
+        uint32_t begin = begin_of(piece, row);
+        uint32_t positions = piece->position + row + 1 - begin; /* the others are not attended to */
+        float *ours = scores + (size_t)row * queries * stride + (begin - first);
+        const float *values = piece->values + (size_t)begin * size;
         float *out = piece->out + (size_t)row * piece->row_stride;
         for (uint32_t i = 0; i < queries; i++)
             totals[i] = weigh(ours + i * stride, positions);
@@ -598,16 +609,16 @@ static void attend(const attention_piece *piece, float *scratch)
             const float *from = ours + (size_t)i * stride;
             for (; at + 16 * MIX_VECTORS <= size; at += 16 * MIX_VECTORS) {
                 if (most == TILE)
-                    mix(from, stride, piece->values + at, size, positions, totals + i, to + at,
+                    mix(from, stride, values + at, size, positions, totals + i, to + at,
                         TILE, MIX_VECTORS, 16);
                 else
-                    mix(from, stride, piece->values + at, size, positions, totals + i, to + at, 1,
+                    mix(from, stride, values + at, size, positions, totals + i, to + at, 1,
                         MIX_VECTORS, 16);
             }
             for (; at < size; at += 16) {
                 uint32_t last = size - at < 16 ? size - at : 16;
                 for (uint32_t j = 0; j < most; j++)
-                    mix(from + j * stride, stride, piece->values + at, size, positions,
+                    mix(from + j * stride, stride, values + at, size, positions,
                         totals + i + j, to + (size_t)j * size + at, 1, 1, last);
             }
             i += most;

@@ -20,7 +20,7 @@
 #define SAMPLE 2
 #define FROM_STATE 4
 
-#define MOST_ARRAYS 8
+#define MOST_ARRAYS 9
 #define MOST_THREADS 1024
 
 /* A part of a product is worth about so many values of one row: some microseconds, so that taking
@@ -79,6 +79,17 @@ take_array(arguments *self, int writable)
         return NULL;
     self->array_count++;
     return array->buf;
+}
+
+/* NULL for the null pointer, which the driver gives as None; no error then. */
+static void *
+take_optional(arguments *self)
+{
+    if (self->given[self->at] != Py_None || PyErr_Occurred())
+        return take_array(self, 0);
+    self->at++;
+    self->arrays[self->array_count++] = (Py_buffer){0};
+    return NULL;
 }
 
 static uint32_t
@@ -412,37 +423,81 @@ kernels_embed(PyObject *op, PyObject *const *args, Py_ssize_t count)
     return finish(&a, 0);
 }
 
+/* Where the heads of queries, keys and values go. */
+typedef struct {
+    uint32_t heads, kv_heads, size, sequences, context;
+    const float *rope; /* [context, 2, size / 2]: cosines, sines */
+    float *cache;      /* [2, sequences, kv_heads, context, size] */
+    float *q;          /* [rows, heads, size] */
+} head_places;
+
+/* Rope; queries to q, keys and values to the cache.  `parts` is the row's, [all heads, size]. */
+static void
+place_heads(const kernel_set *set, const head_places *to, const row *live, uint32_t index,
+            const float *parts)
+{
+    size_t size = to->size, half = size / 2, head_stride = to->context * size;
+    size_t sequence_stride = to->kv_heads * head_stride, position = (size_t)live->position;
+    const float *cosine = to->rope + position * 2 * half, *sine = cosine + half;
+    float *keys = to->cache + (size_t)live->sequence * sequence_stride + position * size;
+    float *values = keys + to->sequences * sequence_stride;
+    float *q = to->q + (size_t)index * to->heads * size;
+    for (uint32_t h = 0; h < to->heads; h++, parts += size)
+        set->rotate(parts, cosine, sine, (uint32_t)half, q + h * size);
+    for (uint32_t h = 0; h < to->kv_heads; h++, parts += size)
+        set->rotate(parts, cosine, sine, (uint32_t)half, keys + h * head_stride);
+    for (uint32_t h = 0; h < to->kv_heads; h++, parts += size)
+        memcpy(values + h * head_stride, parts, size * sizeof *parts);
+}
+
+/* Raises IndexError unless rope, cache and q, the arrays from `index` on, hold what is placed. */
+static void
+need_places(const arguments *self, int index, const head_places *to, uint32_t used)
+{
+    uint64_t positions = times(to->context, to->size);
+    need(self, index, "rope", times(positions, 4));
+    need(self, index + 1, "cache", times(times(times(to->sequences, to->kv_heads), positions), 8));
+    need(self, index + 2, "q", times(times(used, to->heads), times(to->size, 4)));
+}
+
 static PyObject *
 kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
     Kernels *self = (Kernels *)op;
     const kernel_set *set = self->set;
     arguments a;
-    if (begin_arguments(&a, "norm_qkv_rope", args, count, 16) != 0)
+    if (begin_arguments(&a, "norm_qkv_rope", args, count, 17) != 0)
         return NULL;
+    head_places to;
     const row *live = take_array(&a, 0);
     const float *x = take_array(&a, 0), *norm = take_array(&a, 0);
     (void)take_array(&a, 0);
-    const float *rope = take_array(&a, 0);
-    float *cache = take_array(&a, 1), *q = take_array(&a, 1), *workspace = take_array(&a, 1);
-    uint32_t row_count = take_number(&a), hidden = take_number(&a), heads = take_number(&a);
-    uint32_t kv_heads = take_number(&a), size = take_number(&a), sequences = take_number(&a);
-    uint32_t context = take_number(&a);
+    const float *bias = take_optional(&a);
+    to.rope = take_array(&a, 0);
+    to.cache = take_array(&a, 1);
+    to.q = take_array(&a, 1);
+    float *workspace = take_array(&a, 1);
+    uint32_t row_count = take_number(&a), hidden = take_number(&a);
+    to.heads = take_number(&a);
+    to.kv_heads = take_number(&a);
+    to.size = take_number(&a);
+    to.sequences = take_number(&a);
+    to.context = take_number(&a);
     float epsilon = take_float(&a);
     need(&a, 0, "live", times(row_count, sizeof(row)));
     uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
     if (used == 0)
         return finish(&a, 0);
-    uint64_t width = times(heads + 2 * (uint64_t)kv_heads, size);
+    uint64_t width = times(to.heads + 2 * (uint64_t)to.kv_heads, to.size);
     matrix weight;
     need(&a, 1, "x", times(times(used, hidden), 4));
     need(&a, 2, "norm", times(hidden, 4));
-    need(&a, 4, "rope", times(times(context, size), 4));
-    need(&a, 5, "cache", times(times(times(sequences, kv_heads), times(context, size)), 8));
-    need(&a, 6, "q", times(times(used, heads), times(size, 4)));
-    need(&a, 7, "workspace", times(times(used, width + hidden), 4));
+    if (bias != NULL)
+        need(&a, 4, "bias", times(width, 4));
+    need_places(&a, 5, &to, used);
+    need(&a, 8, "workspace", times(times(used, width + hidden), 4));
     read_matrix(&a, 3, width, hidden, &weight);
-    require_inside(&a, live, used, sequences, context);
+    require_inside(&a, live, used, to.sequences, to.context);
     if (PyErr_Occurred())
         return finish(&a, 0);
     int status;
@@ -452,25 +507,114 @@ kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
     product_work work = {.weight = &weight, .x = normed, .x_stride = hidden, .rows = used,
                          .outputs = (uint32_t)width, .out = workspace, .out_stride = width};
     status = share_product(self, &work, plain_part, 1);
-    size_t head_stride = (size_t)context * size, sequence_stride = kv_heads * head_stride;
-    uint32_t half = size / 2;
     for (uint32_t i = 0; i < used && status == 0; i++) {
         if (!(live[i].flags & ACTIVE))
             continue;
-        const float *from = workspace + i * width;
-        const float *cosine = rope + (size_t)live[i].position * 2 * half, *sine = cosine + half;
-        float *keys = cache + (size_t)live[i].sequence * sequence_stride;
-        keys += (size_t)live[i].position * size;
-        float *values = keys + sequences * sequence_stride;
-        for (uint32_t h = 0; h < heads; h++, from += size)
-            set->rotate(from, cosine, sine, half, q + ((size_t)i * heads + h) * size);
-        for (uint32_t h = 0; h < kv_heads; h++, from += size)
-            set->rotate(from, cosine, sine, half, keys + h * head_stride);
-        for (uint32_t h = 0; h < kv_heads; h++, from += size)
-            memcpy(values + h * head_stride, from, size * sizeof *from);
+        float *parts = workspace + i * width;
+        if (bias != NULL)
+            set->add(parts, bias, (uint32_t)width);
+        place_heads(set, &to, &live[i], i, parts);
     }
     Py_END_ALLOW_THREADS
     return finish(&a, status);
+}
+
+static PyObject *
+kernels_norm_qkv(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    Kernels *self = (Kernels *)op;
+    arguments a;
+    if (begin_arguments(&a, "norm_qkv", args, count, 12) != 0)
+        return NULL;
+    const row *live = take_array(&a, 0);
+    const float *x = take_array(&a, 0), *norm = take_array(&a, 0);
+    (void)take_array(&a, 0);
+    float *qkv = take_array(&a, 1), *workspace = take_array(&a, 1);
+    uint32_t row_count = take_number(&a), hidden = take_number(&a), heads = take_number(&a);
+    uint32_t kv_heads = take_number(&a), size = take_number(&a);
+    float epsilon = take_float(&a);
+    need(&a, 0, "live", times(row_count, sizeof(row)));
+    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    if (used == 0)
+        return finish(&a, 0);
+    uint64_t width = times(heads + 2 * (uint64_t)kv_heads, size);
+    matrix weight;
+    need(&a, 1, "x", times(times(used, hidden), 4));
+    need(&a, 2, "norm", times(hidden, 4));
+    need(&a, 4, "qkv", times(times(used, width), 4));
+    need(&a, 5, "workspace", times(times(used, hidden), 4));
+    read_matrix(&a, 3, width, hidden, &weight);
+    if (PyErr_Occurred())
+        return finish(&a, 0);
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    normalise(self->set, x, norm, used, hidden, epsilon, workspace);
+    product_work work = {.weight = &weight, .x = workspace, .x_stride = hidden, .rows = used,
+                         .outputs = (uint32_t)width, .out = qkv, .out_stride = width};
+    status = share_product(self, &work, plain_part, 1);
+    Py_END_ALLOW_THREADS
+    return finish(&a, status);
+}
+
+static PyObject *
+kernels_norm_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    const kernel_set *set = ((Kernels *)op)->set;
+    arguments a;
+    if (begin_arguments(&a, "norm_rope", args, count, 15) != 0)
+        return NULL;
+    head_places to;
+    const row *live = take_array(&a, 0);
+    const float *qkv = take_array(&a, 0);
+    const float *bias = take_optional(&a);
+    const float *q_norm = take_optional(&a), *k_norm = take_optional(&a);
+    to.rope = take_array(&a, 0);
+    to.cache = take_array(&a, 1);
+    to.q = take_array(&a, 1);
+    uint32_t row_count = take_number(&a);
+    to.heads = take_number(&a);
+    to.kv_heads = take_number(&a);
+    to.size = take_number(&a);
+    to.sequences = take_number(&a);
+    to.context = take_number(&a);
+    float epsilon = take_float(&a);
+    need(&a, 0, "live", times(row_count, sizeof(row)));
+    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    if (used == 0)
+        return finish(&a, 0);
+    uint64_t width = times(to.heads + 2 * (uint64_t)to.kv_heads, to.size);
+    need(&a, 1, "qkv", times(times(used, width), 4));
+    if (bias != NULL)
+        need(&a, 2, "bias", times(width, 4));
+    if (q_norm != NULL)
+        need(&a, 3, "q_norm", times(to.size, 4));
+    if (k_norm != NULL)
+        need(&a, 4, "k_norm", times(to.size, 4));
+    need_places(&a, 5, &to, used);
+    require_inside(&a, live, used, to.sequences, to.context);
+    if (PyErr_Occurred())
+        return finish(&a, 0);
+    float *parts = malloc(times(width, sizeof *parts));
+    if (parts == NULL)
+        return finish(&a, -1);
+    Py_BEGIN_ALLOW_THREADS
+    for (uint32_t i = 0; i < used; i++) {
+        if (!(live[i].flags & ACTIVE))
+            continue;
+        memcpy(parts, qkv + i * width, width * sizeof *parts);
+        if (bias != NULL)
+            set->add(parts, bias, (uint32_t)width);
+        for (uint32_t h = 0; h < to.heads + to.kv_heads; h++) {
+            const float *weight = h < to.heads ? q_norm : k_norm;
+            float *head = parts + (size_t)h * to.size;
+            if (weight != NULL)
+                set->norm(head, weight, to.size, epsilon, head);
+        }
+        place_heads(set, &to, &live[i], i, parts);
+    }
+    Py_END_ALLOW_THREADS
+    free(parts);
+    return finish(&a, 0);
 }
 
 typedef struct {
@@ -489,9 +633,11 @@ attention_part(void *context, int index, int thread)
 
 /* The next piece of a run of rows from `start` on: how many rows. */
 static uint32_t
-rows_of_piece(const row *live, uint32_t start, uint32_t used, uint32_t queries)
+rows_of_piece(const row *live, uint32_t start, uint32_t used, uint32_t queries, uint32_t window)
 {
-    uint64_t scores = times(queries, (uint64_t)live[start].position + PIECE_ROWS);
+    uint64_t positions = (uint64_t)live[start].position;
+    positions = PIECE_ROWS + (window && positions > window ? window : positions);
+    uint64_t scores = times(queries, positions);
     uint64_t most = scores ? PIECE_SCORES / scores : 1;
     uint32_t rows = 1;
     most = most > PIECE_ROWS ? PIECE_ROWS : most;
@@ -519,7 +665,7 @@ share_attention(Kernels *self, const row *live, uint32_t used, const attention_p
         rows = 1;
         if (!(live[start].flags & ACTIVE))
             continue;
-        rows = rows_of_piece(live, start, used, group / splits);
+        rows = rows_of_piece(live, start, used, group / splits, whole->window);
         for (uint32_t h = 0; h < kv_heads * splits; h++) {
             attention_piece *piece = &pieces[count++];
             size_t at = start * whole->row_stride + (size_t)h * (group / splits) * whole->head_size;
@@ -549,7 +695,7 @@ kernels_attention(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
     Kernels *self = (Kernels *)op;
     arguments a;
-    if (begin_arguments(&a, "attention", args, count, 12) != 0)
+    if (begin_arguments(&a, "attention", args, count, 13) != 0)
         return NULL;
     const row *live = take_array(&a, 0);
     const float *q = take_array(&a, 0), *cache = take_array(&a, 0);
@@ -557,6 +703,7 @@ kernels_attention(PyObject *op, PyObject *const *args, Py_ssize_t count)
     (void)take_array(&a, 1);
     uint32_t row_count = take_number(&a), heads = take_number(&a), kv_heads = take_number(&a);
     uint32_t size = take_number(&a), sequences = take_number(&a), context = take_number(&a);
+    uint32_t window = take_number(&a);
     float scale = take_float(&a);
     need(&a, 0, "live", times(row_count, sizeof(row)));
     uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
@@ -573,7 +720,8 @@ kernels_attention(PyObject *op, PyObject *const *args, Py_ssize_t count)
     int status;
     Py_BEGIN_ALLOW_THREADS
     attention_piece whole = {.q = q, .out = attended, .row_stride = (size_t)heads * size,
-                             .queries = heads / kv_heads, .head_size = size, .scale = scale};
+                             .queries = heads / kv_heads, .head_size = size, .scale = scale,
+                             .window = window};
     status = share_attention(self, live, used, &whole, cache, kv_heads, (size_t)context * size,
                              sequences);
     Py_END_ALLOW_THREADS
@@ -792,6 +940,8 @@ kernels_threads(PyObject *op, void *unused)
     }
 KERNEL(embed)
 KERNEL(norm_qkv_rope)
+KERNEL(norm_qkv)
+KERNEL(norm_rope)
 KERNEL(attention)
 KERNEL(output_residual)
 KERNEL(norm_gate_up)
@@ -801,8 +951,9 @@ KERNEL(head)
 #define METHOD(NAME) {#NAME, (PyCFunction)(void (*)(void))run_##NAME, METH_FASTCALL, NULL}
 
 static PyMethodDef kernels_methods[] = {
-    METHOD(embed),        METHOD(norm_qkv_rope), METHOD(attention), METHOD(output_residual),
-    METHOD(norm_gate_up), METHOD(down_residual), METHOD(head),      {NULL, NULL, 0, NULL},
+    METHOD(embed),     METHOD(norm_qkv_rope),   METHOD(norm_qkv),     METHOD(norm_rope),
+    METHOD(attention), METHOD(output_residual), METHOD(norm_gate_up), METHOD(down_residual),
+    METHOD(head),      {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef kernels_fields[] = {

@@ -44,6 +44,7 @@ typedef struct {
     size_t row_stride;       /* floats from a row's queries to the next row's */
     uint32_t rows, queries;  /* query heads of each row */
     uint32_t position;       /* of the first row */
+    uint32_t window;         /* positions that a row attends to, its own included; 0: all */
     uint32_t head_size;
     float scale;
 } attention_piece;

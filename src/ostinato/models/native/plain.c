@@ -1,4 +1,4 @@
-/* The kernels in plain C, for processors without the instructions of the others. */
+/* The kernels without a processor's own instructions, for those that lack the others'. */
 
 #include "native.h"
 

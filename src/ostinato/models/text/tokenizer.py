@@ -79,6 +79,10 @@ class Tokenizer:
         more = (named[text] for text in sorted(named))
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*parts.eos_ids, *more)))
 
+    def __repr__(self) -> str:
+        template = "no chat template" if self.chat_template is None else "a chat template"
+        return f"<Tokenizer of {self.vocabulary} tokens with {template}, from {self.where}>"
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`.  `add_special`: with begin/end of sequence where the model wants it.
 
@@ -106,9 +110,12 @@ class Tokenizer:
         stream = self.stream_decoder(skip_special=skip_special)
         return "".join([*map(stream.push, ids), stream.finish()])
 
-    def stream_decoder(self, *, skip_special: bool = True) -> IncrementalDecoder:
-        """A decoder for ids that come one by one."""
-        return IncrementalDecoder(self, skip_special=skip_special)
+    def stream_decoder(
+        self, *, skip_special: bool = True, continues: bool = False
+    ) -> IncrementalDecoder:
+        """A decoder for ids that come one by one.  `continues`: they go on with a text, so a space
+        before the first of them is a part of it."""
+        return IncrementalDecoder(self, skip_special=skip_special, continues=continues)
 
     def token_text(self, token: int) -> str | None:
         """The token as the vocabulary spells it (`"Ġsky"`), or None if there is no such id.
@@ -153,15 +160,18 @@ class Tokenizer:
 class IncrementalDecoder:
     """Ids in, text out, as early as it is certain.
 
-    What all `push` calls and `finish` gave is, put together, `Tokenizer.decode` of the same ids.
+    What all `push` calls and `finish` gave is, put together, `Tokenizer.decode` of the same ids; of
+    one that `continues` a text, with the space that `decode` leaves out.
     No piece holds part of a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokenizer.strip_space
+        self._strip = tokenizer.strip_space and not continues
 
     def push(self, token: int) -> str:
         """The text that became certain with this token; often all of its own, sometimes "".

@@ -29,12 +29,19 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Mistral's, since Nemo; openai/o200k without contractions, and with digits one by one.
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # Each regex splits what the one before left; a match is a part of its own.
 _REGEXES: dict[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (_LLAMA3,),
     "qwen2": (_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),),
+    "tekken": (_TEKKEN,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
 _ALIASES = {
@@ -44,7 +51,14 @@ _ALIASES = {
     "command-r": "smollm",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
 }
+# Those that take a word which is a token as it is, whatever the merges say, and begin with the BOS
+# token if the file does not say otherwise.
+_WHOLE_WORDS = ("llama-bpe", "tekken")
+# Those of models whose own tokenizers compose characters first (llama.cpp does not, and so gives
+# other ids for a letter that is followed by its accent).
+_COMPOSED = ("qwen2",)
 SUPPORTED_PRE_TOKENIZERS = (*_REGEXES, *_ALIASES)
 
 # Token types of GGUF (`llama_token_type`).
@@ -141,7 +155,8 @@ class _Builder:
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, bool, bool]:
         # llama.cpp takes a file that names none for "default", too.
         name = self.metadata.get("tokenizer.ggml.pre", "default")
-        regexes = _REGEXES.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
+        kind = _ALIASES.get(name, name) if isinstance(name, str) else ""
+        regexes = _REGEXES.get(kind)
         if regexes is None:
             raise UnsupportedModelError(
                 f"{self.where}: pre-tokenizer {quoted(name)} is not supported; supported: "
@@ -156,15 +171,17 @@ class _Builder:
             if not left or not right:
                 raise ModelFormatError(f"{self.where}: merge {quoted(merge)} is not two tokens")
             merges.append((left, right))
-        llama3 = regexes is _REGEXES["llama-bpe"]
-        make = _bpe(self.vocabulary, merges, ignore_merges=llama3)
+        whole_words = kind in _WHOLE_WORDS
+        make = _bpe(self.vocabulary, merges, ignore_merges=whole_words)
         encoder = tokenizers.Tokenizer(self._built(make))
+        if name in _COMPOSED:
+            encoder.normalizer = normalizers.NFC()
         splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in regexes]
         encoder.pre_tokenizer = pre_tokenizers.Sequence(
             [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
         encoder.decoder = decoders.ByteLevel()
-        return encoder, llama3, False
+        return encoder, whole_words, False
 
     def _sentencepiece(self) -> tuple[tokenizers.Tokenizer, bool, bool]:
         """Llama 2's: merges follow from the scores, the best-scored piece is merged first."""

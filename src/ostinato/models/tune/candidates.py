@@ -172,7 +172,7 @@ def start_variants(tuning: Tuning, kernel: str | None = None) -> tuple[Tuning, .
         made = [replace(tuning.with_start(where), programmatic=True) for where in START_NEXT]
         # The attention may read the cache before its wait then.
         first = made[0]
-        late = {**first.start_next, "norm_qkv_rope": "AFTER_WAIT"}
+        late = {**first.start_next, **dict.fromkeys(("norm_qkv_rope", "norm_rope"), "AFTER_WAIT")}
         return (*made, replace(first, start_next=late), replace(tuning, programmatic=False))
     places: Sequence[str] = [where for where in START_NEXT if where != "NEVER"]
     return tuple(

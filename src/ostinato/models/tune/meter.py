@@ -11,7 +11,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ from ostinato import Device, GraphExec, Kernel, Operation, Stream, capture, copy
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import CompileError, ContextPoisonedError, DriverError, InputError
 from ostinato.models.cuda.backend import load_kernel
-from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
-from ostinato.models.cuda.shapes import PRODUCTS, Tuning
+from ostinato.models.cuda.lowering import CudaLaunch, lower, shape_macro, workspace_bytes
+from ostinato.models.cuda.shapes import PRODUCT_CALLS, PRODUCTS, Tuning
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, ROW, SAMPLE, STATE, decode_program
 from ostinato.models.weights import Weights
@@ -38,17 +38,12 @@ TOLERANCE = 1e-2
 """Relative, over all logits: sums of bfloat16 products in two orders, a KV cache in bfloat16."""
 
 
-def _narrowed(launch: CudaLaunch, tuning: Tuning) -> CompileOptions:
+def _narrowed(launch: CudaLaunch) -> CompileOptions:
     """Without the shapes of other products, whose kernels are then left out of the code."""
-    own = PRODUCTS.get(launch.kernel)
+    own = PRODUCT_CALLS.get(launch.kernel)
     if own is None:
         return launch.options
-    others = {
-        f"{name}_{field.name}".upper()
-        for name in PRODUCTS.values()
-        for field in fields(getattr(tuning, name))
-        if name != own
-    }
+    others = {shape_macro(name) for name in PRODUCTS.values() if name != own}
     defines = dict(launch.options.defines)
     return CompileOptions(defines={n: v for n, v in defines.items() if n not in others})
 
@@ -124,7 +119,7 @@ class StepMeter(Closeable):
         narrow: dict[str, CompileOptions] = {}
         for one in made:
             if one.kernel not in narrow:
-                narrow[one.kernel] = _narrowed(one, tuning)
+                narrow[one.kernel] = _narrowed(one)
         return tuple(replace(one, options=narrow[one.kernel]) for one in made)
 
     def _kernel(self, launch: CudaLaunch) -> Kernel:

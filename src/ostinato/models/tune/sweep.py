@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ostinato.errors import InputError
 from ostinato.models.config import LlamaConfig
-from ostinato.models.cuda.shapes import BLOCKED, PRODUCTS, Tuning
+from ostinato.models.cuda.shapes import PRODUCT_CALLS, PRODUCTS, Tuning, blocked_calls
 from ostinato.models.tune.candidates import (
     attention_shapes,
     block_variants,
@@ -32,8 +32,6 @@ _NOISE = 0.002
 """Relative; a change that gains less is not worth a table entry."""
 _AGAIN = 10
 """Candidates of a stage that a second pass looks at again."""
-_BLOCKED = {*BLOCKED, *(PRODUCTS[call] for call in BLOCKED if call in PRODUCTS)}
-"""Kernels and stages of what attention_block.cu does, where it is launched."""
 
 
 class Meter(Protocol):
@@ -173,7 +171,9 @@ class _Sweep:
         kernel = name.removeprefix("start ")
         if kernel == "attention_block":
             return self.best.block is None
-        return self.best.block is not None and kernel in _BLOCKED
+        blocked = blocked_calls(self.config)
+        stages = (PRODUCT_CALLS[call] for call in blocked if call in PRODUCT_CALLS)
+        return self.best.block is not None and kernel in (*blocked, *stages)
 
     def again(self, name: str) -> Sequence[Tuning]:
         """The fastest of a stage that was measured before, on top of what is best now."""
@@ -234,7 +234,11 @@ def sweep(
     gains = expected_gains(config)
     if rows == 1 and clusters:
         gains = ("block", *gains)
-    starts = (*PRODUCTS, "attention", "attention_block")
+    # The kernels of the attention's block first, as in a step; then the other products.
+    blocked = blocked_calls(config)
+    others = (call for call in PRODUCTS if PRODUCTS[call] not in ("qkv", "output"))
+    qkv = (call for call in blocked if call not in ("attention", "output_residual"))
+    starts = (*qkv, "output_residual", *others, "attention", "attention_block")
     order = ["start", *gains, "start", *(f"start {kernel}" for kernel in starts)]
     complete = True
     for index, name in enumerate(order):

@@ -1,4 +1,5 @@
-// Attention of each row over positions 0 to its own, of its sequence, split over blocks.
+// Attention of each row over positions 0 to its own, of its sequence, split over blocks; with a window
+// only over the last ones of these.
 //
 // Physics.  Keys and values of a head are read once for all query heads that share it: 4 * HEAD_SIZE
 // bytes a position and KV head, which at short contexts is nothing; what counts is the chain
@@ -33,7 +34,7 @@ static_assert(SPLITS % CLUSTER == 0, "clusters");
 KERNEL __launch_bounds__(32 * WARPS)
     attention(const int* live, const float* q, const bf16* cache, float* attended, float* workspace,
               u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context,
-              float scale) {
+              u32 window, float scale) {
     DYNAMIC_SHARED(dynamic);
     auto shared = reinterpret_cast<float(*)[QUERIES][PARTIAL]>(dynamic);  // [WARPS + 1]
     float(*const own)[PARTIAL] = shared[WARPS];                           // the block's, merged
@@ -47,15 +48,16 @@ KERNEL __launch_bounds__(32 * WARPS)
     if constexpr (!EARLY) wait_for_previous();
     const Row row = load_row(live, index);
     const int length = row.flags & ACTIVE ? row.position + 1 : 0;
-    const int tiles = ceil_div(length, TILE);
+    const int first = first_position(length, window);
+    const int tiles = ceil_div(length - first, TILE);
     // A second cluster costs more than some more tiles in the first.
     const int most =
         CLUSTER == 1 ? SPLITS : CLUSTER * smaller(UNITS, ceil_div(tiles, CLUSTER * PASSES));
     const int span = ceil_div(tiles, larger(most, 1)) * TILE;
-    const int blocks = length ? ceil_div(length, span) : 0;  // with work
+    const int blocks = length ? ceil_div(length - first, span) : 0;  // with work
     const int units = blocks == 1 ? 1 : ceil_div(blocks, CLUSTER);
     const int unit = split / CLUSTER;
-    const int begin = split * span, end = smaller(begin + span, length);
+    const int begin = first + split * span, end = smaller(begin + span, length);
     // One block needs no others.  Else all blocks of a cluster stay for its barriers.
     if (blocks == 1 ? split > 0 : unit >= units) {
         if constexpr (EARLY) wait_for_previous();

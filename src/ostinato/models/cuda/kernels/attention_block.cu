@@ -8,6 +8,7 @@
 //
 //   before the wait   all weights of the block into registers; keys and values of earlier positions
 //   x -> shared memory, norm and dot -> rope -> q, k, v sent to the blocks that have positions
+//   QK_NORM: each of these norms and turns what it got; a norm needs a whole head
 //   each such block   attends to its own positions, and sends its partial to all
 //   every block       merges them, and makes its rows of W_o for the cluster's heads
 //
@@ -61,9 +62,10 @@ DEVICE float* mixed_at(Shared& shared, int item) {
 
 KERNEL __launch_bounds__(THREADS)
     attention_block(const int* live, const float* x, const float* norm, const bf16* weight,
-                    const float* rope, bf16* cache, const bf16* output_weight, float* workspace,
-                    u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 sequences,
-                    u32 context, float epsilon, float scale) {
+                    const float* bias, const float* q_norm, const float* k_norm, const float* rope,
+                    bf16* cache, const bf16* output_weight, float* workspace, u32 row_count,
+                    u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context,
+                    u32 window, float epsilon, float scale) {
     DYNAMIC_SHARED(dynamic);
     Shared& shared = *reinterpret_cast<Shared*>(dynamic);
     start_next_at<AT_START>();
@@ -75,14 +77,17 @@ KERNEL __launch_bounds__(THREADS)
     const int pair_group = thread / PAIR_LANES, pair_sub = thread % PAIR_LANES;
     auto pair_of = [&](int turn) { return turn * PAIR_GROUPS + pair_group; };  // of the block
     uint4 w[PAIR_TURNS][PAIR_STEPS][2];
+    float2 added[QKV_BIAS ? PAIR_TURNS : 1];
 #pragma unroll
     for (int turn = 0; turn < PAIR_TURNS; turn++) {
         const int pair = smaller(rank * BLOCK_PAIRS + smaller(pair_of(turn), BLOCK_PAIRS - 1), PAIRS - 1);
         const int local = pair / HALF;
         const int head = local < QUERIES ? first_head + local
                                          : HEADS + (local - QUERIES) * KV_HEADS + kv_head;
-        const bf16* const row =
-            weight + static_cast<long long>(head * HEAD_SIZE + pair % HALF) * HIDDEN;
+        const int output = head * HEAD_SIZE + pair % HALF;
+        const bf16* const row = weight + static_cast<long long>(output) * HIDDEN;
+        if constexpr (QKV_BIAS)
+            added[turn] = make_float2(load_fresh(bias + output), load_fresh(bias + output + HALF));
 #pragma unroll
         for (int step = 0; step < PAIR_STEPS; step++) {
             const int chunk = step * PAIR_LANES + pair_sub;
@@ -110,9 +115,10 @@ KERNEL __launch_bounds__(THREADS)
     }
     // The live length is cut evenly into tiles over as many blocks as it needs.
     const int newest = row.position, length = newest + 1;
-    const int span = ceil_div(ceil_div(length, TILE), CLUSTER) * TILE;
-    const int blocks = ceil_div(length, span);
-    const int begin = rank * span, end = smaller(begin + span, length);
+    const int first = first_position(length, window);
+    const int span = ceil_div(ceil_div(length - first, TILE), CLUSTER) * TILE;
+    const int blocks = ceil_div(length - first, span);
+    const int begin = first + rank * span, end = smaller(begin + span, length);
     if (thread == 0) {
         if (rank < blocks) expect_bytes(&shared.arrivals[0], sizeof shared.fresh);
         expect_bytes(&shared.arrivals[1],
@@ -146,9 +152,22 @@ KERNEL __launch_bounds__(THREADS)
     for (int turn = 0; turn < PAIR_TURNS; turn++) {
         const int pair = rank * BLOCK_PAIRS + pair_of(turn);
         turned[turn] = make_float2(1.0f, 0.0f);
-        if (pair < (QUERIES + 1) * HALF) {
+        if (!QK_NORM && pair < (QUERIES + 1) * HALF) {
             const float* at = rope + static_cast<long long>(newest) * HEAD_SIZE + pair % HALF;
             turned[turn] = make_float2(load_fresh(at), load_fresh(at + HALF));  // stays here
+        }
+    }
+    // For QK_NORM: a warp a head, a lane every 32nd pair of it.
+    constexpr int LANE_PAIRS = QK_NORM ? ceil_div(HALF, 32) : 1;
+    float2 head_turn[LANE_PAIRS], head_norm[2][LANE_PAIRS];  // of queries, of keys
+    if constexpr (QK_NORM) {
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; i++) {
+            const int pair = smaller(i * 32 + lane, HALF - 1);
+            const float* at = rope + static_cast<long long>(newest) * HEAD_SIZE + pair;
+            head_turn[i] = make_float2(load_fresh(at), load_fresh(at + HALF));
+            head_norm[0][i] = make_float2(load_fresh(q_norm + pair), load_fresh(q_norm + pair + HALF));
+            head_norm[1][i] = make_float2(load_fresh(k_norm + pair), load_fresh(k_norm + pair + HALF));
         }
     }
     // Weights of the second product.
@@ -214,8 +233,12 @@ KERNEL __launch_bounds__(THREADS)
             for (int which = 0; which < 2; which++)
                 dot8(sums[which][0], sums[which][1], w[turn][step][which], a, b);
         }
-        const float s0 = sum_lanes<PAIR_LANES>(sums[0][0] + sums[0][1]) * normed;
-        const float s1 = sum_lanes<PAIR_LANES>(sums[1][0] + sums[1][1]) * normed;
+        float s0 = sum_lanes<PAIR_LANES>(sums[0][0] + sums[0][1]) * normed;
+        float s1 = sum_lanes<PAIR_LANES>(sums[1][0] + sums[1][1]) * normed;
+        if constexpr (QKV_BIAS) {
+            s0 += added[turn].x;
+            s1 += added[turn].y;
+        }
         const int pair = rank * BLOCK_PAIRS + pair_of(turn);
         if (pair_of(turn) >= BLOCK_PAIRS || pair >= PAIRS) continue;
         const float left = s0 * turned[turn].x - s1 * turned[turn].y;
@@ -226,7 +249,7 @@ KERNEL __launch_bounds__(THREADS)
             send_to_block<CLUSTER>(&shared.fresh[local][i + HALF], &shared.arrivals[0], to, right);
         }
         // One of the clusters of a KV head writes it.
-        if (local >= QUERIES && pair_sub == 0 && unit % UNIT_PARTS == 0) {
+        if (!QK_NORM && local >= QUERIES && pair_sub == 0 && unit % UNIT_PARTS == 0) {
             bf16* const to = (local == QUERIES ? keys : values) +
                              static_cast<long long>(newest) * HEAD_SIZE + i;
             to[0] = to_bf16(left);
@@ -236,6 +259,40 @@ KERNEL __launch_bounds__(THREADS)
 
     if (rank < blocks) {
         wait_for_bytes(&shared.arrivals[0]);
+        if constexpr (QK_NORM) {
+            for (int of = warp; of < QUERIES + 1; of += WARPS) {
+                float* const head = shared.fresh[of];
+                float a[LANE_PAIRS], b[LANE_PAIRS], square = 0.0f;
+#pragma unroll
+                for (int i = 0; i < LANE_PAIRS; i++) {
+                    const int pair = i * 32 + lane;
+                    const bool there = pair < HALF;
+                    a[i] = there ? head[pair] : 0.0f;
+                    b[i] = there ? head[pair + HALF] : 0.0f;
+                    square += a[i] * a[i] + b[i] * b[i];
+                }
+                const float scale_of = rsqrtf(sum_lanes<32>(square) * (1.0f / HEAD_SIZE) + epsilon);
+#pragma unroll
+                for (int i = 0; i < LANE_PAIRS; i++) {
+                    const float2 turn = head_turn[i];
+                    const float2 weights = of == QUERIES ? head_norm[1][i] : head_norm[0][i];
+                    const float left = a[i] * scale_of * weights.x;
+                    const float right = b[i] * scale_of * weights.y;
+                    if (i * 32 + lane >= HALF) break;
+                    head[i * 32 + lane] = left * turn.x - right * turn.y;
+                    head[i * 32 + lane + HALF] = right * turn.x + left * turn.y;
+                }
+            }
+            __syncthreads();
+            if (rank == 0 && unit % UNIT_PARTS == 0) {
+                for (int i = thread; i < 2 * HEAD_SIZE; i += THREADS) {
+                    const int part = i / HEAD_SIZE, d = i % HEAD_SIZE;
+                    bf16* const to = part ? values : keys;
+                    to[static_cast<long long>(newest) * HEAD_SIZE + d] =
+                        to_bf16(shared.fresh[QUERIES + part][d]);
+                }
+            }
+        }
         float query[QUERIES][8];
         Mix mix[QUERIES];
 #pragma unroll

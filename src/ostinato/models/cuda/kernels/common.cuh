@@ -18,6 +18,11 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short bf16;  // the bits; no arithmetic in this type
+#ifdef PACKED
+typedef unsigned char Weight;  // bricks.cuh
+#else
+typedef bf16 Weight;
+#endif
 
 // Where a kernel lets the next one start, in the order in which a kernel passes them.  AFTER_INPUT is
 // where all that it reads has been asked for: what the next kernel prefetches from there on comes
@@ -29,6 +34,18 @@ typedef unsigned short bf16;  // the bits; no arithmetic in this type
 #define NEVER 4
 #ifndef START_NEXT
 #define START_NEXT AFTER_WAIT
+#endif
+
+// What a family adds to Llama's layers (LlamaConfig): vectors that are added to queries, keys and
+// values; norms of each head of queries and keys; layers that do not attend to all positions.
+#ifndef QKV_BIAS
+#define QKV_BIAS 0
+#endif
+#ifndef QK_NORM
+#define QK_NORM 0
+#endif
+#ifndef WINDOWED
+#define WINDOWED 0
 #endif
 
 constexpr int ACTIVE = 1, SAMPLE = 2, FROM_STATE = 4;
@@ -51,6 +68,16 @@ DEVICE uint4 load_weights(const void* p) {
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(p));
+    return v;
+}
+DEVICE uint2 load_weights8(const void* p) {
+    uint2 v;
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+DEVICE u32 load_weights4(const void* p) {
+    u32 v;
+    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 // 16 bytes of a norm's weights: read by every block.
@@ -221,6 +248,37 @@ DEVICE void multiply_tile(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// c += a b on the tensor cores, exactly: a 16x32 (row g = lane / 4) of 8 bits with a sign or without,
+// b 32x8 with a sign; c 16x8, 32 bits.
+template <bool SIGNED>
+DEVICE void multiply_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if constexpr (SIGNED) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    } else {
+        asm volatile(
+            "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+}
+
+// The two float16 of a word, as floats.
+DEVICE float low_f16(u32 w) {
+    float v;
+    asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(v) : "r"(w));
+    return v;
+}
+DEVICE float high_f16(u32 w) {
+    float v;
+    asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(v) : "r"(w));
+    return v;
+}
+
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -272,6 +330,12 @@ DEVICE u64* keys_of(float* workspace) { return reinterpret_cast<u64*>(partials_o
 // The two bfloat16 of a word, as floats.
 DEVICE float low_half(u32 w) { return __uint_as_float(w << 16); }
 DEVICE float high_half(u32 w) { return __uint_as_float(w & 0xffff0000u); }
+
+// The first position that a row attends to whose own is `length` - 1; `window` is 0 for all.
+DEVICE int first_position(int length, u32 window) {
+    const int most = static_cast<int>(window);
+    return WINDOWED && most && length > most ? length - most : 0;
+}
 
 // Sums over groups of WIDTH lanes (a power of two); every lane gets it.  The order is fixed.
 template <int WIDTH> DEVICE float sum_lanes(float v) {

@@ -34,7 +34,31 @@ DEVICE float silu(float x) { return x / (1.0f + exp2_fast(-1.44269504f * x)); }
 
 DEVICE bf16 to_bf16(float x) { return static_cast<bf16>(pack_bf16(x, 0.0f)); }
 
-// q = rope(W_q h), and rope(W_k h), W_v h into the cache; h is the normed residual.
+// W_q h, W_k h and W_v h for norm_rope.cu; h is the normed residual.
+struct PlainQkvProduct {
+    static constexpr int INPUTS = HIDDEN, OUTPUTS = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;
+    static constexpr int PAIRS = OUTPUTS / 2;
+    static constexpr bool NORMED = true;
+    static constexpr int WANTED = ACTIVE;
+    static constexpr bool KEYS = false;
+    static constexpr int PARTS = 0;
+
+    const Weight* weight;
+    const float* input;
+    const float* norm;
+    float epsilon;
+    float* qkv;  // [rows, OUTPUTS]
+
+    DEVICE static int weight_row(int pair, int which) { return 2 * pair + which; }
+    DEVICE float2 prepare(const Row&, int, int) const { return make_float2(0.0f, 0.0f); }
+    DEVICE u64 finish(const Row&, int index, int pair, float a, float b, float2) const {
+        reinterpret_cast<float2*>(qkv + index * OUTPUTS)[pair] = make_float2(a, b);
+        return 0;
+    }
+};
+
+// q = rope(W_q h + b), and rope(W_k h + b), W_v h + b into the cache; h is the normed residual, and b
+// is there with QKV_BIAS.
 struct QkvProduct {
     static constexpr int INPUTS = HIDDEN, OUTPUTS = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;
     static constexpr int PAIRS = OUTPUTS / 2, HALF = HEAD_SIZE / 2;
@@ -43,10 +67,11 @@ struct QkvProduct {
     static constexpr bool KEYS = false;
     static constexpr int PARTS = 0;
 
-    const bf16* weight;
+    const Weight* weight;
     const float* input;  // the residual, [rows, hidden]
     const float* norm;
     float epsilon;
+    const float* bias;  // [OUTPUTS]
     const float* rope;  // [context, 2, head_size / 2]: cosines, sines
     bf16* cache;        // [2, sequences, kv_heads, context, head_size]
     float* q;           // [rows, heads, head_size]
@@ -55,13 +80,36 @@ struct QkvProduct {
     DEVICE static int weight_row(int pair, int which) {
         return pair + (pair / HALF + which) * HALF;  // head * size + i, and half a head further
     }
-    DEVICE float2 prepare(const Row& row, int, int pair) const {
+    DEVICE float2 turn_of(const Row& row, int pair) const {
         if (pair >= (HEADS + KV_HEADS) * HALF) return make_float2(1.0f, 0.0f);  // values
         const float* at = rope + static_cast<long long>(row.position) * HEAD_SIZE + pair % HALF;
         return make_float2(__ldg(at), __ldg(at + HALF));
     }
-    DEVICE u64 finish(const Row& row, int index, int pair, float a, float b, float2 turn) const {
+#if QKV_BIAS
+    typedef float4 Prepared;  // cosine, sine, and what is added
+    DEVICE float4 prepare(const Row& row, int, int pair) const {
+        const float2 turn = turn_of(row, pair);
+        return make_float4(turn.x, turn.y, __ldg(bias + weight_row(pair, 0)),
+                           __ldg(bias + weight_row(pair, 1)));
+    }
+#else
+    typedef float2 Prepared;  // cosine, sine
+    DEVICE float2 prepare(const Row& row, int, int pair) const { return turn_of(row, pair); }
+#endif
+    // Brings the bias near before the wait: of what `prepare` reads it alone comes from memory.
+    DEVICE void ask_for_bias() const {
+        if constexpr (QKV_BIAS) {
+            if (threadIdx.x) return;
+            for (int i = blockIdx.x * 32; i < OUTPUTS; i += gridDim.x * 32)
+                prefetch_weights(bias + i, smaller(32, OUTPUTS - i) * 4);
+        }
+    }
+    DEVICE u64 finish(const Row& row, int index, int pair, float a, float b, Prepared turn) const {
         const int head = pair / HALF, i = pair % HALF;
+#if QKV_BIAS
+        a += turn.z;
+        b += turn.w;
+#endif
         const float left = a * turn.x - b * turn.y, right = b * turn.x + a * turn.y;
         if (head < HEADS) {
             float* to = q + (index * HEADS + head) * HEAD_SIZE + i;
@@ -88,7 +136,7 @@ struct GateUpProduct {
     static constexpr bool KEYS = false;
     static constexpr int PARTS = RESIDUAL_PARTS;
 
-    const bf16* weight;  // [gate; up]
+    const Weight* weight;  // [gate; up]
     const float* input;
     const float* norm;
     float epsilon;
@@ -111,7 +159,7 @@ template <int WIDTH> struct ResidualProduct {
     static constexpr bool KEYS = false;
     static constexpr int PARTS = 0;
 
-    const bf16* weight;
+    const Weight* weight;
     const float* input;
     const float* before;  // the residual
     float* x;             // where it goes on; may be the same
@@ -137,7 +185,7 @@ struct HeadProduct {
     static constexpr bool KEYS = true;
     static constexpr int PARTS = 0;
 
-    const bf16* weight;
+    const Weight* weight;
     const float* input;
     const float* norm;
     float epsilon;

@@ -17,8 +17,13 @@
 // inputs of a slab; BLOCKS_K blocks share the inputs of a whole product where there are few outputs:
 // the last of them to finish adds up what all of them left in the workspace.  Orders are fixed.
 //
+// Of a packed matrix (bricks.cuh) a warp takes whole bricks, whose lanes hold just such rows; its weights
+// become bfloat16 in registers, the same bits as those of a matrix that is kept in bfloat16, and the
+// inputs stand in shared memory in the order of a brick's codes.
+//
 // Rows that are not wanted (padding; for the head all that do not sample) are left out before
 // anything is read: the others get consecutive numbers, and empty tiles of 8 rows are skipped.
+#include "bricks.cuh"
 #include "linear.cuh"
 
 constexpr int ROW_TILES = ceil_div(ROWS, 8), PADDED_ROWS = ROW_TILES * 8;
@@ -33,6 +38,105 @@ template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_> struct Shape {
     static constexpr int INPUT_BYTES = PADDED_ROWS * STRIDE * 2;
     static constexpr int SUM_BYTES = WARPS * 16 * PADDED_ROWS * 4;
     static_assert(SLAB % (32 * SPLIT) == 0 && SLAB % 64 == 0, "shape");
+};
+
+// The same for a packed matrix, and its parts.
+template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, class... PARTS>
+struct PackedMatrixShape : Shape<TILES, SPLIT, BLOCKS_K, SLAB> {
+    static_assert(SLAB % (BRICK * SPLIT) == 0, "a warp takes whole bricks");
+};
+
+// A lane's weights of a slab: those of the next one are loaded as soon as a step's were taken.
+// FIRST, PAIRS: the pairs of the matrix that they are of; `tile`: of these.
+template <class S, class P> struct PlainWeights {
+    static constexpr int FIRST = 0, PAIRS = P::PAIRS, K = P::INPUTS;
+    static constexpr bool REORDERED = false;
+    const bf16 *row0, *row1;
+    int part, t, first_slab;
+    uint4 w[S::STEPS][2];
+
+    DEVICE PlainWeights(const bf16* weight, int tile, int part, int first_slab)
+        : part(part), t(threadIdx.x % 4), first_slab(first_slab) {
+        const int pair = smaller(tile * 8 + static_cast<int>(threadIdx.x % 32 / 4), PAIRS - 1);
+        row0 = weight + static_cast<long long>(P::weight_row(pair, 0)) * K;
+        row1 = weight + static_cast<long long>(P::weight_row(pair, 1)) * K;
+    }
+    // Which 32 inputs of a slab a step takes: steps go around the SPLIT warps.
+    DEVICE int group(int step) const { return step * S::SPLIT + part; }
+    DEVICE void load(int slab, int step) {
+        const int k = (first_slab + slab) * S::SLAB + group(step) * 32 + t * 8;
+        const bool there = K % S::SLAB == 0 || k < K;
+        w[step][0] = there ? load_weights(row0 + k) : make_uint4(0, 0, 0, 0);
+        w[step][1] = there ? load_weights(row1 + k) : make_uint4(0, 0, 0, 0);
+    }
+    DEVICE void load_all() {
+#pragma unroll
+        for (int step = 0; step < S::STEPS; step++) load(0, step);
+    }
+    DEVICE void take(uint4& a0, uint4& a1, int step, int next, bool more) {
+        a0 = w[step][0], a1 = w[step][1];
+        if (more) load(next, step);
+    }
+};
+
+template <class S, class P, class R, int FIRST_> struct BrickWeights {
+    typedef typename R::Format F;
+    static constexpr int FIRST = FIRST_, PAIRS = R::PAIRS, K = P::INPUTS, BRICKS = ceil_div(K, BRICK);
+    static constexpr int PER_UNIT = Brick<F>::UNIT / 512;
+    static constexpr bool REORDERED = true;
+    static_assert(K % 4 == 0 && (!F::K_TYPE || K % BRICK == 0), "rows are whole blocks");
+    const u8* row;  // of bricks
+    int part, first_slab;
+    Held<F> held[S::STEPS / 8];
+
+    DEVICE BrickWeights(const u8* bricks, int tile, int part, int first_slab)
+        : part(part), first_slab(first_slab) {
+        tile = smaller(tile, ceil_div(PAIRS, 8) - 1);
+        row = bricks + static_cast<long long>(tile) * Brick<F>::row_bytes(K);
+    }
+    DEVICE int group(int step) const { return (step / 8 * S::SPLIT + part) * 8 + step % 8; }
+    DEVICE int brick(int slab, int i) const {
+        return (first_slab + slab) * (S::SLAB / BRICK) + i * S::SPLIT + part;
+    }
+    DEVICE static int units(int brick) {  // none of a brick that is not there
+        return K % BRICK == 0 || brick < BRICKS - 1 ? 4 : Brick<F>::units(K % BRICK);
+    }
+    DEVICE void load(int slab, int i) {
+        const int at = brick(slab, i);
+        if (at < BRICKS)
+            held[i].load(row + at * Brick<F>::BYTES, threadIdx.x % 32, units(at));
+        else
+            held[i] = Held<F>();
+    }
+    DEVICE void load_all() {
+#pragma unroll
+        for (int i = 0; i < S::STEPS / 8; i++) load(0, i);
+    }
+    DEVICE void take(uint4& a0, uint4& a1, int step, int next, bool more) {
+        const int i = step / 8, j = step % 8;
+        u32 a[4];
+        part_codes<F>(a, held[i], held[i].codes[PER_UNIT == 2 ? j : j / 2], j);
+        a0 = held_weights<F>(held[i], a, j, 0), a1 = held_weights<F>(held[i], a, j, 1);
+        if (!more) return;
+        // Codes as they are used up; all else with the last of them.
+        const int at = brick(next, i), lane = threadIdx.x % 32;
+        const u8* const from = row + at * Brick<F>::BYTES;
+        if (PER_UNIT == 2 || j % 2) {
+            const int load = PER_UNIT == 2 ? j : j / 2;
+            if (at < BRICKS)
+                held[i].load_codes(from, lane, load, units(at));
+            else
+                held[i].codes[load] = make_uint4(0, 0, 0, 0);
+        }
+        if (j == 7) {
+            if (at < BRICKS) {
+                held[i].load_rest(from, lane, units(at));
+            } else {
+                held[i].scales[0] = held[i].scales[1] = make_uint4(0, 0, 0, 0);
+                held[i].extra[0] = held[i].extra[1] = 0;
+            }
+        }
+    }
 };
 
 // The wanted rows, numbered through.
@@ -66,14 +170,15 @@ DEVICE void find_wanted(Wanted& found, const int* live, int flags) {
     __syncthreads();
 }
 
-// `bests`: of the head, the largest key of each wanted row in this block, in shared memory.
-template <class S, class P>
-DEVICE void matmul(const P& product, const int* live, float* workspace, Wanted& rows,
-                   u64* bests = nullptr) {
-    constexpr int K = P::INPUTS, TILE_COUNT = ceil_div(P::PAIRS, 8);
+// `block`: of those that share the pairs of these weights.
+template <class S, class W, class P, class M>
+DEVICE void matmul_part(const P& product, const M* matrix, int block, const int* live,
+                        float* workspace, Wanted& rows, u64* bests) {
+    constexpr int K = P::INPUTS, TILE_COUNT = ceil_div(W::PAIRS, 8);
     constexpr int SLABS = ceil_div(K, S::SLAB), BLOCK_SLABS = ceil_div(SLABS, S::BLOCKS_K);
     constexpr int WARP_ROWS = ceil_div(PADDED_ROWS, S::WARPS), LANE_CHUNKS = ceil_div(S::SLAB, 256);
     static_assert(!P::NORMED || S::BLOCKS_K == 1, "a norm needs whole rows");
+    static_assert(S::BLOCKS_K == 1 || W::PAIRS == P::PAIRS, "partial sums are of whole matrices");
     DYNAMIC_SHARED(shared);
     bf16* const inputs = reinterpret_cast<bf16*>(shared);
     float* const sums = reinterpret_cast<float*>(shared);  // later, in the same place
@@ -81,28 +186,12 @@ DEVICE void matmul(const P& product, const int* live, float* workspace, Wanted& 
     start_next_at<AT_START>();
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int tile = warp % S::TILES, part = warp / S::TILES, g = lane / 4, t = lane % 4;
-    const int first_pair = blockIdx.x * S::TILES * 8;
-    const int pair = smaller(first_pair + tile * 8 + g, P::PAIRS - 1);
+    const int first_pair = block * S::TILES * 8;
     const int first_slab = blockIdx.y * BLOCK_SLABS;
     const int slabs = smaller(BLOCK_SLABS, SLABS - first_slab);  // at most 0: nothing to do
 
-    const bf16* const row0 = product.weight + static_cast<long long>(P::weight_row(pair, 0)) * K;
-    const bf16* const row1 = product.weight + static_cast<long long>(P::weight_row(pair, 1)) * K;
-    // Where this lane's inputs of a step lie: steps of 32 go around the SPLIT warps.
-    auto place = [&](int slab, int step) {
-        return (first_slab + slab) * S::SLAB + (step * S::SPLIT + part) * 32 + t * 8;
-    };
-    uint4 w[S::STEPS][2];
-    auto load_step = [&](int slab, int step) {
-        const int k = place(slab, step);
-        const bool there = K % S::SLAB == 0 || k < K;
-        w[step][0] = there ? load_weights(row0 + k) : make_uint4(0, 0, 0, 0);
-        w[step][1] = there ? load_weights(row1 + k) : make_uint4(0, 0, 0, 0);
-    };
-    if (slabs > 0) {
-#pragma unroll
-        for (int step = 0; step < S::STEPS; step++) load_step(0, step);
-    }
+    W weights(matrix, block * S::TILES + tile, part, first_slab);
+    if (slabs > 0) weights.load_all();
 
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
@@ -155,18 +244,26 @@ DEVICE void matmul(const P& product, const int* live, float* workspace, Wanted& 
                         v = make_float4(v.x * q.x, v.y * q.y, v.z * q.z, v.w * q.w);
                     }
                 }
-                *reinterpret_cast<uint4*>(inputs + item.n * S::STRIDE + item.at) =
-                    make_uint4(pack_bf16(u.x, u.y), pack_bf16(u.z, u.w), pack_bf16(v.x, v.y),
-                               pack_bf16(v.z, v.w));
+                const uint4 w = make_uint4(pack_bf16(u.x, u.y), pack_bf16(u.z, u.w),
+                                           pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+                bf16* const to = inputs + item.n * S::STRIDE;
+                if constexpr (W::REORDERED) {  // inputs 4 t and 4 t + 16 and on, to 8 t and on
+                    const int chunk = item.at / 8 % 4;
+                    bf16* const half = to + item.at / 32 * 32 + chunk % 2 * 16 + chunk / 2 * 4;
+                    *reinterpret_cast<uint2*>(half) = make_uint2(w.x, w.y);
+                    *reinterpret_cast<uint2*>(half + 8) = make_uint2(w.z, w.w);
+                } else {
+                    *reinterpret_cast<uint4*>(to + item.at) = w;
+                }
             }
         }
         __syncthreads();
         if (slab == 0) start_next_at<AFTER_INPUT>();
 #pragma unroll
         for (int step = 0; step < S::STEPS; step++) {
-            const bf16* from = inputs + g * S::STRIDE + (step * S::SPLIT + part) * 32 + t * 8;
-            const uint4 a0 = w[step][0], a1 = w[step][1];
-            if (slab + 1 < slabs) load_step(slab + 1, step);  // in flight during the rest
+            const bf16* from = inputs + g * S::STRIDE + weights.group(step) * 32 + t * 8;
+            uint4 a0, a1;
+            weights.take(a0, a1, step, slab + 1, slab + 1 < slabs);  // in flight during the rest
 #pragma unroll
             for (int n = 0; n < ROW_TILES; n++) {
                 if (n >= row_tiles) break;
@@ -218,7 +315,7 @@ DEVICE void matmul(const P& product, const int* live, float* workspace, Wanted& 
         __shared__ bool last;
         for (int item = thread; item < BLOCK_PAIRS * count; item += S::THREADS) {
             const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS;
-            if (first_pair + p < P::PAIRS) *partial_at(blockIdx.y, n, first_pair + p) = total_of(n, p);
+            if (first_pair + p < W::PAIRS) *partial_at(blockIdx.y, n, first_pair + p) = total_of(n, p);
         }
         __threadfence();
         __syncthreads();
@@ -234,10 +331,10 @@ DEVICE void matmul(const P& product, const int* live, float* workspace, Wanted& 
     for (int item = thread; item < BLOCK_PAIRS * count; item += S::THREADS) {
         const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS, mine = first_pair + p;
         u64 key = 0;
-        if (mine < P::PAIRS) {
+        if (mine < W::PAIRS) {
             const Row row = rows.row[n];
             const int index = rows.index[n];
-            const float2 prepared = product.prepare(row, index, mine);
+            const auto prepared = product.prepare(row, index, W::FIRST + mine);
             float2 total;
             if constexpr (S::BLOCKS_K > 1) {
                 total = load_fresh(partial_at(0, n, mine));
@@ -253,7 +350,7 @@ DEVICE void matmul(const P& product, const int* live, float* workspace, Wanted& 
                 const float scale = rows.scale[n];
                 total = make_float2(total.x * scale, total.y * scale);
             }
-            key = product.finish(row, index, mine, total.x, total.y, prepared);
+            key = product.finish(row, index, W::FIRST + mine, total.x, total.y, prepared);
         }
         if constexpr (P::KEYS) {
             static_assert(BLOCK_PAIRS % 32 == 0, "a warp's pairs are of one row");
@@ -263,71 +360,112 @@ DEVICE void matmul(const P& product, const int* live, float* workspace, Wanted& 
     }
 }
 
-// A kernel is compiled if its shape is given.
-#ifdef QKV_TILES
-typedef Shape<QKV_TILES, QKV_SPLIT, QKV_BLOCKS_K, QKV_SLAB> QkvShape;
+// `bests`: of the head, the largest key of each wanted row in this block, in shared memory.
+template <int... N, class P>
+DEVICE void matmul(Shape<N...>, const P& product, const int* live, float* workspace, Wanted& rows,
+                   u64* bests = nullptr) {
+    typedef Shape<N...> S;
+    matmul_part<S, PlainWeights<S, P>>(product, product.weight, blockIdx.x, live, workspace, rows, bests);
+}
 
+// Parts of a packed matrix below each other are rows of bricks of their own: every block works on one.
+template <class S, int FIRST, class R, class... MORE, class P>
+DEVICE void matmul_parts(const P& product, const u8* bricks, int block, const int* live,
+                         float* workspace, Wanted& rows, u64* bests) {
+    constexpr int BLOCKS = ceil_div(R::PAIRS, S::TILES * 8);
+    if constexpr (sizeof...(MORE) > 0) {
+        constexpr long long BYTES =
+            static_cast<long long>(ceil_div(R::PAIRS, 8)) * Brick<typename R::Format>::row_bytes(P::INPUTS);
+        if (block >= BLOCKS)
+            return matmul_parts<S, FIRST + R::PAIRS, MORE...>(product, bricks + BYTES, block - BLOCKS,
+                                                              live, workspace, rows, bests);
+    }
+    matmul_part<S, BrickWeights<S, P, R, FIRST>>(product, bricks, block, live, workspace, rows, bests);
+}
+template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, class... PARTS, class P>
+DEVICE void matmul(PackedMatrixShape<TILES, SPLIT, BLOCKS_K, SLAB, PARTS...>, const P& product,
+                   const int* live, float* workspace, Wanted& rows, u64* bests = nullptr) {
+    matmul_parts<Shape<TILES, SPLIT, BLOCKS_K, SLAB>, 0, PARTS...>(
+        product, product.weight, blockIdx.x, live, workspace, rows, bests);
+}
+
+// A kernel is compiled if its shape is given.
+#ifdef QKV_SHAPE
+typedef QKV_SHAPE QkvShape;
+
+#if QK_NORM
 KERNEL __launch_bounds__(QkvShape::THREADS)
-    norm_qkv_rope(const int* live, const float* x, const float* norm, const bf16* weight,
-                  const float* rope, bf16* cache, float* q, float* workspace, u32 row_count,
-                  u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context,
-                  float epsilon) {
+    norm_qkv(const int* live, const float* x, const float* norm, const Weight* weight, float* qkv,
+             float* workspace, u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size,
+             float epsilon) {
     __shared__ Wanted rows;
-    const QkvProduct product{weight, x,     norm, epsilon,                 rope,
-                             cache,  q, static_cast<int>(sequences), static_cast<int>(context)};
-    matmul<QkvShape>(product, live, workspace, rows);
+    const PlainQkvProduct product{weight, x, norm, epsilon, qkv};
+    matmul(QkvShape(), product, live, workspace, rows);
+}
+#else
+KERNEL __launch_bounds__(QkvShape::THREADS)
+    norm_qkv_rope(const int* live, const float* x, const float* norm, const Weight* weight,
+                  const float* bias, const float* rope, bf16* cache, float* q, float* workspace,
+                  u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 sequences,
+                  u32 context, float epsilon) {
+    __shared__ Wanted rows;
+    const QkvProduct product{weight, x, norm, epsilon, bias, rope, cache, q,
+                             static_cast<int>(sequences), static_cast<int>(context)};
+    product.ask_for_bias();
+    matmul(QkvShape(), product, live, workspace, rows);
 }
 #endif
+#endif
 
-#ifdef OUTPUT_TILES
-typedef Shape<OUTPUT_TILES, OUTPUT_SPLIT, OUTPUT_BLOCKS_K, OUTPUT_SLAB> OutputShape;
+#ifdef OUTPUT_SHAPE
+typedef OUTPUT_SHAPE OutputShape;
 
 KERNEL __launch_bounds__(OutputShape::THREADS)
-    output_residual(const int* live, const float* attended, const bf16* weight, float* x,
+    output_residual(const int* live, const float* attended, const Weight* weight, float* x,
                     float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ Wanted rows;
     const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x, x};
-    matmul<OutputShape>(product, live, workspace, rows);
+    matmul(OutputShape(), product, live, workspace, rows);
 }
 #endif
 
-#ifdef GATE_UP_TILES
-typedef Shape<GATE_UP_TILES, GATE_UP_SPLIT, GATE_UP_BLOCKS_K, GATE_UP_SLAB> GateUpShape;
+#ifdef GATE_UP_SHAPE
+typedef GATE_UP_SHAPE GateUpShape;
 
 KERNEL __launch_bounds__(GateUpShape::THREADS)
-    norm_gate_up(const int* live, const float* x, const float* norm, const bf16* weight,
+    norm_gate_up(const int* live, const float* x, const float* norm, const Weight* weight,
                  float* inner, float* workspace, u32 row_count, u32 hidden, u32 width,
                  float epsilon) {
     __shared__ Wanted rows;
     const GateUpProduct product{weight, x, norm, epsilon, inner};
-    matmul<GateUpShape>(product, live, workspace, rows);
+    matmul(GateUpShape(), product, live, workspace, rows);
 }
 #endif
 
-#ifdef DOWN_TILES
-typedef Shape<DOWN_TILES, DOWN_SPLIT, DOWN_BLOCKS_K, DOWN_SLAB> DownShape;
+#ifdef DOWN_SHAPE
+typedef DOWN_SHAPE DownShape;
 
 KERNEL __launch_bounds__(DownShape::THREADS)
-    down_residual(const int* live, const float* inner, const bf16* weight, float* x,
+    down_residual(const int* live, const float* inner, const Weight* weight, float* x,
                   float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ Wanted rows;
     const ResidualProduct<INNER> product{weight, inner, x, x};
-    matmul<DownShape>(product, live, workspace, rows);
+    matmul(DownShape(), product, live, workspace, rows);
 }
 #endif
 
-#ifdef HEAD_TILES
-typedef Shape<HEAD_TILES, HEAD_SPLIT, HEAD_BLOCKS_K, HEAD_SLAB> HeadShape;
+#ifdef HEAD_SHAPE
+typedef HEAD_SHAPE HeadShape;
 
 // Leaves each block's largest key of each row in the workspace, [rows][blocks].
 KERNEL __launch_bounds__(HeadShape::THREADS)
-    head(const int* live, const float* x, const float* norm, const bf16* weight, float* logits,
+    head(const int* live, const float* x, const float* norm, const Weight* weight, float* logits,
          float* workspace, u32 row_count, u32 hidden, u32 vocabulary, float epsilon) {
     __shared__ Wanted rows;
     __shared__ u64 bests[PADDED_ROWS];
     const HeadProduct product{weight, x, norm, epsilon, logits};
     for (int n = threadIdx.x; n < PADDED_ROWS; n += HeadShape::THREADS) bests[n] = 0;
-    matmul<HeadShape>(product, live, workspace, rows, bests);
+    matmul(HeadShape(), product, live, workspace, rows, bests);
     __syncthreads();
     for (int n = threadIdx.x; n < rows.count; n += HeadShape::THREADS)
         keys_of(workspace)[static_cast<long long>(rows.index[n]) * gridDim.x + blockIdx.x] = bests[n];

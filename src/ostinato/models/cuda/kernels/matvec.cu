@@ -18,7 +18,7 @@
 //
 // Who computes what: LANES lanes of SPLIT warps share a pair of outputs (linear.cuh) and take 8
 // inputs (16 bytes) each in turn; a block has WARPS warps.  All sums go in a fixed order.
-#include "linear.cuh"
+#include "packed.cuh"
 
 // Lanes of a pair, warps of a pair, pairs of a group of lanes, warps of a block, turns of a block,
 // turns that are prefetched.
@@ -28,6 +28,7 @@ struct Shape {
     static constexpr int TURNS = TURNS_, AHEAD = AHEAD_;
     static constexpr int GROUPS = 32 / LANES, TEAMS = WARPS / SPLIT, THREADS = 32 * WARPS;
     static constexpr int TURN_PAIRS = TEAMS * GROUPS * GROUP_PAIRS, BLOCK_PAIRS = TURN_PAIRS * TURNS;
+    static constexpr int RESIDENT = 0;  // as many as the compiler likes
     static_assert(AHEAD < TURNS, "the first turn's weights are loaded, not prefetched");
     static_assert(32 % LANES == 0 && WARPS % SPLIT == 0 && 2 * GROUP_PAIRS <= LANES, "shape");
 };
@@ -122,7 +123,7 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
     // The pair of the first turn that this lane finishes, if any.
     int mine = first + sub;
     const bool finisher = wanted && part == 0 && sub < S::GROUP_PAIRS;
-    float2 prepared = make_float2(0.0f, 0.0f);
+    decltype(product.prepare(row, 0, 0)) prepared{};
     if (finisher && mine < P::PAIRS) prepared = product.prepare(row, 0, mine);
     float square = 0.0f;
 #pragma unroll
@@ -221,68 +222,82 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
     return key;
 }
 
-// A kernel is compiled if its shape is given.
-#ifdef QKV_LANES
-typedef Shape<QKV_LANES, QKV_SPLIT, QKV_PAIRS, QKV_WARPS, QKV_TURNS, QKV_AHEAD> QkvShape;
+template <int... N, class P>
+DEVICE u64 multiply(Shape<N...> shape, const P& product, const int* live) {
+    return matvec<decltype(shape)>(product, live);
+}
 
-KERNEL __launch_bounds__(QkvShape::THREADS)
-    norm_qkv_rope(const int* live, const float* x, const float* norm, const bf16* weight,
-                  const float* rope, bf16* cache, float* q, float* workspace, u32 row_count,
-                  u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context,
-                  float epsilon) {
-    const QkvProduct product{weight, x, norm, epsilon, rope, cache, q, static_cast<int>(sequences),
-                       static_cast<int>(context)};
-    matvec<QkvShape>(product, live);
+// A kernel is compiled if its shape is given.
+#ifdef QKV_SHAPE
+typedef QKV_SHAPE QkvShape;
+
+#if QK_NORM
+KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
+    norm_qkv(const int* live, const float* x, const float* norm, const Weight* weight, float* qkv,
+             float* workspace, u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size,
+             float epsilon) {
+    const PlainQkvProduct product{weight, x, norm, epsilon, qkv};
+    multiply(QkvShape(), product, live);
+}
+#else
+KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
+    norm_qkv_rope(const int* live, const float* x, const float* norm, const Weight* weight,
+                  const float* bias, const float* rope, bf16* cache, float* q, float* workspace,
+                  u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 sequences,
+                  u32 context, float epsilon) {
+    const QkvProduct product{weight, x, norm, epsilon, bias, rope, cache, q,
+                             static_cast<int>(sequences), static_cast<int>(context)};
+    product.ask_for_bias();
+    multiply(QkvShape(), product, live);
 }
 #endif
+#endif
 
-#ifdef OUTPUT_LANES
-typedef Shape<OUTPUT_LANES, OUTPUT_SPLIT, OUTPUT_PAIRS, OUTPUT_WARPS,
-              OUTPUT_TURNS, OUTPUT_AHEAD> OutputShape;
+#ifdef OUTPUT_SHAPE
+typedef OUTPUT_SHAPE OutputShape;
 
-KERNEL __launch_bounds__(OutputShape::THREADS)
-    output_residual(const int* live, const float* attended, const bf16* weight, float* x,
+KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
+    output_residual(const int* live, const float* attended, const Weight* weight, float* x,
                     float* workspace, u32 row_count, u32 hidden, u32 width) {
     const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x, x};
-    matvec<OutputShape>(product, live);
+    multiply(OutputShape(), product, live);
 }
 #endif
 
-#ifdef GATE_UP_LANES
-typedef Shape<GATE_UP_LANES, GATE_UP_SPLIT, GATE_UP_PAIRS, GATE_UP_WARPS,
-              GATE_UP_TURNS, GATE_UP_AHEAD> GateUpShape;
+#ifdef GATE_UP_SHAPE
+typedef GATE_UP_SHAPE GateUpShape;
 
-KERNEL __launch_bounds__(GateUpShape::THREADS)
-    norm_gate_up(const int* live, const float* x, const float* norm, const bf16* weight,
+KERNEL __launch_bounds__(GateUpShape::THREADS, GateUpShape::RESIDENT)
+    norm_gate_up(const int* live, const float* x, const float* norm, const Weight* weight,
                  float* inner, float* workspace, u32 row_count, u32 hidden, u32 width,
                  float epsilon) {
     const GateUpProduct product{weight, x, norm, epsilon, inner, partials_of(workspace)};
-    matvec<GateUpShape>(product, live);
+    multiply(GateUpShape(), product, live);
 }
 #endif
 
-#ifdef DOWN_LANES
-typedef Shape<DOWN_LANES, DOWN_SPLIT, DOWN_PAIRS, DOWN_WARPS, DOWN_TURNS, DOWN_AHEAD> DownShape;
+#ifdef DOWN_SHAPE
+typedef DOWN_SHAPE DownShape;
 
-KERNEL __launch_bounds__(DownShape::THREADS)
-    down_residual(const int* live, const float* inner, const bf16* weight, float* x,
+KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
+    down_residual(const int* live, const float* inner, const Weight* weight, float* x,
                   float* workspace, u32 row_count, u32 hidden, u32 width) {
     const float* const before = RESIDUAL_PARTS ? partials_of(workspace) + RESIDUAL_PARTS * HIDDEN : x;
     const ResidualProduct<INNER> product{weight, inner, before, x};
-    matvec<DownShape>(product, live);
+    multiply(DownShape(), product, live);
 }
 #endif
 
-#ifdef HEAD_LANES
-typedef Shape<HEAD_LANES, HEAD_SPLIT, HEAD_PAIRS, HEAD_WARPS, HEAD_TURNS, HEAD_AHEAD> HeadShape;
+#ifdef HEAD_SHAPE
+typedef HEAD_SHAPE HeadShape;
 
 // Leaves each block's largest key in the workspace, [1][blocks].
-KERNEL __launch_bounds__(HeadShape::THREADS)
-    head(const int* live, const float* x, const float* norm, const bf16* weight, float* logits,
+KERNEL __launch_bounds__(HeadShape::THREADS, HeadShape::RESIDENT)
+    head(const int* live, const float* x, const float* norm, const Weight* weight, float* logits,
          float* workspace, u32 row_count, u32 hidden, u32 vocabulary, float epsilon) {
     __shared__ u64 bests[HeadShape::WARPS];
     const HeadProduct product{weight, x, norm, epsilon, logits};
-    const u64 key = largest_of_warp(matvec<HeadShape>(product, live));
+    const u64 key = largest_of_warp(multiply(HeadShape(), product, live));
     if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = key;
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -33,7 +33,8 @@ DEVICE int end_of(const Row& row) { return row.flags & ACTIVE ? row.position + 1
 
 KERNEL __launch_bounds__(THREADS)
     piece_attention(const int* live, const float* q, const bf16* cache, bf16* out, u32 row_count,
-                    u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context, float scale) {
+                    u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context, u32 window,
+                    float scale) {
     __shared__ Row rows[PIECE_ROWS];
     __shared__ uint4 keys[TILE * STRIDE / 8];
     __shared__ u32 values[HEAD_SIZE * VALUE_STRIDE];
@@ -60,8 +61,21 @@ KERNEL __launch_bounds__(THREADS)
     }
     end = largest_of_lanes(end);
     sequence = largest_of_lanes(sequence);
+    // Windows: no row of the block looks before `begin`, and none of the warp before `own_begin`.
+    auto least_begin = [&](const Row& row) {
+        return end_of(row) ? -first_position(end_of(row), window) : -(1 << 30);
+    };
+    int begin = 0, own_begin = 0;
+    if constexpr (WINDOWED) {
+        int least = -(1 << 30);
+#pragma unroll
+        for (int i = lane; i < PIECE_ROWS; i += 32) least = larger(least, least_begin(rows[i]));
+        begin = end ? -largest_of_lanes(least) / TILE * TILE : 0;
+        own_begin = -largest_of_lanes(least_begin(rows[own + lane % 16]));
+    }
     const int own_end = largest_of_lanes(end_of(rows[own + lane % 16]));
     const int end0 = end_of(rows[own + g]), end1 = end_of(rows[own + g + 8]);
+    const int begin0 = first_position(end0, window), begin1 = first_position(end1, window);
 
     const long long line = static_cast<long long>(sequence) * KV_HEADS + kv_head;
     const long long part = static_cast<long long>(sequences) * KV_HEADS;
@@ -134,12 +148,12 @@ KERNEL __launch_bounds__(THREADS)
 
     float mixed[HEAD_SIZE / 8][4] = {};
     float largest0 = MINUS_INFINITY, largest1 = MINUS_INFINITY, sum0 = 0.0f, sum1 = 0.0f;
-    if (end) load_tile(0);
-    for (int start = 0; start < end; start += TILE) {
+    if (end) load_tile(begin);
+    for (int start = begin; start < end; start += TILE) {
         store_tile();
         __syncthreads();
         if (start + TILE < end) load_tile(start + TILE);  // comes while this one is computed
-        if (start < own_end) {
+        if (start < own_end && start + TILE > own_begin) {
             float score[TILE / 8][4] = {};
 #pragma unroll
             for (int n = 0; n < TILE / 8; n++) {
@@ -157,8 +171,8 @@ KERNEL __launch_bounds__(THREADS)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int position = start + n * 8 + t * 2 + i;
-                    if (position >= end0) score[n][i] = MINUS_INFINITY;
-                    if (position >= end1) score[n][2 + i] = MINUS_INFINITY;
+                    if (position >= end0 || position < begin0) score[n][i] = MINUS_INFINITY;
+                    if (position >= end1 || position < begin1) score[n][2 + i] = MINUS_INFINITY;
                     most0 = fmaxf(most0, score[n][i]);
                     most1 = fmaxf(most1, score[n][2 + i]);
                 }

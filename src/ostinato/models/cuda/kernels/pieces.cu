@@ -1,7 +1,7 @@
 // What stands between the products of a layer where a library multiplies (kernels_cuda_library.py):
-// norms, rope, SiLU and the roundings that matmul.cu has inside its products.
+// norms, SiLU and the roundings that matmul.cu has inside its products; norm_rope.cu has the rope.
 //
-//     norm_rows  [product]  rope_rows  attention  round_rows  [product]
+//     norm_rows  [product]  norm_rope  attention  round_rows  [product]
 //     norm_rows  [product]  silu_rows  [product]
 //
 // Physics.  Each reads what the kernel before left in L2 and writes what the next one reads from
@@ -16,8 +16,7 @@
 // them would make a check of the memory report rows that no kernel uses.
 #include "linear.cuh"
 
-constexpr int QUERY = HEADS * HEAD_SIZE, QKV = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;
-constexpr int HALF = HEAD_SIZE / 2;
+constexpr int QUERY = HEADS * HEAD_SIZE;
 static_assert(HIDDEN % 8 == 0 && INNER % 8 == 0 && HEAD_SIZE % 8 == 0, "16 bytes at a time");
 
 DEVICE uint4 pack_eight(const float4& u, const float4& v) {
@@ -71,49 +70,6 @@ KERNEL __launch_bounds__(NORM_THREADS)
                                make_float4(v[i].x * scale * q.x, v[i].y * scale * q.y,
                                            v[i].z * scale * q.z, v[i].w * scale * q.w));
     }
-}
-
-// q = rope(sums), and keys (turned) and values into the cache.  A thread turns four pairs of a head,
-// or takes over eight values; blockIdx.y is the row.
-KERNEL __launch_bounds__(ROW_THREADS)
-    rope_rows(const int* live, const float* sums, const float* rope, bf16* cache, float* q,
-              u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context) {
-    constexpr int PARTS = HALF / 4;  // of a head
-    const int index = blockIdx.y, item = blockIdx.x * ROW_THREADS + threadIdx.x;
-    start_next_at<AT_START>();
-    wait_for_previous();
-    start_next_at<AFTER_WAIT>();
-    const Row row = load_row(live, index);
-    const int head = item / PARTS, i = item % PARTS * 4;
-    if (!(row.flags & ACTIVE) || head >= HEADS + 2 * KV_HEADS) return;
-    const float* const from = sums + static_cast<long long>(index) * QKV + head * HEAD_SIZE + i;
-    const float4 a = load_fresh(reinterpret_cast<const float4*>(from));
-    const float4 b = load_fresh(reinterpret_cast<const float4*>(from + HALF));
-    float4 left = a, right = b;
-    if (head < HEADS + KV_HEADS) {
-        const float* const at = rope + static_cast<long long>(row.position) * HEAD_SIZE + i;
-        const float4 cosine = load_norm(reinterpret_cast<const float4*>(at));
-        const float4 sine = load_norm(reinterpret_cast<const float4*>(at + HALF));
-        left = make_float4(a.x * cosine.x - b.x * sine.x, a.y * cosine.y - b.y * sine.y,
-                           a.z * cosine.z - b.z * sine.z, a.w * cosine.w - b.w * sine.w);
-        right = make_float4(b.x * cosine.x + a.x * sine.x, b.y * cosine.y + a.y * sine.y,
-                            b.z * cosine.z + a.z * sine.z, b.w * cosine.w + a.w * sine.w);
-    }
-    if (head < HEADS) {
-        float* const to = q + index * QUERY + head * HEAD_SIZE + i;
-        *reinterpret_cast<float4*>(to) = left;
-        *reinterpret_cast<float4*>(to + HALF) = right;
-        return;
-    }
-    const int part = head >= HEADS + KV_HEADS;
-    const int kv_head = head - HEADS - part * KV_HEADS;
-    const long long line =
-        (static_cast<long long>(part) * static_cast<int>(sequences) + row.sequence) * KV_HEADS + kv_head;
-    bf16* const to = cache + (line * static_cast<int>(context) + row.position) * HEAD_SIZE + i;
-    *reinterpret_cast<int2*>(to) = make_int2(static_cast<int>(pack_bf16(left.x, left.y)),
-                                             static_cast<int>(pack_bf16(left.z, left.w)));
-    *reinterpret_cast<int2*>(to + HALF) = make_int2(static_cast<int>(pack_bf16(right.x, right.y)),
-                                                    static_cast<int>(pack_bf16(right.z, right.w)));
 }
 
 // out = attended in bfloat16.  A thread rounds eight values; blockIdx.y is the row.

@@ -302,6 +302,28 @@ DEVICE int sample_row(Workbench& bench, const Row& row, const float* logits, con
     return index_of(find_token<false>(bench, tokens, drawn + 1));
 }
 
+#ifdef RANKS
+// Of several ranks: all have all logits, and a key of each rank in place of those of `head`'s blocks.
+static_assert(HEAD_BLOCKS == RANKS, "a key a rank");
+KERNEL __launch_bounds__(THREADS, 1)
+    sample_of_ranks(const int* live, const float* logits, const Options* options, int* chosen,
+                    const int* history, float* adjusted, const u64* keys, u32 row_count,
+                    u32 vocabulary, u32 context, u32 ranks) {
+    __shared__ Workbench bench;
+    start_next_at<AT_START>();
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    const int index = blockIdx.x;
+    const Row row = load_row(live, index);
+    if ((row.flags & (ACTIVE | SAMPLE)) != (ACTIVE | SAMPLE)) return;
+    const long long sequence = row.sequence;
+    const int token = sample_row(bench, row, logits + sequence * VOCAB, options,
+                                 keys + static_cast<long long>(index) * RANKS,
+                                 history + sequence * context, adjusted + sequence * VOCAB);
+    if (threadIdx.x == 0) chosen[index] = token;
+    start_next_at<BEFORE_OUTPUT>();
+}
+#else
 KERNEL __launch_bounds__(THREADS, 1)
     sample(const int* live, const float* logits, const Options* options, int* chosen,
            const int* history, float* adjusted, float* workspace, u32 row_count, u32 vocabulary,
@@ -320,3 +342,4 @@ KERNEL __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) chosen[index] = token;
     start_next_at<BEFORE_OUTPUT>();
 }
+#endif

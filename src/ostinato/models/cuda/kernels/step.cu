@@ -1,11 +1,12 @@
 // The ends of a step: rows and states to embeddings, and chosen tokens to states and the host.
 //
 // Both are chains of a few dependent loads (0.3 us each from L2, 0.7 from memory) and nothing else.
+#include "bricks.cuh"
 #include "sampled.cuh"
 
 // A block a row.  Rows that would reach outside of anything are not active afterwards.
 KERNEL __launch_bounds__(EMBED_THREADS)
-    embed(const int* rows, const int* state, int* live, const bf16* table, float* x, int* history,
+    embed(const int* rows, const int* state, int* live, const Weight* table, float* x, int* history,
           u32 row_count, u32 hidden, u32 vocabulary, u32 sequences, u32 context) {
     start_next_at<AT_START>();
     const int index = blockIdx.x, thread = threadIdx.x;
@@ -27,8 +28,18 @@ KERNEL __launch_bounds__(EMBED_THREADS)
     const bool active = row.flags & ACTIVE;
     if (active && thread == 0)
         history[static_cast<long long>(row.sequence) * context + row.position] = row.token;
-    const bf16* const from = table + static_cast<long long>(active ? row.token : 0) * HIDDEN;
     float4* const to = reinterpret_cast<float4*>(x + index * HIDDEN);
+#ifdef EMBED_FORMAT
+    const Place place = place_of(active ? row.token : 0, 2);
+    for (int item = thread; item < ceil_div(HIDDEN, 32) * 4; item += EMBED_THREADS) {
+        const int group = item / 4, t = item % 4;
+        float v[8] = {};
+        if (active) brick_values<EMBED_FORMAT>(v, table, HIDDEN, place, group / 8, group % 8, t);
+        to[group * 8 + t] = make_float4(v[0], v[1], v[2], v[3]);
+        to[group * 8 + 4 + t] = make_float4(v[4], v[5], v[6], v[7]);
+    }
+#else
+    const bf16* const from = table + static_cast<long long>(active ? row.token : 0) * HIDDEN;
 #pragma unroll
     for (int chunk = thread; chunk < HIDDEN / 8; chunk += EMBED_THREADS) {
         const uint4 v = active ? load_weights(from + chunk * 8) : make_uint4(0, 0, 0, 0);
@@ -36,6 +47,7 @@ KERNEL __launch_bounds__(EMBED_THREADS)
         to[2 * chunk + 1] =
             make_float4(low_half(v.z), high_half(v.z), low_half(v.w), high_half(v.w));
     }
+#endif
     start_next_at<BEFORE_OUTPUT>();
 }
 

@@ -1,0 +1,173 @@
+"""Models of the Hugging Face hub by their ids, through `huggingface_hub` and its cache.
+
+    org/name                a folder of safetensors; or the GGUF file, if there is one alone
+    org/name:Q4_K_M         the GGUF file of that kind
+    org/name:file.gguf      that file
+
+What the hub says is not trusted: names of files are checked before they are asked for, and what
+comes is opened like any other file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ostinato.errors import DownloadError, ModelError, NotAvailableError
+from ostinato.models.arguments import shown
+from ostinato.models.files.reading import read_json
+
+__all__ = ["HubName", "from_hub", "hub_name"]
+
+T = TypeVar("T")
+
+_NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?::(?P<choice>[\w][\w./-]*))?")
+_FILE = re.compile(r"(?:[\w][\w.-]*/){0,8}[\w][\w.-]*")
+_PART = re.compile(r"-0*[0-9]+-of-0*(?P<count>[0-9]+)\.gguf", re.IGNORECASE)
+_FOLDER = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+_SHOWN = 20  # names of files in a message
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A repository, and which of its files: a name, a kind of GGUF such as "Q4_K_M", or empty."""
+
+    repo: str
+    choice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.repo}:{self.choice}" if self.choice else self.repo
+
+
+def hub_name(text: str) -> HubName | None:
+    """What a text names on the hub; None for what is no id.
+
+    "./x/y" and "x/y.gguf" are meant as paths; ids of the hub never end so.
+    """
+    match = _NAME.fullmatch(text)
+    if match is None or match["repo"].endswith((".gguf", ".safetensors")):
+        return None
+    return HubName(match["repo"], match["choice"] or "")
+
+
+def from_hub(name: HubName, *, download: bool) -> Path:
+    """The folder or file, for `open_checkpoint`; what is not in the hub's cache is fetched if
+    `download`.
+
+    Raises ModelError where the repository has no such file, or several; DownloadError;
+    NotAvailableError without the `hub` extra.
+    """
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        raise NotAvailableError(
+            f"{str(name)!r} looks like a Hugging Face id, which needs the `hub` extra: "
+            'pip install "ostinato[hub]"'
+        ) from None
+    if not download:
+        # As much of the repository as there is.  Newer versions of the hub's package raise where
+        # files of these patterns are missing.
+        patterns = ["-"] if name.choice else list(_FOLDER)
+        folder = Path(
+            _asked(
+                name,
+                lambda: hub.snapshot_download(
+                    name.repo, local_files_only=True, allow_patterns=patterns
+                ),
+            )
+        )
+        files = [file.relative_to(folder).as_posix() for file in folder.rglob("*")]
+        chosen = _choose(name, files)
+        if not chosen:
+            _require_whole(name, folder)
+        return folder / chosen
+    try:
+        files = _asked(name, lambda: hub.HfApi().list_repo_files(name.repo))
+    except DownloadError:
+        with suppress(ModelError):  # without a network what is here will do
+            return from_hub(name, download=False)
+        raise
+    chosen = _choose(name, files)
+    if chosen:
+        return Path(_asked(name, lambda: hub.hf_hub_download(name.repo, chosen)))
+    return Path(
+        _asked(name, lambda: hub.snapshot_download(name.repo, allow_patterns=list(_FOLDER)))
+    )
+
+
+def _asked(name: HubName, ask: Callable[[], T]) -> T:
+    """An answer of the hub, or of its cache.  Raises DownloadError."""
+    try:
+        return ask()
+    except Exception as error:  # the hub's errors and those of its HTTP library have no one root
+        text = str(error).strip().splitlines()
+        raise DownloadError(
+            f"{str(name)!r} cannot be fetched from the hub: {type(error).__name__}: "
+            f"{shown(text[0] if text else '', 500)}. Check the id and the network; a folder at "
+            "hand can be given by its path"
+        ) from error
+
+
+def _choose(name: HubName, files: Sequence[Any]) -> str:
+    """Which GGUF file is meant; empty for the folder of safetensors.  Raises ModelError."""
+    listed = sorted(file for file in files if isinstance(file, str) and _FILE.fullmatch(file))
+    if name.choice.lower().endswith(".gguf"):
+        if name.choice not in listed:
+            raise _none(name, f"has no file {name.choice}", listed)
+        return _single(name.choice, name)
+    gguf = [file for file in listed if file.lower().endswith(".gguf")]
+    if not name.choice:
+        if "config.json" in listed and any(
+            "/" not in file and file.endswith(".safetensors") for file in listed
+        ):
+            return ""
+        if not gguf:
+            raise _none(name, "has neither a GGUF file nor config.json and *.safetensors", listed)
+        found = gguf
+    else:
+        kind = re.compile(rf"(?:^|[-_.]){re.escape(name.choice)}(?=[-.])", re.IGNORECASE)
+        found = [file for file in gguf if kind.search(file.rpartition("/")[2])]
+        if not found:
+            raise _none(name, f"has no GGUF file of {name.choice}", gguf)
+    if len(found) > 1 and not all(_PART.search(file) for file in found):
+        raise _none(name, f"has {len(found)} GGUF files; name one as {name.repo}:file.gguf", found)
+    return _single(found[0], name)
+
+
+def _single(file: str, name: HubName) -> str:
+    """The file, unless it is one of several parts of a model."""
+    part = _PART.search(file)
+    if part is not None and int(part["count"][:9]) > 1:
+        raise ModelError(
+            f"{name}: {file} is one of {part['count'][:9]} parts, which are not read; join them "
+            "(llama-gguf-split --merge), and give the file by its path"
+        )
+    return file
+
+
+def _none(name: HubName, what: str, files: Sequence[str]) -> ModelError:
+    some = ", ".join(files[:_SHOWN]) + (", …" if len(files) > _SHOWN else "")
+    return ModelError(f"{name.repo} on the hub {what}{f': {some}' if some else ''}")
+
+
+def _require_whole(name: HubName, folder: Path) -> None:
+    """Raises DownloadError if a download was left off: shards that the index names are missing."""
+    index = folder / "model.safetensors.index.json"
+    shards = read_json(index).get("weight_map") if index.is_file() else {}
+    wanted = {str(shard) for shard in shards.values()} if isinstance(shards, dict) else set()
+    missing = [one for one in sorted(wanted) if not (folder / Path(one).name).is_file()]
+    missing += [one for one in ("tokenizer.json",) if not (folder / one).is_file()]
+    if missing:
+        raise DownloadError(f"{name}: of the hub's files {missing[0]} is not here yet")

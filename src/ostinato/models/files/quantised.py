@@ -1,0 +1,234 @@
+"""Quantised safetensors, as people download them, turned into bfloat16 when they are read.
+
+    fp8   `weight` in FP8 (E4M3) with `weight_scale_inv`, a factor for each block of 128 x 128
+          (DeepSeek, Qwen), or one factor
+    awq   `qweight`, `qzeros` and `scales`: 4 bits a value, 8 values in a word in AWQ's order, with
+          a zero point and a scale for each group of inputs
+
+Activations stay as they are: a model that was meant to round them too gives what its weights give
+without that.  Layouts: transformers' `integrations/finegrained_fp8.py`, and AutoAWQ's
+`WQLinear_GEMM`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.errors import ModelFormatError, UnsupportedModelError
+from ostinato.models.arguments import quoted
+from ostinato.models.files.checkpoint import RawTensor, to_bfloat16
+from ostinato.models.files.dequantise import dequantise_rows
+
+__all__ = ["Quantisation", "e4m3_values"]
+
+Read = Callable[[RawTensor], npt.NDArray[np.uint8]]
+_PLAIN = ("F32", "F16", "BF16")
+_MAX_BLOCK = 1 << 20
+# The value at bits 4 i of a word is that of column 8 n + _AWQ_ORDER[i].
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How a folder's matrices are packed.
+
+    `method`: "fp8" or "awq".  `block`: rows and columns that share a factor (fp8); both 0 for one
+    factor.  `group`: inputs that share a scale (awq), 0 for all.
+    """
+
+    method: str
+    block: tuple[int, int] = (0, 0)
+    group: int = 0
+
+    @classmethod
+    def from_hf(cls, value: object, where: str) -> Quantisation | None:
+        """From `quantization_config` of a config.json; None where there is none.
+
+        Raises UnsupportedModelError for another method, ModelFormatError for a damaged one.
+        """
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise ModelFormatError(
+                f"{where}: quantization_config is {quoted(value)}, must be an object"
+            )
+        method = value.get("quant_method")
+        if method == "fp8":
+            _expect(value, where, {"fmt": ("e4m3",), "activation_scheme": ("dynamic",)})
+            return cls("fp8", _block(value.get("weight_block_size"), where))
+        if method == "awq":
+            _expect(
+                value,
+                where,
+                {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)},
+            )
+            group = value.get("group_size", 128)
+            if type(group) is not int or (group != -1 and not 1 <= group <= _MAX_BLOCK):
+                raise ModelFormatError(f"{where}: group_size is {quoted(group)}")
+            return cls("awq", group=max(group, 0))
+        raise UnsupportedModelError(
+            f"{where}: quant_method {quoted(method)} is not supported; supported: fp8, awq; and "
+            "GGUF files"
+        )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What the names of a matrix's tensors end in."""
+        if self.method == "fp8":
+            return (".weight", ".weight_scale_inv")
+        return (".qweight", ".qzeros", ".scales")
+
+    def shape(self, tensors: Mapping[str, RawTensor]) -> tuple[int, int]:
+        """[out, in] of the matrix in these tensors by part.  Raises ModelFormatError where types
+        and shapes do not fit each other, or a part is missing."""
+        first = next(iter(tensors.values()))
+        place = f"{first.file}: {quoted(first.name.rpartition('.')[0])}"
+        for part in self.parts:
+            if part not in tensors:
+                raise ModelFormatError(f"{place} has no tensor {part[1:]}")
+        given = [tensors[part] for part in self.parts]
+        if any(0 in tensor.shape for tensor in given):
+            raise ModelFormatError(f"{place} is empty")
+        if self.method == "fp8":
+            weight, scale = given
+            _require_type(weight, ("F8_E4M3",))
+            _require_type(scale, _PLAIN)
+            if len(weight.shape) != 2:
+                raise ModelFormatError(f"{place} has shape {list(weight.shape)}")
+            rows, columns = weight.shape
+            wanted: tuple[int, ...] = ()
+            if self.block[0]:
+                wanted = -(-rows // self.block[0]), -(-columns // self.block[1])
+            if scale.shape != wanted and (wanted or math.prod(scale.shape) != 1):
+                raise ModelFormatError(
+                    f"{place}: weight_scale_inv has shape {list(scale.shape)}, must be "
+                    f"{list(wanted)} for a weight of {[rows, columns]}"
+                )
+            return rows, columns
+        words, zeros, scales = given
+        _require_type(words, ("I32",))
+        _require_type(zeros, ("I32",))
+        _require_type(scales, _PLAIN)
+        if len(words.shape) != 2:
+            raise ModelFormatError(f"{place} has a qweight of shape {list(words.shape)}")
+        inputs, outputs = words.shape[0], words.shape[1] * 8
+        group = self.group or inputs
+        groups = inputs // group
+        if inputs % group:
+            raise ModelFormatError(f"{place}: {inputs} inputs are no whole groups of {group}")
+        for tensor, shape in ((zeros, (groups, outputs // 8)), (scales, (groups, outputs))):
+            if tensor.shape != shape:
+                raise ModelFormatError(
+                    f"{place}: {tensor.name.rpartition('.')[2]} has shape {list(tensor.shape)}, "
+                    f"must be {list(shape)}"
+                )
+        return outputs, inputs
+
+    def bfloat16(self, tensors: Mapping[str, RawTensor], read: Read) -> npt.NDArray[np.uint16]:
+        """The matrix, [out, in], as bfloat16's bits, rounded to nearest even.
+
+        `tensors`: those that `shape` accepted, by part.  `read`: gives a tensor's bytes.
+        """
+        out = np.empty(self.shape(tensors), np.uint16)
+        with np.errstate(invalid="ignore", over="ignore"):
+            (self._fp8 if self.method == "fp8" else self._awq)(tensors, read, out)
+        return out
+
+    def _fp8(
+        self, tensors: Mapping[str, RawTensor], read: Read, out: npt.NDArray[np.uint16]
+    ) -> None:
+        rows, columns = out.shape
+        weight = read(tensors[".weight"]).reshape(rows, columns)
+        scale = _floats(tensors[".weight_scale_inv"], read)
+        height, width = self.block if self.block[0] else (rows, columns)
+        scale = scale.reshape(-(-rows // height), -(-columns // width))
+        values = e4m3_values()
+        # As many rows as one factor goes for; not all at once, which would be much memory.
+        step = min(height, max(1, (1 << 20) // columns))
+        for block, factors in enumerate(scale):
+            wide = np.repeat(factors, width)[:columns]
+            end = min((block + 1) * height, rows)
+            for start in range(block * height, end, step):
+                part = slice(start, min(start + step, end))
+                to_bfloat16(values[weight[part]] * wide, out[part])
+
+    def _awq(
+        self, tensors: Mapping[str, RawTensor], read: Read, out: npt.NDArray[np.uint16]
+    ) -> None:
+        outputs, inputs = out.shape
+        group = self.group or inputs
+        words = read(tensors[".qweight"]).view("<u4").reshape(inputs, outputs // 8)
+        zeros = read(tensors[".qzeros"]).view("<u4").reshape(-1, outputs // 8)
+        scales = _floats(tensors[".scales"], read).reshape(-1, outputs)
+        for index, (zero, scale) in enumerate(zip(zeros, scales, strict=True)):
+            lowest = _nibbles(zero[None])
+            step = max(1, (1 << 20) // outputs)
+            end = (index + 1) * group
+            for start in range(index * group, end, step):
+                part = slice(start, min(start + step, end))
+                made = (_nibbles(words[part]) - lowest) * scale
+                out[:, part] = to_bfloat16(made).T
+
+
+def e4m3_values() -> npt.NDArray[np.float32]:
+    """The value of each byte as FP8 E4M3 in its "fn" form: no infinities, 0x7F and 0xFF are NaN."""
+    codes = np.arange(256)
+    exponents, mantissas = codes >> 3 & 15, codes & 7
+    values = np.where(
+        exponents > 0,
+        np.ldexp(1.0 + mantissas / 8.0, exponents - 7),
+        np.ldexp(mantissas / 8.0, -6),
+    )
+    values[codes & 0x7F == 0x7F] = np.nan
+    signed: npt.NDArray[np.float32] = np.where(codes & 0x80, -values, values).astype(np.float32)
+    return signed
+
+
+def _nibbles(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+    """Rows of words to rows of eight values a word, in the order of columns."""
+    found = np.empty((*words.shape, 8), np.float32)
+    for place, column in enumerate(_AWQ_ORDER):
+        found[..., column] = words >> np.uint32(4 * place) & np.uint32(15)
+    return found.reshape(words.shape[0], -1)
+
+
+def _floats(tensor: RawTensor, read: Read) -> npt.NDArray[np.float32]:
+    out = np.empty(math.prod(tensor.shape), np.float32)
+    dequantise_rows(tensor.type, read(tensor).reshape(1, -1), out[None])
+    return out
+
+
+def _block(value: object, where: str) -> tuple[int, int]:
+    if value is None:
+        return (0, 0)
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(size) is int and 1 <= size <= _MAX_BLOCK for size in value)
+    ):
+        return value[0], value[1]
+    raise ModelFormatError(f"{where}: weight_block_size is {quoted(value)}")
+
+
+def _expect(value: Mapping[str, object], where: str, wanted: dict[str, tuple[object, ...]]) -> None:
+    """Raises UnsupportedModelError for a setting that is there with another value."""
+    for key, known in wanted.items():
+        given = value.get(key, known[0])
+        if not any(type(given) is type(one) and given == one for one in known):
+            raise UnsupportedModelError(
+                f"{where}: {key} of quantization_config is {quoted(given)}, which is not "
+                f"supported; supported: {known[0]}"
+            )
+
+
+def _require_type(tensor: RawTensor, known: tuple[str, ...]) -> None:
+    if tensor.type not in known:
+        raise UnsupportedModelError(
+            f"{tensor.file}: tensor {quoted(tensor.name)} is of type {tensor.type}, which is not "
+            f"supported; supported: {', '.join(known)}"
+        )

@@ -1,0 +1,239 @@
+"""The decoder with packed weights on a CUDA device: the whole way from a file's bytes to tokens.
+
+On the host driver, by the kernels' emulator; what runs on a GPU is in test_decoder_packed_gpu.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.bench.random_weights import PackedCheckpoint, random_checkpoint
+from ostinato.bench.shapes import SHAPES
+from ostinato.device import Device, open_device
+from ostinato.driver.api import KernelNodeParams, MemoryRange
+from ostinato.driver.signature import Access
+from ostinato.driver.stream import Operation
+from ostinato.errors import InputError, NotAvailableError
+from ostinato.graph.order import dependencies
+from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda import lowering as kc
+from ostinato.models.cuda.backend import CudaBackend
+from ostinato.models.cuda.bricks import device_bytes, formats_of, pays
+from ostinato.models.cuda.library import ProductCall, library_tuning, lower_with_library
+from ostinato.models.cuda.shapes import default_tuning
+from ostinato.models.decoder import Decoder, backend_for
+from ostinato.models.files.open import open_checkpoint
+from ostinato.models.program import Bound, decode_program
+from ostinato.models.weights import load_weights
+from tests.models.emulated import EmulatedGpu, NumpyProducts
+from tests.models.model_files import CONFIG, write_gguf
+from tests.models.test_decoder_gpu import difference
+
+WHOLE = LlamaConfig(
+    hidden=256, layers=8, heads=4, kv_heads=1, head_size=64, inner=512, vocabulary=301,
+    context_length=512, tied_embeddings=True,
+)  # fmt: skip
+RAGGED = LlamaConfig(
+    hidden=288, layers=2, heads=3, kv_heads=1, head_size=96, inner=160, vocabulary=257,
+    context_length=512,
+)  # fmt: skip
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+
+
+def prompt(count: int, config: LlamaConfig) -> list[int]:
+    return [int(t) for t in np.random.default_rng(5).integers(0, config.vocabulary, count)]
+
+
+@pytest.fixture
+def library(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[NumpyProducts]:
+    """Decoders of the test run the CUDA backend on the emulator, with this library."""
+    found = NumpyProducts(host_device)
+
+    def open_products(device: Any, rows: Any) -> Any:
+        return (None, "not used: switched off") if rows is None else (found, "NumPy")
+
+    def backend_for(device: Device, *, library_rows: Any, **_: object) -> CudaBackend:
+        return CudaBackend(EmulatedGpu(device), library_rows=library_rows)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("ostinato.models.cuda.backend.open_products", open_products)
+    monkeypatch.setattr("ostinato.models.decoder.backend_for", backend_for)
+    yield found
+
+
+def opened(device: Device, config: LlamaConfig, recipe: str, **options: Any) -> Decoder:
+    given = {"max_context": 160, "stop_tokens": (), "weights": "packed"} | options
+    return Decoder(device, PackedCheckpoint(config, recipe, recipe), **given)
+
+
+def logits_of(config: LlamaConfig, recipe: str, tokens: list[int]) -> Any:
+    """NumPy's, over the dequantised weights."""
+    with open_device("host") as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ostinato.models.decoder.backend_for", backend_for)
+        weights = load_weights(device, PackedCheckpoint(config, recipe, recipe))  # float32
+        with Decoder(device, weights, max_context=160, stop_tokens=()) as decoder:
+            decoder.prefill(tokens)
+            found = decoder.logits()
+        weights.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe"),
+    [
+        (WHOLE, "Q4_K_M"),
+        (replace(WHOLE, layers=2, qk_norm=True), "Q4_0"),
+        (replace(RAGGED, qkv_bias=True), "Q8_0"),
+        pytest.param(RAGGED, "Q4_1", marks=pytest.mark.slow),
+        pytest.param(RAGGED, "Q8_0", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_of_every_kind_of_step_agree_with_numpy(
+    host_device: Device, library: NumpyProducts, config: LlamaConfig, recipe: str
+) -> None:
+    """One row, some, and a piece that the library multiplies with unpacked weights."""
+    tokens = prompt(90, config)
+    for count in (1, 7, 75):
+        wanted = logits_of(config, recipe, tokens[:count])
+        with opened(host_device, config, recipe) as decoder:
+            decoder.prefill(tokens[:count])
+            assert difference(decoder.logits(), wanted) < 1e-2, count
+            assert not decoder.statistics().quarantined
+    assert {one.rows for one in library.asked} == {128}
+
+
+@pytest.mark.parametrize("staged", [1, 64 << 20])
+def test_a_file_whose_heads_are_interleaved(
+    host_device: Device,
+    library: NumpyProducts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    staged: int,
+) -> None:
+    """In one piece, and a head or a row at a time."""
+    monkeypatch.setattr("ostinato.models.cuda.dequantise._MOST_STAGED", staged)
+    path = write_gguf(tmp_path / "model.gguf", kind="Q8_0")
+    tokens = prompt(9, CONFIG)
+    given: dict[str, Any] = {"max_context": 64, "stop_tokens": ()}
+    with open_device("host") as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ostinato.models.decoder.backend_for", backend_for)
+        with open_checkpoint(path) as checkpoint:
+            weights = load_weights(device, checkpoint)
+        with Decoder(device, weights, **given) as numpy:
+            numpy.prefill(tokens)
+            wanted = numpy.logits()
+        weights.close()
+    with Decoder(host_device, path, weights="packed", **given) as decoder:
+        assert decoder.statistics().weights == "packed (Q8_0)"
+        for pieces in ([tokens], [[token] for token in tokens]):
+            decoder.reset()
+            for piece in pieces:
+                decoder.prefill(piece)
+            assert difference(decoder.logits(), wanted) < 1e-2
+
+
+def test_every_way_of_running_gives_the_same_bits(
+    host_device: Device, library: NumpyProducts
+) -> None:
+    tokens, seen = prompt(5, WHOLE), set()
+    for options in ({"graphs": False}, {}, {"build": "record"}):
+        with opened(host_device, WHOLE, "Q4_K_M", **options) as decoder:
+            decoder.prefill(tokens)
+            found = [decoder.decode() for _ in range(4)]
+            seen.add((tuple(found), decoder.logits().tobytes()))
+            if options == {}:
+                decoder.reset()
+                decoder.prefill(tokens)
+                looped = list(decoder.run(count=4, tokens_per_launch=2))
+                assert (tuple(looped), decoder.logits().tobytes()) in seen
+                assert not decoder.statistics().one_by_one
+    assert len(seen) == 1
+
+
+def test_what_is_packed_is_said(host_device: Device, library: NumpyProducts) -> None:
+    with opened(host_device, WHOLE, "Q4_K_M") as decoder:
+        numbers = decoder.statistics()
+        assert numbers.weights == "packed (Q4_K, Q6_K)"
+        assert numbers.weight_bytes == device_bytes(WHOLE, decoder.weights.formats)
+        assert numbers.weight_bytes < 0.4 * numbers.unpacked_bytes
+    for wanted in ("bf16", "auto"):  # auto: a small model is faster in bfloat16
+        with opened(host_device, WHOLE, "Q4_K_M", weights=wanted) as decoder:
+            numbers = decoder.statistics()
+            assert numbers.weights == "bfloat16"
+            assert numbers.weight_bytes == numbers.unpacked_bytes
+
+
+def test_what_cannot_be_packed_is_refused(host_device: Device, library: NumpyProducts) -> None:
+    made = random_checkpoint(WHOLE)
+    with pytest.raises(InputError, match="no quantised matrix"):
+        Decoder(host_device, made, weights="packed")
+    with pytest.raises(InputError, match="there are 'auto', 'packed', 'bf16'"):
+        Decoder(host_device, made, weights="int4")  # type: ignore[arg-type]
+
+
+def test_bfloat16_is_not_for_the_host(host_device: Device) -> None:
+    with pytest.raises(InputError, match="are for GPUs"):
+        Decoder(host_device, random_checkpoint(WHOLE), weights="bf16")
+
+
+def test_a_host_without_compiled_kernels_has_no_packed_weights(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ostinato.models.host.backend.compiled", lambda: False)
+    with pytest.raises(NotAvailableError, match="need the compiled kernels"):
+        Decoder(host_device, random_checkpoint(WHOLE), weights="packed")
+
+
+def test_large_models_are_packed_by_themselves() -> None:
+    assert not any(pays(SHAPES[name]) for name in ("135M", "360M", "8B"))
+    assert pays(SHAPES["1B"])
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_recorded_step_is_a_chain(rows: int, qk_norm: bool) -> None:
+    """Every kernel touches what the one before it wrote, as with bfloat16."""
+    config = replace(WHOLE, qk_norm=qk_norm)
+    checkpoint = PackedCheckpoint(config, "Q4_K_M", "a chain")
+    formats = formats_of(config, lambda name: checkpoint.raw(name).type)
+    assert len(set(formats.values())) > 2
+    addresses: dict[Bound, int] = {}
+    operations = []
+    for one in kc.lower(decode_program(config), config, rows=rows, context=512, formats=formats):
+        reads, writes = [], []
+        for parameter, (_, value) in zip(one.signature.parameters, one.arguments, strict=True):
+            if parameter.pointer and isinstance(value, Bound):  # or absent
+                at = MemoryRange(addresses.setdefault(value, 0x1000 * (1 + len(addresses))), 64)
+                reads += [at] if Access.READ in parameter.access else []
+                writes += [at] if Access.WRITE in parameter.access else []
+        params: Any = KernelNodeParams.__new__(KernelNodeParams)
+        operations.append(Operation(params, one.kernel, tuple(reads), tuple(writes)))
+    assert dependencies(operations) == [[i - 1] if i else [] for i in range(len(operations))]
+
+
+def test_unpacking_waits_for_what_reads_the_memory_before() -> None:
+    """Neither the launch that unpacks nor the one after it may start early: both touch memory that
+    no wait of theirs covers."""
+    checkpoint = PackedCheckpoint(WHOLE, "Q4_K_M", "pieces")
+    formats = formats_of(WHOLE, lambda name: checkpoint.raw(name).type)
+    tuning = library_tuning(WHOLE, rows=128, context=512)
+    program = decode_program(WHOLE, last_row=True)
+    step = lower_with_library(
+        program, WHOLE, rows=128, tuning=tuning, single=tuning_of_one(), formats=formats
+    )
+    unpacked = [i for i, one in enumerate(step) if getattr(one, "kernel", "").endswith("_to_rows")]
+    assert len(unpacked) == 8 * 4 + 4  # of four layers, the values are of another type
+    for i in unpacked:
+        for one in step[i : i + 2]:
+            assert isinstance(one, ProductCall) or not one.config.programmatic
+    assert any(isinstance(one, kc.CudaLaunch) and one.config.programmatic for one in step)
+
+
+def tuning_of_one() -> Any:
+    return default_tuning(WHOLE, context=512)

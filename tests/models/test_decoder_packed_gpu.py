@@ -1,0 +1,180 @@
+"""Packed weights on a GPU: against NumPy over the dequantised weights, and every way of running
+against the others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ostinato.bench.random_weights import RECIPES, PackedCheckpoint
+from ostinato.device import Device, open_device
+from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.bricks import device_bytes
+from ostinato.models.decoder import Decoder
+from ostinato.models.weights import load_weights
+from tests.conftest import open_test_device
+
+pytestmark = pytest.mark.gpu
+
+CONTEXT = 602
+POSITIONS = (0, 1, 127, 128, 500, CONTEXT - 1)
+RELATIVE = 1e-2
+CONFIG = LlamaConfig(
+    hidden=512, layers=8, heads=8, kv_heads=2, head_size=64, inner=1536, vocabulary=1003,
+    context_length=1024, tied_embeddings=True,
+)  # fmt: skip
+RAGGED = LlamaConfig(
+    hidden=576, layers=3, heads=9, kv_heads=3, head_size=64, inner=480, vocabulary=301,
+    context_length=1024,
+)  # fmt: skip
+"""Rows end within a brick."""
+CASES = [(CONFIG, recipe) for recipe in RECIPES]
+CASES += [(RAGGED, recipe) for recipe in ("Q8_0", "Q4_0", "Q4_1")]
+ids = [f"{recipe}, hidden {config.hidden}" for config, recipe in CASES]
+
+
+def tokens_of(config: LlamaConfig, count: int, seed: int = 3) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, config.vocabulary, count)]
+
+
+@functools.cache
+def expected(config: LlamaConfig, recipe: str) -> dict[int, npt.NDArray[np.float32]]:
+    """NumPy's logits after some positions, over the dequantised weights."""
+    tokens, logits, done = tokens_of(config, CONTEXT), {}, 0
+    with open_device("host") as device:
+        weights = load_weights(device, PackedCheckpoint(config, recipe, recipe))  # float32
+        with Decoder(device, weights, max_context=CONTEXT, stop_tokens=()) as decoder:
+            for position in POSITIONS:
+                decoder.prefill(tokens[done : position + 1])
+                done = position + 1
+                logits[position] = decoder.logits()
+        weights.close()
+    return logits
+
+
+def opened(device: Device, config: LlamaConfig, recipe: str, **options: Any) -> Decoder:
+    given = {"max_context": CONTEXT, "stop_tokens": (), "weights": "packed"} | options
+    return Decoder(device, PackedCheckpoint(config, recipe, recipe), **given)
+
+
+def error_of(ours: npt.NDArray[np.float32], theirs: npt.NDArray[np.float32]) -> float:
+    return float(np.linalg.norm(ours.astype(np.float64) - theirs) / np.linalg.norm(theirs))
+
+
+@pytest.fixture(scope="module")
+def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
+    with open_test_device("cuda", request.config) as device:
+        yield device
+
+
+@pytest.mark.parametrize(("config", "recipe"), CASES, ids=ids)
+def test_logits_agree_with_numpy_token_by_token(
+    gpu: Device, config: LlamaConfig, recipe: str
+) -> None:
+    tokens, theirs, errors = tokens_of(config, CONTEXT), expected(config, recipe), {}
+    with opened(gpu, config, recipe) as decoder:
+        for position, token in enumerate(tokens):
+            decoder.prefill([token])
+            if position in theirs:
+                errors[position] = error_of(decoder.logits(), theirs[position])
+        assert not decoder.statistics().quarantined
+    assert max(errors.values()) < RELATIVE, errors
+
+
+@pytest.mark.parametrize("library_rows", ["auto", None])
+@pytest.mark.parametrize(("config", "recipe"), CASES, ids=ids)
+def test_logits_agree_with_numpy_in_pieces(
+    gpu: Device, config: LlamaConfig, recipe: str, library_rows: Any, request: pytest.FixtureRequest
+) -> None:
+    """Of 2 to 512 rows: our kernels on bricks, and a library's on what is unpacked."""
+    if recipe == "Q6_K":
+        # NumPy over weights that are rounded so is 8.4e-3 away at position 127, and 7.3e-3 at most
+        # with the other types.
+        why = "several rows multiply weights rounded to bfloat16: more than 1e-2 away (H200)"
+        request.applymarker(pytest.mark.xfail(reason=why))
+    tokens, errors, done = tokens_of(config, CONTEXT), {}, 0
+    with opened(gpu, config, recipe, library_rows=library_rows) as decoder:
+        for position, theirs in expected(config, recipe).items():
+            decoder.prefill(tokens[done : position + 1])
+            done = position + 1
+            errors[position] = error_of(decoder.logits(), theirs)
+        decoder.reset()
+        for first in range(0, 128, 8):  # pieces of 8
+            decoder.prefill(tokens[first : first + 8])
+        errors[-127] = error_of(decoder.logits(), expected(config, recipe)[127])
+        assert not decoder.statistics().quarantined
+    assert max(errors.values()) < RELATIVE, errors
+
+
+def run(decoder: Decoder, count: int = 8) -> tuple[list[int], list[bytes]]:
+    decoder.reset()
+    tokens = [decoder.prefill(tokens_of(CONFIG, 75))]
+    logits = [decoder.logits().tobytes()]
+    for _ in range(count):
+        tokens.append(decoder.decode())
+        logits.append(decoder.logits().tobytes())
+    return tokens, logits
+
+
+@pytest.mark.parametrize("recipe", ["Q8_0", "Q4_1", "Q4_K_M"])
+def test_every_way_gives_the_same_bits(gpu: Device, recipe: str) -> None:
+    with opened(gpu, CONFIG, recipe, graphs=False) as eager:
+        wanted = run(eager)
+    for options in ({}, {"build": "record"}, {"verify": 1}, {"device_state": False}):
+        with opened(gpu, CONFIG, recipe, **options) as decoder:
+            for _ in range(3):
+                assert run(decoder) == wanted, options
+            numbers = decoder.statistics()
+            assert not numbers.quarantined
+            assert numbers.launches_replayed > 8
+            decoder.reset()
+            first = decoder.prefill(tokens_of(CONFIG, 75))
+            looped = [first, *decoder.run(count=8, tokens_per_launch=4)]
+            assert looped == wanted[0]
+            assert decoder.logits().tobytes() == wanted[1][-1]
+
+
+@pytest.mark.parametrize("recipe", ["Q8_0", "Q4_K_M"])
+def test_a_batch_is_the_same_each_time(gpu: Device, recipe: str) -> None:
+    """Eager, captured, replayed, recorded; and as NumPy has it."""
+    seen = set()
+    prompt = tokens_of(CONFIG, 128)
+    for options in ({}, {"build": "record"}):
+        with opened(gpu, CONFIG, recipe, sequences=9, max_context=200, **options) as decoder:
+            for sequence in range(9):
+                decoder.prefill(prompt, sequence)
+            for _ in range(4):
+                for sequence in range(9):
+                    decoder.truncate(128, sequence)
+                decoder.decode_batch(range(9))
+                seen.add(tuple(decoder.logits(sequence).tobytes() for sequence in range(9)))
+            error = error_of(decoder.logits(8), expected(CONFIG, recipe)[127])
+            assert error < RELATIVE
+    assert len(seen) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["Q8_0", "Q4_K_M"])
+def test_1000_steps_give_the_same_bits(gpu: Device, recipe: str) -> None:
+    with opened(gpu, CONFIG, recipe) as decoder:
+        tokens = tokens_of(CONFIG, 129)
+        decoder.prefill(tokens)
+        seen = set()
+        for _ in range(1000):
+            decoder.truncate(129)
+            decoder.decode()
+            seen.add(decoder.logits().tobytes())
+    assert len(seen) == 1
+
+
+def test_memory_is_that_of_the_packed_weights(gpu: Device) -> None:
+    with opened(gpu, CONFIG, "Q4_0") as decoder:
+        numbers = decoder.statistics()
+        assert numbers.weight_bytes == device_bytes(CONFIG, decoder.weights.formats)
+        assert numbers.weight_bytes < 0.3 * numbers.unpacked_bytes
+        assert numbers.weights == "packed (Q4_0)"

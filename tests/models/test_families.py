@@ -1,0 +1,253 @@
+"""Llama's relatives from their files: the logits that transformers had, and those of plain NumPy.
+
+`record_families` made the record; its models' windows are shorter than their prompts, and positions
+on both sides of a window's end are among those recorded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from ostinato.device import Device
+from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
+from ostinato.models.config import LlamaConfig
+from ostinato.models.decoder import Decoder
+from ostinato.models.files.open import open_checkpoint
+from ostinato.models.host import packed_kernels
+from tests.models import reference_llama
+from tests.models.model_files import (
+    CONFIG,
+    FAMILIES,
+    family_of,
+    gguf_name,
+    hf_config,
+    weights,
+    write_folder,
+    write_gguf,
+    write_tokenizer,
+)
+from tests.models.proof import difference
+from tests.models.record_families import MODELS, RECORD, WINDOW, weight_of
+
+RECORDED: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))["models"]
+
+
+@contextmanager
+def kernels(kind: str) -> Iterator[None]:
+    """Decoders inside run on compiled kernels, or on NumPy."""
+    if kind == "compiled" and not packed_kernels.compiled():
+        pytest.skip("the extension was not built here")
+    with nullcontext() if kind == "compiled" else packed_kernels.without_extension():
+        yield
+
+
+def write_recorded(folder: Path, name: str) -> Path:
+    model = RECORDED[name]
+    (folder / "config.json").write_text(json.dumps(model["config"]))
+    values = {key: weight_of(key, tuple(shape)) for key, shape in model["tensors"].items()}
+    safetensors.numpy.save_file(values, folder / "model.safetensors")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["compiled", "numpy"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_that_transformers_had(
+    host_device: Device, tmp_path: Path, name: str, kind: str
+) -> None:
+    """As one prompt, as single tokens, and in pieces that end around the window's."""
+    tokens, wanted = RECORDED[name]["tokens"], RECORDED[name]["logits"]
+    assert {WINDOW - 1, WINDOW, WINDOW + 1} <= set(map(int, wanted))
+    with kernels(kind), Decoder(host_device, write_recorded(tmp_path, name)) as decoder:
+        for pieces in ([], range(1, len(tokens)), (WINDOW - 3, WINDOW + 1, 2 * WINDOW + 1)):
+            decoder.reset()
+            ends = sorted({*pieces, *(int(at) + 1 for at in wanted)})
+            done = 0
+            for end in ends:
+                decoder.prefill(tokens[done:end])
+                done = end
+                if str(end - 1) in wanted:
+                    error = difference(decoder.logits(), np.array(wanted[str(end - 1)]))
+                    assert error < 1e-5, (end - 1, error)
+        decoder.reset()
+        decoder.prefill(tokens)
+        assert difference(decoder.logits(), np.array(wanted[str(len(tokens) - 1)])) < 1e-5
+
+
+def test_the_records_models_are_what_they_are_meant_to_be() -> None:
+    configs = {name: LlamaConfig.from_hf(one["config"]) for name, one in RECORDED.items()}
+    assert {n: c.qkv_bias for n, c in configs.items()} == {n: "qwen2" in n for n in configs}
+    assert {n: c.qk_norm for n, c in configs.items()} == {n: "qwen3" in n for n in configs}
+    windows = {name: config.windows for name, config in configs.items() if config.windows}
+    assert windows == {
+        "mistral, window": (WINDOW, WINDOW),
+        "qwen2, window from layer 1": (0, WINDOW),
+        "qwen3, tied, window": (WINDOW, WINDOW),
+    }
+    assert configs["qwen3"].query_size != configs["qwen3"].hidden
+
+
+@pytest.mark.parametrize("kind", ["compiled", "numpy"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_kinds_of_file_give_the_same_model(
+    host_device: Device, tmp_path: Path, family: str, kind: str
+) -> None:
+    config = FAMILIES[family]
+    values = weights(config)
+    paths = [write_folder(tmp_path / "folder", values, config=config)]
+    if len(set(config.windows)) < 2:  # GGUF has no windows of some layers only
+        paths.append(write_gguf(tmp_path / "model.gguf", values, config=config))
+    tokens = [int(t) for t in np.random.default_rng(2).integers(3, 250, 20)]
+    wanted = reference_llama.logits(config, values, tokens)
+    for path in paths:
+        with open_checkpoint(path) as checkpoint:
+            assert (checkpoint.config.qkv_bias, checkpoint.config.qk_norm) == (
+                *(config.qkv_bias, config.qk_norm),
+            )
+            assert checkpoint.config.windows == config.windows
+            assert checkpoint.config.head_size == config.head_size
+        with kernels(kind), Decoder(host_device, path) as decoder:
+            done = 0
+            for count in (3, 6, 7, 8, 20):
+                decoder.prefill(tokens[done:count])
+                done = count
+                assert difference(decoder.logits(), wanted[count - 1]) < 1e-5, (path, count)
+
+
+# ------------------------------------------------------------------------- what is not as it should
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["gguf", "folder"])
+def test_a_file_without_what_its_family_has_is_refused(
+    tmp_path: Path, family: str, kind: str
+) -> None:
+    config = FAMILIES[family]
+    values = weights(config)
+    part = "bk" if config.qkv_bias else "k_norm"
+    del values[f"layers.1.{part}"]
+    path = tmp_path / "m.gguf"
+    with pytest.raises(ModelFormatError, match=rf"'layers\.1\.{part}' is missing"):
+        if kind == "gguf":
+            open_checkpoint(write_gguf(path, values, config=config))
+        else:
+            open_checkpoint(write_folder(tmp_path, values, config=config))
+
+
+@pytest.mark.parametrize("part", ["bq", "q_norm"])
+def test_what_llama_does_not_have_is_refused_in_its_files(tmp_path: Path, part: str) -> None:
+    extra = {gguf_name(f"layers.0.{part}"): np.ones(64 if part == "bq" else 16, np.float32)}
+    with pytest.raises(UnsupportedModelError, match="has no place in a Llama decoder"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", extra=extra))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("qwen3", {"attention_bias": True}, "attention_bias is set"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
+        ("qwen3", {"rope_scaling": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'"),
+        ("mistral", {"rope_parameters": {"full_attention": {}}}, "a rope of its own for 'full_"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types of a Mistral"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types is"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types is"),
+        ("qwen2", {"layer_types": [["full_attention"]] * 2}, "layer_types is"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window is not set"),
+        ("qwen3", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("qwen3", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe'"),
+        ("qwen3", {"model_type": ["qwen3"]}, "model_type"),
+    ],
+)
+def test_a_config_that_is_not_supported_says_why(
+    family: str, changes: dict[str, object], said: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        LlamaConfig.from_hf(hf_config(FAMILIES[family], **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 0},
+        {"sliding_window": -3},
+        {"sliding_window": "4096"},
+        {"sliding_window": 2.5},
+        {"sliding_window": 1 << 40},
+        {"use_sliding_window": "yes"},
+        {"max_window_layers": None, "num_hidden_layers": 1 << 60},
+    ],
+)
+def test_a_damaged_window_is_refused(changes: dict[str, object]) -> None:
+    given = hf_config(FAMILIES["qwen2"], use_sliding_window=True, max_window_layers=0)
+    with pytest.raises(ModelFormatError):
+        LlamaConfig.from_hf({**given, **changes})
+
+
+def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
+    given = hf_config(replace(CONFIG, heads=32, kv_heads=32, head_size=2))
+    for name in ("head_dim", "num_key_value_heads"):
+        del given[name]
+    found = {
+        family: LlamaConfig.from_hf({**given, "model_type": family})
+        for family in ("llama", "mistral", "qwen2", "qwen3")
+    }
+    assert {n: c.windows for n, c in found.items() if c.windows} == {"mistral": (4096, 4096)}
+    assert {n: (c.kv_heads, c.head_size) for n, c in found.items()} == {
+        "llama": (32, 2),
+        "mistral": (8, 2),
+        "qwen2": (32, 2),
+        "qwen3": (32, 128),
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("qwen2.rope.scaling.type", "yarn", UnsupportedModelError),
+        ("qwen2.attention.sliding_window_pattern", [True, False], UnsupportedModelError),
+        ("qwen2.attention.sliding_window", -1.5, ModelFormatError),
+        ("qwen2.expert_count", 8, UnsupportedModelError),
+        ("split.count", 3, UnsupportedModelError),
+        ("qwen2.embedding_length", None, ModelFormatError),
+    ],
+)
+def test_gguf_metadata_of_a_family_is_checked(
+    tmp_path: Path, key: str, value: object, error: type[ModelError]
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", config=FAMILIES["qwen2"], metadata={key: value})
+    with pytest.raises(error, match=key.replace(".", r"\.").removeprefix("qwen2") + "|yarn|parts"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2moe", "qwen3moe", "mistral3", "gemma3", "phi3"])
+def test_other_architectures_are_named(tmp_path: Path, architecture: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", architecture=architecture)
+    with pytest.raises(UnsupportedModelError, match=f"architecture '{architecture}'"):
+        open_checkpoint(path)
+
+
+def test_the_families_are_told_apart() -> None:
+    assert [family_of(config) for config in FAMILIES.values()] == [
+        *("llama", "mistral", "qwen2", "qwen2", "qwen3"),
+    ]
+
+
+# ----------------------------------------------------------------------------------- with a config
+
+
+def test_windows_are_of_every_layer_or_of_none() -> None:
+    assert replace(CONFIG, windows=(0, 0)).windows == ()
+    assert replace(CONFIG, windows=(0, 5)).window(1) == 5
+    with pytest.raises(ModelFormatError, match="windows of 1 layers"):
+        replace(CONFIG, windows=(5,))
+    with pytest.raises(ModelFormatError, match="a sliding window is -5"):
+        replace(CONFIG, windows=(0, -5))

@@ -1,0 +1,158 @@
+"""Products with packed matrices on CUDA: what the kernels compute, on the emulator and on a GPU.
+
+The file's bytes are put in order by the kernel that loading uses; NumPy over the dequantised
+weights is the oracle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.kernels import checks
+from ostinato.device import Device
+from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.bricks import FORMATS, Part, matrix_bytes, packing, places
+from ostinato.models.cuda.legal import packed_problem
+from ostinato.models.cuda.shapes import (
+    PRODUCTS,
+    PackedShape,
+    default_tuning,
+    packed_shape,
+    products_of,
+)
+from tests.emulator.emulator import Emulator
+from tests.models.test_kernels_cuda import OnDevice
+
+TENSORS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "embed", "head")
+
+
+def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
+    values = {"hidden": heads * head_size, "layers": 1, "context_length": 8192, **sizes}
+    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
+
+
+WHOLE = config_of(4, 1, 64, inner=512, vocabulary=257, tied_embeddings=True)
+"""Rows are whole bricks; the vocabulary is odd."""
+RAGGED = config_of(4, 1, 24, hidden=864, inner=160, vocabulary=101)
+"""Rows end within a brick, and within a pair of groups; pairs of keys are no whole tiles."""
+
+
+def types_of(kind: str, **others: str) -> dict[str, str]:
+    return dict.fromkeys(TENSORS, kind) | others
+
+
+CASES: dict[str, tuple[LlamaConfig, dict[str, str], tuple[int, ...] | None]] = {
+    **{kind: (WHOLE, types_of(kind), None) for kind in FORMATS},
+    **{
+        f"{kind}, ragged": (
+            replace(RAGGED, heads=4, head_size=24, hidden=352),
+            types_of(kind),
+            None,
+        )
+        for kind, cut in (("Q8_0", (3, 2, 1, 2)), ("Q4_0", (4, 1, 3, 3)), ("Q4_1", (1, 2, 2, 2)))
+    },
+    "as Q4_K_M": (WHOLE, types_of("Q4_K", wv="Q6_K", w_down="Q6_K", embed="Q6_K"), (1, 2, 2, 1)),
+    "all sorts": (
+        WHOLE,
+        types_of("Q5_K", wq="Q4_0", wk="Q8_0", wo="Q4_1", w_down="Q4_1"),
+        (2, 1, 4, 3),
+    ),
+    "gate and up differ": (WHOLE, types_of("Q4_0", w_up="Q8_0"), (1, 3, 1, 1)),
+    "some are not packed": (WHOLE, {"wq": "Q4_K", "wk": "Q4_K", "wo": "Q8_0"}, (1, 1, 3, 2)),
+}
+"""Model, types of tensors, and a cut that is not the rule's."""
+
+
+def bench_of(machine: Any, name: str, rows: int) -> checks.Bench:
+    config, types, cut = CASES[name]
+    tuning = default_tuning(config, rows=rows, context=70)
+    if cut is not None and rows == 1:
+        tuning = replace(tuning, packed=dict.fromkeys(PRODUCTS.values(), PackedShape(*cut)))
+    return checks.Bench(
+        machine,
+        config,
+        max_rows=rows,
+        sequences=2,
+        context=70,
+        tunings={rows: tuning},
+        types=types,
+    )
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("name", CASES)
+def test_packed_products_agree_with_numpy_on_the_emulator(name: str) -> None:
+    bench = bench_of(Emulator(), name, 1)
+    assert bench.formats
+    for case in list(checks.cases(bench, 1))[::6]:
+        bench.check(case)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("rows", [pytest.param(3, marks=pytest.mark.slow), 9])
+def test_packed_products_of_rows_agree_with_numpy_on_the_emulator(name: str, rows: int) -> None:
+    bench = bench_of(Emulator(), name, rows)
+    for case in list(checks.cases(bench, rows))[1:4:2]:
+        bench.check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("rows", [1, 9, pytest.param(64, marks=pytest.mark.slow)])
+def test_packed_products_agree_with_numpy(cuda_device: Device, name: str, rows: int) -> None:
+    bench = bench_of(OnDevice(cuda_device), name, rows)
+    for case in checks.cases(bench, rows):
+        bench.check(case)
+
+
+def test_how_matrices_are_packed() -> None:
+    qkv = packing("layers.0.wqkv", ("Q4_K", "Q4_K", "Q6_K"), (64, 16, 16), 512)
+    assert qkv == (Part("Q4_K", 40), Part("Q6_K", 8))
+    assert packing("layers.0.wqkv", ("Q8_0", "F16", "Q8_0"), (64, 16, 16), 512) is None
+    # Parts whose pairs do not fill the tiles of 8 stay apart.
+    apart = packing("layers.0.wqkv", ("Q8_0",) * 3, (36, 12, 12), 512)
+    assert apart == (Part("Q8_0", 18), Part("Q8_0", 6), Part("Q8_0", 6))
+    assert packing("layers.0.w_gate_up", ("Q4_0", "Q4_0"), (96, 96), 512) == (Part("Q4_0", 96),)
+    assert packing("layers.0.w_gate_up", ("Q4_0", "Q4_1"), (96, 96), 512) is None
+    assert packing("layers.0.w_down", ("Q4_0",), (16,), 53248) is None
+    assert packing("embed", ("Q6_K",), (257,), 512) == (Part("Q6_K", 129),)
+
+
+def test_bytes_are_those_of_the_file() -> None:
+    """Where rows are whole bricks and pairs whole tiles."""
+    from ostinato.models.files.dequantise import BLOCK_TYPES
+
+    for kind in FORMATS:
+        block = BLOCK_TYPES[kind]
+        stored = 2048 * 512 // block.values * block.size
+        assert matrix_bytes((Part(kind, 1024),), 512) == stored
+
+
+def test_places_of_the_parts_of_a_matrix() -> None:
+    kinds, rows = ("Q8_0", "Q8_0", "Q4_0"), (64, 32, 32)
+    how = packing("layers.0.wqkv", kinds, rows, 256)
+    assert how is not None
+    found = places(WHOLE, "layers.0.wqkv", how, rows, 256)
+    assert [(p.offset, p.first, p.size) for p in found] == [
+        (0, 0, 64),
+        (0, 64, 64),
+        (96 * 272, 0, 64),
+    ]
+
+
+def test_a_rule_for_every_shape() -> None:
+    """Every warp has inputs, and blocks are not larger than a multiprocessor takes."""
+    for hidden in (256, 576, 2048, 3072, 4096, 8192, 16384):
+        config = config_of(hidden // 64, 1, 64, inner=2 * hidden, vocabulary=128256)
+        for name, product in products_of(config).items():
+            for rows, bits in itertools.product((1, 2, 8, 33, 64), (4, 8)):
+                shape = packed_shape(name, product, rows, bits=bits)
+                assert packed_problem(shape, product, rows) is None
+                assert name != "head" or rows == 1 or shape.block_pairs % 32 == 0

@@ -1,0 +1,389 @@
+"""FP8 and AWQ safetensors, made from random weights, against plain formulas."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.device import Device
+from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
+from ostinato.models.config import LlamaConfig
+from ostinato.models.decoder import Decoder
+from ostinato.models.files.checkpoint import to_bfloat16
+from ostinato.models.files.open import open_checkpoint
+from ostinato.models.files.quantised import Quantisation, e4m3_values
+from tests.models import reference_llama
+from tests.models.model_files import hf_config, hf_name, weights, write_tokenizer
+from tests.models.proof import difference
+
+CONFIG = LlamaConfig(
+    hidden=192, layers=2, heads=4, kv_heads=2, head_size=40, inner=200, vocabulary=280,
+    context_length=64, qkv_bias=True, bos_token_id=1, eos_token_ids=(2,),
+)  # fmt: skip
+"""No size but `hidden`'s half is a whole number of blocks of 128."""
+FP8: dict[str, Any] = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}  # fmt: skip
+AWQ: dict[str, Any] = {
+    "quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True,
+    "modules_to_not_convert": None,
+}  # fmt: skip
+
+Tensors = dict[str, tuple[str, np.ndarray]]
+"""By name: the file's dtype, and an array with its bytes."""
+
+
+def save(path: Path, tensors: Tensors) -> None:
+    """A safetensors file; also of types that the package has no NumPy type for."""
+    head: dict[str, Any] = {}
+    data = b""
+    for name, (kind, array) in tensors.items():
+        raw = np.ascontiguousarray(array).tobytes()
+        head[name] = {
+            "dtype": kind,
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    text = json.dumps(head).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def e4m3(code: int) -> float:
+    """One byte's value, by the standard's words."""
+    sign, exponent, mantissa = code >> 7, (code >> 3) & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    value = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -value if sign else value
+
+
+def to_fp8(matrix: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and factors: the nearest code of each value over its block's factor."""
+    height, width = block
+    table = np.array([e4m3(code) for code in range(256)])
+    table[np.isnan(table)] = np.inf
+    rows, columns = matrix.shape
+    scales = np.zeros((-(-rows // height), -(-columns // width)), np.float32)
+    codes = np.zeros(matrix.shape, np.uint8)
+    for i, j in np.ndindex(scales.shape):
+        part = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
+        scales[i, j] = np.abs(matrix[part]).max() / 448
+        distances = np.abs(matrix[part][..., None] / scales[i, j] - table)
+        codes[part] = distances.argmin(-1)
+    return codes, scales
+
+
+def to_awq(matrix: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """qweight, qzeros and scales as AutoAWQ's WQLinear_GEMM.from_linear packs them."""
+    outputs, inputs = matrix.shape
+    group = group if group > 0 else inputs
+    by_group = matrix.T.reshape(inputs // group, group, outputs)
+    low, high = by_group.min(1), by_group.max(1)
+    scales = np.maximum((high - low) / 15, 1e-5).astype(np.float16)
+    zeros = np.clip(np.round(-low / scales), 0, 15).astype(np.int64)
+    codes = np.clip(np.round(by_group / scales[:, None]) + zeros[:, None], 0, 15).astype(np.int64)
+
+    def pack(values: np.ndarray) -> np.ndarray:
+        packed = np.zeros((values.shape[0], outputs // 8), np.int64)
+        for column in range(outputs // 8):
+            for i, place in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
+                packed[:, column] |= values[:, column * 8 + place] << (4 * i)
+        return packed.astype(np.uint32).view(np.int32)
+
+    return pack(codes.reshape(inputs, outputs)), pack(zeros), scales
+
+
+def from_awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Value by value, [out, in]."""
+
+    def code(words: np.ndarray, row: int, column: int) -> int:
+        place = [0, 2, 4, 6, 1, 3, 5, 7].index(column % 8)
+        return int(words.view(np.uint32)[row, column // 8]) >> (4 * place) & 15
+
+    inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
+    group = inputs // len(scales)
+    made = np.zeros((outputs, inputs), np.float32)
+    for i in range(inputs):
+        for o in range(outputs):
+            shift = code(qweight, i, o) - code(qzeros, i // group, o)
+            made[o, i] = np.float32(shift) * np.float32(scales[i // group, o])
+    return made
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """To what bfloat16 holds."""
+    bits = to_bfloat16(np.ascontiguousarray(values, np.float32)).astype(np.uint32)
+    return (bits << 16).view(np.float32)
+
+
+@functools.cache
+def _made(text: str) -> tuple[Tensors, dict[str, np.ndarray]]:
+    """The file's tensors by a quantization_config as JSON, and what their values are; the head and
+    the embedding are not quantised."""
+    quantisation = json.loads(text)
+    tensors: Tensors = {}
+    values: dict[str, np.ndarray] = {}
+    for name, array in weights(CONFIG).items():
+        file_name, base = hf_name(name), hf_name(name).removesuffix(".weight")
+        if array.ndim == 1 or name in ("embed", "head"):
+            tensors[file_name] = ("F16", array.astype(np.float16))
+            values[name] = array.astype(np.float16).astype(np.float32)
+        elif quantisation["quant_method"] == "fp8":
+            block = quantisation["weight_block_size"]
+            codes, scales = to_fp8(array, tuple(block) if block else array.shape)
+            tensors[file_name] = ("F8_E4M3", codes)
+            stored = scales if block else scales.reshape(())
+            tensors[f"{file_name}_scale_inv"] = ("F32", stored)
+            table = np.array([e4m3(code) for code in range(256)], np.float32)
+            height, width = block or array.shape
+            wide = np.repeat(np.repeat(scales, height, 0), width, 1)
+            values[name] = rounded(table[codes] * wide[: array.shape[0], : array.shape[1]])
+        else:
+            parts = to_awq(array, quantisation["group_size"])
+            for part, kind, data in zip(
+                ("qweight", "qzeros", "scales"), ("I32", "I32", "F16"), parts, strict=True
+            ):
+                tensors[f"{base}.{part}"] = (kind, data)
+            values[name] = rounded(from_awq(*parts))
+    return tensors, values
+
+
+def write(
+    folder: Path,
+    quantisation: dict[str, Any],
+    change: Callable[[Tensors], None] = lambda tensors: None,
+) -> tuple[Path, dict[str, np.ndarray]]:
+    """A folder, and what its tensors' values are."""
+    made, values = _made(json.dumps(quantisation))
+    tensors = dict(made)
+    change(tensors)
+    save(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(
+        json.dumps(hf_config(CONFIG, quantization_config=quantisation))
+    )
+    write_tokenizer(folder)
+    return folder, values
+
+
+KINDS = {
+    "fp8": FP8,
+    "fp8, blocks of 64 x 96": {**FP8, "weight_block_size": [64, 96]},
+    "fp8, one factor": {**FP8, "weight_block_size": None},
+    "awq": AWQ,
+    "awq, one group": {**AWQ, "group_size": -1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_the_formula_bit_by_bit(tmp_path: Path, kind: str) -> None:
+    folder, values = write(tmp_path, KINDS[kind])
+    with open_checkpoint(folder) as checkpoint:
+        for name, wanted in values.items():
+            np.testing.assert_array_equal(checkpoint.tensor(name), wanted, err_msg=name)
+            bits = to_bfloat16(wanted)
+            np.testing.assert_array_equal(checkpoint.bfloat16(name), bits, err_msg=name)
+        name = "layers.1.w_down"
+        raw = checkpoint.raw(name)
+        assert (raw.type, raw.shape, raw.made) == ("BF16", (192, 200), True)
+        stored = checkpoint.stored(name)
+        assert stored.nbytes == raw.size
+        np.testing.assert_array_equal(
+            stored.view(np.uint16).reshape(raw.shape), bits_of(values[name])
+        )
+        packed = np.empty((192, 400), np.uint8)
+        checkpoint.packed(name, packed)
+        np.testing.assert_array_equal(packed.view(np.uint16), bits_of(values[name]))
+        into = {name: np.empty(values[name].shape, np.float32) for name in values}
+        checkpoint.load(into, threads=3)
+        for name, array in into.items():
+            np.testing.assert_array_equal(array, values[name])
+
+
+def bits_of(values: np.ndarray) -> np.ndarray:
+    return to_bfloat16(np.ascontiguousarray(values))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "awq"])
+def test_a_quantised_model_decodes_as_its_values_do(
+    host_device: Device, tmp_path: Path, kind: str
+) -> None:
+    folder, values = write(tmp_path, KINDS[kind])
+    tokens = [5, 100, 7, 200, 9, 3, 250]
+    wanted = reference_llama.logits(CONFIG, values, tokens)
+    with Decoder(host_device, folder) as decoder:
+        decoder.prefill(tokens)
+        assert difference(decoder.logits(), wanted[-1]) < 1e-5
+    # And it is near the model that was quantised.
+    whole = reference_llama.logits(CONFIG, weights(CONFIG), tokens)
+    assert difference(wanted[-1], whole[-1]) < 0.5
+
+
+def test_the_table_of_fp8() -> None:
+    table = e4m3_values()
+    wanted = np.array([e4m3(code) for code in range(256)], np.float32)
+    np.testing.assert_array_equal(table, wanted)
+    assert (table[0x7E], table[0x01], table[0x38]) == (448.0, 2.0**-9, 1.0)
+    assert np.isnan(table[[0x7F, 0xFF]]).all() and np.isnan(table).sum() == 2
+
+
+def test_matrices_that_were_not_converted_are_plain(tmp_path: Path) -> None:
+    plain = weights(CONFIG)["layers.0.wo"].astype(np.float16)
+
+    def change(tensors: Tensors) -> None:
+        base = "model.layers.0.self_attn.o_proj.weight"
+        del tensors[f"{base}_scale_inv"]
+        tensors[base] = ("F16", plain)
+
+    folder, values = write(tmp_path, FP8, change)
+    with open_checkpoint(folder) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.tensor("layers.0.wo"), plain)
+        wanted = values["layers.1.wo"]
+        np.testing.assert_array_equal(checkpoint.tensor("layers.1.wo"), wanted)
+
+
+# ------------------------------------------------------------------------- what is not as it should
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def without(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.pop(name) and None
+
+
+def put(name: str, kind: str, array: np.ndarray) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: (kind, array)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "error", "said"),
+    [
+        ("fp8", without(f"{Q}.weight_scale_inv"), ModelFormatError, "no tensor weight_scale_inv"),
+        ("fp8", without(f"{Q}.weight"), ModelFormatError, "has no tensor weight"),
+        (
+            "fp8",
+            put(f"{Q}.weight_scale_inv", "F32", np.ones((2, 3), np.float32)),
+            ModelFormatError,
+            r"weight_scale_inv has shape \[2, 3\], must be \[2, 2\]",
+        ),
+        (
+            "fp8",
+            put(f"{Q}.weight_scale_inv", "F8_E8M0", np.ones((2, 2), np.uint8)),
+            UnsupportedModelError,
+            "of type F8_E8M0",
+        ),
+        (
+            "fp8",
+            put(f"{Q}.weight", "F8_E5M2", np.ones((160, 192), np.uint8)),
+            UnsupportedModelError,
+            "of type F8_E5M2",
+        ),
+        (
+            "fp8",
+            put(f"{Q}.weight", "F16", np.ones((160, 192), np.float16)),
+            ModelFormatError,
+            "beside a plain weight",
+        ),
+        (
+            "fp8",
+            put(f"{Q}.weight", "F8_E4M3", np.ones((256, 192), np.uint8)),
+            ModelFormatError,
+            "the config says",
+        ),
+        (
+            "fp8",
+            put("model.norm.weight", "F8_E4M3", np.ones(192, np.uint8)),
+            ModelError,
+            "no tensor weight_scale_inv",
+        ),
+        (
+            "fp8",
+            put(f"{Q}.input_scale", "F32", np.ones((), np.float32)),
+            UnsupportedModelError,
+            "has no place",
+        ),
+        ("awq", without(f"{Q}.qzeros"), ModelFormatError, "has no tensor qzeros"),
+        (
+            "awq",
+            put(f"{Q}.qzeros", "I32", np.ones((24, 10), np.int32)),
+            ModelFormatError,
+            r"qzeros has shape \[24, 10\], must be \[24, 20\]",
+        ),
+        (
+            "awq",
+            put(f"{Q}.scales", "F16", np.ones((12, 160), np.float16)),
+            ModelFormatError,
+            r"scales has shape \[12, 160\]",
+        ),
+        (
+            "awq",
+            put(f"{Q}.qweight", "I64", np.ones((192, 20), np.int64)),
+            UnsupportedModelError,
+            "of type I64",
+        ),
+        (
+            "awq",
+            put(f"{Q}.qweight", "I32", np.ones((7, 20), np.int32)),
+            ModelFormatError,
+            "7 inputs are no whole groups of 8",
+        ),
+        (
+            "awq",
+            put(f"{Q}.qweight", "I32", np.ones((0, 20), np.int32)),
+            ModelFormatError,
+            "is empty",
+        ),
+        (
+            "awq",
+            put(f"{Q}.g_idx", "I32", np.ones(192, np.int32)),
+            UnsupportedModelError,
+            "has no place",
+        ),
+    ],
+)
+def test_a_damaged_matrix_is_refused_when_it_is_opened(
+    tmp_path: Path,
+    kind: str,
+    change: Callable[[Tensors], None],
+    error: type[ModelError],
+    said: str,
+) -> None:
+    folder, _ = write(tmp_path, KINDS[kind], change)
+    with pytest.raises(error, match=said):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "said"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, UnsupportedModelError, "'gptq'.*fp8, awq"),
+        ({"quant_method": "compressed-tensors"}, UnsupportedModelError, "compressed-tensors"),
+        ({}, UnsupportedModelError, "quant_method None"),
+        ("awq", ModelFormatError, "must be an object"),
+        ({**AWQ, "bits": 8}, UnsupportedModelError, "bits of quantization_config is 8"),
+        ({**AWQ, "bits": True}, UnsupportedModelError, "bits"),
+        ({**AWQ, "version": "gemv"}, UnsupportedModelError, "version.*'gemv'"),
+        ({**AWQ, "zero_point": False}, UnsupportedModelError, "zero_point"),
+        ({**AWQ, "group_size": 0}, ModelFormatError, "group_size is 0"),
+        ({**AWQ, "group_size": "128"}, ModelFormatError, "group_size"),
+        ({**FP8, "weight_block_size": [128]}, ModelFormatError, "weight_block_size"),
+        ({**FP8, "weight_block_size": [0, 128]}, ModelFormatError, "weight_block_size"),
+        ({**FP8, "weight_block_size": 128}, ModelFormatError, "weight_block_size"),
+        ({**FP8, "fmt": "e5m2"}, UnsupportedModelError, "fmt"),
+        ({**FP8, "activation_scheme": "static"}, UnsupportedModelError, "activation_scheme"),
+    ],
+)
+def test_other_quantisations_are_refused(value: Any, error: type[ModelError], said: str) -> None:
+    with pytest.raises(error, match=said):
+        Quantisation.from_hf(value, "config.json")
+
+
+def test_none_is_none() -> None:
+    assert Quantisation.from_hf(None, "config.json") is None
