@@ -281,6 +281,47 @@ def test_pieces_are_gathered_where_steps_are_fast(
             assert len(answer.updates) == most
 
 
+def test_who_does_not_take_an_update_costs_others_nothing(
+    generator: TextGenerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs = [job(generator, "ab", 12, seed=seed, **HOT) for seed in range(4)]
+    wanted = [alone(generator, one) for one in jobs]
+
+    def fails(update: Update) -> None:
+        raise RuntimeError("not taken")
+
+    with Engine(generator) as engine:
+        assert not isinstance(engine.submit(jobs[:1], [fails]), Refused)
+        answers = [submit(engine, one)[1] for one in jobs]
+        for answer, one in zip(answers, wanted, strict=True):
+            check(answer, one)
+    assert engine.failure is None
+    assert "not taken" in caplog.text
+
+
+def test_an_engine_that_is_closed_as_it_starts_does_not_warm_up_to_the_end(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, engine = generator.decoder, Engine(generator)
+    extend, reads = decoder.extend, []
+
+    def held(tokens: Any, *arguments: Any) -> None:
+        reads.append(len(tokens))
+        closer.start()
+        until(lambda: engine._ending)
+        extend(tokens, *arguments)
+
+    closer = threading.Thread(target=engine.close)
+    monkeypatch.setattr(decoder, "extend", held)
+    monkeypatch.setattr(decoder, "decode_batch", lambda *_: pytest.fail("it goes on"))
+    engine.start()
+    engine._thread.join(SECONDS)
+    closer.join(SECONDS)
+    assert len(reads) == 1 and not engine.ready and engine.failure is None
+    answer = Answer()
+    assert engine.submit([job(generator, "ab")], [answer]) is Refused.STOPPING
+
+
 def test_a_token_without_text_ends_its_answer_alone(
     generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -489,6 +489,42 @@ def test_too_many_are_told_to_come_again(reference: TextGenerator) -> None:
         assert call(server, "POST", CHAT, asked).status == 200
 
 
+def test_a_full_server_refuses_before_a_prompt_is_made_into_tokens(
+    reference: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests whose prompts are being made into tokens take room, so no more of them are at it
+    than there is room for."""
+    encode, hold, at_it = reference.encode, threading.Event(), []
+
+    def held(*arguments: Any, **options: Any) -> list[int]:
+        at_it.append(1)
+        assert hold.wait(SECONDS)
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(reference, "encode", held)
+    with running(reference, queue=1) as server:
+        replies: list[Reply] = []
+        asked = {**ASK, "max_tokens": 5, "temperature": 0}
+        threads = [
+            threading.Thread(target=lambda: replies.append(call(server, "POST", CHAT, asked)))
+            for _ in range(5)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            until(lambda: len(at_it) == 5)
+            check(call(server, "POST", CHAT, asked), 429, "the server is full")
+            check(call(server, "POST", CHAT, {**asked, "n": 4}), 429, "the server is full")
+            assert len(at_it) == 5
+        finally:
+            hold.set()
+            for thread in threads:
+                thread.join(SECONDS)
+        assert [reply.status for reply in replies] == [200] * 5
+        assert server.engine.statistics().result(SECONDS).refused["full"] == 5
+        assert call(server, "POST", CHAT, asked).status == 200
+
+
 def test_a_deadline(reference: TextGenerator) -> None:
     with running(reference, seconds=1e-6) as server:
         for stream in (False, True):

@@ -86,6 +86,8 @@ class Service:
     hosts: tuple[str, ...] = ()
     limits: HttpLimits = field(default_factory=HttpLimits)
     created: int = field(default_factory=lambda: int(time.time()))
+    _being_made: int = 0
+    """Jobs of requests whose prompts are being made into tokens, on the event loop's thread."""
 
     # --- what is answered
     async def chat(self, request: Request) -> Response:
@@ -104,7 +106,7 @@ class Service:
             raise _no_model(wanted.model)
         if len(wanted.prompts) * wanted.n > self.limits.choices:
             raise ApiError(400, f"{self.limits.choices} answers at most in one request", param="n")
-        jobs = await asyncio.to_thread(self._jobs, wanted)
+        jobs = await self._made(wanted)
         inbox = _Inbox()
         listeners = [partial(inbox.put, index) for index in range(len(jobs))]
         try:
@@ -114,6 +116,19 @@ class Service:
         if isinstance(numbers, Refused):
             raise _refusal(numbers)
         return _Answering(self, wanted, jobs, numbers, inbox)
+
+    async def _made(self, wanted: Wanted) -> list[Job]:
+        """The jobs of a request.  Raises ApiError, before the work of a template and a tokenizer is
+        done where there is no room for them anyway; requests that are at it take room, too."""
+        count = len(wanted.prompts) * wanted.n
+        refused = self.engine.refuses(count, self._being_made)
+        if refused is not None:
+            raise _refusal(refused)
+        self._being_made += count
+        try:
+            return await asyncio.to_thread(self._jobs, wanted)
+        finally:
+            self._being_made -= count
 
     async def _body(self, request: Request) -> bytes:
         """Raises ApiError for one that is too large, or too slow."""
@@ -162,7 +177,8 @@ class Service:
             most = self._max_tokens(wanted, context + 1 - len(tokens))
             for _ in range(wanted.n):
                 sampling = wanted.sampling_of(len(jobs), partial(secrets.randbits, 63))
-                jobs.append(Job(tokens, most, sampling, wanted.stop))
+                continues = wanted.kind == "completion"
+                jobs.append(Job(tokens, most, sampling, wanted.stop, continues))
         return jobs
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:

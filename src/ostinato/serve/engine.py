@@ -12,6 +12,7 @@ An answer ends exactly once, with one `End`; after it nothing more is said.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -27,6 +28,8 @@ from ostinato.modules import CacheStatistics as ModuleStatistics
 from ostinato.serve.scheduler import Decode, Place, Read, Scheduler
 
 __all__ = ["End", "Engine", "EngineStatistics", "Job", "Refused", "Timing", "Update"]
+
+_log = logging.getLogger(__name__)
 
 _GATHER_SECONDS = 0.02
 """Pieces of text are gathered for so long, but for the first and the last of an answer: at a
@@ -56,12 +59,14 @@ class Refused(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Job:
     """What an answer is wanted to.  `tokens`: the prompt's, one at the least and all of them in the
-    vocabulary; with `max_tokens` they fit into the context or end at it."""
+    vocabulary; with `max_tokens` they fit into the context or end at it.  `continues`: the answer
+    goes on with the prompt's text, and is no turn of a chat."""
 
     tokens: tuple[int, ...]
     max_tokens: int
     sampling: SamplingOptions
     stop: tuple[str, ...] = ()
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +236,7 @@ class Engine:
         """Takes all of the jobs or none of them; their numbers.  Each listener gets the updates of
         its answer, the last with its end.  Raises InputError for stop texts that are none."""
         tokenizer = self.generator.tokenizer
-        texts = [AnswerText(tokenizer, job.stop) for job in jobs]
+        texts = [AnswerText(tokenizer, job.stop, continues=job.continues) for job in jobs]
         now = time.monotonic()
         deadline = None if self._seconds is None else now + self._seconds
         with self._lock:
@@ -248,6 +253,15 @@ class Engine:
             self._counts.submitted += len(jobs)
             self._changed.notify()
         return tuple(numbers)
+
+    def refuses(self, jobs: int, others: int = 0) -> Refused | None:
+        """Why so many jobs would not be taken now, after `others` that are still being made; None
+        if they would.  They count as refused then."""
+        with self._lock:
+            refused = self._refusal(jobs + others)
+            if refused is not None:
+                self._counts.refused[refused] += jobs
+            return refused
 
     def _refusal(self, jobs: int) -> Refused | None:
         if self.failure is not None:
@@ -311,7 +325,7 @@ class Engine:
         spun, self._decoder.spins = self._decoder.spins, False  # other threads have work, too
         try:
             self._warm_up()
-            self.ready = True
+            self.ready = not self._ending
             while self._turn():
                 pass
         except BaseException as error:
@@ -325,12 +339,14 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Every step twice, so that it is captured: of each number of rows that batches and pieces
-        of prompts can have."""
+        of prompts can have.  Ends early if the engine is closed meanwhile."""
         decoder, most = self._decoder, min(self._piece, self._context)
         for rows in self._buckets:
             size = min(rows, most)
             for _ in range(2):
                 for read in (decoder.extend, decoder.prefill):
+                    if self._ending:
+                        return
                     decoder.reset(0)
                     read([0] * size)
             if size == most:
@@ -341,6 +357,8 @@ class Engine:
                 if not decoder.tokens(slot):
                     decoder.prefill([0], slot)
             for _ in range(2):
+                if self._ending:
+                    return
                 for slot in range(count):
                     decoder.truncate(1, slot)
                 decoder.decode_batch(range(count))
@@ -570,7 +588,10 @@ class Engine:
 
         def deliver() -> None:
             for listener, update in gathered:
-                listener(update)
+                try:
+                    listener(update)
+                except Exception:  # of one: the others are not to lose theirs
+                    _log.exception("an update of an answer was not taken")
 
         self._post(deliver)
 
