@@ -11,7 +11,8 @@ PROMPT ?= Why is the sky blue?
 # What an installation is made from; everything else is used where it lies.
 BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinato/interop/graphing/*.c src/ostinato/models/native/*.[ch])
 
-TESTS  := $(BIN)/python -m pytest -n 2 --dist worksteal
+# Tests start hundreds of processes: what these import is compiled once, whatever the environment says.
+TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-all check format native dist gpu sanitize bench docs site clean setup
 

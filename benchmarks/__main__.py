@@ -25,6 +25,7 @@ NAMES = (
     "cold_start",
     "load",
     "torch_graphed",
+    "weights",
     "serve",
 )
 

@@ -316,17 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calls = 2 if chosen.quick or not on_gpu else 7
     rows: list[dict[str, object]] = []
     skipped = dict.fromkeys(chosen.without, "left out (--without)")
-    sizes = transformers_loop.LlamaSizes(
-        config.hidden,
-        config.layers,
-        config.heads,
-        config.kv_heads,
-        config.head_size,
-        config.inner,
-        config.vocabulary,
-        config.context_length,
-        config.tied_embeddings,
-    )
+    sizes = transformers_loop.LlamaSizes.of(config, context=config.context_length)
     with ost.open_device(chosen.device) as device:
         model = transformers_loop.random_llama(
             sizes,

@@ -147,10 +147,7 @@ def python_contender(
 
 
 class _Unchecked(ost.GraphedStep):
-    """A step without the checks that each of its replays makes."""
-
-    def _require_state(self) -> None:
-        """Not asked."""
+    """A step that does not ask before each replay whether the graph may still be launched."""
 
     def _usable(self, call: object, executable: ost.GraphExec | None) -> ost.GraphExec | None:
         return executable

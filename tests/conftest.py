@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One thread of BLAS for each worker and what it starts: two workers that spin on two cores
@@ -20,6 +21,10 @@ from ostinato.device import Device, open_device
 from ostinato.driver import launcher as driver_launcher
 from ostinato.errors import NotAvailableError
 from tests.sources import preload
+
+# A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test depends on speed, so there are no deadlines and no check of how fast data is made.  The
 # examples are the same in each run: who changes a line is not stopped by what another line does on

@@ -25,6 +25,7 @@ from benchmarks import (
     replay_cost,
     soak,
     startup,
+    weights,
 )
 from ostinato.device import Device
 from ostinato.driver import launcher
@@ -55,7 +56,9 @@ def last_line(text: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "benchmark", [replay_cost, launch_cost, change_cost, soak, join], ids=lambda b: b.__name__
+    "benchmark",
+    [replay_cost, launch_cost, change_cost, soak, join, weights],
+    ids=lambda b: b.__name__,
 )
 def test_each_prints_a_table_and_writes_its_results(
     benchmark: object,

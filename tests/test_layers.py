@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -30,6 +31,7 @@ RANKS = {
     "cache": 4,
     "replay": 5,
     "testing": 5,
+    "distributed": 6,
     "relational": 6,
     "models": 7,
     "interop": 8,
@@ -42,6 +44,7 @@ NEIGHBOURS = {("settings", "errors")}
 # Where a foreign library may be imported.
 HOMES = {
     "cuda": ("driver/cuda", "modules/nvrtc.py"),
+    "nccl": ("distributed/nccl.py",),
     "torch": ("interop/torch/", "interop/transformers.py", "bench/transformers_loop.py"),
     "cupy": ("interop/cupy/",),
     "numba": ("interop/numba.py",),
@@ -64,7 +67,7 @@ CIRCLES = {
 }
 
 # Packages that use the library as its users do: names of `ostinato`, and of these modules of it.
-USERS = ("relational", "interop", "serve")
+USERS = ("distributed", "relational", "interop", "serve")
 PUBLIC = (
     *("cache", "driver.extension", "errors", "models"),
     *("modules", "replay", "settings", "testing"),
@@ -78,10 +81,15 @@ def package_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> list[str]:
     """Every module that a file imports, also inside functions."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -113,7 +121,7 @@ def test_upper_packages_use_public_names(path: Path) -> None:
     package = package_of(path)
     if package not in USERS:
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 private = alias.name.startswith("ostinato.")
@@ -162,7 +170,7 @@ def module_of(path: Path) -> str:
 def imported(path: Path, modules: Collection[str]) -> set[str]:
     """The files of the library that a file imports, anywhere in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -211,7 +219,7 @@ def test_nothing_outside_the_driver_compares_what_kernels_are_written_in() -> No
     for path in FILES:
         if package_of(path) == "driver":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Compare):
                 words = ast.unparse(node)
                 assert "source_language" not in words, f"{path.name}: {words}"

@@ -497,6 +497,25 @@ def generate() -> Iterable[str]:
     )
 
 
+def weights() -> Iterable[str]:
+    rows = results("weights-nvidia-h200.json")["rows"]
+    names = {"bf16": "bfloat16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k_m": "Q4_K_M"}
+
+    def cells(shape: str, kind: str) -> Iterator[str]:
+        own = [r for r in rows if (r["shape"], r["kind"]) == (shape, kind)]
+        yield _size(own[0]["weight_bytes"])
+        for batch in (1, 8, 32):
+            found = [r for r in own if r.get("batch") == batch]
+            yield _speed(found[0]) if found else ""
+        yield _count(next(r["prompt_tokens_per_second"] for r in own if "prompt" in r))
+
+    kinds = dict.fromkeys((r["shape"], r["kind"]) for r in rows)
+    return _table(
+        ("tokens a second", "on the device", "batch 1", "batch 8", "batch 32", "prompt of 512"),
+        ([f"{shape}, {names[kind]}", *cells(shape, kind)] for shape, kind in kinds),
+    )
+
+
 def _columns(
     head: Sequence[str], *lines: tuple[str, Sequence[dict[str, Any]], Callable[[Any], str]]
 ) -> Iterable[str]:
@@ -533,6 +552,6 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     for table in (
         replay_cost, launch_cost, change_cost, modules, decode, batches, contexts, shapes, floor,
         profile, attention, startup, load, host, join,
-        torch_graphed, generate,
+        torch_graphed, generate, weights,
     )
 }  # fmt: skip

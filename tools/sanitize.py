@@ -87,6 +87,7 @@ class Part:
 
 
 _KERNELS = (
+    "tests/models/test_kernels_bricks.py",
     "tests/models/test_kernels_cuda.py",
     "tests/models/test_kernels_library.py",
     "tests/models/test_dequantise_cuda.py",
@@ -115,6 +116,7 @@ LEFT_OUT = {
     _GPU + "test_graphed_works.py": "whole models of other libraries, minutes under the tool",
     _GPU + "test_graphed_generate_gpu.py": "whole models of another library",
     _GPU + "test_accelerate_gpu.py": "the kernels that the decoder's tests run, under transformers",
+    _GPU + "test_tensor_parallel_gpu.py": "processes on several GPUs, which wait for each other",
     _GPU + "test_samples_gpu.py": "what the samples of the docs launch other tests launch",
     "tests/models/test_served_answers.py": "batches that the decoder's tests run",
     "tests/replay/test_load.py": "a hundred thousand requests by kernels that other tests run",

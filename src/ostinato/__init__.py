@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from ostinato.graph import capture as capture
     from ostinato.graph import capture_function as capture_function
     from ostinato.graph import check_graph as check_graph
+    from ostinato.graph import every_node as every_node
     from ostinato.graph import launch as launch
     from ostinato.graph import lift as lift
     from ostinato.graph import load_graph as load_graph
@@ -118,6 +119,7 @@ _HOMES = {
     "check_graph": "graph",
     "collect_modules": "driver.cuda.collecting",
     "copy": "memory",
+    "every_node": "graph",
     "fill": "memory",
     "host_kernel": "driver.host.kernel",
     "launch": "graph",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -43,6 +44,13 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 HEADERS = 128 * (4 * TINY.layers + 1) if packed_kernels.compiled() else 0
 """Bytes that packed matrices have besides their values: four a layer, and the embedding."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_round() -> Iterator[None]:
+    """The memory's speed is whatever one round says."""
+    with mock.patch.object(floor, "_HOST_ROUNDS", 1):
+        yield
 
 
 def result_of(text: str) -> dict[str, Any]:
@@ -141,6 +149,16 @@ def test_a_prompt_starts_in_an_empty_cache_and_leaves_none(host_device: Device) 
         assert way.decode(4).tokens == placed
 
 
+@pytest.mark.skipif(not packed_kernels.compiled(), reason="the compiled kernels were not built")
+def test_quantised_random_weights_stay_packed() -> None:
+    answer = here("bench", "--shape", "tiny", "--weights", "Q8_0", "--quick", "--peers", "none")
+    result = result_of(answer.out)
+    assert result["benchmark"] == "decode-tiny-q8_0"
+    settings = result["settings"]
+    assert settings["weights"].startswith("packed")
+    assert settings["weights_on_device_bytes"] < traffic(TINY, 4).weights / 3
+
+
 def test_a_profile_accounts_for_every_launch_and_byte(tmp_path: Path) -> None:
     picture, position = tmp_path / "profile.svg", 9
     options = ("--batch", "2", "--context", str(position), "--out", str(tmp_path))
@@ -220,6 +238,9 @@ def test_the_floor_of_a_prompt_counts_every_piece() -> None:
     ("options", "word"),
     [
         (("--shape", "7T"), "135M"),
+        (("--weights", "q3_0"), "no recipe 'q3_0'"),
+        (("--weights", "q4_k_m"), "no whole blocks of Q6_K"),
+        (("--weights", "bf16"), "are for GPUs"),
         (("--batch", "65"), "65"),
         (("--batch", "0"), "1 to 64"),
         (("--batch", "1,1"), "twice"),

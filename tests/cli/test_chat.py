@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import COMMAND, Answer, environment, shell
+from tests.cli.commands import COMMAND, Answer, environment, here, shell
 from tests.cli.terminal import Terminal, on_a_terminal
 from tests.models.model_files import CONFIG, write_gguf
 
@@ -24,16 +24,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(path, config=replace(CONFIG, context_length=1 << 16), metadata=ENDLESS)
 
 
-def piped(script: str | bytes, *options: str, **environ: str) -> Answer:
-    """A chat whose messages come through a pipe."""
-    done = subprocess.run(
-        [*COMMAND, "chat", *options],
-        env=environment(**environ),
-        input=script if isinstance(script, bytes) else script.encode(),
-        capture_output=True,
-        check=False,
-    )
-    return Answer(done.returncode, done.stdout.decode(), done.stderr.decode())
+def piped(script: str | bytes, *options: str) -> Answer:
+    """A chat whose messages come through a pipe, in this process."""
+    return here("chat", *options, input=script if isinstance(script, bytes) else script.encode())
 
 
 def saved(path: Path) -> list[tuple[str, str]]:
@@ -132,8 +125,14 @@ def test_what_is_no_text_is_not_said(options: tuple[str, ...], tmp_path: Path) -
 
 
 def test_streams_of_few_letters_and_readers_that_leave(options: tuple[str, ...]) -> None:
-    answer = piped("é\n", *options, "-n", "40", PYTHONIOENCODING="ascii")
-    assert answer.status == 0 and (answer.out + answer.err).isascii()
+    said = subprocess.run(
+        [*COMMAND, "chat", *options, "-n", "40"],
+        env=environment(PYTHONIOENCODING="ascii"),
+        input="é\n".encode(),
+        capture_output=True,
+        check=True,
+    )
+    assert said.stdout and (said.stdout + said.stderr).isascii()
     words = " ".join(options)
     left = shell(
         f"yes hello | $O chat {words} 2>/dev/null | head -c 5 >&2; echo ${{PIPESTATUS[1]}}"

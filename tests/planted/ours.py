@@ -379,7 +379,7 @@ _FAULTS = (
         "edge-between-read-and-write",
         "A recorded write does not wait for the read before it.",
         "ostinato.graph.order:conflict",
-        "or _overlap(first.reads, second.writes)",
+        "or overlap(first.reads, second.writes)",
         "",
         (FOOTGUNS + "test_recorded_order_holds_between_a_read_and_a_later_write",),
         "sgl-project/sglang#26380",

@@ -81,6 +81,10 @@ class DecodeResult:
     versions: dict[str, str] = field(default_factory=dict)
     library: str = ""
     """Which library multiplied in steps of many rows, or why none did."""
+    weights: str = ""
+    """What the matrices of our decoders were."""
+    device_bytes: int = 0
+    """Of all their weights."""
 
 
 def measure(
@@ -147,11 +151,14 @@ class _Contest:
             positions=min(positions + 1, self.config.context_length),
             skipped=result.skipped,
             library_rows=options.library_rows,
+            weights=options.weights,
         )
         peers = None
         try:
             if ways:
                 result.library = ways[0].decoder.backend.library
+                result.weights = ways[0].decoder.weights.description()
+                result.device_bytes = ways[0].decoder.weights.nbytes
                 result.traffic = decoder_traffic(ways[0].decoder)
             if options.peers:
                 self.log("making the peers' model")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ostinato.bench.peers import PEERS
 from ostinato.errors import InputError
 from ostinato.models import LlamaConfig
-from ostinato.models.backend import LibraryRows
+from ostinato.models.backend import LibraryRows, WeightsKind
 
 __all__ = ["DecodeOptions", "Point", "points_of"]
 
@@ -23,9 +23,9 @@ class DecodeOptions:
     `tokens_per_launch`: each number above 1 is a way with a WHILE node, whose runs have the next
     lower multiple.
     `prompts`: lengths of prompts to measure as well; our decoders then have room for the longest.
-    `library_rows`: as for `Decoder`.  `peers`: names from `peers.PEERS`.  `rounds`: at most; fewer
-    when the time runs short, but one at least.  `seconds`: a point is given its share of what is
-    left; compiling is not begun when too little is left for it.
+    `library_rows`, `weights`: as for `Decoder`.  `peers`: names from `peers.PEERS`.  `rounds`: at
+    most; fewer when the time runs short, but one at least.  `seconds`: a point is given its share
+    of what is left; compiling is not begun when too little is left for it.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -34,6 +34,7 @@ class DecodeOptions:
     tokens_per_launch: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
     library_rows: LibraryRows = "auto"
+    weights: WeightsKind = "auto"
     peers: tuple[str, ...] = ()
     rounds: int = 5
     seconds: float = 120.0

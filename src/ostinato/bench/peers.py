@@ -91,17 +91,7 @@ class Peers:
 
         self._library = transformers_loop
         self.versions.update(self._library.versions())
-        sizes = self._library.LlamaSizes(
-            hidden=config.hidden,
-            layers=config.layers,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_size=config.head_size,
-            inner=config.inner,
-            vocabulary=config.vocabulary,
-            context=positions,
-            tied_embeddings=config.tied_embeddings,
-        )
+        sizes = self._library.LlamaSizes.of(config, context=positions)
         self._model = self._library.random_llama(sizes, device=device.name)
         return ""
 

@@ -270,6 +270,7 @@ def profile_subject(
         positions=min(context + 64, checkpoint.config.context_length),
         skipped=skipped,
         library_rows=options.library_rows,
+        weights=options.weights,
     )
     if not ways:
         raise NotAvailableError(f"the decoder {skipped['capture']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -14,20 +15,81 @@ import numpy.typing as npt
 
 from ostinato.errors import InputError
 from ostinato.models import Checkpoint, LlamaConfig
+from ostinato.models.config import tensor_shapes
 from ostinato.models.files.checkpoint import JsonTokenizerSource, RawTensor
+from ostinato.models.files.dequantise import BLOCK_TYPES, dequantise_rows
 
-__all__ = ["MadeCheckpoint", "RandomCheckpoint", "random_checkpoint"]
+__all__ = [
+    "RECIPES",
+    "MadeCheckpoint",
+    "PackedCheckpoint",
+    "RandomCheckpoint",
+    "random_blocks",
+    "random_checkpoint",
+    "recipe_type",
+]
 
 _WIDTH = np.float32(0.02)
 # Of odd length, so that no two rows of a matrix begin at the same place of it.
 _BLOCK = (1 << 20) + 7
 _PIECE = 1 << 22  # values that one thread writes at a time
+_PACKED_VALUES = (1 << 22) + 3 * 256  # no power of two, for the same reason
+
+
+RECIPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q4_K_M")
+"""Of files: one type for all matrices, or the mixture that llama.cpp calls Q4_K_M."""
+
+
+def recipe_type(recipe: str, config: LlamaConfig, name: str) -> str:
+    """The tensor type of a matrix by its canonical name in a file of one of RECIPES."""
+    if recipe != "Q4_K_M":
+        return recipe
+    layer, _, last = name.rpartition(".")
+    if last == ("embed" if config.tied_embeddings else "head"):
+        return "Q6_K"
+    if last not in ("wv", "w_down"):
+        return "Q4_K"
+    index, eighth = int(layer.rpartition(".")[2]), config.layers // 8
+    more = index < eighth or index >= 7 * config.layers // 8 or (index - eighth) % 3 == 2
+    return "Q6_K" if more else "Q4_K"
+
+
+def random_blocks(
+    kind: str, shape: tuple[int, int], rng: np.random.Generator, width: float = 0.02
+) -> npt.NDArray[np.uint8]:
+    """Rows as a file packs them, [rows, bytes in a row], of about normal values `width` wide."""
+    block = BLOCK_TYPES[kind]
+    rows, count = shape[0], shape[1] // block.values
+    made = rng.integers(0, 256, (rows, count, block.size), np.uint8)
+    spread = rng.uniform(0.7, 1.3, (rows, count, 1)).astype(np.float32) * np.float32(width)
+
+    def halves(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+        return values.astype(np.float16).view(np.uint8)
+
+    if kind in ("Q8_0", "Q4_0", "Q4_1"):
+        scale = spread / np.float32(74.0 if kind == "Q8_0" else 4.6)
+        made[..., :2] = halves(scale)
+        if kind == "Q4_1":
+            made[..., 2:4] = halves(scale * np.float32(-7.5))
+    elif kind == "Q6_K":
+        made[..., 192:208] = rng.integers(32, 96, (rows, count, 16), np.uint8)
+        made[..., 192:208:3] ^= 0xFF  # negative ones
+        made[..., 208:] = halves(spread / np.float32(64 * 18.5))
+    else:  # scales from 32 on, and minima about as large
+        middle = np.float32(7.5 if kind == "Q4_K" else 15.5)
+        scale = spread / np.float32(48 * 0.61) / middle
+        made[..., :4] = halves(np.concatenate([scale, scale * middle], axis=2))
+        made[..., 4:12] |= 0x20
+        made[..., 4:12] &= 0xBF  # of the last four groups, the upper two bits are 2
+        made[..., 4:12] |= 0x80
+    return made.reshape(rows, count * block.size)
 
 
 class MadeCheckpoint(Checkpoint):
     """Weights that `load` makes; no file, no tokenizer.  `name` is shown in place of a path."""
 
     has_file = False
+    has_bytes = False
 
     def __init__(self, config: LlamaConfig, name: str) -> None:
         super().__init__(Path(name), config, JsonTokenizerSource(Path(name)), {})
@@ -97,6 +159,64 @@ def _pieces(
             yield name, start, flat[start : start + _PIECE], False
 
 
-def random_checkpoint(config: LlamaConfig, name: str = "random", seed: int = 11) -> Checkpoint:
-    """An open checkpoint of random weights; `name` is shown in place of a path."""
+class PackedCheckpoint(MadeCheckpoint):
+    """Weights of a shape, packed as in a file by one of RECIPES; matrices about normal, 0.02 wide.
+
+    Every tensor is cut out of one random piece of blocks of its type, each from a place of its own.
+    Raises InputError for an unknown recipe, and for a shape whose rows are no whole blocks.
+    """
+
+    has_bytes = True
+
+    def __init__(self, config: LlamaConfig, recipe: str, name: str, seed: int = 11) -> None:
+        known = {one.lower(): one for one in RECIPES}
+        if recipe.lower() not in known:
+            raise InputError(f"there is no recipe {recipe!r}; there are: {', '.join(known)}")
+        super().__init__(config, name)
+        self._seed = seed
+        self._pieces: dict[str, npt.NDArray[np.uint8]] = {}
+        for tensor, shape in tensor_shapes(config).items():
+            matrix = len(shape) == 2
+            kind = recipe_type(known[recipe.lower()], config, tensor) if matrix else "F32"
+            block = BLOCK_TYPES[kind]
+            if shape[-1] % block.values:
+                raise InputError(
+                    f"{tensor} has rows of {shape[-1]} values, which are no whole blocks of "
+                    f"{kind} ({block.values}); take q8_0, q4_0 or q4_1"
+                )
+            size = math.prod(shape) // block.values * block.size
+            self._tensors[tensor] = RawTensor(tensor, kind, shape, self.path, 0, size)
+
+    def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
+        place = zlib.crc32(raw.name.encode())
+        if raw.type == "F32":
+            rng = np.random.default_rng((self._seed, place))
+            return rng.uniform(0.5, 1.5, raw.shape).astype(np.float32).view(np.uint8)
+        block = BLOCK_TYPES[raw.type]
+        piece = self._pieces.get(raw.type)
+        if piece is None:
+            rng = np.random.default_rng((self._seed, block.number))
+            made = random_blocks(raw.type, (1, _PACKED_VALUES // block.values * block.values), rng)
+            piece = self._pieces[raw.type] = made.reshape(-1, block.size)
+        found = np.empty((raw.size // block.size, block.size), np.uint8)
+        at, done = place % len(piece), 0
+        while done < len(found):
+            count = min(len(piece) - at, len(found) - done)
+            found[done : done + count] = piece[at : at + count]
+            done, at = done + count, 0
+        return found.reshape(-1)
+
+    def _decode(self, kind: str, blocks: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
+        dequantise_rows(kind, blocks, out)
+
+
+def random_checkpoint(
+    config: LlamaConfig, name: str = "random", seed: int = 11, *, recipe: str | None = None
+) -> Checkpoint:
+    """An open checkpoint of random weights; `name` is shown in place of a path.
+
+    `recipe`: packed so, one of RECIPES in any case.  Raises InputError.
+    """
+    if recipe is not None:
+        return PackedCheckpoint(config, recipe, name, seed)
     return RandomCheckpoint(config, name, seed)

@@ -121,6 +121,8 @@ def decode_result(
             "prompts": list(options.prompts),
             "library_rows": options.library_rows,
             "library": found.library,
+            "weights": found.weights,
+            "weights_on_device_bytes": found.device_bytes,
             "rounds": options.rounds,
             "peers": list(options.peers),
             "seconds": options.seconds,
@@ -222,6 +224,8 @@ def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
         _print(_prompts_table(subject, device, found.prompts))
     assert found.bandwidth is not None
     print(f"floor: {found.bandwidth.best / 1e9:,.0f} GB/s, by {found.bandwidth.how}")
+    if found.weights:
+        print(f"weights: {found.weights}, {found.device_bytes / 1e6:,.0f} MB on the device")
     for name, why in found.skipped.items():
         print(f"not measured: {name}: {why}")
     for line in found.unequal:

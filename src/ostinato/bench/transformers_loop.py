@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ostinato.errors import InputError, NotAvailableError
+from ostinato.models import LlamaConfig
 
 try:
     import torch
@@ -49,6 +50,21 @@ class LlamaSizes:
     vocabulary: int
     context: int
     tied_embeddings: bool
+
+    @classmethod
+    def of(cls, config: LlamaConfig, *, context: int) -> LlamaSizes:
+        """Those of a model of ours."""
+        return cls(
+            hidden=config.hidden,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_size=config.head_size,
+            inner=config.inner,
+            vocabulary=config.vocabulary,
+            context=context,
+            tied_embeddings=config.tied_embeddings,
+        )
 
 
 def versions() -> dict[str, str]:

@@ -12,8 +12,10 @@ from typing import Literal
 import ostinato as ost
 from ostinato.bench.contest import Timed, random_tokens
 from ostinato.bench.shapes import Traffic, traffic
-from ostinato.models import Checkpoint, Decoder, LlamaConfig
-from ostinato.models.backend import LibraryRows
+from ostinato.models import Checkpoint, Decoder
+from ostinato.models.backend import LibraryRows, WeightsKind
+from ostinato.models.cuda.bricks import device_bytes
+from ostinato.models.decoder import backend_for
 
 __all__ = ["DecoderWay", "Way", "decoder_traffic", "open_ways", "ways_of"]
 
@@ -140,7 +142,7 @@ class DecoderWay:
 def decoder_traffic(decoder: Decoder) -> Traffic:
     """What a step of this decoder has to read: of packed weights, the bytes that there are."""
     found = traffic(decoder.config, decoder.backend.dtype.itemsize)
-    if not decoder.backend.packed:
+    if not decoder.backend.packed and not decoder.weights.formats:
         return found
     weights, tied = decoder.weights, decoder.config.tied_embeddings
     unread = 0 if tied else weights.buffer("embed").nbytes
@@ -160,6 +162,7 @@ def open_ways(
     positions: int,
     skipped: dict[str, str],
     library_rows: LibraryRows = "auto",
+    weights: WeightsKind = "auto",
 ) -> list[DecoderWay]:
     """A decoder for each way that needs one of its own, all loaded at once, for taking turns.
 
@@ -173,7 +176,7 @@ def open_ways(
             first = key not in made
             if first:
                 with opened() as checkpoint:
-                    why = _no_room(device, checkpoint.config, sequences, positions)
+                    why = _no_room(device, checkpoint, weights, sequences, positions)
                     if why:
                         skipped[way.name] = why
                         continue
@@ -185,6 +188,7 @@ def open_ways(
                         graphs=way.graphs,
                         build=way.build,
                         library_rows=library_rows,
+                        weights=weights,
                         stop_tokens=(),
                     )
             found.append(DecoderWay(way, made[key], owns=first))
@@ -195,14 +199,20 @@ def open_ways(
     return found
 
 
-def _no_room(device: ost.Device, config: LlamaConfig, sequences: int, positions: int) -> str:
+def _no_room(
+    device: ost.Device,
+    checkpoint: Checkpoint,
+    weights: WeightsKind,
+    sequences: int,
+    positions: int,
+) -> str:
     """Why a decoder does not fit, or nothing."""
     if device.capabilities.host_memory_is_device_memory:
         return ""
-    moved = traffic(config, 2)
-    table = 0 if config.tied_embeddings else moved.head  # the embeddings are as large as the head
-    cache = moved.position * sequences * positions
-    need, (free, _) = moved.weights + table + cache + _SPARE, device.memory_info()
+    config = checkpoint.config
+    formats = backend_for(device).formats(checkpoint, weights)
+    cache = traffic(config, 2).position * sequences * positions
+    need, (free, _) = device_bytes(config, formats) + cache + _SPARE, device.memory_info()
     if need <= free:
         return ""
     return f"needs {need / 2**30:.1f} GiB of device memory, and {free / 2**30:.1f} are free"

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,8 @@ __all__ = [
     "TokensPerLaunch",
     "TopK",
     "TopP",
+    "WeightsName",
+    "WeightsOption",
     "as_typed",
     "expanded",
     "finite",
@@ -178,7 +181,8 @@ ModelName = Annotated[
         "--model",
         "-m",
         help="A GGUF file; a folder with safetensors, config.json and tokenizer.json; "
-        "a known name (`ostinato model list`); or a Hugging Face id (with the hub extra).",
+        "a known name (`ostinato model list`); or a Hugging Face id (with the hub extra), such as "
+        "org/name, org/name:Q4_K_M or org/name:file.gguf.",
     ),
 ]
 MaxTokens = Annotated[
@@ -228,6 +232,25 @@ TokensPerLaunch = Annotated[
     int,
     typer.Option(min=1, max=256, help="Tokens of one graph launch, by a loop on the device."),
 ]
+
+
+class WeightsName(StrEnum):
+    """What matrices are on a GPU."""
+
+    auto = "auto"
+    packed = "packed"
+    bf16 = "bf16"
+
+
+WeightsOption = Annotated[
+    WeightsName,
+    typer.Option(
+        "--weights",
+        help="On a GPU: a file's quantised matrices packed as they are, or as bfloat16; auto is "
+        "what is faster.",
+    ),
+]
+
 Threads = Annotated[
     int | None,
     typer.Option(min=1, help="CPU threads; by itself as many as suit the machine."),

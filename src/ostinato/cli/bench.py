@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -69,6 +69,13 @@ def bench(
             "model's size by itself.",
         ),
     ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="auto, packed or bf16, as for `ostinato generate`; or q8_0, q4_0, q4_1, q5_k, "
+            "q6_k or q4_k_m: the shape's random weights are quantised so, and stay packed.",
+        ),
+    ] = "auto",
     peers: Annotated[
         str,
         typer.Option(
@@ -115,6 +122,7 @@ def bench(
     from ostinato.bench.options import DecodeOptions
     from ostinato.bench.peers import PEERS
     from ostinato.device import open_device
+    from ostinato.models.backend import WeightsKind
 
     if shape is not None and model is not None:
         raise typer.BadParameter("give a shape or a model, not both", param_hint="--shape")
@@ -123,7 +131,13 @@ def bench(
     if plot is not None:
         ready_file(plot, "--plot")
     with open_device(device) as used:  # a wrong name is found before a model is fetched
-        subject, opened = _subject(shape, model)
+        kind = weights if weights in get_args(WeightsKind) else None
+        if kind is None and model is not None:
+            raise typer.BadParameter(
+                f"{weights!r}: a model has its own types; auto, packed or bf16",
+                param_hint="--weights",
+            )
+        subject, opened = _subject(shape, model, weights if kind is None else None)
         slow = used.capabilities.host_memory_is_device_memory
         named = {"all": tuple(PEERS), "none": ()}.get(peers)
         count = tokens or (8 if quick else 32 if slow else 100)
@@ -135,6 +149,7 @@ def bench(
             tokens_per_launch=_numbers(looped, "--tokens-per-launch"),
             prompts=() if prompt is None else _numbers(prompt, "--prompt"),
             library_rows="auto" if library_rows is None else library_rows or None,
+            weights=kind or "packed",  # type: ignore[arg-type]
             peers=tuple(p.strip() for p in peers.split(",")) if named is None else named,
             rounds=1 if quick else rounds,
             seconds=seconds or (45 if slow else 120),
@@ -190,8 +205,11 @@ def _profile(
     return True
 
 
-def _subject(shape: str | None, model: str | None) -> tuple[str, Callable[[], Checkpoint]]:
-    """The name of what is measured, and how to open it."""
+def _subject(
+    shape: str | None, model: str | None, recipe: str | None
+) -> tuple[str, Callable[[], Checkpoint]]:
+    """The name of what is measured, and how to open it.  `recipe`: of random weights that are
+    quantised."""
     from ostinato.bench.random_weights import random_checkpoint
     from ostinato.bench.shapes import shape_named
     from ostinato.models import open_checkpoint
@@ -201,7 +219,10 @@ def _subject(shape: str | None, model: str | None) -> tuple[str, Callable[[], Ch
         return Path(model).stem, lambda: open_checkpoint(path)
     name = DEFAULT_SHAPE if shape is None else shape
     config = shape_named(name)
-    return name, lambda: random_checkpoint(config, f"random-{name}")
+    if recipe is not None:
+        name = f"{name}-{recipe.lower()}"
+        random_checkpoint(config, name, recipe=recipe).close()  # whether there is such a one
+    return name, lambda: random_checkpoint(config, f"random-{name}", recipe=recipe)
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ from ostinato.cli.arguments import (
     TokensPerLaunch,
     TopK,
     TopP,
+    WeightsName,
+    WeightsOption,
     as_typed,
 )
 from ostinato.cli.endings import FAILED
@@ -68,6 +70,7 @@ def chat(
     device: DeviceName = None,
     max_context: MaxContext = None,
     threads: Threads = None,
+    weights: WeightsOption = WeightsName.auto,
     eager: Eager = False,
     tokens_per_launch: TokensPerLaunch = 1,
 ) -> None:
@@ -92,6 +95,7 @@ def chat(
             model,
             device=device,
             threads=threads,
+            weights=weights.value,
             max_context=max_context,
             graphs=not eager,
         ) as generator,

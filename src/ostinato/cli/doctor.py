@@ -65,6 +65,7 @@ def findings() -> dict[str, Any]:
             "CPU kernels": packed_kernels.description(),
             "CUDA compiler": _compiler(),
         },
+        "ranks": _ranks(),
         "cuda": _device("cuda:0"),
         "host": _device("host"),
         "packages": {name: _version(name) for name in _PACKAGES},
@@ -96,6 +97,28 @@ def _device(name: str) -> dict[str, Any] | str:
             }
     except OstinatoError as error:
         return f"not available: {error}"
+
+
+def _ranks() -> dict[str, str]:
+    """What several GPUs would exchange by."""
+    from ostinato.distributed import exchange, nccl
+    from ostinato.driver.cuda.driver import gpu_count
+
+    count = gpu_count()
+    windows = "no: there is one GPU" if count == 1 else "no: there is no GPU"
+    if count > 1:
+        limit = exchange.limit_for(min(count, 8))
+        windows = f"up to {limit} bytes of a rank, where GPUs reach each other (tried when used)"
+    try:
+        way = settings.collectives_way()
+    except SettingsError as error:
+        way = f"not valid: {error}"
+    return {
+        "GPUs": str(count),
+        "NCCL": nccl.description(),
+        "peer memory": windows,
+        "way": way,
+    }
 
 
 def _compiler() -> str:

@@ -26,6 +26,8 @@ from ostinato.cli.arguments import (
     TokensPerLaunch,
     TopK,
     TopP,
+    WeightsName,
+    WeightsOption,
     expanded,
     read_prompt,
     text,
@@ -78,6 +80,7 @@ def generate(
     device: DeviceName = None,
     max_context: MaxContext = None,
     threads: Threads = None,
+    weights: WeightsOption = WeightsName.auto,
     eager: Eager = False,
     build: Annotated[
         Build, typer.Option(help="Graphs from stream capture, or by hand from a recorded run.")
@@ -119,6 +122,7 @@ def generate(
         model,
         device=device,
         threads=threads,
+        weights=weights.value,
         quiet=quiet,
         max_context=max_context,
         graphs=not eager,

@@ -27,7 +27,7 @@ app = typer.Typer(
 File = Annotated[Path, typer.Argument(callback=expanded, help="A graph file.", metavar="FILE")]
 Code = Annotated[
     Path | None,
-    typer.Option("--code", callback=expanded, help="The folder of a store's kernels."),
+    typer.Option("--code", callback=expanded, help="The folder that it shares with others."),
 ]
 Constants = Annotated[
     Path | None,

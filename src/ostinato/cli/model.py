@@ -11,17 +11,29 @@ from ostinato import settings
 from ostinato.cli.arguments import require_readable
 from ostinato.cli.progress import byte_progress
 from ostinato.models.files import store
+from ostinato.models.files.hub import hub_name
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Get, list and remove models.")
 
 Name = Annotated[str, typer.Argument(help="A known name, such as smollm2-135m.")]
+Wanted = Annotated[
+    str,
+    typer.Argument(
+        help="A known name; or a Hugging Face id (with the hub extra): org/name, "
+        "org/name:Q4_K_M, org/name:file.gguf."
+    ),
+]
 
 
 @app.command()
-def pull(name: Name) -> None:
-    """Fetch a known model into the cache folder, and check its digest."""
+def pull(name: Wanted) -> None:
+    """Fetch a known model into the cache folder, and check its digest; or a model of the Hugging
+    Face hub into the hub's own cache."""
+    if name not in store.KNOWN_MODELS and hub_name(name) is not None:
+        print(str(store.resolve(name)))
+        return
     if store.is_present(name):
         print(f"{name} is there: {store.model_path(name)}")
         return

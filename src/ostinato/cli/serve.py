@@ -14,6 +14,8 @@ from ostinato.cli.arguments import (
     MaxContext,
     ModelName,
     Threads,
+    WeightsName,
+    WeightsOption,
     expanded,
     text,
     texts,
@@ -101,6 +103,7 @@ def serve(
     ] = True,
     device: DeviceName = None,
     threads: Threads = None,
+    weights: WeightsOption = WeightsName.auto,
     eager: Eager = False,
 ) -> None:
     """Serve a model with OpenAI's chat and completion endpoints.
@@ -135,6 +138,7 @@ def serve(
             model,
             device=device,
             threads=threads,
+            weights=weights.value,
             max_context=max_context,
             sequences=slots,
             graphs=not eager,

@@ -69,7 +69,8 @@ def tune(
     It begins with what is in use now.  Every candidate is timed as a captured graph of the real
     step, and is taken only if its logits agree with the default's and are the same bits each time.
     What is found is kept in the cache folder for this GPU, these sizes and this kernel code.  The
-    host device has nothing to tune.
+    shapes are those of products with bfloat16 weights; products with packed ones go by a rule.
+    The host device has nothing to tune.
     """
     from ostinato.device import open_device
     from ostinato.models.cuda.tunings import TuningStore
