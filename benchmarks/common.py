@@ -90,7 +90,7 @@ def measured(nanoseconds: Sequence[int]) -> Measured:
 def table(title: str, rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
     """Plain text, numbers to the right."""
     cells = [[_cell(row.get(name)) for name in columns] for row in rows]
-    widths = [max(len(n), *(len(line[i]) for line in cells)) for i, n in enumerate(columns)]
+    widths = [max([len(n), *(len(line[i]) for line in cells)]) for i, n in enumerate(columns)]
     right = [any(isinstance(row.get(n), int | float) for row in rows) for n in columns]
 
     def line(values: Sequence[str]) -> str:

@@ -37,14 +37,17 @@ from ostinato.models import Decoder
 
 PROMPT = 16
 COLUMNS = (
-    "shape", "ranks", "batch", "way", "tokens_per_second", "token_us", "step_us", "same_on_ranks",
-    "load_s", "first_s",
+    "shape", "weights", "ranks", "batch", "way", "tokens_per_second", "token_us", "step_us",
+    "same_on_ranks", "load_s", "first_s",
 )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = common.options(__doc__)
     parser.add_argument("--shape", action="append", help="1B and 8B if none is given")
+    parser.add_argument(
+        "--weights", action="append", help="bf16 if none is given; q8_0, q4_k_m, ... are packed"
+    )
     parser.add_argument("--ranks", type=int, action="append", help="1 and 2 if none is given")
     parser.add_argument("--batch", type=int, action="append", help="1 and 32 if none is given")
     parser.add_argument(
@@ -71,13 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if max(ranks) > 1:
         plan.append({"kind": "collectives", "ranks": max(ranks), "ways": ways})
     plan += [
-        {"kind": "decode", "shape": shape, "ranks": count, "way": way}
+        {"kind": "decode", "shape": shape, "weights": weights, "ranks": count, "way": way}
         for shape in shapes
+        for weights in chosen.weights or ["bf16"]
         for count in ranks
         for way in (ways if count > 1 else ["one"])
     ]
     for one in plan:
-        words = (one["kind"], one.get("shape", ""), "on", str(one["ranks"]), one.get("way", ""))
+        words = [one["kind"], one.get("shape", ""), one.get("weights", "")]
+        words += ["on", str(one["ranks"]), one.get("way", "")]
         name = " ".join(word for word in words if word)
         left = end - time.monotonic()
         if left < 10 and not on_host:
@@ -176,7 +181,8 @@ def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> An
     context = min(1024, config.context_length)
     batches = [b for b in given["batches"] if not on_host or b <= 4]
     begin = time.perf_counter()
-    with random_checkpoint(config) as checkpoint:
+    recipe = None if given["weights"] == "bf16" else given["weights"]
+    with random_checkpoint(config, recipe=recipe) as checkpoint:
         decoder = Decoder(
             device,
             checkpoint,
@@ -184,6 +190,7 @@ def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> An
             max_rows=max(64, *batches),
             sequences=max(batches),
             stop_tokens=(),
+            weights="auto" if recipe is None or on_host else "packed",
             group=group,
             collectives=None if group is None else given["way"],
         )
@@ -219,6 +226,7 @@ def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> An
             numbers = decoder.statistics()
             yield {
                 "shape": given["shape"],
+                "weights": numbers.weights,
                 "ranks": given["ranks"],
                 "batch": batch,
                 "way": "one GPU" if group is None else decoder.collectives,

@@ -11,7 +11,6 @@ import pytest
 import ostinato as ost
 from ostinato.bench.random_weights import PackedCheckpoint
 from ostinato.distributed import Group, local_groups
-from ostinato.errors import InputError
 from ostinato.models.backend import BoundCall, BoundLaunch
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import CudaBackend
@@ -111,11 +110,18 @@ def test_ranks_agree_with_one_device_on_the_emulator(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-def test_a_ranks_share_of_packed_weights_is_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a model that one device would leave packed; the share's bytes are converted on the
-    device.  Biases, norms of heads and an embedding that is the output head are shared too."""
+@pytest.mark.parametrize(
+    ("recipe", "head_size", "inner", "kinds"),
+    [("Q8_0", 32, 256, "Q8_0"), ("Q4_K_M", 128, 512, "Q4_K, Q6_K")],
+)
+def test_a_ranks_share_of_packed_weights(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, head_size: int, inner: int, kinds: str
+) -> None:
+    """bfloat16, also of a model that one device would leave packed, or packed as asked for; either
+    is made of the share's bytes on the device.  Biases, norms of heads and an embedding that is the
+    output head are shared too."""
     config = llama(
-        4, 2, 32, hidden=128, inner=256, vocabulary=302, layers=2, tied_embeddings=True,
+        4, 2, head_size, hidden=256, inner=inner, vocabulary=302, layers=2, tied_embeddings=True,
         qkv_bias=True, qk_norm=True,
     )  # fmt: skip
     monkeypatch.setattr("ostinato.models.cuda.backend.pays", lambda _: True)
@@ -125,7 +131,7 @@ def test_a_ranks_share_of_packed_weights_is_bfloat16(monkeypatch: pytest.MonkeyP
     )
 
     def checkpoint() -> PackedCheckpoint:
-        return PackedCheckpoint(config, "Q8_0", "made")
+        return PackedCheckpoint(config, recipe, "made")
 
     def decoding(group: Group | None, weights: Any) -> tuple[str, list[int], bytes]:
         with (
@@ -137,18 +143,11 @@ def test_a_ranks_share_of_packed_weights_is_bfloat16(monkeypatch: pytest.MonkeyP
             assert not decoder.statistics().quarantined
             return found
 
-    assert decoding(None, "auto")[0] == "packed (Q8_0)"
-    one = decoding(None, "bf16")
-    with local_groups(2) as groups:
-        several = groups.run(lambda group: decoding(group, "auto"))
-    assert several[0] == several[1] and several[0][:2] == one[:2]
-    mine, wanted = (np.frombuffer(found[2], np.float32) for found in (several[0], one))
-    assert np.linalg.norm(mine - wanted) / np.linalg.norm(wanted) < 1e-3
-
-    def refused(group: Group) -> str:
-        with ost.open_device("host") as device, pytest.raises(InputError) as raised:
-            Decoder(device, checkpoint(), group=group, weights="packed")
-        return str(raised.value)
-
-    with local_groups(2) as groups:
-        assert all("in bfloat16 only" in message for message in groups.run(refused))
+    ones = {way: decoding(None, way) for way in ("auto", "bf16")}
+    assert ones["auto"][0] == f"packed ({kinds})"
+    for way, one in {"auto": ones["bf16"], "packed": ones["auto"]}.items():
+        with local_groups(2) as groups:
+            several = groups.run(lambda group, way=way: decoding(group, way))  # type: ignore[misc]
+        assert several[0] == several[1] and several[0][:2] == one[:2]
+        mine, wanted = (np.frombuffer(found[2], np.float32) for found in (several[0], one))
+        assert np.linalg.norm(mine - wanted) / np.linalg.norm(wanted) < 2e-3

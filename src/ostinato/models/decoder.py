@@ -66,9 +66,9 @@ class Decoder(Closeable):
 
     `weights`: "packed" leaves a file's quantised matrices as they are and unpacks them in the
     kernels; "bf16" makes all of them bfloat16 in a GPU's memory; "auto" is what is faster
-    (`statistics().weights` says what it is), and "bf16" for a GPU of a `group`, which "packed" is
-    an InputError for.  On a CPU weights stay packed where the compiled kernels are there, and are
-    float32 else.
+    (`statistics().weights` says what it is), and "bf16" for a GPU of a `group`, whose packed shares
+    were not measured yet.  On a CPU weights stay packed where the compiled kernels are there, and
+    are float32 else.
 
     `graphs` off runs everything eagerly.  `build`: "capture", or "record" to build graphs by hand
     from the first run's launches.  `warmups`: eager runs of each bucket before its capture.
@@ -640,19 +640,12 @@ _PACKED_ROWS = 8
 def _formats(
     backend: Backend, checkpoint: Checkpoint, wanted: WeightsKind, sequences: int
 ) -> Formats:
-    """The matrices that are packed in the device's own order: none of a rank's share, so that
-    "auto" is bfloat16 there, as it is for large batches.  Raises InputError."""
-    if wanted == "auto" and sequences > _PACKED_ROWS:
+    """The matrices that are packed in the device's own order; with "auto" none of large batches,
+    and none of a rank's share.  Raises InputError."""
+    shared = isinstance(checkpoint, ShardedCheckpoint)
+    if wanted == "auto" and (shared or sequences > _PACKED_ROWS):
         return UNPACKED
-    formats = backend.formats(checkpoint, wanted)
-    if not formats or not isinstance(checkpoint, ShardedCheckpoint):
-        return formats
-    if wanted == "packed":
-        raise InputError(
-            "weights='packed': a GPU that is one rank of several holds its share in bfloat16 only; "
-            "use weights='auto' or 'bf16' with a group"
-        )
-    return UNPACKED
+    return backend.formats(checkpoint, wanted)
 
 
 def _digest(tokens: list[int]) -> str:

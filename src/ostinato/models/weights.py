@@ -51,14 +51,16 @@ Convert: TypeAlias = Callable[[Checkpoint, Iterable[tuple[str, Target]]], bool]
 class Weights:
     """The weights of one model.
 
-    `tensors`: by canonical name, the fused ones in place of their parts.  Matrices are `dtype`,
-    norms float32 always; of packed weights matrices are the bytes of a `PackedMatrix` (uint8,
-    flat), and `dtype` is the cache's.  `formats`: the matrices that are bytes in a CUDA device's
-    own order (`cuda.bricks`).  `loaded`: every tensor is there, with its values.
+    `shapes`: of the tensors by canonical name, the fused ones in place of their parts.  `tensors`:
+    their memory.  Matrices are `dtype`, norms float32 always; of packed weights matrices are the
+    bytes of a `PackedMatrix` (uint8, flat), and `dtype` is the cache's.  `formats`: the matrices
+    that are bytes in a CUDA device's own order (`cuda.bricks`).  `loaded`: every tensor is there,
+    with its values.
     """
 
     config: LlamaConfig
     dtype: np.dtype[Any]
+    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     tensors: dict[str, Buffer] = field(default_factory=dict, repr=False)
     loaded: bool = False
     packed: bool = False
@@ -73,7 +75,7 @@ class Weights:
     @property
     def unpacked_bytes(self) -> int:
         """What `nbytes` would be with every matrix in `dtype`."""
-        shapes = weight_shapes(self.config).values()
+        shapes = self.shapes.values()
         return sum(math.prod(s) * _kind(s, self.dtype).itemsize for s in shapes)
 
     def description(self) -> str:
@@ -123,14 +125,15 @@ def load_weights(
     Raises ModelFormatError, OutOfMemoryError; nothing is left allocated then.
     """
     config = checkpoint.config
-    weights = Weights(config, np.dtype(dtype), packed=packed, formats=formats or {})
+    shapes = device_shapes(checkpoint.shapes())
+    weights = Weights(config, np.dtype(dtype), shapes, packed=packed, formats=formats or {})
     workers = threads or min(_THREADS, os.cpu_count() or 1)
     try:
         if packed:
             _load_packed(device, checkpoint, weights, workers)
             weights.loaded = True
             return weights
-        for name, shape in device_shapes(checkpoint.shapes()).items():
+        for name, shape in shapes.items():
             how = weights.formats.get(name)
             if how is None:
                 weights.tensors[name] = device.empty(shape, _kind(shape, weights.dtype))
@@ -167,8 +170,8 @@ def adopt_weights(
     Decoders see later changes, and their KV caches hold what was computed before.
     Raises InputError for names, shapes, types and addresses that do not fit.
     """
-    weights = Weights(config, np.dtype(dtype))
     shapes = weight_shapes(config)
+    weights = Weights(config, np.dtype(dtype), shapes)
     unknown = [name for name in tensors if name not in shapes]
     missing = [name for name in shapes if name not in tensors]
     if unknown or missing:
@@ -210,7 +213,7 @@ def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threa
     config, end = checkpoint.config, 0
     matrices: dict[str, PackedMatrix] = {}
     places: dict[str, tuple[int, tuple[int, ...]]] = {}
-    for name, shape in device_shapes(checkpoint.shapes()).items():
+    for name, shape in weights.shapes.items():
         places[name] = end, shape
         if len(shape) == 2:
             matrices[name] = _packed_matrix(checkpoint, name, shape)
@@ -289,13 +292,13 @@ def _all_parts(weights: Weights) -> Iterator[tuple[str, Buffer]]:
 
 def _targets(weights: Weights) -> Iterator[tuple[str, Target]]:
     """The same, also of packed matrices."""
-    shapes, c = weight_shapes(weights.config), weights.config
+    c = weights.config
     for name, buffer in weights.tensors.items():
         how = weights.formats.get(name)
         if how is None:
             yield from _parts(c, name, buffer)
             continue
-        rows, columns = shapes[name]
+        rows, columns = weights.shapes[name]
         parts = dict(part_rows(c, name, rows))
         found = places(c, name, how, [*parts.values()], columns)
         yield from ((part, Placed(buffer, place)) for part, place in zip(parts, found, strict=True))

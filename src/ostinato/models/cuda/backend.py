@@ -41,6 +41,7 @@ from ostinato.models.cuda.products import Product, Products, open_products
 from ostinato.models.cuda.shapes import Tuning
 from ostinato.models.cuda.tunings import choose_tuning
 from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.layout import device_shapes
 from ostinato.models.program import SAMPLED_ROWS, KernelCall
 from ostinato.models.weights import Target
 
@@ -184,7 +185,8 @@ class CudaBackend:
             return UNPACKED
         found: Formats = UNPACKED
         if checkpoint.has_bytes:
-            found = formats_of(config, lambda name: checkpoint.raw(name).type)
+            there = device_shapes(checkpoint.shapes())
+            found = formats_of(config, lambda name: checkpoint.raw(name).type, there)
         if wanted == "packed" and not found:
             raise InputError(
                 f"{checkpoint.path}: weights='packed', but it has no quantised matrix that the "

@@ -108,10 +108,15 @@ def packing(name: str, kinds: Sequence[str], rows: Sequence[int], columns: int) 
     return tuple(made)
 
 
-def formats_of(config: LlamaConfig, kind_of: Callable[[str], str]) -> Formats:
-    """How the matrices of a file can be packed.  `kind_of`: a canonical tensor's type in it."""
+def formats_of(
+    config: LlamaConfig,
+    kind_of: Callable[[str], str],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> Formats:
+    """How the matrices of a file can be packed.  `kind_of`: a canonical tensor's type in it.
+    `shapes`: of the tensors in device memory, those of the config if None."""
     found = {}
-    for name, shape in weight_shapes(config).items():
+    for name, shape in (shapes or weight_shapes(config)).items():
         if len(shape) == 2:
             parts = dict(part_rows(config, name, shape[0]))
             kinds = [kind_of(part) for part in parts]
