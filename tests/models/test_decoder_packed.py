@@ -32,6 +32,7 @@ from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.program import Bound, decode_program
 from ostinato.models.weights import load_weights
+from tests.models import reference_llama, test_quantised
 from tests.models.emulated import EmulatedGpu, NumpyProducts
 from tests.models.model_files import CONFIG, write_gguf
 from tests.models.test_decoder_gpu import difference
@@ -106,6 +107,19 @@ def test_tokens_of_every_kind_of_step_agree_with_numpy(
             assert difference(decoder.logits(), wanted) < 1e-2, count
             assert not decoder.statistics().quarantined
     assert {one.rows for one in library.asked} == {128}
+
+
+def test_a_folder_of_awq(host_device: Device, library: NumpyProducts, tmp_path: Path) -> None:
+    quantisation = {**test_quantised.AWQ, "group_size": 32}
+    config = replace(test_quantised.BLOCKS, head_size=64, inner=256)
+    folder, values = test_quantised.write(tmp_path, quantisation, config=config)
+    tokens = [5, 100, 7, 200, 9, 3, 250]
+    wanted = reference_llama.logits(config, values, tokens)
+    with Decoder(host_device, folder, weights="packed", stop_tokens=()) as decoder:
+        assert decoder.statistics().weights == "packed (Q4_1), and 2 in bfloat16"
+        for token in tokens:
+            decoder.prefill([token])
+        assert difference(decoder.logits(), wanted[-1]) < 1e-2
 
 
 @pytest.mark.parametrize("staged", [1, 64 << 20])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +126,13 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _made(text: str) -> tuple[Tensors, dict[str, np.ndarray]]:
+def _made(text: str, config: LlamaConfig) -> tuple[Tensors, dict[str, np.ndarray]]:
     """The file's tensors by a quantization_config as JSON, and what their values are; the head and
     the embedding are not quantised."""
     quantisation = json.loads(text)
     tensors: Tensors = {}
     values: dict[str, np.ndarray] = {}
-    for name, array in weights(CONFIG).items():
+    for name, array in weights(config).items():
         file_name, base = hf_name(name), hf_name(name).removesuffix(".weight")
         if array.ndim == 1 or name in ("embed", "head"):
             tensors[file_name] = ("F16", array.astype(np.float16))
@@ -152,7 +153,8 @@ def _made(text: str) -> tuple[Tensors, dict[str, np.ndarray]]:
                 ("qweight", "qzeros", "scales"), ("I32", "I32", "F16"), parts, strict=True
             ):
                 tensors[f"{base}.{part}"] = (kind, data)
-            values[name] = rounded(from_awq(*parts))
+            exact = from_awq(*parts)
+            values[name] = exact if quantisation["group_size"] == 32 else rounded(exact)
     return tensors, values
 
 
@@ -160,14 +162,15 @@ def write(
     folder: Path,
     quantisation: dict[str, Any],
     change: Callable[[Tensors], None] = lambda tensors: None,
+    config: LlamaConfig = CONFIG,
 ) -> tuple[Path, dict[str, np.ndarray]]:
     """A folder, and what its tensors' values are."""
-    made, values = _made(json.dumps(quantisation))
+    made, values = _made(json.dumps(quantisation), config)
     tensors = dict(made)
     change(tensors)
     save(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(
-        json.dumps(hf_config(CONFIG, quantization_config=quantisation))
+        json.dumps(hf_config(config, quantization_config=quantisation))
     )
     write_tokenizer(folder)
     return folder, values
@@ -178,8 +181,9 @@ KINDS = {
     "fp8, blocks of 64 x 96": {**FP8, "weight_block_size": [64, 96]},
     "fp8, one factor": {**FP8, "weight_block_size": None},
     "awq": AWQ,
-    "awq, one group": {**AWQ, "group_size": -1},
 }
+BLOCKS = replace(CONFIG, inner=224)
+"""Every product's inputs are whole blocks of 32."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,22 +211,70 @@ def test_values_are_those_of_the_formula_bit_by_bit(tmp_path: Path, kind: str) -
             np.testing.assert_array_equal(array, values[name])
 
 
+@pytest.mark.parametrize("group", [32, -1])
+def test_awq_in_whole_blocks_stays_packed(tmp_path: Path, group: int) -> None:
+    """Codes and scales bit by bit; a minimum is the half next to -scale x zero."""
+    folder, _ = write(tmp_path, {**AWQ, "group_size": group}, config=BLOCKS)
+    tensors, _ = _made(json.dumps({**AWQ, "group_size": group}), BLOCKS)
+    for name in ("layers.0.wq", "layers.1.w_down"):
+        base = hf_name(name).removesuffix(".weight")
+        words, zeros, scales = (tensors[f"{base}.{p}"][1] for p in ("qweight", "qzeros", "scales"))
+        exact = from_awq(words, zeros, scales)
+        outputs, inputs = exact.shape
+        with open_checkpoint(folder) as checkpoint:
+            raw = checkpoint.raw(name)
+            assert (raw.type, raw.shape, raw.made) == ("Q4_1", exact.shape, True)
+            assert checkpoint.stored(name).nbytes == raw.size == outputs * inputs // 32 * 20
+            found = checkpoint.tensor(name)
+        wide = np.repeat(scales.astype(np.float32), inputs // len(scales), axis=0).T
+        none = from_awq(np.zeros_like(words), zeros, scales)  # -scale x zero
+        np.testing.assert_array_equal(found, codes_of(words) * wide + none.astype(np.float16))
+        assert (np.abs(found - exact) <= wide * 2.0**-7).all()
+
+
+@pytest.mark.parametrize("scale", [np.inf, 60000.0])
+def test_scales_that_no_minimum_goes_with(tmp_path: Path, scale: float) -> None:
+    name = "model.layers.0.self_attn.q_proj.scales"
+
+    def change(tensors: Tensors) -> None:
+        scales = tensors[name][1].copy()
+        scales[1, 3] = scale
+        tensors[name] = ("F16", scales)
+
+    folder, _ = write(tmp_path, {**AWQ, "group_size": 32}, change, BLOCKS)
+    with (
+        open_checkpoint(folder) as checkpoint,
+        pytest.raises(ModelFormatError, match=f"{name}.*not finite, or too large"),
+    ):
+        checkpoint.tensor("layers.0.wq")
+
+
+def codes_of(words: np.ndarray) -> np.ndarray:
+    """[out, in], without zeros and scales."""
+    one = np.ones((1, words.shape[1] * 8), np.float16)
+    return from_awq(words, np.zeros((1, words.shape[1]), np.int32), one)
+
+
 def bits_of(values: np.ndarray) -> np.ndarray:
     return to_bfloat16(np.ascontiguousarray(values))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "awq"])
+@pytest.mark.parametrize(
+    ("kind", "config", "most"),
+    [("fp8", CONFIG, 1e-5), ("awq", CONFIG, 1e-5), ("awq, packed", BLOCKS, 2e-3)],
+)
 def test_a_quantised_model_decodes_as_its_values_do(
-    host_device: Device, tmp_path: Path, kind: str
+    host_device: Device, tmp_path: Path, kind: str, config: LlamaConfig, most: float
 ) -> None:
-    folder, values = write(tmp_path, KINDS[kind])
+    quantisation = KINDS.get(kind, {**AWQ, "group_size": 32})
+    folder, values = write(tmp_path, quantisation, config=config)
     tokens = [5, 100, 7, 200, 9, 3, 250]
-    wanted = reference_llama.logits(CONFIG, values, tokens)
+    wanted = reference_llama.logits(config, values, tokens)
     with Decoder(host_device, folder) as decoder:
         decoder.prefill(tokens)
-        assert difference(decoder.logits(), wanted[-1]) < 1e-5
+        assert difference(decoder.logits(), wanted[-1]) < most
     # And it is near the model that was quantised.
-    whole = reference_llama.logits(CONFIG, weights(CONFIG), tokens)
+    whole = reference_llama.logits(config, weights(config), tokens)
     assert difference(wanted[-1], whole[-1]) < 0.5
 
 

@@ -1,9 +1,13 @@
-"""Quantised safetensors, as people download them, turned into bfloat16 when they are read.
+"""Quantised safetensors, as people download them, turned into types of GGUF when they are read.
 
     fp8   `weight` in FP8 (E4M3) with `weight_scale_inv`, a factor for each block of 128 x 128
-          (DeepSeek, Qwen), or one factor
+          (DeepSeek, Qwen), or one factor: becomes bfloat16
     awq   `qweight`, `qzeros` and `scales`: 4 bits a value, 8 values in a word in AWQ's order, with
-          a zero point and a scale for each group of inputs
+          a zero point and a scale for each group of inputs: becomes Q4_1, or bfloat16 where groups
+          are no whole blocks of 32 or scales no halves
+
+Q4_1 has AWQ's codes and scales as they are, and a minimum in place of the zero point: -scale x zero
+rounded to a half, which is at most 2^-7 of a step off.  bfloat16 would be up to 2^-5 off.
 
 Activations stay as they are: a model that was meant to round them too gives what its weights give
 without that.  Layouts: transformers' `integrations/finegrained_fp8.py`, and AutoAWQ's
@@ -15,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +27,7 @@ import numpy.typing as npt
 from ostinato.errors import ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
 from ostinato.models.files.checkpoint import RawTensor, to_bfloat16
-from ostinato.models.files.dequantise import dequantise_rows
+from ostinato.models.files.dequantise import BLOCK_TYPES, dequantise_rows
 
 __all__ = ["Quantisation", "e4m3_values"]
 
@@ -129,15 +134,30 @@ class Quantisation:
                 )
         return outputs, inputs
 
-    def bfloat16(self, tensors: Mapping[str, RawTensor], read: Read) -> npt.NDArray[np.uint16]:
-        """The matrix, [out, in], as bfloat16's bits, rounded to nearest even.
+    def made(self, tensors: Mapping[str, RawTensor]) -> RawTensor:
+        """What becomes of the matrix in these tensors by part.  Raises as `shape`."""
+        rows, columns = self.shape(tensors)
+        one, kind = next(iter(tensors.values())), "BF16"
+        if self.method == "awq" and tensors[".scales"].type == "F16":
+            kind = "BF16" if (self.group or columns) % BLOCK_TYPES["Q4_1"].values else "Q4_1"
+        size = rows * columns // BLOCK_TYPES[kind].values * BLOCK_TYPES[kind].size
+        name = one.name.rpartition(".")[0] + ".weight"
+        return RawTensor(name, kind, (rows, columns), one.file, 0, size, made=True)
 
-        `tensors`: those that `shape` accepted, by part.  `read`: gives a tensor's bytes.
+    def bytes_of(
+        self, made: RawTensor, tensors: Mapping[str, RawTensor], read: Read
+    ) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor that `made` gave, flat; of bfloat16, rounded to nearest even.
+
+        `read`: gives a tensor's bytes.  Raises ModelFormatError for scales that a minimum in half
+        precision cannot go with.
         """
-        out = np.empty(self.shape(tensors), np.uint16)
+        if made.type == "Q4_1":
+            return self._blocks(made, tensors, read)
+        out = np.empty(made.shape, np.uint16)
         with np.errstate(invalid="ignore", over="ignore"):
             (self._fp8 if self.method == "fp8" else self._awq)(tensors, read, out)
-        return out
+        return out.astype("<u2", copy=False).reshape(-1).view(np.uint8)
 
     def _fp8(
         self, tensors: Mapping[str, RawTensor], read: Read, out: npt.NDArray[np.uint16]
@@ -156,6 +176,34 @@ class Quantisation:
             for start in range(block * height, end, step):
                 part = slice(start, min(start + step, end))
                 to_bfloat16(values[weight[part]] * wide, out[part])
+
+    def _blocks(
+        self, made: RawTensor, tensors: Mapping[str, RawTensor], read: Read
+    ) -> npt.NDArray[np.uint8]:
+        outputs, inputs = made.shape
+        words = read(tensors[".qweight"]).view("<u4").reshape(inputs, outputs // 8)
+        zeros = _nibbles(read(tensors[".qzeros"]).view("<u4").reshape(-1, outputs // 8))
+        scales = read(tensors[".scales"]).view("<f2").reshape(-1, outputs)
+        with np.errstate(invalid="ignore", over="ignore"):
+            minima = -(scales.astype(np.float32) * zeros)
+            halves = minima.astype("<f2")
+        if not np.isfinite(halves).all():
+            raise ModelFormatError(
+                f"{made.file}: {quoted(tensors['.scales'].name)} has scales that are not finite, "
+                "or too large for a weight"
+            )
+        each = (self.group or inputs) // 32
+        out = np.empty((outputs, inputs // 32, 20), np.uint8)
+        for place, column in ((0, scales), (2, halves)):
+            numbers = np.ascontiguousarray(np.repeat(column, each, axis=0).T)
+            out[:, :, place : place + 2] = numbers.view(np.uint8).reshape(outputs, -1, 2)
+        step = max(1, (1 << 20) // (32 * outputs))
+        for start in range(0, inputs // 32, step):
+            codes = _nibbles(words[32 * start : 32 * (start + step)], np.uint8)
+            pairs = codes.reshape(-1, 2, 16, outputs)
+            both = pairs[:, 0] | pairs[:, 1] << 4
+            out[:, start : start + step, 4:] = both.transpose(2, 0, 1)
+        return out.reshape(-1)
 
     def _awq(
         self, tensors: Mapping[str, RawTensor], read: Read, out: npt.NDArray[np.uint16]
@@ -189,9 +237,9 @@ def e4m3_values() -> npt.NDArray[np.float32]:
     return signed
 
 
-def _nibbles(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+def _nibbles(words: npt.NDArray[np.uint32], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
     """Rows of words to rows of eight values a word, in the order of columns."""
-    found = np.empty((*words.shape, 8), np.float32)
+    found = np.empty((*words.shape, 8), dtype)
     for place, column in enumerate(_AWQ_ORDER):
         found[..., column] = words >> np.uint32(4 * place) & np.uint32(15)
     return found.reshape(words.shape[0], -1)

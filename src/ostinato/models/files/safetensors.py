@@ -1,6 +1,6 @@
 """Hugging Face folders as checkpoints: config.json, one or many *.safetensors, tokenizer.json.
 
-Quantised matrices (`quantised`) become bfloat16 ones, each when it is read.
+Quantised matrices (`quantised`) become ones of GGUF's types, each when it is read.
 
 The head is parsed here and not by the `safetensors` package, because that gives NumPy no bfloat16
 and reads a tensor as a whole.  The format, and the rule that tensors leave no hole:
@@ -85,8 +85,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
         if raw.made:
             assert self._quantisation is not None
-            made = self._quantisation.bfloat16(self._parts[raw.name], self._bytes)
-            return made.astype("<u2", copy=False).reshape(-1).view(np.uint8)
+            return self._quantisation.bytes_of(raw, self._parts[raw.name], self._bytes)
         return np.frombuffer(self._mapped[raw.file], np.uint8, raw.size, raw.offset)
 
     def _decode(
@@ -210,11 +209,8 @@ class _Found:
                 raise ModelFormatError(
                     f"{one.file}: {quoted(one.name)} stands beside a plain weight"
                 )
-            rows, columns = self.quantisation.shape(parts)
-            name = one.name.rpartition(".")[0] + ".weight"
-            self.parts[name] = parts
-            size = 2 * rows * columns
-            made[canonical] = RawTensor(name, "BF16", (rows, columns), one.file, 0, size, made=True)
+            made[canonical] = matrix = self.quantisation.made(parts)
+            self.parts[matrix.name] = parts
         return made
 
 
