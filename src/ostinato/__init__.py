@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ostinato.cache import CaptureLimits as CaptureLimits
     from ostinato.cache import ExplicitBuckets as ExplicitBuckets
     from ostinato.cache import GraphCache as GraphCache
-    from ostinato.cache import GraphStore as GraphStore
     from ostinato.cache import PowersOfTwo as PowersOfTwo
+    from ostinato.cache.store import GraphStore as GraphStore
     from ostinato.device import Device as Device
     from ostinato.device import open_device as open_device
     from ostinato.driver.api import CaptureMode as CaptureMode
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
     from ostinato.graph import Capture as Capture
     from ostinato.graph import Graph as Graph
     from ostinato.graph import GraphExec as GraphExec
-    from ostinato.graph import LoadedGraph as LoadedGraph
     from ostinato.graph import Node as Node
-    from ostinato.graph import Twin as Twin
     from ostinato.graph import capture as capture
     from ostinato.graph import capture_function as capture_function
-    from ostinato.graph import check_graph as check_graph
     from ostinato.graph import every_node as every_node
     from ostinato.graph import launch as launch
     from ostinato.graph import lift as lift
-    from ostinato.graph import load_graph as load_graph
     from ostinato.graph import prepare as prepare
     from ostinato.graph import record as record
+    from ostinato.graph.disk.check import check_graph as check_graph
+    from ostinato.graph.disk.load import LoadedGraph as LoadedGraph
+    from ostinato.graph.disk.load import load_graph as load_graph
+    from ostinato.graph.disk.survey import Twin as Twin
     from ostinato.memory import Buffer as Buffer
     from ostinato.memory import CapturePool as CapturePool
     from ostinato.memory import copy as copy
@@ -93,14 +93,14 @@ _HOMES = {
     "Graph": "graph",
     "GraphCache": "cache",
     "GraphExec": "graph",
-    "GraphStore": "cache",
+    "GraphStore": "cache.store",
     "GraphedStep": "replay",
     "HostKernel": "driver.host.kernel",
     "HostLaunch": "driver.host.kernel",
     "InstantiateFlags": "driver.api",
     "Kernel": "modules",
     "LaunchConfig": "driver.api",
-    "LoadedGraph": "graph",
+    "LoadedGraph": "graph.disk.load",
     "MemoryRange": "driver.api",
     "Node": "graph",
     "NodeKind": "driver.api",
@@ -113,10 +113,10 @@ _HOMES = {
     "Slot": "replay",
     "Source": "modules",
     "Stream": "driver.stream",
-    "Twin": "graph",
+    "Twin": "graph.disk.survey",
     "capture": "graph",
     "capture_function": "graph",
-    "check_graph": "graph",
+    "check_graph": "graph.disk.check",
     "collect_modules": "driver.cuda.collecting",
     "copy": "memory",
     "every_node": "graph",
@@ -124,7 +124,7 @@ _HOMES = {
     "host_kernel": "driver.host.kernel",
     "launch": "graph",
     "lift": "graph",
-    "load_graph": "graph",
+    "load_graph": "graph.disk.load",
     "new_lock": "driver.forking",
     "open_device": "device",
     "prepare": "graph",

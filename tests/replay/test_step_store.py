@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.cache import StoreStatistics
+from ostinato.cache.store import StoreStatistics
 from ostinato.device import Device
 from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import ContextPoisonedError, InputError, StateLostError, Status

@@ -11,7 +11,6 @@ from ostinato.cache.budget import Footprint, FootprintSource, parse_bytes
 from ostinato.cache.graph_cache import GraphCache
 from ostinato.cache.limits import CaptureLimits, Refusal, Refused
 from ostinato.cache.statistics import CacheStatistics, Evictions, KeyStatistics
-from ostinato.cache.store import GraphStore, StoreStatistics
 from ostinato.graph.manifest import Touch
 
 __all__ = [
@@ -23,13 +22,11 @@ __all__ = [
     "Footprint",
     "FootprintSource",
     "GraphCache",
-    "GraphStore",
     "KeyStatistics",
     "Multiples",
     "PowersOfTwo",
     "Refusal",
     "Refused",
-    "StoreStatistics",
     "Touch",
     "capacity_class",
     "parse_bytes",

@@ -29,12 +29,13 @@ from ostinato.errors import (
     OstinatoError,
     StateLostError,
 )
-from ostinato.graph import Graph, GraphExec, LoadedGraph, Twin
+from ostinato.graph import Graph, GraphExec
 from ostinato.graph.disk.container import open_file
 from ostinato.graph.disk.format import GraphManifest
-from ostinato.graph.disk.load import Loader, without_collection
+from ostinato.graph.disk.load import LoadedGraph, Loader, without_collection
 from ostinato.graph.disk.machine import machine_of
 from ostinato.graph.disk.save import save
+from ostinato.graph.disk.survey import Twin
 from ostinato.memory.ranges import Target
 
 if TYPE_CHECKING:

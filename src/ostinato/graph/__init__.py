@@ -1,9 +1,6 @@
 """Graphs: captured, recorded or built by hand; read, compared, drawn, instantiated and changed."""
 
 from ostinato.graph.capturing import Capture, capture, capture_function
-from ostinato.graph.disk.check import check_graph
-from ostinato.graph.disk.load import LoadedGraph, load_graph
-from ostinato.graph.disk.survey import Twin
 from ostinato.graph.executable import GraphExec, UpdateReport
 from ostinato.graph.graph import Conditional, Graph
 from ostinato.graph.launching import launch, prepare
@@ -22,7 +19,6 @@ __all__ = [
     "Graph",
     "GraphExec",
     "LeftWord",
-    "LoadedGraph",
     "Node",
     "Pointer",
     "RebindReport",
@@ -31,17 +27,14 @@ __all__ = [
     "Recording",
     "Submission",
     "Touch",
-    "Twin",
     "UpdateReport",
     "build_graph",
     "capture",
     "capture_function",
-    "check_graph",
     "every_node",
     "first_missing",
     "launch",
     "lift",
-    "load_graph",
     "operations",
     "prepare",
     "record",

@@ -23,10 +23,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ostinato import settings as _settings
-from ostinato.cache import GraphCache, GraphStore, parse_bytes
+from ostinato.cache import GraphCache, parse_bytes
 from ostinato.driver.api import CaptureMode, CaptureStatus
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.forking import new_lock
@@ -63,6 +63,9 @@ from ostinato.replay.statistics import Counts, StepStatistics
 from ostinato.replay.work import work_digest
 from ostinato.settings import ReplaySettings
 from ostinato.state import DeviceScalar
+
+if TYPE_CHECKING:
+    from ostinato.cache.store import GraphStore
 
 __all__ = ["GraphedStep", "StepStatistics"]
 
