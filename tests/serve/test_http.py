@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ pytest.importorskip("ostinato.serve.server")
 from ostinato import open_device
 from ostinato.errors import ModelError
 from ostinato.models import SamplingOptions, TextGenerator
+from ostinato.serve import app as app_module
+from ostinato.serve import engine as engine_module
+from ostinato.serve import server as server_module
 from ostinato.serve.app import HttpLimits
 from ostinato.serve.engine import End, Job
 from ostinato.serve.server import Server
@@ -219,6 +224,8 @@ def check(reply: Reply, status: int, words: str, param: str | None = None) -> No
         (b"[" * 9000, "no JSON"),
         (b'{"temperature": NaN}', "NaN is no JSON number"),
         (b'{"n": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b'{"max_tokens": 3, "max_tokens": 50}', "the field 'max_tokens' is there twice"),
+        (b'{"messages": [{"role": "user", "role": "system"}]}', "'role' is there twice"),
         (b"[]", "must be a JSON object"),
         (b"null", "must be a JSON object"),
         (b'"text"', "must be a JSON object"),
@@ -249,6 +256,7 @@ def message(**changes: object) -> dict[str, object]:
         (message(content="\ud800"), "messages", "a lone surrogate"),
         (message(tool_calls=[{}]), "messages", "tool_calls is not supported"),
         (message(colour="red"), "messages", "colour is no field of a message"),
+        (message(**{"\ud800": 1}), "messages", "\ud800 is no field of a message"),
         ({"temperature": -1}, "temperature", "must be 0"),
         ({"temperature": "hot"}, "temperature", "must be a number"),
         ({"temperature": True}, "temperature", "must be a number"),
@@ -269,12 +277,14 @@ def message(**changes: object) -> dict[str, object]:
         ({"stream": 1}, "stream", "must be true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"stream": True, "stream_options": 1}, "stream_options", "must be an object"),
+        ({"stream": True, "stream_options": {"include_usage": 0}}, "stream_options", "or false"),
         ({"logprobs": True}, "logprobs", "not supported"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
         ({"temprature": 0.5}, "temprature", "unknown field 'temprature'"),
+        ({"\ud800": 0.5}, "\ud800", r"unknown field '\\ud800'"),
     ],
 )
 def test_a_wrong_field_is_named(
@@ -345,6 +355,29 @@ def test_a_body_that_is_too_large(server: Server) -> None:
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode())
         raw.sendall(b"7530\r\n" + b"x" * 30_000 + b"\r\n")  # and more to come
         assert b"413" in raw.recv(100)
+
+
+def test_a_body_that_is_far_too_large_is_taken_to_its_end(server: Server) -> None:
+    """A client that sends all of it before it reads would know of a broken connection alone."""
+    large = b"x" * 20_000_000  # more than sockets hold
+    check(call(server, "POST", CHAT, large), 413, "20000 bytes")
+
+
+def test_a_text_that_is_far_too_long_is_not_made_into_tokens(
+    server: Server, generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer has one process, and others wait for it."""
+    monkeypatch.setattr(generator, "encode", lambda *_, **__: pytest.fail("it is"))
+    long, words = "x" * 8193, "longer than 8192 characters, too much for the context of 128 tokens"
+    completion = {"model": MODEL, "prompt": [long]}
+    check(call(server, "POST", COMPLETION, completion), 400, words, "prompt")
+    for messages in ([{"role": "user", "content": long}], MESSAGES * 129):
+        reply = call(server, "POST", CHAT, {**ASK, "messages": messages})
+        check(reply, 400, words, "messages")
+        assert reply.error["code"] == "context_length_exceeded"
+    monkeypatch.undo()
+    reply = call(server, "POST", COMPLETION, {"model": MODEL, "prompt": long[:-1]})
+    check(reply, 400, "tokens, more than the context of 128", "prompt")
 
 
 def test_a_request_that_is_cut_off_leaves_nothing(server: Server) -> None:
@@ -609,3 +642,118 @@ def test_nothing_is_computed_for_who_went_away(reference: TextGenerator, stream:
         metrics = call(server, "GET", "/metrics").body.decode()
         gone = 'ostinato_http_requests_total{path="/v1/chat/completions",status="%d"}'
         assert number(metrics, gone % (200 if stream else 499)) == 3
+
+
+# --------------------------------------------------------------- clients that get no further
+
+
+@pytest.fixture
+def impatient(
+    reference: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Server, tuple[str, int]]]:
+    """A server that does not wait long, and its address."""
+    for module, name in (
+        (server_module, "_KEEP_ALIVE_SECONDS"),
+        (server_module, "_LOOK_SECONDS"),
+        (app_module, "_BODY_SECONDS"),
+        (app_module, "_SEND_SECONDS"),
+    ):
+        monkeypatch.setattr(module, name, 0.1)
+    monkeypatch.setattr(engine_module, "_GATHER_SECONDS", 0.0)  # an event for each token
+    reference.decoder.set_stop_tokens(())
+    with running(reference) as started:
+        listener = started._listener
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        yield started, listener.getsockname()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nx: y"])
+def test_who_sends_no_whole_head_is_cut_off(
+    impatient: tuple[Server, tuple[str, int]], sent: bytes
+) -> None:
+    server, address = impatient
+    with socket.create_connection(address, SECONDS) as raw, suppress(ConnectionError):
+        raw.sendall(sent)
+        assert raw.recv(1 << 16) == b""
+    until(lambda: not server._uvicorn.server_state.connections)
+
+
+def test_who_sends_a_head_byte_by_byte_is_cut_off(
+    impatient: tuple[Server, tuple[str, int]],
+) -> None:
+    server, address = impatient
+    with socket.create_connection(address, SECONDS) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /hea")
+        assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+        def cut_off() -> bool:
+            try:
+                raw.sendall(b"l")
+            except ConnectionError:
+                return True
+            time.sleep(0.02)
+            return False
+
+        until(cut_off)
+    until(lambda: not server._uvicorn.server_state.connections)
+
+
+def test_who_sends_a_body_slowly_is_told(impatient: tuple[Server, tuple[str, int]]) -> None:
+    _, address = impatient
+    with socket.create_connection(address, SECONDS) as raw:
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n".encode())
+        raw.sendall(b"content-type: application/json\r\ncontent-length: 500\r\n\r\n{")
+        came = b""
+        while piece := raw.recv(1 << 16):
+            came += piece
+    assert came.startswith(b"HTTP/1.1 408") and b"did not arrive in time" in came
+
+
+def test_who_never_reads_is_cut_off(impatient: tuple[Server, tuple[str, int]]) -> None:
+    server, address = impatient
+    asked = {"model": MODEL, "prompt": [5], "max_tokens": 128, "n": 4, "stream": True}
+    data = json.dumps(asked).encode()
+    head = f"POST {COMPLETION} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
+    request = head.encode() + b"content-type: application/json\r\n\r\n" + data
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(address)
+        raw.sendall(3 * request)
+        until(lambda: server.engine._counts.submitted)
+        until(lambda: not server._uvicorn.server_state.connections)
+    until(lambda: server.engine._scheduler.under_way == 0)
+
+
+def test_a_second_ctrl_c_ends_it_at_once(reference: TextGenerator) -> None:
+    """Python waits for the connections of a server that is closed, from 3.12 on."""
+    reference.decoder.set_stop_tokens(())
+    decode = reference.decoder.run_batch
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return decode(*arguments, **{**options, "count": 1})
+
+    with running(reference) as server:
+        reference.decoder.run_batch = slow  # type: ignore[method-assign]
+        try:
+            asked = {**ASK, "max_tokens": 100, "stream": True}
+            raws = [begin(server, asked) for _ in range(12)]
+            until(lambda: server.engine._scheduler.under_way == 12)
+            server._uvicorn.handle_exit(signal.SIGINT, None)
+            server._uvicorn.handle_exit(signal.SIGINT, None)
+            for raw in raws:
+                with raw, suppress(ConnectionError):
+                    while raw.recv(1 << 16):
+                        pass
+            until(lambda: not server.engine._entries)
+        finally:
+            del reference.decoder.run_batch
+    assert server.engine._counts.ended[End.CANCELLED] >= 8, "it waits for the answers"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_before_it_listens_is_not_lost(number: signal.Signals) -> None:
+    came: list[int] = []
+    with server_module._process(lambda: came.append(1)):
+        signal.raise_signal(number)
+    assert came

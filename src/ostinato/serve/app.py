@@ -51,6 +51,9 @@ _BODY_SECONDS = 60.0
 _SEND_SECONDS = 60.0
 """For a client to take what is sent: one that does not is as good as gone."""
 _STATISTICS_SECONDS = 2.0
+_CHARACTERS_PER_TOKEN = 64
+"""What is longer does not fit the context and is not given to the one tokenizer, which would be at
+work on it for seconds while others wait.  Tokens of text have 3 to 5."""
 _REFUSALS = {
     Refused.FULL: (429, "the server is full: try again", "rate_limit_error", "queue_full"),
     Refused.STOPPING: (503, "the server is stopping", "server_error", "stopping"),
@@ -133,9 +136,9 @@ class Service:
     async def _body(self, request: Request) -> bytes:
         """Raises ApiError for one that is too large, or too slow."""
         limit = self.limits.body_bytes
-        too_large = ApiError(
-            413, f"the body is too large: {limit} bytes at most", headers={"connection": "close"}
-        )
+        # The connection stays, so that what is still sent of the body is read and dropped: most
+        # clients read no answer before they have sent all of it.
+        too_large = ApiError(413, f"the body is too large: {limit} bytes at most")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > limit:
             raise too_large
@@ -159,6 +162,14 @@ class Service:
         what = "messages" if wanted.kind == "chat" else "prompt"
         jobs: list[Job] = []
         for prompt in wanted.prompts:
+            if _size(prompt) > context * _CHARACTERS_PER_TOKEN:
+                raise ApiError(
+                    400,
+                    f"the {what} is longer than {context * _CHARACTERS_PER_TOKEN} characters, too "
+                    f"much for the context of {context} tokens",
+                    param=what,
+                    code="context_length_exceeded",
+                )
             try:
                 tokens = self._tokens(prompt)
             except (InputError, ModelError) as error:  # say, the template refuses the messages
@@ -223,11 +234,11 @@ class Service:
         return JSONResponse({"status": "ready"})
 
     async def show_metrics(self, request: Request) -> Response:
-        statistics = None
         with suppress(TimeoutError, OstinatoError):  # of an engine that is busy with its start
             async with asyncio.timeout(_STATISTICS_SECONDS):
                 statistics = await asyncio.wrap_future(self.engine.statistics())
-        text = await asyncio.to_thread(self.metrics.text, statistics)
+                self.metrics.layers_are(statistics)
+        text = await asyncio.to_thread(self.metrics.text)
         return Response(text, media_type=CONTENT_TYPE)
 
     # --- around each request
@@ -325,8 +336,17 @@ def make_app(service: Service, lifespan: Callable[[], Any] | None = None) -> Sta
     )
 
 
+def _size(prompt: Prompt) -> int:
+    """Characters; a message counts as a token's at the least."""
+    if isinstance(prompt, Chat):
+        return sum(max(len(one["content"]), _CHARACTERS_PER_TOKEN) for one in prompt.messages)
+    return len(prompt) if isinstance(prompt, str) else 0
+
+
 def _error_response(error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status, headers=error.headers)
+    # In ASCII: a name that a client sent may hold half a character, which UTF-8 does not have.
+    body = json.dumps(error.body())
+    return Response(body, error.status, error.headers, "application/json")
 
 
 def _no_model(name: str) -> ApiError:

@@ -64,10 +64,12 @@ class Metrics:
                 self._token.observe((timing.over - timing.first) / (timing.tokens - 1))
         self._over.observe(timing.over)
 
-    def text(self, statistics: EngineStatistics | None) -> bytes:
-        """All of it, in Prometheus' text format; the layers' latest numbers if there are none."""
-        if statistics is not None:
-            self._statistics = statistics
+    def layers_are(self, statistics: EngineStatistics) -> None:
+        """The layers' latest numbers, for the `text` from now on."""
+        self._statistics = statistics
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def layers(self) -> Iterator[Metric]:

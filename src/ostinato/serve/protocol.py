@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -135,13 +136,21 @@ class Wanted:
 
 
 def parse_json(body: bytes) -> object:
-    """The body of a request.  Raises ApiError for what is no JSON."""
+    """The body of a request.  Raises ApiError for what is no JSON, and for an object that has a
+    field twice: which of the two is meant is not known."""
 
     def no_number(text: str) -> object:
         raise ValueError(f"{text} is no JSON number")
 
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"the field {name[:80]!r} is there twice")
+        return found
+
     try:
-        return json.loads(body.decode(), parse_constant=no_number)
+        return json.loads(body.decode(), parse_constant=no_number, object_pairs_hook=once)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is no UTF-8: byte {error.start}") from None
     except (ValueError, RecursionError) as error:
@@ -290,9 +299,12 @@ def _stops(value: object) -> tuple[str, ...]:
 
 
 def _stream_options(value: object) -> bool:
-    if not isinstance(value, dict) or set(value) - {"include_usage", "include_obfuscation"}:
+    known = {"include_usage", "include_obfuscation"}
+    if not isinstance(value, dict) or set(value) - known:
         raise ValueError('must be an object with "include_usage"')
-    return _flag(value.get("include_usage") or False)
+    if not all(one is None or isinstance(one, bool) for one in value.values()):
+        raise ValueError('must be an object with "include_usage", true or false')
+    return bool(value.get("include_usage"))
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:

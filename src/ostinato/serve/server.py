@@ -12,10 +12,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -34,6 +36,9 @@ _SWITCH_SECONDS = 5e-4
 """How long a thread may keep the interpreter while another one wants it: less than a step takes.
 Python's own 5 ms are three steps of a small model."""
 _KEEP_ALIVE_SECONDS = 75
+"""For a connection without a request, for the head of one, and for the last bytes to be taken."""
+_LOOK_SECONDS = 1.0
+"""How often connections are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ class Server:
         """
         self._ready = ready
         try:
-            with _process(), self._listener:
+            with _process(self.stop), self._listener:
                 self._uvicorn.run(sockets=[self._listener])
         finally:
             # Whatever ended the loop: its owner is to close the decoder, so no step may be left.
@@ -166,18 +171,51 @@ class Server:
 
     async def _watch(self) -> None:
         """An engine that failed ends the process: whoever supervises it starts another."""
-        said = False
-        while self.engine.failure is None:
-            if self.engine.ready and not said:
+        said, idle, looked = False, _Idle(), 0.0
+        while True:
+            if self.engine.failure is not None:
+                self.stop()
+            elif self.engine.ready and not said:
                 said = True
                 self._ready()
+            now, connections = time.monotonic(), self._uvicorn.server_state.connections
+            if self._uvicorn.force_exit:
+                # What waits for them to close would wait, too (Python 3.12 and later).
+                for connection in [*connections]:
+                    connection.transport.abort()
+            elif now - looked >= _LOOK_SECONDS:
+                looked = now
+                idle.look([*connections], now)
             await asyncio.sleep(0.05)
-        self.stop()
 
     def _post(self, call: Callable[[], None]) -> None:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(call)
+
+
+class _Idle:
+    """Cuts connections that get no further, which uvicorn has no limit for: the head of a request
+    does not arrive, or a closed one cannot end since the client does not take what was sent.
+
+    A request that is under way has limits of its own (`app`).
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[Any, tuple[object, float]] = {}
+
+    def look(self, connections: Iterable[Any], now: float) -> None:
+        """To be called about every second with the open connections, uvicorn's objects."""
+        before, self._since = self._since, {}
+        for connection in connections:
+            cycle, transport = connection.cycle, connection.transport  # its latest request
+            closing = transport.is_closing()
+            if closing or cycle is None or cycle.response_complete:
+                state = (closing, cycle)
+                last, since = before.get(connection, (state, now))
+                self._since[connection] = state, (since if last == state else now)
+                if now - self._since[connection][1] > _KEEP_ALIVE_SECONDS:
+                    transport.abort()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -191,17 +229,18 @@ class _Uvicorn(uvicorn.Server):
 
 
 @contextmanager
-def _process() -> Iterator[None]:
+def _process(stop: Callable[[], object]) -> Iterator[None]:
     """Settings of the process while the block serves.
 
     uvicorn raises the signals that it got once more when it is done, for whoever had them before:
-    a graceful end is no failure, so here nobody has.
+    a graceful end is no failure, so they do no more than `stop`, as those do that come before
+    uvicorn listens to them.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
-    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    handlers = {number: signal.signal(number, lambda *_: stop()) for number in numbers}
     try:
         yield
     finally:
