@@ -60,6 +60,11 @@ def test_theta_may_stand_in_rope_parameters() -> None:
     assert LlamaConfig.from_hf(config).rope_theta == 5e5
 
 
+@pytest.mark.parametrize("theta", [1, 1e12])
+def test_theta_at_its_limits(theta: float) -> None:
+    assert LlamaConfig.from_hf(hf_config(rope_theta=theta)).rope_theta == theta
+
+
 def test_several_ends_of_sequence() -> None:
     assert LlamaConfig.from_hf(hf_config(eos_token_id=[2, 5, 7])).eos_token_ids == (2, 5, 7)
 
@@ -78,6 +83,9 @@ def test_another_architecture_is_named(name: object) -> None:
         {"quantization_config": {"bits": 4}},
         {"hidden_act": "gelu"},
         {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
         {"partial_rotary_factor": 0.5},
     ],
 )
@@ -106,6 +114,8 @@ def test_features_that_would_give_wrong_answers_are_refused(change: dict[str, ob
         {"rms_norm_eps": 0},
         {"rope_theta": float("inf")},
         {"rope_theta": 10**400},
+        {"rope_theta": 1.1e12},
+        {"rope_theta": 0.9},
         {"rope_scaling": []},
         {"rope_scaling": {**LLAMA3, "factor": 0.5}},
         {"rope_scaling": {**LLAMA3, "factor": float("nan")}},

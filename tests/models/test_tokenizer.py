@@ -136,6 +136,16 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+# One after the other, as llama.cpp has them (src/llama-vocab.cpp).
+SPLITS = {
+    "gpt-2": (GPT2,),
+    "smollm": (r"\p{N}", GPT2),
+    "llama-bpe": (QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),),
+    "qwen2": (QWEN2,),
+    "tekken": (TEKKEN,),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+}
 WORDS = [
     *TEXTS,
     "12 121 the 'S don'T theIn aabTHE ab/ab//\n\n the\r\n  in  \t",
@@ -144,21 +154,29 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "tekken"])
+@pytest.mark.parametrize("kind", SPLITS)
 def test_byte_level_of_a_family_agrees_with_its_tokenizer_json(tmp_path: Path, kind: str) -> None:
     """As these models' own tokenizer.json has it, with a small vocabulary."""
     write_tokenizer(tmp_path)
     made = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
-    split = {"Regex": QWEN2 if kind == "qwen2" else TEKKEN}
+    begins = kind in ("llama-bpe", "tekken")
     made["normalizer"] = {"type": "NFC"} if kind == "qwen2" else None
-    made["model"]["ignore_merges"] = kind == "tekken"
+    made["model"]["ignore_merges"] = begins
     byte_level = {
         "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False,
     }  # fmt: skip
     made["pre_tokenizer"] = {
         "type": "Sequence",
         "pretokenizers": [
-            {"type": "Split", "pattern": split, "behavior": "Isolated", "invert": False},
+            *(
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": one},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+                for one in SPLITS[kind]
+            ),
             byte_level,
         ],
     }
@@ -167,7 +185,7 @@ def test_byte_level_of_a_family_agrees_with_its_tokenizer_json(tmp_path: Path, k
     ours = from_gguf(pre=kind, add_bos_token=False)
     for text in WORDS:
         assert ours.encode(text) == own.encode(text), text
-    assert from_gguf(pre=kind).encode("a") == ([1] if kind == "tekken" else []) + own.encode("a")
+    assert from_gguf(pre=kind).encode("a") == ([1] if begins else []) + own.encode("a")
 
 
 @pytest.mark.parametrize("version", ["v0.1", "v0.3"])
