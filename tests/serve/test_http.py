@@ -28,6 +28,7 @@ from ostinato.serve import engine as engine_module
 from ostinato.serve import server as server_module
 from ostinato.serve.app import HttpLimits
 from ostinato.serve.engine import End, Job
+from ostinato.serve.protocol import read_request
 from ostinato.serve.server import Server
 from tests.serve.serving import (
     MODEL,
@@ -304,6 +305,7 @@ def test_a_wrong_field_is_named(
         ([-1], "ids 0 to 279 only"),
         ([10**30], "ids 0 to 279 only"),
         ([5] * 129, "129 tokens, more than the context of 128"),
+        ([""] * 4097, "4096 prompts at most"),
         ({}, "must be text"),
     ],
 )
@@ -361,6 +363,32 @@ def test_a_body_that_is_far_too_large_is_taken_to_its_end(server: Server) -> Non
     """A client that sends all of it before it reads would know of a broken connection alone."""
     large = b"x" * 20_000_000  # more than sockets hold
     check(call(server, "POST", CHAT, large), 413, "20000 bytes")
+
+
+def test_others_are_answered_while_a_large_body_is_read(
+    reference: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, read = threading.Event(), []
+
+    def held(given: object, kind: Any) -> Any:
+        read.append(kind)
+        assert hold.wait(SECONDS)
+        return read_request(given, kind)
+
+    replies: list[Reply] = []
+    large = {**ASK, "metadata": {"a": "x" * (1 << 16)}}
+    with running(reference) as server:
+        monkeypatch.setattr(app_module, "read_request", held)
+        thread = threading.Thread(target=lambda: replies.append(call(server, "POST", CHAT, large)))
+        thread.start()
+        try:
+            until(lambda: read)
+            assert call(server, "GET", "/health").status == 200
+            assert not replies
+        finally:
+            hold.set()
+            thread.join(SECONDS)
+    assert [reply.status for reply in replies] == [200]
 
 
 def test_a_text_that_is_far_too_long_is_not_made_into_tokens(

@@ -30,6 +30,7 @@ class StopMatcher:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
+        self._longest = max(map(len, stops), default=0)
         self._held = ""
 
     def __repr__(self) -> str:
@@ -39,13 +40,24 @@ class StopMatcher:
         """(the text that is certain now, whether a stop string ended it)."""
         if not self._stops:
             return piece, False
-        text, self._held = self._held + piece, ""
+        before, text = len(self._held), self._held + piece
+        self._held = ""
         # The first that is complete, and of those that end there the longest: as if the characters
         # came one by one.  So a token of many characters ends where several of fewer would.
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        # What was held back has none that is complete: one ends in the new piece.
+        found = [
+            (at + len(stop), at)
+            for stop in self._stops
+            if (at := text.find(stop, max(0, before + 1 - len(stop)))) >= 0
+        ]
         if found:
             return text[: min(found)[1]], True
-        kept = len(text) - max(self._beginning(stop, text) for stop in self._stops)
+        # From the front: what is passed over is passed on, so that all pieces together take time
+        # by their length alone, whatever the stop strings are.
+        kept = next(
+            at for at in range(max(0, len(text) + 1 - self._longest), len(text) + 1)
+            if self._begins_one(text[at:])
+        )  # fmt: skip
         self._held = text[kept:]
         return text[:kept], False
 
@@ -54,8 +66,6 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _beginning(stop: str, text: str) -> int:
-        """How many characters at the end of the text are the beginning of a stop string."""
-        longest = min(len(stop) - 1, len(text))
-        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+    def _begins_one(self, end: str) -> bool:
+        """Whether a stop string begins so; all of them begin with nothing."""
+        return any(stop.startswith(end) for stop in self._stops)

@@ -48,6 +48,8 @@ __all__ = ["HttpLimits", "Service", "make_app"]
 
 _BODY_SECONDS = 60.0
 """For a body to arrive."""
+_SMALL_BODY = 1 << 16
+"""Bytes that are read in a millisecond; larger ones not on the thread of all streams."""
 _SEND_SECONDS = 60.0
 """For a client to take what is sent: one that does not is as good as gone."""
 _STATISTICS_SECONDS = 2.0
@@ -104,7 +106,11 @@ class Service:
         if given != "application/json":
             # A web page may send other types to any address without asking it first.
             raise ApiError(415, "the content type must be application/json")
-        wanted = read_request(parse_json(await self._body(request)), kind)
+        body = await self._body(request)
+        if len(body) <= _SMALL_BODY:
+            wanted = read_request(parse_json(body), kind)
+        else:
+            wanted = await asyncio.to_thread(lambda: read_request(parse_json(body), kind))
         if wanted.model != self.model:
             raise _no_model(wanted.model)
         if len(wanted.prompts) * wanted.n > self.limits.choices:

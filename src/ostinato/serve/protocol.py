@@ -40,6 +40,8 @@ _COMPLETION_TOKENS = 16
 _MOST_STOPS = 16
 _LONGEST_STOP = 1024
 _MOST_SEED = 1 << 64
+_MOST_PROMPTS = 1 << 12
+"""Whatever a server allows: millions take seconds to be looked at."""
 
 # Fields with values that ask for nothing; any other value is refused.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -315,6 +317,8 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
         raise ValueError("must be text, token ids, or a list of these")
     if isinstance(value[0], int):
         return (_tokens(value),)
+    if len(value) > _MOST_PROMPTS:
+        raise ValueError(f"must be {_MOST_PROMPTS} prompts at most")
     return tuple(_text(one) if isinstance(one, str) else _tokens(one) for one in value)
 
 
