@@ -13,7 +13,7 @@ import pytest
 
 from ostinato import Device
 from ostinato.errors import ContextPoisonedError, ModelError
-from ostinato.models import TextGenerator
+from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve import engine as engine_module
 from ostinato.serve.engine import End, Engine, Job, Refused, Timing, Update
 from tests.serve.serving import SECONDS, Answer, alone, job, open_generator, submit, until
@@ -144,6 +144,99 @@ def test_who_goes_away_costs_others_nothing(generator: TextGenerator) -> None:
         again = [submit(engine, one)[1] for one in jobs[:12]]
         for answer, one in zip(again, wanted, strict=False):
             check(answer, one)
+
+
+class Failing:
+    """A run of a batch that fails after some steps, now and then."""
+
+    def __init__(self, run: Any, rng: random.Random) -> None:
+        self.run, self.rng, self.finish = run, rng, run.finish
+
+    def __enter__(self) -> Failing:
+        self.run.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.run.__exit__(*exception)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.run:
+            if self.rng.random() < 0.01:
+                raise ModelError("planted")
+            yield item
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_answer_holds_what_another_prompt_left_behind(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Prompts that begin alike or go on where an answer ended, up to the context's end, while
+    others are cancelled at any time, and steps fail before, amid and after their work."""
+    rng, decoder = random.Random(seed), generator.decoder
+    vocabulary, context = decoder.config.vocabulary, decoder.plan.sizes.context
+
+    def tokens(most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(vocabulary) for _ in range(rng.randint(0, most)))
+
+    stems = [tokens(110) for _ in range(4)]
+    jobs: list[Job] = []
+    wanted: list[tuple[str, int, End]] = []
+    said: list[tuple[int, ...]] = []
+    for _ in range(70):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randint(0, len(stem))] + tokens(9)
+        if said and rng.random() < 0.3:
+            prompt = rng.choice(said) + tokens(3)  # a conversation goes on
+        prompt = (prompt or (5,))[:context]
+        sampling = SamplingOptions(rng.choice([0.0, 1.0, 3.0]), seed=rng.getrandbits(40))
+        stop = rng.choice([(), ("th", "e")])
+        one = Job(prompt, min(rng.randint(1, 30), context + 1 - len(prompt)), sampling, stop)
+        answer = generator.generate(prompt, max_tokens=one.max_tokens, sampling=sampling, stop=stop)
+        text, end = "".join(answer), End.STOP if answer.finish_reason == "stop" else End.LENGTH
+        jobs.append(one)
+        wanted.append((text, len(answer.token_ids), end))
+        said.append(prompt + answer.token_ids)
+
+    def planted(name: str) -> None:
+        original = getattr(decoder, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if not engine.ready:
+                return original(*arguments, **options)
+            if rng.random() < 0.01:
+                raise ModelError("planted")
+            result = original(*arguments, **options)
+            if name == "run_batch":
+                return Failing(result, rng)
+            if rng.random() < 0.01:
+                raise ModelError("planted")
+            return result
+
+        monkeypatch.setattr(decoder, name, call)
+
+    engine = Engine(generator, queue=len(jobs), piece=(3, 7, 256)[seed])
+    for name in ("prefill", "extend", "copy_prefix", "keep_common", "run_batch"):
+        planted(name)
+    chance = random.Random(seed)
+    begun = [submit(engine, one) for one in jobs]
+    engine.cancel([number for number, _ in begun[::9]])
+    with engine:
+        until(lambda: engine.ready)
+        for number, answer in begun:
+            if chance.random() < 0.3:
+                if chance.random() < 0.5:
+                    until(lambda answer=answer: answer.updates)
+                engine.cancel([number])
+        for (_, answer), (text, count, end) in zip(begun, wanted, strict=True):
+            update = answer.wait()
+            if update.end in (End.STOP, End.LENGTH):
+                assert (update.text, update.tokens, update.end) == (text, count, end)
+            else:
+                assert text.startswith(update.text)
+        numbers = engine.statistics().result(SECONDS)
+    assert numbers.submitted == sum(numbers.ended.values()) == len(jobs)
+    assert numbers.cached_tokens and numbers.ended["failed"] and numbers.ended["cancelled"]
+    assert numbers.ended["stop"] + numbers.ended["length"] > 5
 
 
 def test_a_full_engine_refuses_all_of_what_does_not_fit(generator: TextGenerator) -> None:
