@@ -213,6 +213,44 @@ def test_a_folder_of_safetensors(hub: FakeHub, tmp_path: Path) -> None:
     open_checkpoint(path).close()
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_weights_that_are_there_twice_are_fetched_once(
+    hub: FakeHub, tmp_path: Path, shards: int
+) -> None:
+    """As of Mistral's: the same weights in the maker's own form, or in another folder."""
+    made = files_of(write_folder(tmp_path / "made", config=FAMILIES["mistral"], shards=shards))
+    more = ("consolidated.safetensors", "original/model.safetensors", "onnx/a.safetensors")
+    hub.repos["org/twice"] = {**made, **dict.fromkeys(more, b"x")}
+    path = store.resolve("org/twice")
+    assert {file.name for file in path.iterdir()} == {*made}
+    assert store.resolve("org/twice", download=False) == path
+    open_checkpoint(path).close()
+
+
+def test_one_gguf_file_beside_a_config_is_found_again(hub: FakeHub, gguf: bytes) -> None:
+    hub.repos["org/both"] = {"m.gguf": gguf, "config.json": b"{}", "README.md": b"x"}
+    path = store.resolve("org/both")
+    assert store.resolve("org/both", download=False) == path
+
+
+def test_a_small_file_that_was_left_off_is_missed(hub: FakeHub, tmp_path: Path) -> None:
+    """Without the template, or the tokens that end an answer, the model would answer otherwise."""
+    made = files_of(write_folder(tmp_path / "made", config=FAMILIES["mistral"]))
+    hub.repos["org/left"] = {**made, "chat_template.jinja": b"x"}
+    path = store.resolve("org/left")
+    (path / "chat_template.jinja").unlink()
+    with pytest.raises(DownloadError):
+        store.resolve("org/left", download=False)
+    assert store.resolve("org/left") == path and (path / "chat_template.jinja").exists()
+
+
+def test_a_lone_file_of_another_name_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
+    made = files_of(write_folder(tmp_path / "made", config=FAMILIES["mistral"]))
+    made["weights.safetensors"] = made.pop("model.safetensors")
+    hub.repos["org/other"] = made
+    open_checkpoint(store.resolve("org/other")).close()
+
+
 def test_what_the_hub_refuses_is_said(hub: FakeHub) -> None:
     with pytest.raises(DownloadError, match="'org/gone' cannot be fetched from the hub: Repo"):
         store.resolve("org/gone")

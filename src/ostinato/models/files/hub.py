@@ -28,15 +28,17 @@ T = TypeVar("T")
 _NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?::(?P<choice>[\w][\w./-]*))?")
 _FILE = re.compile(r"(?:[\w][\w.-]*/){0,8}[\w][\w.-]*")
 _PART = re.compile(r"-0*[0-9]+-of-0*(?P<count>[0-9]+)\.gguf", re.IGNORECASE)
-_FOLDER = (
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_OTHERS = (
+    _INDEX,
     "config.json",
     "generation_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+"""Of a folder of safetensors, besides the shards."""
 _SHOWN = 20  # names of files in a message
 
 
@@ -79,7 +81,7 @@ def from_hub(name: HubName, *, download: bool) -> Path:
     if not download:
         # As much of the repository as there is.  Newer versions of the hub's package raise where
         # files of these patterns are missing.
-        patterns = ["-"] if name.choice else list(_FOLDER)
+        patterns = ["-"] if name.choice else [*_OTHERS]
         folder = Path(
             _asked(
                 name,
@@ -102,9 +104,24 @@ def from_hub(name: HubName, *, download: bool) -> Path:
     chosen = _choose(name, files)
     if chosen:
         return Path(_asked(name, lambda: hub.hf_hub_download(name.repo, chosen)))
-    return Path(
-        _asked(name, lambda: hub.snapshot_download(name.repo, allow_patterns=list(_FOLDER)))
-    )
+    files = _listed(files)
+    here = {file for file in files if file in _OTHERS}
+    if _INDEX in here:
+        index = Path(_asked(name, lambda: hub.hf_hub_download(name.repo, _INDEX)))
+        here |= _shards(index) & {*files}
+    elif _SINGLE in files:
+        here.add(_SINGLE)
+    else:
+        here |= {file for file in files if "/" not in file and file.endswith(".safetensors")}
+    # Names and no patterns: "*.safetensors" would fetch those of other folders, too.
+    names = sorted(here)
+    return Path(_asked(name, lambda: hub.snapshot_download(name.repo, allow_patterns=names)))
+
+
+def _shards(index: Path) -> set[str]:
+    """The files that an index names."""
+    shards = read_json(index).get("weight_map") if index.is_file() else {}
+    return {str(shard) for shard in shards.values()} if isinstance(shards, dict) else set()
 
 
 def _asked(name: HubName, ask: Callable[[], T]) -> T:
@@ -120,9 +137,14 @@ def _asked(name: HubName, ask: Callable[[], T]) -> T:
         ) from error
 
 
+def _listed(files: Sequence[Any]) -> list[str]:
+    """Those of the hub's names of files that are sound."""
+    return sorted(file for file in files if isinstance(file, str) and _FILE.fullmatch(file))
+
+
 def _choose(name: HubName, files: Sequence[Any]) -> str:
     """Which GGUF file is meant; empty for the folder of safetensors.  Raises ModelError."""
-    listed = sorted(file for file in files if isinstance(file, str) and _FILE.fullmatch(file))
+    listed = _listed(files)
     if name.choice.lower().endswith(".gguf"):
         if name.choice not in listed:
             raise _none(name, f"has no file {name.choice}", listed)
@@ -164,10 +186,9 @@ def _none(name: HubName, what: str, files: Sequence[str]) -> ModelError:
 
 def _require_whole(name: HubName, folder: Path) -> None:
     """Raises DownloadError if a download was left off: shards that the index names are missing."""
-    index = folder / "model.safetensors.index.json"
-    shards = read_json(index).get("weight_map") if index.is_file() else {}
-    wanted = {str(shard) for shard in shards.values()} if isinstance(shards, dict) else set()
-    missing = [one for one in sorted(wanted) if not (folder / Path(one).name).is_file()]
+    missing = [
+        one for one in sorted(_shards(folder / _INDEX)) if not (folder / Path(one).name).is_file()
+    ]
     missing += [one for one in ("tokenizer.json",) if not (folder / one).is_file()]
     if missing:
         raise DownloadError(f"{name}: of the hub's files {missing[0]} is not here yet")
