@@ -594,6 +594,37 @@ def test_a_deadline(reference: TextGenerator) -> None:
             assert reply.error["type"] == "timeout_error"
 
 
+def test_a_deadline_in_the_middle_of_a_stream(reference: TextGenerator) -> None:
+    reference.decoder.set_stop_tokens(())
+    decode = reference.decoder.run_batch
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        if server.engine.ready:
+            assert late.wait(SECONDS)  # the first token is there before
+            for request in server.engine._scheduler._requests.values():
+                request.deadline = 0.0
+        return decode(*arguments, **{**options, "count": 1})
+
+    late = threading.Event()
+    with running(reference) as server:
+        reference.decoder.run_batch = slow  # type: ignore[method-assign]
+        try:
+            with begin(server, {**ASK, "max_tokens": 100, "stream": True}) as raw:
+                came = b""
+                while piece := raw.recv(1 << 16):
+                    came += piece
+                    if b"data: " in came:
+                        late.set()
+                    if came.endswith(b"\r\n0\r\n\r\n"):
+                        break
+        finally:
+            del reference.decoder.run_batch
+        assert server.engine._counts.ended[End.DEADLINE] == 1
+    events = re.findall(rb"data: (.*)\n\n", came)
+    assert json.loads(events[0])["choices"] and b"[DONE]" not in came
+    assert json.loads(events[-1])["error"]["code"] == "deadline"
+
+
 def test_an_answer_that_fails_in_its_middle_says_so_in_the_stream(
     reference: TextGenerator,
 ) -> None:
