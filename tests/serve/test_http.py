@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import signal
@@ -766,6 +767,23 @@ def test_who_sends_a_body_slowly_is_told(impatient: tuple[Server, tuple[str, int
         while piece := raw.recv(1 << 16):
             came += piece
     assert came.startswith(b"HTTP/1.1 408") and b"did not arrive in time" in came
+
+
+def test_a_lack_of_file_descriptors_is_said_once(
+    reference: TextGenerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of connections that cannot be accepted asyncio speaks two thousand times a second."""
+    lack = {"message": "out of system resource", "exception": OSError(errno.EMFILE, "Too many")}
+    other = {"message": "something else", "exception": ValueError("odd")}
+    with running(reference) as server:
+        loop, done = server._loop, threading.Event()
+        assert loop is not None
+        for context in [lack] * 9 + [other]:
+            loop.call_soon_threadsafe(loop.call_exception_handler, context)
+        loop.call_soon_threadsafe(done.set)
+        assert done.wait(SECONDS)
+    assert caplog.text.count("no connection can be accepted now: Too many") == 1
+    assert "out of system resource" not in caplog.text and "something else" in caplog.text
 
 
 def test_who_never_reads_is_cut_off(impatient: tuple[Server, tuple[str, int]]) -> None:

@@ -8,6 +8,9 @@ second Ctrl-C, the rest is cut off.
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import math
 import signal
 import socket
 import sys
@@ -29,6 +32,8 @@ from ostinato.serve.metrics import Metrics
 
 __all__ = ["LOCAL", "ServeOptions", "Server"]
 
+_log = logging.getLogger(__name__)
+
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 """What this machine calls itself."""
 
@@ -37,6 +42,7 @@ _SWITCH_SECONDS = 5e-4
 Python's own 5 ms are three steps of a small model."""
 _KEEP_ALIVE_SECONDS = 75
 """For a connection without a request, for the head of one, and for the last bytes to be taken."""
+_SAY_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
 """How often connections are looked at."""
 
@@ -159,6 +165,7 @@ class Server:
     @asynccontextmanager
     async def _life(self) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_Failures())
         self.engine.start()
         watcher = asyncio.create_task(self._watch())
         try:
@@ -216,6 +223,25 @@ class _Idle:
                 self._since[connection] = state, (since if last == state else now)
                 if now - self._since[connection][1] > _KEEP_ALIVE_SECONDS:
                     transport.abort()
+
+
+class _Failures:
+    """What asyncio says of callbacks that failed.
+
+    Where all file descriptors are in use, it fails to accept two thousand connections a second,
+    each with a traceback of its own; that is one line here.
+    """
+
+    def __init__(self) -> None:
+        self._said = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error, now = context.get("exception"), time.monotonic()
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif now - self._said >= _SAY_SECONDS:
+            self._said = now
+            _log.error("no connection can be accepted now: %s", error.strerror)
 
 
 class _Uvicorn(uvicorn.Server):
