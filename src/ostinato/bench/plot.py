@@ -80,14 +80,29 @@ def decode_svg(subject: str, machine: str, rows: Sequence[Row]) -> str:
     """A comparison as one picture: bars at the first point; lines over contexts, and over batches,
     where several were measured."""
     sheet, name = Drawing(_LEFT + _RIGHT, _LEFT), f"decoding {subject} on {machine}"
+    if not rows:
+        _heading(sheet, name, "nothing was measured")
+        return sheet.svg(name, _STYLE)
     colours = {"floor": _GREY}
     for palette, ours in ((_OURS, True), (_THEIRS, False)):
         ways = dict.fromkeys(row.way for row in rows if row.ours is ours)
         colours |= zip(ways, cycle(palette), strict=False)
-    if not rows:
-        _heading(sheet, name, "nothing was measured")
-        return sheet.svg(name, _STYLE)
-    _comparison(sheet, name, rows, colours)
+    first = min(rows, key=lambda row: (row.batch, row.context))
+    floor = first.batch * 1e6 / first.floor_us
+    _heading(
+        sheet,
+        name,
+        f"tokens a second, batch {first.batch}, positions {first.first_position} to "
+        f"{first.first_position + first.tokens}; dashed: the floor set by reading weights and "
+        f"cache, {floor:,.0f}",
+    )
+    compared = [r for r in rows if (r.batch, r.context) == (first.batch, first.context)]
+    most = max(floor, *(row.tokens_per_second for row in compared))
+    for row in compared:
+        more = "" if row.ours or row.ours_is is None else f"ours {row.ours_is:.2f} x"
+        texts = f"{row.tokens_per_second:,.0f}", f"{row.of_floor:.1%}", "", more
+        _bar(sheet, row.way, colours[row.way], row.tokens_per_second / most, floor / most, texts)
+    sheet.height += 36
     for axis, other, what in (
         ("context", "batch", "over positions in the cache"),
         ("batch", "context", "of all sequences together"),
@@ -99,25 +114,6 @@ def decode_svg(subject: str, machine: str, rows: Sequence[Row]) -> str:
             _chart(sheet, axis, chosen, colours)
     sheet.height += 16
     return sheet.svg(name, _STYLE)
-
-
-def _comparison(sheet: Drawing, name: str, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
-    least = min(rows, key=lambda row: (row.batch, row.context))
-    rows = [row for row in rows if (row.batch, row.context) == (least.batch, least.context)]
-    floor = least.batch * 1e6 / least.floor_us
-    positions = f"{least.first_position} to {least.first_position + least.tokens}"
-    _heading(
-        sheet,
-        name,
-        f"tokens a second, batch {least.batch}, positions {positions}; dashed: the floor set by "
-        f"reading weights and cache, {floor:,.0f}",
-    )
-    most = max(floor, *(row.tokens_per_second for row in rows))
-    for row in rows:
-        more = "" if row.ours or row.ours_is is None else f"ours {row.ours_is:.2f} x"
-        texts = f"{row.tokens_per_second:,.0f}", f"{row.of_floor:.1%}", "", more
-        _bar(sheet, row.way, colours[row.way], row.tokens_per_second / most, floor / most, texts)
-    sheet.height += 36
 
 
 def _chart(sheet: Drawing, axis: str, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
@@ -187,7 +183,9 @@ def profile_svg(subject: str, machine: str, profile: Profile) -> str:
     for row in profile.rows:
         texts, floor = [_duration(row.total_us), f"{_duration(row.us)} each"], None
         if row.nbytes:
-            texts += [_speed(row.terabytes_per_second), f"{row.of_floor:.0%}"]
+            speed = row.terabytes_per_second
+            texts += [f"{speed:.2f} TB/s" if speed >= 0.1 else f"{speed * 1e3:.1f} GB/s"]
+            texts += [f"{row.of_floor:.0%}"]
             floor = row.floor_us * row.launches / most
         name_and_times = f"{row.name} × {row.launches}"
         _bar(sheet, name_and_times, colours[row.name], row.total_us / most, floor, texts)
@@ -206,7 +204,3 @@ def _duration(us: float) -> str:
     if us >= 1e3:
         return f"{us / 1e3:.2f} ms"
     return f"{us:.1f} us" if us >= 10 else f"{us:.2f} us"
-
-
-def _speed(terabytes: float) -> str:
-    return f"{terabytes:.2f} TB/s" if terabytes >= 0.1 else f"{terabytes * 1e3:.1f} GB/s"

@@ -84,11 +84,9 @@ def _row_of(boxes: int, links: _Links) -> list[int]:
         layers[b] = max(layers[b], layers[a] + 1)
     for i in {a for a, _ in links} - {b for _, b in links}:
         layers[i] = min(layers[b] for a, b in links if a == i) - 1
-    rows: dict[tuple[int, int], list[int]] = {}
-    for i, layer in enumerate(layers):
-        rows.setdefault((layer, layers[:i].count(layer) // _WIDEST), []).append(i)
-    row_of = {i: r for r, at in enumerate(sorted(rows)) for i in rows[at]}
-    return [row_of[i] for i in range(boxes)]
+    rows = [(layer, layers[:i].count(layer) // _WIDEST) for i, layer in enumerate(layers)]
+    number = {row: r for r, row in enumerate(sorted(set(rows)))}
+    return [number[row] for row in rows]
 
 
 def _added(box: Drawing, row: list[_Point], pull: float = 1.0) -> _Point:

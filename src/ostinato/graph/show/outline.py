@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,8 +105,9 @@ class Outline:
             yield from body.walk_edges()
 
     def after(self, index: int) -> tuple[Link, ...]:
-        """The edges into one node."""
-        return tuple(e for e in self.edges if e.target == index)
+        """The edges into one node; `edges` are in the order of their targets."""
+        first = bisect_left(self.edges, index, key=lambda e: e.target)
+        return self.edges[first : bisect_right(self.edges, index, first, key=lambda e: e.target)]
 
     def summary(self) -> str:
         """ "12 nodes (9 kernel, 3 memcpy), 11 edges", with what is inside of nodes."""

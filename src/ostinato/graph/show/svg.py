@@ -103,20 +103,18 @@ A node by itself is [(index,)]; several nodes that do not repeat are left out of
 
 def _draw(body: Outline, max_nodes: int, within: Sequence[int] | None = None) -> Drawing:
     """A body, or (`within`) some of its nodes."""
-    after: dict[int, list[int]] = {i: [] for i in within or range(len(body.nodes))}
-    edges = [e for e in body.edges if e.source in after and e.target in after]
-    for e in edges:
-        after[e.target].append(e.source)
+    inside = set(within or range(len(body.nodes)))
+    into = {i: [e for e in body.after(i) if e.source in inside] for i in inside}
     depth: dict[int, int] = {}
-    for i in TopologicalSorter(after).static_order():
-        depth[i] = 1 + max((depth[j] for j in after[i]), default=0)
+    for i in TopologicalSorter({i: [e.source for e in into[i]] for i in into}).static_order():
+        depth[i] = 1 + max((depth[e.source] for e in into[i]), default=0)
     order = sorted(depth, key=lambda i: (depth[i], i))
     units: list[_Unit] = [[(i,)] for i in order]
     if within is None and len(order) > max_nodes:
         units = _shortened(_folded(body, order), max_nodes)
     unit_of = {i: u for u, unit in enumerate(units) for i in chain.from_iterable(unit)}
     links: dict[tuple[int, int], str] = {}
-    for e in edges:
+    for e in chain.from_iterable(into.values()):
         ends = unit_of[e.source], unit_of[e.target]
         if ends[0] != ends[1] and links.get(ends) != "edge":
             links[ends] = "early" if e.programmatic else "edge"
@@ -142,15 +140,11 @@ def _unit(body: Outline, unit: _Unit, max_nodes: int, width: float) -> Drawing:
         title = part.title if drawn.height else f"{part.title}: empty"
         parts.append(_frame(title, [drawn], look | {"fill": "#ffffff"}, kind="part"))
     params = node.params
-    loop = isinstance(params, ConditionalNodeParams) and params.kind is ConditionalKind.WHILE
-    if loop:
-        parts.append(Drawing(12))  # room for the way back
-    frame = _frame(f"{node.name.replace('_', ' ')} #{first}", parts, look, _tooltip(node))
-    if loop:
-        x, low, high = frame.width - 20, frame.height - 30, 44
-        way = [(x, low), (x, high), (x - 19, high)]
-        frame.arrow(f"M{x - 20:g} {low:g}{bend([(x - 20, low), *way])}", "again")
-    return frame
+    if isinstance(params, ConditionalNodeParams) and params.kind is ConditionalKind.WHILE:
+        back, low = Drawing(12), parts[0].height - 16
+        back.arrow(f"M-14 {low:g}{bend([(-14, low), (6, low), (6, 16), (-13, 16)])}", "again")
+        parts.append(back)
+    return _frame(f"{node.name.replace('_', ' ')} #{first}", parts, look, _tooltip(node))
 
 
 def _card(name: str, below: str, width: float, tip: str = "", **look: str) -> Drawing:
@@ -222,11 +216,10 @@ def _folded(body: Outline, order: Sequence[int]) -> list[_Unit]:
     folded.
     """
     at = {index: place for place, index in enumerate(order)}
-    back: dict[int, list[tuple[int, bool]]] = {i: [] for i in order}
-    for e in body.edges:
-        back[e.target].append((at[e.target] - at[e.source], e.programmatic))
-    # Equal for nodes of which one may be drawn for all.
-    keys = [repr((described(body.nodes[i], body.inner[i]), sorted(back[i]))) for i in order]
+    keys = []  # equal for nodes of which one may be drawn for all
+    for i in order:
+        back = sorted((at[i] - at[e.source], e.programmatic) for e in body.after(i))
+        keys.append(repr((described(body.nodes[i], body.inner[i]), back)))
     units: list[_Unit] = []
     place = 0
     while place < len(order):
