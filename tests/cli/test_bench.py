@@ -22,7 +22,8 @@ from ostinato.bench.decode import Row, measure
 from ostinato.bench.llama_peer import LLAMA_CPP, open_llama_cpp
 from ostinato.bench.options import DecodeOptions, points_of
 from ostinato.bench.peers import PEERS, Peer, Peers
-from ostinato.bench.plot import decode_svg
+from ostinato.bench.plot import decode_svg, profile_svg
+from ostinato.bench.profile import Profile, ProfileRow
 from ostinato.bench.prompts import prompt_tokens
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.replays import Replays
@@ -182,6 +183,9 @@ def test_a_profile_accounts_for_every_launch_and_byte(tmp_path: Path) -> None:
     assert total == bytes_of.step(2, position + 1) + gathered + 2 * bytes_of.position + HEADERS
     words = words_of(picture)
     assert all(name in words and name in answer.out for name in program)
+    # On the CPU each launch is timed alone, so there is no overlap to speak of.
+    assert "nothing overlaps" in answer.out and "the overlap is" not in answer.out
+    assert "launches, each by itself" in words
 
 
 @pytest.mark.parametrize("source", [floor.SOURCE, replays.EMPTY], ids=lambda s: s.name)
@@ -474,3 +478,23 @@ def test_pictures_are_well_formed_whatever_the_names(tmp_path: Path) -> None:
         assert "decoding x > y on a & b" in words
         assert ("a < b & c" in words) == bool(chosen)
     assert "prefers-color-scheme: dark" in picture.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("step", "end"), [(100.0, 0.6), (60.0, 1.0), (50.0, 1.0)])
+def test_launches_are_drawn_along_the_steps_time(step: float, end: float) -> None:
+    launches = (20.0, 30.0)
+    rows = tuple(ProfileRow(f"k{us}", 1, us, us, us, nbytes=0, floor_us=0) for us in launches)
+    profile = Profile(
+        batch=1, position=0, step_us=step, start_us=10.0, gap_us=1.0, event_us=1.0, alone_us=50.0,
+        floor_us=5.0, bandwidth=floor.Bandwidth(1e12, 0, "measured"), rows=rows,
+        launch_names=tuple(row.name for row in rows), launch_us=launches,
+    )  # fmt: skip
+    strip = [
+        rect
+        for rect in ET.fromstring(profile_svg("x", "y", profile)).iter(f"{SVG}rect")
+        if rect.get("height") == "34"
+    ]
+    assert len(strip) == 3, "the start, and two launches"
+    left, right = float(strip[0].get("x", 0)), 872.0
+    last = float(strip[-1].get("x", 0)) + float(strip[-1].get("width", 0))
+    assert (last - left) / (right - left) == pytest.approx(end, abs=0.002)

@@ -163,11 +163,13 @@ def profile_svg(subject: str, machine: str, profile: Profile) -> str:
         name,
         f"batch {profile.batch}, position {profile.position}: {_duration(profile.step_us)}, "
         f"{profile.floor_us / profile.step_us:.0%} of the memory's speed; "
-        f"{len(profile.launch_names)} launches, each from the end of the one before",
+        f"{len(profile.launch_names)} launches, each "
+        f"{'by itself' if profile.apart else 'from the end of the one before'}",
     )
     kernels = [row.name for row in profile.rows]
     colours = dict(zip(kernels, cycle((*_OURS, *_THEIRS, _GREY, "#a0862c")), strict=False))
-    scale = (_RIGHT - _LEFT) / (profile.start_us + sum(max(0.0, us) for us in profile.launch_us))
+    drawn = profile.start_us + sum(max(0.0, us) for us in profile.launch_us)
+    scale = (_RIGHT - _LEFT) / max(drawn, profile.step_us)
     x, y = _LEFT + profile.start_us * scale, sheet.height
     tip = f"a replay of one empty kernel: {profile.start_us:.2f} us"
     sheet.rect(_LEFT, y, x - _LEFT, 34, tip, class_="track")

@@ -109,6 +109,11 @@ class Profile:
         """How much longer the step would be with nothing overlapping."""
         return self.alone_us - self.step_us
 
+    @property
+    def apart(self) -> bool:
+        """Whether `launch_us` are times of launches by themselves, as on the CPU."""
+        return sum(self.launch_us) == self.alone_us
+
     def summary(self) -> dict[str, object]:
         return {
             "step_us": round(self.step_us, 2),
@@ -127,16 +132,23 @@ class Profile:
     def explanation(self) -> str:
         """The numbers that belong to the whole step, in words."""
         count = len(self.launch_names)
+        own = f"from event node to event node, whose own {self.event_us:.2f} us are taken off"
+        launches = (
+            f"alone: {self.alone_us:.1f} us if nothing overlapped, so the overlap is "
+            f"{self.overlap_us:.1f} us\n"
+            f"'us' is what the step gets longer by this launch, whatever overlaps; 'alone' is {own}"
+        )
+        if self.apart:
+            launches = (
+                f"alone: {self.alone_us:.1f} us for all launches by themselves\n"
+                f"'us' is a launch by itself, since nothing overlaps on the CPU: {own}"
+            )
         return (
             f"step: {self.step_us:.1f} us, of which the floor is {self.floor_us:.1f} "
             f"({self.floor_us / self.step_us:.1%})\n"
             f"start: a replay of one empty kernel takes {self.start_us:.1f} us\n"
             f"gaps: {count} empty launches take {self.gap_us * count:.1f} us, "
-            f"{self.gap_us:.2f} each\n"
-            f"alone: {self.alone_us:.1f} us if nothing overlapped, so the overlap is "
-            f"{self.overlap_us:.1f} us\n"
-            f"'us' is what the step gets longer by this launch, whatever overlaps; 'alone' is "
-            f"from event node to event node, whose own {self.event_us:.2f} us are taken off"
+            f"{self.gap_us:.2f} each\n{launches}"
         )
 
 
