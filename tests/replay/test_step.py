@@ -79,6 +79,26 @@ def test_eager_captured_replayed_give_the_same(device: Device) -> None:
     assert statistics.padding_waste == pytest.approx(0.25)
 
 
+def test_statistics_print_as_tables(device: Device) -> None:
+    rows = Rows(device)
+    for size in (3, 3, 4, 5):
+        rows.step(rows=size)
+    first, second = (str(key.key) for key in rows.step.statistics().keys)
+    assert str(rows.step.statistics()).splitlines() == [
+        "calls 4: replayed 2, eager 2, checked 0; graphs built 1; padding 25%",
+        "  2 x warming up before the capture",
+        "key" + " " * (len(first) - 3) + "  calls  replayed  eager  built  padding  µs p50  p99",
+        f"{first}      3         2      1      1      17%  -       -",
+        f"{second}      1         0      1      0      38%  -       -",
+    ]
+    one, heading, *lines = str(rows.cache.statistics()).splitlines()
+    assert one.startswith("graphs 1, ") and "captures 1 in" in one
+    assert heading.split() == ["key", "hits", "bytes", "captures", "ms", "evicted"]
+    there, gone = (line.split() for line in lines)
+    assert there[0] == first and there[-3] == "1"
+    assert gone == [second, "0", "-", "0", "0.0", "0"]  # no graph yet
+
+
 def test_sizes_of_one_bucket_share_a_graph(device: Device) -> None:
     rows = Rows(device, warmups=0)
     assert rows.step(rows=3).action is Action.BUILD

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ostinato.cache.budget import FootprintSource
 from ostinato.cache.limits import CaptureLimits
 
-__all__ = ["CacheStatistics", "Evictions", "KeyStatistics"]
+__all__ = ["CacheStatistics", "Evictions", "KeyStatistics", "counted", "key_text", "table"]
+
+_KEY_WIDTH = 60
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as text in columns; the first is the heading.  Columns of numbers, of which the first is
+    none, are set to the right."""
+    columns = [*zip(*rows, strict=True)]
+    made = []
+    for index, column in enumerate(columns):
+        width = max(map(len, column))
+        numbers = index and any(cell[:1].isdecimal() for cell in column[1:])
+        made.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*made, strict=True))
+
+
+def key_text(key: Hashable) -> str:
+    """A key in a table."""
+    from ostinato.graph.show.outline import printable, shorten
+
+    return shorten(printable(str(key)), _KEY_WIDTH)
+
+
+def counted(reasons: Mapping[str, int]) -> Iterable[str]:
+    """Lines of how often what happened, indented."""
+    return (f"  {count} x {reason}" for reason, count in reasons.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +128,22 @@ class CacheStatistics:
     forgotten: int
     """Keys without a graph that are in `gone` no more.  While this is 0, the counts of all keys add
     up to those of the cache."""
+
+    def __str__(self) -> str:
+        """What the cache did, and a table of its keys, as they are listed."""
+        from ostinato.graph.show.outline import bytes_text
+
+        budget = f" of {bytes_text(self.budget)}" if self.budget is not None else ""
+        words = [
+            f"graphs {self.graphs}, {bytes_text(self.nbytes)}{budget}; hits {self.hits}, misses "
+            f"{self.misses}, captures {self.captures} in {self.capture_ms:.1f} ms, failed "
+            f"{self.capture_failures}, evicted {self.evictions.total}",
+            *counted(self.refused),
+        ]
+        rows = [("key", "hits", "bytes", "captures", "ms", "evicted")]
+        for line in (*self.keys, *self.gone):
+            nbytes = "-" if line.nbytes_source is None else bytes_text(line.nbytes)
+            took = f"{line.all_captures_ms:.1f}"
+            counts = (str(line.captures), took, str(line.evictions.total))
+            rows.append((key_text(line.key), str(line.hits), nbytes, *counts))
+        return "\n".join([*words, *([table(rows)] if len(rows) > 1 else [])])

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 from ostinato.cache import KeyStatistics
+from ostinato.cache.statistics import counted, key_text, table
 from ostinato.replay.check import CheckReport
 from ostinato.replay.held import HeldCounts
 from ostinato.replay.policy import Reason
@@ -69,6 +70,24 @@ class StepStatistics:
     keys: tuple[StepKeyStatistics, ...] = ()
     """A line for each key, in the order in which they came.  They add up to the numbers above,
     unless there were so many keys (4,096) that the oldest were dropped."""
+
+    def __str__(self) -> str:
+        """What the step did, why it ran eagerly, and a table of its keys."""
+        words = [
+            f"calls {self.calls}: replayed {self.replayed}, eager {self.eager}, checked "
+            f"{self.verified}; graphs built {self.built}; padding {self.padding_waste:.0%}",
+            *counted(self.eager_reasons),
+        ]
+        rows: list[tuple[str, ...]] = [
+            ("key", "calls", "replayed", "eager", "built", "padding", "µs p50", "p99", "")
+        ]
+        for line in self.keys:
+            counts = (line.calls, line.replayed, line.eager, line.built)
+            times = [f"{time:.1f}" if line.us.count else "-" for time in (line.us.p50, line.us.p99)]
+            why = line.quarantined and f"quarantined: {line.quarantined}"
+            share = f"{line.padding_waste:.0%}"
+            rows.append((key_text(line.key), *map(str, counts), share, *times, why or ""))
+        return "\n".join([*words, *([table(rows)] if self.keys else [])])
 
     @property
     def padding_waste(self) -> float:
