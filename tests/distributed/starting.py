@@ -23,10 +23,11 @@ def start(
     group: str | None = None,
     environ: dict[str, str] | None = None,
     program: str = "rank_program.py",
+    before: tuple[str, ...] = (),
 ) -> subprocess.Popen[str]:
-    """A rank, see `rank_program`."""
+    """A rank, see `rank_program`.  `before`: the program that starts it."""
     told = {} if group is None else {"OSTINATO_GROUP": group}
-    command = [sys.executable, str(HERE / program), *arguments]
+    command = [*before, sys.executable, str(HERE / program), *arguments]
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
         command,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from typing import Any
 
@@ -70,6 +71,7 @@ def test_ranks_meet_by_an_address(launcher: str) -> None:
             environ = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
         else:
             environ = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77"}
+            environ["SLURM_STEP_ID"] = "0"
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         started.append(start("host", "60", "", environ=environ))
     # What listens at the launcher's own port is none of ours.
@@ -96,7 +98,27 @@ def test_ranks_of_one_host_meet_by_a_file_without_an_address() -> None:
     assert found[0][1] == found[1][1]
 
 
+def test_ranks_that_a_script_starts_meet_too() -> None:
+    """`mpirun -n 2 sh script`: the launcher is not the process right above the ranks."""
+    environ = [{**OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank)} for rank in range(2)]
+    started = [
+        start("host", "60", "", environ=one, before=("sh", "-c", '"$@"; exit $?', "script"))
+        for one in environ
+    ]
+    found = [finish(process) for process in started]
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert found[0][1] == found[1][1]
+
+
 # --------------------------------------------------------------------------------- environments
+
+MASTER = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", **MASTER}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123"}
+SLURM |= {"SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[03-06,9]"}
 
 
 @pytest.mark.parametrize(
@@ -104,17 +126,26 @@ def test_ranks_of_one_host_meet_by_a_file_without_an_address() -> None:
     [
         ({}, None),
         (
-            {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a",
-             "MASTER_PORT": "29500"},
+            {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MASTER},
             (3, 8, 1, "torchrun", "a", 29500),
         ),
-        (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
-             "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            (1, 2, 0, "mpirun", None, None),
-        ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"},
-         (1, 2, 1, "mpirun", None, None)),
+        (OPEN_MPI, (1, 2, 0, "mpirun", None, None)),
+        (PMI, (1, 2, 1, "mpirun", None, None)),
+        # torchrun or mpirun in a task of srun: one a host, or what mpirun starts its own with.
+        ({**TORCHRUN, **SLURM}, (3, 8, 1, "torchrun", "a", 29500)),
+        ({**TORCHRUN, **OPEN_MPI}, (3, 8, 1, "torchrun", "a", 29500)),
+        ({**OPEN_MPI, **SLURM}, (1, 2, 0, "mpirun", None, None)),
+        # srun with PMI: the same ranks, and SLURM knows the hosts.
+        ({"PMI_RANK": "5", "PMI_SIZE": "8", **SLURM, **MASTER}, (5, 8, 1, "srun", "a", 29500)),
+        # By hand for torch, from what another launcher says.
+        ({"RANK": "1", "WORLD_SIZE": "2", **OPEN_MPI}, (1, 2, 0, "mpirun", None, None)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MASTER, **SLURM},
+         (5, 8, 1, "torchrun", "a", 29500)),
+        # Half of torchrun's variables beside all of another's.
+        ({"WORLD_SIZE": "9", **OPEN_MPI}, (1, 2, 0, "mpirun", None, None)),
+        # A batch script, and a step of fewer tasks than the job has.
+        ({k: v for k, v in SLURM.items() if "STEP" not in k}, None),
+        ({**SLURM, **MASTER, "SLURM_STEP_NUM_TASKS": "6"}, (5, 6, 1, "srun", "a", 29500)),
     ],
 )  # fmt: skip
 def test_what_launchers_say(environ: dict[str, str], wanted: Any) -> None:
@@ -130,13 +161,11 @@ def test_what_launchers_say(environ: dict[str, str], wanted: Any) -> None:
 
 
 def test_slurm_tells_hosts_and_a_port_follows_from_the_job() -> None:
-    environ = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
-    environ |= {"SLURM_JOB_ID": "123", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[03-06,9]"}
-    place = place_of(environ)
+    place = place_of(SLURM)
     assert place is not None and place.port is not None
     assert (place.rank, place.size, place.local_rank, place.host) == (5, 8, 1, "gpu03")
     assert 20000 <= place.port < 32000
-    assert place_of({**environ, "SLURM_PROCID": "0"}).port == place.port  # type: ignore[union-attr]
+    assert place_of({**SLURM, "SLURM_PROCID": "0"}).port == place.port  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -146,6 +175,7 @@ def test_slurm_tells_hosts_and_a_port_follows_from_the_job() -> None:
         ("a,b", "a"),
         ("gpu[03-06,9],cpu1", "gpu03"),
         ("n[1]-ib", "n1-ib"),
+        ("rack[2-3]n[07,9],rack4", "rack2n07"),
     ],
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
@@ -153,19 +183,78 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "environ",
+    ("environ", "words"),
     [
-        {"RANK": "x", "WORLD_SIZE": "2"},
-        {"RANK": "2", "WORLD_SIZE": "2"},
-        {"OMPI_COMM_WORLD_RANK": "0"},
-        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"},
-        {"OSTINATO_GROUP": "0/2"},
-        {"OSTINATO_GROUP": "0/2/nohost"},
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' must be a whole number"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK='' must be a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "torchrun says rank 2 of 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "0"}, "no address"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
+        ({"OSTINATO_GROUP": "0/2"}, "must be rank/size/host:port:token"),
+        ({"OSTINATO_GROUP": "0/2/nohost"}, "id of a group"),
+        # Half of a launcher's variables.
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT.* are not"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not"),
+        ({**OPEN_MPI, "MASTER_PORT": "1"}, "MASTER_ADDR is not"),
+        ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "1"}, "SLURM_NTASKS is not"),
+        # What a container or a shell has set for all its processes, and a launcher for each.
+        ({"RANK": "0", "WORLD_SIZE": "1", **OPEN_MPI}, "contradict mpirun.*rank 1 of 2"),
+        ({"RANK": "0", "WORLD_SIZE": "1", **SLURM}, "contradict srun.*rank 5 of 8"),
     ],
 )
-def test_environments_that_cannot_be_read(environ: dict[str, str]) -> None:
-    with pytest.raises(InputError):
+def test_environments_that_cannot_be_read(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(InputError, match=words):
         open_group(environ=environ)
+
+
+def test_mpirun_on_several_hosts_needs_an_address() -> None:
+    """At once, and not after a deadline."""
+    for environ in (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+        {**PMI, "MPI_LOCALNRANKS": "1"},
+    ):
+        with pytest.raises(NotAvailableError, match=r"several hosts.*MASTER_ADDR"):
+            open_group(environ=environ)
+
+
+def test_jobs_on_neighbouring_ports_do_not_mix() -> None:
+    """Two jobs of torchrun have the same name if none was given; the second looks at the port where
+    the first one's hub is."""
+    port = free_ports()
+
+    def environ(rank: int, port: int) -> dict[str, str]:
+        return {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+
+    found: dict[str, list[bytes]] = {}
+
+    def rank_thread(name: str, rank: int, port: int) -> None:
+        with open_group(deadline=60, environ=environ(rank, port)) as group:
+            told = group.exchange("names", f"{name}{rank}".encode())
+            found[f"{name}{rank}"] = told
+
+    # Rank 1 of the second job is there before anyone else of it, and before rank 1 of the first.
+    threads = []
+    for name, rank, first in (
+        ("a", 0, port),
+        ("b", 1, port - 1),
+        ("a", 1, port),
+        ("b", 0, port - 1),
+    ):
+        threads.append(threading.Thread(target=rank_thread, args=(name, rank, first)))
+        threads[-1].start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join(120)
+    assert found == {
+        "a0": [b"a0", b"a1"], "a1": [b"a0", b"a1"], "b0": [b"b0", b"b1"], "b1": [b"b0", b"b1"],
+    }  # fmt: skip
 
 
 def test_no_launcher() -> None:

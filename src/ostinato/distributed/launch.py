@@ -7,7 +7,8 @@
 A launcher tells rank and size.  Where the others are, it tells by an address of the first host
 (torchrun's MASTER_ADDR and MASTER_PORT, SLURM's list of hosts), or not at all (mpirun): ranks on
 one host then meet by a file that only this user may read, named for the launcher's process; on
-several, MASTER_ADDR and MASTER_PORT must be set.
+several, MASTER_ADDR and MASTER_PORT must be set.  All launchers' ranks go by those two where both
+are set.
 
 torchrun's own store listens at MASTER_PORT, so ours takes one of the next ports.  The token of such
 a group is the launcher's name for the job.  It keeps jobs apart and is no secret: who can reach the
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ostinato.distributed.channel import local_channels
@@ -38,6 +39,10 @@ __all__ = ["Place", "join_group", "new_group_id", "open_group", "place_of"]
 
 _PORTS = 16  # tried after a launcher's own
 _LOOPBACK = "127.0.0.1"
+_ADDRESS_ADVICE = (
+    "set MASTER_ADDR and MASTER_PORT on all of them (mpirun -x MASTER_ADDR=… -x MASTER_PORT=…)"
+)
+_RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 _hubs: dict[str, Hub] = {}
 """Hubs of ids that were made here and not joined yet."""
 
@@ -48,6 +53,7 @@ class Place:
 
     `local_rank`: which of this host's ranks it is, and so which of its GPUs it takes.  `host`,
     `port`: of the first rank, if the launcher tells them.  `job`: the launcher's name for the job.
+    `hosts_differ`: the launcher says that there are ranks on other hosts.
     """
 
     rank: int
@@ -57,6 +63,7 @@ class Place:
     job: str
     host: str | None = None
     port: int | None = None
+    hosts_differ: bool = False
 
     @property
     def device(self) -> str:
@@ -67,66 +74,103 @@ class Place:
 def place_of(environ: Mapping[str, str] | None = None) -> Place | None:
     """What the launcher says in the environment; None if there is none.
 
-    OSTINATO_GROUP (`rank/size/host:port:token`, as `ostinato --tensor-parallel` sets it) comes
-    first, then torchrun's RANK, Open MPI's, MPICH's and Intel's, and SLURM's variables.
-    Raises InputError for values that cannot be read.
+    Read in this order: torchrun's RANK and WORLD_SIZE, Open MPI's, those of MPICH and Intel MPI
+    (PMI), SLURM's of a step (`srun`; a batch script by itself is no rank).  torchrun, and the two
+    kinds of mpirun, may start their own processes with srun: theirs come first then.
+
+    Raises InputError for variables that cannot be read, of which some are missing, and for RANK
+    and WORLD_SIZE that torchrun did not set and that contradict another launcher's.
     """
     env = os.environ if environ is None else environ
-    host, port = env.get("MASTER_ADDR"), _whole(env, "MASTER_PORT")
-    if "RANK" in env and "WORLD_SIZE" in env:
-        rank = _need(env, "RANK")
-        job = (
-            env.get("TORCHELASTIC_RUN_ID", "none")
-            + "/"
-            + env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    mpi, slurm = _of_mpirun(env), _of_slurm(env)
+    # Open MPI's and Hydra's own processes may be tasks of srun, whose variables ranks inherit.  Of
+    # srun with PMI both say the same, and SLURM where the first rank is, too.
+    other = slurm if mpi is None or (slurm is not None and _same(mpi, slurm)) else mpi
+    torch = _of_torch(env, alone=other is None)
+    if torch is None or other is None:
+        return torch or other
+    if "TORCHELASTIC_RUN_ID" in env:
+        return torch
+    if not _same(torch, other):
+        raise InputError(
+            f"RANK={torch.rank} and WORLD_SIZE={torch.size} contradict {other.launcher}, which "
+            f"says rank {other.rank} of {other.size}: unset those that are not of this job"
         )
-        local = _whole(env, "LOCAL_RANK")
-        return _checked(
-            Place(
-                rank,
-                _need(env, "WORLD_SIZE"),
-                rank if local is None else local,
-                "torchrun",
-                job,
-                host,
-                port,
-            )
+    return other if torch.host is None else torch
+
+
+def _of_torch(env: Mapping[str, str], *, alone: bool) -> Place | None:
+    """`alone`: no other launcher is there, so that half of the variables is a mistake."""
+    names = [name for name in ("RANK", "WORLD_SIZE") if name in env]
+    if not names or (len(names) == 1 and not alone):
+        return None
+    rank, size = _need(env, "RANK"), _need(env, "WORLD_SIZE")
+    run = env.get("TORCHELASTIC_RUN_ID", "none")
+    job = f"{run}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    place = _place(env, "torchrun", rank, size, "LOCAL_RANK", job)
+    if alone and place.host is None and size > 1:
+        raise InputError(
+            "RANK and WORLD_SIZE are set, and MASTER_ADDR and MASTER_PORT, which say where rank 0 "
+            "is, are not"
         )
-    if "OMPI_COMM_WORLD_RANK" in env:
-        rank = _need(env, "OMPI_COMM_WORLD_RANK")
-        local = _whole(env, "OMPI_COMM_WORLD_LOCAL_RANK")
-        job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", "none"))
-        size = _need(env, "OMPI_COMM_WORLD_SIZE")
-        local = rank if local is None else local
-        return _checked(Place(rank, size, local, "mpirun", job, host, port))
-    if "PMI_RANK" in env and "PMI_SIZE" in env:
-        rank = _need(env, "PMI_RANK")
-        local = _whole(env, "MPI_LOCALRANKID")
-        local = rank if local is None else local
-        job = env.get("PMI_JOBID", env.get("HYDI_CONTROL_FD", "none"))
-        return _checked(Place(rank, _need(env, "PMI_SIZE"), local, "mpirun", job, host, port))
-    if "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
-        rank = _need(env, "SLURM_PROCID")
-        local = _whole(env, "SLURM_LOCALID")
-        job = f"{_need(env, 'SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', '0')}"
-        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-        if host is None and nodes:
-            host = first_host(nodes)
-        if port is None:
-            digest = hashlib.blake2b(job.encode(), digest_size=4).digest()
-            port = 20000 + int.from_bytes(digest, "big") % 12000
-        size = _need(env, "SLURM_NTASKS")
-        local = rank if local is None else local
-        return _checked(Place(rank, size, local, "srun", job, host, port))
+    return place
+
+
+def _of_mpirun(env: Mapping[str, str]) -> Place | None:
+    for kind, local, alike in (
+        ("OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ):
+        if f"{kind}RANK" not in env:
+            continue
+        rank, size = _need(env, f"{kind}RANK"), _need(env, f"{kind}SIZE")
+        job = env.get("PMIX_NAMESPACE", env.get("PMI_JOBID", ""))
+        place = _place(env, "mpirun", rank, size, local, job)
+        here = _whole(env, alike)
+        return replace(place, hosts_differ=here is not None and here < size)
     return None
+
+
+def _of_slurm(env: Mapping[str, str]) -> Place | None:
+    if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
+        return None  # a batch script has SLURM_PROCID=0 too, and no step
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    rank, size = _need(env, "SLURM_PROCID"), _need(env, tasks)
+    job = f"{_need(env, 'SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    place = _place(env, "srun", rank, size, "SLURM_LOCALID", job)
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if place.host is not None or not nodes:
+        return place
+    digest = hashlib.blake2b(job.encode(), digest_size=4).digest()
+    port = 20000 + int.from_bytes(digest, "big") % 12000
+    return replace(place, host=first_host(nodes), port=port)
+
+
+def _place(
+    env: Mapping[str, str], launcher: str, rank: int, size: int, local_name: str, job: str
+) -> Place:
+    local = _whole(env, local_name)
+    host, port = env.get("MASTER_ADDR"), _whole(env, "MASTER_PORT")
+    if (host is None) != (port is None):
+        there, missing = ("ADDR", "PORT") if port is None else ("PORT", "ADDR")
+        raise InputError(f"MASTER_{there} is set and MASTER_{missing} is not: set both or none")
+    if port is not None and not (host and 0 < port < (1 << 16) - _PORTS):
+        raise InputError(f"MASTER_ADDR={host!r}, MASTER_PORT={port} is no address of rank 0")
+    if not 0 <= rank < size:
+        raise InputError(f"{launcher} says rank {rank} of {size}")
+    return Place(rank, size, rank if local is None else local, launcher, job, host, port)
+
+
+def _same(one: Place, other: Place) -> bool:
+    return (one.rank, one.size) == (other.rank, other.size)
 
 
 def first_host(nodes: str) -> str:
     """The first host of a SLURM list: "gpu[03-06,9],cpu1" gives "gpu03"."""
-    match = re.match(r"([^\[,]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", nodes)
+    match = re.match(r"(?:[^\[\],]|\[[0-9][^\[\]]*\])+", nodes)
     if match is None:
         raise InputError(f"{nodes!r} is no list of hosts")
-    return match[1] + (match[2] or "") + (match[3] or "")
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[0])
 
 
 def open_group(*, deadline: float | None = None, environ: Mapping[str, str] | None = None) -> Group:
@@ -149,9 +193,16 @@ def open_group(*, deadline: float | None = None, environ: Mapping[str, str] | No
         )
     if place.size == 1:
         return Group(local_channels(1)[0], deadline=seconds)
-    token = hashlib.blake2b(f"{place.launcher} {place.job}".encode(), digest_size=16).hexdigest()
     if place.host is None or place.port is None:
+        if place.hosts_differ:
+            raise NotAvailableError(
+                f"{place.launcher} started ranks on several hosts and does not tell where rank 0 "
+                f"is: {_ADDRESS_ADVICE}"
+            )
         return _meet_by_file(place, seconds)
+    # With the port: jobs of one name on neighbouring ports look at each other's hubs.
+    name = f"{place.launcher} {place.job} {place.port} {place.size}"
+    token = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     ports = range(place.port + 1, place.port + 1 + _PORTS)
     hub = None
     if place.rank == 0:
@@ -241,9 +292,8 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
                 return _joined([address], place.rank, place.size, deadline, None)
         if time.monotonic() > end:
             raise RankLostError(
-                f"rank {place.rank} found no file {path} of rank 0 within {deadline:g} s. Ranks on "
-                "several hosts need MASTER_ADDR and MASTER_PORT (mpirun -x MASTER_ADDR=… -x "
-                "MASTER_PORT=…)",
+                f"rank {place.rank} found no file {path} of rank 0 within {deadline:g} s. Where "
+                f"ranks have different hosts or containers, {_ADDRESS_ADVICE}",
                 rank=place.rank,
             )
         time.sleep(0.01)
@@ -251,13 +301,24 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
 
 def _meeting_file(place: Place) -> Path:
     """Named for the launcher's process and when it began, so that no other job has it."""
-    parent = os.getppid()
-    began = ""
-    with suppress(OSError, IndexError):
-        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    name = f"{socket.gethostname()} {place.launcher} {place.job} {parent} {began}"
+    name = f"{socket.gethostname()} {place.launcher} {place.job} {_launcher_process()}"
     digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
     return Path(tempfile.gettempdir()) / f"ostinato-{os.getuid()}-{digest}"
+
+
+def _launcher_process() -> str:
+    """The nearest process above this one that has no rank in its environment, so not a script that
+    the launcher started and that started this one; and when it began."""
+    pid, began = os.getppid(), ""
+    with suppress(OSError, IndexError, ValueError):
+        while True:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            began = fields[19]
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if pid <= 1 or not any(entry.startswith(_RANK_VARIABLES) for entry in entries):
+                break
+            pid = int(fields[1])
+    return f"{pid} {began}"
 
 
 def _deadline(given: float | None) -> float:
@@ -272,12 +333,6 @@ def _told(text: str) -> tuple[int, int, str]:
     return int(rank), int(size), address
 
 
-def _checked(place: Place) -> Place:
-    if not 0 <= place.rank < place.size or place.local_rank < 0:
-        raise InputError(f"{place.launcher} says rank {place.rank} of {place.size}")
-    return place
-
-
 def _whole(env: Mapping[str, str], name: str) -> int | None:
     text = env.get(name)
     if text is None:
@@ -290,5 +345,7 @@ def _whole(env: Mapping[str, str], name: str) -> int | None:
 def _need(env: Mapping[str, str], name: str) -> int:
     value = _whole(env, name)
     if value is None:
-        raise InputError(f"{name} is not set, and the launcher's other variables are")
+        raise InputError(
+            f"{name} is not set, and other variables of its launcher are: set all or none of them"
+        )
     return value
