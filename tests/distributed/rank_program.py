@@ -3,7 +3,8 @@
     rank_program.py host|cuda DEADLINE FAULT
     rank_program.py host|cuda alone ""           the same on one device, without a group
 
-FAULT: "", or "kill|stop|raise" and "start|prompt|between|loop".  Prints a line of JSON: the tokens,
+FAULT: "", or "kill|stop|raise|key|build" and "start|prompt|between|loop"; "key" is another call or
+setting than the other ranks', "build" another version's code.  Prints a line of JSON: the tokens,
 and for each step that gave logits how far the best was from the next, and the logits' digest.
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 
 import ostinato as ost
 from ostinato.distributed import Group, open_group
+from ostinato.models import ranks
 from ostinato.models.decoder import Decoder
 from tests.models.random_models import RandomModel, llama
 
@@ -33,36 +35,53 @@ def main(kind: str, deadline: str, fault: str) -> None:
     what, _, moment = fault.partition(" ")
     model = MODELS[kind]
 
-    def here(now: str) -> None:
+    def here(now: str) -> bool:
+        """Has the fault now, if it is time; whether this rank is to make another call."""
         if now != moment:
-            return
+            return False
         if what == "raise":
             raise ValueError("broken")
-        os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        if what == "build":
+            codes = ranks.Ranks.code_of
+            ranks.Ranks.code_of = lambda self, bound: [*codes(self, bound), "another build"]
+            ranks._sources = lambda: "another build"
+        elif what != "key":
+            os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        return what == "key"
 
     with ExitStack() as stack:
         group: Group | None = None
         if deadline != "alone":
             group = stack.enter_context(open_group(deadline=float(deadline)))
-        here("start")
+        sequences = 2 if here("start") else 1
         name = "host" if kind == "host" else f"cuda:{group.rank if group is not None else 0}"
         device = stack.enter_context(ost.open_device(name))
         decoder = stack.enter_context(
-            Decoder(device, model.checkpoint(), stop_tokens=(), group=group, max_rows=8, threads=1)
+            Decoder(
+                device,
+                model.checkpoint(),
+                stop_tokens=(),
+                group=group,
+                max_rows=8,
+                sequences=sequences,
+                threads=1,
+            )
         )
-        here("prompt")
-        tokens, margins, digests = [decoder.prefill(model.tokens(20))], [], []
+        length = 21 if here("prompt") else 20
+        tokens, margins, digests = [decoder.prefill(model.tokens(length))], [], []
         for _ in range(16):
             logits = decoder.logits()
             best = np.sort(logits)[-2:]
             margins.append(float(best[1] - best[0]) / float(logits.std()))
             digests.append(hashlib.sha256(logits.tobytes()).hexdigest()[:16])
             tokens.append(decoder.decode())
-        here("between")
-        for token in decoder.run(count=24, tokens_per_launch=4):
+        per_launch = 2 if here("between") else 4
+        for token in decoder.run(count=24, tokens_per_launch=per_launch):
             tokens.append(token)
-            if len(tokens) == 26:
-                here("loop")
+            if len(tokens) == 26 and here("loop"):
+                break
+        for token in decoder.run(count=6, tokens_per_launch=3):
+            tokens.append(token)
         numbers = decoder.statistics()
         found = {"tokens": tokens, "margins": margins, "digests": digests}
         found["eager"] = [*numbers.quarantined.values(), *numbers.one_by_one]

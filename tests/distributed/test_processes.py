@@ -17,6 +17,9 @@ from ostinato.distributed.sockets import Address, Reader, packed
 from ostinato.errors import InputError, NotAvailableError, RankLostError, SettingsError
 from tests.distributed.starting import MOMENTS, finish, ranks, require_typed_errors, start
 
+QUICK = {"kill": "loop", "stop": "loop", "raise": "prompt", "key": "between", "build": "start"}
+"""The faults, with a moment at which each is quick."""
+
 
 def test_processes_decode_together() -> None:
     found = ranks(2, "host")
@@ -27,18 +30,49 @@ def test_processes_decode_together() -> None:
 @pytest.mark.parametrize(
     ("fault", "moment"),
     [
-        # Each stop takes a whole deadline.
+        # Each stop takes a whole deadline; one moment of each fault is enough for each day.
         pytest.param(fault, moment, marks=[pytest.mark.slow] if slow else [])
         for moment in MOMENTS
-        for fault in ("kill", "stop", "raise")
-        for slow in [fault == "stop" and moment != "loop"]
+        for fault, quick in QUICK.items()
+        for slow in [moment != quick]
     ],
 )
 def test_a_fault_of_one_rank_is_a_typed_error_on_the_others(fault: str, moment: str) -> None:
-    """Within the deadline, with a status that is not 0, and with its name."""
-    deadline = 6 if fault == "stop" else 60  # the others are noticed at once
+    """Within the deadline, with a status that is not 0, and with its name.  A rank that was stopped
+    and goes on later has the error too."""
+    deadline = 6 if waits(fault, moment) else 60  # the others are noticed at once
     found = ranks(3, "host", deadline=deadline, faulty=f"{fault} {moment}")
     require_typed_errors(found, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("fault", QUICK)
+def test_a_fault_of_the_rank_with_the_hub(fault: str, moment: str) -> None:
+    """As torchrun starts them: the hub is in rank 0."""
+    deadline = "6" if waits(fault, moment) else "60"
+    environ = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
+    started = [
+        start("host", deadline, told, environ={**environ, "RANK": str(rank)})
+        for rank, told in enumerate((f"{fault} {moment}", "", ""))
+    ]
+    others = [finish(process) for process in started[1:]]
+    started[0].send_signal(signal.SIGCONT)
+    code, _, err = finish(started[0])
+    kinds = ("RankLostError", "DeadlineError", "DisagreementError")
+    for status, _, text in others:
+        assert status == 1
+        assert any(f"ostinato.errors.{kind}: " in text.splitlines()[-1] for kind in kinds), text
+    if fault == "kill":
+        assert code == -signal.SIGKILL
+    else:
+        wanted = "ValueError: broken" if fault == "raise" else "ostinato.errors."
+        assert code == 1 and err.splitlines()[-1].startswith(wanted), err
+
+
+def waits(fault: str, moment: str) -> bool:
+    """Whether it takes the deadline until the fault is known."""
+    return fault == "stop" or (fault, moment) == ("key", "loop")
 
 
 def test_the_death_of_the_process_with_the_hub_is_noticed() -> None:

@@ -8,6 +8,7 @@ first batch.  Prompts (`prompts`) come after the points of the first series, wit
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from ostinato.bench.peers import Peers, first_line
 from ostinato.bench.prompts import PromptRow, first_tokens_differ, prompt_tokens
 from ostinato.bench.shapes import Traffic, traffic
 from ostinato.bench.ways import decoder_traffic, open_ways, ways_of
+from ostinato.distributed import Group
 from ostinato.models import Checkpoint, LlamaConfig
 
 __all__ = ["DecodeResult", "Row", "measure"]
@@ -84,7 +86,10 @@ class DecodeResult:
     weights: str = ""
     """What the matrices of our decoders were."""
     device_bytes: int = 0
-    """Of all their weights."""
+    """Of all their weights, or of this rank's share."""
+    ranks: int = 1
+    collectives: str = ""
+    """What the ranks exchange by."""
 
 
 def measure(
@@ -93,8 +98,14 @@ def measure(
     options: DecodeOptions,
     *,
     log: Callable[[str], None] = lambda _: None,
+    group: Group | None = None,
+    bandwidth: Bandwidth | None = None,
 ) -> DecodeResult:
     """Runs the whole comparison.
+
+    `group`: our decoders are one rank of several; all ranks call this alike, without peers.  Rank
+    0's clock decides for all, and its times are the result's.  `bandwidth`: the device's, measured
+    here if None.
 
     `opened` gives the checkpoint anew for every decoder; `log` gets lines about the progress.  A
     peer that fails is noted as skipped, and so is a way of ours that does not fit into memory; all
@@ -104,10 +115,12 @@ def measure(
     with opened() as checkpoint:
         config, path = checkpoint.config, checkpoint.path if checkpoint.has_file else None
     options.require(config)
-    result = DecodeResult()
-    log("measuring the memory's bandwidth")
-    result.bandwidth = measure_bandwidth(device)
-    contest = _Contest(device, config, opened, options, result, log, path)
+    result = DecodeResult(ranks=1 if group is None else group.size)
+    if bandwidth is None:
+        log("measuring the memory's bandwidth")
+        bandwidth = measure_bandwidth(device)
+    result.bandwidth = bandwidth
+    contest = _Contest(device, config, opened, options, result, log, path, group)
     first, *more = contest.series
     contest.run(first, options.prompts)
     for series in more:
@@ -125,7 +138,9 @@ class _Contest:
         result: DecodeResult,
         log: Callable[[str], None],
         path: Path | None,
+        group: Group | None = None,
     ) -> None:
+        self.group = group
         self.device, self.config, self.opened, self.path = device, config, opened, path
         self.options, self.result, self.log = options, result, log
         self.deadline = time.monotonic() + options.seconds
@@ -152,6 +167,7 @@ class _Contest:
             skipped=result.skipped,
             library_rows=options.library_rows,
             weights=options.weights,
+            group=self.group,
         )
         peers = None
         try:
@@ -159,7 +175,8 @@ class _Contest:
                 result.library = ways[0].decoder.backend.library
                 result.weights = ways[0].decoder.weights.description()
                 result.device_bytes = ways[0].decoder.weights.nbytes
-                result.traffic = decoder_traffic(ways[0].decoder)
+                result.traffic = decoder_traffic(ways[0].decoder, self.group)
+                result.collectives = ways[0].decoder.collectives
             if options.peers:
                 self.log("making the peers' model")
             peers = Peers(
@@ -249,7 +266,7 @@ class _Contest:
                 takers.append(one)
         runs: dict[str, list[Timed]] = {taker.name: [] for taker in takers}
         for number in range(self.options.rounds):
-            if number and time.monotonic() > share:
+            if self._decided("another round", number > 0 and time.monotonic() > share):
                 break
             self.log(f"{where}: round {number + 1} of {self.options.rounds}")
             for one in list(takers):
@@ -283,11 +300,21 @@ class _Contest:
         for _ in range(3):  # launch by launch, then captured, then replayed
             contestant.place(point.batch, point.first)
             seconds = contestant.decode(few).seconds
-        return max(few, _whole(min(tokens, int(_RUN_SECONDS / (seconds / few))), multiple))
+        most = self._decided("tokens of a run", int(_RUN_SECONDS / (seconds / few)))
+        return max(few, _whole(min(tokens, most), multiple))
+
+    def _decided(self, what: str, value: int) -> int:
+        """What a clock says: rank 0's, on all ranks."""
+        return value if self.group is None else int(self.group.broadcast(what, b"%d" % value))
 
     def _compare(self, runs: dict[str, list[Timed]], ours: Sequence[str], where: str) -> None:
-        """Our ways choose the same tokens, in every run."""
+        """Our ways choose the same tokens, in every run and on all ranks."""
         taken = [(name, run.tokens) for name in ours for run in runs[name]]
+        if self.group is not None:
+            digest = hashlib.blake2b(repr(taken).encode(), digest_size=16).digest()
+            told = self.group.exchange("the tokens", digest)
+            if len(set(told)) > 1:
+                self.result.unequal.append(f"{where}: the ranks chose different tokens")
         for name, tokens in taken[1:]:
             reference, expected = taken[0]
             for sequence, (one, other) in enumerate(zip(expected, tokens, strict=True)):
@@ -341,9 +368,10 @@ class _Contest:
         return self.result.traffic or traffic(self.config, 2)
 
     def _us(self, nbytes: float) -> float:
-        """Microseconds for so many bytes at the measured bandwidth."""
+        """Microseconds for so many bytes at the measured bandwidth; ranks on a CPU share it."""
         assert self.result.bandwidth is not None
-        return nbytes / self.result.bandwidth.best * 1e6
+        shared = self.result.ranks if self.device.capabilities.host_memory_is_device_memory else 1
+        return nbytes * shared / self.result.bandwidth.best * 1e6
 
 
 def _whole(tokens: int, multiple: int) -> int:

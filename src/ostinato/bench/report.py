@@ -88,6 +88,11 @@ def decode_result(
         ceiling["bytes_per_position"] = found.traffic.position
         weights_us = found.traffic.weights / found.bandwidth.best * 1e6
         ceiling["floor_us_at_context_0"] = round(weights_us, 2)
+    if found.ranks > 1:
+        ceiling["ranks"] = (
+            "bytes of one rank's share, nothing for what the ranks exchange; on a CPU the ranks "
+            "share the bandwidth"
+        )
     if options.prompts:
         ceiling["prompt"] = (
             "every weight once for each piece of the prompt, the output head once, and for each "
@@ -108,7 +113,7 @@ def decode_result(
             for prompt in dict.fromkeys(row.prompt for row in ours)
         }
     return Result(
-        _name("decode", subject, options),
+        _name("decode", subject, options, found.ranks),
         ceiling,
         summary,
         machine(device),
@@ -123,6 +128,8 @@ def decode_result(
             "library": found.library,
             "weights": found.weights,
             "weights_on_device_bytes": found.device_bytes,
+            "ranks": found.ranks,
+            "collectives": found.collectives,
             "rounds": options.rounds,
             "peers": list(options.peers),
             "seconds": options.seconds,
@@ -133,7 +140,7 @@ def decode_result(
     )
 
 
-def _name(kind: str, subject: str, options: DecodeOptions) -> str:
+def _name(kind: str, subject: str, options: DecodeOptions, ranks: int = 1) -> str:
     """What was varied is in the name, so that one result does not replace another kind."""
     parts, plain = [kind, subject], DecodeOptions()
     if len(options.batches) > 1:
@@ -148,6 +155,8 @@ def _name(kind: str, subject: str, options: DecodeOptions) -> str:
         parts.append("prompt")
     if options.library_rows is None:
         parts.append("own-products")
+    if ranks > 1:
+        parts.append(f"{ranks}-ranks")
     return "-".join(parts)
 
 
@@ -189,7 +198,8 @@ def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
     """The table of a comparison."""
     from rich.table import Table
 
-    table = Table(title=f"decoding {subject} on {device.properties.name}", title_justify="left")
+    where = f"{found.ranks} x " * (found.ranks > 1) + device.properties.name
+    table = Table(title=f"decoding {subject} on {where}", title_justify="left")
     for name, right in (
         ("way", False),
         ("batch", True),
@@ -225,7 +235,10 @@ def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
     assert found.bandwidth is not None
     print(f"floor: {found.bandwidth.best / 1e9:,.0f} GB/s, by {found.bandwidth.how}")
     if found.weights:
-        print(f"weights: {found.weights}, {found.device_bytes / 1e6:,.0f} MB on the device")
+        of = "of each rank" if found.ranks > 1 else "on the device"
+        print(f"weights: {found.weights}, {found.device_bytes / 1e6:,.0f} MB {of}")
+    if found.collectives:
+        print(f"ranks exchange by: {found.collectives}")
     for name, why in found.skipped.items():
         print(f"not measured: {name}: {why}")
     for line in found.unequal:

@@ -12,10 +12,12 @@ from typing import Literal
 import ostinato as ost
 from ostinato.bench.contest import Timed, random_tokens
 from ostinato.bench.shapes import Traffic, traffic
-from ostinato.models import Checkpoint, Decoder
-from ostinato.models.backend import LibraryRows, WeightsKind
+from ostinato.distributed import Group
+from ostinato.models import Checkpoint, Decoder, LlamaConfig
+from ostinato.models.backend import UNPACKED, LibraryRows, WeightsKind
 from ostinato.models.cuda.bricks import device_bytes
 from ostinato.models.decoder import backend_for
+from ostinato.models.sharding import Sharding
 
 __all__ = ["DecoderWay", "Way", "decoder_traffic", "open_ways", "ways_of"]
 
@@ -139,12 +141,14 @@ class DecoderWay:
             self.decoder.close()
 
 
-def decoder_traffic(decoder: Decoder) -> Traffic:
-    """What a step of this decoder has to read: of packed weights, the bytes that there are."""
-    found = traffic(decoder.config, decoder.backend.dtype.itemsize)
+def decoder_traffic(decoder: Decoder, group: Group | None = None) -> Traffic:
+    """What a step of this decoder has to read: of packed weights, the bytes that there are; of one
+    rank of a group, its share."""
+    config = _part(decoder.config, group)
+    found = traffic(config, decoder.backend.dtype.itemsize)
     if not decoder.backend.packed and not decoder.weights.formats:
         return found
-    weights, tied = decoder.weights, decoder.config.tied_embeddings
+    weights, tied = decoder.weights, config.tied_embeddings
     unread = 0 if tied else weights.buffer("embed").nbytes
     return replace(
         found,
@@ -163,10 +167,12 @@ def open_ways(
     skipped: dict[str, str],
     library_rows: LibraryRows = "auto",
     weights: WeightsKind = "auto",
+    group: Group | None = None,
 ) -> list[DecoderWay]:
     """A decoder for each way that needs one of its own, all loaded at once, for taking turns.
 
-    What does not fit in the memory that is free is noted in `skipped` and left out.
+    What does not fit in the memory that is free, of any rank of the group, is noted in `skipped`
+    and left out.
     """
     made: dict[tuple[bool, str], Decoder] = {}
     found: list[DecoderWay] = []
@@ -176,7 +182,10 @@ def open_ways(
             first = key not in made
             if first:
                 with opened() as checkpoint:
-                    why = _no_room(device, checkpoint, weights, sequences, positions)
+                    why = _no_room(device, checkpoint, weights, sequences, positions, group)
+                    if group is not None:
+                        told = group.exchange(f"room for {way.name}", why.encode())
+                        why = next((one.decode() for one in told if one), "")
                     if why:
                         skipped[way.name] = why
                         continue
@@ -190,6 +199,7 @@ def open_ways(
                         library_rows=library_rows,
                         weights=weights,
                         stop_tokens=(),
+                        group=group,
                     )
             found.append(DecoderWay(way, made[key], owns=first))
     except BaseException:
@@ -199,20 +209,29 @@ def open_ways(
     return found
 
 
+def _part(config: LlamaConfig, group: Group | None) -> LlamaConfig:
+    """What this rank's kernels have of the model."""
+    return config if group is None else Sharding(config, group.rank, group.size).part
+
+
 def _no_room(
     device: ost.Device,
     checkpoint: Checkpoint,
     weights: WeightsKind,
     sequences: int,
     positions: int,
+    group: Group | None,
 ) -> str:
     """Why a decoder does not fit, or nothing."""
     if device.capabilities.host_memory_is_device_memory:
         return ""
-    config = checkpoint.config
-    formats = backend_for(device).formats(checkpoint, weights)
+    config, spare = _part(checkpoint.config, group), _SPARE
+    if group is None:
+        formats = backend_for(device).formats(checkpoint, weights)
+    else:  # as if no rank had packed weights; each has the whole embedding
+        formats, spare = UNPACKED, spare + 2 * checkpoint.config.vocabulary * config.hidden
     cache = traffic(config, 2).position * sequences * positions
-    need, (free, _) = device_bytes(config, formats) + cache + _SPARE, device.memory_info()
+    need, (free, _) = device_bytes(config, formats) + cache + spare, device.memory_info()
     if need <= free:
         return ""
     return f"needs {need / 2**30:.1f} GiB of device memory, and {free / 2**30:.1f} are free"

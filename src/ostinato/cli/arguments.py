@@ -28,6 +28,7 @@ __all__ = [
     "Stops",
     "System",
     "Temperature",
+    "TensorParallel",
     "Threads",
     "TokensPerLaunch",
     "TopK",
@@ -231,6 +232,16 @@ Eager = Annotated[bool, typer.Option("--eager", help="No graphs: launch by launc
 TokensPerLaunch = Annotated[
     int,
     typer.Option(min=1, max=256, help="Tokens of one graph launch, by a loop on the device."),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel",
+        min=1,
+        max=64,
+        help="Split the model over so many GPUs of this machine, each with a process of its own: "
+        "those from --device on.  Without a GPU, over so many processes on the CPU.",
+    ),
 ]
 
 

@@ -6,21 +6,31 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from ostinato.cli.arguments import expanded, finite, ready_file, ready_folder
+from ostinato.cli.arguments import (
+    TensorParallel,
+    expanded,
+    finite,
+    ready_file,
+    ready_folder,
+)
 from ostinato.cli.endings import FAILED
 from ostinato.cli.progress import fetched
+from ostinato.cli.ranks import other_ranks, rank_devices
 
 if TYPE_CHECKING:
+    from ostinato.bench.decode import DecodeResult
     from ostinato.bench.options import DecodeOptions
     from ostinato.device import Device
     from ostinato.models import Checkpoint
 
-__all__ = ["bench"]
+__all__ = ["bench", "subject_of"]
 
 DEFAULT_SHAPE = "135M"
 
@@ -77,12 +87,13 @@ def bench(
         ),
     ] = "auto",
     peers: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="all that are installed, none, or some of: "
-            "transformers,torch.cuda.graph,torch.compile,llama.cpp."
+            "transformers,torch.cuda.graph,torch.compile,llama.cpp.  All by itself; none with "
+            "--tensor-parallel, since they run on one device."
         ),
-    ] = "all",
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="In which all take turns, at most.")] = 5,
     seconds: Annotated[
         float | None,
@@ -104,6 +115,7 @@ def bench(
         ),
     ] = False,
     device: Annotated[str | None, typer.Option(help='"host", "cuda:0", ...')] = None,
+    tensor_parallel: TensorParallel = 1,
     out: Annotated[
         Path | None,
         typer.Option(callback=expanded, help="A folder for the result file; without one, none."),
@@ -119,6 +131,8 @@ def bench(
     first token after it.  The last line is the result as one JSON object.  The exit status is 1 if
     our ways do not choose the same tokens.
     """
+    from ostinato.bench.decode import measure
+    from ostinato.bench.floor import measure_bandwidth
     from ostinato.bench.options import DecodeOptions
     from ostinato.bench.peers import PEERS
     from ostinato.device import open_device
@@ -130,14 +144,28 @@ def bench(
         ready_folder(out, "--out")
     if plot is not None:
         ready_file(plot, "--plot")
-    with open_device(device) as used:  # a wrong name is found before a model is fetched
+    parallel = tensor_parallel > 1
+    if parallel and profile:
+        raise typer.BadParameter(
+            "a step of several ranks is not profiled: alone, a launch that waits for other ranks "
+            "shows their times",
+            param_hint="--profile",
+        )
+    if parallel and peers not in (None, "none"):
+        raise typer.BadParameter(
+            "peers run on one device; with --tensor-parallel leave them out", param_hint="--peers"
+        )
+    peers = peers or ("none" if parallel else "all")
+    devices = rank_devices(tensor_parallel, device)
+    with open_device(devices[0]) as used:  # a wrong name is found before a model is fetched
         kind = weights if weights in get_args(WeightsKind) else None
         if kind is None and model is not None:
             raise typer.BadParameter(
                 f"{weights!r}: a model has its own types; auto, packed or bf16",
                 param_hint="--weights",
             )
-        subject, opened = _subject(shape, model, weights if kind is None else None)
+        which = {"shape": shape, "model": model, "recipe": weights if kind is None else None}
+        subject, opened = subject_of(**which)
         slow = used.capabilities.host_memory_is_device_memory
         named = {"all": tuple(PEERS), "none": ()}.get(peers)
         count = tokens or (8 if quick else 32 if slow else 100)
@@ -154,14 +182,30 @@ def bench(
             rounds=1 if quick else rounds,
             seconds=seconds or (45 if slow else 120),
         )
+
+        def work() -> dict[str, Any]:
+            assert bandwidth is not None
+            path = None if model is None else str(fetched(model))
+            told = {"options": asdict(options), "bandwidth": asdict(bandwidth)}
+            return {"kind": "bench", "subject": which | {"model": path}, **told}
+
         with _status() as log:
-            act = _profile if profile else _compare
-            ok = act(used, subject, opened, options, out, plot, log)
+            bandwidth = None
+            if parallel:  # before the others are there: on a busy CPU it takes long
+                log("measuring the memory's bandwidth")
+                bandwidth = measure_bandwidth(used)
+            with other_ranks(devices, work) as group:
+                if profile:
+                    ok = _profile(used, subject, opened, options, out, plot, log)
+                else:
+                    run = partial(measure, group=group, bandwidth=bandwidth)
+                    ok = _compare(run, used, subject, opened, options, out, plot, log)
     if not ok:
         raise typer.Exit(FAILED)
 
 
 def _compare(
+    run: Callable[..., DecodeResult],
     device: Device,
     subject: str,
     opened: Callable[[], Checkpoint],
@@ -170,10 +214,10 @@ def _compare(
     plot: Path | None,
     log: Callable[[str], None],
 ) -> bool:
-    from ostinato.bench import decode, report
+    from ostinato.bench import report
     from ostinato.bench.plot import decode_svg
 
-    found = decode.measure(device, opened, options, log=log)
+    found = run(device, opened, options, log=log)
     log("")
     report.show(subject, device, found)
     if plot is not None:
@@ -205,8 +249,8 @@ def _profile(
     return True
 
 
-def _subject(
-    shape: str | None, model: str | None, recipe: str | None
+def subject_of(
+    shape: str | None = None, model: str | None = None, recipe: str | None = None
 ) -> tuple[str, Callable[[], Checkpoint]]:
     """The name of what is measured, and how to open it.  `recipe`: of random weights that are
     quantised."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +23,7 @@ from ostinato.cli.arguments import (
     Stops,
     System,
     Temperature,
+    TensorParallel,
     Threads,
     TokensPerLaunch,
     TopK,
@@ -33,7 +35,8 @@ from ostinato.cli.arguments import (
     text,
 )
 from ostinato.cli.endings import INTERRUPTED
-from ostinato.cli.progress import prompt_progress
+from ostinato.cli.progress import fetched, prompt_progress
+from ostinato.cli.ranks import other_ranks, rank_devices, rank_threads
 from ostinato.cli.speaker import sampling_options, show, speaker
 
 __all__ = ["generate"]
@@ -80,6 +83,7 @@ def generate(
     device: DeviceName = None,
     max_context: MaxContext = None,
     threads: Threads = None,
+    tensor_parallel: TensorParallel = 1,
     weights: WeightsOption = WeightsName.auto,
     eager: Eager = False,
     build: Annotated[
@@ -117,34 +121,42 @@ def generate(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
+    devices = rank_devices(tensor_parallel, device)
+    options: dict[str, Any] = {
+        "threads": rank_threads(devices, threads),
+        "weights": weights.value,
+        "max_context": max_context,
+        "graphs": not eager,
+        "build": build.value,
+    }
+    call: dict[str, Any] = {
+        "prompt": wanted,
+        "max_tokens": max_tokens,
+        "chat": chat,
+        "system": system,
+        "tokens_per_launch": tokens_per_launch,
+        "stop": stop or (),
+    }
+
+    def work() -> dict[str, Any]:
+        parts = {"decoder": options, "sampling": asdict(sampling), "call": call}
+        return {"kind": "generate", "model": str(fetched(model)), **parts}
+
     interrupted = False
-    with speaker(
-        model,
-        device=device,
-        threads=threads,
-        weights=weights.value,
-        quiet=quiet,
-        max_context=max_context,
-        graphs=not eager,
-        build=build.value,
-    ) as generator:
+    with (
+        other_ranks(devices, work) as group,
+        speaker(model, device=devices[0], quiet=quiet, group=group, **options) as generator,
+    ):
         with prompt_progress(quiet=quiet) as progress:
-            answer = generator.generate(
-                wanted,
-                max_tokens=max_tokens,
-                sampling=sampling,
-                chat=chat,
-                system=system,
-                tokens_per_launch=tokens_per_launch,
-                stop=stop or (),
-                progress=progress,
-            )
+            answer = generator.generate(**call, sampling=sampling, progress=progress)
             try:
                 for piece in answer:
                     if not as_json:
                         show(_line(text=piece) if stream_json else piece)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 interrupted = True
+                if group is not None:
+                    group.fail(error)
         summary = answer.summary()
     if as_json:
         sys.stdout.write(json.dumps(summary.as_dict()) + "\n")

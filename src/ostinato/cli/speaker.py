@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ostinato.cli.progress import busy, fetched
 
 if TYPE_CHECKING:
+    from ostinato.distributed import Group
     from ostinato.models import SamplingOptions, TextGenerator
 
 __all__ = ["sampling_options", "show", "speaker"]
@@ -21,9 +22,16 @@ _PICTURES = {i: 0x2400 + i if i < 0x20 else 0x2421 if i == 0x7F else 0xFFFD for 
 
 @contextmanager
 def speaker(
-    model: str, *, device: str | None, threads: int | None, quiet: bool = False, **options: Any
+    model: str,
+    *,
+    device: str | None,
+    threads: int | None,
+    quiet: bool = False,
+    group: Group | None = None,
+    **options: Any,
 ) -> Iterator[TextGenerator]:
-    """A generator for the block.  `options` as for `Decoder`."""
+    """A generator for the block.  `options` as for `Decoder`.  What the block raises fails the
+    group, before the decoder waits for its work, which may wait for other ranks."""
     from ostinato.device import open_device
     from ostinato.models.generate import TextGenerator
 
@@ -32,9 +40,14 @@ def speaker(
     with open_device(device) as opened:  # a wrong name is found before a model is fetched
         path = fetched(model)
         with busy(f"loading {model}", quiet=quiet):
-            generator = TextGenerator(opened, path, **options)
+            generator = TextGenerator(opened, path, group=group, **options)
         with generator:
-            yield generator
+            try:
+                yield generator
+            except BaseException as error:
+                if group is not None:
+                    group.fail(error)
+                raise
 
 
 def sampling_options(seed: int | None, **options: Any) -> SamplingOptions:

@@ -85,7 +85,7 @@ class Channel(Closeable, ABC):
         """`call` is called once, on any thread, when the group fails; at once if it has."""
 
     def say(self, where: str) -> None:
-        """What this rank is doing, for the messages of others."""
+        """What this rank waits for now, for the messages of others, which get it now and then."""
 
 
 # ---------------------------------------------------------------------------- exchanges under way

@@ -112,6 +112,7 @@ class Group(Closeable):
     def exchange(self, label: str, payload: bytes = b"") -> list[bytes]:
         """Every rank's payload, in the order of ranks.  Raises GroupError."""
         self.check()
+        self.channel.say(label)
         return self.channel.exchange("calls", label, payload, self.deadline)
 
     def barrier(self, label: str = "barrier") -> None:
@@ -147,6 +148,7 @@ class Group(Closeable):
         failed.
         """
         self._begin_watching()
+        self.channel.say(what)
         before, self._watched = self._watched, (what, time.monotonic())
         try:
             yield

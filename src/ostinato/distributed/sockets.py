@@ -284,10 +284,8 @@ class Hub:
             else:
                 text = (
                     f"rank {connection.rank} has not been heard of for {self._silence:g} s: it is "
-                    "stopped, or its host is not reached"
+                    f"stopped, or its host is not reached{_last_at(connection)}"
                 )
-                if connection.where:
-                    text += f" (it was last at {connection.where})"
                 self._fail(Failure("lost", connection.rank, text))
 
     def _lose(self, connection: _Connection) -> None:
@@ -295,8 +293,8 @@ class Hub:
         self._drop(connection)
         if rank is not None and rank not in self._left:
             self._left.add(rank)
-            where = f" at {connection.where}" if connection.where else ""
-            self._fail(Failure("lost", rank, f"rank {rank} died{where}: its connection ended"))
+            text = f"rank {rank} died: its connection ended{_last_at(connection)}"
+            self._fail(Failure("lost", rank, text))
 
     def _drop(self, connection: _Connection) -> None:
         with suppress(KeyError, ValueError):
@@ -340,6 +338,10 @@ class Hub:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.out else 0)
             with suppress(KeyError, ValueError):
                 self._selector.modify(connection.socket, events, connection)
+
+
+def _last_at(connection: _Connection) -> str:
+    return f" (it was last at {connection.where!r})" if connection.where else ""
 
 
 # ---------------------------------------------------------------------------------- connections
@@ -403,7 +405,7 @@ class SocketChannel(Channel):
             self._changed.wait_for(lambda: key in self._missing or self._failure, timeout=1.0)
             missing, where = self._missing.pop(key, ([], {}))
         text = waited_text(self.rank, label, seconds, missing)
-        told = "; ".join(f"rank {rank} is at {at}" for rank, at in where.items() if at)
+        told = "; ".join(f"rank {rank} was last at {at!r}" for rank, at in where.items() if at)
         self.fail(Failure("deadline", self.rank, f"{text}. {told}" if told else text))
 
     # --- failures
@@ -504,8 +506,8 @@ class SocketChannel(Channel):
         deadline at most, unless the group failed.  Idempotent."""
         if self._closed.is_set():
             return
+        self._closed.set()  # first: the hub may end at once, which is no failure then
         self._send({"kind": "leave"})
-        self._closed.set()
         if self._hub is not None:
             self._hub.wait(1.0 if self._failure is not None else self._deadline)
             self._hub.close()

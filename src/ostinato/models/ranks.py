@@ -4,7 +4,7 @@ Ranks run the same program on the same calls and get the same tokens, bit by bit
 are given the same.  Three things are compared, so that a difference is an error on all ranks and no
 hang, and no token that means nothing:
 
-    the model and the decoder's settings     when it is made
+    the model, settings, the library's code  when a decoder is made
     each graph, before its first replay      nodes, shapes, order of collectives, machine code
     the caller's calls                       before a step that follows anything but the same step
 
@@ -13,10 +13,12 @@ A plain loop of `decode` compares nothing.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from ostinato import Device, Graph, GraphExec, Kernel, Operation, __version__
 from ostinato.distributed import Group, open_collectives
@@ -94,7 +96,7 @@ class Ranks:
         with self._device.create_stream() as stream:
             norm = plan.weights.buffer("final_norm").to_numpy(stream).tobytes()
         lines = [
-            f"ostinato {__version__}",
+            f"ostinato {__version__}, sources {_sources()}",
             f"model {config}",
             f"final norm {hashlib.blake2b(norm, digest_size=16).hexdigest()}",
             f"backend {backend.name}, {backend.dtype}, packed {backend.packed}",
@@ -166,6 +168,18 @@ class Ranks:
     def watching(self, what: str) -> AbstractContextManager[None]:
         """See `Group.watching`."""
         return self.group.watching(what)
+
+
+@functools.cache
+def _sources() -> str:
+    """The digest of what makes steps: two builds of one version may differ."""
+    digest = hashlib.blake2b(digest_size=8)
+    package = Path(__file__).parents[1]
+    for folder in (package / "distributed", package / "models"):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh"):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _described(graph: Graph) -> list[str]:

@@ -1,0 +1,105 @@
+"""The process of a rank that is not the first, as `cli.ranks` starts it.
+
+Standard input has a line of JSON, which says which rank of which group this is; where it ends, rank
+0 has died, and this process ends.  What to do comes over the group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ostinato.cli.bench import subject_of
+from ostinato.cli.endings import FAILED, ending, own_process
+from ostinato.cli.speaker import speaker
+from ostinato.errors import OstinatoError
+
+if TYPE_CHECKING:
+    from ostinato.distributed import Group
+
+__all__ = ["WORKS", "main"]
+
+
+def main() -> None:
+    """The whole process."""
+    with own_process():
+        status = ending(_follow)
+    os._exit(status)  # not through the interpreter's end: a thread still reads standard input
+
+
+def _follow() -> None:
+    from ostinato.distributed import join_group
+
+    line = sys.stdin.buffer.readline()
+    if not line:  # rank 0 ended at once
+        raise typer.Exit(FAILED)
+    told = json.loads(line)
+    threading.Thread(target=_end_with_rank_0, name="rank 0 lives", daemon=True).start()
+    with join_group(told["group"], rank=told["rank"], size=told["size"]) as group:
+        work = json.loads(group.broadcast("the work"))
+        try:
+            WORKS[work.pop("kind")](group, told["device"], **work)
+        except OstinatoError as error:
+            group.fail(error)  # rank 0 says it
+            raise typer.Exit(FAILED) from None
+
+
+def _end_with_rank_0() -> None:
+    with suppress(OSError):
+        while os.read(sys.stdin.fileno(), 1 << 16):
+            pass
+    os._exit(FAILED)
+
+
+def _generate(
+    group: Group,
+    device: str | None,
+    *,
+    model: str,
+    decoder: dict[str, Any],
+    sampling: dict[str, Any],
+    call: dict[str, Any],
+) -> None:
+    """As rank 0 does; nobody reads the answer."""
+    from ostinato.models.sampling import SamplingOptions
+
+    with speaker(model, device=device, group=group, quiet=True, **decoder) as generator:
+        for _ in generator.generate(sampling=SamplingOptions(**sampling), **call):
+            pass
+
+
+def _bench(
+    group: Group,
+    device: str | None,
+    *,
+    subject: dict[str, Any],
+    options: dict[str, Any],
+    bandwidth: dict[str, Any],
+) -> None:
+    from ostinato.bench.decode import measure
+    from ostinato.bench.floor import Bandwidth
+    from ostinato.bench.options import DecodeOptions
+    from ostinato.device import open_device
+
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+    with open_device(device) as opened:
+        measure(
+            opened,
+            subject_of(**subject)[1],
+            DecodeOptions(**given),
+            group=group,
+            bandwidth=Bandwidth(**bandwidth),
+        )
+
+
+WORKS: Mapping[str, Callable[..., None]] = {"generate": _generate, "bench": _bench}
+"""What rank 0 may ask for; each is called with the group and this rank's device."""

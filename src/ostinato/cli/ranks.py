@@ -1,0 +1,233 @@
+"""`--tensor-parallel`: this process is rank 0 and starts a process for each other rank.
+
+Rank 0 is the command as it is without the option: it reads the prompt, prints, and gets Ctrl-C.
+The others (`cli.rank`) are in process groups of their own, so that a terminal's signals reach rank
+0 alone, and do what rank 0 tells them over the group.  What they write to standard output or to the
+error stream comes out on the error stream, with the rank before each line.
+
+    the work is done            all leave the group, and rank 0 waits for the others' ends
+    a rank raises               the group fails on all ranks; rank 0 says which and why
+    a process dies, or stops    likewise, see `ostinato.distributed.sockets`
+    rank 0 is interrupted       the group fails; the others end
+    rank 0 dies                 the others' standard input ends, and they with it
+
+Whatever happens, no process is left: who does not end by itself is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ostinato.errors import DeadlineError, GroupError, OstinatoError, RankLostError
+
+if TYPE_CHECKING:
+    from ostinato.distributed import Group
+
+__all__ = ["other_ranks", "rank_devices", "rank_threads"]
+
+_PROGRAM = "from ostinato.cli.rank import main; main()"
+_GRACE_SECONDS = 5.0
+"""For the other ranks to end by themselves once the group has failed."""
+
+
+def rank_devices(count: int, device: str | None) -> list[str | None]:
+    """The device of each rank: that many GPUs from the named one on, or from the first; the host
+    for all of them where there is no GPU, or if it is named.
+
+    Raises BadParameter if there are not so many GPUs, InputError for a wrong name.
+    """
+    from ostinato import settings
+    from ostinato.device import open_device
+    from ostinato.driver.cuda.driver import gpu_count
+
+    if count == 1:
+        return [device]
+    name = device or settings.device_name()
+    there = gpu_count()
+    if name is None:
+        name = "cuda:0" if there else "host"
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not (number or "0").isdecimal():
+        open_device(device).close()  # the host, or a wrong name
+        return ["host"] * count
+    first = int(number or "0")
+    if first + count > there:
+        raise typer.BadParameter(
+            f"{count} ranks need the GPUs cuda:{first} to cuda:{first + count - 1}, one each, and "
+            f"this machine has {there}; --device host runs ranks on the CPU",
+            param_hint="--tensor-parallel",
+        )
+    return [f"cuda:{first + rank}" for rank in range(count)]
+
+
+def rank_threads(devices: Sequence[str | None], threads: int | None) -> int | None:
+    """The threads of a rank: on the CPU all ranks share the processors."""
+    from ostinato.models.host.packed_kernels import default_threads
+
+    if threads is not None or len(devices) == 1 or str(devices[0]).startswith("cuda"):
+        return threads
+    return max(1, default_threads() // len(devices))
+
+
+@contextmanager
+def other_ranks(
+    devices: Sequence[str | None], work: Callable[[], Mapping[str, Any]]
+) -> Iterator[Group | None]:
+    """Starts a process for each rank but the first, and gives the first one's group; None for one
+    rank.
+
+    `work`: what the others are to do, as JSON takes it: "kind", a key of `cli.rank.WORKS`, and the
+    arguments of that.
+    After the block the others have ended.  Raises GroupError if one of them failed, also if the
+    block did not; what the block raises fails the group.
+    """
+    if len(devices) == 1:
+        yield None
+        return
+    from ostinato.distributed import join_group, new_group_id
+    from ostinato.settings import group_deadline
+
+    deadline, size = group_deadline(), len(devices)
+    told = json.dumps(dict(work())).encode()
+    group_id = new_group_id(size, deadline=deadline)
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(1, size):
+            ranks.append(_Rank(rank, size, group_id, devices[rank]))
+        with join_group(group_id, rank=0, size=size, deadline=deadline) as group:
+            group.broadcast("the work", told)
+            yield group
+        failure = group.failure
+        if failure is not None and failure.rank != 0:
+            raise failure.error()
+        grace = deadline if failure is None else _GRACE_SECONDS
+    except BaseException as error:
+        _end(ranks, _GRACE_SECONDS)
+        if isinstance(error, GroupError):
+            for one in ranks:
+                if one.signalled:
+                    error.add_note(f"rank {one.rank} was ended by {one.signalled}")
+        raise
+    late = _end(ranks, grace)
+    if failure is not None:  # rank 0 ended it, which the others could not survive
+        return
+    if late:
+        raise DeadlineError(f"rank {late[0]} did not end within {deadline:g} s", rank=late[0])
+    for one in ranks:
+        if one.process.returncode:
+            raise RankLostError(
+                f"the work was done, but rank {one.rank} ended with "
+                f"{one.signalled or f'status {one.process.returncode}'}",
+                rank=one.rank,
+            )
+
+
+class _Rank:
+    """The process of a rank, started.  Threads pass on what it writes, and tell the group if it
+    ends before it is in it."""
+
+    def __init__(self, rank: int, size: int, group_id: str, device: str | None) -> None:
+        self.rank, self._size, self._group_id = rank, size, group_id
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        # -P: it imports what this process imports, and no file of the current folder.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": path},
+            process_group=0,
+        )
+        self._ending = self._killed = False
+        self._threads = [
+            threading.Thread(target=work, name=f"rank {rank} {name}", daemon=True)
+            for work, name in ((self._pass_on, "says"), (self._watch, "lives"))
+        ]
+        for thread in self._threads:
+            thread.start()
+        told = {"group": group_id, "rank": rank, "size": size, "device": device}
+        assert self.process.stdin is not None
+        with suppress(OSError):  # it has died, which is noticed
+            self.process.stdin.write(json.dumps(told).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def _pass_on(self) -> None:
+        assert self.process.stdout is not None
+        with suppress(OSError, ValueError):  # ValueError: the stream is closed
+            for line in self.process.stdout:
+                words = line.decode(errors="backslashreplace").rstrip("\n")
+                print(f"rank {self.rank}: {words}", file=sys.stderr, flush=True)
+
+    def _watch(self) -> None:
+        from ostinato.distributed.channel import Failure
+        from ostinato.distributed.sockets import Address, connect
+
+        status = self.process.wait()
+        if self._ending or not status:
+            return
+        # In its place, so that nobody waits for it.  Refused if it was in the group: then the hub
+        # has noticed.
+        with suppress(OstinatoError):
+            place = [Address.parse(self._group_id)]
+            channel = connect(place, self.rank, self._size, deadline=_GRACE_SECONDS)
+            how = self.signalled or f"status {status}"
+            text = f"the process of rank {self.rank} ended with {how} before it was in the group"
+            channel.fail(Failure("lost", self.rank, text))
+            channel.close()
+
+    @property
+    def signalled(self) -> str:
+        """The signal that ended it, unless that was ours."""
+        status = self.process.returncode
+        if status is None or status >= 0 or self._killed:
+            return ""
+        try:
+            return signal.Signals(-status).name
+        except ValueError:
+            return f"signal {-status}"
+
+    def end(self, until: float) -> bool:
+        """Waits for its end until then, and kills it; whether it ended by itself."""
+        self._ending = True
+        try:
+            self.process.wait(max(0.0, until - time.monotonic()))
+            return True
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            if self.process.poll() is None:  # late, or this wait was interrupted
+                self._killed = True
+                self.process.kill()
+                self.process.wait()
+            for thread in self._threads:  # a process that it started may hold its streams
+                thread.join(1.0)
+            for stream in (self.process.stdin, self.process.stdout):
+                with suppress(OSError):
+                    assert stream is not None
+                    stream.close()
+
+
+def _end(ranks: Sequence[_Rank], seconds: float) -> list[int]:
+    """Waits for their ends, for so long at most; those that had to be killed."""
+    until, late = time.monotonic() + seconds, []
+    interrupted: BaseException | None = None
+    for one in ranks:
+        try:
+            if not one.end(until if interrupted is None else 0.0):
+                late.append(one.rank)
+        except BaseException as error:  # Ctrl-C: the others still have to be ended
+            interrupted = interrupted or error
+    if interrupted is not None:
+        raise interrupted
+    return late
