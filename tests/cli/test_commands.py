@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -73,6 +74,47 @@ def test_doctor_says_which_compiler_there_is(tmp_path: Path) -> None:
     found = json.loads(here("doctor", "--json", OSTINATO_CACHE_DIR=str(tmp_path)).out)
     assert found["ostinato"]["CUDA compiler"].startswith(("NVRTC 1", "not available: "))
     assert found["host"]["lacks"] == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "library", "way", "words"),
+    [
+        (0, "2.28.9", "auto", "by ranks on the CPU the group's channel; ranks on GPUs need two"),
+        (0, "2.28.9", "exchange", "by ranks on the CPU their memory, if they are threads"),
+        (2, "not available: pip", "auto", "nothing, so that GPUs cannot be ranks: NCCL is not av"),
+        (2, "2.28.9", "library", "NCCL for all messages"),
+        (2, "2.28.9", "auto", "the ranks' memory for small messages, NCCL for the others; NCCL"),
+        (2, "2.28.9", "exchange", "the others; an error where GPUs do not reach each other"),
+        (2, "2.28.9", "fast", "not valid: OSTINATO_COLLECTIVES='fast'"),
+    ],
+)
+def test_doctor_says_what_ranks_would_exchange_by(
+    gpus: int, library: str, way: str, words: str
+) -> None:
+    with (
+        mock.patch("ostinato.driver.cuda.driver.gpu_count", return_value=gpus),
+        mock.patch("ostinato.distributed.nccl.description", return_value=library),
+    ):
+        found = json.loads(here("doctor", "--json", OSTINATO_COLLECTIVES=way).out)
+    assert words in found["ranks"]["used"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, "none"),
+        ({"RANK": "0"}, "not valid: WORLD_SIZE is not set"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun: rank 1 of 2"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"},
+            "torchrun: rank 1 of 2, rank 0 at a:9",
+        ),
+        ({"OSTINATO_GROUP": "0/2/secret:1:token"}, "OSTINATO_GROUP, see the settings"),
+    ],
+)
+def test_doctor_says_which_launcher_there_is(environ: dict[str, str], words: str) -> None:
+    found = json.loads(here("doctor", "--json", **environ).out)
+    assert found["ranks"]["launcher"].startswith(words)
 
 
 def test_doctor_says_what_is_wrong(tmp_path: Path) -> None:

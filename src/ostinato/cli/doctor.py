@@ -100,7 +100,7 @@ def _device(name: str) -> dict[str, Any] | str:
 
 
 def _ranks() -> dict[str, str]:
-    """What several GPUs would exchange by."""
+    """What several ranks would exchange by, and the launcher of this process."""
     from ostinato.distributed import exchange, nccl
     from ostinato.driver.cuda.driver import gpu_count
 
@@ -109,16 +109,54 @@ def _ranks() -> dict[str, str]:
     if count > 1:
         limit = exchange.limit_for(min(count, 8))
         windows = f"up to {limit} bytes of a rank, where GPUs reach each other (tried when used)"
+    library = nccl.description()
     try:
         way = settings.collectives_way()
+        used = _collectives(way, count, library)
     except SettingsError as error:
-        way = f"not valid: {error}"
+        way = used = f"not valid: {error}"
     return {
         "GPUs": str(count),
-        "NCCL": nccl.description(),
+        "NCCL": library,
         "peer memory": windows,
         "way": way,
+        "used": used,
+        "launcher": _launcher(),
     }
+
+
+def _collectives(way: str, gpus: int, library: str) -> str:
+    """What `open_collectives` would take on this machine, as far as that is known without ranks."""
+    if gpus < 2:
+        channel = (
+            "their memory, if they are threads" if way == "exchange" else "the group's channel"
+        )
+        return f"by ranks on the CPU {channel}; ranks on GPUs need two GPUs"
+    if library.startswith("not available"):
+        return f"nothing, so that GPUs cannot be ranks: NCCL is {library}"
+    if way == "library":
+        return "NCCL for all messages"
+    small = "the ranks' memory for small messages, NCCL for the others"
+    if way == "exchange":
+        return f"{small}; an error where GPUs do not reach each other"
+    return f"{small}; NCCL for all where GPUs do not reach each other"
+
+
+def _launcher() -> str:
+    """What the environment says of this process's rank."""
+    from ostinato.distributed import place_of
+    from ostinato.errors import InputError
+
+    try:
+        if settings.group_of_process():
+            return f"{settings.GROUP.name}, see the settings"
+        place = place_of()
+    except InputError as error:
+        return f"not valid: {error}"
+    if place is None:
+        return "none"
+    where = f", rank 0 at {place.host}:{place.port}" if place.host else ""
+    return f"{place.launcher}: rank {place.rank} of {place.size}{where}"
 
 
 def _compiler() -> str:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ostinato.cli.bench import subject_of
-from ostinato.cli.endings import FAILED, ending, own_process
+from ostinato.cli.endings import FAILED, ending
 from ostinato.cli.speaker import speaker
-from ostinato.errors import OstinatoError
+from ostinato.errors import GroupError, OstinatoError
 
 if TYPE_CHECKING:
     from ostinato.distributed import Group
@@ -28,9 +28,8 @@ __all__ = ["WORKS", "main"]
 
 
 def main() -> None:
-    """The whole process."""
-    with own_process():
-        status = ending(_follow)
+    """The whole process.  Signals end it as they do by themselves: rank 0 notices, and says so."""
+    status = ending(_follow)
     os._exit(status)  # not through the interpreter's end: a thread still reads standard input
 
 
@@ -42,13 +41,19 @@ def _follow() -> None:
         raise typer.Exit(FAILED)
     told = json.loads(line)
     threading.Thread(target=_end_with_rank_0, name="rank 0 lives", daemon=True).start()
-    with join_group(told["group"], rank=told["rank"], size=told["size"]) as group:
-        work = json.loads(group.broadcast("the work"))
-        try:
-            WORKS[work.pop("kind")](group, told["device"], **work)
-        except OstinatoError as error:
-            group.fail(error)  # rank 0 says it
-            raise typer.Exit(FAILED) from None
+    rank = told["rank"]
+    try:
+        with join_group(told["group"], rank=rank, size=told["size"]) as group:
+            work = json.loads(group.broadcast("the work"))
+            try:
+                WORKS[work.pop("kind")](group, told["device"], **work)
+            except OstinatoError as error:
+                group.fail(error)
+                raise typer.Exit(FAILED) from None  # rank 0 says it
+    except GroupError as error:
+        if error.rank == rank:  # this one could not join
+            raise
+        raise typer.Exit(FAILED) from None  # rank 0 says it
 
 
 def _end_with_rank_0() -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["other_ranks", "rank_devices", "rank_threads"]
 
 _PROGRAM = "from ostinato.cli.rank import main; main()"
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 2.0
 """For the other ranks to end by themselves once the group has failed."""
 
 

@@ -523,6 +523,11 @@ class Decoder(Closeable):
         return self._steps.graph(whole(rows, "rows", 1), sampled=sampled)
 
     @property
+    def ranks(self) -> int:
+        """How many devices share the model: this decoder's, and the other ranks' of its group."""
+        return 1 if self._ranks is None else self._ranks.group.size
+
+    @property
     def collectives(self) -> str:
         """What this decoder and the other ranks' of its group exchange by; empty without a
         group."""

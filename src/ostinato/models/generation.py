@@ -46,6 +46,8 @@ class Summary:
     `DecoderStatistics`).  `load_seconds`: of the model, once
     for all generations.  `library`: what multiplies besides our kernels, or why nothing does.
     `weights`: what the matrices on the device are; `weight_bytes`: of all weights there.
+    `ranks`: how many devices share the model, of which this is the first; `collectives`: what they
+    exchange by.
     """
 
     text: str
@@ -69,6 +71,8 @@ class Summary:
     library: str
     weights: str
     weight_bytes: int
+    ranks: int
+    collectives: str
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -87,6 +91,8 @@ class Summary:
             f"{self.graphs_captured} graphs captured; device {self.device}; "
             f"weights {self.weights}, {self.weight_bytes / 1e6:.0f} MB",
         ]
+        if self.ranks > 1:
+            lines.append(f"one of {self.ranks} ranks, which exchange by {self.collectives}")
         if not self.sampling.is_greedy:
             lines.append(f"seed {self.sampling.seed}: the same seed gives the same answer")
         lines += [f"eager: {count} x {reason}" for reason, count in self.eager_reasons.items()]
@@ -266,6 +272,8 @@ class Generation:
             library=now.library,
             weights=now.weights,
             weight_bytes=now.weight_bytes,
+            ranks=self._generator.decoder.ranks,
+            collectives=self._generator.decoder.collectives,
         )
 
 
