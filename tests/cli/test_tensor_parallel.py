@@ -24,12 +24,13 @@ from tests.cli.commands import Answer, here, refused, start
 from tests.models.model_files import CONFIG, write_gguf
 
 PATIENCE = 120.0  # against hangs alone
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    return str(write_gguf(path, config=replace(CONFIG, context_length=4096)))
+    return str(write_gguf(path, config=replace(CONFIG, context_length=32768)))
 
 
 def children(pid: int) -> list[int]:
@@ -65,7 +66,8 @@ def answering(
 ) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     """The command in the middle of a long answer, and its other ranks' processes.  At the end none
     of them is there."""
-    options = ("-m", tiny, "-n", "4000", "--tensor-parallel", str(size), *more)  # no end token
+    long = ("-n", "32000", "--max-context", "32768")  # greedy: it has no end token
+    options = ("-m", tiny, *long, "--tensor-parallel", str(size), *more)
     process = start("generate", "ab", *options, OSTINATO_GROUP_DEADLINE=deadline)
     others: list[int] = []
     try:
@@ -210,7 +212,7 @@ def test_ctrl_c_ends_all_and_the_summary_is_there(tiny: str) -> None:
 
 
 def test_sigterm_ends_all(tiny: str) -> None:
-    with answering(tiny, size=4) as (process, _):
+    with answering(tiny) as (process, _):
         process.terminate()
         status, err = ended(process)
     assert (status, err) == (143, "terminated\n")
@@ -220,10 +222,8 @@ def test_sigterm_ends_all(tiny: str) -> None:
     ("number", "status", "words"),
     [
         pytest.param(signal.SIGKILL, -signal.SIGKILL, "rank 1 died", id="killed"),
-        pytest.param(signal.SIGTERM, -signal.SIGTERM, "rank 1 died", id="terminated"),
-        pytest.param(
-            signal.SIGSTOP, 0, "rank 1 has not been heard of", id="stopped", marks=pytest.mark.slow
-        ),
+        pytest.param(signal.SIGTERM, -signal.SIGTERM, "rank 1 died", id="terminated", marks=SLOW),
+        pytest.param(signal.SIGSTOP, 0, "rank 1 has not been heard of", id="stopped", marks=SLOW),
     ],
 )
 def test_the_death_of_a_rank_is_an_error(
@@ -239,7 +239,7 @@ def test_the_death_of_a_rank_is_an_error(
 
 
 def test_the_death_of_rank_0_ends_the_others(tiny: str) -> None:
-    with answering(tiny, size=4) as (process, _):
+    with answering(tiny) as (process, _):
         process.kill()
         assert ended(process)[0] == -signal.SIGKILL
 

@@ -10,13 +10,30 @@ from pathlib import Path
 
 from ostinato.distributed import new_group_id
 
-__all__ = ["MOMENTS", "finish", "ranks", "require_typed_errors", "start"]
+__all__ = ["MOMENTS", "ROOT", "environment", "finish", "ranks", "require_typed_errors", "start"]
 
 MOMENTS = ("start", "prompt", "between", "loop")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "OMPI_",
+    "PMI",
+    "SLURM_",
+)
 End = tuple[int, str, str]
 """Status, the output's last line (libraries print others before it), and error output."""
+
+
+def environment(more: dict[str, str]) -> dict[str, str]:
+    """Of this process for a rank: with the paths of its modules, without what a launcher said."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    path = os.pathsep.join(p for p in (str(ROOT), *sys.path) if p)
+    return {**inherited, "PYTHONPATH": path, **more}
 
 
 def start(
@@ -29,12 +46,10 @@ def start(
     """A rank, see `rank_program`.  `before`: the program that starts it."""
     told = {} if group is None else {"OSTINATO_GROUP": group}
     command = [*before, sys.executable, str(HERE / program), *arguments]
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**inherited, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **told}
-        | (environ or {}),
+        env=environment(told | (environ or {})),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -195,6 +195,10 @@ class _Contest:
             for prompt in prompts:
                 self._prompt(prompt, [*ways, *peers.contestants])
                 self.points_left -= 1
+        except BaseException as error:
+            if self.group is not None:  # before the decoders wait for their work
+                self.group.fail(error)
+            raise
         finally:
             if peers is not None:
                 peers.close()

@@ -81,6 +81,8 @@ def chat(
     Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, ends the conversation. Answers go to standard
     output, all else to the error stream. Messages may be piped in, a line each; the exit status is
     1 if one of those could not be answered.
+
+    It uses one GPU: between two messages several ranks would have to wait without a deadline.
     """
     sampling = sampling_options(
         seed,

@@ -109,6 +109,9 @@ def generate(
     The answer goes to standard output, all else to the error stream. The model runs on the GPU
     where there is one, else on the CPU with the same graphs. Ctrl-C stops it and still prints the
     summary; the exit status is then 130.
+
+    With --tensor-parallel this process is rank 0 and starts the others. Ctrl-C, and any rank that
+    fails, dies or stops (OSTINATO_GROUP_DEADLINE), end all of them.
     """
     if as_json and stream_json:
         raise typer.BadParameter("--json or --stream-json, not both", param_hint="--stream-json")

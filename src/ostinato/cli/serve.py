@@ -111,6 +111,8 @@ def serve(
     Requests join and leave one batch between its steps. Under /v1 are chat/completions,
     completions and models; /metrics is for Prometheus, /health and /ready for who supervises it.
     SIGTERM and Ctrl-C end it when the answers under way are given; a second Ctrl-C at once.
+
+    It uses one GPU. For several run a server each, and a balancer in front of them.
     """
     from ostinato.serve.extra import require_extra
 
