@@ -79,9 +79,9 @@ def decode_result(
     ceiling: dict[str, object] = {
         "what": "every weight once, and keys and values of all positions, over the bandwidth",
         "bandwidth": found.bandwidth.how,
-        "bandwidth_gb_per_s": round(found.bandwidth.best / 1e9, 1),
-        "read_gb_per_s": round(found.bandwidth.read / 1e9, 1),
-        "copy_gb_per_s": round(found.bandwidth.copy / 1e9, 1),
+        "bandwidth_gb_per_s": _gigabytes(found.bandwidth.best),
+        "read_gb_per_s": _gigabytes(found.bandwidth.read),
+        "copy_gb_per_s": _gigabytes(found.bandwidth.copy),
     }
     if found.traffic is not None:
         ceiling["weight_bytes"] = found.traffic.weights
@@ -160,6 +160,11 @@ def _name(kind: str, subject: str, options: DecodeOptions, ranks: int = 1) -> st
     return "-".join(parts)
 
 
+def _gigabytes(nbytes: float) -> float:
+    """To four digits, also where it is a part of one."""
+    return float(f"{nbytes / 1e9:.4g}")
+
+
 def _first_point(row: Row) -> tuple[int, int, float]:
     """The smallest batch, there the smallest context, there the fastest."""
     return -row.batch, -row.context, row.tokens_per_second
@@ -173,7 +178,7 @@ def profile_result(device: ost.Device, subject: str, profile: Profile) -> Result
         {
             "what": "the launch's bytes over the bandwidth",
             "bandwidth": profile.bandwidth.how,
-            "bandwidth_gb_per_s": round(profile.bandwidth.best / 1e9, 1),
+            "bandwidth_gb_per_s": _gigabytes(profile.bandwidth.best),
             "floor_us": round(profile.floor_us, 2),
         },
         profile.summary(),

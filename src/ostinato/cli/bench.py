@@ -155,7 +155,8 @@ def bench(
         raise typer.BadParameter(
             "peers run on one device; with --tensor-parallel leave them out", param_hint="--peers"
         )
-    peers = peers or ("none" if parallel else "all")
+    if peers is None:
+        peers = "none" if parallel else "all"
     devices = rank_devices(tensor_parallel, device)
     with open_device(devices[0]) as used:  # a wrong name is found before a model is fetched
         kind = weights if weights in get_args(WeightsKind) else None
