@@ -13,7 +13,7 @@ import pytest
 
 from ostinato.distributed import join_group, new_group_id, open_group, place_of
 from ostinato.distributed.launch import first_host
-from ostinato.distributed.sockets import Address, Reader, packed
+from ostinato.distributed.sockets import Address, Reader, SocketChannel, packed
 from ostinato.errors import InputError, NotAvailableError, RankLostError, SettingsError
 from tests.distributed.starting import MOMENTS, finish, ranks, require_typed_errors, start
 
@@ -344,6 +344,26 @@ def test_garbage_does_not_disturb_the_hub() -> None:
             assert stranger.recv(100) == b""  # the hub hangs up
     with join_group(group, rank=0, size=1, deadline=20) as alone:
         assert alone.exchange("x", b"1") == [b"1"]
+
+
+def test_the_last_to_leave_does_not_take_the_hubs_end_for_a_failure() -> None:
+    """The hub ends once all have left; the reader may see that before `close` goes on."""
+    with join_group(new_group_id(1, deadline=20), rank=0, size=1, deadline=20) as group:
+        channel = group.channel
+        assert isinstance(channel, SocketChannel)
+        send, ended = channel._send, threading.Event()
+        channel.on_failure(lambda failure: ended.set())
+
+        def slow(head: dict[str, Any], payload: bytes = b"") -> None:
+            send(head, payload)
+            if head["kind"] == "leave":
+                assert channel._hub is not None
+                channel._hub.wait(20)
+                ended.wait(0.5)
+
+        channel._send = slow  # type: ignore[method-assign]
+        group.close()
+        assert group.failure is None
 
 
 def test_messages_come_in_pieces() -> None:
