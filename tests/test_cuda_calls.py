@@ -47,6 +47,7 @@ from ostinato.driver.api import (
     InstantiateFlags,
     KernelArguments,
     KernelNodeParams,
+    KernelTable,
     LaunchConfig,
     MemcpyNodeParams,
     MemOp,
@@ -82,6 +83,16 @@ LAYOUT = (ParameterSlot(0, 8), ParameterSlot(8, 4))
 ARGUMENTS = KernelArguments(bytes(range(12)), LAYOUT)
 CONFIG = LaunchConfig(3, 64, 128)
 SPECIAL = LaunchConfig(3, 64, cluster=2, cooperative=True, programmatic=True, priority=1)
+
+KERNELS = KernelTable(
+    [FUNCTION] * 2,
+    [CONFIG, SPECIAL],
+    [LAYOUT] * 2,
+    [False] * 2,
+    bytearray(range(24)),
+    [0, 12],
+    [12] * 2,
+)
 
 NODES: dict[str, NodeParams] = {
     "kernel": KernelNodeParams(FUNCTION, CONFIG, ARGUMENTS),
@@ -163,6 +174,10 @@ CALLS: dict[str, Callable[[CudaDriver], object]] = {
     "graph_nodes": lambda d: d.graph_nodes(GRAPH),
     "graph_edges": lambda d: d.graph_edges(GRAPH),
     "graph_freeze": lambda d: d.graph_freeze(GRAPH),
+    "graph_add_kernels": lambda d: d.graph_add_kernels(GRAPH, [NODE], KERNELS, [(0, [0])]),
+    "graph_add_kernels of the slow kind": (
+        lambda d: d.graph_add_kernels(GRAPH, [NODE], KERNELS, [(1, [0])])
+    ),
     "graph_add_edges": lambda d: d.graph_add_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
     "graph_remove_edges": lambda d: d.graph_remove_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
     "graph_remove_node": lambda d: d.graph_remove_node(NODE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from ostinato.driver.api import (
     GraphHandle,
     HostNodeParams,
     KernelNodeParams,
+    KernelTable,
     LaunchConfig,
     MemcpyNodeParams,
     MemOp,
@@ -77,6 +79,33 @@ def test_a_graph_runs_in_dependency_order(rig: Rig, graph: GraphHandle) -> None:
         driver.graph_add_edges(graph, [Edge(nodes[early], nodes[late])])
     rig.run(graph)
     assert rig.values(notes, 5, np.uint32) == [2, 4, 1, 3, 0]
+    driver.graph_destroy(graph)
+
+
+def test_many_kernels_at_once(rig: Rig, graph: GraphHandle) -> None:
+    driver, notes, cursor = rig.driver, rig.zeros(8, np.uint32), rig.zeros(1, np.uint32)
+    made = [rig.params("note", notes, cursor, number) for number in range(5)]
+    special = replace(made[3].config, priority=0)
+    table = KernelTable(
+        [one.function for one in made],
+        [special if row == 3 else one.config for row, one in enumerate(made)],
+        [one.arguments.layout for one in made],
+        [False] * 5,
+        bytearray(b"".join(one.arguments.data for one in made)),
+        [row * len(made[0].arguments.data) for row in range(5)],
+        [len(one.arguments.data) for one in made],
+    )
+    nodes = [rig.add(graph, (), EmptyNodeParams())]
+    driver.graph_add_kernels(graph, nodes, table, [(4, []), (1, [0, 1]), (3, [2]), (0, [2, 3])])
+    assert driver.graph_nodes(graph) == tuple(nodes) and len(nodes) == 5
+    assert rig.edges(graph) == {(0, 2), (1, 2), (2, 3), (2, 4), (3, 4)}
+    for node, row in zip(nodes[1:], (4, 1, 3, 0), strict=True):
+        read = driver.node_params(node)
+        assert isinstance(read, KernelNodeParams)
+        assert read.arguments == made[row].arguments
+        assert (read.function, read.config.grid) == (made[row].function, made[row].config.grid)
+    rig.run(graph)
+    assert rig.values(notes, 5, np.uint32) == [4, 1, 3, 0, 0]
     driver.graph_destroy(graph)
 
 

@@ -65,6 +65,7 @@ __all__ = [
     "KernelArguments",
     "KernelNodeParams",
     "KernelSetter",
+    "KernelTable",
     "LaunchConfig",
     "MemOp",
     "MemOpKind",
@@ -422,6 +423,28 @@ class KernelNodeParams:
         """A copy with other bytes for all arguments, which lie where they lay."""
         arguments = KernelArguments(data, self.arguments.layout, self.arguments.packed)
         return KernelNodeParams(self.function, self.config, arguments, self.extra_attributes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelTable:
+    """Kernel launches as columns, for `Driver.graph_add_kernels`: to make the records of a launch
+    takes longer than to add its node."""
+
+    functions: Sequence[FunctionHandle]
+    configs: Sequence[LaunchConfig]
+    layouts: Sequence[tuple[ParameterSlot, ...]]
+    packed: Sequence[bool]
+    data: bytearray
+    """The arguments of all rows."""
+    starts: Sequence[int]
+    """Where a row's arguments begin in `data`."""
+    sizes: Sequence[int]
+
+    def params(self, row: int) -> KernelNodeParams:
+        start = self.starts[row]
+        data = bytes(self.data[start : start + self.sizes[row]])
+        arguments = KernelArguments(data, self.layouts[row], self.packed[row])
+        return KernelNodeParams(self.functions[row], self.configs[row], arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1001,6 +1024,20 @@ class Driver(Protocol):
         edge_data: Sequence[EdgeData] | None = None,
     ) -> NodeHandle:
         """Adds a node.  `edge_data`: one entry for each dependency, or None for plain edges."""
+        ...
+
+    def graph_add_kernels(
+        self,
+        graph: GraphHandle,
+        nodes: list[NodeHandle],
+        kernels: KernelTable,
+        rows: Sequence[tuple[int, Sequence[int]]],
+    ) -> None:
+        """As `graph_add_node` for each of these rows, with plain edges from what is at the places
+        in `nodes` that a row comes with.  Each new node is appended to `nodes`.
+
+        An error leaves the nodes before it in the graph.
+        """
         ...
 
     def graph_add_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:

@@ -8,9 +8,11 @@ node but of its incoming edges (`LaunchConfig.programmatic` is read from them an
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from collections.abc import Sequence
 from ctypes import byref
+from functools import partial
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -33,6 +35,7 @@ from ostinato.driver.api import (
     GraphHandle,
     HostNodeParams,
     KernelNodeParams,
+    KernelTable,
     LaunchConfig,
     MemcpyNodeParams,
     MemsetNodeParams,
@@ -55,6 +58,7 @@ from ostinato.driver.cuda.frozen import (
 from ostinato.driver.cuda.launch import (
     SETTABLE,
     SHOWN,
+    NodeBlocks,
     Settable,
     attribute_values,
     attribute_words,
@@ -340,6 +344,57 @@ class GraphCalls(StreamCalls, ModuleCalls):
         if isinstance(params, KernelNodeParams) and not params.config.plain:
             self._set_attributes_or_remove(seam, handle, params.config)
         return handle
+
+    def graph_add_kernels(
+        self,
+        graph: GraphHandle,
+        nodes: list[NodeHandle],
+        kernels: KernelTable,
+        rows: Sequence[tuple[int, Sequence[int]]],
+    ) -> None:
+        seam = "graph_add_node"
+        configs = kernels.configs
+        known = {id(config): config for config in configs}  # few, of many rows
+        plain = {one for one, config in known.items() if config.plain}
+        for alike, group in itertools.groupby(rows, lambda one: id(configs[one[0]]) in plain):
+            if alike:
+                some = list(group)
+                add = partial(self._add_plain_kernels, seam, graph, nodes, kernels, some)
+                self._within(seam, add)
+                continue
+            for row, before in group:
+                after = [nodes[place] for place in before]
+                nodes.append(self.graph_add_node(graph, after, kernels.params(row)))
+
+    def _add_plain_kernels(
+        self,
+        seam: str,
+        graph: GraphHandle,
+        nodes: list[NodeHandle],
+        kernels: KernelTable,
+        rows: Sequence[tuple[int, Sequence[int]]],
+    ) -> None:
+        layouts = kernels.layouts
+        for sizes in {(kernels.functions[r], len(layouts[r]), kernels.sizes[r]) for r, _ in rows}:
+            self._check_sizes(seam, *sizes)
+        try:
+            blocks = NodeBlocks(kernels, [row for row, _ in rows], self._context)
+        except struct.error as error:
+            raise self._error(Status.INVALID_VALUE, seam, f"a launch shape: {error}") from error
+        call = self._calls["cuGraphAddKernelNode_v2"]
+        made = (ctypes.c_uint64 * 1)()
+        out = ctypes.addressof(made)
+        most = max((len(before) for _, before in rows), default=0)
+        after = (ctypes.c_uint64 * most)()
+        given = ctypes.addressof(after) if most else None
+        for (_, before), block in zip(rows, blocks.addresses, strict=True):
+            for index, place in enumerate(before):
+                after[index] = nodes[place]
+            count = len(before)
+            status = call(out, graph, given if count else None, count, block)
+            if status:
+                raise self._error(status, seam, "KernelNodeParams")
+            nodes.append(NodeHandle(made[0]))
 
     def _fill(self, seam: str, raw: cu.GraphNodeParams, params: NodeParams, number: int) -> object:
         """Fills the union.  Returns what must stay alive as long as `raw` is used.

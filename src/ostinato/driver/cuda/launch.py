@@ -16,6 +16,7 @@ from ostinato.driver.api import (
     Dim3,
     KernelArguments,
     KernelNodeParams,
+    KernelTable,
     LaunchConfig,
     ParameterSlot,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "SHOWN",
     "Attributes",
     "Block",
+    "NodeBlocks",
     "PreparedLaunch",
     "Settable",
     "attribute_values",
@@ -45,6 +47,7 @@ __all__ = [
 # CUDA_KERNEL_NODE_PARAMS_v2.  A test compares them with the structures.
 LAUNCH_HEAD = "=7I4xQQI4x"
 NODE_HEAD = "=Q7I4xQQQQ"
+_HEAD_START, _HEAD_END = struct.Struct("=Q7I4x"), struct.Struct("=QQQQ")  # of NODE_HEAD
 
 _WORD = 8
 _EXTRA_WORDS_GIVEN = 6  # the two pairs, the end, and the size that one of them points to
@@ -175,6 +178,55 @@ def node_block(params: KernelNodeParams, context: int) -> ctypes.Array[ctypes.c_
     ends = pointers, extra, 0, context
     packing.pack_into(memory, 0, params.function, *sizes, *ends, *words, arguments.data)
     return memory
+
+
+class NodeBlocks:
+    """What `node_block` makes, of many rows of a table in one piece of memory.
+
+    The blocks point to the table's own bytes.
+    """
+
+    def __init__(self, kernels: KernelTable, rows: Sequence[int], context: int) -> None:
+        """Raises struct.error as `node_block` does."""
+        layouts, sizes, packed = kernels.layouts, kernels.sizes, kernels.packed
+        laid = [bool(layouts[row]) and not packed[row] for row in rows]
+        counts = [
+            len(layouts[row]) if apart else _EXTRA_WORDS_GIVEN * (sizes[row] > 0)
+            for row, apart in zip(rows, laid, strict=True)
+        ]
+        self._table = kernels
+        self._words = (ctypes.c_uint64 * sum(counts))()
+        here = ctypes.addressof(self._words)
+        data = ctypes.addressof(ctypes.c_char.from_buffer(kernels.data)) if kernels.data else 0
+        # What many rows have alike is packed once: by the identity of what the table keeps.
+        starts: dict[tuple[int, int], bytes] = {}
+        offsets: dict[int, list[int]] = {}
+        words: list[int] = []
+        heads: list[bytes] = []
+        for row, count, apart in zip(rows, counts, laid, strict=True):
+            function, config, layout = kernels.functions[row], kernels.configs[row], layouts[row]
+            first, at = data + kernels.starts[row], here if count else 0
+            start = starts.get((function, id(config)))
+            if start is None:
+                shape = (*config.grid, *config.block, config.shared)
+                start = starts[function, id(config)] = _HEAD_START.pack(function, *shape)
+            heads.append(start)
+            if apart:
+                known = offsets.get(id(layout))
+                if known is None:
+                    known = offsets[id(layout)] = [slot.offset for slot in layout]
+                words += [first + offset for offset in known]
+                heads.append(_HEAD_END.pack(at, 0, 0, context))
+            else:
+                if count:
+                    words += (cu.EXTRA_BUFFER_POINTER, first)
+                    words += (cu.EXTRA_BUFFER_SIZE, at + _WORD * 5, cu.EXTRA_END, sizes[row])
+                heads.append(_HEAD_END.pack(0, at, 0, context))
+            here += _WORD * count
+        self._words[:] = words  # type: ignore[assignment]
+        self._heads = ctypes.create_string_buffer(b"".join(heads))
+        begin, step = ctypes.addressof(self._heads), struct.calcsize(NODE_HEAD)
+        self.addresses = range(begin, begin + step * len(rows), step)
 
 
 def read_arguments(

@@ -368,17 +368,22 @@ class ModuleCalls(CudaCalls):
     def _check_arguments(
         self, seam: str, function: int, arguments: KernelArguments, node: int | None = None
     ) -> None:
+        self._check_sizes(seam, function, len(arguments.layout), len(arguments.data), node)
+
+    def _check_sizes(
+        self, seam: str, function: int, given: int, nbytes: int, node: int | None = None
+    ) -> None:
         """Raises INVALID_VALUE for too few arguments: the driver would read beyond them."""
         layout = self._layouts.get(function)
         if not layout:
             return
-        given, last = arguments.layout, layout[-1]
-        if (given and len(given) != len(layout)) or len(arguments.data) < last.offset + last.size:
+        last = layout[-1]
+        if (given and given != len(layout)) or nbytes < last.offset + last.size:
             raise self._error(
                 Status.INVALID_VALUE,
                 seam,
-                f"{len(given)} arguments of {len(arguments.data)} bytes; the function takes "
-                f"{len(layout)} of {last.offset + last.size}",
+                f"{given} arguments of {nbytes} bytes; the function takes {len(layout)} of "
+                f"{last.offset + last.size}",
                 node=node,
             )
 

@@ -71,6 +71,7 @@ from ostinato.driver.api import (
     KernelArguments,
     KernelNodeParams,
     KernelSetter,
+    KernelTable,
     LaunchConfig,
     MemcpyNodeParams,
     MemoryRange,
@@ -611,6 +612,17 @@ class HostDriver:
                 check_edge_data(call, nodes, params, edge_data)
             self._compiler.check(call, params)
             return definition.add(call, nodes, params, edge_data).handle
+
+    def graph_add_kernels(
+        self,
+        graph: GraphHandle,
+        nodes: list[NodeHandle],
+        kernels: KernelTable,
+        rows: Sequence[tuple[int, Sequence[int]]],
+    ) -> None:
+        for row, before in rows:
+            after = [nodes[place] for place in before]
+            nodes.append(self.graph_add_node(graph, after, kernels.params(row)))
 
     def graph_add_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
         with self._entered("graph_add_edges") as call:
