@@ -21,7 +21,8 @@ replay of the last graph, and `first_ms` to that of the first one, which loads t
 have (`--profile`: functions by their time, of one more restoring process).  Then, outside of that
 time, all ways must give the same bytes from the same state.  Files are in the page cache.
 
-What bounds a restore: reading graphs and code, which is measured with the check of their digests.
+What bounds a restore: reading graphs and code (`store_mib`), which is measured with the check of
+their digests.
 """
 
 from __future__ import annotations
@@ -94,9 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 skipped[work] = f"the ways give other bytes: {answers}"
                 failed = True
                 continue
-            for one in found:
-                rows.append({"work": work, **one, "save_ms": saved["graphs_ms"]})
             needed = _needed(place)
+            mib = round(sum(path.stat().st_size for path in needed) / (1 << 20), 1)
+            for one in found:
+                more = {"save_ms": saved["graphs_ms"], "store_mib": mib}
+                rows.append({"work": work, **one, **more})
             began = time.perf_counter_ns()
             for path in needed:
                 hashlib.sha256(path.read_bytes()).digest()

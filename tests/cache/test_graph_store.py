@@ -306,8 +306,10 @@ def test_keys_share_their_inputs(host_device: Device, folder: Path) -> None:
     model.x.copy_from([7, 8], model.stream)
     store.save(("step", 1), model.capture(1)().graph)
     (code / "of no file").write_bytes(b"123")
+    left = folder / "graphs" / ".tmp-of a process that was killed"
+    left.write_bytes(b"12")
     assert len(list(code.iterdir())) == 3
-    assert store.prune() == 3
+    assert store.prune() == 5 and not left.exists()
     for factor in (2, 3):
         store.save(("step", factor), model.capture(factor)().graph)
     assert store.prune() == 8
@@ -329,6 +331,20 @@ def test_what_is_no_file_is_captured_with_the_reason(host_device: Device, folder
     assert model.run(ost.GraphCache(host_device), other, 2) == [12, 14]
     assert len(other.statistics().reasons) == 1
     assert model.captures == [1, 2]
+
+
+def test_a_relative_folder_stays_where_it_was(
+    host_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = Model(host_device)
+    store = model.store(Path("here"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    store.save("key", model.capture(2)().graph, check=False)
+    assert not list(Path.cwd().iterdir())
+    monkeypatch.chdir(tmp_path)
+    assert model.store(Path("here")).restore("key") is not None
 
 
 class Mode(enum.Enum):

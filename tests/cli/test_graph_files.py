@@ -53,7 +53,7 @@ def test_show_says_what_a_file_holds(path: Path) -> None:
         assert words in answer.out, (words, answer.out)
     assert re.search(r"^constant w: <i4\[3\], block \d, given by name$", answer.out, re.M)
     data = json.loads(here("graph", "show", str(path), "--json").out)
-    assert data["format"] == "ostinato.graph" and len(data["graph"]["nodes"]) == 2
+    assert data["format"] == "ostinato.graph" and len(data["graph"]["kernels"]["size"]) == 2
 
 
 def test_run_takes_inputs_and_gives_outputs(path: Path, weights: Path, tmp_path: Path) -> None:

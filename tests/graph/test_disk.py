@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,9 +15,10 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import ConditionalKind
-from ostinato.errors import ClosedError, GraphFileError, InputError
+from ostinato.driver.api import ConditionalKind, KernelTable
+from ostinato.errors import ClosedError, DriverError, GraphFileError, InputError
 from ostinato.graph.disk.show import file_text
+from tests.emulator.stub import build, stub_device
 from tests.graph.disk_kernels import (
     ONE,
     add,
@@ -725,6 +727,31 @@ def test_files_that_others_may_write_are_not_loaded(
         ost.load_graph(host_device, path.with_name("none.graph"))
 
 
+def test_what_is_no_file_is_refused_in_words(host_device: Device, work: Work, path: Path) -> None:
+    work.save(path, keeping="by name")
+    folder, link = path.parent, path.with_name("link.graph")
+    link.symlink_to(path)
+    for graph in (folder, link):
+        with pytest.raises(GraphFileError, match="it is not a regular file; a graph file is a"):
+            ost.load_graph(host_device, graph)
+    for constants in (folder, folder / "none"):
+        with pytest.raises(GraphFileError, match=r"the constants in .* cannot be read"):
+            ost.load_graph(host_device, path, constants=constants)
+
+
+def test_a_full_disk_leaves_the_old_file_alone(host_device: Device, work: Work, path: Path) -> None:
+    path.write_bytes(b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))  # of each file
+    try:
+        with pytest.raises(GraphFileError, match=r"cannot be written .*; nothing was saved"):
+            work.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == b"old"
+
+
 def test_files_share_what_they_have_in_common(
     host_device: Device, stream: ost.Stream, work: Work, path: Path, tmp_path: Path
 ) -> None:
@@ -836,6 +863,23 @@ def test_memory_that_is_not_of_the_device_is_refused(
             ost.load_graph(host_device, path, constants={"w": w})
 
 
+def test_memory_of_another_device_is_refused(host_device: Device, work: Work, path: Path) -> None:
+    work.save(path, keeping="by name")
+    with ost.open_device("host") as other:
+        w = ints(other, 1, 2, 3)
+        with pytest.raises(InputError, match="'w' is memory of another device"):
+            ost.load_graph(host_device, path, constants={"w": w})
+
+
+def test_values_and_memory_of_one_name_are_refused(
+    host_device: Device, work: Work, path: Path
+) -> None:
+    work.save(path, keeping="by name")
+    both = {"constants": {"w": np.zeros(3, "i4")}, "buffers": {"w": work.w}}
+    with pytest.raises(InputError, match="w: given as buffers and as constants"):
+        ost.load_graph(host_device, path, **both)
+
+
 def test_memory_that_overlaps_is_refused(
     host_device: Device, stream: ost.Stream, path: Path
 ) -> None:
@@ -939,3 +983,35 @@ def test_memory_without_bytes(host_device: Device, stream: ost.Stream, path: Pat
     assert result(loaded, stream, [5]) == [15]
     given = {"nothing": host_device.empty(0, np.int32), "null": ost.MemoryRange(0, 0)}
     assert result(ost.load_graph(host_device, path, buffers=given), stream, [6]) == [18]
+
+
+def test_the_cuda_driver_gets_what_was_saved(tmp_path: Path, path: Path) -> None:
+    """On a libcuda that runs nothing: each node's bytes and shape are those of the graph, with the
+    addresses of this loading's memory."""
+    library = build(tmp_path)
+    if library is None:
+        pytest.skip("needs a C compiler")
+    with stub_device(library) as stub:
+        device, stream = stub.device, stub.device.create_stream()
+        x, y = device.zeros(64, "f4"), device.zeros(64, "f4")
+        with ost.capture(stream) as capture:
+            for row in range(20):
+                given = (x, y, y) if row % 3 else (y, x[4:], y[8:])
+                config = ost.LaunchConfig(1 + row, 32, shared=row)
+                ost.launch(stream, stub.kernel, config, *given, row)
+        named = {"inputs": {"x": x}, "outputs": {"y": y}}
+        capture.graph.save(path, **named, check=False)
+        loaded = ost.load_graph(device, path)
+        moves = {x: loaded.inputs["x"], y: loaded.outputs["y"]}
+        run, other = capture.graph.instantiate(), loaded.instantiate()
+        run.rebind(moves)
+        assert [stub.holds(other, row) for row in range(20)] == [
+            stub.holds(run, row) for row in range(20)
+        ]
+        assert loaded.nodes[7].arguments[3].value == 7 and loaded.nodes[7].signature is not None
+        driver = device.context.driver
+        table = KernelTable(
+            [stub.kernel.function], [ost.LaunchConfig(1, 1)], [()], [True], bytearray(27), [0], [27]
+        )
+        with pytest.raises(DriverError, match="27 bytes; the function takes 4 of 28"):
+            driver.graph_add_kernels(loaded.handle, [], table, [(0, [])])

@@ -212,64 +212,177 @@ def test_no_byte_of_a_file_can_change_what_it_does(sound: bytes, tmp_path: Path)
 # ---------------------------------------------------------------------------------- one by one
 
 
-def kernel_node(manifest: dict[str, Any]) -> dict[str, Any]:
-    node: dict[str, Any] = manifest["graph"]["nodes"][0]
-    assert node["kind"] == "kernel" and node["pointers"]
-    return node
+def kernels(manifest: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = manifest["graph"]["kernels"]
+    assert found["pointers"]["kernel"][:2] == [0, 0]  # the first one has two
+    return found
 
 
-def longer_cycle(m: dict[str, Any]) -> None:
-    m["graph"]["edges"] += [[1, 0, 0, 0, 0]]
+def pointer(key: str, value: int) -> Any:
+    """Changes the first address."""
+    return lambda m: kernels(m)["pointers"][key].__setitem__(0, value)
+
+
+def twice(m: dict[str, Any]) -> None:
+    """The first address again."""
+    for column in kernels(m)["pointers"].values():
+        column.insert(0, column[0])
+
+
+def add_edge(source: int, target: int) -> Any:
+    def add(m: dict[str, Any]) -> None:
+        m["graph"]["edges"]["source"].append(source)
+        m["graph"]["edges"]["target"].append(target)
+
+    return add
 
 
 def deep(m: dict[str, Any]) -> None:
-    graph: dict[str, Any] = {"nodes": [], "edges": []}
+    graph = empty(m)
     for _ in range(100):
-        inner = {"name": "n", "kind": "child_graph", "inner": [graph]}
-        graph = {"nodes": [inner], "edges": []}
+        inner = {"at": 0, "name": "n", "kind": "child_graph", "inner": [graph]}
+        graph = empty(m) | {"nodes": [inner]}
     m["graph"] = graph
+
+
+def empty(m: dict[str, Any]) -> dict[str, Any]:
+    """A graph without nodes."""
+    made: dict[str, Any] = copy.deepcopy(m["graph"])
+    made["nodes"], made["kernels"]["data"] = [], ""
+    columns = (made["edges"], made["kernels"], made["kernels"]["pointers"])
+    for column in [column for some in columns for column in some.values()]:
+        if isinstance(column, list):
+            column.clear()
+    return made
+
+
+def last(m: dict[str, Any], node: dict[str, Any]) -> None:
+    """One more node, which is no kernel."""
+    graph = m["graph"]
+    graph["nodes"].append({"at": len(graph["nodes"]) + len(graph["kernels"]["size"]), **node})
 
 
 HOSTILE: dict[str, tuple[Any, str]] = {
     "a newer format": (lambda m: m.update(version=2), "format 2; this release reads 1"),
     "another format": (lambda m: m.update(format="zip"), "no graph file"),
     "an edge out of range": (
-        lambda m: m["graph"]["edges"].append([0, 99, 0, 0, 0]),
-        r"\[0, 99, 0, 0, 0\] joins no two of",
+        add_edge(0, 99),
+        "target: 99 is no whole number from 0 to",
     ),
-    "a cycle": (longer_cycle, "close a cycle"),
+    "a cycle": (add_edge(1, 0), "close a cycle"),
+    "an edge to itself": (add_edge(1, 1), "1 is joined to itself"),
+    "an edge twice": (add_edge(0, 1), "joined twice"),
+    "an edge of half": (
+        lambda m: m["graph"]["edges"]["source"].append(0),
+        "another list has more or fewer",
+    ),
+    "data of an edge that is not there": (
+        lambda m: m["graph"]["edges"]["data"].append([99, 0, 0, 0]),
+        "there is no edge 99",
+    ),
+    "an edge of no type": (
+        lambda m: m["graph"]["edges"]["data"].append([0, 0, 0, 9]),
+        "ports or a type that are not known",
+    ),
     "a word outside its arguments": (
-        lambda m: kernel_node(m)["pointers"][0].__setitem__(0, 4096),
+        pointer("place", 4096),
         "a word at 4096 is outside the arguments",
     ),
     "a word across two arguments": (
-        lambda m: kernel_node(m)["pointers"][0].__setitem__(0, 12),
+        pointer("place", 12),
         "a word at 12 is outside",
     ),
     "two words at one place": (
-        lambda m: kernel_node(m)["pointers"].append(kernel_node(m)["pointers"][0]),
+        twice,
         "two words are at one place",
     ),
     "a pointer out of its block": (
-        lambda m: kernel_node(m)["pointers"][0].__setitem__(2, 1 << 30),
+        pointer("into", 1 << 30),
         "points out of its block",
     ),
     "a block that is not there": (
-        lambda m: kernel_node(m)["pointers"][0].__setitem__(1, 77),
-        "names no block",
+        pointer("block", 77),
+        "block: 77 is no whole number from 0 to",
     ),
+    "a pointer of a kernel that is not there": (
+        lambda m: m["graph"]["kernels"]["pointers"]["kernel"].__setitem__(-1, 77),
+        "kernel: 77 is no whole number from 0 to",
+    ),
+    "pointers in another order": (
+        lambda m: m["graph"]["kernels"]["pointers"]["kernel"].reverse(),
+        "they are not in order",
+    ),
+    "a proof that is none": (pointer("proof", 9), "proof: 9 is no whole number from 0 to"),
+    "a number below zero": (pointer("into", -1), "into: -1 is no whole number"),
+    "a number that fits no word": (pointer("into", 1 << 64), "into: 18446744073709551616 is no"),
+    "half a number": (lambda m: pointer("into", 0)(m) or pointer("place", 0.5)(m), "place: 0.5 is"),
+    "arguments that are too few": (
+        lambda m: kernels(m)["size"].__setitem__(0, 8),
+        "the function takes more bytes",
+    ),
+    "arguments without bytes": (
+        lambda m: kernels(m).update(data=kernels(m)["data"][:-16]),
+        "bytes, and .* belong here",
+    ),
+    "arguments of no digits": (
+        lambda m: kernels(m).update(data="x" * len(kernels(m)["data"])),
+        "are no hexadecimal digits",
+    ),
+    "a function that is not there": (
+        lambda m: kernels(m)["function"].__setitem__(0, 99),
+        "function: 99 is no whole number from 0 to",
+    ),
+    "a condition of no kernel": (
+        lambda m: kernels(m)["conditions"].append([99, 0, 0]),
+        "there is no such kernel or condition",
+    ),
+    "a condition in the place of an address": (
+        lambda m: kernels(m)["conditions"].append([0, kernels(m)["pointers"]["place"][0], 0]),
+        "two words are at one place",
+    ),
+    "two names of one kernel": (
+        lambda m: kernels(m).update(names=[[0, "a"], [0, "b"]]),
+        "a kernel has two",
+    ),
+    "two nodes at one place": (
+        lambda m: m["graph"]["nodes"][1].update(at=m["graph"]["nodes"][0]["at"]),
+        "at: .* is no whole number",
+    ),
+    "a node behind the last": (
+        lambda m: m["graph"]["nodes"][-1].update(at=99),
+        "at: 99 is no whole number",
+    ),
+    "a block without bytes": (
+        lambda m: m["blocks"]["nbytes"].__setitem__(0, 0),
+        "block 0 has none",
+    ),
+    "an alloc node of two blocks": (
+        lambda m: m["blocks"]["alloc"].append([0, m["blocks"]["alloc"][0][1]]),
+        "alloc nodes and the blocks|memory of an alloc node",
+    ),
+    "two buffers of one name": (
+        lambda m: m["buffers"]["name"].__setitem__(1, m["buffers"]["name"][0]),
+        "two have one name",
+    ),
+    "a buffer of half": (lambda m: m["buffers"]["name"].append("z"), "more or fewer of what"),
     "a buffer that overlaps the end of its block": (
-        lambda m: m["buffers"][0].update(into=4),
+        lambda m: m["buffers"]["into"].__setitem__(0, 4),
         "8 bytes at 4 reach out of block",
     ),
     "more memory than there is": (
-        lambda m: m["blocks"][0].update(nbytes=1 << 40),
+        lambda m: m["blocks"]["nbytes"].__setitem__(0, 1 << 40),
         "and .* are free",
     ),
     "more nodes than a graph has": (lambda m: m["graph"].update(nodes=[{}] * 5), "is missing"),
     "graphs inside graphs": (deep, "33 deep"),
-    "Python objects": (lambda m: m["buffers"][0].update(dtype="O"), "no type of plain numbers"),
-    "a huge shape": (lambda m: m["buffers"][0].update(shape=[1 << 40] * 30), "reach out"),
+    "Python objects": (
+        lambda m: m["buffers"]["dtype"].__setitem__(0, "O"),
+        "no type of plain numbers",
+    ),
+    "a huge shape": (
+        lambda m: m["buffers"]["shape"].__setitem__(0, [1 << 40] * 30),
+        "reach out",
+    ),
     "another kernel": (
         lambda m: m["functions"][0].update(target="tests.graph.disk_kernels:add"),
         "has no kernel|takes other parameters|takes no|is not in the module|cannot|no kernel",
@@ -282,24 +395,32 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda m: m["functions"][0].update(target="os:system('true')"),
         "no place of a kernel",
     ),
+    "a signature of other parameters": (
+        lambda m: m["functions"][0].update(signature="all: bytes[100000]"),
+        "signature: it does not say where the parameters are",
+    ),
     "an address without effect": (
-        lambda m: kernel_node(m).update(unused=[[12, 2]]),
+        lambda m: kernels(m).update(unused=[[0, 12, 2]]),
         "2 bytes at 12 are no free bytes",
     ),
     "bytes without effect beyond the arguments": (
-        lambda m: kernel_node(m).update(unused=[[0, 1], [4000, 1]]),
+        lambda m: kernels(m).update(unused=[[0, 0, 1], [0, 4000, 1]]),
         "1 bytes at 4000 are no free bytes",
     ),
-    "a node that has no arguments, and bytes of them": (
-        lambda m: m["graph"]["nodes"].append({"name": "e", "kind": "empty", "unused": [[0, 1]]}),
-        "1 bytes at 0 are no free bytes",
+    "bytes without effect of a kernel that is not there": (
+        lambda m: kernels(m).update(unused=[[99, 0, 1]]),
+        "1 bytes at 0 are no free bytes of kernel 99",
+    ),
+    "what nothing is known of": (
+        lambda m: last(m, {"name": "e", "kind": "empty", "unused": [[0, 1]]}),
+        "'unused': nothing is known of this",
     ),
     "code of another driver": (
         lambda m: m["functions"][0].update(kind="cubin"),
         "does not run its code",
     ),
     "a launch that is not there": (
-        lambda m: kernel_node(m).update(launch=99),
+        lambda m: kernels(m)["launch"].__setitem__(0, 99),
         "launch: 99 is no whole number from 0 to",
     ),
     "a launch of no blocks": (
@@ -311,11 +432,11 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         "cluster: '2' is no list of 3",
     ),
     "a look that is none": (
-        lambda m: m["buffers"][0].update(look=["<i4", [-1], None]),
+        lambda m: m["buffers"]["look"].__setitem__(0, ["<i4", [-1], None]),
         "look: -1 is no whole number",
     ),
     "a type of a look that is code": (
-        lambda m: m["buffers"][0].update(look=["__import__('os')", [2], None]),
+        lambda m: m["buffers"]["look"].__setitem__(0, ["__import__('os')", [2], None]),
         "is no type of an array",
     ),
     "content of no buffer": (
@@ -335,7 +456,8 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         "the content of 'inputs/x' is not in it",
     ),
     "a copy of more than its blocks have": (
-        lambda m: m["graph"]["nodes"].append(
+        lambda m: last(
+            m,
             {
                 **dict.fromkeys(("depth", "dst_pitch", "src_pitch", "dst_height", "src_height"), 1),
                 "name": "copy",
@@ -343,7 +465,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
                 "width": 1 << 20,
                 "height": 1,
                 "pointers": [["dst", 0, 0, "field"], ["src", 0, 0, "field"]],
-            }
+            },
         ),
         "leave block",
     ),
@@ -393,12 +515,12 @@ def test_entries_that_do_not_belong_there(sound: bytes, tmp_path: Path) -> None:
     ("harm", "what"),
     [
         pytest.param(
-            lambda node, m: node["pointers"][1].__setitem__(1, node["pointers"][0][1]),
+            lambda k: k["pointers"]["block"].__setitem__(1, k["pointers"]["block"][0]),
             "differ",
             id="an address into another block",
         ),
         pytest.param(
-            lambda node, m: node.update(unused=[[24, 8]]),
+            lambda k: k.update(unused=[[0, 24, 8]]),
             "differ|Error",
             id="bytes without effect that have one",
         ),
@@ -416,7 +538,7 @@ def test_a_manifest_that_was_changed_and_signed_does_not_pass_its_check(
     graph.add_kernel(kernel(device, packed), ONE, 0, words, 1)
     graph.save(path, inputs={"x": x}, outputs={"y": y})
     manifest = manifest_of(path.read_bytes(), tmp_path)
-    harm(kernel_node(manifest), manifest)
+    harm(kernels(manifest))
     path.write_bytes(signed(path.read_bytes(), manifest, tmp_path))
     path.chmod(0o600)
     with pytest.raises(GraphFileError, match=what):

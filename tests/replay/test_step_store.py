@@ -229,7 +229,7 @@ def test_a_step_without_a_store_saves_nothing(host_device: Device, tmp_path: Pat
     ("call", "status"),
     [
         ("graph_create", Status.OUT_OF_MEMORY),
-        ("graph_add_node", Status.INVALID_VALUE),
+        ("graph_add_kernels", Status.INVALID_VALUE),
         ("module_load", Status.INVALID_IMAGE),
         ("graph_instantiate", Status.INVALID_VALUE),
         ("graph_instantiate", Status.OUT_OF_MEMORY),
@@ -252,7 +252,7 @@ def test_a_restore_that_the_driver_refuses_costs_speed_alone(
         assert found.restored == 0 and list(found.reasons.values()) == [1], found
 
 
-@pytest.mark.parametrize("call", ["graph_add_node", "module_load", "graph_instantiate"])
+@pytest.mark.parametrize("call", ["graph_add_kernels", "module_load", "graph_instantiate"])
 def test_a_context_that_is_lost_while_a_graph_is_restored_is_said(folder: Path, call: str) -> None:
     faults = FaultyDriver(HostDriver())
     with Device(faults) as device:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,11 +30,12 @@ from ostinato.errors import (
     OstinatoError,
     StateLostError,
 )
+from ostinato.files import TEMPORARY_PREFIX
 from ostinato.graph import Graph, GraphExec
 from ostinato.graph.disk.container import open_file
-from ostinato.graph.disk.format import GraphManifest
 from ostinato.graph.disk.load import LoadedGraph, Loader, without_collection
 from ostinato.graph.disk.machine import machine_of
+from ostinato.graph.disk.records import GraphManifest
 from ostinato.graph.disk.save import save
 from ostinato.graph.disk.survey import Twin
 from ostinato.memory.ranges import Target
@@ -81,7 +83,7 @@ class GraphStore:
         constants: Mapping[str, Target] | None = None,
     ) -> None:
         self.context = context_of(device)
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the process may change its folder
         self.tag = tag
         self._inputs = dict(inputs or {})
         self._outputs = dict(outputs or {})
@@ -102,8 +104,11 @@ class GraphStore:
     def path(self, key: Hashable) -> Path:
         """Where a key's file is.  Raises InputError for a key that is another one in every
         process."""
+        return self._path(self._text(key))
+
+    def _path(self, text: str) -> Path:
         # surrogatepass: text of any characters can be a key
-        raw = self._text(key).encode("utf-8", "surrogatepass")
+        raw = text.encode("utf-8", "surrogatepass")
         return self.folder / "graphs" / f"{hashlib.sha256(raw).hexdigest()}.graph"
 
     def _text(self, key: Hashable) -> str:
@@ -223,7 +228,7 @@ class GraphStore:
         Inputs and outputs that are not named here get memory of their own; `complete`: the file is
         refused then.  Raises InputError as `path` does; ContextPoisonedError.
         """
-        loaded = self._tried(key, lambda: self._load(key, memory or {}, complete))
+        loaded = self._tried(key, partial(self._load, memory or {}, complete))
         if loaded is not None:
             self._note_restored()
         return loaded
@@ -237,8 +242,8 @@ class GraphStore:
     ) -> GraphExec | None:
         """What `restore` gives, with all memory named, and instantiated.  Raises as it does."""
 
-        def make() -> GraphExec:
-            loaded = self._load(key, memory or {}, complete=True)
+        def make(text: str, path: Path) -> GraphExec:
+            loaded = self._load(memory or {}, True, text, path)
             try:
                 return loaded.instantiate(upload=upload)
             except BaseException:
@@ -251,20 +256,22 @@ class GraphStore:
             self._note_restored()
         return made
 
-    def _load(self, key: Hashable, memory: Mapping[str, Target], complete: bool) -> LoadedGraph:
+    def _load(
+        self, memory: Mapping[str, Target], complete: bool, text: str, path: Path
+    ) -> LoadedGraph:
         live = _joined({**self._inputs, **self._outputs, **self._constants}, memory)
-        with without_collection(), open_file(self.path(key), self.folder / "code") as contents:
+        with without_collection(), open_file(path, self.folder / "code") as contents:
             manifest = contents.manifest
-            self._require_match(key, manifest)
+            self._require_match(text, manifest)
             left = [b.name for b in manifest.buffers if b.name not in live]
             if left and complete:
                 raise GraphFileError(f"it names {', '.join(left)}, and that is not given here")
             loader = Loader(self.context, contents, live)
             return loader.load(loader.values({}))
 
-    def _require_match(self, key: Hashable, manifest: GraphManifest) -> None:
+    def _require_match(self, text: str, manifest: GraphManifest) -> None:
         """Raises GraphFileError for a file of another key, device, driver or release."""
-        if manifest.key != ascii(self._text(key)):
+        if manifest.key != ascii(text):
             raise GraphFileError("it is the file of another key or tag")
         there, here = manifest.machine, machine_of(self.context)
         if there.library != here.library:
@@ -275,11 +282,13 @@ class GraphStore:
                 f"{here.device} with {here.driver_version}"
             )
 
-    def _tried(self, key: Hashable, make: Callable[[], T]) -> T | None:
-        """What `make` makes; None, with the reason counted, if it raises an error of ours."""
-        path = self.path(key)
+    def _tried(self, key: Hashable, make: Callable[[str, Path], T]) -> T | None:
+        """What `make` makes of a key as text and its file; None, with the reason counted, if it
+        raises an error of ours."""
+        text = self._text(key)
+        path = self._path(text)
         try:
-            return make()
+            return make(text, path)
         except ContextPoisonedError:
             raise
         except (OstinatoError, OSError) as error:
@@ -292,20 +301,21 @@ class GraphStore:
         return lambda: self.executable(key) or make()
 
     def prune(self) -> int:
-        """Deletes from the shared folder what none of the store's files names; returns how many
-        bytes.  No other process may save here meanwhile."""
+        """Deletes from the shared folder what none of the store's files names, and what processes
+        that were killed while they saved have left; returns how many bytes.  No other process may
+        save here meanwhile."""
         named: set[str] = set()
         for path in (self.folder / "graphs").glob("*.graph"):
             with suppress(GraphFileError), open_file(path) as contents:
                 named.update(f.digest for f in contents.manifest.functions)
                 named.update(contents.manifest.tensors.values())
+        old = [path for path in (self.folder / "code").glob("*") if path.name not in named]
         freed = 0
-        for path in (self.folder / "code").glob("*"):
-            if path.name not in named:
-                with suppress(OSError):
-                    nbytes = path.stat().st_size
-                    path.unlink()
-                    freed += nbytes
+        for path in (*old, *(self.folder / "graphs").glob(f"{TEMPORARY_PREFIX}*")):
+            with suppress(OSError):
+                nbytes = path.lstat().st_size
+                path.unlink()
+                freed += nbytes
         return freed
 
     def claim(self, name: str) -> object:

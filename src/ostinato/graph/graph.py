@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,7 +84,7 @@ class Graph(Closeable):
         self.context = context
         self._handle = handle
         self.owner = owner
-        self.labels: dict[NodeHandle, NodeLabel] = dict(labels or {})
+        self.labels: MutableMapping[NodeHandle, NodeLabel] = dict(labels or {})
         self.keep: list[object] = list(keep)
         self._count: int | None = None
         """How many nodes there are; None if it is not known."""

@@ -23,8 +23,8 @@ from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.stream import Stream
 from ostinato.errors import GraphFileError, OstinatoError
 from ostinato.graph.disk.container import Contents, open_file, tensor_bytes
-from ostinato.graph.disk.format import NamedBuffer
 from ostinato.graph.disk.load import Guard, LoadedGraph, Loader, constants_of
+from ostinato.graph.disk.records import NamedBuffer
 from ostinato.graph.disk.survey import Stray
 from ostinato.memory.ranges import Target
 

@@ -32,7 +32,8 @@ import numpy.typing as npt
 
 from ostinato.errors import GraphFileError
 from ostinato.files import UntrustedError, open_regular, replace_file, temporary_beside
-from ostinato.graph.disk.format import GraphManifest, parse, to_json
+from ostinato.graph.disk.format import parse, to_json
+from ostinato.graph.disk.records import GraphManifest
 
 __all__ = [
     "Contents",
@@ -220,7 +221,8 @@ def open_file(path: Path, folder: Path | None = None) -> Iterator[Contents]:
     except FileNotFoundError:
         raise _of_file(path, "there is no such file") from None
     except UntrustedError as error:
-        raise _of_file(path, f"{error}; a graph file is a program, so chmod go-w it") from None
+        why = f"{error}; a graph file is a program, so only a file (no link) that nobody else may"
+        raise _of_file(path, f"{why} write to is loaded") from None
     except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError) as error:
         raise _of_file(path, f"it cannot be read ({error})") from None
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
-import struct
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +17,23 @@ import numpy.typing as npt
 
 from ostinato.driver.api import (
     AllocNodeParams,
-    BatchMemOpNodeParams,
     ChildGraphNodeParams,
     ConditionalHandle,
     ConditionalNodeParams,
     EdgeData,
     EventRecordNodeParams,
     EventWaitNodeParams,
-    FreeNodeParams,
     FunctionCode,
     GraphHandle,
-    KernelArguments,
-    KernelNodeParams,
-    MemcpyNodeParams,
+    KernelTable,
     MemoryRange,
-    MemsetNodeParams,
     NodeHandle,
     NodeParams,
 )
 from ostinato.driver.context import Context, HasContext, context_of
-from ostinato.driver.signature import Signature
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import ContextPoisonedError, DriverError, GraphFileError, InputError
-from ostinato.files import open_regular
+from ostinato.files import UntrustedError, open_regular
 from ostinato.graph.disk.container import (
     Contents,
     open_file,
@@ -47,17 +41,21 @@ from ostinato.graph.disk.container import (
     read_tensors,
     tensor_bytes,
 )
-from ostinato.graph.disk.format import (
+from ostinato.graph.disk.looks import look_of, misfit
+from ostinato.graph.disk.machine import machine_of
+from ostinato.graph.disk.records import (
+    PLAIN,
+    WORD,
     Block,
     FunctionRecord,
     GraphManifest,
     GraphRecord,
+    Kernels,
     NamedBuffer,
     NodeRecord,
     in_order,
+    with_addresses,
 )
-from ostinato.graph.disk.looks import look_of, misfit
-from ostinato.graph.disk.machine import machine_of
 from ostinato.graph.disk.survey import inner_graphs
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import NodeLabel
@@ -80,7 +78,6 @@ _ALIGNMENT = 256  # that a file speaks of
 _APART = 1024  # a multiple of what a driver aligns allocations to
 _GUARD = 64 << 10  # the least; a multiple of the alignment
 _GUARDS_SHARE = 8  # guards take no more than this part of what is free
-_WORD = struct.Struct("<Q")
 
 
 class LoadedGraph(Graph):
@@ -98,6 +95,7 @@ class LoadedGraph(Graph):
     constants: Mapping[str, Any]
     events: tuple[Event, ...]
     """Those that its event nodes record and wait for, in the order of the nodes."""
+    labels: _Labels
     raw: bytes
     """The file's manifest, as it is there."""
     scratch: tuple[Buffer, ...]
@@ -153,7 +151,8 @@ def load_graph(
     context = context_of(device)
     context.require_open()
     given, stored = constants_of(constants)
-    twice = given.keys() & (buffers or {}).keys()
+    named = constants if isinstance(constants, Mapping) else {}  # a file may have more
+    twice = named.keys() & (buffers or {}).keys()
     if twice:
         raise InputError(f"{', '.join(sorted(twice))}: given as buffers and as constants")
     given |= buffers or {}
@@ -192,7 +191,7 @@ def _from_file(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
         with open_regular(path, private=False) as file:
             return read_tensors(file.read())
-    except (OSError, GraphFileError) as error:
+    except (OSError, UntrustedError, GraphFileError) as error:
         raise GraphFileError(f"the constants in {path} cannot be read ({error})") from None
 
 
@@ -226,13 +225,9 @@ class Loader:
         self._given = given
         self.manifest = contents.manifest
         self._kernels: list[Kernel] = []
-        self._signatures = [
-            Signature.parse(f.signature) if f.signature else None for f in self.manifest.functions
-        ]
         self.bases: list[int] = []
         self.owners: list[object] = []
-        self._keeping: dict[tuple[int, ...], tuple[object, ...]] = {}
-        """What belongs to blocks; one tuple for all nodes that use the same."""
+        self._kept = _Kept(self.owners)
         self._live = KnownRanges(self._driver.memory_range)
         self._conditions: list[ConditionalHandle] = []
         self._events: list[Event] = []
@@ -285,6 +280,7 @@ class Loader:
         graph: LoadedGraph | None = None
         try:
             graph = LoadedGraph(self._context, self._driver.graph_create())
+            graph.labels = _Labels()
             self._conditions = [
                 self._driver.conditional_create(
                     graph.handle, default=c.default, reset_at_launch=c.reset_at_launch
@@ -363,7 +359,8 @@ class Loader:
         }
         self._require_apart({index: base for index, (_, base) in given.items()}, of)
         mine = [i for i, b in enumerate(blocks) if b.node is None and i not in given]
-        wanted, (free, _) = sum(blocks[i].nbytes for i in mine), self._driver.memory_info()
+        wanted = sum(blocks[i].nbytes for i in mine)
+        free = self._driver.memory_info()[0] if mine else 0
         if wanted > free:
             raise GraphFileError(
                 f"it needs {wanted} bytes of memory, and {free} are free; close other graphs"
@@ -471,6 +468,15 @@ class Loader:
                     f"{memory.nbytes}: other buffers share its memory; give one that has them all, "
                     "or none"
                 )
+            theirs = target.context if isinstance(target, Buffer) else self._context
+            if theirs.driver.name != self._driver.name or (
+                # Two host devices have one name, as have two openings of one GPU.
+                theirs is not self._context and not self._live(memory.address)
+            ):
+                raise InputError(
+                    f"{buffer.name!r} is memory of another device ({theirs.driver.name}); give "
+                    f"memory of {self._driver.name}, which the graph is loaded on"
+                )
             closed = getattr(target, "closed", False)
             if closed or not (isinstance(target, Buffer) or self._live(memory.address)):
                 raise InputError(
@@ -545,89 +551,94 @@ class Loader:
     # --- nodes
     def _build(self, graph: LoadedGraph, handle: GraphHandle, record: GraphRecord) -> None:
         """Adds all nodes of a record to a definition: the graph's own, a child's or a body's."""
-        before: dict[int, list[tuple[int, EdgeData]]] = {}
-        for edge in record.edges:
-            before.setdefault(edge.target, []).append((edge.source, edge.data))
-        order = in_order(len(record.nodes), record.edges)
+        order = in_order(len(record), record.edges)
         assert order is not None, "a manifest with a cycle is refused"
-        handles: dict[int, NodeHandle] = {}
-        for index in order:
-            edges = before.get(index, [])
-            data = [data for _, data in edges]
-            node = record.nodes[index]
-            child = GraphHandle(0)
-            if isinstance(node.params, ChildGraphNodeParams):
-                child = self._driver.graph_create()
-            try:
-                if child:
-                    self._build(graph, child, node.inner[0])
-                params, keep = self._params(node, child)
-                made = self._driver.graph_add_node(
-                    handle,
-                    [handles[source] for source, _ in edges],
-                    params,
-                    data if any(one != EdgeData() for one in data) else None,
-                )
-                handles[index] = made
-                self._label(graph, made, node, params, keep)
-                if child:
-                    graph.take_labels(child, made)
-            finally:
-                if child:
-                    self._driver.graph_destroy(child)
-            added = self._driver.node_params(made) if _read_back(node) else None
-            if isinstance(added, ConditionalNodeParams):
-                for body, inner in zip(added.bodies, node.inner, strict=True):
-                    self._build(graph, body, inner)
-            elif isinstance(added, AllocNodeParams):
-                block = next(i for i, b in enumerate(self.manifest.blocks) if b.node == index)
-                self.bases[block] = added.address
+        position = {place: index for index, place in enumerate(order)}
+        before: list[list[int]] = [[] for _ in order]
+        for source, target, _ in record.edges:
+            before[position[target]].append(position[source])
+        of_edges: dict[int, list[EdgeData]] = {
+            target: [] for _, target, data in record.edges if data is not PLAIN
+        }
+        for _, target, data in record.edges if of_edges else ():
+            if target in of_edges:
+                of_edges[target].append(data)
+        others = record.others
+        kernels = iter(range(len(record.kernels)))
+        rows = [-1 if place in others else next(kernels) for place in range(len(order))]
+        launches = _Launches(
+            record.kernels, self._kernels, self.bases, self._conditions, self._kept
+        )
+        nodes: list[NodeHandle] = []
+        some: list[tuple[int, Sequence[int]]] = []  # kernels in a row, which are added at once
 
-    def _label(
+        def add_kernels() -> None:
+            first = len(nodes)
+            try:
+                self._driver.graph_add_kernels(handle, nodes, launches.table, some)
+            finally:
+                graph.labels.note(nodes[first:], launches, [row for row, _ in some])
+            some.clear()
+
+        for place, sources in zip(order, before, strict=True):
+            given = of_edges.get(place)
+            if rows[place] >= 0 and given is None:
+                some.append((rows[place], sources))
+                continue
+            add_kernels()
+            after = [nodes[source] for source in sources]
+            if rows[place] < 0:
+                nodes.append(self._add(graph, handle, place, others[place], after, given, launches))
+                continue
+            params = launches.table.params(rows[place])
+            nodes.append(self._driver.graph_add_node(handle, after, params, given))
+            graph.labels.note(nodes[-1:], launches, rows[place : place + 1])
+        add_kernels()
+
+    def _add(
         self,
         graph: LoadedGraph,
-        handle: NodeHandle,
+        handle: GraphHandle,
+        place: int,
         node: NodeRecord,
-        params: NodeParams,
-        keep: tuple[object, ...],
-    ) -> None:
-        signature = None
-        if isinstance(node.params, KernelNodeParams):
-            signature = self._signatures[int(node.params.function)]
-        operation = Operation(params, node.name, None, None, keep, signature)
-        graph.labels[handle] = NodeLabel(operation, None)
+        sources: Sequence[NodeHandle],
+        data: Sequence[EdgeData] | None,
+        launches: _Launches,
+    ) -> NodeHandle:
+        """Adds a node that is no kernel, and what is inside of it."""
+        child = GraphHandle(0)
+        if isinstance(node.params, ChildGraphNodeParams):
+            child = self._driver.graph_create()
+        try:
+            if child:
+                self._build(graph, child, node.inner[0])
+            params, keep = self._params(node, child)
+            made = self._driver.graph_add_node(handle, sources, params, data)
+            graph.labels[made] = NodeLabel(
+                Operation(params, node.name, None, None, keep, None), None
+            )
+            if child:
+                graph.take_labels(child, made)
+        finally:
+            if child:
+                self._driver.graph_destroy(child)
+        added = self._driver.node_params(made) if _read_back(node) else None
+        if isinstance(added, ConditionalNodeParams):
+            for body, inner in zip(added.bodies, node.inner, strict=True):
+                self._build(graph, body, inner)
+        elif isinstance(added, AllocNodeParams):
+            block = next(i for i, b in enumerate(self.manifest.blocks) if b.node == place)
+            self.bases[block] = added.address
+            launches.move(block, added.address)
+        return made
 
     def _params(
         self, node: NodeRecord, child: GraphHandle
     ) -> tuple[NodeParams, tuple[object, ...]]:
         """A node's parameters with this process' handles and addresses, and what they need."""
         params = node.params
-        blocks = tuple(dict.fromkeys([word.block for word in node.pointers]))
-        keep = self._keeping.get(blocks)
-        if keep is None:  # most nodes have the blocks of another one, as layers do
-            owners = [self.owners[block] for block in blocks]
-            keep = self._keeping[blocks] = tuple(o for o in owners if o is not None)
-        if isinstance(params, KernelNodeParams):
-            kernel = self._kernels[int(params.function)]
-            old = params.arguments
-            data = bytearray(old.data)
-            bases, pack_into = self.bases, _WORD.pack_into
-            for place, block, into, _ in node.pointers:
-                pack_into(data, int(place), bases[block] + into)
-            for one in node.conditions:
-                _WORD.pack_into(data, one.offset, int(self._conditions[one.condition]))
-            arguments = KernelArguments(bytes(data), old.layout, old.packed)
-            return KernelNodeParams(kernel.function, params.config, arguments), (kernel, *keep)
-        at = {word.place: self.bases[word.block] + word.into for word in node.pointers}
+        keep = self._kept([word.block for word in node.pointers])
         match params:
-            case MemcpyNodeParams():
-                return replace(params, dst=at["dst"], src=at["src"]), keep
-            case MemsetNodeParams():
-                return replace(params, dst=at["dst"]), keep
-            case BatchMemOpNodeParams():
-                operations = enumerate(params.operations)
-                moved = tuple(replace(o, address=at[str(i)]) for i, o in operations)
-                return BatchMemOpNodeParams(moved), keep
             case ChildGraphNodeParams():
                 return ChildGraphNodeParams(child), ()
             case ConditionalNodeParams():
@@ -639,9 +650,115 @@ class Loader:
             case EventWaitNodeParams():
                 event = self._events[int(params.event)]
                 return EventWaitNodeParams(event.handle), (event,)
-            case FreeNodeParams():
-                return FreeNodeParams(at["address"]), ()
-        return params, ()
+        at = {str(word.place): self.bases[word.block] + word.into for word in node.pointers}
+        return with_addresses(params, at), keep
+
+
+class _Kept:
+    """What nodes need that use blocks of memory; one tuple for all that need the same, as layers
+    do."""
+
+    def __init__(self, owners: Sequence[object]) -> None:
+        """`owners`: of the blocks' memory."""
+        self._owners = owners
+        self._made: dict[tuple[object, ...], tuple[object, ...]] = {}
+
+    def __call__(self, blocks: Iterable[int], *others: object) -> tuple[object, ...]:
+        key = (*blocks, *map(id, others))
+        keep = self._made.get(key)
+        if keep is None:
+            owners = [self._owners[block] for block in dict.fromkeys(blocks)]
+            keep = (*others, *(owner for owner in owners if owner is not None))
+            self._made[key] = keep
+        return keep
+
+
+class _Launches:
+    """A graph's kernels with functions, addresses and conditions of this process."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        loaded: Sequence[Kernel],
+        bases: Sequence[int],
+        conditions: Sequence[ConditionalHandle],
+        kept: _Kept,
+    ) -> None:
+        """`loaded`: the kernels of the manifest's functions."""
+        self._kernels, self._loaded, self._kept = kernels, loaded, kept
+        self._words = words = kernels.words
+        starts = kernels.starts.tolist()
+        data = bytearray(kernels.data)
+        self._data = np.frombuffer(data, "<u8")
+        self._slots = (kernels.starts[words.kernel] + words.place) // WORD
+        if len(self._slots):
+            known = np.array(bases, np.uint64)
+            self._data[self._slots] = known[words.block] + words.into.astype(np.uint64)
+        for row, some in kernels.conditions.items():
+            for word in some:
+                self._data[(starts[row] + word.offset) // WORD] = int(conditions[word.condition])
+        handles = [one.function for one in loaded]
+        layouts = [one.parameters for one in kernels.known]
+        self.table = KernelTable(
+            [handles[function] for function in kernels.functions],
+            kernels.launches,
+            [
+                layouts[function] if laid else ()
+                for function, laid in zip(kernels.functions, kernels.laid, strict=True)
+            ],
+            kernels.packed,
+            data,
+            starts,
+            kernels.sizes,
+        )
+
+    def move(self, block: int, base: int) -> None:
+        """Of memory whose address was not known before."""
+        which = self._words.block == block
+        into = self._words.into[which].astype(np.uint64)
+        self._data[self._slots[which]] = into + np.uint64(base)
+
+    def label(self, row: int) -> NodeLabel:
+        """What is known of the node of a kernel."""
+        kernels = self._kernels
+        kernel = self._loaded[kernels.functions[row]]
+        first, end = np.searchsorted(self._words.kernel, (row, row + 1)).tolist()
+        keep = self._kept(self._words.block[first:end].tolist(), kernel)
+        params, name = self.table.params(row), kernels.name(row)
+        signature = kernels.known[kernels.functions[row]].signature
+        return NodeLabel(Operation(params, name, None, None, keep, signature), None)
+
+
+class _Labels(MutableMapping[NodeHandle, NodeLabel]):
+    """A loaded graph's labels: those of its kernels are made when they are asked for, which is
+    when the graph is read or changed, and not when it is launched."""
+
+    def __init__(self) -> None:
+        self._known: dict[NodeHandle, NodeLabel | tuple[_Launches, int]] = {}
+
+    def note(self, nodes: Sequence[NodeHandle], launches: _Launches, rows: Sequence[int]) -> None:
+        """That these nodes are of these kernels."""
+        self._known.update(zip(nodes, zip(itertools.repeat(launches), rows), strict=False))
+
+    def __getitem__(self, node: NodeHandle) -> NodeLabel:
+        known = self._known[node]
+        if isinstance(known, NodeLabel):
+            return known
+        launches, row = known
+        label = self._known[node] = launches.label(row)
+        return label
+
+    def __setitem__(self, node: NodeHandle, label: NodeLabel) -> None:
+        self._known[node] = label
+
+    def __delitem__(self, node: NodeHandle) -> None:
+        del self._known[node]
+
+    def __iter__(self) -> Iterator[NodeHandle]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
 
 
 _modules: weakref.WeakKeyDictionary[Context, weakref.WeakValueDictionary[str, LoadedModule]] = (

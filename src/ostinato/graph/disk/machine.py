@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ostinato.driver.context import Context
-from ostinato.graph.disk.format import MachineRecord
+from ostinato.graph.disk.records import MachineRecord
 
 __all__ = ["machine_of"]
 

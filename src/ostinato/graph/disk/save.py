@@ -30,7 +30,6 @@ import numpy.typing as npt
 
 from ostinato.driver.api import (
     AllocNodeParams,
-    BatchMemOpNodeParams,
     ChildGraphNodeParams,
     ConditionalHandle,
     ConditionalNodeParams,
@@ -38,18 +37,15 @@ from ostinato.driver.api import (
     EventHandle,
     EventRecordNodeParams,
     EventWaitNodeParams,
-    FreeNodeParams,
     FunctionHandle,
     GraphHandle,
     KernelNodeParams,
-    MemcpyNodeParams,
     MemoryRange,
-    MemsetNodeParams,
     NodeParams,
     ParameterSlot,
 )
 from ostinato.driver.context import Context
-from ostinato.driver.signature import Access, Signature
+from ostinato.driver.signature import Access
 from ostinato.driver.stream import Stream
 from ostinato.errors import (
     ContextPoisonedError,
@@ -60,7 +56,9 @@ from ostinato.errors import (
 )
 from ostinato.files import temporary_beside
 from ostinato.graph.disk.container import write_file
-from ostinato.graph.disk.format import (
+from ostinato.graph.disk.looks import Look, look_of
+from ostinato.graph.disk.machine import machine_of
+from ostinato.graph.disk.records import (
     Block,
     EdgeRecord,
     FunctionRecord,
@@ -69,9 +67,8 @@ from ostinato.graph.disk.format import (
     NamedBuffer,
     NodeRecord,
     PointerWord,
+    with_addresses,
 )
-from ostinato.graph.disk.looks import Look, look_of
-from ostinato.graph.disk.machine import machine_of
 from ostinato.graph.disk.survey import (
     Address,
     Loose,
@@ -480,7 +477,7 @@ class _Plan:
             code.shared,
             code.carveout,
             code.wide_clusters,
-            _text(signature) if signature is not None and known else "",
+            signature if known else None,
         )
         return _Code(record, code.data)
 
@@ -496,9 +493,10 @@ class _Plan:
 
     def _record(self, graph: SurveyedGraph) -> GraphRecord:
         place = {node.node.handle: index for index, node in enumerate(graph.nodes)}
-        return GraphRecord(
-            tuple(self._node(node) for node in graph.nodes),
-            tuple(EdgeRecord(place[e.source], place[e.target], e.data) for e in graph.edges),
+        return GraphRecord.of(
+            [code.record for code in self._codes],
+            [self._node(node) for node in graph.nodes],
+            [EdgeRecord(place[e.source], place[e.target], e.data) for e in graph.edges],
         )
 
     def _node(self, entry: SurveyedNode) -> NodeRecord:
@@ -529,12 +527,6 @@ class _Plan:
                 made = params.with_data(bytes(data))
                 function = FunctionHandle(found.functions.index(params.function))
                 return replace(made, function=function, extra_attributes=())
-            case MemcpyNodeParams():
-                return replace(params, dst=0, src=0)
-            case MemsetNodeParams():
-                return replace(params, dst=0)
-            case BatchMemOpNodeParams():
-                return BatchMemOpNodeParams(tuple(replace(o, address=0) for o in params.operations))
             case ChildGraphNodeParams():
                 return ChildGraphNodeParams(GraphHandle(0))
             case ConditionalNodeParams():
@@ -546,9 +538,7 @@ class _Plan:
                 return EventWaitNodeParams(EventHandle(found.events.index(int(params.event))))
             case AllocNodeParams():
                 return AllocNodeParams(params.nbytes)
-            case FreeNodeParams():
-                return FreeNodeParams(0)
-        return params
+        return with_addresses(params, {})
 
     # --- content
     def view(self, content: Sequence[npt.NDArray[np.uint8]], name: str) -> npt.NDArray[Any]:
@@ -576,16 +566,6 @@ class _Plan:
 class _Code:
     record: FunctionRecord
     image: bytes
-
-
-def _text(signature: Signature) -> str:
-    """A signature as the text that it is read from."""
-    parts = []
-    for p in signature.parameters:
-        star = {Access.READ: "*const ", Access.WRITE: "*out "}.get(p.access, "*")
-        size = f"[{p.size}]" if p.type == "bytes" and not p.pointer else ""
-        parts.append(f"{p.name}: {star if p.pointer else ''}{p.type}{size}")
-    return ", ".join(parts)
 
 
 # -------------------------------------------------------------------------------------- the check

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ostinato.driver.api import ConditionalNodeParams, EdgeType, KernelNodeParams
 from ostinato.graph.disk.container import open_file
-from ostinato.graph.disk.format import GraphManifest, GraphRecord, NodeRecord, to_json
+from ostinato.graph.disk.format import to_json
+from ostinato.graph.disk.records import GraphManifest, GraphRecord, NodeRecord
 
 __all__ = ["file_json", "file_text"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ostinato.driver.api import (
@@ -23,7 +23,6 @@ from ostinato.driver.api import (
     Edge,
     EventRecordNodeParams,
     EventWaitNodeParams,
-    FreeNodeParams,
     FunctionHandle,
     GraphHandle,
     HostNodeParams,
@@ -38,7 +37,12 @@ from ostinato.driver.api import (
 from ostinato.driver.context import Context
 from ostinato.driver.signature import Access, Parameter
 from ostinato.errors import GraphFileError
-from ostinato.graph.disk.format import ConditionWord, fields_of
+from ostinato.graph.disk.records import (
+    ConditionWord,
+    addresses_of,
+    fields_of,
+    with_addresses,
+)
 from ostinato.graph.node import Node, every_node, given_reach
 from ostinato.graph.rebind import Sort, Word, words_of
 from ostinato.memory.ranges import KnownRanges, Target, range_of
@@ -421,8 +425,8 @@ class _Surveyor:
     # --- other nodes
     def _fields(self, node: Node, other: Node | None, path: str) -> tuple[Address, ...]:
         params = node.params
-        mine = _addresses(params)
-        theirs = None if other is None else _addresses(other.params)
+        mine = addresses_of(params)
+        theirs = None if other is None else addresses_of(other.params)
         if other is not None and _without_addresses(params) != _without_addresses(other.params):
             raise _unlike(f"{path} is {other.params} in the other")
         made = []
@@ -480,28 +484,10 @@ def _events_of(params: NodeParams) -> tuple[int, ...]:
     return ()
 
 
-def _addresses(params: NodeParams) -> dict[str, int]:
-    match params:
-        case MemcpyNodeParams():
-            return {"dst": params.dst, "src": params.src}
-        case MemsetNodeParams():
-            return {"dst": params.dst}
-        case FreeNodeParams():
-            return {"address": params.address}
-        case BatchMemOpNodeParams():
-            return {str(i): o.address for i, o in enumerate(params.operations)}
-        case _:
-            return {}
-
-
 def _without_addresses(params: NodeParams) -> object:
     match params:
-        case MemcpyNodeParams():
-            return replace(params, dst=0, src=0)
-        case MemsetNodeParams():
-            return replace(params, dst=0)
-        case BatchMemOpNodeParams():
-            return tuple(replace(o, address=0) for o in params.operations)
+        case MemcpyNodeParams() | MemsetNodeParams() | BatchMemOpNodeParams():
+            return with_addresses(params, {})
         case AllocNodeParams():
             return params.nbytes
         case ConditionalNodeParams():
