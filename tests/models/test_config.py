@@ -65,6 +65,46 @@ def test_theta_at_its_limits(theta: float) -> None:
     assert LlamaConfig.from_hf(hf_config(rope_theta=theta)).rope_theta == theta
 
 
+def test_two_ropes_that_disagree_are_refused() -> None:
+    """transformers 5 takes `rope_scaling` before `rope_parameters`, others do not: with a
+    `rope_scaling` put into a newer config.json as older instructions say, one was silently left
+    out."""
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    with pytest.raises(UnsupportedModelError, match="both there and disagree"):
+        LlamaConfig.from_hf(hf_config(rope_parameters=plain, rope_scaling=LLAMA3, rope_theta=5e5))
+    with pytest.raises(UnsupportedModelError, match="both there and disagree"):
+        LlamaConfig.from_hf(hf_config(rope_parameters=plain, rope_scaling={"type": "default"}))
+    with pytest.raises(UnsupportedModelError, match="'yarn'"):
+        LlamaConfig.from_hf(hf_config(rope_parameters=plain, rope_scaling={"type": "yarn"}))
+    both = {**LLAMA3, "rope_theta": 5e5}
+    read = LlamaConfig.from_hf(hf_config(rope_parameters=both, rope_scaling=LLAMA3, rope_theta=5e5))
+    assert (read.rope_theta, read.rope_scaling) == (5e5, RopeScaling(32.0, 1.0, 4.0, 8192))
+    assert LlamaConfig.from_hf(hf_config(rope_parameters=plain, rope_scaling=None)) == (
+        dataclasses.replace(CONFIG, rope_theta=5e5)
+    )
+
+
+def test_the_context_before_scaling_stands_in_two_places() -> None:
+    """transformers takes the one beside the rope's parameters."""
+    with pytest.raises(UnsupportedModelError, match="original_max_position_embeddings is 4096"):
+        LlamaConfig.from_hf(hf_config(rope_scaling=LLAMA3, original_max_position_embeddings=4096))
+    LlamaConfig.from_hf(hf_config(rope_scaling=LLAMA3, original_max_position_embeddings=8192))
+
+
+def test_what_changes_nothing_is_no_reason_to_refuse() -> None:
+    neutral = {
+        "attention_bias": False,
+        "hidden_act": "swish",
+        "logit_scale": 1.0,
+        "final_logit_softcapping": None,
+        "per_layer_config": {},
+        "pretraining_tp": 2,
+        "attention_dropout": 0.1,
+        "is_causal": True,
+    }
+    assert LlamaConfig.from_hf(hf_config(**neutral)) == CONFIG
+
+
 def test_several_ends_of_sequence() -> None:
     assert LlamaConfig.from_hf(hf_config(eos_token_id=[2, 5, 7])).eos_token_ids == (2, 5, 7)
 
@@ -87,6 +127,15 @@ def test_another_architecture_is_named(name: object) -> None:
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
         {"partial_rotary_factor": 0.5},
+        {"is_causal": False},
+        {"is_causal": None},  # transformers takes null for false
+        {"per_layer_config": {"0": {"rms_norm_eps": 0.1}}},
+        {"final_logit_softcapping": 30.0},
+        {"attn_logit_softcapping": 50.0},
+        {"logit_scale": 0.5},
+        {"embedding_multiplier": 12.0},
+        {"attention_bias": "yes"},
+        {"hidden_act": None},
     ],
 )
 def test_features_that_would_give_wrong_answers_are_refused(change: dict[str, object]) -> None:

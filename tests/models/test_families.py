@@ -153,7 +153,7 @@ def test_what_llama_does_not_have_is_refused_in_its_files(tmp_path: Path, part: 
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("qwen3", {"attention_bias": True}, "attention_bias is set"),
+        ("qwen3", {"attention_bias": True}, "attention_bias True"),
         ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
         ("qwen3", {"rope_scaling": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'"),
         ("mistral", {"rope_parameters": {"full_attention": {}}}, "a rope of its own for 'full_"),
@@ -225,6 +225,56 @@ def test_gguf_metadata_of_a_family_is_checked(
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", config=FAMILIES["qwen2"], metadata={key: value})
     with pytest.raises(error, match=key.replace(".", r"\.").removeprefix("qwen2") + "|yarn|parts"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope.scaling.factor", 4.0),  # llama.cpp takes "linear" where there is no type
+        ("rope.scale_linear", 2.0),
+        ("rope.scaling.attn_factor", 1.5),
+        ("rope.scaling.yarn_ext_factor", 1.0),
+        ("attention.causal", False),
+        ("attention.scale", 0.5),
+        ("attention.clamp_kqv", 8.0),
+        ("logit_scale", 0.25),
+        ("final_logit_softcapping", 30.0),
+        ("rope.dimension_sections", [16, 24, 24, 0]),
+        ("something.new", 3),
+    ],
+)
+def test_gguf_keys_that_change_the_mathematics_are_refused(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", metadata={f"llama.{key}": value})
+    with pytest.raises(UnsupportedModelError, match=rf"'llama\.{key}' is"):
+        open_checkpoint(path)
+
+
+def test_gguf_keys_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    neutral = {
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+        "rope.scale_linear": 1.0,
+        "rope.scaling.original_context_length": 8192,
+        "rope.scaling.finetuned": False,
+        "attention.causal": True,
+        "expert_count": 0,
+        "expert_used_count": 0,
+        "tensor_data_layout": "Meta AI original pth",
+        "vocab_size": CONFIG.vocabulary,
+    }
+    metadata = {f"llama.{key}": value for key, value in neutral.items()}
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", metadata=metadata)) as checkpoint:
+        assert replace(checkpoint.config, norm_epsilon=1e-5) == CONFIG
+
+
+def test_an_epsilon_is_not_guessed(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "m.gguf", metadata={"llama.attention.layer_norm_rms_epsilon": None}
+    )
+    with pytest.raises(ModelFormatError, match="layer_norm_rms_epsilon is missing"):
         open_checkpoint(path)
 
 

@@ -422,6 +422,9 @@ def test_a_damaged_matrix_is_refused_when_it_is_opened(
         ({**AWQ, "bits": 8}, UnsupportedModelError, "bits of quantization_config is 8"),
         ({**AWQ, "bits": True}, UnsupportedModelError, "bits"),
         ({**AWQ, "version": "gemv"}, UnsupportedModelError, "version.*'gemv'"),
+        # transformers 5 reads `format` where there is no version.
+        ({**AWQ, "format": "gemv"}, UnsupportedModelError, "format.*'gemv'"),
+        ({**AWQ, "backend": "llm-awq"}, UnsupportedModelError, "backend 'llm-awq'"),
         ({**AWQ, "zero_point": False}, UnsupportedModelError, "zero_point"),
         ({**AWQ, "group_size": 0}, ModelFormatError, "group_size is 0"),
         ({**AWQ, "group_size": "128"}, ModelFormatError, "group_size"),

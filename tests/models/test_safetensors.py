@@ -96,10 +96,24 @@ def test_same_model_in_both_formats(tmp_path: Path) -> None:
             assert np.array_equal(left.tensor(name), right.tensor(name)), name
 
 
-def test_head_that_is_tied_is_left_out(tmp_path: Path) -> None:
+def test_a_tied_head_that_is_the_embedding_is_left_out(tmp_path: Path) -> None:
     values = weights(dataclasses.replace(CONFIG, tied_embeddings=False))
+    values["head"] = values["embed"]
     with open_checkpoint(write_folder(tmp_path, values)) as checkpoint:
         assert "head" not in checkpoint.tensor_names()
+
+
+@pytest.mark.parametrize("where", [0, -1])
+def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path: Path, where: int) -> None:
+    """transformers 5 would use it, and 4 the embedding: two models in one folder."""
+    values = weights(dataclasses.replace(CONFIG, tied_embeddings=False))
+    values["head"] = values["embed"].copy()
+    values["head"][where, where] += 1
+    with pytest.raises(ModelFormatError, match=r"tie_word_embeddings is set.*lm_head.*differs"):
+        open_checkpoint(write_folder(tmp_path, values))
+    values["head"] = values["embed"][:-1]
+    with pytest.raises(ModelFormatError, match="differs"):
+        open_checkpoint(write_folder(tmp_path, values))
 
 
 def test_rope_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
@@ -180,6 +194,43 @@ def test_index_cannot_point_elsewhere(tmp_path: Path, name: object) -> None:
     write_folder(tmp_path, shards=2)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     with pytest.raises(ModelFormatError, match="not the name of a shard"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("lie", ["in the other shard", "in none", "in two"])
+def test_an_index_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
+    write_folder(tmp_path, shards=2)
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    index = json.loads((tmp_path / INDEX).read_text())
+    where = index["weight_map"]
+    if lie == "in the other shard":
+        where["model.norm.weight"] = {first: second, second: first}[where["model.norm.weight"]]
+    elif lie == "in none":
+        where["model.layers.0.self_attn.q_proj.bias"] = first
+    else:
+        named = safetensors.numpy.load_file(tmp_path / first)
+        named |= safetensors.numpy.load_file(tmp_path / second)
+        safetensors.numpy.save_file(named, tmp_path / first)
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelFormatError, match="should be in|in another shard"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_may_name_what_is_not_needed(tmp_path: Path) -> None:
+    write_folder(tmp_path, shards=2)
+    index = json.loads((tmp_path / INDEX).read_text())
+    for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"):
+        index["weight_map"][name] = "model-00001-of-00002.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert len(checkpoint.tensor_names()) == 20
+
+
+def test_shards_beside_a_whole_model_are_refused(tmp_path: Path) -> None:
+    """Of two models in a folder, transformers takes the file and others the shards."""
+    write_folder(tmp_path, weights(seed=1), shards=2)
+    write_folder(tmp_path, weights(seed=2))
+    with pytest.raises(ModelError, match="names other files"):
         open_checkpoint(tmp_path)
 
 

@@ -35,6 +35,62 @@ _GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # architectures that are not here, all heads, and what of the hidden width is a head's.
 _HF_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _HF_HEAD_SIZES = {"qwen3": 128}
+# Fields of config.json that would change what a model computes, with the values that do not; a field
+# that is not there does not.  Some are of other architectures, and transformers does not heed each
+# of them for ours: a file that sets one to anything else means another model.
+_HF_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "is_causal": (True,),
+    "per_layer_config": (None, {}),
+    "quantization_config": (None, {}),
+    **dict.fromkeys(("attention_bias", "mlp_bias"), (None, False)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), (None, 0)),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier"), (None, 1)),
+    **dict.fromkeys(("residual_multiplier", "attention_multiplier"), (None, 1)),
+}
+# The same of GGUF, after the architecture's name.  A key that is not here, not read by `from_gguf`
+# and not among those that never matter is refused unless it is 0 or false: llama.cpp has keys that
+# scale, cap or mask something for each of its architectures, and gets more of them.
+_GGUF_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "embedding_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (0, -1),
+    # Without a type of scaling llama.cpp takes "linear", so these alone stretch the positions.
+    "rope.scaling.factor": (0, 1),
+    "rope.scale_linear": (0, 1),
+}
+_GGUF_READ = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "expert_count",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "vocab_size",
+)
+_GGUF_NEVER_MATTERS = (
+    "attention.layer_norm_epsilon",  # of norms with a mean, which these architectures have not
+    "pooling_type",  # of embeddings
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",  # this and those below: of YaRN only
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_log_multiplier",
+    "tensor_data_layout",  # of queries and keys, always the one that is expected
+)
 
 # Upper bounds, inclusive, in the order of the config's fields.  Llama 3.1 405B has hidden 16384,
 # layers 126, heads 128, inner 53248.
@@ -240,21 +296,17 @@ class LlamaConfig(_ConfigFields):
                 f"{where}: model_type {quoted(architecture)} is not supported; {_SUPPORTED}"
             )
         assert isinstance(architecture, str)
-        for key in ("attention_bias", "mlp_bias", "quantization_config"):
-            if config.get(key):
-                raise UnsupportedModelError(f"{where}: {key} is set, which is not supported")
-        activation = config.get("hidden_act", "silu")
-        if activation != "silu":
-            raise UnsupportedModelError(
-                f"{where}: hidden_act {quoted(activation)} is not supported; supported: silu"
-            )
+        for key, neutral in _HF_NEUTRAL.items():
+            if key in config and config[key] not in neutral:
+                raise UnsupportedModelError(
+                    f"{where}: {key} {quoted(config[key])} is not supported; supported: "
+                    f"{', '.join(str(one) for one in neutral if one is not None)}"
+                )
         reader = _Reader(config, where)
         heads = reader.integer("num_attention_heads")
         hidden = reader.integer("hidden_size")
         layers = reader.integer("num_hidden_layers")
-        rope = reader.mapping("rope_parameters") or reader.mapping("rope_scaling")
-        # transformers 5 moved rope_theta into rope_parameters.
-        theta_from = _Reader(rope, where) if "rope_theta" in rope else reader
+        theta, scaling = _hf_rope(reader)
         eos = config.get("eos_token_id")
         return cls(
             hidden=hidden,
@@ -269,9 +321,9 @@ class LlamaConfig(_ConfigFields):
             vocabulary=reader.integer("vocab_size"),
             context_length=reader.integer("max_position_embeddings", 2048),
             norm_epsilon=reader.number("rms_norm_eps", 1e-6),
-            rope_theta=theta_from.number("rope_theta", 10000.0),
+            rope_theta=theta,
             tied_embeddings=reader.boolean("tie_word_embeddings", False),
-            rope_scaling=_hf_rope_scaling(rope, config, where),
+            rope_scaling=scaling,
             bos_token_id=_optional_token(config.get("bos_token_id"), where),
             eos_token_ids=tuple(
                 token
@@ -305,6 +357,8 @@ class LlamaConfig(_ConfigFields):
                 f"{where}: general.architecture {quoted(architecture)} is not supported; "
                 f"supported: {', '.join(_GGUF_ARCHITECTURES)} (Llama 2 and 3, SmolLM, Mistral, …)"
             )
+        assert isinstance(architecture, str)
+        _require_known(metadata, architecture, where)
         reader = _Reader(metadata, where)
         hidden = reader.integer(f"{architecture}.embedding_length")
         heads = reader.integer(f"{architecture}.attention.head_count")
@@ -348,7 +402,7 @@ class LlamaConfig(_ConfigFields):
             inner=reader.integer(f"{architecture}.feed_forward_length"),
             vocabulary=vocabulary,
             context_length=reader.integer(f"{architecture}.context_length", 2048),
-            norm_epsilon=reader.number(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5),
+            norm_epsilon=reader.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
             rope_theta=reader.number(f"{architecture}.rope.freq_base", 10000.0),
             tied_embeddings=tied_embeddings,
             rope_factors=rope_factors,
@@ -428,7 +482,7 @@ class _Reader:
             raise ModelFormatError(f"{self.where}: {key} does not fit in 64 bits")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelFormatError(f"{self.where}: {key} is {quoted(value)}, must be a number")
@@ -458,6 +512,23 @@ class _Reader:
         return value
 
 
+def _hf_rope(reader: _Reader) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling.  transformers 5 moved `rope_scaling` and `rope_theta` into
+    `rope_parameters`; of a file with both, other readers take one or the other."""
+    given = {name: reader.mapping(name) for name in ("rope_parameters", "rope_scaling")}
+    found = {}
+    for name, rope in given.items():
+        theta_from = _Reader(rope, reader.where) if "rope_theta" in rope else reader
+        theta = theta_from.number("rope_theta", 10000.0)
+        found[name] = theta, _hf_rope_scaling(rope, reader.values, reader.where)
+    if all(given.values()) and len(set(found.values())) > 1:
+        raise UnsupportedModelError(
+            f"{reader.where}: rope_scaling and rope_parameters are both there and disagree; leave "
+            "the one that is meant, with rope_theta in it"
+        )
+    return found["rope_parameters" if given["rope_parameters"] else "rope_scaling"]
+
+
 def _hf_rope_scaling(
     rope: Mapping[str, object], config: Mapping[str, object], where: str
 ) -> RopeScaling | None:
@@ -479,7 +550,13 @@ def _hf_rope_scaling(
     factor, low, high = (
         reader.number(name, math.nan) for name in ("factor", "low_freq_factor", "high_freq_factor")
     )
-    original = reader.integer("original_max_position_embeddings")
+    key = "original_max_position_embeddings"
+    original = reader.integer(key)
+    if config.get(key, original) != original:  # where transformers takes it from before the other
+        raise UnsupportedModelError(
+            f"{where}: {key} is {quoted(config[key])}, and {original} in the rope's parameters; "
+            "they must be the same"
+        )
     try:
         return RopeScaling(factor, low, high, original)
     except ModelFormatError as error:
@@ -526,6 +603,21 @@ def _hf_windows(architecture: str, reader: _Reader, layers: int) -> tuple[int, .
         raise ModelFormatError(f"{where}: sliding_window is {window}, must be 1 or more")
     assert isinstance(kinds, list)
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _require_known(metadata: Mapping[str, object], architecture: str, where: str) -> None:
+    """Raises UnsupportedModelError for a key of the architecture that may change what is computed
+    and is not read here."""
+    for key, value in metadata.items():
+        name = key.removeprefix(f"{architecture}.")
+        if name == key or name in _GGUF_READ or name in _GGUF_NEVER_MATTERS:
+            continue
+        if value not in _GGUF_NEUTRAL.get(name, (0,)):
+            raise UnsupportedModelError(
+                f"{where}: {quoted(key)} is {quoted(value)}, which is not supported; if it does "
+                "not change what the model computes, make a copy of the file without it "
+                "(gguf-new-metadata --remove-metadata)"
+            )
 
 
 def _optional_token(value: object, where: str) -> int | None:

@@ -67,11 +67,16 @@ class Quantisation:
             _expect(value, where, {"fmt": ("e4m3",), "activation_scheme": ("dynamic",)})
             return cls("fp8", _block(value.get("weight_block_size"), where))
         if method == "awq":
+            layout = ("gemm", "GEMM")
             _expect(
                 value,
                 where,
-                {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)},
+                {"bits": (4,), "version": layout, "format": layout, "zero_point": (True,)},
             )
+            if value.get("backend") == "llm-awq":  # which has a layout of its own, whatever version
+                raise UnsupportedModelError(
+                    f"{where}: backend 'llm-awq' of quantization_config is not supported"
+                )
             group = value.get("group_size", 128)
             if type(group) is not int or (group != -1 and not 1 <= group <= _MAX_BLOCK):
                 raise ModelFormatError(f"{where}: group_size is {quoted(group)}")

@@ -38,6 +38,7 @@ __all__ = ["SUPPORTED_DTYPES", "SafetensorsCheckpoint", "open_folder"]
 SUPPORTED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _MAX_VALUES = 1 << 40
+_COMPARED = 1 << 22  # bytes of two tensors at a time
 _INDEX = "model.safetensors.index.json"
 
 _WHOLE = {
@@ -125,11 +126,15 @@ def open_folder(path: Path) -> SafetensorsCheckpoint:
     mapped: dict[Path, mmap.mmap] = {}
     try:
         found = _Found(config, quantisation)
-        for file in _shards(path):
+        files, indexed = _shards(path)
+        for file in files:
             mapped[file] = map_file(file)
             with memoryview(mapped[file]) as data:
                 _read_shard(data, file, found)
+        found.require_places(indexed, path / _INDEX)
         tensors = check_tensors(config, found.with_made(), str(path))
+        if found.tied_head is not None:
+            _require_tied(found.tied_head, tensors["embed"], mapped, config_file)
         return SafetensorsCheckpoint(path, config, tensors, mapped, quantisation, found.parts)
     except BaseException:
         for opened in mapped.values():
@@ -137,20 +142,43 @@ def open_folder(path: Path) -> SafetensorsCheckpoint:
         raise
 
 
-def _shards(path: Path) -> list[Path]:
-    """The safetensors files of a folder: those that its index names, or the only one."""
-    index = path / _INDEX
+def _require_tied(
+    head: RawTensor, embed: RawTensor, mapped: Mapping[Path, mmap.mmap], config_file: Path
+) -> None:
+    """Raises ModelFormatError unless a head that is in the files is the embedding once more, as
+    config.json says: some readers would use it, and others the embedding in its place."""
+    same = (head.type, head.shape, embed.made) == (embed.type, embed.shape, False)
+    for start in range(0, head.size if same else 0, _COMPARED):
+        size = min(_COMPARED, head.size - start)
+        one, other = (
+            np.frombuffer(mapped[raw.file], np.uint8, size, raw.offset + start)
+            for raw in (head, embed)
+        )
+        same = same and np.array_equal(one, other)
+    if not same:
+        raise ModelFormatError(
+            f"{config_file}: tie_word_embeddings is set, and {quoted(head.name)} in "
+            f"{head.file.name} differs from {quoted(embed.name)}; set it to false if the model "
+            "has a head of its own, or leave that tensor out"
+        )
+    for raw in (head, embed):
+        forget(mapped[raw.file], raw.offset, raw.size)
+
+
+def _shards(path: Path) -> tuple[list[Path], Mapping[str, str]]:
+    """The safetensors files of a folder: those that its index names, or the only one.  And which
+    tensor is in which of them, by its index."""
+    index, single = path / _INDEX, path / "model.safetensors"
     if not index.exists():
         files = sorted(path.glob("*.safetensors"))
-        single = path / "model.safetensors"
         if single in files:
-            return [single]
+            return [single], {}
         if len(files) != 1:
             raise ModelError(
                 f"{path}: {len(files)} *.safetensors files and no {_INDEX}; there must be one file "
                 "or an index"
             )
-        return files
+        return files, {}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, Mapping):
         raise ModelFormatError(f"{index}: weight_map is missing")
@@ -163,7 +191,12 @@ def _shards(path: Path) -> list[Path]:
     for name in sorted(names):
         if not (path / name).is_file():
             raise ModelError(f"{path}: shard {name} is missing; fetch the model again")
-    return [path / name for name in sorted(names)]
+    if single.name not in names and single.exists():
+        raise ModelError(
+            f"{path}: {single.name} is there, and {_INDEX} names other files; delete what is not "
+            "the model's"
+        )
+    return [path / name for name in sorted(names)], weight_map
 
 
 class _Found:
@@ -172,19 +205,26 @@ class _Found:
     def __init__(self, config: LlamaConfig, quantisation: Quantisation | None) -> None:
         self.config, self.quantisation = config, quantisation
         self.tensors: dict[str, RawTensor] = {}
+        self.tied_head: RawTensor | None = None
+        """A head in the files of a model whose config says that it is the embedding."""
+        self._files: dict[str, str] = {}
         self._by_name: dict[str, dict[str, RawTensor]] = {}
         self.parts: dict[str, dict[str, RawTensor]] = {}
         """By the name that the matrix has in the file, then by part."""
 
     def add(self, entry: RawTensor, path: Path) -> None:
         name, part = entry.name, ""
+        self._files.setdefault(name, path.name)
         if self.quantisation is not None:
             part = next((end for end in self.quantisation.parts if name.endswith(end)), "")
             # A plain weight beside quantised ones: what the model's maker left as it is.
             if part == ".weight" and entry.type in SUPPORTED_DTYPES:
                 part = ""
         canonical = _canonical(f"{name.removesuffix(part)}.weight" if part else name, path)
-        if canonical is None or (canonical == "head" and self.config.tied_embeddings):
+        if canonical is None:
+            return
+        if canonical == "head" and self.config.tied_embeddings:
+            self.tied_head = entry
             return
         if part:
             into, key = self._by_name.setdefault(canonical, {}), part
@@ -198,6 +238,19 @@ class _Found:
         if key in into:
             raise ModelFormatError(f"{path}: tensor {quoted(entry.name)} is in another shard too")
         into[key] = entry
+
+    def require_places(self, indexed: Mapping[str, str], index: Path) -> None:
+        """Raises ModelFormatError for a tensor that is not in the file that the index says."""
+        for name, file in indexed.items():
+            found = self._files.get(name)
+            left_out = self.config.tied_embeddings and _WHOLE.get(name) == "head"
+            if _IGNORED.fullmatch(name) or (found is None and left_out):
+                continue
+            if found != file:
+                raise ModelFormatError(
+                    f"{index}: tensor {quoted(name)} should be in {file}, and is in "
+                    f"{found or 'none of the files'}; fetch the model again"
+                )
 
     def with_made(self) -> dict[str, RawTensor]:
         """All tensors, with one for each quantised matrix.  Raises ModelFormatError."""
