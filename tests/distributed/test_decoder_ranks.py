@@ -252,14 +252,15 @@ def test_equal_logits_on_different_ranks_give_the_lowest_token() -> None:
     assert on_ranks(4, decoding(equal, lambda d: [d.prefill([5, 6]), d.decode()])) == [0, 0]
 
 
-def test_nan_on_one_rank_is_an_error_on_all() -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_broken_logit_on_one_rank_is_an_error_on_all(value: float) -> None:
     model = SHAPES[FIRST]
 
     class Broken(RandomModel):
         def fill(self, name: str, out: Any) -> None:
             super().fill(name, out)
             if name == "embed":
-                out[400] = np.nan  # a row of the last rank's head
+                out[400:402, 0] = value, -value  # rows of the last rank's head
 
     def work(group: Group) -> Any:
         return decoding(Broken(model.config), lambda d: d.prefill([5, 6]))(group)

@@ -23,9 +23,11 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda import shapes
 from ostinato.models.host.kernels import HOST_KERNELS
-from ostinato.models.host.shard_kernels import SHARD_KERNELS
-from ostinato.models.program import ABSENT, Bound, decode_program
-from tests.models.emulated import emulated_bench
+from ostinato.models.host.shard_kernels import SHARD_KERNELS, _key
+from ostinato.models.program import ABSENT, ACTIVE, OPTIONS, SAMPLE, Bound, decode_program
+from ostinato.models.sharding import Sharding, shard_program
+from tests.emulator.emulator import Emulator
+from tests.models.emulated import emulated_bench, to_bf16
 
 
 def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
@@ -258,6 +260,62 @@ def test_sampling_agrees_with_numpy_on_the_emulator(vocabulary: int, every: int)
     """Also where the logits are read four at a time."""
     config = replace(SMALL, layers=1, vocabulary=vocabulary)
     check_sampling(emulated_bench(config, 1, context=70), every)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_infinite_logits_choose_no_token_on_the_emulator(
+    temperature: float, penalty: float
+) -> None:
+    bench = emulated_bench(replace(SMALL, layers=1), 1, context=70)
+    case = next(checks.sampling_cases(bench))
+    case.rows["token"], case.rows["position"] = 3, 1
+    case.options["temperature"], case.options["repetition_penalty"] = temperature, penalty
+    bench.set_case(case)
+    heads = bench.read("embed").copy()
+    chosen = []
+    for infinities in ((), (7, 9)):  # one of the two logits is plus infinity, the other minus
+        changed = heads.copy()
+        for token, value in zip(infinities, (np.inf, -np.inf), strict=False):
+            changed[token, 0] = value
+        bench.machine.write(bench.device["embed"], to_bf16(changed))
+        for launch in bench.launches(1):
+            bench.launch(launch, 1)
+        assert np.isinf(bench.read("logits")).sum() == len(infinities)
+        chosen.append(int(bench.read("chosen")[0]))
+    assert chosen[0] >= 0
+    assert chosen[1] == -1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+def test_the_best_of_ranks_is_that_of_the_host_on_the_emulator() -> None:
+    sharding = Sharding(replace(SMALL, heads=4, kv_heads=2, inner=128, vocabulary=512), 0, 2)
+    program = shard_program(decode_program(sharding.part), sharding, whole_logits=False)
+    calls = [call for call in program if call.kernel == "best_of_ranks"]
+    (launch,) = kc.lower(calls, sharding.part, rows=1, context=40)
+    found, emulator = [], Emulator()
+    for pair in ((1.5, 2.5), (2.5, 2.5), (-1.0, -0.0), (np.nan, 3), (3, np.inf), (-np.inf,) * 2):
+        keys = [_key(np.float32(logit), 10 + rank) for rank, logit in enumerate(pair)]
+        values: dict[str, Any] = {
+            "live": np.array([0, 1, 0, ACTIVE | SAMPLE], np.int32),
+            "logits": np.zeros(1, np.float32),
+            "options": np.zeros(1, OPTIONS),
+            "chosen": np.full(1, 77, np.int32),
+            "history": np.zeros(40, np.int32),
+            "adjusted": np.zeros(1, np.float32),
+            "keys": np.array(keys, np.uint64),
+        }
+        values["options"]["repetition_penalty"] = 1
+        values["options"] = values["options"].view(np.uint64)
+        sizes = {"row_count": 1, "vocabulary": 512, "context": 40, "ranks": 2}
+        on_host = {name: array.copy() for name, array in values.items()}
+        SHARD_KERNELS["best_of_ranks"].function(None, *on_host.values(), *sizes.values())
+        arrays = {name: emulator.array(array) for name, array in values.items()}
+        emulator.launch(launch, {**arrays, **sizes})
+        found.append(int(emulator.read(arrays["chosen"])[0]))
+        assert found[-1] == on_host["chosen"][0], pair
+    assert found == [11, 10, 11, -1, -1, -1]
 
 
 # ----------------------------------------------------------------------------------------- on a GPU

@@ -370,12 +370,19 @@ def test_sample_is_the_reference(temperature: float, top_k: int, top_p: float) -
     assert uniform(seed, 1) != uniform(seed, 2)
 
 
-def test_nan_logits_choose_no_token() -> None:
+@pytest.mark.parametrize("logit", [NAN, np.inf, -np.inf])
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_largest_logit_that_is_not_finite_chooses_no_token(
+    logit: float, penalty: float, temperature: float
+) -> None:
+    """Minus infinity is the largest where all are."""
     logits, chosen = random((1, 9)), np.zeros(1, np.int32)
-    logits[0, 4] = NAN
+    logits[0, slice(None) if logit == -np.inf else 4] = logit
     run(
         "sample", live=live_rows((0, 0, 0, ACTIVE | SAMPLE)), logits=logits,
-        options=options_of((0.0, 1.0, 0, 0, 9), more=(0.5, 1.5)), chosen=chosen, row_count=1,
+        options=options_of((temperature, 1.0, 0, 0, 9), more=(0.5, penalty)), chosen=chosen,
+        row_count=1,
         vocabulary=9, history=np.zeros(4, np.int32), adjusted=np.zeros(9, np.float32), context=4,
     )  # fmt: skip
     assert chosen[0] == -1

@@ -382,7 +382,7 @@ class Decoder(Closeable):
         at the end, with how many of the tokens are done and how many there are.
 
         Raises InputError for ids outside the vocabulary, no tokens, or more than the context has
-        room for; ModelError if the logits hold NaN.
+        room for; ModelError if the logits hold NaN or infinity.
         """
         one = self._sequences[sequence]
         found = self._sequences.prompt(tokens, one)
@@ -408,7 +408,8 @@ class Decoder(Closeable):
     def decode(self, sequence: int = 0) -> int:
         """One more token of a sequence.
 
-        Raises InputError if it is empty or has stopped, ModelError if the logits hold NaN.
+        Raises InputError if it is empty or has stopped, ModelError if the logits hold NaN or
+        infinity.
         """
         return self.decode_batch((sequence,))[0]
 

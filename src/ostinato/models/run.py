@@ -112,8 +112,8 @@ class Run(Closeable, Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next tokens.  Raises StopIteration, ClosedError, ModelError if the logits hold NaN,
-        and what a step raises."""
+        """The next tokens.  Raises StopIteration, ClosedError, ModelError if the logits hold NaN or
+        infinity, and what a step raises."""
         if self._ended_by is not None:
             raise ClosedError(
                 f"the run was ended by {self._ended_by}, and what was computed ahead is dropped; "

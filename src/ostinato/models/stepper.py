@@ -135,7 +135,7 @@ class Stepper:
         """Puts tokens behind what the KV cache holds of a sequence, in pieces; returns the token
         that is chosen after them.  Unless it is to `choose` one: then -1, without a wait.
 
-        Raises ModelError if the logits hold NaN.
+        Raises ModelError if the logits hold NaN or infinity.
         """
         chosen, largest = -1, self.steps.largest_piece(len(tokens))
         with self.phases.measure("prefill", len(tokens)):
@@ -160,7 +160,8 @@ class Stepper:
     def together(self, sequences: list[Sequence], *, device_state: bool) -> list[int]:
         """Returns one more token of each, by one step; waits for it.
 
-        Raises InputError if one has no token to go on from, ModelError if the logits hold NaN.
+        Raises InputError if one has no token to go on from, ModelError if the logits hold NaN or
+        infinity.
         """
         phases, begin = self.phases, time.perf_counter()
         try:
@@ -199,7 +200,7 @@ class Stepper:
             if token < 0:
                 raise ModelError(
                     f"sequence {sequence.index}, position {sequence.length + step}: the logits "
-                    "hold NaN, so no token can be chosen; the weights may be damaged"
+                    "hold NaN or infinity, so no token can be chosen; the weights may be damaged"
                 )
         for sequence, (token, stopped) in zip(sequences, words, strict=True):
             # By place: an interruption between these lines must not leave the token there twice.
@@ -221,7 +222,8 @@ class Stepper:
             self.ring.forget_all(sequence)
 
     def take_next(self, sequences: list[Sequence]) -> list[int]:
-        """The next token of each, once it is there.  Raises ModelError if the logits hold NaN."""
+        """The next token of each, once it is there.  Raises ModelError if the logits hold NaN or
+        infinity."""
         begin = time.perf_counter()
         self._wait(sequences, 1, last=False)
         chosen = self._take(sequences, 1)

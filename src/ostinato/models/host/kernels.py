@@ -501,23 +501,23 @@ def sample(
 
     `history`: [sequences, context], the token at each position; a repetition penalty looks at those
     up to the row's own.  `adjusted`: [sequences, vocabulary], the logits with that penalty;
-    `logits` stay the model's.  -1 is chosen if a logit is NaN: the model is broken, and no token of
-    it means anything.
+    `logits` stay the model's.  -1 is chosen if a logit is NaN or the largest is infinite: the model
+    is broken, and no token of it means anything.
     """
     settings = options.view(OPTIONS)
     for row, position, sequence in sampled_rows(live, row_count):
         temperature, top_p, seed, top_k, _, min_p, penalty = settings[sequence].item()
         values = logits[sequence * vocabulary : (sequence + 1) * vocabulary]
         best = int(values.argmax())  # the first NaN if there is one
-        if np.isnan(values[best]):
-            chosen[row] = -1
-            continue
-        if penalty != 1.0:
+        if penalty != 1.0 and not np.isnan(values[best]):
             seen = history[sequence * context : sequence * context + position + 1]
             out = adjusted[sequence * vocabulary : (sequence + 1) * vocabulary]
             out[...] = penalised(values, seen, penalty)
-            values = out
-        elif temperature == 0:
+            values, best = out, int(out.argmax())
+        if not np.isfinite(values[best]):
+            chosen[row] = -1
+            continue
+        if temperature == 0:
             chosen[row] = best
             continue
         chosen[row] = sample_reference(

@@ -31,6 +31,11 @@ def _key(logit: np.float32, token: int) -> int:
     return ordered << 32 | (_LOW - token)
 
 
+def _is_finite(key: int) -> bool:
+    """Whether the logit of a key is neither NaN nor infinite."""
+    return 0x007FFFFF < key >> 32 < 0xFF800000
+
+
 @host_kernel(
     "live: *const i32, logits: *const f32, keys: *out u64, workspace: *const f32, row_count: u32, "
     "vocabulary: u32, first: u32"
@@ -74,14 +79,15 @@ def best_of_ranks(
 ) -> None:
     """The token of the largest key of each row that samples.  `keys`: [rows, ranks].
 
-    -1 if a logit is NaN, and for a row that is not greedy, since it needs more than the best.
+    -1 if a logit is NaN or the largest is infinite, and for a row that is not greedy, since it
+    needs more than the best.
     """
     settings = options.view(OPTIONS)
     for row, _, sequence in sampled_rows(live, row_count):
         best = int(keys[row * ranks : (row + 1) * ranks].max())
         one = settings[sequence]
         greedy = one["temperature"] == 0 and one["repetition_penalty"] == 1
-        chosen[row] = _LOW - (best & _LOW) if greedy and best != _NAN_KEY else -1
+        chosen[row] = _LOW - (best & _LOW) if greedy and _is_finite(best) else -1
 
 
 @host_kernel(

@@ -269,7 +269,8 @@ DEVICE int sample_row(Workbench& bench, const Row& row, const float* logits, con
     }
     const int best = static_cast<int>(0xffffffffu - static_cast<u32>(key));
     const float logit = from_ordered(static_cast<u32>(key >> 32));
-    if (temperature == 0.0 || isinf(logit)) return best;
+    if (isinf(logit)) return -1;
+    if (temperature == 0.0) return best;
     __syncthreads();  // before the bench is used anew
 
     Tokens tokens{logits, logit, static_cast<float>(temperature), 0};

@@ -26,7 +26,7 @@ KERNEL __launch_bounds__(32)
 #endif
 
 #ifdef RANKS
-// A row that is not greedy needs more than the best: it gets no token (-1), as for NaN.
+// A row that is not greedy needs more than the best: it gets no token (-1), as for NaN and infinity.
 KERNEL __launch_bounds__(32)
     best_of_ranks(const int* live, const float* logits, const Options* options, int* chosen,
                   const int* history, float* adjusted, const u64* keys, u32 row_count,
@@ -43,8 +43,9 @@ KERNEL __launch_bounds__(32)
     key = largest_of_warp(key);
     const Options& own = options[row.sequence];
     const bool greedy = own.temperature == 0.0 && own.repetition_penalty == 1.0;
+    const bool infinite = isinf(from_ordered(static_cast<u32>(key >> 32)));
+    const bool usable = greedy && key != NAN_KEY && !infinite;
     if (threadIdx.x == 0)
-        chosen[index] =
-            greedy && key != NAN_KEY ? static_cast<int>(0xffffffffu - static_cast<u32>(key)) : -1;
+        chosen[index] = usable ? static_cast<int>(0xffffffffu - static_cast<u32>(key)) : -1;
 }
 #endif
