@@ -34,11 +34,11 @@ import numpy.typing as npt
 import ostinato as ost
 from benchmarks import common
 from ostinato.bench.shapes import shape_named
-from ostinato.models import Checkpoint, LlamaConfig
+from ostinato.models import LlamaConfig, StoredCheckpoint
 from ostinato.models.config import tensor_shapes
 from ostinato.models.cuda.dequantise import convert_on_device
 from ostinato.models.files.checkpoint import JsonTokenizerSource, RawTensor
-from ostinato.models.files.dequantise import BLOCK_TYPES, dequantise_rows
+from ostinato.models.files.dequantise import BLOCK_TYPES
 from ostinato.models.weights import load_weights
 
 _PIECE = 64 << 20  # bytes
@@ -57,7 +57,7 @@ _SCALES = {
 _BOUND, _HOST, _PEER = "the bytes alone", "host, 4 threads", "gguf and torch"
 
 
-class RandomFile(Checkpoint):
+class RandomFile(StoredCheckpoint):
     """A mapped file of random values whose matrices are of one type."""
 
     def __init__(self, path: Path, config: LlamaConfig, kind: str) -> None:
@@ -74,11 +74,6 @@ class RandomFile(Checkpoint):
 
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
         return np.asarray(self._mapped[raw.offset : raw.offset + raw.size])
-
-    def _decode(
-        self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
-    ) -> None:
-        dequantise_rows(kind, block, out)
 
     def _unmap(self) -> None:
         del self._mapped
@@ -185,8 +180,7 @@ class Loaded:
 
 def ours(device: ost.Device, checkpoint: RandomFile, threads: int | None = None) -> Loaded:
     """`threads`: by the host, with so many; by the device if None."""
-    checkpoint.has_file = threads is None
-    convert = partial(convert_on_device, device)
+    convert = partial(convert_on_device, device) if threads is None else None
     made = load_weights(device, checkpoint, np.uint16, threads=threads, convert=convert)
     reads = {name: partial(device.to_numpy, buffer) for name, buffer in made.tensors.items()}
     return Loaded(reads, made.close)

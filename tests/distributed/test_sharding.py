@@ -15,7 +15,13 @@ from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.packed import PackedMatrix, PackedPart
 from ostinato.models.program import decode_program
-from ostinato.models.sharding import COLLECTIVES, ShardedCheckpoint, Sharding, shard_program
+from ostinato.models.sharding import (
+    COLLECTIVES,
+    ShardedCheckpoint,
+    Sharding,
+    shard_checkpoint,
+    shard_program,
+)
 from ostinato.models.weights import load_weights
 from tests.models.model_files import write_folder, write_gguf
 from tests.models.random_models import RandomModel, llama
@@ -201,7 +207,7 @@ def test_made_weights_are_cut_from_the_whole() -> None:
     model = RandomModel(MODEL)
     values = model.values()
     sharding = Sharding(MODEL, 2, 4)
-    part = ShardedCheckpoint(model.checkpoint(), sharding)
+    part = shard_checkpoint(model.checkpoint(), sharding)
     assert not part.has_file
     into = {name: np.empty(shape, np.float32) for name, shape in part.shapes().items()}
     part.load(into)

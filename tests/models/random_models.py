@@ -10,14 +10,14 @@ import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.bench.random_weights import MadeCheckpoint
 from ostinato.models.config import LlamaConfig, tensor_shapes
-from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.files.checkpoint import Checkpoint, JsonTokenizerSource
 
 __all__ = ["MemoryCheckpoint", "RandomModel", "llama"]
 
@@ -28,14 +28,16 @@ def llama(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfi
     return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
 
 
-class MemoryCheckpoint(MadeCheckpoint):
+class MemoryCheckpoint(Checkpoint):
     """Weights of a function: `fill(name, out)` writes a tensor's values into a float32 array, or
     their bits as bfloat16 into a uint16 one."""
+
+    has_file = False
 
     def __init__(
         self, config: LlamaConfig, fill: Callable[[str, npt.NDArray[Any]], None], name: str
     ) -> None:
-        super().__init__(config, name)
+        super().__init__(Path(name), config, JsonTokenizerSource(Path(name)))
         self._fill = fill
 
     def load(self, into: Mapping[str, npt.NDArray[Any]], *, threads: int = 2) -> None:

@@ -16,12 +16,11 @@ import numpy.typing as npt
 from ostinato.errors import InputError
 from ostinato.models import Checkpoint, LlamaConfig
 from ostinato.models.config import tensor_shapes
-from ostinato.models.files.checkpoint import JsonTokenizerSource, RawTensor
-from ostinato.models.files.dequantise import BLOCK_TYPES, dequantise_rows
+from ostinato.models.files.checkpoint import JsonTokenizerSource, RawTensor, StoredCheckpoint
+from ostinato.models.files.dequantise import BLOCK_TYPES
 
 __all__ = [
     "RECIPES",
-    "MadeCheckpoint",
     "PackedCheckpoint",
     "RandomCheckpoint",
     "random_blocks",
@@ -85,35 +84,19 @@ def random_blocks(
     return made.reshape(rows, count * block.size)
 
 
-class MadeCheckpoint(Checkpoint):
-    """Weights that `load` makes; no file, no tokenizer.  `name` is shown in place of a path."""
-
-    has_file = False
-    has_bytes = False
-
-    def __init__(self, config: LlamaConfig, name: str) -> None:
-        super().__init__(Path(name), config, JsonTokenizerSource(Path(name)), {})
-
-    def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
-        raise NotImplementedError("made weights have no file")
-
-    def _decode(self, kind: str, blocks: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
-        raise NotImplementedError("made weights have no file")
-
-    def _unmap(self) -> None:
-        """Nothing is mapped."""
-
-
-class RandomCheckpoint(MadeCheckpoint):
-    """Weights of a shape: matrices normal, 0.02 wide; norms between 0.5 and 1.5.
+class RandomCheckpoint(Checkpoint):
+    """Weights of a shape: matrices normal, 0.02 wide; norms between 0.5 and 1.5.  No file, no
+    tokenizer; `name` is shown in place of a path.
 
     Every tensor is cut out of one random block, each from a place of its own, so that gigabytes
     take a second and no thread waits for a generator.  The same seed gives the same weights; as
     float32 and as bfloat16 they are the same but for rounding towards zero.
     """
 
+    has_file = False
+
     def __init__(self, config: LlamaConfig, name: str, seed: int = 11) -> None:
-        super().__init__(config, name)
+        super().__init__(Path(name), config, JsonTokenizerSource(Path(name)))
         rng = np.random.default_rng(seed)
         self._seed = seed
         self._floats = rng.standard_normal(_BLOCK, np.float32) * _WIDTH
@@ -159,22 +142,20 @@ def _pieces(
             yield name, start, flat[start : start + _PIECE], False
 
 
-class PackedCheckpoint(MadeCheckpoint):
+class PackedCheckpoint(StoredCheckpoint):
     """Weights of a shape, packed as in a file by one of RECIPES; matrices about normal, 0.02 wide.
 
     Every tensor is cut out of one random piece of blocks of its type, each from a place of its own.
     Raises InputError for an unknown recipe, and for a shape whose rows are no whole blocks.
     """
 
-    has_bytes = True
+    has_file = False
 
     def __init__(self, config: LlamaConfig, recipe: str, name: str, seed: int = 11) -> None:
         known = {one.lower(): one for one in RECIPES}
         if recipe.lower() not in known:
             raise InputError(f"there is no recipe {recipe!r}; there are: {', '.join(known)}")
-        super().__init__(config, name)
-        self._seed = seed
-        self._pieces: dict[str, npt.NDArray[np.uint8]] = {}
+        path, tensors = Path(name), dict[str, RawTensor]()
         for tensor, shape in tensor_shapes(config).items():
             matrix = len(shape) == 2
             kind = recipe_type(known[recipe.lower()], config, tensor) if matrix else "F32"
@@ -185,7 +166,10 @@ class PackedCheckpoint(MadeCheckpoint):
                     f"{kind} ({block.values}); take q8_0, q4_0 or q4_1"
                 )
             size = math.prod(shape) // block.values * block.size
-            self._tensors[tensor] = RawTensor(tensor, kind, shape, self.path, 0, size)
+            tensors[tensor] = RawTensor(tensor, kind, shape, path, 0, size)
+        super().__init__(path, config, JsonTokenizerSource(path), tensors)
+        self._seed = seed
+        self._pieces: dict[str, npt.NDArray[np.uint8]] = {}
 
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
         place = zlib.crc32(raw.name.encode())
@@ -205,9 +189,6 @@ class PackedCheckpoint(MadeCheckpoint):
             found[done : done + count] = piece[at : at + count]
             done, at = done + count, 0
         return found.reshape(-1)
-
-    def _decode(self, kind: str, blocks: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
-        dequantise_rows(kind, blocks, out)
 
 
 def random_checkpoint(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ostinato.models.decoder import Decoder as Decoder
     from ostinato.models.decoder_statistics import DecoderStatistics as DecoderStatistics
     from ostinato.models.files.checkpoint import Checkpoint as Checkpoint
+    from ostinato.models.files.checkpoint import StoredCheckpoint as StoredCheckpoint
     from ostinato.models.files.open import open_checkpoint as open_checkpoint
     from ostinato.models.generate import TextGenerator as TextGenerator
     from ostinato.models.generation import AnswerText as AnswerText
@@ -47,6 +48,7 @@ _HOMES = {
     "KernelCall": "program",
     "LlamaConfig": "config",
     "SamplingOptions": "sampling",
+    "StoredCheckpoint": "files.checkpoint",
     "Summary": "generation",
     "TextGenerator": "generate",
     "TokenRun": "run",

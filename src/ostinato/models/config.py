@@ -35,9 +35,9 @@ _GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # architectures that are not here, all heads, and what of the hidden width is a head's.
 _HF_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _HF_HEAD_SIZES = {"qwen3": 128}
-# Fields of config.json that would change what a model computes, with the values that do not; a field
-# that is not there does not.  Some are of other architectures, and transformers does not heed each
-# of them for ours: a file that sets one to anything else means another model.
+# Fields of config.json that would change what a model computes, with the values that do not (nor
+# does a field that is not there).  Some are of other architectures, and transformers does not heed
+# each of them for ours: a file that sets one to anything else means another model.
 _HF_NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "is_causal": (True,),

@@ -40,7 +40,12 @@ from ostinato.models.ranks import Ranks
 from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.sequences import Sequences
-from ostinato.models.sharding import ShardedCheckpoint, Sharding, shard_buffers
+from ostinato.models.sharding import (
+    ShardedCheckpoint,
+    Sharding,
+    shard_buffers,
+    shard_checkpoint,
+)
 from ostinato.models.step_graphs import StepGraphs
 from ostinato.models.stepper import Stepper, TokenRing
 from ostinato.models.weights import Weights, load_weights
@@ -168,7 +173,7 @@ class Decoder(Closeable):
             if isinstance(checkpoint, Weights):
                 self.weights = _fitting(checkpoint, device, self.backend)
             else:
-                read = checkpoint if sharding is None else ShardedCheckpoint(checkpoint, sharding)
+                read = checkpoint if sharding is None else shard_checkpoint(checkpoint, sharding)
                 formats = _formats(self.backend, read, weights, sequences)
                 with self._phases.measure("load"):
                     self.weights = load_weights(

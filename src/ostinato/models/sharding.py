@@ -37,7 +37,7 @@ from ostinato import Buffer, Operation
 from ostinato.errors import InputError, UnsupportedModelError
 from ostinato.models.backend import Resolve
 from ostinato.models.config import LlamaConfig, tensor_shapes
-from ostinato.models.files.checkpoint import Checkpoint, RawTensor
+from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import BLOCK_TYPES
 from ostinato.models.program import Argument, Bound, KernelCall
 
@@ -50,6 +50,7 @@ __all__ = [
     "ShardedCheckpoint",
     "Sharding",
     "shard_buffers",
+    "shard_checkpoint",
     "shard_program",
 ]
 
@@ -165,32 +166,61 @@ class Sharding:
         return "embed" if name == "head" and self.whole.tied_embeddings else name
 
 
-class ShardedCheckpoint(Checkpoint):
+def shard_checkpoint(whole: Checkpoint, sharding: Sharding) -> Checkpoint:
     """The part of a rank, read from an open checkpoint, which the caller closes.
 
     A checkpoint like others, of `Sharding.part`, except that the embedding has all its rows
-    (`shapes`).  Of a tensor that is split only the part is read; packed rows are split between
-    blocks.  Raises UnsupportedModelError where a part would begin or end inside of one.
+    (`shapes`).  Raises UnsupportedModelError as `ShardedCheckpoint`.
     """
+    if isinstance(whole, StoredCheckpoint):
+        return ShardedCheckpoint(whole, sharding)
+    return _ShardedValues(whole, sharding)
+
+
+class _ShardedValues(Checkpoint):
+    """Of weights that are made and not read: made whole, one tensor after the other, and cut."""
 
     def __init__(self, whole: Checkpoint, sharding: Sharding) -> None:
+        super().__init__(whole.path, sharding.part, whole.tokenizer)
         self._whole = whole
         self._sharding = sharding
-        self._of: dict[RawTensor, str] = {}
-        parts: dict[str, RawTensor] = {}
-        if whole.has_bytes:
-            for name in sharding.shapes():
-                parts[name] = self._part(name)
-                self._of[parts[name]] = name
-        super().__init__(whole.path, sharding.part, whole.tokenizer, parts)
 
     @property
     def has_file(self) -> bool:  # type: ignore[override]
         return self._whole.has_file
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Checkpoint`."""
+        return self._sharding.shapes()
+
+    def load(self, into: Mapping[str, npt.NDArray[Any]], *, threads: int = 2) -> None:
+        """See `Checkpoint`."""
+        sharding = self._sharding
+        shapes = tensor_shapes(sharding.whole)
+        for name, out in into.items():
+            cut, source = sharding.cut(name), sharding.source(name)
+            if cut.axis is None:
+                self._whole.load({source: out}, threads=threads)
+                continue
+            values = np.empty(shapes[source], out.dtype)
+            self._whole.load({source: values}, threads=threads)
+            out[...] = cut.of(values)
+
+
+class ShardedCheckpoint(StoredCheckpoint):
+    """Of a tensor that is split only the part is read; packed rows are split between blocks.
+    Raises UnsupportedModelError where a part would begin or end inside of one."""
+
+    def __init__(self, whole: StoredCheckpoint, sharding: Sharding) -> None:
+        self._whole = whole
+        self._sharding = sharding
+        parts = {name: self._part(name) for name in sharding.shapes()}
+        self._of = {part: name for name, part in parts.items()}
+        super().__init__(whole.path, sharding.part, whole.tokenizer, parts)
+
     @property
-    def has_bytes(self) -> bool:  # type: ignore[override]
-        return self._whole.has_bytes
+    def has_file(self) -> bool:  # type: ignore[override]
+        return self._whole.has_file
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Checkpoint`."""
@@ -219,23 +249,6 @@ class ShardedCheckpoint(Checkpoint):
         """See `Checkpoint`; a copy where columns are split."""
         return np.ascontiguousarray(super().stored(name)).reshape(-1)
 
-    def load(self, into: Mapping[str, npt.NDArray[Any]], *, threads: int = 2) -> None:
-        """See `Checkpoint`.  Weights that are made and not read are made whole, one tensor after
-        the other, and cut."""
-        if self.has_bytes:
-            super().load(into, threads=threads)
-            return
-        sharding = self._sharding
-        shapes = tensor_shapes(sharding.whole)
-        for name, out in into.items():
-            cut, source = sharding.cut(name), sharding.source(name)
-            if cut.axis is None:
-                self._whole.load({source: out}, threads=threads)
-                continue
-            values = np.empty(shapes[source], out.dtype)
-            self._whole.load({source: values}, threads=threads)
-            out[...] = cut.of(values)
-
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
         """Flat, or [rows, bytes] as a view of the file's rows where columns are split."""
         name = self._of[raw]
@@ -250,16 +263,8 @@ class ShardedCheckpoint(Checkpoint):
         first, stop = (n // block.values * block.size for n in (cut.first, cut.stop))
         return rows[:, first:stop] if len(rows) > 1 else rows[0, first:stop]
 
-    def _decode(
-        self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
-    ) -> None:
-        self._whole._decode(kind, np.ascontiguousarray(block), out)
-
     def _forget(self, raw: RawTensor) -> None:
         self._whole._forget(self._whole.raw(self._sharding.source(self._of[raw])))
-
-    def _unmap(self) -> None:
-        """The caller closes the whole checkpoint."""
 
 
 # -------------------------------------------------------------------------------------- programs

@@ -23,7 +23,7 @@ from ostinato.errors import ClosedError, InputError
 from ostinato.models.arguments import quoted
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats, Placed, matrix_bytes, places
-from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.files.checkpoint import Checkpoint, StoredCheckpoint
 from ostinato.models.layout import device_shapes, part_rows, parts_of, weight_shapes
 from ostinato.models.packed import PackedMatrix, PackedPart
 
@@ -231,7 +231,7 @@ def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threa
         weights.tensors[name] = matrix
         targets = matrices[name].begin(matrix.array)
         for (part, _), rows in zip(part_rows(config, name, shape[0]), targets, strict=True):
-            if checkpoint.has_bytes:
+            if isinstance(checkpoint, StoredCheckpoint):
                 checkpoint.packed(part, rows)
             else:
                 values[part] = rows.view(np.float32)
@@ -240,8 +240,10 @@ def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threa
 
 def _packed_matrix(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> PackedMatrix:
     parts = part_rows(checkpoint.config, name, shape[0])
-    kinds = ((checkpoint.raw(p).type if checkpoint.has_bytes else "F32", rows) for p, rows in parts)
-    return PackedMatrix(shape[1], tuple(PackedPart(kind, rows) for kind, rows in kinds))
+    if not isinstance(checkpoint, StoredCheckpoint):
+        return PackedMatrix(shape[1], tuple(PackedPart("F32", rows) for _, rows in parts))
+    made = (PackedPart(checkpoint.raw(part).type, rows) for part, rows in parts)
+    return PackedMatrix(shape[1], tuple(made))
 
 
 def _upload(device: Device, checkpoint: Checkpoint, weights: Weights, threads: int) -> None:

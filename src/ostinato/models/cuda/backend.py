@@ -40,7 +40,7 @@ from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
 from ostinato.models.cuda.products import Product, Products, open_products
 from ostinato.models.cuda.shapes import Tuning
 from ostinato.models.cuda.tunings import choose_tuning
-from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.files.checkpoint import Checkpoint, StoredCheckpoint
 from ostinato.models.layout import device_shapes
 from ostinato.models.program import SAMPLED_ROWS, KernelCall
 from ostinato.models.weights import Target
@@ -184,9 +184,9 @@ class CudaBackend:
         if wanted == "bf16" or (wanted == "auto" and not pays(config)):
             return UNPACKED
         found: Formats = UNPACKED
-        if checkpoint.has_bytes:
-            there = device_shapes(checkpoint.shapes())
-            found = formats_of(config, lambda name: checkpoint.raw(name).type, there)
+        if isinstance(checkpoint, StoredCheckpoint):
+            there, stored = device_shapes(checkpoint.shapes()), checkpoint
+            found = formats_of(config, lambda name: stored.raw(name).type, there)
         if wanted == "packed" and not found:
             raise InputError(
                 f"{checkpoint.path}: weights='packed', but it has no quantised matrix that the "

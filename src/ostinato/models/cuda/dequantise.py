@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ostinato import Buffer, Device, LaunchConfig, Source, Stream, launch
 from ostinato.models.cuda.bricks import FORMATS, Placed
 from ostinato.models.cuda.lowering import source_of
-from ostinato.models.files.checkpoint import Checkpoint, RawTensor
+from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import SUPPORTED_TYPES
 from ostinato.models.weights import Target
 
@@ -72,7 +72,7 @@ def convert_on_device(
     False, and nothing is done, if no file holds them.  Raises CompileError, DriverError,
     OutOfMemoryError.
     """
-    if not checkpoint.has_bytes:
+    if not isinstance(checkpoint, StoredCheckpoint):
         return False
     staging = device.empty(staged_bytes(map(checkpoint.raw, checkpoint.tensor_names())))
     with staging, device.create_stream() as stream:

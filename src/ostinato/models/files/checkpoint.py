@@ -38,12 +38,14 @@ from ostinato.errors import (
 )
 from ostinato.models.arguments import quoted, whole
 from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.files.dequantise import dequantise_rows
 
 __all__ = [
     "Checkpoint",
     "GgufTokenizerSource",
     "JsonTokenizerSource",
     "RawTensor",
+    "StoredCheckpoint",
     "TokenizerSource",
     "check_tensors",
     "name_in_layer",
@@ -113,14 +115,52 @@ TokenizerSource = GgufTokenizerSource | JsonTokenizerSource
 
 
 class Checkpoint(Closeable):
-    """Weights of one model.  Owns mapped files: use `with`, or call `close`.
+    """Weights of one model, wherever they come from.
 
-    Reading is safe from many threads.  Arrays that it gave live on after `close`.  `has_file`:
-    `path` is there.  `has_bytes`: `raw` and `stored` say how tensors are packed.
+    `has_file`: `path` is there.  `shapes` says what there is, and `load` fills arrays with it.
     """
 
     has_file: ClassVar[bool] = True
-    has_bytes: ClassVar[bool] = True
+
+    def __init__(self, path: Path, config: LlamaConfig, tokenizer: TokenizerSource) -> None:
+        self.path = path
+        self.config = config
+        self.tokenizer = tokenizer
+        self._closed = False
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What `load` gives, by canonical name, in the order of use."""
+        return tensor_shapes(self.config)
+
+    @abc.abstractmethod
+    def load(
+        self,
+        into: Mapping[str, npt.NDArray[np.float32] | npt.NDArray[np.uint16]],
+        *,
+        threads: int = 2,
+    ) -> None:
+        """Fill many arrays at once, on `threads` threads: name to destination.
+
+        A float32 destination gets the values, a uint16 one their bits as bfloat16, rounded to
+        nearest even.  Raises InputError, before anything is written, for an unknown name or a
+        destination that does not fit.
+        """
+
+    def close(self) -> None:
+        """Gives back what the weights take.  Calling it again does nothing."""
+        self._closed = True
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self.shapes())} tensors"
+        return f"{type(self).__name__}({str(self.path)!r}, {state})"
+
+
+class StoredCheckpoint(Checkpoint):
+    """Weights as tensors of bytes, which `raw` describes; mostly those of a mapped file, which it
+    owns: use `with`, or call `close`.
+
+    Reading is safe from many threads.  Arrays that it gave live on after `close`.
+    """
 
     def __init__(
         self,
@@ -129,20 +169,13 @@ class Checkpoint(Closeable):
         tokenizer: TokenizerSource,
         tensors: Mapping[str, RawTensor],
     ) -> None:
-        self.path = path
-        self.config = config
-        self.tokenizer = tokenizer
+        super().__init__(path, config, tokenizer)
         self._tensors = dict(tensors)
         self._scratch = _Scratch()
-        self._closed = False
 
     def tensor_names(self) -> tuple[str, ...]:
         """Canonical names, in the order of use."""
         return tuple(self._tensors)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What `load` gives, by canonical name, in the order of use."""
-        return tensor_shapes(self.config)
 
     def raw(self, name: str) -> RawTensor:
         """How the file holds the tensor.  Raises InputError for a name that is not there."""
@@ -211,11 +244,8 @@ class Checkpoint(Closeable):
         *,
         threads: int = 2,
     ) -> None:
-        """Fill many arrays at once, on `threads` threads: name to destination.
-
-        A float32 destination gets what `tensor` gives, a uint16 one what `bfloat16` gives.  Raises
-        InputError as they do, before anything is written.
-        """
+        """As `Checkpoint.load`: a float32 destination gets what `tensor` gives, a uint16 one what
+        `bfloat16` gives."""
         threads = whole(threads, "threads", 1)
         pieces = []
         for name, array in into.items():
@@ -232,12 +262,8 @@ class Checkpoint(Closeable):
 
     def close(self) -> None:
         """Unmap the files.  Calling it again does nothing."""
-        self._closed = True
+        super().close()
         self._unmap()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._tensors)} tensors"
-        return f"{type(self).__name__}({str(self.path)!r}, {state})"
 
     def _convert(
         self, raw: RawTensor, out: npt.NDArray[Any], first: int = 0, stop: int | None = None
@@ -254,14 +280,15 @@ class Checkpoint(Closeable):
             block, into = source[rows], target[rows]
             if raw.heads:
                 block = _half_split(block, raw.together)
+            block = np.ascontiguousarray(block)  # a rank's share of columns is not
             if out.dtype == np.float32:
-                self._decode(raw.type, block, into)
+                dequantise_rows(raw.type, block, into)
             elif raw.type == "BF16":
                 into[...] = block.view("<u2")
                 _make_quiet(into)
             else:
                 values, words = self._scratch.take(into.shape)
-                self._decode(raw.type, block, values)
+                dequantise_rows(raw.type, block, values)
                 to_bfloat16(values, into, words)
 
     def _require_open(self) -> None:
@@ -272,18 +299,11 @@ class Checkpoint(Closeable):
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
         """The tensor's bytes, flat, as a view of the mapped file."""
 
-    @abc.abstractmethod
-    def _decode(
-        self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
-    ) -> None:
-        """Turn rows of bytes (rows, bytes in a row) into rows of float32."""
-
     def _forget(self, raw: RawTensor) -> None:
         """The tensor's pages of a mapped file are not needed in memory for now."""
 
-    @abc.abstractmethod
     def _unmap(self) -> None:
-        """Give the files back."""
+        """Give the files back, if there are any."""
 
 
 def check_tensors(

@@ -24,13 +24,13 @@ from ostinato.errors import ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
 from ostinato.models.config import LlamaConfig
 from ostinato.models.files.checkpoint import (
-    Checkpoint,
     GgufTokenizerSource,
     RawTensor,
+    StoredCheckpoint,
     check_tensors,
     name_in_layer,
 )
-from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
+from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
 from ostinato.models.files.reading import forget, map_file, unmap
 
 __all__ = ["GgufCheckpoint", "GgufHeader", "GgufTensor", "open_gguf", "read_header"]
@@ -96,7 +96,7 @@ _WINDOW = 1 << 20
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
-class GgufCheckpoint(Checkpoint):
+class GgufCheckpoint(StoredCheckpoint):
     """A mapped GGUF file.  Made by `open_gguf`."""
 
     def __init__(
@@ -113,11 +113,6 @@ class GgufCheckpoint(Checkpoint):
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
         assert self._mapped is not None, "the base class refuses to read once closed"
         return np.frombuffer(self._mapped, np.uint8, raw.size, raw.offset)
-
-    def _decode(
-        self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
-    ) -> None:
-        dequantise_rows(kind, block, out)
 
     def _forget(self, raw: RawTensor) -> None:
         assert self._mapped is not None, "the base class refuses to read once closed"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from ostinato.errors import ModelError
-from ostinato.models.files.checkpoint import Checkpoint
+from ostinato.models.files.checkpoint import StoredCheckpoint
 from ostinato.models.files.gguf import open_gguf
 from ostinato.models.files.safetensors import open_folder
 
 __all__ = ["open_checkpoint"]
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> StoredCheckpoint:
     """Open a `.gguf` file, or a folder with config.json, *.safetensors and tokenizer.json.
 
     Raises ModelError if there is no such file, ModelFormatError if it is damaged or disagrees with

@@ -23,13 +23,12 @@ from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
 from ostinato.models.config import LlamaConfig
 from ostinato.models.files.checkpoint import (
-    Checkpoint,
     JsonTokenizerSource,
     RawTensor,
+    StoredCheckpoint,
     check_tensors,
     name_in_layer,
 )
-from ostinato.models.files.dequantise import dequantise_rows
 from ostinato.models.files.quantised import Quantisation
 from ostinato.models.files.reading import MAX_JSON, forget, map_file, parse_object, read_json, unmap
 
@@ -67,7 +66,7 @@ _LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)")
 _IGNORED = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
-class SafetensorsCheckpoint(Checkpoint):
+class SafetensorsCheckpoint(StoredCheckpoint):
     """A folder of mapped safetensors files.  Made by `open_folder`."""
 
     def __init__(
@@ -88,11 +87,6 @@ class SafetensorsCheckpoint(Checkpoint):
             assert self._quantisation is not None
             return self._quantisation.bytes_of(raw, self._parts[raw.name], self._bytes)
         return np.frombuffer(self._mapped[raw.file], np.uint8, raw.size, raw.offset)
-
-    def _decode(
-        self, kind: str, block: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]
-    ) -> None:
-        dequantise_rows(kind, block, out)
 
     def _forget(self, raw: RawTensor) -> None:
         for part in self._parts[raw.name].values() if raw.made else (raw,):
