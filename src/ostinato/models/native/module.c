@@ -366,6 +366,42 @@ finish(arguments *given, int status)
     Py_RETURN_NONE;
 }
 
+/* Rows up to the last active one; 0 with IndexError if `live`, the first array, is too short. */
+static uint32_t
+need_rows(const arguments *self, const row *live, uint32_t row_count)
+{
+    need(self, 0, "live", times(row_count, sizeof(row)));
+    return PyErr_Occurred() ? 0 : used_rows(live, row_count);
+}
+
+/* What a product of a normed residual begins with; `weight` is the array after these. */
+typedef struct {
+    const row *live;
+    const float *x, *norm;
+} normed_rows;
+
+static normed_rows
+take_normed(arguments *self)
+{
+    normed_rows in;
+    in.live = take_array(self, 0);
+    in.x = take_array(self, 0);
+    in.norm = take_array(self, 0);
+    (void)take_array(self, 0);
+    return in;
+}
+
+/* As need_rows, and raises IndexError unless the rows and the norm's weights are there. */
+static uint32_t
+need_normed(const arguments *self, const normed_rows *in, uint32_t row_count, uint32_t hidden)
+{
+    uint32_t used = need_rows(self, in->live, row_count);
+    need(self, 1, "x", times(times(used, hidden), 4));
+    if (used)
+        need(self, 2, "norm", times(hidden, 4));
+    return used;
+}
+
 static PyObject *
 kernels_embed(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
@@ -469,9 +505,7 @@ kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
     if (begin_arguments(&a, "norm_qkv_rope", args, count, 17) != 0)
         return NULL;
     head_places to;
-    const row *live = take_array(&a, 0);
-    const float *x = take_array(&a, 0), *norm = take_array(&a, 0);
-    (void)take_array(&a, 0);
+    normed_rows in = take_normed(&a);
     const float *bias = take_optional(&a);
     to.rope = take_array(&a, 0);
     to.cache = take_array(&a, 1);
@@ -484,36 +518,33 @@ kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
     to.sequences = take_number(&a);
     to.context = take_number(&a);
     float epsilon = take_float(&a);
-    need(&a, 0, "live", times(row_count, sizeof(row)));
-    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    uint32_t used = need_normed(&a, &in, row_count, hidden);
     if (used == 0)
         return finish(&a, 0);
     uint64_t width = times(to.heads + 2 * (uint64_t)to.kv_heads, to.size);
     matrix weight;
-    need(&a, 1, "x", times(times(used, hidden), 4));
-    need(&a, 2, "norm", times(hidden, 4));
     if (bias != NULL)
         need(&a, 4, "bias", times(width, 4));
     need_places(&a, 5, &to, used);
     need(&a, 8, "workspace", times(times(used, width + hidden), 4));
     read_matrix(&a, 3, width, hidden, &weight);
-    require_inside(&a, live, used, to.sequences, to.context);
+    require_inside(&a, in.live, used, to.sequences, to.context);
     if (PyErr_Occurred())
         return finish(&a, 0);
     int status;
     Py_BEGIN_ALLOW_THREADS
     float *normed = workspace + used * width;
-    normalise(set, x, norm, used, hidden, epsilon, normed);
+    normalise(set, in.x, in.norm, used, hidden, epsilon, normed);
     product_work work = {.weight = &weight, .x = normed, .x_stride = hidden, .rows = used,
                          .outputs = (uint32_t)width, .out = workspace, .out_stride = width};
     status = share_product(self, &work, plain_part, 1);
     for (uint32_t i = 0; i < used && status == 0; i++) {
-        if (!(live[i].flags & ACTIVE))
+        if (!(in.live[i].flags & ACTIVE))
             continue;
         float *parts = workspace + i * width;
         if (bias != NULL)
             set->add(parts, bias, (uint32_t)width);
-        place_heads(set, &to, &live[i], i, parts);
+        place_heads(set, &to, &in.live[i], i, parts);
     }
     Py_END_ALLOW_THREADS
     return finish(&a, status);
@@ -526,21 +557,16 @@ kernels_norm_qkv(PyObject *op, PyObject *const *args, Py_ssize_t count)
     arguments a;
     if (begin_arguments(&a, "norm_qkv", args, count, 12) != 0)
         return NULL;
-    const row *live = take_array(&a, 0);
-    const float *x = take_array(&a, 0), *norm = take_array(&a, 0);
-    (void)take_array(&a, 0);
+    normed_rows in = take_normed(&a);
     float *qkv = take_array(&a, 1), *workspace = take_array(&a, 1);
     uint32_t row_count = take_number(&a), hidden = take_number(&a), heads = take_number(&a);
     uint32_t kv_heads = take_number(&a), size = take_number(&a);
     float epsilon = take_float(&a);
-    need(&a, 0, "live", times(row_count, sizeof(row)));
-    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    uint32_t used = need_normed(&a, &in, row_count, hidden);
     if (used == 0)
         return finish(&a, 0);
     uint64_t width = times(heads + 2 * (uint64_t)kv_heads, size);
     matrix weight;
-    need(&a, 1, "x", times(times(used, hidden), 4));
-    need(&a, 2, "norm", times(hidden, 4));
     need(&a, 4, "qkv", times(times(used, width), 4));
     need(&a, 5, "workspace", times(times(used, hidden), 4));
     read_matrix(&a, 3, width, hidden, &weight);
@@ -548,7 +574,7 @@ kernels_norm_qkv(PyObject *op, PyObject *const *args, Py_ssize_t count)
         return finish(&a, 0);
     int status;
     Py_BEGIN_ALLOW_THREADS
-    normalise(self->set, x, norm, used, hidden, epsilon, workspace);
+    normalise(self->set, in.x, in.norm, used, hidden, epsilon, workspace);
     product_work work = {.weight = &weight, .x = workspace, .x_stride = hidden, .rows = used,
                          .outputs = (uint32_t)width, .out = qkv, .out_stride = width};
     status = share_product(self, &work, plain_part, 1);
@@ -578,8 +604,7 @@ kernels_norm_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
     to.sequences = take_number(&a);
     to.context = take_number(&a);
     float epsilon = take_float(&a);
-    need(&a, 0, "live", times(row_count, sizeof(row)));
-    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    uint32_t used = need_rows(&a, live, row_count);
     if (used == 0)
         return finish(&a, 0);
     uint64_t width = times(to.heads + 2 * (uint64_t)to.kv_heads, to.size);
@@ -705,8 +730,7 @@ kernels_attention(PyObject *op, PyObject *const *args, Py_ssize_t count)
     uint32_t size = take_number(&a), sequences = take_number(&a), context = take_number(&a);
     uint32_t window = take_number(&a);
     float scale = take_float(&a);
-    need(&a, 0, "live", times(row_count, sizeof(row)));
-    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    uint32_t used = need_rows(&a, live, row_count);
     if (used == 0)
         return finish(&a, 0);
     need(&a, 1, "q", times(times(used, heads), times(size, 4)));
@@ -740,8 +764,7 @@ add_product(Kernels *self, const char *name, PyObject *const *args, Py_ssize_t c
     (void)take_array(&a, 0);
     float *x = take_array(&a, 1), *workspace = take_array(&a, 1);
     uint32_t row_count = take_number(&a), hidden = take_number(&a), width = take_number(&a);
-    need(&a, 0, "live", times(row_count, sizeof(row)));
-    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    uint32_t used = need_rows(&a, live, row_count);
     if (used == 0)
         return finish(&a, 0);
     matrix weight;
@@ -779,19 +802,14 @@ kernels_norm_gate_up(PyObject *op, PyObject *const *args, Py_ssize_t count)
     arguments a;
     if (begin_arguments(&a, "norm_gate_up", args, count, 10) != 0)
         return NULL;
-    const row *live = take_array(&a, 0);
-    const float *x = take_array(&a, 0), *norm = take_array(&a, 0);
-    (void)take_array(&a, 0);
+    normed_rows in = take_normed(&a);
     float *inner = take_array(&a, 1), *workspace = take_array(&a, 1);
     uint32_t row_count = take_number(&a), hidden = take_number(&a), width = take_number(&a);
     float epsilon = take_float(&a);
-    need(&a, 0, "live", times(row_count, sizeof(row)));
-    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    uint32_t used = need_normed(&a, &in, row_count, hidden);
     if (used == 0)
         return finish(&a, 0);
     matrix weight;
-    need(&a, 1, "x", times(times(used, hidden), 4));
-    need(&a, 2, "norm", times(hidden, 4));
     need(&a, 4, "inner", times(times(used, width), 4));
     need(&a, 5, "workspace", times(times(used, 2 * (uint64_t)width + hidden), 4));
     read_matrix(&a, 3, 2 * (uint64_t)width, hidden, &weight);
@@ -800,7 +818,7 @@ kernels_norm_gate_up(PyObject *op, PyObject *const *args, Py_ssize_t count)
     int status;
     Py_BEGIN_ALLOW_THREADS
     float *normed = workspace + (size_t)used * 2 * width;
-    normalise(self->set, x, norm, used, hidden, epsilon, normed);
+    normalise(self->set, in.x, in.norm, used, hidden, epsilon, normed);
     product_work work = {.weight = &weight, .x = normed, .x_stride = hidden, .rows = used,
                          .outputs = width, .out = workspace, .out_stride = 2 * (size_t)width,
                          .inner = inner};
@@ -839,29 +857,24 @@ kernels_head(PyObject *op, PyObject *const *args, Py_ssize_t count)
     arguments a;
     if (begin_arguments(&a, "head", args, count, 10) != 0)
         return NULL;
-    const row *live = take_array(&a, 0);
-    const float *x = take_array(&a, 0), *norm = take_array(&a, 0);
-    (void)take_array(&a, 0);
+    normed_rows in = take_normed(&a);
     float *logits = take_array(&a, 1), *workspace = take_array(&a, 1);
     uint32_t row_count = take_number(&a), hidden = take_number(&a), vocabulary = take_number(&a);
     float epsilon = take_float(&a);
-    need(&a, 0, "live", times(row_count, sizeof(row)));
-    uint32_t used = PyErr_Occurred() ? 0 : used_rows(live, row_count);
+    uint32_t used = need_normed(&a, &in, row_count, hidden);
     if (used == 0)
         return finish(&a, 0);
     matrix weight;
-    need(&a, 1, "x", times(times(used, hidden), 4));
-    need(&a, 2, "norm", times(hidden, 4));
     need(&a, 5, "workspace", times(times(used, hidden), 4));
     read_matrix(&a, 3, vocabulary, hidden, &weight);
     uint64_t sequences = vocabulary ? (uint64_t)a.arrays[4].len / 4 / vocabulary : UINT32_MAX;
     sequences = sequences > UINT32_MAX ? UINT32_MAX : sequences;
-    require_inside(&a, live, used, (uint32_t)sequences, UINT32_MAX);
+    require_inside(&a, in.live, used, (uint32_t)sequences, UINT32_MAX);
     if (PyErr_Occurred())
         return finish(&a, 0);
     int status;
     Py_BEGIN_ALLOW_THREADS
-    status = share_head(self, &weight, live, used, x, norm, epsilon, logits, workspace);
+    status = share_head(self, &weight, in.live, used, in.x, in.norm, epsilon, logits, workspace);
     Py_END_ALLOW_THREADS
     return finish(&a, status);
 }
