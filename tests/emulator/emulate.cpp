@@ -160,14 +160,8 @@ void check_aligned(const void* p, size_t bytes) {
 
 void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                           unsigned b0, unsigned b1) {
-    emulated::Block& block = *emulated::current->block;
-    const int number = emulated::current->number, lane = number % 32, start = number - lane;
-    const unsigned own[6] = {a0, a1, a2, a3, b0, b1};
-    const uint32_t* const operands =
-        &block.operands[emulated::current->exchanges++ % 2 * (block.operands.size() / 2)];
-    std::memcpy(const_cast<uint32_t*>(operands) + number * 6, own, sizeof own);
-    emulated::sync_warp();
-    const int g = lane / 4, t = lane % 4;
+    const uint32_t* const operands = emulated::exchanged_operands({a0, a1, a2, a3, b0, b1});
+    const int lane = emulated::current->number % 32, g = lane / 4, t = lane % 4;
     auto half = [](unsigned w, int i) { return __uint_as_float(i ? w & 0xffff0000u : w << 16); };
     for (int upper = 0; upper < 2; upper++)
         for (int i = 0; i < 2; i++) {
@@ -175,8 +169,8 @@ void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigne
             float sum = c[upper * 2 + i];
             for (int k = 0; k < 16; k++) {
                 const int quarter = k % 8 / 2, late = k / 8;
-                const unsigned a = operands[(start + g * 4 + quarter) * 6 + upper + 2 * late];
-                const unsigned b = operands[(start + n * 4 + quarter) * 6 + 4 + late];
+                const unsigned a = operands[(g * 4 + quarter) * 6 + upper + 2 * late];
+                const unsigned b = operands[(n * 4 + quarter) * 6 + 4 + late];
                 sum += half(a, k % 2) * half(b, k % 2);
             }
             c[upper * 2 + i] = sum;

@@ -76,7 +76,7 @@ struct Block {
     std::vector<Barrier> warp_barriers;
     std::vector<int> warp_live;
     std::vector<uint64_t> slots;     // two a thread, for exchanges in turns
-    std::vector<uint32_t> operands;  // twelve a thread, for multiply_tile in turns
+    std::vector<uint32_t> operands;  // twelve a thread, for products in turns
     int live = 0;
     int counted = 0;  // by __syncthreads_count
 };
@@ -126,6 +126,14 @@ template <class T> const uint64_t* exchanged(T value) {
     std::memcpy(&slots[number], &value, sizeof(T));
     sync_warp();
     return slots + number / 32 * 32;
+}
+// The same of the six operands that a thread gives to a product of the tensor cores.
+inline const uint32_t* exchanged_operands(const unsigned (&own)[6]) {
+    Block& block = *current->block;
+    uint32_t* const all = &block.operands[current->exchanges++ % 2 * (block.operands.size() / 2)];
+    std::memcpy(all + current->number * 6, own, sizeof own);
+    sync_warp();
+    return all + current->number / 32 * 32 * 6;
 }
 template <class T> T from_lane(T value, int lane) {
     T other;
@@ -279,14 +287,8 @@ void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigne
 template <bool SIGNED>
 inline void multiply_bytes(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                            unsigned b0, unsigned b1) {
-    emulated::Block& block = *emulated::current->block;
-    const int number = emulated::current->number, lane = number % 32, start = number - lane;
-    const unsigned own[6] = {a0, a1, a2, a3, b0, b1};
-    const uint32_t* const operands =
-        &block.operands[emulated::current->exchanges++ % 2 * (block.operands.size() / 2)];
-    std::memcpy(const_cast<uint32_t*>(operands) + number * 6, own, sizeof own);
-    emulated::sync_warp();
-    const int g = lane / 4, t = lane % 4;
+    const uint32_t* const operands = emulated::exchanged_operands({a0, a1, a2, a3, b0, b1});
+    const int lane = emulated::current->number % 32, g = lane / 4, t = lane % 4;
     auto code = [](unsigned w, int i) {
         const int byte = w >> 8 * i & 0xff;
         return SIGNED ? static_cast<int8_t>(byte) : byte;
@@ -297,8 +299,8 @@ inline void multiply_bytes(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, u
             int sum = c[upper * 2 + i];
             for (int k = 0; k < 32; k++) {
                 const int quarter = k % 16 / 4, late = k / 16;
-                const unsigned a = operands[(start + g * 4 + quarter) * 6 + upper + 2 * late];
-                const unsigned b = operands[(start + n * 4 + quarter) * 6 + 4 + late];
+                const unsigned a = operands[(g * 4 + quarter) * 6 + upper + 2 * late];
+                const unsigned b = operands[(n * 4 + quarter) * 6 + 4 + late];
                 sum += code(a, k % 4) * static_cast<int8_t>(b >> k % 4 * 8 & 0xff);
             }
             c[upper * 2 + i] = sum;

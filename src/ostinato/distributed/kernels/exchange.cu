@@ -63,18 +63,22 @@ constexpr u32 NOT_A_NUMBER = 0x7fc00000u;
 
 DEVICE u64 word_of(u32 value, u32 epoch) { return static_cast<u64>(epoch) << 32 | value; }
 
-// `table`: the windows' addresses by rank, that of `lost`, and this rank's own window again.  Gives every rank's two values of
-// this thread, which are those at 2 * (the thread's number in the grid).
+// `table`: the windows' addresses by rank, that of `lost`, and this rank's own window again.  Gives
+// every rank's two values of this thread, which are those at `first`, 2 * (the thread's number in the
+// grid).  `wanted`: how many of the two are among the `count` that there are; with none the thread
+// only sends.
 struct Exchange {
     u64* windows[RANKS];
     u64* own;
     const u32* lost;
-    u32 rank, first, epoch;
+    u32 rank, first, wanted, epoch;
     u32 values[RANKS][2];
 
     // Before the wait: the table never changes.
-    DEVICE Exchange(const u64* table, u32 rank)
-        : rank(rank), first(2 * (blockIdx.x * THREADS + threadIdx.x)) {
+    DEVICE Exchange(const u64* table, u32 count, u32 rank)
+        : rank(rank),
+          first(2 * (blockIdx.x * THREADS + threadIdx.x)),
+          wanted(first < count ? min(count - first, 2u) : 0) {
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++) windows[r] = reinterpret_cast<u64*>(table[r]);
         lost = reinterpret_cast<const u32*>(table[RANKS]);
@@ -82,8 +86,7 @@ struct Exchange {
     }
     DEVICE u32* counter() const { return reinterpret_cast<u32*>(own) + blockIdx.x; }
 
-    // `wanted`: how many of the two values this thread needs; with none it only sends.
-    DEVICE void run(u32 one, u32 other, u32 wanted) {
+    DEVICE void run(u32 one, u32 other) {
         epoch = load_fresh(counter()) + 1;
         const u64 half = EPOCH_WORDS + static_cast<u64>(epoch & 1) * RANKS * WORDS + first;
         const u64 mine = half + static_cast<u64>(rank) * WORDS;
@@ -136,10 +139,10 @@ struct Exchange {
 KERNEL __launch_bounds__(THREADS)
     exchange_accumulate(u32* order, float* target, float* partial, const u64* table, u32 count,
                         u32 rank) {
-    Exchange exchange(table, rank);
+    Exchange exchange(table, count, rank);
     wait_for_previous();
     start_next();
-    const u32 first = exchange.first, wanted = first < count ? min(count - first, 2u) : 0;
+    const u32 first = exchange.first, wanted = exchange.wanted;
     float own[2] = {}, before[2] = {};
 #pragma unroll
     for (u32 i = 0; i < 2; i++)
@@ -147,7 +150,7 @@ KERNEL __launch_bounds__(THREADS)
             own[i] = load_fresh(partial + first + i);
             before[i] = load_fresh(target + first + i);
         }
-    exchange.run(__float_as_uint(own[0]), __float_as_uint(own[1]), wanted);
+    exchange.run(__float_as_uint(own[0]), __float_as_uint(own[1]));
 #pragma unroll
     for (u32 i = 0; i < 2; i++)
         if (i < wanted) {
@@ -161,15 +164,15 @@ KERNEL __launch_bounds__(THREADS)
 KERNEL __launch_bounds__(THREADS)
     exchange_reduce(u32* order, const float* source, float* out, const u64* table, u32 count,
                     u32 rank) {
-    Exchange exchange(table, rank);
+    Exchange exchange(table, count, rank);
     wait_for_previous();
     start_next();
-    const u32 first = exchange.first, wanted = first < count ? min(count - first, 2u) : 0;
+    const u32 first = exchange.first, wanted = exchange.wanted;
     float own[2] = {};
 #pragma unroll
     for (u32 i = 0; i < 2; i++)
         if (i < wanted) own[i] = load_fresh(source + first + i);
-    exchange.run(__float_as_uint(own[0]), __float_as_uint(own[1]), wanted);
+    exchange.run(__float_as_uint(own[0]), __float_as_uint(own[1]));
 #pragma unroll
     for (u32 i = 0; i < 2; i++)
         if (i < wanted) out[first + i] = exchange.sum(i);
@@ -180,15 +183,15 @@ KERNEL __launch_bounds__(THREADS)
 KERNEL __launch_bounds__(THREADS)
     exchange_gather(u32* order, const u32* source, u32* out, const u64* table, u32 count, u32 width,
                     u32 rank) {
-    Exchange exchange(table, rank);
+    Exchange exchange(table, count, rank);
     wait_for_previous();
     start_next();
-    const u32 first = exchange.first, wanted = first < count ? min(count - first, 2u) : 0;
+    const u32 first = exchange.first, wanted = exchange.wanted;
     u32 own[2] = {};
 #pragma unroll
     for (u32 i = 0; i < 2; i++)
         if (i < wanted) own[i] = load_fresh(source + first + i);
-    exchange.run(own[0], own[1], wanted);
+    exchange.run(own[0], own[1]);
 #pragma unroll
     for (u32 i = 0; i < 2; i++)
         if (i < wanted) {
