@@ -460,6 +460,69 @@ def test_prompts_are_not_cut_by_a_setting_for_training(tmp_path: Path) -> None:
     assert len(load_tokenizer(JsonTokenizerSource(tmp_path)).encode("zyxwvu")) == 6
 
 
+def added(text: str, **flags: bool) -> dict[str, object]:
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return {"content": text, **dict.fromkeys(names, False), "special": True, **flags}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "text", "ids"),
+    [  # as transformers 5.23 encodes them
+        ("tokenizer_config.json", {"280": added("<|tool|>")}, "a <|tool|> b", [100, 35, 280]),
+        ("tokenizer_config.json", {"279": added("<unused11>")}, "a <unused11> b", [100, 35, 279]),
+        ("tokenizer_config.json", {"1": added("<|im_start|>", lstrip=True)}, "a <|im_start|> b",
+         [100, 1]),
+        ("added_tokens.json", {"<|tool|>": 280}, "a <|tool|> b", [100, 35, 280]),
+        ("added_tokens.json", {"<|im_start|>": 1}, "a <|im_start|> b", [100, 35, 1]),
+    ],
+)  # fmt: skip
+def test_tokens_that_another_file_adds_are_tokens(
+    tmp_path: Path, file: str, content: dict[str, Any], text: str, ids: list[int]
+) -> None:
+    write_tokenizer(tmp_path)
+    table = {"added_tokens_decoder": content} if file == "tokenizer_config.json" else content
+    (tmp_path / file).write_text(json.dumps(table))
+    tokenizer = load_tokenizer(JsonTokenizerSource(tmp_path), vocabulary=300)
+    assert tokenizer.encode(text) == [*ids, 35, 101]
+    back = tokenizer.decode(tokenizer.encode(text), skip_special=False)
+    assert back.replace(" ", "") == text.replace(" ", "")
+    assert 1 in tokenizer.special_ids
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"281": added("<|tool|>")}, "has '<|tool|>' at 280, and .* at 281"),
+        ({"7": added("<|im_start|>")}, "at 1, and .* at 7"),
+        ({"280": {"content": "<|tool|>", "special": True}}, "added token 280 lacks some"),
+        ({"x": added("<|tool|>")}, "added token 'x'"),
+        ({"280": "<|tool|>"}, "added token '280' is"),
+        ([], "must be a table"),
+    ],
+)
+def test_added_tokens_that_do_not_fit_are_refused(
+    tmp_path: Path, content: object, said: str
+) -> None:
+    write_tokenizer(tmp_path)
+    table = json.dumps({"added_tokens_decoder": content})
+    (tmp_path / "tokenizer_config.json").write_text(table)
+    with pytest.raises(ModelFormatError, match=said.replace("|", r"\|")):
+        load_tokenizer(JsonTokenizerSource(tmp_path), vocabulary=300)
+    if "281" in content:  # the embedding has no row for it, so it is never met
+        tokenizer = load_tokenizer(JsonTokenizerSource(tmp_path), vocabulary=281)
+        assert tokenizer.vocabulary == 280
+
+
+def test_a_model_without_a_first_token_has_none_in_its_template(tmp_path: Path) -> None:
+    """config.json names one all the same; transformers gives templates tokenizer_config's."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 1}))
+    config = tmp_path / "tokenizer_config.json"
+    for fields, wanted in (({}, 1), ({"bos_token": None}, None), ({"bos_token": "<|im_end|>"}, 2)):
+        config.write_text(json.dumps(fields))
+        assert load_tokenizer(JsonTokenizerSource(tmp_path)).bos_id == wanted
+
+
 def test_where_templates_may_stand(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     config = tmp_path / "tokenizer_config.json"

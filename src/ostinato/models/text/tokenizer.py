@@ -44,6 +44,7 @@ _END_TOKENS = frozenset(
         "</s>",
     }
 )
+_ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -243,7 +244,9 @@ def _parts_from_folder(path: Path, rows: int) -> TokenizerParts:
         raise ModelError(
             f"{path}: no tokenizer.json; other kinds (tokenizer.model, vocab.json) are not read"
         )
-    opening = json.dumps({"rows": rows}).encode() + b"\n" + read_file(file, _MAX_TOKENIZER_JSON)
+    config = _json_of(path / "tokenizer_config.json")
+    head = {"rows": rows, "added": _added_tokens(path, config)}
+    opening = json.dumps(head).encode() + b"\n" + read_file(file, _MAX_TOKENIZER_JSON)
     where = f"{file}: the tokenizer"
     child = Child(
         f"{__package__}.tokenizer_child", seconds=_SECONDS, memory=_MEMORY, opening=opening
@@ -251,7 +254,6 @@ def _parts_from_folder(path: Path, rows: int) -> TokenizerParts:
     found = json.loads(child.ask(None, where))
     texts: list[str | None] = found["texts"]
     added: list[list[int]] = found["added"]
-    config = _json_of(path / "tokenizer_config.json")
     model = _json_of(path / "config.json")
     ids = {text: token for token, text in enumerate(texts) if text is not None}
     eos: list[object] = [_token_id(ids, config, "eos_token", path)]
@@ -259,6 +261,8 @@ def _parts_from_folder(path: Path, rows: int) -> TokenizerParts:
         given = value.get("eos_token_id")
         eos += given if isinstance(given, list) else [given]
     bos = _token_id(ids, config, "bos_token", path)
+    if "bos_token" not in config:
+        bos = _known_id(texts, model.get("bos_token_id"))
 
     def encode(text: str, add_special: bool) -> list[int]:
         request = json.dumps([text, add_special]).encode()
@@ -273,9 +277,35 @@ def _parts_from_folder(path: Path, rows: int) -> TokenizerParts:
         strip_space=found["strip_space"],
         literal_ids=frozenset(token for token, _ in added),
         special_ids=frozenset(token for token, special in added if special),
-        bos_id=bos if bos is not None else _known_id(texts, model.get("bos_token_id")),
+        bos_id=bos,
         eos_ids=tuple(t for entry in eos if (t := _known_id(texts, entry)) is not None),
     )
+
+
+def _added_tokens(path: Path, config: Mapping[str, object]) -> list[list[object]]:
+    """Tokens that tokenizer_config.json adds, or else added_tokens.json: id, text, and their
+    `_ADDED_FLAGS`, which only the former has; in the order of ids.  Mostly tokenizer.json has them
+    too; where it does not, transformers takes them from here.
+
+    Raises ModelFormatError, OSError.
+    """
+    file = path / "tokenizer_config.json"
+    listed = config.get("added_tokens_decoder")
+    if listed is None:
+        file = path / "added_tokens.json"
+        listed = {str(token): {"content": text} for text, token in _json_of(file).items()}
+    if not isinstance(listed, Mapping):
+        raise ModelFormatError(f"{file}: added_tokens_decoder is {quoted(listed)}, must be a table")
+    found: list[tuple[int, list[object]]] = []
+    for number, entry in listed.items():
+        text = entry.get("content") if isinstance(entry, Mapping) else None
+        if not number.isdecimal() or len(number) > 9 or not isinstance(text, str) or not text:
+            raise ModelFormatError(f"{file}: added token {quoted(number)} is {quoted(entry)}")
+        flags = [entry[name] is True for name in _ADDED_FLAGS if name in entry]
+        if 0 < len(flags) < len(_ADDED_FLAGS):
+            raise ModelFormatError(f"{file}: added token {number} lacks some of its flags")
+        found.append((int(number), [int(number), text, *flags]))
+    return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
 
 
 def _json_of(file: Path) -> Mapping[str, object]:

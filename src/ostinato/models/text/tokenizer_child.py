@@ -16,16 +16,17 @@ _encoders: list[tokenizers.Tokenizer] = []
 
 
 def answer(request: bytes) -> str:
-    """First the file: a line of JSON with the `rows` of the embedding, then the tokenizer.json;
-    answered by what `_opened` gives.  Then texts: [text, whether with special tokens]; answered by
-    a list of ids.
+    """First the file: a line of JSON with the `rows` of the embedding and the tokens `added` beside
+    it, then the tokenizer.json; answered by what `_opened` gives.  Then texts: [text, whether with
+    special tokens]; answered by a list of ids.
 
     Raises ModelFormatError if the file is damaged or the tokenizer fails, UnsupportedModelError for
     a decoder that is not known.
     """
     if not _encoders:
         head, _, content = request.partition(b"\n")
-        return _opened(content, json.loads(head)["rows"])
+        given = json.loads(head)
+        return _opened(content, given["rows"], given["added"])
     text, special = json.loads(request)
     encoding = guarded(
         lambda: _encoders[0].encode(text, add_special_tokens=special), "failed on the text"
@@ -33,10 +34,11 @@ def answer(request: bytes) -> str:
     return json.dumps(encoding.ids)
 
 
-def _opened(content: bytes, rows: int) -> str:
+def _opened(content: bytes, rows: int, more: list[list[Any]]) -> str:
     """Every token's text by its id, added tokens with whether they are special, and how tokens are
     spelled."""
     encoder = guarded(lambda: tokenizers.Tokenizer.from_buffer(content), "is damaged")
+    _add(encoder, [entry for entry in more if entry[0] < rows])
     added = encoder.get_added_tokens_decoder()
     largest = encoder.get_vocab_size(with_added_tokens=True) - 1
     texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
@@ -61,6 +63,39 @@ def _opened(content: bytes, rows: int) -> str:
         },
         ensure_ascii=False,
     )
+
+
+def _add(encoder: tokenizers.Tokenizer, entries: list[list[Any]]) -> None:
+    """Adds tokens that the tokenizer.json does not have, or has with other flags; in the order of
+    their ids, which must come out."""
+    known = {
+        token: [token, one.content, *_flags(one)]
+        for token, one in encoder.get_added_tokens_decoder().items()
+    }
+    for entry in entries:
+        token, text, *flags = entry
+        if token in known and known[token][: len(entry)] == entry:
+            continue
+        single_word, lstrip, rstrip, normalized, special = flags or (False,) * 3 + (True, False)
+        made = tokenizers.AddedToken(
+            text,
+            single_word=single_word,
+            lstrip=lstrip,
+            rstrip=rstrip,
+            normalized=normalized,
+            special=special,
+        )
+        add = encoder.add_special_tokens if special else encoder.add_tokens
+        guarded(lambda add=add, made=made: add([made]), "is damaged")  # type: ignore[misc]
+        if encoder.token_to_id(text) != token:
+            raise ModelFormatError(
+                f"has {text[:100]!r} at {encoder.token_to_id(text)}, and tokenizer_config.json (or "
+                f"added_tokens.json) at {token}"
+            )
+
+
+def _flags(one: tokenizers.AddedToken) -> list[bool]:
+    return [one.single_word, one.lstrip, one.rstrip, one.normalized, one.special]
 
 
 def _decoder_kind(encoder: tokenizers.Tokenizer) -> tuple[bool, bool]:
