@@ -292,6 +292,18 @@ def test_unknown_ids(tokenizer: Tokenizer, token: int) -> None:
         tokenizer.decode([token])
 
 
+def test_rows_of_the_embedding_beyond_the_tokens_have_no_text(tmp_path: Path) -> None:
+    """Models have more rows than tokens (Qwen: 151,936 and 151,669), and may choose any of them."""
+    write_tokenizer(tmp_path)
+    source = JsonTokenizerSource(tmp_path)
+    tokenizer = load_tokenizer(source, vocabulary=CONFIG.vocabulary + 20)
+    assert tokenizer.vocabulary == CONFIG.vocabulary
+    ids = tokenizer.encode("ab")
+    assert tokenizer.decode([ids[0], CONFIG.vocabulary + 19, *ids[1:]]) == "ab"
+    with pytest.raises(InputError, match="300"):
+        tokenizer.decode([CONFIG.vocabulary + 20])
+
+
 @pytest.mark.parametrize("text", ["\ud800", b"bytes", None])
 def test_what_is_no_text(tokenizer: Tokenizer, text: Any) -> None:
     with pytest.raises(InputError, match="cannot be encoded"):

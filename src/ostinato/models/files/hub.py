@@ -36,6 +36,7 @@ _OTHERS = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "added_tokens.json",
     "chat_template.jinja",
 )
 """Of a folder of safetensors, besides the shards."""

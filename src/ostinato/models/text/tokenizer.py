@@ -66,10 +66,15 @@ class Tokenizer:
     `vocabulary`: how many ids there are, special ones included.  `bos_id`: begin of sequence, or
     None.  `eos_ids`: every id that ends an answer, the file's own first.  `special_ids`: control
     tokens.  `chat_template`: jinja source (see `models.text.chat`), or None.  `where`: its file.
+    `rows`: of the model's embedding, if there are more: the ids from `vocabulary` on, which a model
+    can choose too, have no text.
     """
 
-    def __init__(self, parts: TokenizerParts, chat_template: str | None = None) -> None:
+    def __init__(
+        self, parts: TokenizerParts, chat_template: str | None = None, *, rows: int = 0
+    ) -> None:
         self._parts = parts
+        self._rows = max(rows, len(parts.texts))
         self._pieces: dict[int, bytes] = {}
         self.where = parts.where
         self.vocabulary = len(parts.texts)
@@ -127,16 +132,19 @@ class Tokenizer:
         return self._parts.texts[token] if 0 <= token < self.vocabulary else None
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of text that the token stands for.  Raises InputError for an unknown id."""
+        """The bytes of text that the token stands for; none for an id that only the embedding has.
+
+        Raises InputError for an unknown id.
+        """
         token = whole(token, "token")
         piece = self._pieces.get(token)
         if piece is None:
-            text = self.token_text(token)
-            if text is None:
+            if not 0 <= token < self._rows:
                 raise InputError(
-                    f"token id {quoted(token)} is not in the vocabulary ({self.vocabulary})"
+                    f"token id {quoted(token)} is not in the vocabulary ({self._rows})"
                 )
-            piece = self._pieces[token] = self._spell(token, text)
+            text = self.token_text(token)
+            piece = self._pieces[token] = b"" if text is None else self._spell(token, text)
         return piece
 
     @property
@@ -211,7 +219,7 @@ def load_tokenizer(source: TokenizerSource, *, vocabulary: int | None = None) ->
         template = read_chat_template(source)
     except OSError as error:
         raise ModelError(f"{source.path}: cannot be read: {error}") from error
-    return Tokenizer(parts, template)
+    return Tokenizer(parts, template, rows=0 if vocabulary is None else rows)
 
 
 def read_chat_template(source: TokenizerSource) -> str | None:
