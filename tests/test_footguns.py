@@ -18,7 +18,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import MemcpyNodeParams, MemsetNodeParams
+from ostinato.driver.api import ChildGraphNodeParams, MemcpyNodeParams, MemsetNodeParams
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -28,6 +28,7 @@ from ostinato.errors import (
     UpdateRefusedError,
     VerificationError,
 )
+from ostinato.graph.launching import _touched
 from ostinato.replay import HeldReplay
 from ostinato.testing import FaultyDriver, HeldStream
 from tests.sources import config, kernel, preload
@@ -1441,7 +1442,7 @@ def test_closed_memory_is_seen_by_an_adopted_graph(device: Device, stream: ost.S
         run.launch(stream)
 
 
-@pytest.mark.parametrize("change", ["rebind", "patch", "update"])
+@pytest.mark.parametrize("change", ["rebind", "patch", "set", "update"])
 def test_closed_memory_is_seen_that_a_change_brought(
     device: Device, stream: ost.Stream, change: str
 ) -> None:
@@ -1459,6 +1460,8 @@ def test_closed_memory_is_seen_that_a_change_brought(
         run.rebind({x: y})
     elif change == "patch":
         run.patch(0, "a", y)
+    elif change == "set":
+        run.set_params(0, ost.prepare(add, config(N), y, x, out, N))
     else:
         run.update(summing(y))
     run.launch(stream)
@@ -1929,3 +1932,354 @@ def test_memory_is_given_back_while_graphs_are_adopted(device: Device) -> None:
         sys.setswitchinterval(interval)
     assert not failures
     assert first.told == len(buffers)
+
+
+# ------------------------------------------------------------------------------ memory and values
+
+
+def test_a_view_that_begins_behind_the_end_is_refused(device: Device) -> None:
+    """Its length was negative then, and kernels got an address of someone else's memory."""
+    x = ones(device)
+    for offset in (4 * N + 1, 4 * N + 4, 8 * N, -4):
+        with pytest.raises(InputError, match="reaches outside"):
+            x.view(offset)
+    assert x.view(4 * N).nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (np.uint8, np.array([300, 1])),
+        (np.uint32, np.array([-1, 1])),
+        (np.int32, [1.5, 2.0]),
+        (np.int32, np.array([np.nan, 0])),
+        (np.int64, [float(1 << 63), 0.0]),
+        (np.uint64, [float(1 << 64), 0.0]),
+        (np.int64, [(1 << 53) + 1, 0.5 + 0.5]),  # NumPy makes floats of such a list
+        (np.float32, np.array([1e39, 0])),
+        (np.float16, np.array([1 << 17, 0])),
+        (np.float32, np.array([1j, 0])),
+        (np.float32, np.array([None, 0])),
+        (np.bool_, np.array([2, 0])),
+    ],
+)
+def test_values_that_the_memory_cannot_hold_are_refused(
+    device: Device, stream: ost.Stream, dtype: type, values: object
+) -> None:
+    x, state = device.zeros(2, dtype), ost.DeviceArray(device, 2, dtype)
+    state.set(np.zeros(2, dtype), stream)
+    for put in (
+        lambda: x.copy_from(values, stream),
+        lambda: device.array(values, dtype),
+        lambda: state.set(values, stream),
+    ):
+        with pytest.raises(InputError):
+            put()
+    assert not x.to_numpy(stream).any()
+    assert not state.read(stream).any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (np.int32, np.array([-5, 7], np.int64)),
+        (np.uint8, [255.0, 0.0]),
+        (np.float32, np.array([1 / 3, np.inf])),
+        (np.float16, np.array([np.nan, 65504], np.float32)),
+        (np.bool_, np.array([1, 0])),
+        (np.int64, [True, False]),
+        (np.uint64, [(1 << 64) - 1, 0]),
+    ],
+)
+def test_values_that_fit_are_converted(
+    device: Device, stream: ost.Stream, dtype: type, values: object
+) -> None:
+    wanted = np.array([dtype(value) for value in values])
+    assert np.array_equal(device.array(values, dtype).to_numpy(stream), wanted, equal_nan=True)
+    x = device.zeros(2, dtype).copy_from(values, stream)
+    assert np.array_equal(x.to_numpy(stream), wanted, equal_nan=True)
+
+
+def test_numbers_of_another_byte_order_are_the_same_numbers(
+    device: Device, stream: ost.Stream
+) -> None:
+    foreign = np.dtype(np.float32).newbyteorder()
+    x, y = device.array(np.arange(N).astype(foreign)), device.zeros(N, np.float32)
+    ost.launch(stream, kernel(device, "add"), config(N), x, x, y, N)
+    assert np.array_equal(y.to_numpy(stream), 2.0 * np.arange(N))
+    y.copy_from(np.arange(N).astype(foreign), stream)
+    assert np.array_equal(y.to_numpy(stream), np.arange(N))
+    pool = ost.CapturePool(device)
+    for make in (
+        lambda: device.empty(N, foreign),
+        lambda: device.array([1.0], foreign),
+        lambda: pool.empty(N, foreign),
+        lambda: y.view(dtype=foreign),
+        lambda: ost.DeviceScalar(device, foreign),
+        lambda: device.empty(N, [("a", foreign)]),
+    ):
+        with pytest.raises(InputError, match="byte order"):
+            make()
+    assert pool.statistics().allocated == 0
+
+
+@pytest.mark.parametrize("end", ["buffer", "device"])
+@pytest.mark.parametrize("way", ["array", "asarray", "dlpack"])
+def test_an_array_over_host_memory_outlives_it(way: str, end: str) -> None:
+    device = ost.open_device("host")
+    x = device.array(np.arange(1 << 20, dtype=np.int32))
+    seen = {"array": lambda: x.array, "asarray": lambda: np.asarray(x)}.get(
+        way, lambda: np.from_dlpack(x)
+    )()
+    (x if end == "buffer" else device).close()
+    device.context.collect()
+    noise = [np.full(1 << 20, -1, np.int32) for _ in range(4)]  # takes memory that was given back
+    assert np.array_equal(seen, np.arange(1 << 20)), noise[0][0]
+    with pytest.raises(ClosedError):
+        _ = x.array
+    device.close()
+
+
+def test_an_operation_does_not_outlive_its_memory(device: Device, stream: ost.Stream) -> None:
+    """The address may be another buffer's by the time that it is submitted."""
+    x, y = ones(device), ones(device)
+    operation = ost.prepare(kernel(device, "add"), config(N), x, x, y, N)
+    y.close()
+    device.synchronize()
+    others = [device.zeros(N, np.float32) for _ in range(64)]
+    with pytest.raises(ClosedError, match="add: <Buffer"):
+        stream.submit(operation)
+    with pytest.raises(ClosedError), ost.capture(stream):
+        stream.submit(operation)
+    assert not any(other.to_numpy(stream).any() for other in others)
+
+
+def test_an_event_of_a_graph_stays_its_own(device: Device, stream: ost.Stream) -> None:
+    """The driver would give its handle to another event."""
+    event, graph = device.create_event(), ost.Graph.create(device)
+    graph.add_event_record(event)
+    run = graph.instantiate()
+    event.close()
+    device.synchronize()
+    later = [device.create_event() for _ in range(64)]
+    assert graph.nodes[0].event_record.event not in {other.handle for other in later}
+    run.launch(stream)
+    stream.synchronize()
+    for use in (
+        lambda: stream.wait(event),
+        lambda: stream.record(event),
+        lambda: event.done,
+        event.synchronize,
+        lambda: graph.add_event_wait(event),
+    ):
+        with pytest.raises(ClosedError, match="the event is closed"):
+            use()
+
+
+@pytest.mark.parametrize("given", [bytearray, memoryview, np.void, np.bytes_])
+def test_a_struct_of_any_kind_may_hold_an_address(device: Device, given: type) -> None:
+    """Without a signature, nothing says what the launch touches."""
+    x = ones(device)
+    raw = given(x.address.to_bytes(8, "little"))
+    assert _touched(device.context, None, (x, raw)) == (None, None)
+    assert _touched(device.context, None, (x, 1.5, np.float32(2))) == ((x.range,), (x.range,))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_child_graph_that_was_set_is_what_later_changes_go_by(
+    device: Device, stream: ost.Stream, nested: bool
+) -> None:
+    w, x, z = (device.array(np.full(N, value, np.float32)) for value in (1, 2, 9))
+    out = device.zeros(N, np.float32)
+
+    def adding(source: ost.Buffer) -> ost.Graph:
+        def work() -> None:
+            ost.launch(stream, kernel(device, "add"), config(N), source, source, out, N)
+
+        graph = ost.capture_function(stream, work)
+        if nested:
+            around = ost.Graph.create(device)
+            around.add_child(graph)
+            return around
+        return graph
+
+    outer = ost.Graph.create(device)
+    node = outer.add_child(adding(w))
+    run, other = outer.instantiate(), adding(x)
+    run.set_params(node, ChildGraphNodeParams(other.handle), keep=(other,))
+
+    def answer() -> float:
+        run.launch(stream)
+        return float(out.to_numpy(stream)[-1])
+
+    assert answer() == 4
+    assert run.touches(x)
+    assert not run.touches(w)
+    inner = outer.nodes[0].children[0][0]
+    inner = inner.children[0][0] if nested else inner
+    assert run.params(inner).arguments.raw(0) == x.address.to_bytes(8, "little")
+    assert len(run.rebind({x: z}).words) == 2
+    assert answer() == 18
+    run.patch(inner, 0, x)
+    assert answer() == 11
+    x.close()
+    with pytest.raises(ClosedError, match="closed"):
+        run.launch(stream)
+    run.patch(inner, 0, w)
+    assert answer() == 10
+
+
+def test_a_child_graph_in_another_order_is_refused(device: Device, stream: ost.Stream) -> None:
+    x, y = ones(device), ones(device)
+    graphs = [ost.Graph.create(device) for _ in range(3)]
+    for graph, first in zip(graphs, (x, x, None), strict=True):
+        if first is None:
+            graph.add_memset(x, 7)
+            graph.add_memcpy(y, x)
+        else:
+            graph.add_memcpy(y, x)
+            graph.add_memset(x, 7)
+    outer = ost.Graph.create(device)
+    node = outer.add_child(graphs[0])
+    run = outer.instantiate()
+    run.set_params(node, ChildGraphNodeParams(graphs[1].handle))
+    with pytest.raises(UpdateRefusedError):
+        run.set_params(node, ChildGraphNodeParams(graphs[2].handle))
+    run.launch(stream)
+    assert (y.to_numpy(stream) == 1).all()
+
+
+@pytest.mark.parametrize("work", ["none", "elsewhere"])
+def test_a_body_that_got_no_work_is_an_error(device: Device, stream: ost.Stream, work: str) -> None:
+    graph, side, x = ost.Graph.create(device), device.create_stream(), ones(device)
+    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
+    with (
+        pytest.raises(CaptureError, match="nothing was captured"),
+        ost.capture(stream, into=branch.bodies[0]),
+    ):
+        if work == "elsewhere":
+            ost.fill(side, x, 5)
+    with ost.capture(stream, into=branch.bodies[0]):
+        ost.fill(stream, x, 7)
+    gc.collect()
+    graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "value"), [(0, 1), (3, 1), (True, 1), ("4", 1), (1, 1.5), (1, -1)]
+)
+def test_a_fill_by_hand_is_checked_as_a_change_of_one(
+    device: Device, size: object, value: object
+) -> None:
+    graph = ost.Graph.create(device)
+    with pytest.raises(InputError):
+        graph.add_memset(ones(device), value, size)
+    with pytest.raises(InputError):
+        graph.add_memset(device.zeros(0), 0)
+    assert len(graph) == 0
+
+
+def test_a_refused_patch_by_bytes_leaves_the_argument(host_device: Device) -> None:
+    """Also while the executable does not know yet whether it points at memory that was closed."""
+
+    @ost.host_kernel("p: bytes[16], out: *out f32")
+    def add_struct(launch: ost.HostLaunch, p: bytes, out: np.ndarray) -> None:
+        one, other = (launch.memory(int(word), 4 * N) for word in np.frombuffer(p, np.uint64))
+        out[:N] = one.view(np.float32) + other.view(np.float32)
+
+    faults = FaultyDriver(host_device.driver)
+    device = Device(faults)
+    stream = device.create_stream()
+    adding = device.modules.get_or_compile(ost.Source(host=[add_struct]), "add_struct")
+    x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
+
+    def struct_of(*buffers: ost.Buffer) -> bytes:
+        return b"".join(buffer.address.to_bytes(8, "little") for buffer in buffers)
+
+    def work() -> None:
+        ost.launch(stream, adding, config(1), struct_of(x, y), out)
+
+    own = ost.capture_function(stream, work)
+    run = ost.Graph.adopt(device, own.handle, owner=own).instantiate()  # which watches all memory
+    run.launch(stream)
+    before = run.params(0)
+    y.close()
+    faults.fail("exec_set_params")
+    with pytest.raises(UpdateRefusedError):
+        run.patch(0, 0, struct_of(x, x))
+    assert run.params(0) == before
+    with pytest.raises(ClosedError, match="points at memory that was closed"):
+        run.launch(stream)
+    run.patch(0, 0, struct_of(x, x))
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+
+
+def test_a_device_that_is_dropped_is_closed(launcher: str) -> None:
+    """Its driver is gone with it; what was made on it must not go on with dead handles."""
+
+    def made() -> tuple[ost.Buffer, ost.Stream, ost.GraphExec]:
+        device = ost.open_device("host")
+        stream, x = device.create_stream(), device.zeros(N, np.float32)
+        run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
+        run.launch(stream)
+        run.launch(stream)
+        return x, stream, run
+
+    x, stream, run = made()
+    gc.collect()
+    for use in (
+        lambda: run.launch(stream),
+        lambda: x.to_numpy(stream),
+        lambda: x.array,
+        lambda: ost.fill(stream, x, 1),
+        lambda: run.nodes,
+        lambda: run.graph.clone(),
+    ):
+        with pytest.raises(ClosedError, match="nothing refers to its Device any more"):
+            use()
+
+
+@pytest.mark.parametrize("way", ["copy", "copy_from", "node", "set"])
+def test_a_copy_between_buffers_that_overlap_is_refused(
+    device: Device, stream: ost.Stream, way: str
+) -> None:
+    """A GPU copies in any order, and this driver in the order that is right."""
+    x, y = device.array(np.arange(N, dtype=np.float32)), ones(device)
+    graph = ost.Graph.create(device)
+    graph.add_memcpy(y[1:], x[:-1])
+    run = graph.instantiate()
+    for to, come in ((x[1:], x[:-1]), (x[:-1], x[1:])):
+        with pytest.raises(InputError, match="overlap"):
+            {
+                "copy": lambda to, come: ost.copy(stream, to, come),
+                "copy_from": lambda to, come: to.copy_from(come, stream),
+                "node": graph.add_memcpy,
+                "set": lambda to, come: run.set_memcpy(0, to, come),
+            }[way](to, come)
+    x[: N // 2].copy_from(x[N // 2 :], stream)
+    assert np.array_equal(x.to_numpy(stream)[: N // 2], np.arange(N // 2, N))
+
+
+def test_a_copy_between_types_or_shapes_is_no_conversion(
+    device: Device, stream: ost.Stream
+) -> None:
+    x = device.zeros((2, 3), np.float32)
+    for source in (
+        device.array(np.arange(6, dtype=np.int32).reshape(2, 3)),
+        device.array(np.arange(6, dtype=np.float32).reshape(3, 2)),
+        np.arange(6, dtype=np.float32).reshape(3, 2),
+    ):
+        with pytest.raises(InputError):
+            x.copy_from(source, stream)
+    assert not x.to_numpy(stream).any()
+    wanted = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for source in (
+        np.arange(6),
+        np.arange(6.0).reshape(1, 2, 3),
+        device.array(np.arange(6, dtype=np.float32)),
+        device.array(wanted.view(np.uint8)),
+    ):
+        assert np.array_equal(x.copy_from(source, stream).to_numpy(stream), wanted)
+        ost.fill(stream, x, 0)

@@ -770,6 +770,7 @@ def test_memory_opened_on_another_device_outlives_its_own() -> None:
     assert other.memory_info()[0] == free  # it is the first one's
     stream = other.stream_create()
     other.memcpy_from_host(address, memoryview(bytes(range(64))), stream)
+    other.stream_synchronize(stream)
     found = bytearray(64)
     one.memcpy_to_host(memoryview(found), address, one.stream_create())
     assert found == bytes(range(64))

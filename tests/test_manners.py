@@ -53,6 +53,80 @@ def test_rows_are_iterated(device: Device, stream: ost.Stream) -> None:
         iter(device.array(1.0))
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.uint64])
+def test_whole_numbers_of_numpy_are_whole_numbers(
+    device: Device, stream: ost.Stream, kind: type
+) -> None:
+    x, out = device.array(np.arange(600, dtype=np.float32).reshape(3, 200)), device.zeros(4, "f4")
+    assert x[kind(2)].to_numpy(stream)[0] == 400
+    view = x.view(kind(8), kind(4))
+    run = ost.capture_function(
+        stream,
+        lambda: ost.launch(
+            *(stream, kernel(device, "add")),
+            *(ost.LaunchConfig(kind(1), (kind(4), 1), kind(0)), view, view, out, 4),
+        ),
+    ).instantiate()
+    run.patch(kind(0), "n", 3)
+    assert run.params(kind(0)) == run.nodes[0].params
+    assert run.graph.node(kind(0)).name == "add"
+    run.launch(stream)
+    assert out.to_numpy(stream).tolist() == [4, 6, 8, 0]
+    device.empty((kind(2), kind(3)))
+
+
+def test_what_is_no_whole_number_is_named(device: Device, stream: ost.Stream) -> None:
+    x = device.array(VALUES)
+    graph = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "scale"), config(6), x, 6)
+    )
+    run = graph.instantiate()
+    for call in (
+        lambda: x[1.0],
+        lambda: x[True],
+        lambda: x[0, 1],
+        lambda: x[None],
+        lambda: x.view(1.5),
+        lambda: device.empty(2.5),
+        lambda: device.empty(None),
+        lambda: ost.LaunchConfig(1.5, 32),
+        lambda: ost.LaunchConfig(None, 32),
+        lambda: ost.LaunchConfig(1, 32, shared=1.5),
+        lambda: run.params("0"),
+        lambda: run.patch(1.5, 0, 1),
+        lambda: run.patch(0, None, 1),
+        lambda: run.patch(0, 1.0, 1),
+        lambda: graph.node("0"),
+        lambda: graph.condition(1.5),
+        lambda: graph.add_conditional("if", graph.condition()),
+        lambda: graph.add_alloc(1.5),
+        lambda: graph.add_host(3),
+        lambda: stream.call(None),
+        lambda: ost.GraphCache(device, max_graphs=1.5),
+        lambda: ost.GraphCache(device).install("key", run, nbytes=1.5),
+    ):
+        with pytest.raises(InputError):
+            call()
+
+
+def test_strides_that_say_nothing_are_not_looked_at(host_device: Device) -> None:
+    class Array:
+        def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+            self.__cuda_array_interface__ = {
+                "shape": shape,
+                "strides": strides,
+                "typestr": "<f4",
+                "data": (4096, False),
+                "version": 3,
+            }
+
+    for shape, strides in (((1, 5), (4, 4)), ((5, 1), (4, 4000)), ((0, 5), (7, 9)), ((1,), (0,))):
+        assert host_device.adopt_array(Array(shape, strides)).shape == shape
+    for shape, strides in (((2, 5), (4, 4)), ((5, 2), (4, 20)), ((3,), (-4,)), ((2,), (0,))):
+        with pytest.raises(InputError, match="strided"):
+            host_device.adopt_array(Array(shape, strides))
+
+
 def test_dlpack_without_a_copy(device: Device, stream: ost.Stream) -> None:
     x = device.array(VALUES)
     ost.fill(stream, x[1], 9)

@@ -131,8 +131,11 @@ def test_what_is_packed_is_what_a_host_kernel_gets(
         ("*f32", "x"),
         ("*f32", 1.5),
         ("*f32", True),
+        ("*f32", -1),
+        ("*f32", 1 << 64),
         ("bytes[4]", b"123"),
         ("bytes[4]", 4),
+        ("bytes[4]", memoryview(np.zeros(4, np.int32))),  # 4 elements, 16 bytes
     ],
 )
 def test_values_that_do_not_fit_are_named(kind: str, value: object) -> None:
@@ -148,8 +151,9 @@ def test_the_number_of_values() -> None:
 def test_safe_numpy_scalars_and_structs() -> None:
     signature = Signature.parse("a: i64, b: f64, c: bytes[8]")
     pair = np.array([1, 2], np.int32)
-    packed = signature.pack([np.uint32(7), np.float32(0.5), pair])
-    assert packed.data == struct.pack("<qdii", 7, 0.5, 1, 2)
+    for struct_ in (pair, memoryview(pair), bytearray(pair.tobytes())):
+        packed = signature.pack([np.uint32(7), np.float32(0.5), struct_])
+        assert packed.data == struct.pack("<qdii", 7, 0.5, 1, 2)
 
 
 def test_addresses_of_things() -> None:

@@ -14,6 +14,7 @@ from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHa
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
+from ostinato.driver.signature import exact_array
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError, SettingsError
 from ostinato.memory import Buffer, CapturePool, adopt_array, allocate, fill
@@ -28,7 +29,8 @@ class Device(Closeable):
         with ost.open_device("host") as device:
             x = device.array([1.0, 2.0], "f4")
 
-    What was made on it cannot be used after it is closed.
+    What was made on it cannot be used after it is closed, and does not keep it: a Device that
+    nothing refers to any more is closed too.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -38,7 +40,7 @@ class Device(Closeable):
         self._copies: Stream | None = None
         self._lock = new_lock()
         # For a device that is dropped without `close()`: gives its threads and memory back.
-        self._finalizer = weakref.finalize(self, driver.close)
+        self._finalizer = weakref.finalize(self, self.context.drop)
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
@@ -103,8 +105,14 @@ class Device(Closeable):
     def array(
         self, values: npt.ArrayLike, dtype: npt.DTypeLike | None = None, *, name: str = ""
     ) -> Buffer:
-        """Device memory with these values; they are there when this returns."""
-        array = np.asarray(values, dtype=dtype)
+        """Device memory with these values; they are there when this returns.
+
+        Without a dtype theirs, in the byte order of this machine.  Raises InputError for values
+        that the dtype cannot hold, as `Buffer.copy_from` does, and OutOfMemoryError.
+        """
+        array = np.asarray(values) if dtype is None else exact_array(np.dtype(dtype), values)
+        if not array.dtype.isnative and dtype is None:
+            array = array.astype(array.dtype.newbyteorder("="))
         buffer = allocate(self.context, array.shape, array.dtype, name=name)
         stream = self._copy_stream()
         buffer.copy_from(array, stream)

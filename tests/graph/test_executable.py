@@ -11,6 +11,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
+from ostinato.driver.api import ChildGraphNodeParams
 from ostinato.driver.context import Hot
 from ostinato.errors import (
     CaptureError,
@@ -447,3 +448,47 @@ def test_events_between_graph_and_stream(device: Device, stream: ost.Stream) -> 
     stream.synchronize()
     assert inside.done
     assert (x.to_numpy(stream) == 7).all()
+
+
+def test_an_interrupted_change_of_a_child_graph_is_undone(host_device: Device) -> None:
+    """With the child graph that it had come the values that were patched inside since."""
+    faulty = FaultyDriver(host_device.driver)
+    device = preload(Device(faulty))
+    stream = device.create_stream()
+    a, b, c = (device.array(np.full(N, value, np.float32)) for value in (1, 2, 4))
+    out = device.zeros(N, np.float32)
+
+    def adding(source: ost.Buffer) -> ost.Graph:
+        def work() -> None:
+            ost.launch(stream, kernel(device, "add"), config(N), source, source, out, N)
+
+        return ost.capture_function(stream, work)
+
+    outer, other = ost.Graph.create(device), adding(b)
+    node = outer.add_child(adding(a))
+    run = outer.instantiate()
+    run.patch(outer.nodes[0].children[0][0], "b", c)
+    held, commit = run.manifest(), run._shadow.commit
+
+    def interrupted(now: object) -> list[object]:
+        run._shadow.commit = commit
+        raise KeyboardInterrupt
+
+    run._shadow.commit = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run.set_params(node, ChildGraphNodeParams(other.handle), keep=(other,))
+    assert run.manifest() == held
+    run.launch(stream)
+    assert out.to_numpy(stream)[-1] == 5
+
+
+def test_a_body_can_be_cloned(device: Device, stream: ost.Stream) -> None:
+    graph, x = ost.Graph.create(device), device.zeros(N, np.float32)
+    graph.add_memset(x, 0)
+    inner = ost.capture_function(stream, lambda: ost.fill(stream, x, 3))
+    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
+    branch.bodies[0].add_child(inner)
+    clone = branch.bodies[0].clone()
+    assert [node.line for node in clone.nodes[0].children[0]] == [inner.nodes[0].line]
+    clone.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 3).all()

@@ -688,7 +688,7 @@ _FAULTS = (
     ),
     Fault(
         "change-is-not-watched",
-        "An executable that was rebound is launched although the new memory was closed.",
+        "An executable whose node was set is launched although the new memory was closed.",
         "ostinato.graph.executable:GraphExec._apply",
         "self._watch([owner for change in changes for _, owner in change.owners])",
         "pass",

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from ostinato.driver.api import whole_number
 from ostinato.driver.context import Context
 from ostinato.errors import ClosedError, InputError
 from ostinato.graph.executable import GraphExec
@@ -207,8 +208,10 @@ def footprint(
     `taken` and `free` are what a `MemoryMeter` saw around the making of the executable.  Memory of
     alloc nodes is the driver's pool and not counted.  Raises InputError for a negative `given`.
     """
-    if given is not None and given < 0:
-        raise InputError(f"nbytes={given}: bytes cannot be negative")
+    if given is not None:
+        number = whole_number(given)
+        if number is None or number < 0:
+            raise InputError(f"nbytes={given!r}: a whole number of 0 or more bytes is needed")
     try:
         # Read in any case: the executable keeps what it read, so the definition may be closed.
         estimate = NODE_BYTES * _count(executable.nodes)

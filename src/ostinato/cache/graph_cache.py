@@ -26,6 +26,7 @@ from ostinato.cache.limits import CaptureLimits, Refused, Spent, refuse
 from ostinato.cache.records import KeyRecord, Reason, Records, evictions
 from ostinato.cache.schedule import FOLDED, Event, Schedule
 from ostinato.cache.statistics import CacheStatistics, KeyStatistics
+from ostinato.driver.api import whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of, members
 from ostinato.driver.forking import new_lock
@@ -319,8 +320,8 @@ class GraphCache(Closeable):
         limits: CaptureLimits | None = None,
     ) -> None:
         context = context_of(device)
-        if max_graphs is not None and max_graphs < 1:
-            raise InputError(f"max_graphs={max_graphs}: 1 or more, or None for no limit")
+        if max_graphs is not None and (whole_number(max_graphs) or 0) < 1:
+            raise InputError(f"max_graphs={max_graphs!r}: 1 or more, or None for no limit")
         self.context = context
         self.buckets: Buckets = PowersOfTwo() if buckets is None else buckets
         self.limits = CaptureLimits() if limits is None else limits

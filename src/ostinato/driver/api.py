@@ -19,7 +19,8 @@ Conventions that hold for both drivers:
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias
@@ -227,13 +228,31 @@ class FunctionCode:
 def _dim3(value: int | Sequence[int], what: str) -> Dim3:
     if type(value) is int and value > 0:  # as most are, in code that launches
         return (value, 1, 1)
-    parts = (value,) if isinstance(value, int) else tuple(value)
-    if not 1 <= len(parts) <= 3 or any(
-        isinstance(p, bool) or not isinstance(p, int) or p < 1 for p in parts
-    ):
+    parts = value if isinstance(value, Iterable) else (value,)
+    sizes = [whole_number(part) or 0 for part in parts]
+    if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
         raise InputError(f"{what}={value!r}: one to three whole numbers of 1 or more are needed")
-    x, y, z = (*parts, 1, 1)[:3]
+    x, y, z = (*sizes, 1, 1)[:3]
     return (x, y, z)
+
+
+def _shared_bytes(value: int) -> int:
+    if type(value) is int and value >= 0:
+        return value
+    number = whole_number(value)
+    if number is None or number < 0:
+        raise InputError(
+            f"shared={value!r}: bytes of dynamic shared memory are a whole number of 0 or more"
+        )
+    return number
+
+
+def whole_number(value: object) -> int | None:
+    """A whole number of Python or NumPy as an int; None for anything else, also for a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,13 +291,11 @@ class LaunchConfig(_LaunchFields):
         programmatic: bool = False,
         priority: int | None = None,
     ) -> None:
-        if shared < 0:
-            raise InputError(f"shared={shared}: bytes of dynamic shared memory cannot be negative")
         _LaunchFields.__init__(  # and not super(): 0.1 us of every launch with a config of its own
             self,
             _dim3(grid, "grid"),
             _dim3(block, "block"),
-            int(shared),
+            _shared_bytes(shared),
             None if cluster is None else _dim3(cluster, "cluster"),
             bool(cooperative),
             bool(programmatic),
@@ -800,6 +817,9 @@ class Driver(Protocol):
 
         It keeps `owner` alive.  Not ordered with any stream.  What it exports raises BufferError
         for a dtype that DLPack does not have.
+
+        With `host_memory_is_device_memory` it is a NumPy array, which keeps the memory itself too,
+        also after the memory was freed.  Host functions may call this then.
         """
         ...
 

@@ -210,6 +210,7 @@ class Context:
         self.closed = False
         """Whether the device was closed, or this is a forked child."""
         self._forked = False
+        self._advice = "open it again"
         switch_off_in_children(self)
 
     def after_fork(self) -> None:
@@ -502,8 +503,16 @@ class Context:
         """Raises ClosedError once the device is closed, and in a forked child."""
         if self.closed:
             raise ClosedError(
-                FORKED if self._forked else f"{self.driver.name} is closed; open it again"
+                FORKED if self._forked else f"{self.driver.name} is closed; {self._advice}"
             )
+
+    def drop(self) -> None:
+        """Closes a device that nothing refers to any more; does not wait.  Safe in finalisers."""
+        self._advice = "nothing refers to its Device any more: keep it as long as it is used"
+        self.closed = True
+        self.cool()
+        self._incoming.clear()
+        self.driver.close()
 
     def close(self) -> None:
         """Waits for the device, destroys what waits, and gives the driver back.  Idempotent."""

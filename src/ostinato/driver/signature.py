@@ -21,6 +21,7 @@ from math import isinf
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ostinato.driver.api import KernelArguments, ParameterSlot
 from ostinato.errors import InputError
@@ -33,6 +34,7 @@ __all__ = [
     "address_of",
     "array_interface",
     "buffer_struct",
+    "exact_array",
     "exact_bytes",
     "pack_by_size",
     "pack_untyped",
@@ -176,14 +178,15 @@ class Signature(_LaidOut):
                     f"parameter {parameter.name!r} is a pointer; {type(value).__name__} has no "
                     "device address (give a Buffer, an array on the device, or an address)"
                 )
-            return address.to_bytes(8, "little")
+            return _address_bytes(address, f"parameter {parameter.name!r}")
         if parameter.type == "bytes":
-            raw = value.tobytes() if isinstance(value, np.generic | np.ndarray) else value
-            if not isinstance(raw, bytes | bytearray | memoryview) or len(raw) != parameter.size:
-                raise InputError(
-                    f"parameter {parameter.name!r} takes exactly {parameter.size} bytes"
-                )
-            return bytes(raw)
+            if isinstance(value, np.generic | np.ndarray | memoryview):
+                value = value.tobytes()  # whose length is in bytes
+            if not isinstance(value, bytes | bytearray) or len(value) != parameter.size:
+                given = len(value) if isinstance(value, bytes | bytearray) else type(value).__name__
+                what = f"parameter {parameter.name!r}"
+                raise InputError(f"{what} takes exactly {parameter.size} bytes, not {given}")
+            return bytes(value)
         return exact_bytes(parameter.dtype, value, f"parameter {parameter.name!r}")
 
 
@@ -278,6 +281,75 @@ def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
     return _rounded(dtype, value, what)
 
 
+_EXACT_FLOATS = 1 << 53
+"""Below this every whole number is a float of its own."""
+
+
+def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """`values` as an array of this dtype in C order; as it is if it is one.
+
+    Raises InputError if a value does not survive: no number, out of bounds, a fraction for whole
+    numbers, another number than 0 and 1 for flags, an imaginary part for real numbers, a finite
+    number that would become infinite.  Floats are rounded to narrower ones.
+    """
+    if dtype.fields is not None and not isinstance(values, np.ndarray | np.generic):
+        values = np.array(values, dtype)  # tuples, which are structs only by the dtype
+    try:
+        given = np.asarray(values)
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"cannot read {values!r} as {dtype.name}: {error}") from None
+    if dtype.kind in "iu" and given.dtype.kind in "fO" and not hasattr(values, "dtype"):
+        # NumPy makes floats of whole numbers that no type of 64 bits holds together.
+        numbers = np.array(values, object)
+        if all(isinstance(number, int | np.integer) for number in numbers.flat):
+            given = numbers
+    if given.dtype != dtype and given.size:
+        _require_exact(dtype, given)
+    with np.errstate(over="ignore"):
+        made = np.ascontiguousarray(given, dtype=dtype).reshape(given.shape)
+    if dtype.kind in "fc" and given.dtype.kind in "iufc" and given.dtype != dtype:
+        lost = np.isinf(made) & np.isfinite(given)
+        if lost.any():
+            raise InputError(f"{given[lost][0]} is outside {_bounds(dtype)}")
+    return made
+
+
+def _require_exact(dtype: np.dtype[Any], given: npt.NDArray[Any]) -> None:
+    """Raises InputError for values that another dtype has no equal of."""
+    kind = given.dtype.kind
+    if kind == "O" and dtype.kind in "iu" and all(isinstance(n, int) for n in given.flat):
+        kind = "i"
+    if dtype.kind not in "biufc" or kind not in "biufc":
+        if dtype.kind in "biufc" or not np.can_cast(given.dtype, dtype, "safe"):
+            raise InputError(f"numbers are needed ({dtype.name}), not {given.dtype.name}")
+        return
+    if kind == "c" and dtype.kind != "c":
+        raise InputError(f"real numbers are needed ({dtype.name}), not {given.dtype.name}")
+    if dtype.kind == "b":
+        wrong = given[(given != 0) & (given != 1)]
+        if wrong.size:
+            raise InputError(f"True or False is needed, not {wrong[0]}")
+    elif dtype.kind in "iu" and kind in "iuf":
+        low, high = given.min(), given.max()
+        if kind == "f" and not (given == np.floor(given)).all():
+            raise InputError(f"whole numbers are needed ({dtype.name})")
+        info = np.iinfo(dtype)
+        for bad in (low, high):
+            if bad in (-np.inf, np.inf) or not info.min <= int(bad) <= info.max:
+                raise InputError(f"{bad} is outside {_bounds(dtype)}")
+            if kind == "f" and abs(bad) >= _EXACT_FLOATS:
+                raise InputError(
+                    f"{bad} is a float that stands for several whole numbers; give {dtype.name}"
+                )
+
+
+def _bounds(dtype: np.dtype[Any]) -> str:
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return f"{dtype.name} ({info.min} to {info.max})"
+    return f"{dtype.name} (at most {np.finfo(dtype).max:g})"
+
+
 def _rounded(dtype: np.dtype[Any], value: float, what: str) -> bytes:
     """The bytes of a number that may be rounded, but not to infinity."""
     try:
@@ -336,4 +408,10 @@ def pack_by_size(size: int, value: object, index: int) -> bytes:
         raise InputError(f"{what}: {type(value).__name__} is neither a number nor device memory")
     if size != 8:
         raise InputError(f"{what} takes {size} bytes; a device address has 8")
+    return _address_bytes(address, what)
+
+
+def _address_bytes(address: int, what: str) -> bytes:
+    if not 0 <= address < 1 << 64:
+        raise InputError(f"{what}: {address} is no device address (64 bits without a sign)")
     return address.to_bytes(8, "little")

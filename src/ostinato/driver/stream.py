@@ -38,9 +38,15 @@ from ostinato.errors import (
     StreamCaptureError,
 )
 
-__all__ = ["Event", "Operation", "Stream"]
+__all__ = ["Event", "Operation", "Stream", "require_callable"]
 
 T = TypeVar("T")
+
+
+def require_callable(function: object) -> None:
+    """Raises InputError for a host function that is none: the driver would call it much later."""
+    if not callable(function):
+        raise InputError(f"a host function is called, and {function!r} cannot be")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +75,33 @@ class Event(Closeable):
         start, end = device.create_event(timing=True), device.create_event(timing=True)
         milliseconds = end.elapsed_since(start)    # once both are recorded and reached
 
-    `close()` or the end of `with` gives it back.
+    `close()` or the end of `with` gives it back.  A graph with a node for it goes on working then.
+    Every call on a closed event raises ClosedError.
     """
 
     def __init__(self, context: Context, *, timing: bool = False) -> None:
         context.require_open()
         self.context = context
         self.timing = timing
-        self.handle: EventHandle = context.driver.event_create(timing=timing)
-        driver, handle = context.driver, self.handle
-        self._finalizer = weakref.finalize(
-            self, context.retire, lambda: driver.event_destroy(handle)
-        )
-        self._finalizer.atexit = False
+        self.owner: object = _DriverEvent(context, timing)
+        """What graphs keep; None once it is closed."""
+        self._handle = self.owner.handle
 
     def __repr__(self) -> str:
         timing = " with timing" if self.timing else ""
-        state = "" if self._finalizer.alive else " closed"
-        return f"<Event {self.handle:#x}{timing} on {self.context.driver.name}{state}>"
+        state = " closed" if self.closed else ""
+        return f"<Event {self._handle:#x}{timing} on {self.context.driver.name}{state}>"
+
+    @property
+    def closed(self) -> bool:
+        return self.owner is None
+
+    @property
+    def handle(self) -> EventHandle:
+        """The driver's handle.  Raises ClosedError after `close()`."""
+        if self.owner is None:
+            raise ClosedError("the event is closed; create another")
+        return self._handle
 
     @property
     def done(self) -> bool:
@@ -107,9 +122,20 @@ class Event(Closeable):
         return self.context.driver.event_elapsed(start.handle, self.handle)
 
     def close(self) -> None:
-        """Gives the event back.  Idempotent."""
-        self._finalizer()
+        """Gives the event back once no graph has a node for it.  Idempotent."""
+        self.owner = None
         self.context.collect()
+
+
+class _DriverEvent:
+    """An event of the driver, destroyed when neither an `Event` nor a graph keeps it."""
+
+    def __init__(self, context: Context, timing: bool) -> None:
+        driver = context.driver
+        self.handle: EventHandle = driver.event_create(timing=timing)
+        handle = self.handle
+        finalizer = weakref.finalize(self, context.retire, lambda: driver.event_destroy(handle))
+        finalizer.atexit = False
 
 
 class Stream(Closeable):
@@ -182,8 +208,15 @@ class Stream(Closeable):
     def submit(self, operation: Operation) -> None:
         """Puts one operation on the stream (or into the capture that is under way on it).
 
-        Raises DriverError, and what `enter` raises; taps are told of either.
+        Raises DriverError, ClosedError if memory that the operation was made with is closed, and
+        what `enter` raises; taps are told of the driver's refusal.
         """
+        # An operation may be much older than this call.  50 ns for each object that it keeps.
+        for owner in operation.keep:
+            if getattr(owner, "closed", False) is True:
+                raise ClosedError(
+                    f"{operation.name}: {owner!r} is closed, which the operation was made with"
+                )
         entry = Entry.ONCE if operation.once else Entry.WORK
         handle = self.enter(operation.name, entry, operation)
         driver = self.context.driver
@@ -237,6 +270,7 @@ class Stream(Closeable):
 
     def call(self, function: Callable[[], object]) -> None:
         """Calls `function` in stream order on a driver's thread.  It must not call the driver."""
+        require_callable(function)
         name = getattr(function, "__qualname__", type(function).__name__)
         self.submit(Operation(HostNodeParams(function), name, keep=(function,)))
 

@@ -187,6 +187,10 @@ class _Session:
             context.retire(lambda: driver.graph_destroy(handle))
             context.collect()
 
+    def grew(self, into: Graph) -> bool:
+        """Whether the graph that the capture went into has other nodes than before."""
+        return frozenset(into.context.driver.graph_nodes(into.handle)) != self._before
+
     def _take_back(self, into: Graph, before: frozenset[NodeHandle]) -> None:
         """Leaves a graph as it was before a capture that went into it broke.
 
@@ -424,18 +428,22 @@ class Capture:
         """Makes the `Graph` that owns what the driver returned."""
         context, into = self.stream.context, session.into
         handle, session.handle = session.handle, GraphHandle(0)
+        nothing = CaptureError(
+            f"nothing was captured: no work reached {self.stream!r} while it was captured. "
+            "Work on another stream is not in the graph: submit it to this one, or fork the "
+            "other from it with an event; other libraries must be given this stream"
+        )
         if into is not None:
+            if not session.noted and not session.grew(into):
+                self._abort()
+                raise nothing
             into.labels.update(session.labels)
             into.keep.extend(session.keep)
             return into
         graph = Graph(context, handle, labels=session.labels, keep=session.keep)
         if not session.labels and not len(graph):
             graph.close()
-            raise CaptureError(
-                f"nothing was captured: no work reached {self.stream!r} while it was captured. "
-                "Work on another stream is not in the graph: submit it to this one, or fork the "
-                "other from it with an event; other libraries must be given this stream"
-            )
+            raise nothing
         return graph
 
     def abort(self) -> DriverError | None:

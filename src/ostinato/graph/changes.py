@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from ostinato.driver.api import KernelArguments, NodeParams, UpdateVerdict
+from ostinato.driver.api import KernelArguments, NodeParams, UpdateVerdict, whole_number
 from ostinato.driver.signature import Signature, pack_by_size
 from ostinato.errors import ContextPoisonedError, DriverError, InputError, UpdateRefusedError
 from ostinato.graph.node import Node
@@ -91,8 +91,11 @@ def argument_index(
                 f"names; use an index below {len(arguments)}"
             )
         return signature.index(argument)
-    arguments.slot(argument)
-    return argument
+    index = whole_number(argument)
+    if index is None:
+        raise InputError(f"argument {argument!r}: an index or a name is needed")
+    arguments.slot(index)
+    return index
 
 
 def argument_bytes(

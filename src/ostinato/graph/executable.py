@@ -45,7 +45,7 @@ from ostinato.errors import (
     UpdateRefusedError,
 )
 from ostinato.graph.changes import VERDICTS, Change, refused
-from ostinato.graph.graph import Graph
+from ostinato.graph.graph import Graph, fill_params
 from ostinato.graph.manifest import Touch, dangling, touches, walk
 from ostinato.graph.node import Node
 from ostinato.graph.patching import Argument, Patcher, Write, kernel_setter, write_all, write_words
@@ -53,6 +53,7 @@ from ostinato.graph.rebind import RebindReport, moves_of, plan_rebind
 from ostinato.graph.shadow import Live, Now, Shadow
 from ostinato.graph.show.outline import count_text
 from ostinato.memory import Buffer
+from ostinato.memory.buffer import copy_params
 from ostinato.memory.ranges import Target, range_of
 
 __all__ = ["GraphExec", "UpdateReport"]
@@ -247,6 +248,18 @@ class GraphExec(Launcher, Closeable):
                 )
             self._given_back.remove(memory)
 
+    def _settled(self, apart: tuple[NodeHandle, range]) -> list[MemoryRange]:
+        """Memory that was closed and that no word points at, but perhaps those `apart`
+        (`manifest.dangling`)."""
+        try:
+            return [
+                memory
+                for memory in tuple(self._given_back)
+                if dangling(self._shadow.settings(), memory, apart) is None
+            ]
+        except ClosedError:  # which the next launch says
+            return []
+
     # --- running
     def _prepare(self, stream: Stream) -> Callable[[], int]:
         self._require_usable()
@@ -410,6 +423,10 @@ class GraphExec(Launcher, Closeable):
             if isinstance(params, Operation):
                 owners, signature = (*owners, *params.keep), params.signature
                 params = params.params
+            if isinstance(params, ChildGraphNodeParams):
+                for graph in [owner for owner in owners if isinstance(owner, Graph)]:
+                    owners = (*owners, *graph.kept)
+                self.context.watchers.add(self)  # what its nodes were given is not known here
             kept = tuple((f"owner {i}", owner) for i, owner in enumerate(owners))
             self._apply([Change(found, params, kept, whole=True, signature=signature)])
 
@@ -456,7 +473,7 @@ class GraphExec(Launcher, Closeable):
                 write_all(self, [w for of_node in writes.values() for w in of_node.values()])
 
     def _argument(self, node: Node | int, argument: int | str) -> Argument:
-        key = node if isinstance(node, int) else -node.handle, argument
+        key = -node.handle if isinstance(node, Node) else node, argument
         made = self._arguments.get(key)
         if made is None:
             made = self._arguments[key] = Argument(self, self._shadow.node(node), argument)
@@ -496,44 +513,28 @@ class GraphExec(Launcher, Closeable):
         Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer,
         and for a value that it cannot hold; UpdateRefusedError for a fill of rows with a pitch.
         """
-        whole = isinstance(element_size, int) and not isinstance(element_size, bool)
-        if (
-            not whole
-            or element_size not in (1, 2, 4)
-            or dst.nbytes % element_size
-            or not dst.nbytes
-        ):
-            raise InputError(
-                f"element_size={element_size!r}: 1, 2 or 4 is needed, and a divisor of the "
-                f"{dst.nbytes} bytes to fill"
-            )
-        if not isinstance(value, int) or not 0 <= value < 1 << 8 * element_size:
-            raise InputError(
-                f"value {value!r} does not fit into {element_size} bytes without a sign"
-            )
+        made = fill_params(dst, value, element_size)
         with self._lock:
             found = self._shadow.node(node)
             old = replace(found, params=self._shadow.params(found)).memset
             self._require_linear(found, old)
-            width = dst.nbytes // element_size
-            params = replace(
-                old, dst=dst.address, value=value, element_size=element_size, width=width
-            )
+            params = replace(made, pitch=old.pitch)
             self._apply([Change(found, params, (("dst", dst),))])
 
     def set_memcpy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
         """Sets what a linear memcpy node copies, all of it.
 
-        Raises InputError if the sizes differ or are zero, UpdateRefusedError for a copy of rows
-        with a pitch, or to or from a CUDA array.
+        Raises InputError if the sizes differ or are zero, or if the buffers overlap;
+        UpdateRefusedError for a copy of rows with a pitch, or to or from a CUDA array.
         """
-        if dst.nbytes != src.nbytes or not dst.nbytes:
-            raise InputError(f"{src.nbytes} bytes cannot be copied into {dst.nbytes}")
+        made = copy_params(dst, src)
+        if not made.width:
+            raise InputError("a node copies 1 byte or more")
         with self._lock:
             found = self._shadow.node(node)
             old = replace(found, params=self._shadow.params(found)).memcpy
             self._require_linear(found, old)
-            params = replace(old, dst=dst.address, src=src.address, width=dst.nbytes)
+            params = replace(old, dst=made.dst, src=made.src, width=made.width)
             self._apply([Change(found, params, (("dst", dst), ("src", src)))])
 
     @staticmethod
@@ -672,7 +673,7 @@ class GraphExec(Launcher, Closeable):
             return
         before = self._give_up()
         failed: DriverError | None = None
-        for node in reversed(nodes):
+        for node in [n for changed in reversed(nodes) for n in self._shadow.set_with(changed)]:
             try:
                 self.context.driver.exec_set_params(
                     self.handle, node.handle, self._shadow.params(node)

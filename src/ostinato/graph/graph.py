@@ -27,22 +27,23 @@ from ostinato.driver.api import (
     InstantiateFlags,
     KernelNodeParams,
     LaunchConfig,
-    MemcpyNodeParams,
     MemOp,
     MemsetNodeParams,
     NodeHandle,
     NodeKind,
     NodeParams,
+    whole_number,
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.location import caller_line
-from ostinato.driver.stream import Event, Operation, Stream
+from ostinato.driver.stream import Event, Operation, Stream, require_callable
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
 from ostinato.graph.launching import prepare_node
 from ostinato.graph.node import Argument, LazyArguments, Node, NodeLabel, every_node
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
+from ostinato.memory.buffer import copy_params
 from ostinato.memory.ranges import KnownRanges, Target
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from ostinato.graph.show.outline import Outline
     from ostinato.modules import Kernel
 
-__all__ = ["Conditional", "Graph"]
+__all__ = ["Conditional", "Graph", "fill_params"]
 
 NodeRef = Node | NodeHandle
 
@@ -136,9 +137,11 @@ class Graph(Closeable):
 
     @property
     def handle(self) -> GraphHandle:
-        """The driver's handle.  Raises ClosedError after close(), GraphError if it was lost."""
+        """The driver's handle.  Raises ClosedError after close(), also of the device, GraphError if
+        it was lost."""
         if self.closed:
             raise ClosedError("the graph is closed")
+        self.context.require_open()
         if self._lost:
             raise GraphError(self._lost)
         return self._handle
@@ -269,9 +272,10 @@ class Graph(Closeable):
     def node(self, index: int) -> Node:
         """One node by its index in the driver's order.  Raises InputError if there is none."""
         handles = self.context.driver.graph_nodes(self.handle)
-        if not 0 <= index < len(handles):
-            raise InputError(f"node {index}: the graph has {len(handles)} nodes")
-        return self._read_one(index, handles[index])
+        place = whole_number(index)
+        if place is None or not 0 <= place < len(handles):
+            raise InputError(f"node {index!r}: the graph has {len(handles)} nodes")
+        return self._read_one(place, handles[place])
 
     def __len__(self) -> int:
         """The number of nodes, without those inside child graphs and bodies."""
@@ -414,10 +418,13 @@ class Graph(Closeable):
         return self.add_operation(prepare_node(kernel, config, args), after)
 
     def add_memcpy(self, dst: Buffer, src: Buffer, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds a copy between two buffers of the same number of bytes."""
-        if dst.nbytes != src.nbytes:
-            raise InputError(f"{src.nbytes} bytes cannot be copied into {dst.nbytes}")
-        params = MemcpyNodeParams(dst.address, src.address, dst.nbytes)
+        """Adds a copy between two buffers of the same number of bytes, which is not 0.
+
+        Raises InputError also for buffers that overlap.
+        """
+        params = copy_params(dst, src)
+        if not params.width:
+            raise InputError("a node copies 1 byte or more")
         return self.add_operation(
             Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src)), after
         )
@@ -425,14 +432,16 @@ class Graph(Closeable):
     def add_memset(
         self, dst: Buffer, value: int, element_size: int = 1, after: Sequence[NodeRef] = ()
     ) -> Node:
-        """Adds a fill of a buffer with a pattern of 1, 2 or 4 bytes."""
-        if element_size not in (1, 2, 4) or dst.nbytes % element_size:
-            raise InputError(f"element_size={element_size}: 1, 2 or 4, and a divisor of the size")
-        params = MemsetNodeParams(dst.address, value, element_size, dst.nbytes // element_size)
+        """Adds a fill of a buffer with a pattern of 1, 2 or 4 bytes.
+
+        Raises InputError as `GraphExec.set_memset` does.
+        """
+        params = fill_params(dst, value, element_size)
         return self.add_operation(Operation(params, "memset", (), (dst.range,), (dst,)), after)
 
     def add_host(self, function: Callable[[], object], after: Sequence[NodeRef] = ()) -> Node:
         """Adds a call of a Python function.  It must not call the driver."""
+        require_callable(function)
         return self.add(HostNodeParams(function), after, keep=(function,))
 
     def add_empty(self, after: Sequence[NodeRef] = ()) -> Node:
@@ -445,14 +454,17 @@ class Graph(Closeable):
         return self.add(ChildGraphNodeParams(graph.handle), after, keep=(graph, *graph.kept))
 
     def add_event_record(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
-        return self.add(EventRecordNodeParams(event.handle), after, keep=(event,))
+        return self.add(EventRecordNodeParams(event.handle), after, keep=(event.owner,))
 
     def add_event_wait(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
-        return self.add(EventWaitNodeParams(event.handle), after, keep=(event,))
+        return self.add(EventWaitNodeParams(event.handle), after, keep=(event.owner,))
 
     def add_alloc(self, nbytes: int, after: Sequence[NodeRef] = ()) -> Node:
         """Adds an allocation; `node.alloc.address` is where it will be, for nodes after it."""
-        return self.add(AllocNodeParams(nbytes), after)
+        size = whole_number(nbytes)
+        if size is None or size < 1:
+            raise InputError(f"nbytes={nbytes!r}: a whole number of 1 or more is needed")
+        return self.add(AllocNodeParams(size), after)
 
     def add_free(self, address: int, after: Sequence[NodeRef] = ()) -> Node:
         """Frees the memory of an alloc node."""
@@ -467,9 +479,15 @@ class Graph(Closeable):
         return self.add(BatchMemOpNodeParams(tuple(operations)), after, keep=keep)
 
     def condition(self, default: int = 0, *, reset_at_launch: bool = True) -> ConditionalHandle:
-        """A condition that kernels set, for one conditional node of this graph."""
+        """A condition that kernels set, for one conditional node of this graph.
+
+        `default`: 32 bits without a sign, set at each launch if `reset_at_launch`.
+        """
+        value = whole_number(default)
+        if value is None or not 0 <= value < 1 << 32:
+            raise InputError(f"default={default!r}: a whole number of 32 bits is needed")
         return self.context.driver.conditional_create(
-            self.handle, default=default, reset_at_launch=reset_at_launch
+            self.handle, default=value, reset_at_launch=reset_at_launch
         )
 
     def add_conditional(
@@ -484,6 +502,8 @@ class Graph(Closeable):
 
         The bodies are filled as graphs of their own, by hand or with `capture(stream, into=body)`.
         """
+        if not isinstance(kind, ConditionalKind):
+            raise InputError(f"kind={kind!r} is no ConditionalKind")
         node = self.add(ConditionalNodeParams(handle, kind, size), after)
         return Conditional(self, node)
 
@@ -509,8 +529,14 @@ class Graph(Closeable):
         clone = Graph(self.context, driver.graph_clone(self.handle), keep=self.kept)
         clone.only_to_read = self.only_to_read
         clone.before_launch = self.before_launch
-        for node, label in self.labels.items():
-            clone.labels[driver.node_in_clone(node, clone.handle)] = label
+        for node in driver.graph_nodes(self.handle):
+            copy = driver.node_in_clone(node, clone.handle)
+            if node in self.labels:
+                clone.labels[copy] = self.labels[node]
+            if driver.node_kind(node) is NodeKind.CHILD_GRAPH:
+                inner = driver.node_params(node)
+                assert isinstance(inner, ChildGraphNodeParams)
+                clone._label_copies(self.labels, inner.graph, copy)
         return clone
 
     def instantiate(
@@ -661,8 +687,25 @@ class Conditional:
         return f"<Conditional {kind}, node {self.node.index}, {len(self.bodies)} bodies>"
 
 
+def fill_params(dst: Buffer, value: int, element_size: int) -> MemsetNodeParams:
+    """A fill of all of a buffer.
+
+    Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer, for
+    a buffer of 0 bytes, and for a value that the elements cannot hold.
+    """
+    size, number = whole_number(element_size), whole_number(value)
+    if size is None or size not in (1, 2, 4) or dst.nbytes % size or not dst.nbytes:
+        raise InputError(
+            f"element_size={element_size!r}: 1, 2 or 4 is needed, and a divisor of the "
+            f"{dst.nbytes} bytes to fill"
+        )
+    if number is None or not 0 <= number < 1 << 8 * size:
+        raise InputError(f"value {value!r} does not fit into {size} bytes without a sign")
+    return MemsetNodeParams(dst.address, number, size, dst.nbytes // size)
+
+
 def _any_closed(owners: Iterable[object]) -> bool:
-    """Whether memory, or an event, among the owners is closed.  A child's definition may be."""
+    """Whether memory among the owners is closed.  A child's definition may be."""
     return any(
         getattr(owner, "closed", False) is True and not isinstance(owner, Graph) for owner in owners
     )

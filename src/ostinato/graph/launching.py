@@ -146,8 +146,8 @@ def _touched(
 ) -> tuple[tuple[MemoryRange, ...] | None, tuple[MemoryRange, ...] | None]:
     """What a launch reads and writes; (None, None) where it cannot be known.
 
-    Without a signature, every device array among the arguments counts as read and written; raw
-    bytes and plain whole numbers could hide an address then, so they make it unknown.
+    Without a signature, every device array among the arguments counts as read and written; bytes of
+    any kind and plain whole numbers could hide an address then, so they make it unknown.
     """
     reads: list[MemoryRange] = []
     writes: list[MemoryRange] = []
@@ -160,10 +160,10 @@ def _touched(
             if not parameter.pointer:
                 continue
             access = parameter.access
-        elif isinstance(value, bytes | int):
-            return None, None
-        elif address_of(value) is None:
+        elif isinstance(value, float | np.floating | np.bool_):
             continue
+        elif isinstance(value, int) or address_of(value) is None:
+            return None, None  # bytes of any kind, or a number, which may hold an address
         touched = _range_of(context, value)
         if touched is None:
             continue  # a null pointer

@@ -97,16 +97,21 @@ def touches(settings: Settings, target: MemoryRange, allocation: MemoryRange | N
     return any(_overlap(touch.range, target) for _, touch in walk(settings, find))
 
 
-def dangling(settings: Settings, closed: MemoryRange) -> Touch | None:
+def dangling(
+    settings: Settings, closed: MemoryRange, apart: tuple[NodeHandle, range] | None = None
+) -> Touch | None:
     """A pointer into memory that was given back, or None.
 
-    A word whose owner is open does not count: it may be another buffer at the same address.
+    A word whose owner is open does not count: it may be another buffer at the same address.  Nor do
+    the words at the offsets `apart` in the arguments of a node.
     """
 
     def find(address: int) -> MemoryRange | None:
         return closed if closed.holds(address) else None
 
     for setting, touch in walk(settings, find):
+        if apart is not None and touch.handle == apart[0] and touch.key in apart[1]:
+            continue
         if _overlap(touch.range, closed) and not _has_open_owner(setting, touch):
             return touch
     return None

@@ -27,7 +27,7 @@ from ostinato.driver.api import (
 from ostinato.driver.context import Context
 from ostinato.driver.launcher import packer, set_nodes, set_words
 from ostinato.driver.signature import PLAIN_CODES
-from ostinato.errors import ClosedError, DriverError, InputError
+from ostinato.errors import DriverError, InputError
 from ostinato.graph.changes import Change, argument_bytes, argument_index, refused
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
@@ -53,7 +53,7 @@ class Run(Protocol):
     def _undo(self, nodes: list[Node]) -> None: ...
     def _apply(self, changes: list[Change]) -> None: ...
     def _give_up(self) -> str: ...
-    def _require_memory(self) -> None: ...
+    def _settled(self, apart: tuple[NodeHandle, range]) -> list[MemoryRange]: ...
 
 
 class _PlainSetter:
@@ -283,8 +283,18 @@ class Argument:
         live = self._current(run)
         raw = self._pack((value,))
         place = self._place
+        settled: list[MemoryRange] = []
         if run._given_back and raw is not None and type(value) is bytes:
-            self._settle(run, live, len(raw))
+            # They may hold addresses of newer memory, where memory was that is closed by now.
+            apart = live.node.handle, range(place, place + len(raw))
+            settled = run._settled(apart)
+        self._set(run, live, raw, value)
+        for memory in settled:
+            with suppress(ValueError):  # another launch looked meanwhile
+                run._given_back.remove(memory)
+
+    def _set(self, run: Run, live: Live, raw: bytes | None, value: object) -> None:
+        place = self._place
         plain = type(value) is bytes or not self._pointer
         if raw is None or not plain or live.owners.get(place) is not None or place in live.reach:
             raw = self._raw(live, raw, value)
@@ -300,14 +310,6 @@ class Argument:
             raise
         if status != 0:
             run._apply(_changes_of([Write(live, place, raw, None)]))
-
-    def _settle(self, run: Run, live: Live, size: int) -> None:
-        """Looks now for words that point at memory that was closed, apart from this argument's: the
-        bytes that it is about to be given may hold the addresses of newer memory there."""
-        run._shadow.touch(live)
-        if live.setter.set(self._place, bytes(size)) == 0:
-            with suppress(ClosedError):  # which the next launch says
-                run._require_memory()
 
     def write(self, run: Run, value: object) -> Write:
         """What `set` would write, for `write_all`."""

@@ -17,12 +17,14 @@ from ostinato.driver.api import (
     ConditionalNodeParams,
     Edge,
     EdgeData,
+    EmptyNodeParams,
     FrozenGraph,
     GraphHandle,
     KernelNodeParams,
     KernelSetter,
     NodeHandle,
     NodeParams,
+    whole_number,
 )
 from ostinato.errors import InputError, UpdateRefusedError
 from ostinato.graph.changes import Change, Setting
@@ -215,10 +217,11 @@ class Shadow:
         A number is an index of the graph's own nodes.  Raises InputError if it is not one of these.
         """
         handles = self._handles
-        if isinstance(node, int):
-            if not 0 <= node < len(handles):
-                raise InputError(f"node {node}: the graph has {len(handles)} nodes")
-            return self._own(node)
+        if not isinstance(node, Node):
+            index = whole_number(node)
+            if index is None or not 0 <= index < len(handles):
+                raise InputError(f"node {node!r}: the graph has {len(handles)} nodes")
+            return self._own(index)
         if node.index < len(handles) and handles[node.index] == node.handle:
             return self._own(node.index)
         found = next((n for n in every_node(self.definition()) if n.handle == node.handle), None)
@@ -262,6 +265,13 @@ class Shadow:
         """What the next launch will use for one of these nodes."""
         now = self._folded().settings.get(node.handle)
         return node.params if now is None else now.params
+
+    def set_with(self, node: Node) -> list[Node]:
+        """A node, and the nodes inside it that were set: a node that gets its child graph again
+        loses what was set inside."""
+        settings = self._folded().settings
+        inside = every_node(inner for body in node.children for inner in body)
+        return [node, *(inner for inner in inside if inner.handle in settings)]
 
     def settings(self) -> Iterator[tuple[tuple[Node, ...], Setting]]:
         """What every node holds, also inside; each with the nodes around it, outermost first."""
@@ -330,6 +340,9 @@ class Shadow:
     def after(self, changes: Sequence[Change]) -> Now:
         """The record of what is set once these changes are made, for `commit`."""
         made = {change.node.handle: self._changed(change) for change in changes}
+        for change in changes:
+            if isinstance(change.params, ChildGraphNodeParams):
+                made.update(self._changed_inside(change.node, change.params.graph))
         now = self._folded()
         return replace(now, settings={**now.settings, **made})
 
@@ -350,6 +363,35 @@ class Shadow:
             if nbytes is not None:
                 reach[place] = nbytes
         return Setting(old.node, params, signature, reach, owners)
+
+    def _changed_inside(self, node: Node, child: GraphHandle) -> dict[NodeHandle, Setting]:
+        """What the nodes inside a child graph node hold once it got another child.
+
+        Raises UpdateRefusedError unless the child has the same nodes and edges, in the same order.
+        """
+        driver = self._graph.context.driver
+        assert isinstance(node.params, ChildGraphNodeParams)
+        before, frozen = driver.graph_freeze(node.params.graph), driver.graph_freeze(child)
+        (inside,) = node.children
+        shapes = [
+            ([one.kind(i) for i in range(len(one.nodes))], _places(one.edges(), one.nodes))
+            for one in (before, frozen)
+        ]
+        if shapes[0] != shapes[1]:
+            raise UpdateRefusedError(
+                f"node {node.index} ({node.name}): the child graph that it is to have has other "
+                "nodes or edges, or in another order; instantiate again",
+                node_index=node.index,
+            )
+        made: dict[NodeHandle, Setting] = {}
+        for index, inner in enumerate(inside):
+            params = frozen.params(index)
+            if isinstance(params, EmptyNodeParams):
+                continue
+            made[inner.handle] = self._changed(Change(inner, params, whole=True))
+            if isinstance(params, ChildGraphNodeParams):
+                made.update(self._changed_inside(inner, params.graph))
+        return made
 
     def after_update(self, graph: Graph) -> Now:
         """The record once every parameter came from `graph` as it is now."""
@@ -404,7 +446,11 @@ def _kept_reach(
 
 def _links(edges: Sequence[Edge], nodes: Sequence[Node]) -> set[tuple[int, int, EdgeData]]:
     """The edges by the places of their nodes."""
-    place = {n.handle: i for i, n in enumerate(nodes)}
+    return _places(edges, [n.handle for n in nodes])
+
+
+def _places(edges: Sequence[Edge], nodes: Sequence[NodeHandle]) -> set[tuple[int, int, EdgeData]]:
+    place = {node: i for i, node in enumerate(nodes)}
     return {
         (place[e.source], place[e.target], e.data)
         for e in edges

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams
+from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry, Watcher, members
 from ostinato.driver.process_memory import as_numpy
-from ostinato.driver.signature import exact_bytes
+from ostinato.driver.signature import exact_array, exact_bytes
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
 
-__all__ = ["Buffer", "allocate", "as_shape", "copy", "fill"]
-
-_WHOLE = (int, np.integer)
+__all__ = ["Buffer", "allocate", "as_shape", "copy", "copy_params", "device_dtype", "fill"]
 
 
 def _nobody() -> None:
@@ -35,10 +33,30 @@ def _nobody() -> None:
 
 def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     """A shape as a tuple.  Raises InputError for negative or fractional sizes."""
-    parts = (shape,) if isinstance(shape, _WHOLE) else tuple(shape)
-    if any(isinstance(n, bool) or not isinstance(n, _WHOLE) or n < 0 for n in parts):
+    parts = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    sizes = tuple(-1 if (n := whole_number(part)) is None else n for part in parts)
+    if any(n < 0 for n in sizes):
         raise InputError(f"shape {shape!r}: whole numbers of 0 or more are needed")
-    return tuple(int(n) for n in parts)
+    return sizes
+
+
+def device_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """The dtype, if memory of a device can have it.
+
+    Raises InputError for Python objects, elements without bytes, and a foreign byte order: a kernel
+    would read other numbers.
+    """
+    kind = np.dtype(dtype)
+    if kind.hasobject:
+        raise InputError(f"dtype {kind!r} holds Python objects, which no device can read")
+    if not kind.itemsize:
+        raise InputError(f"dtype {kind!r} has elements of 0 bytes")
+    if not kind.isnative:
+        raise InputError(
+            f"dtype {kind!r} has not the byte order of this machine, and kernels would read other "
+            'numbers: convert the values first (array.astype(array.dtype.newbyteorder("=")))'
+        )
+    return kind
 
 
 class Buffer(Closeable):
@@ -145,15 +163,18 @@ class Buffer(Closeable):
         Without a shape: one dimension up to the end.  Raises InputError if it would reach outside.
         """
         self._require_open()
-        kind = self.dtype if dtype is None else np.dtype(dtype)
-        left = self.nbytes - offset
-        new = (left // kind.itemsize,) if shape is None else as_shape(shape)
-        if offset < 0 or math.prod(new) * kind.itemsize > left:
+        kind = self.dtype if dtype is None else device_dtype(dtype)
+        start = whole_number(offset)
+        if start is None:
+            raise InputError(f"offset={offset!r}: a whole number of bytes is needed")
+        left = self.nbytes - start
+        new = (max(0, left) // kind.itemsize,) if shape is None else as_shape(shape)
+        if start < 0 or math.prod(new) * kind.itemsize > left:
             raise InputError(
-                f"a view of {kind.name}{list(new)} at byte {offset} reaches outside "
+                f"a view of {kind.name}{list(new)} at byte {start} reaches outside "
                 f"{self.nbytes} bytes"
             )
-        return self._part(offset, new, kind)
+        return self._part(start, new, kind)
 
     def _part(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """A view that is known to lie inside."""
@@ -172,9 +193,12 @@ class Buffer(Closeable):
             if step != 1:
                 raise InputError("only contiguous rows can be viewed (step 1)")
             return self._part(start * row_bytes, (max(0, stop - start), *row), self.dtype)
-        if not -self.shape[0] <= index < self.shape[0]:
-            raise InputError(f"row {index} of {self.shape[0]}")
-        return self._part((index % self.shape[0]) * row_bytes, row, self.dtype)
+        place = whole_number(index)
+        if place is None:
+            raise InputError(f"{index!r} is no row: one whole number or slice is needed")
+        if not -self.shape[0] <= place < self.shape[0]:
+            raise InputError(f"row {place} of {self.shape[0]}")
+        return self._part((place % self.shape[0]) * row_bytes, row, self.dtype)
 
     def __len__(self) -> int:
         return self.shape[0] if self.shape else 0
@@ -191,13 +215,20 @@ class Buffer(Closeable):
 
         Only where the process can read it: pinned memory, and device memory of a device whose
         capability `host_memory_is_device_memory` says so.  Raises NotAvailableError elsewhere.
-        Not ordered with any stream: synchronise first.  Keeps the buffer alive.
+        Not ordered with any stream: synchronise first.
+
+        Keeps the buffer alive.  With that capability it keeps the memory too: it can be read after
+        the buffer or the device was closed.  Pinned memory of a GPU's driver is gone then.
         """
         self._require_open()
-        if not (self.pinned or self.context.driver.capabilities.host_memory_is_device_memory):
+        driver = self.context.driver
+        if driver.capabilities.host_memory_is_device_memory:
+            self.context.require_open()
+            made: npt.NDArray[Any] = driver.memory_view(self.address, self.shape, self.dtype, self)
+            return made
+        if not self.pinned:
             raise NotAvailableError(
-                f"device memory of {self.context.driver.name} cannot be read in place; "
-                "use to_numpy(stream)"
+                f"device memory of {driver.name} cannot be read in place; use to_numpy(stream)"
             )
         return as_numpy(self.address, self.shape, self.dtype, self)
 
@@ -253,26 +284,44 @@ class Buffer(Closeable):
 
     # --- content
     def copy_from(self, source: Buffer | npt.ArrayLike, stream: Stream) -> Self:
-        """Copies `source` (same number of bytes after conversion to this dtype) into the buffer.
+        """Copies `source` (as many elements, of this shape or with a single axis) into the buffer.
 
-        From a Buffer: in stream order, capturable.  From a NumPy array or a list: the bytes are
-        taken before this returns; not allowed during a capture (stage through pinned memory).
-        Raises InputError if sizes differ.
+        From a Buffer of this dtype, or from or into one of bytes: in stream order, capturable.
+        From a NumPy array or a list: the bytes are taken before this returns; not allowed during a
+        capture (stage through pinned memory).
+        Raises InputError if they do not fit, and for a value that does not survive the conversion
+        to this dtype (`signature.exact_array`).
         """
         self._require_open()
         if isinstance(source, Buffer):
-            if source.nbytes != self.nbytes:
-                raise InputError(f"{source.nbytes} bytes cannot be copied into {self.nbytes}")
+            if source.dtype == self.dtype:
+                self._require_shape(source.shape)
+            elif np.dtype(np.uint8) not in (source.dtype, self.dtype):
+                raise InputError(
+                    f"{source.dtype.name} is not converted to {self.dtype.name} on the device; "
+                    "ostinato.copy copies the bytes as they are"
+                )
             copy(stream, self, source)
             return self
-        array = np.ascontiguousarray(source, dtype=self.dtype)
+        array = exact_array(self.dtype, source)
         if array.size != self.size:
             raise InputError(f"{array.size} elements cannot be copied into {self.size}")
+        self._require_shape(array.shape)
         if array.size:
             data, to = array.reshape(-1).view(np.uint8).data, self.address
             copy_in = self.context.driver.memcpy_from_host
             stream.guarded("a copy of the host's bytes", lambda h: copy_in(to, data, h), Entry.ONCE)
         return self
+
+    def _require_shape(self, shape: tuple[int, ...]) -> None:
+        """Raises InputError for another shape, apart from axes of one element, unless one of both
+        has a single axis: rows and columns may have been exchanged."""
+        here, there = (tuple(n for n in one if n != 1) for one in (self.shape, shape))
+        if here != there and min(len(here), len(there)) > 1:
+            raise InputError(
+                f"shape {list(shape)} cannot be copied into {list(self.shape)}; reshape it if its "
+                "elements are meant in that order"
+            )
 
     def to_numpy(self, stream: Stream) -> npt.NDArray[Any]:
         """A copy of the content after the work on `stream` so far; waits for it."""
@@ -350,9 +399,7 @@ def allocate(
     """A new buffer.  Raises OutOfMemoryError, InputError, or DriverError (900) in a capture."""
     context.require_open()
     context.collect()
-    dims, kind = as_shape(shape), np.dtype(dtype)
-    if kind.hasobject:
-        raise InputError(f"dtype {kind!r} holds Python objects, which no device can read")
+    dims, kind = as_shape(shape), device_dtype(dtype)
     driver = context.driver
     nbytes = max(1, math.prod(dims) * kind.itemsize)
     free = driver.mem_free_pinned if pinned else driver.mem_free
@@ -371,15 +418,27 @@ def allocate(
     return buffer
 
 
-def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
-    """Copies `src` into `dst` (the same number of bytes) in stream order; capturable.
+def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
+    """A copy of all bytes of a buffer.
 
-    Raises InputError if the sizes differ.
+    Raises InputError if the sizes differ, and for buffers that overlap: a GPU copies in any order.
     """
     if dst.nbytes != src.nbytes:
         raise InputError(f"{src.nbytes} bytes cannot be copied into {dst.nbytes}")
+    if 0 < abs(dst.address - src.address) < dst.nbytes:
+        raise InputError(
+            f"{src!r} cannot be copied into {dst!r}: they overlap; copy to other memory in between"
+        )
+    return MemcpyNodeParams(dst.address, src.address, dst.nbytes)
+
+
+def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
+    """Copies the bytes of `src` into `dst` (as many) in stream order; capturable.
+
+    Raises InputError if the sizes differ, and for buffers that overlap.
+    """
+    params = copy_params(dst, src)
     if dst.nbytes:
-        params = MemcpyNodeParams(dst.address, src.address, dst.nbytes)
         stream.submit(Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src)))
 
 

@@ -7,6 +7,7 @@ unversioned capsules).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from ostinato.driver.context import Context
 from ostinato.driver.signature import array_interface
 from ostinato.errors import InputError
-from ostinato.memory.buffer import Buffer
+from ostinato.memory.buffer import Buffer, device_dtype
 
 __all__ = ["adopt_array"]
 
@@ -54,24 +55,30 @@ def adopt_array(context: Context, array: object) -> Buffer:
     if interface is not None:
         shape = tuple(int(n) for n in interface["shape"])
         typestr = interface["typestr"]
-        dtype = np.dtype(np.uint16 if typestr == "<V2" else typestr)  # torch's bfloat16
+        dtype = device_dtype(np.uint16 if typestr == "<V2" else typestr)  # torch's bfloat16
         strides = interface.get("strides")
-        if strides is not None and tuple(strides) != _dense(shape, dtype.itemsize):
-            raise InputError(
-                f"{type(array).__name__}: strided arrays cannot be adopted; copy first"
-            )
+        if strides is not None:
+            _require_dense(array, shape, strides, dtype.itemsize)
         return Buffer(context, int(interface["data"][0]), shape, dtype, base=array)
     if hasattr(array, "__dlpack__"):
         return _from_dlpack(context, array)
     raise InputError(f"{type(array).__name__} has neither __cuda_array_interface__ nor __dlpack__")
 
 
-def _dense(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    strides, step = [], itemsize
-    for extent in reversed(shape):
-        strides.append(step)
+def _require_dense(
+    array: object, shape: tuple[int, ...], strides: Sequence[int], itemsize: int
+) -> None:
+    """Raises InputError unless the elements lie in C order without gaps.
+
+    The stride of an axis with one element says nothing, and libraries give any number there.
+    """
+    step = itemsize
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent > 1 and stride != step and 0 not in shape:
+            raise InputError(
+                f"{type(array).__name__}: strided arrays cannot be adopted; copy first"
+            )
         step *= extent
-    return tuple(reversed(strides))
 
 
 def _from_dlpack(context: Context, array: Any) -> Buffer:
@@ -87,11 +94,8 @@ def _from_dlpack(context: Context, array: Any) -> Buffer:
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     dtype = _dtype(tensor.dtype)
     if tensor.strides:
-        strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim))
-        if strides != _dense(shape, dtype.itemsize):
-            raise InputError(
-                f"{type(array).__name__}: strided arrays cannot be adopted; copy first"
-            )
+        strides = [tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim)]
+        _require_dense(array, shape, strides, dtype.itemsize)
     address = (tensor.data or 0) + tensor.byte_offset
     return Buffer(context, address, shape, dtype, base=(array, capsule))
 

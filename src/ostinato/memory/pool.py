@@ -26,7 +26,7 @@ from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.forking import new_lock
 from ostinato.driver.location import caller_location
 from ostinato.errors import ClosedError, InputError, PoolSealedError
-from ostinato.memory.buffer import Buffer, allocate, as_shape
+from ostinato.memory.buffer import Buffer, allocate, as_shape, device_dtype
 
 __all__ = ["CapturePool", "Growth", "PoolState", "PoolStatistics"]
 
@@ -143,7 +143,7 @@ class CapturePool(Closeable):
         capture, the pool grows, logs a warning, and keeps the line that needed the memory.  Raises
         PoolSealedError, ClosedError, OutOfMemoryError.
         """
-        dims, kind = as_shape(shape), np.dtype(dtype)
+        dims, kind = as_shape(shape), device_dtype(dtype)
         nbytes = math.prod(dims) * kind.itemsize
         with self._lock:
             self.require_open(f"an allocation of {nbytes} bytes for {owner!r}")

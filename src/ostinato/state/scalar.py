@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, Watcher, context_of
+from ostinato.driver.signature import exact_array
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer, allocate
@@ -145,34 +146,14 @@ def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt
     Raises InputError if the shape differs, a field is missing or unknown, or a number does not
     survive the conversion (out of bounds, fraction lost); floats may be rounded to narrower ones.
     """
-    out = np.zeros(shape, dtype)
     if dtype.fields is not None:
+        out = np.zeros(shape, dtype)
         _fill_structs(out, value, dtype)
         return out
-    try:
-        given = np.asarray(value)
-    except (ValueError, OverflowError) as error:
-        raise InputError(f"cannot read {value!r} as {dtype.name}: {error}") from None
+    given = exact_array(dtype, value)  # type: ignore[arg-type]  # what is no array is refused
     if given.shape != shape:
         raise InputError(f"shape {given.shape} was given, and {shape} is needed")
-    if given.dtype.kind not in "biuf" and given.dtype != dtype:
-        raise InputError(f"numbers are needed ({dtype.name}), not {given.dtype.name}")
-    if dtype.kind in "iu" and given.dtype.kind == "f" and not np.all(given == np.floor(given)):
-        raise InputError(f"whole numbers are needed ({dtype.name})")
-    if dtype.kind in "iu" and given.size:
-        info = np.iinfo(dtype)
-        low, high = given.min(), given.max()
-        if not (info.min <= low and high <= info.max):
-            bad = high if info.min <= low else low
-            raise InputError(f"{bad} is outside {dtype.name} ({info.min} to {info.max})")
-    with np.errstate(over="ignore"):
-        out[...] = given.astype(dtype)
-    if dtype.kind == "f":
-        lost = np.isinf(out) & np.isfinite(given)
-        if lost.any():
-            bad, most = given[lost][0] if given.ndim else given, np.finfo(dtype).max
-            raise InputError(f"{bad} is outside {dtype.name} (at most {most:g})")
-    return out
+    return given
 
 
 def _fill_structs(out: npt.NDArray[Any], value: object, dtype: np.dtype[Any]) -> None:

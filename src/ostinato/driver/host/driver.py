@@ -271,8 +271,9 @@ class HostDriver:
     def memory_view(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
     ) -> Any:
-        call = self._enter("memory_view")
-        self._memory.check(address, math.prod(shape) * dtype.itemsize, call, "address")
+        # Not `_enter`: this is no call of a device's, and host functions read memory with it.
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._memory.check(address, nbytes, "memory_view", "address")
         return as_numpy(address, shape, dtype, (owner, self._memory.find(address)))
 
     def memcpy(self, dst: int, src: int, nbytes: int, stream: StreamHandle) -> None:
