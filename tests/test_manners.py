@@ -220,6 +220,27 @@ def test_arguments_in_a_wrong_order_are_named(device: Device, stream: ost.Stream
 
 
 @pytest.mark.usefixtures("launcher")
+def test_what_has_a_handle_is_not_taken_for_a_stream_or_an_event(
+    device: Device, stream: ost.Stream
+) -> None:
+    """A GPU's driver follows any handle."""
+    x, event = device.zeros(4, np.float32), stream.record()
+    graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 1))
+    run = graph.instantiate()
+    scale = kernel(device, "scale")
+    for other in (event, graph, run, device, x):
+        with pytest.raises(InputError, match="stream must be a Stream"):
+            ost.launch(other, scale, config(4), x, 4)
+        with pytest.raises(InputError, match="a Stream is needed"):
+            run.launch(other)
+    for other in (stream, graph, run, 5):
+        for use in (stream.wait, stream.record, graph.add_event_wait, graph.add_event_record):
+            with pytest.raises(InputError, match="an Event is needed"):
+                use(other)
+    with pytest.raises(InputError, match="priority"):
+        ost.LaunchConfig(1, 1, priority=1.5)
+
+
 def test_a_launch_takes_its_stream_by_name(device: Device, stream: ost.Stream) -> None:
     x = device.zeros(4, np.float32)
     run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()

@@ -247,6 +247,13 @@ def _shared_bytes(value: int) -> int:
     return number
 
 
+def _priority(value: int) -> int:
+    number = whole_number(value)
+    if number is None:
+        raise InputError(f"priority={value!r}: a whole number or None is needed")
+    return number
+
+
 def whole_number(value: object) -> int | None:
     """A whole number of Python or NumPy as an int; None for anything else, also for a bool."""
     try:
@@ -299,7 +306,7 @@ class LaunchConfig(_LaunchFields):
             None if cluster is None else _dim3(cluster, "cluster"),
             bool(cooperative),
             bool(programmatic),
-            priority,
+            None if priority is None else _priority(priority),
         )
 
     @property

@@ -298,49 +298,77 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
         given = np.asarray(values)
     except (ValueError, OverflowError) as error:
         raise InputError(f"cannot read {values!r} as {dtype.name}: {error}") from None
-    if dtype.kind in "iu" and given.dtype.kind in "fO" and not hasattr(values, "dtype"):
-        # NumPy makes floats of whole numbers that no type of 64 bits holds together.
-        numbers = np.array(values, object)
-        if all(isinstance(number, int | np.integer) for number in numbers.flat):
-            given = numbers
-    if given.dtype != dtype and given.size:
-        _require_exact(dtype, given)
+    wanted, kind = dtype.kind, given.dtype.kind
+    if given.dtype == dtype or not given.size:
+        pass
+    elif wanted in "iu" and kind in "iu":
+        _require_bounds(dtype, given.min(), given.max())
+    elif wanted in "biufc":
+        if kind in "fO" and wanted in "iu" and not hasattr(values, "dtype"):
+            given = _whole_numbers(values, given)
+        _require_numbers(dtype, given)
+    elif not np.can_cast(given.dtype, dtype, "safe"):
+        raise InputError(f"{dtype.name} is needed, not {given.dtype.name}")
+    if wanted not in "fc" or given.dtype == dtype:
+        return np.ascontiguousarray(given, dtype=dtype).reshape(given.shape)
     with np.errstate(over="ignore"):
         made = np.ascontiguousarray(given, dtype=dtype).reshape(given.shape)
-    if dtype.kind in "fc" and given.dtype.kind in "iufc" and given.dtype != dtype:
-        lost = np.isinf(made) & np.isfinite(given)
-        if lost.any():
-            raise InputError(f"{given[lost][0]} is outside {_bounds(dtype)}")
+    lost = np.isinf(made) & np.isfinite(given)
+    if lost.any():
+        raise InputError(f"{given[lost][0]} is outside {_bounds(dtype)}")
     return made
 
 
-def _require_exact(dtype: np.dtype[Any], given: npt.NDArray[Any]) -> None:
-    """Raises InputError for values that another dtype has no equal of."""
+def _whole_numbers(values: npt.ArrayLike, given: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`given`, or `values` as objects if all are whole numbers: NumPy makes floats of those that no
+    type of 64 bits holds together."""
+    numbers = np.array(values, object)
+    return numbers if _are_whole(numbers) else given
+
+
+def _are_whole(numbers: npt.NDArray[Any]) -> bool:
+    return all(isinstance(number, int | np.integer) for number in numbers.flat)
+
+
+def _require_numbers(dtype: np.dtype[Any], given: npt.NDArray[Any]) -> None:
+    """Raises InputError for values that a type of numbers or flags has no equal of.
+
+    Too large floats are left to the caller.
+    """
     kind = given.dtype.kind
-    if kind == "O" and dtype.kind in "iu" and all(isinstance(n, int) for n in given.flat):
-        kind = "i"
-    if dtype.kind not in "biufc" or kind not in "biufc":
-        if dtype.kind in "biufc" or not np.can_cast(given.dtype, dtype, "safe"):
-            raise InputError(f"numbers are needed ({dtype.name}), not {given.dtype.name}")
-        return
-    if kind == "c" and dtype.kind != "c":
+    if kind == "O" and dtype.kind in "iu" and _are_whole(given):
+        _require_bounds(dtype, given.min(), given.max())
+    elif kind not in "biufc":
+        raise InputError(f"numbers are needed ({dtype.name}), not {given.dtype.name}")
+    elif kind == "c" and dtype.kind != "c":
         raise InputError(f"real numbers are needed ({dtype.name}), not {given.dtype.name}")
-    if dtype.kind == "b":
+    elif dtype.kind == "b":
         wrong = given[(given != 0) & (given != 1)]
         if wrong.size:
             raise InputError(f"True or False is needed, not {wrong[0]}")
-    elif dtype.kind in "iu" and kind in "iuf":
-        low, high = given.min(), given.max()
-        if kind == "f" and not (given == np.floor(given)).all():
+    elif dtype.kind in "iu" and kind == "f":
+        if not (given == np.floor(given)).all():
             raise InputError(f"whole numbers are needed ({dtype.name})")
-        info = np.iinfo(dtype)
-        for bad in (low, high):
-            if bad in (-np.inf, np.inf) or not info.min <= int(bad) <= info.max:
-                raise InputError(f"{bad} is outside {_bounds(dtype)}")
-            if kind == "f" and abs(bad) >= _EXACT_FLOATS:
-                raise InputError(
-                    f"{bad} is a float that stands for several whole numbers; give {dtype.name}"
-                )
+        low, high = given.min(), given.max()
+        if np.isinf(low) or np.isinf(high):
+            raise InputError(f"infinity is outside {_bounds(dtype)}")
+        _require_bounds(dtype, low, high)
+        if max(-low, high) >= _EXACT_FLOATS:
+            raise InputError(
+                f"{max(-low, high)} is a float that stands for several whole numbers; give "
+                f"{dtype.name}"
+            )
+
+
+def _require_bounds(dtype: np.dtype[Any], low: Any, high: Any) -> None:
+    """Raises InputError unless whole numbers from `low` to `high` fit into a type of them."""
+    bits = 8 * dtype.itemsize
+    least, most = (
+        (-(1 << bits - 1), (1 << bits - 1) - 1) if dtype.kind == "i" else (0, (1 << bits) - 1)
+    )
+    for bad in (int(low), int(high)):
+        if not least <= bad <= most:
+            raise InputError(f"{bad} is outside {_bounds(dtype)}")
 
 
 def _bounds(dtype: np.dtype[Any]) -> str:

@@ -38,7 +38,7 @@ from ostinato.errors import (
     StreamCaptureError,
 )
 
-__all__ = ["Event", "Operation", "Stream", "require_callable"]
+__all__ = ["Event", "Operation", "Stream", "handle_of", "require_callable"]
 
 T = TypeVar("T")
 
@@ -136,6 +136,15 @@ class _DriverEvent:
         handle = self.handle
         finalizer = weakref.finalize(self, context.retire, lambda: driver.event_destroy(handle))
         finalizer.atexit = False
+
+
+def handle_of(event: Event) -> EventHandle:
+    """Raises InputError for what is no event: the driver would take a stream's handle for one."""
+    if not isinstance(event, Event):
+        raise InputError(
+            f"an Event is needed, not {type(event).__name__} (side.wait(stream.record()))"
+        )
+    return event.handle
 
 
 class Stream(Closeable):
@@ -278,7 +287,7 @@ class Stream(Closeable):
         """Records an event (a new one if none is given) after the work submitted so far."""
         if event is None:
             event = Event(self.context)
-        handle = event.handle
+        handle = handle_of(event)
         record = self.context.driver.event_record
         self.guarded("record", lambda h: record(handle, h), Entry.ORDER)
         for tap in self.context.taps:
@@ -290,7 +299,7 @@ class Stream(Closeable):
 
         An event recorded inside a capture pulls this stream into the capture (fork and join).
         """
-        handle = event.handle
+        handle = handle_of(event)
         wait = self.context.driver.stream_wait_event
         self.guarded("wait", lambda h: wait(h, handle), Entry.ORDER)
         for tap in self.context.taps:

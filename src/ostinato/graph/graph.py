@@ -37,7 +37,7 @@ from ostinato.driver.api import (
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.location import caller_line
-from ostinato.driver.stream import Event, Operation, Stream, require_callable
+from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_callable
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
 from ostinato.graph.launching import prepare_node
 from ostinato.graph.node import Argument, LazyArguments, Node, NodeLabel, every_node
@@ -454,10 +454,10 @@ class Graph(Closeable):
         return self.add(ChildGraphNodeParams(graph.handle), after, keep=(graph, *graph.kept))
 
     def add_event_record(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
-        return self.add(EventRecordNodeParams(event.handle), after, keep=(event.owner,))
+        return self.add(EventRecordNodeParams(handle_of(event)), after, keep=(event.owner,))
 
     def add_event_wait(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
-        return self.add(EventWaitNodeParams(event.handle), after, keep=(event.owner,))
+        return self.add(EventWaitNodeParams(handle_of(event)), after, keep=(event.owner,))
 
     def add_alloc(self, nbytes: int, after: Sequence[NodeRef] = ()) -> Node:
         """Adds an allocation; `node.alloc.address` is where it will be, for nodes after it."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, Watcher, context_of
-from ostinato.driver.signature import exact_array
+from ostinato.driver.signature import exact_array, exact_bytes
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer, allocate
@@ -150,6 +150,8 @@ def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt
         out = np.zeros(shape, dtype)
         _fill_structs(out, value, dtype)
         return out
+    if shape == () and type(value) is {"i": int, "u": int, "f": float}.get(dtype.kind):
+        return np.frombuffer(exact_bytes(dtype, value, "the value"), dtype).reshape(())
     given = exact_array(dtype, value)  # type: ignore[arg-type]  # what is no array is refused
     if given.shape != shape:
         raise InputError(f"shape {given.shape} was given, and {shape} is needed")
