@@ -492,3 +492,19 @@ def test_a_body_can_be_cloned(device: Device, stream: ost.Stream) -> None:
     assert [node.line for node in clone.nodes[0].children[0]] == [inner.nodes[0].line]
     clone.instantiate().launch(stream)
     assert (x.to_numpy(stream) == 3).all()
+
+
+def test_a_body_is_gone_with_its_graph(device: Device, stream: ost.Stream) -> None:
+    """A GPU's driver would follow its handle."""
+    graph, x = ost.Graph.create(device), device.zeros(N, np.float32)
+    (body,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+    graph.close()
+    for use in (
+        lambda: body.add_memset(x, 1),
+        lambda: ost.Capture(stream, into=body).begin(),
+        lambda: body.nodes,
+        lambda: ost.Graph.create(device).add_child(body),
+    ):
+        with pytest.raises(ClosedError, match="the graph is closed"):
+            use()
+    assert not stream.is_capturing

@@ -716,5 +716,11 @@ class _Body(Graph):
 
     def __init__(self, parent: Graph, handle: GraphHandle) -> None:
         super().__init__(parent.context, handle, owned=False, owner=parent)
+        self._parent = parent
         self.labels = parent.labels
         self.keep = parent.keep
+
+    @property
+    def handle(self) -> GraphHandle:
+        _ = self._parent.handle  # raises: the body is gone with the graph around it
+        return super().handle

@@ -317,7 +317,7 @@ class Buffer(Closeable):
         """Raises InputError for another shape, apart from axes of one element, unless one of both
         has a single axis: rows and columns may have been exchanged."""
         here, there = (tuple(n for n in one if n != 1) for one in (self.shape, shape))
-        if here != there and min(len(here), len(there)) > 1:
+        if self.size and here != there and min(len(here), len(there)) > 1:
             raise InputError(
                 f"shape {list(shape)} cannot be copied into {list(self.shape)}; reshape it if its "
                 "elements are meant in that order"
