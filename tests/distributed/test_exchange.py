@@ -312,6 +312,27 @@ def test_what_is_too_long_goes_another_way() -> None:
     assert one[-1].endswith("beyond: 3 made in peer memory, 6 beyond")
 
 
+@pytest.mark.usefixtures("kernels")
+def test_memory_at_an_address_of_before_is_kept() -> None:
+    def work(group: Group) -> None:
+        with ost.open_device("host") as device:
+            beyond = open_collectives(group, device, "library")
+            made = ExchangeCollectives(group, device, beyond, limit=4096)
+            group.attach(made)
+            for _ in range(3):  # the memory of one turn is likely that of the next
+                one, out = (device.array(np.ones(64, np.float32)) for _ in range(2))
+                (operation,) = made.all_reduce(one, out)
+                assert {one, out} <= set(operation.keep)
+                one.close()
+                out.close()
+                device.synchronize()
+            made.close()
+            beyond.close()
+
+    with local_groups(2, deadline=60) as groups:
+        groups.run(work)
+
+
 def test_a_rank_that_cannot_share_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     from ostinato.driver.host.driver import HostDriver
 

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +43,18 @@ from ostinato import (
 from ostinato.distributed.group import Group
 from ostinato.errors import GroupError, InputError
 
-__all__ = ["Collectives", "Gathered", "HostCollectives"]
+__all__ = ["Collectives", "Gathered", "HostCollectives", "remembered"]
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+Key: TypeAlias = tuple[object, ...]
+
+
+def remembered(made: Mapping[Key, tuple[Operation, ...]], key: Key) -> tuple[Operation, ...] | None:
+    """Operations by a key of addresses; None if there are none, and once memory that they were made
+    with is closed: other memory may be at its address by now, which they do not keep alive."""
+    found = made.get(key)
+    return found if found is not None and all(one.usable for one in found) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from ostinato import (
     host_kernel,
     prepare,
 )
-from ostinato.distributed.collectives import Collectives, Gathered
+from ostinato.distributed.collectives import Collectives, Gathered, remembered
 from ostinato.distributed.group import Group
 from ostinato.errors import NotAvailableError, OstinatoError
 from ostinato.modules import CompileOptions
@@ -278,7 +278,8 @@ class ExchangeCollectives(Collectives):
     ) -> tuple[Operation, ...]:
         self.group.check()
         key = (name, one.address, other.address, count, width, programmatic)
-        if key not in self._made:
+        found = remembered(self._made, key)
+        if found is None:
             options = CompileOptions(defines=tuple(self.layout.macros.items()))
             kernel = self.device.modules.get_or_compile(self._source(), name, options=options)
             grid = -(-count // _BLOCK)
@@ -289,9 +290,9 @@ class ExchangeCollectives(Collectives):
             )
             # The table holds addresses that no argument has.
             kept = replace(made, keep=(*made.keep, self._window, self._lost))
-            self._made[key] = (kept,)
+            found = self._made[key] = (kept,)
         self.in_windows += 1
-        return self._made[key]
+        return found
 
     def _beyond(self, operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
         self.by_beyond += 1

@@ -44,7 +44,7 @@ from ostinato import (
     lift,
     prepare,
 )
-from ostinato.distributed.collectives import Collectives, Gathered
+from ostinato.distributed.collectives import Collectives, Gathered, remembered
 from ostinato.distributed.group import Group
 from ostinato.errors import (
     CaptureError,
@@ -167,14 +167,15 @@ class NcclCollectives(Collectives):
         """See `Collectives`.  NCCL's sum in place, and a kernel of ours that adds it."""
         count = self._same("accumulate", target, partial)
         key = ("accumulate", target.address, partial.address, count)
-        if key not in self._made:
+        found = remembered(self._made, key)
+        if found is None:
             kernel = self.device.modules.get_or_compile(kernels(), "add_reduced")
             shape = LaunchConfig(-(-count // _THREADS), _THREADS)
-            self._made[key] = (
+            found = self._made[key] = (
                 *self._operations("all_reduce", partial, partial, count),
                 prepare(kernel, shape, target, partial, count),
             )
-        return self._made[key]
+        return found
 
     def all_gather(
         self, source: Buffer, out: Buffer, *, programmatic: bool = False
@@ -226,17 +227,18 @@ class NcclCollectives(Collectives):
         """NCCL's call on these buffers, captured and lifted; it does not run."""
         self.group.check()
         key = (name, source.address, out.address, count)
-        if key not in self._made:
+        found = remembered(self._made, key)
+        if found is None:
             try:
                 if (name, count) not in self._tried:
                     self._try_out(name, source, out, count)
                     self._tried.add((name, count))
-                self._made[key] = self._lifted(name, source, out, count)
+                found = self._made[key] = self._lifted(name, source, out, count)
             except (ContextPoisonedError, GroupError):
                 raise
             except (CaptureError, DriverError, GraphError, self._bindings.NCCLError) as error:
                 raise NotAvailableError(f"{name} of {count} by {self.name}: {error}") from error
-        return self._made[key]
+        return found
 
     def _lifted(self, name: str, source: Buffer, out: Buffer, count: int) -> tuple[Operation, ...]:
         with capture(self._stream) as under_way:
