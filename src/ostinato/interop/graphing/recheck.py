@@ -19,8 +19,9 @@ from typing import Any, Protocol, TypeAlias
 from ostinato import GraphCache, Stream
 from ostinato.driver.extension import load_extension
 from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch, same
-from ostinato.interop.graphing.library import Library, Options, Turns
+from ostinato.interop.graphing.library import Library, Options
 from ostinato.interop.graphing.records import Captured, Line, Work
+from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import children_of, is_plain, plain_token
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "Checks",
     "Hot",
     "Inexpressible",
-    "Surroundings",
     "compiled",
     "launch",
     "recheck",
@@ -285,25 +285,12 @@ class Way(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Surroundings:
-    """What the short ways of a function share."""
-
-    library: Library
-    options: Options
-    guards: Guards | None
-    names: Sequence[str]
-    lock: Any
-    turns: Turns
-    cache: GraphCache
-
-
 class _Way:
     """The way of a graph around which arrays are copied."""
 
     def __init__(
         self,
-        shared: Surroundings,
+        subject: Subject,
         match: Match,
         line: Line,
         captured: weakref.ref[Captured],
@@ -311,8 +298,8 @@ class _Way:
         allowed: Callable[[list[Any]], bool] | None,
     ) -> None:
         self.count, self._ended = 0, False
-        self._library, self._lock, self._turns = shared.library, shared.lock, shared.turns
-        self._cache, self._match, self._line = shared.cache, match, line
+        self._library, self._lock, self._turns = subject.library, subject.lock, subject.turns
+        self._cache, self._match, self._line = subject.cache, match, line
         self._captured, self._stream, self._allowed = captured, stream, allowed
 
     def end(self) -> None:
@@ -384,7 +371,7 @@ class Hot:
 
 
 def recheck(
-    shared: Surroundings,
+    subject: Subject,
     work: Work,
     line: Line,
     captured: Captured,
@@ -397,8 +384,8 @@ def recheck(
     `seen`: the guarded arrays, their addresses, and the modes, as they stand in the key.
     `note` notes what is to be looked at besides the key.
     """
-    library, options, guards = shared.library, shared.options, shared.guards
-    names = shared.names
+    library, options, guards = subject.library, subject.options, subject.guards
+    names = subject.arguments.names
     if _extension is None or options.padding or options.verify:
         return None
     if line.written or captured.tree.given:
@@ -438,12 +425,12 @@ def recheck(
         return None
     owned, way = weakref.ref(captured), None
     if captured.moves is None:
-        way = _Way(shared, made.match, line, owned, stream, allowed)
+        way = _Way(subject, made.match, line, owned, stream, allowed)
     else:
         way = _extension.Way(
-            *(made, shared.lock.acquire, shared.lock.release, owned, shared.turns, stream),
+            *(made, subject.lock.acquire, subject.lock.release, owned, subject.turns, stream),
             *(library.empty_like, library.address, captured.moves.change),
-            *(shared.cache.replay, line.name, MISSED, line.times.append, allowed),
+            *(subject.cache.replay, line.name, MISSED, line.times.append, allowed),
         )
     return Hot(made.match, line, way)
 

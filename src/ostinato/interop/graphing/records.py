@@ -13,7 +13,7 @@ from ostinato.interop.graphing.moves import Moves
 from ostinato.interop.graphing.padding import Cut
 from ostinato.interop.graphing.trees import Tree
 
-__all__ = ["Bound", "Captured", "Line", "Work"]
+__all__ = ["Bound", "Captured", "Dynamic", "Line", "Work"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,21 +24,6 @@ class Bound:
     """Each piece once, with an array that keeps it alive."""
     pattern: list[int]
     """Of each array, in which piece it is."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Facts:
-    """What a file is made of, besides the graph."""
-
-    key: str
-    """Text of the key."""
-    result: Any
-    """How the result is put together, as plain data."""
-    work: Work
-    """A call that has the graph's own inputs as its arrays."""
-    why_not: str = ""
-    """Why it cannot be saved."""
-    restored: bool = False
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -67,8 +52,12 @@ class Captured:
     give: Callable[[Sequence[Any]], Any] = lambda made: None
     """The result of a call that writes no arguments and has no dynamic sizes, from the outputs
     that were copied by the graph, or none if it copies none."""
-    facts: Facts | None = None
-    """For its file; None if graphs are not saved."""
+    call: Work | None = None
+    """The call that was captured, with the graph's own inputs as its arrays, and"""
+    result: Any = None
+    """its result; both for its file, and None if it is not to be saved."""
+    rebound: bool = False
+    """Whether it was bound to other memory than it was captured with."""
     checked: bool = False
     checked_padding: bool = False
 
@@ -113,18 +102,50 @@ class Line:
     """Replays that were found by the key: after each power of two a short way is looked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """The dynamic axis of one array of a call."""
+
+    axis: int
+    size: int
+    capacity: int
+    """The bucket of the size."""
+    place: int
+    """Among the dynamic arrays of the call."""
+    fill: float | None
+    """What the padding holds; None if no answer may depend on it."""
+
+
 @dataclass(slots=True, eq=False)
 class Work:
     """One call, taken apart."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    leaves: list[Any]
-    statics: list[Any]
-    sizes: list[int]
+    leaves: list[Any] = field(default_factory=list)
+    """The arrays that are copied."""
+    statics: list[Any] = field(default_factory=list)
+    """Those of static arguments."""
+    dynamic: list[Dynamic | None] = field(default_factory=list)
+    """Of each leaf; empty where no argument can have a dynamic axis."""
+    sizes: list[int] = field(default_factory=list)
     """Of the dynamic arrays, in order."""
-    seen: Seen | None
-    axes: list[int | None] = field(default_factory=list)
-    """Of each leaf its dynamic axis; empty where no argument can have one."""
-    fills: list[float | None] = field(default_factory=list)
-    """What its padding holds."""
+    seen: Seen | None = None
+    """What the function uses besides its arguments."""
+    epoch: int = 0
+    """Of the guarded arrays: it is another one after one of them has moved."""
+
+    @property
+    def axes(self) -> list[Dynamic | None]:
+        """Of each leaf its dynamic axis, or None."""
+        return self.dynamic or [None] * len(self.leaves)
+
+    @property
+    def padded(self) -> bool:
+        """Whether an array of it is shorter than its bucket."""
+        return any(d is not None and d.size != d.capacity for d in self.dynamic)
+
+    @property
+    def state(self) -> list[Any]:
+        """The arrays that it uses and that are not copied."""
+        return [*self.statics, *([] if self.seen is None else self.seen.arrays)]

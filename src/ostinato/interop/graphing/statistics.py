@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from ostinato.cache import CacheStatistics
 
-__all__ = ["GraphedKeyStatistics", "GraphedStatistics", "table"]
+__all__ = ["GraphedKeyStatistics", "GraphedStatistics", "explained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,57 @@ class GraphedStatistics:
     not_restored: Mapping[str, int]
     """Why keys were not restored from the store."""
 
+    @classmethod
+    def of(
+        cls,
+        keys: tuple[GraphedKeyStatistics, ...],
+        *,
+        nested: int,
+        cache: CacheStatistics,
+        not_restored: Mapping[str, int],
+    ) -> Self:
+        """The sums over keys."""
+        eager_reasons: Counter[str] = Counter()
+        capture_reasons: Counter[str] = Counter()
+        for each in keys:
+            eager_reasons.update(each.eager_reasons)
+            capture_reasons.update(each.capture_reasons)
+        return cls(
+            calls=sum(each.calls for each in keys) + nested,
+            eager=sum(each.eager for each in keys),
+            captures=sum(each.captures for each in keys),
+            restored=sum(each.restored for each in keys),
+            replays=sum(each.replays for each in keys),
+            rebound=sum(each.rebound for each in keys),
+            verified=sum(each.verified for each in keys),
+            nested=nested,
+            quarantined={each.name: each.reason for each in keys if each.reason},
+            eager_reasons=dict(eager_reasons),
+            capture_reasons=dict(capture_reasons),
+            keys=keys,
+            cache=cache,
+            not_restored=not_restored,
+        )
 
-def table(rows: Sequence[Sequence[str]]) -> str:
+
+def explained(keys: Sequence[GraphedKeyStatistics]) -> str:
+    """A table: each key, what is done with its calls, and why."""
+    rows = [["key", "decision", "captures", "replays", "eager", "µs", "bytes", "reason"]]
+    for each in keys:
+        us = "-" if each.us is None else f"{each.us:.1f}"
+        counts = map(str, (each.captures, each.replays, each.eager))
+        reason = each.reason or _again(each.capture_reasons)
+        rows.append([each.key, each.decision, *counts, us, str(each.nbytes), reason])
+    return _table(rows)
+
+
+def _again(reasons: Mapping[str, int]) -> str:
+    """Why a key was captured more than once."""
+    again = [f"{why} ({count}x)" for why, count in [*reasons.items()][1:]]
+    return f"captured again: {'; '.join(again)}" if again else ""
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
     """Rows as text in columns; the first is the heading, numbers are set to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []

@@ -1,0 +1,203 @@
+"""The arguments of a call: what of them is in its key, and which arrays are copied."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ostinato.errors import InputError
+from ostinato.interop.graphing.guards import ObjectWatch
+from ostinato.interop.graphing.library import Library, NotGraphable, Options
+from ostinato.interop.graphing.records import Dynamic, Work
+from ostinato.interop.graphing.trees import (
+    Tree,
+    children_of,
+    flatten,
+    is_plain,
+    joiner,
+    plain_token,
+    tree_of,
+)
+
+__all__ = ["Arguments"]
+
+
+class Arguments:
+    """How the arguments of one function are taken apart, and put together again.
+
+    Raises InputError for options that name a parameter which the function does not have."""
+
+    def __init__(
+        self, function: Callable[..., Any], name: str, library: Library, options: Options
+    ) -> None:
+        self._library, self._options = library, options
+        self.names, rest = _parameters(function)
+        """Of the positional parameters."""
+        axes = options.padding.axes if options.padding else {}
+        self._special = {*options.static, *axes}
+        for given in (*self._special, *options.fill):
+            if given not in self.names and not rest:
+                raise InputError(f"{name} has no parameter {given!r} (it has {self.names})")
+        self._watched: weakref.WeakKeyDictionary[object, ObjectWatch] = weakref.WeakKeyDictionary()
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The arguments with the names of their parameters; "*" for those without."""
+        names = itertools.chain(self.names, itertools.repeat("*"))
+        return itertools.chain(zip(names, args, strict=False), kwargs.items())
+
+    # --- taking apart
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Hashable], Work]:
+        """What of the arguments must be equal for a graph to stand for a call, and the call taken
+        apart.  Raises Unknown, NotGraphable."""
+        array, signature = self._library.array_type, self._library.signature
+        work = Work(args, kwargs)
+        tokens: list[Hashable]
+        if not (self._special or kwargs):
+            tokens = [signature(v) if type(v) is array else None for v in args]
+            if None not in tokens:
+                work.leaves += args
+                return tokens, work
+        tokens = []
+        if self._special:
+            given = self.named(args, {})
+        else:
+            given = zip(itertools.repeat("an argument"), args, strict=False)
+        for name, value in given:
+            self._add(name, value, tokens, work)
+        for name, value in kwargs.items():
+            tokens.append(name)
+            self._add(name, value, tokens, work)
+        if work.sizes:  # sizes that are equal are one size, whatever array they come from
+            tokens.append(tuple(map(work.sizes.index, work.sizes)))
+        return tokens, work
+
+    def _add(self, name: str, value: Any, tokens: list[Hashable], work: Work) -> None:
+        """Adds one argument to a key."""
+        library = self._library
+        if name in self._options.static:
+            self._add_static(value, tokens, work)
+            return
+        if is_plain(value, library.plain):
+            tokens.append(plain_token(value))
+            return
+        before = len(work.leaves)
+        flatten(value, name, library, tokens, work.leaves)
+        padding = self._options.padding
+        for leaf in work.leaves[before:]:
+            signature = library.signature(leaf)
+            if type(leaf) is not library.array_type:
+                kind: Any = type(leaf)
+                tokens.append(kind)
+            if padding is None or name not in padding.axes:
+                work.dynamic.append(None)
+                tokens.append(signature)
+                continue
+            try:
+                shape, axis = padding.padded(name, signature[0])
+            except InputError as error:
+                raise NotGraphable(str(error)) from error
+            size, fill = signature[0][axis], self._options.fill.get(name)
+            work.dynamic.append(Dynamic(axis, size, shape[axis], len(work.sizes), fill))
+            work.sizes.append(size)
+            # Without strides: it is copied into memory of its own layout.
+            tokens.append((shape, axis, signature[1], *signature[3:]))
+
+    def _add_static(self, value: Any, tokens: list[Hashable], work: Work) -> None:
+        library, before = self._library, len(work.statics)
+        if library.is_array(value):
+            work.statics.append(value)
+        elif is_plain(value, library.plain):
+            tokens.append(plain_token(value))
+        else:
+            found = children_of(value, library)
+            if found is not None:
+                tokens.append(found[0])
+                for child in found[1]:
+                    self._add_static(child, tokens, work)
+                return
+            try:
+                watch = self._watched.get(value)
+                if watch is None:
+                    watch = self._watched[value] = ObjectWatch(value, library)
+            except TypeError:  # no weak references, or no hash
+                watch = ObjectWatch(value, library)
+            watch.read(tokens, work.statics)
+        for array in work.statics[before:]:
+            tokens.append(
+                (type(array).__qualname__, library.signature(array), library.offset(array))
+            )
+
+    # --- putting together
+    def replaced(self, work: Work, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other arrays in the places of those that are copied."""
+        rest = iter(leaves)
+        library, static = self._library, self._options.static
+
+        def visit(value: Any) -> Any:
+            if library.is_array(value):
+                return next(rest)
+            if is_plain(value, library.plain):
+                return value
+            found = children_of(value, library)
+            assert found is not None
+            return joiner(value, library)([visit(child) for child in found[1]])
+
+        args = [v if n in static else visit(v) for n, v in self.named(work.args, {})]
+        kwargs = {n: v if n in static else visit(v) for n, v in work.kwargs.items()}
+        return tuple(args), kwargs
+
+    def tree(self, result: Any, work: Work) -> Tree:
+        """A result taken apart.  Objects that were given as static arguments stay themselves.
+
+        Raises Unknown."""
+        return tree_of(result, "result", self._library, self.static_objects(work))
+
+    def static_objects(self, work: Work) -> list[Any]:
+        """The static arguments that are neither arrays nor containers."""
+        library = self._library
+        return [
+            value
+            for name, value in self.named(work.args, work.kwargs)
+            if name in self._options.static
+            and not library.is_array(value)
+            and not is_plain(value, library.plain)
+            and children_of(value, library) is None
+        ]
+
+    # --- in words
+    def words(self, work: Work) -> str:
+        """The arguments as they stand in tables."""
+        given = self.named(work.args, work.kwargs)
+        return ", ".join([f"{name}={self._word(name, value)}" for name, value in given])
+
+    def _word(self, name: str, value: Any) -> str:
+        library = self._library
+        if library.is_array(value):
+            shape = [*library.signature(value)[0]]
+            padding = self._options.padding
+            if padding is not None and name in padding.axes:
+                with contextlib.suppress(InputError):
+                    shape = [*padding.padded(name, shape)[0]]
+            return f"{library.signature(value)[1]}{shape}".replace("torch.", "")
+        if is_plain(value, library.plain):
+            return repr(value)[:40]
+        return type(value).__name__
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The names of positional parameters, and whether it takes others by keyword."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return [], True
+    names, rest = [], False
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+        else:
+            rest = True
+    return names, rest

@@ -1,0 +1,117 @@
+"""Checks of a replay: the call runs eagerly too, and all that it gives and writes is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ostinato.interop.graphing.moves import NAMES
+from ostinato.interop.graphing.records import Captured, Line, Work
+from ostinato.interop.graphing.subject import Subject
+from ostinato.interop.graphing.trees import Tree
+
+__all__ = ["due", "verified"]
+
+
+def due(verify: str | int | None, line: Line, captured: Captured, work: Work) -> bool:
+    """Whether a replay is to be checked: the first of a graph, the first that has padding, and each
+    so many."""
+    if verify is None:
+        return False
+    if not captured.checked or (not captured.checked_padding and work.padded):
+        return True
+    return verify != "first" and line.replays % int(verify) == 0
+
+
+def verified(
+    subject: Subject,
+    line: Line,
+    captured: Captured,
+    work: Work,
+    replay: Callable[[bool], tuple[bool, Any]],
+) -> tuple[bool, Any, str]:
+    """Replays a call, puts everything back, and runs it eagerly.
+
+    `replay`: replays it, with poisoned padding if so asked; (False, None) if the graph was evicted.
+    Returns whether it was replayed, the eager result (None if nothing ran), and how the replay
+    differs from it, empty if it does not.
+    """
+    library, tree = subject.library, subject.arguments.tree
+    random = library.save_random()
+    state = work.state
+    written = [*work.leaves, *(state[i] for i in sorted(line.state) if i < len(state))]
+    kept = [(array, library.clone(array)) for array in written]
+
+    def put_back() -> None:
+        for array, before in kept:
+            library.copy(array, before)
+        library.restore_random(random)
+
+    def leaves_of(result: Any) -> list[Any]:
+        return [library.clone(leaf) for leaf in tree(result, work).leaves]
+
+    done, result = replay(False)
+    if not done:
+        return False, None, ""
+    results = [leaves_of(result)]
+    after = [library.clone(array) for array, _ in kept]
+    moved_on = library.save_random()
+    if work.sizes:
+        put_back()
+        done, result = replay(True)
+        if done:
+            results.append(leaves_of(result))
+    put_back()
+    eager = subject.function(*work.args, **work.kwargs)
+    line.verified += 1
+    captured.checked = True
+    captured.checked_padding |= work.padded
+    wanted = tree(eager, work)
+    found = ""
+    for index, leaves in enumerate(results):
+        found = found or _difference(subject, line, captured, leaves, wanted, poisoned=index > 0)
+    for (array, _), replayed in zip(kept, after, strict=True):
+        differs = "" if found else library.difference(replayed, array, subject.options.tolerance)
+        if differs:
+            found = f"an array that the function writes differs afterwards: {differs}"
+    if not found and not library.same_random(moved_on):
+        found = "the generators are in another state after a replay than after an eager run"
+    return True, eager, found
+
+
+def _difference(
+    subject: Subject,
+    line: Line,
+    captured: Captured,
+    leaves: Sequence[Any],
+    wanted: Tree,
+    *,
+    poisoned: bool,
+) -> str:
+    """How a replay's result differs from the eager one; empty if it does not."""
+    what = "with poisoned padding " if poisoned else ""
+    if len(leaves) != len(wanted.leaves):
+        return f"{what}the replay gives {len(leaves)} arrays, eager {len(wanted.leaves)}"
+    for index, (one, other, path) in enumerate(
+        zip(leaves, wanted.leaves, wanted.paths, strict=True)
+    ):
+        difference = subject.library.difference(one, other, subject.options.tolerance)
+        if difference:
+            names = _writers(subject, line, captured, index)
+            behind = f" (kernels that point at it: {', '.join(names)})" if names else ""
+            return f"{what}{path} differs from the eager run: {difference}{behind}"
+    return ""
+
+
+def _writers(subject: Subject, line: Line, captured: Captured, index: int) -> list[str]:
+    """The kernels of a graph that point at one of its outputs."""
+    address = subject.library.address(captured.outputs[index])
+    with subject.cache.hold(line.name) as run:
+        if run is None:
+            return []
+        return [
+            f"node {node.index} {node.name}"
+            for node in run.nodes
+            if node.name not in NAMES
+            and any(p.address == address for a in node.arguments for p in a.pointers)
+        ][-4:]

@@ -1,0 +1,261 @@
+"""Graphs of a function: captured for a key, and bound to memory that has moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ostinato import Graph, MemoryRange, Stream
+from ostinato.errors import InputError, UpdateRefusedError
+from ostinato.interop.graphing.library import NotGraphable
+from ostinato.interop.graphing.moves import MOST, Mover
+from ostinato.interop.graphing.padding import cuts
+from ostinato.interop.graphing.records import Bound, Captured, Line, Work
+from ostinato.interop.graphing.subject import Subject
+from ostinato.interop.graphing.trees import Tree, Unknown
+
+__all__ = ["Maker"]
+
+
+class Maker:
+    """Makes the graphs of one function.
+
+    `keeps`: whether what a file of a graph needs is kept with it."""
+
+    def __init__(self, subject: Subject, *, keeps: bool) -> None:
+        self._subject = subject
+        self._keeps = keeps
+        self._movers: list[Mover | None] = []
+
+    def mover(self) -> Mover | None:
+        """What puts copies into graphs, made for the first one; None if nothing can."""
+        if not self._movers:
+            self._movers.append(Mover.of(self._subject.library.device))
+        return self._movers[0]
+
+    # --- the memory of a graph
+    def inputs(self, work: Work) -> list[Any]:
+        """The graph's own arrays for those of a call that are copied."""
+        library = self._subject.library
+        inputs = []
+        for leaf, dynamic in zip(work.leaves, work.axes, strict=True):
+            shape = None
+            if dynamic is not None:
+                shape = [*library.signature(leaf)[0]]
+                shape[dynamic.axis] = dynamic.capacity
+            inputs.append(library.buffer(leaf, shape))
+        if work.sizes:
+            for one in inputs:
+                library.fill(one, 0)
+        return inputs
+
+    def bound(self, work: Work) -> Bound:
+        """The memory of the arrays of a call that are not copied, each piece once, in the order in
+        which it first comes."""
+        found: dict[int, tuple[MemoryRange, Any]] = {}
+        places: dict[int, int] = {}
+        pattern = []
+        for array in work.state:
+            memory = self._subject.library.storage(array)
+            found.setdefault(memory.address, (memory, array))
+            pattern.append(places.setdefault(memory.address, len(places)))
+        return Bound(list(found.values()), pattern)
+
+    def clones(self, leaves: Sequence[Any], bound: Bound) -> list[bool]:
+        """Which outputs are copied: those that lie in memory of the graph's own."""
+        address = self._subject.library.address
+        static = [memory for memory, _ in bound.storages]
+        return [not any(m.nbytes and m.holds(address(leaf)) for m in static) for leaf in leaves]
+
+    # --- captures
+    def make(self, line: Line, work: Work) -> tuple[Graph, Captured]:
+        """Captures a call.  What it writes is noted in its line.  Raises NotGraphable."""
+        subject = self._subject
+        library, arguments = subject.library, subject.arguments
+        inputs = self.inputs(work)
+        args, kwargs = arguments.replaced(work, inputs)
+        stage = library.stager(inputs)
+        versions = [*map(library.version, inputs)]
+        subject.turns.take()
+        bound = self.bound(work)
+        sources = self._extents(inputs, work.leaves)
+        mover = None if work.sizes or sources is None else self.mover()
+        moved: tuple[int, ...] = ()
+
+        def run(stream: Stream) -> Any:
+            nonlocal moved
+            if mover is None or sources is None:
+                return subject.function(*args, **kwargs)
+            mover.begin(stream, sources)
+            result = subject.function(*args, **kwargs)
+            moved, places = self._moved(result, work, bound)
+            if moved:
+                mover.end(stream, places)
+            return result
+
+        graph, result = library.capture(run)
+        moves = None if mover is None else mover.find(graph, len(inputs), moved)
+        if mover is not None and moves is None:
+            raise NotGraphable(
+                subject.at("the capture is empty: nothing ran on the caller's current stream")
+            )
+        line.written |= {
+            index
+            for index, (old, buffer) in enumerate(zip(versions, inputs, strict=True))
+            if old is None or library.version(buffer) != old
+        }
+        changed = subject.changed_state(work)
+        if changed:
+            raise NotGraphable(
+                subject.at(f"the function changes Python state that it uses ({changed})")
+            )
+        tree = self.taken_apart(result, work)
+        if isinstance(tree, str):
+            raise NotGraphable(subject.at(tree))
+        self._compare_shapes(line, tree, work)
+        captured = Captured(
+            owner=(graph.owner, mover),
+            inputs=inputs,
+            stage=stage,
+            outputs=tree.leaves,
+            tree=tree,
+            clones=self.clones(tree.leaves, bound),
+            written=tuple(sorted(line.written)),
+            bound=bound,
+            pointers=subject.pointers(work),
+            epoch=work.epoch,
+            moves=moves,
+            templates=tuple([tree.leaves[i] for i in moved]),
+        )
+        if self._keeps:
+            captured.call = Work(args, kwargs, inputs, work.statics, work.dynamic, work.sizes)
+            captured.call.seen, captured.call.epoch = work.seen, work.epoch
+            captured.result = result
+        graph.owner = captured
+        return graph, captured
+
+    def taken_apart(self, result: Any, work: Work) -> Tree | str:
+        """The result of a call; why it can be none of a graph."""
+        try:
+            tree = self._subject.arguments.tree(result, work)
+        except Unknown as error:
+            return f"the result cannot be built again: {error}"
+        wrong = self._subject.refusal(tree.leaves)
+        return f"of the result: {wrong}" if wrong else tree
+
+    def _extents(
+        self, arrays: Sequence[Any], like: Sequence[Any] = ()
+    ) -> list[tuple[int, int]] | None:
+        """Addresses and bytes of arrays that can be copied as they lie, also from arrays `like`
+        them; None if one cannot, or if there are too many."""
+        extent, address = self._subject.library.extent, self._subject.library.address
+        sizes = [extent(array) for array in arrays]
+        if len(arrays) > MOST or None in sizes or None in map(extent, like):
+            return None
+        return [(address(a), n) for a, n in zip(arrays, sizes, strict=True) if n is not None]
+
+    def _moved(
+        self, result: Any, work: Work, bound: Bound
+    ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Which outputs the graph copies, and where they lie."""
+        tree = self.taken_apart(result, work)
+        if self._subject.options.results != "clone" or isinstance(tree, str):
+            return (), []
+        leaves = tree.leaves
+        places = tuple(i for i, copied in enumerate(self.clones(leaves, bound)) if copied)
+        found = self._extents([leaves[i] for i in places])
+        return ((), []) if found is None else (places, found)
+
+    # --- shapes
+    def note_shapes(self, line: Line, tree: Tree, work: Work) -> None:
+        """Notes the shapes of the result of an eager run."""
+        line.shapes = self._shapes(tree), list(work.sizes)
+
+    def _shapes(self, tree: Tree) -> list[tuple[int, ...]]:
+        return [tuple(self._subject.library.signature(leaf)[0]) for leaf in tree.leaves]
+
+    def _compare_shapes(self, line: Line, tree: Tree, work: Work) -> None:
+        """Raises NotGraphable if the shapes of a captured result are not those of the eager run."""
+        if work.sizes:
+            self.relate(line, tree, work)
+        elif line.shapes is not None and self._shapes(tree) != line.shapes[0]:
+            raise NotGraphable(
+                self._subject.at(
+                    f"the result has other shapes when it is captured ({self._shapes(tree)}) than "
+                    f"it had eagerly ({line.shapes[0]})"
+                )
+            )
+
+    def relate(self, line: Line, padded: Tree, work: Work) -> None:
+        """Learns from the shapes of the last eager run which axes of the results are dynamic.
+
+        `padded`: the result of a capture.  Raises NotGraphable if the shapes cannot be explained.
+        """
+        if line.shapes is None:
+            return
+        shapes, sizes = line.shapes
+        capacities = [d.capacity for d in work.dynamic if d is not None]
+        if len(shapes) != len(padded.leaves):
+            raise NotGraphable(self._subject.at("the number of results depends on a dynamic size"))
+        found = cuts(shapes, self._shapes(padded), sizes, capacities)
+        if isinstance(found, str):
+            raise NotGraphable(self._subject.at(found))
+        for index, cut in enumerate(found):
+            for one in cut:
+                line.cuts[index, one.axis] = one
+        line.learned |= {i for i, s in enumerate(sizes) if s != capacities[i]}
+
+    # --- memory that has moved
+    def rebind(self, line: Line, captured: Captured, work: Work) -> str:
+        """Points a graph at static memory that has moved; why it must be captured again if that
+        cannot be."""
+        now = self.bound(work)
+        why = self._cannot_rebind(captured, now)
+        moved = [
+            (a, b)
+            for (a, _), (b, _) in zip(captured.bound.storages, now.storages, strict=False)
+            if a != b
+        ]
+        if moved and not why:
+            with self._subject.cache.hold(line.name) as run:
+                if run is None:
+                    why = "the graph was evicted"
+                else:
+                    try:
+                        report = run.rebind(moved)
+                    except (InputError, UpdateRefusedError) as error:
+                        why = f"memory that it uses has moved, and rebinding failed: {error}"
+                    else:
+                        if report.left:
+                            left = report.left[0]
+                            why = (
+                                "memory that it uses has moved, and not every word that may point "
+                                f"there could be changed: node {left.node_index} "
+                                f"({left.node_name}), {left.place}: {left.why}"
+                            )
+        if why:
+            return why
+        line.rebound += bool(moved)
+        captured.rebound |= bool(moved)
+        captured.bound = now
+        captured.checked = False
+        captured.pointers = self._subject.pointers(work)
+        captured.epoch = work.epoch
+        return ""
+
+    def _cannot_rebind(self, captured: Captured, now: Bound) -> str:
+        """Why a graph cannot be pointed at other memory; empty if it can."""
+        old = captured.bound
+        if now.pattern != old.pattern:
+            return "memory that it uses has moved, and other arrays share memory than before"
+        moved = []
+        for (a, _), (b, _) in zip(old.storages, now.storages, strict=True):
+            if a == b:
+                continue
+            if a.nbytes != b.nbytes or not b.address:
+                return f"memory that it uses has moved: {a.nbytes} bytes before, {b.nbytes} now"
+            moved.append(a)
+        address = self._subject.library.address
+        if any(m.holds(address(leaf)) for m in moved for leaf in captured.outputs):
+            return "memory that it uses has moved, and a result is a view of it"
+        return ""

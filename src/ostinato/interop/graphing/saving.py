@@ -1,0 +1,241 @@
+"""Keys of a function in its store: a graph that is kept is written, one is read for a new key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ostinato import LoadedGraph, MemoryRange, Twin
+from ostinato.errors import ContextPoisonedError, InputError, OstinatoError
+from ostinato.interop.graphing.guards import same
+from ostinato.interop.graphing.library import NotGraphable
+from ostinato.interop.graphing.making import Maker
+from ostinato.interop.graphing.moves import Mover
+from ostinato.interop.graphing.records import Bound, Captured, Line, Work
+from ostinato.interop.graphing.stored import (
+    CALL,
+    Description,
+    Stored,
+    Unstable,
+    described,
+    rebuilt,
+    require_rebuildable,
+)
+from ostinato.interop.graphing.subject import Subject
+
+__all__ = ["Saving"]
+
+
+class Saving:
+    """The keys of one function, and its store."""
+
+    def __init__(self, subject: Subject, stored: Stored, maker: Maker) -> None:
+        self._subject, self._stored, self._maker = subject, stored, maker
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why keys were not restored."""
+        return self._stored.all_reasons()
+
+    def name(self, line: Line, work: Work, key: Any) -> None:
+        """Gives a line the text of its key, which is the same in every process, and the names of
+        the arrays that are not copied."""
+        description, guards = Description(self._stored.library), self._subject.guards
+        call = key[: -1 if guards is None else -3]  # without the guards' own
+        why = ""
+        try:
+            description.add(*call, key[-1])
+            if guards is not None:
+                description.guards(guards)
+        except Unstable as error:
+            why = str(error)
+        if not why and work.seen is not None and not same(description.arrays, work.seen.arrays):
+            why = "what the function uses is not known by names"
+        if why:
+            self._stored.reasons[why] += 1
+            line.text = f"!{why}"
+            return
+        line.names = [f"static {i}" for i in range(len(work.statics))] + description.names
+        line.text = "\n".join(description.parts)
+
+    def _pieces(self, line: Line, bound: Bound) -> list[tuple[str, MemoryRange, bool]]:
+        """The memory that a call uses besides its inputs: names, ranges, and what is written."""
+        written = {bound.pattern[i] for i in line.state if i < len(bound.pattern)}
+        names: dict[int, str] = {}
+        for name, piece in zip(line.names, bound.pattern, strict=True):
+            names.setdefault(piece, name)
+        return [
+            (names[piece], memory, piece in written)
+            for piece, (memory, _) in enumerate(bound.storages)
+            if memory.nbytes
+        ]
+
+    # --- writing
+    def save(self, lines: Iterable[Line], *, check: bool) -> dict[str, str]:
+        """Writes the graphs that were captured here; why some were not written, by key.
+
+        Raises ContextPoisonedError."""
+        refused: dict[str, str] = {}
+        for line in lines:
+            captured = line.captured()
+            if captured is None or captured.call is None:
+                continue
+            try:
+                self._save(line, captured, captured.call, check)
+            except ContextPoisonedError:
+                raise
+            except (OstinatoError, NotGraphable, Unstable) as error:
+                refused[line.words] = str(error)
+        return refused
+
+    def _save(self, line: Line, captured: Captured, call: Work, check: bool) -> None:
+        library = self._stored.library
+        if captured.rebound:
+            raise InputError("it was bound to other memory")
+        if line.text.startswith("!"):
+            raise InputError(line.text[1:])
+        if captured.tree.given:
+            raise InputError("its result holds an object that it was given")
+        leaves: list[Any] = []
+        result = described(captured.result, library, leaves)
+        require_rebuildable(captured.result, result, leaves, library)
+        pieces = self._pieces(line, captured.bound)
+        inputs, outputs, results = self._memory(captured, pieces)
+        if None in [layout for _, layout in results]:
+            raise InputError("the memory of a result holds another value than the result")
+        constants = {name: memory for name, memory, written in pieces if not written}
+        state = {name: memory for name, memory, written in pieces if written}
+        with self._subject.cache.hold(line.name) as run:
+            if run is None:
+                raise InputError("its graph was evicted")
+            other, twin = self._maker.make(line, call)
+            moved = self._memory(twin, pieces)
+            if moved[2] != results:
+                raise InputError("a second capture lays its results out otherwise")
+            named = Twin(other, moved[0] | moved[1])
+            self._stored.save(
+                line.text,
+                run.graph,
+                {
+                    "result": result,
+                    "outputs": results,
+                    "written": sorted(line.written),
+                    "state": sorted(line.state),
+                    "moved": None if captured.moves is None else [*captured.moves.outputs],
+                },
+                inputs=inputs | state,
+                outputs=outputs
+                | state
+                | {f"input {i}": inputs[f"input {i}"] for i in line.written},
+                constants=constants,
+                twin=named,
+                check=check,
+            )
+
+    def _memory(
+        self, captured: Captured, pieces: Sequence[tuple[str, MemoryRange, bool]]
+    ) -> tuple[dict[str, MemoryRange], dict[str, MemoryRange], list[tuple[str, Any]]]:
+        """A graph's own inputs and outputs by name, and for each result in which memory it lies,
+        and how."""
+        library = self._stored.library
+        storage = library.storage
+        inputs = {f"input {i}": storage(one) for i, one in enumerate(captured.inputs)}
+        known = {memory.address: (name, memory) for name, memory, _ in pieces}
+        known |= {memory.address: (name, memory) for name, memory in inputs.items()}
+        spans: dict[int, list[MemoryRange]] = {}
+        for output in captured.outputs:
+            if storage(output).address not in known:
+                spans.setdefault(storage(output).address, []).append(library.span(output))
+        outputs: dict[str, MemoryRange] = {}
+        for number, (address, found) in enumerate(spans.items()):
+            found = [one for one in found if one.nbytes] or found[:1]
+            first = min(one.address for one in found)
+            last = max(one.address + one.nbytes for one in found)
+            outputs[f"output {number}"] = whole = MemoryRange(first, last - first)
+            known[address] = f"output {number}", whole
+        results = []
+        for output in captured.outputs:
+            name, memory = known[storage(output).address]
+            results.append((name, library.layout(output, memory.address)))
+        named = [{n: m for n, m in of.items() if m.nbytes} for of in (inputs, outputs)]
+        return named[0], named[1], results
+
+    # --- reading
+    def restore(self, line: Line, work: Work) -> Captured | None:
+        """Takes a key's graph from the store into the cache; None if there is none that fits."""
+        stored, subject = self._stored, self._subject
+        if not line.text or line.text.startswith("!"):
+            return None
+        inputs, bound = self._maker.inputs(work), self._maker.bound(work)
+        memory = {f"input {i}": stored.library.storage(one) for i, one in enumerate(inputs)}
+        memory |= {name: piece for name, piece, _ in self._pieces(line, bound)}
+        stream = subject.turns.take()
+        found = stored.restore(line.text, {n: m for n, m in memory.items() if m.nbytes}, stream)
+        if found is None:
+            return None
+        loaded, facts = found
+        try:
+            captured = self._restored(line, work, inputs, bound, loaded, facts)
+            loaded.owner = captured
+            subject.cache.install(line.name, loaded.instantiate(upload=stream))
+        except ContextPoisonedError:
+            raise
+        except (OstinatoError, LookupError, TypeError, ValueError) as error:
+            loaded.close()
+            stored.reasons[f"{type(error).__name__}: {error}"] += 1
+            return None
+        return captured
+
+    def _restored(
+        self,
+        line: Line,
+        work: Work,
+        inputs: list[Any],
+        bound: Bound,
+        loaded: LoadedGraph,
+        facts: dict[str, Any],
+    ) -> Captured:
+        """What belongs to a graph from a file.  Raises InputError, LookupError, TypeError and
+        ValueError for facts that are none of it."""
+        library = self._stored.library
+        arrays = {f"input {i}": one for i, one in enumerate(inputs)}
+        for (name, *_), (_, array) in zip(
+            self._pieces(line, bound),
+            [s for s in bound.storages if s[0].nbytes],
+            strict=True,
+        ):
+            arrays[name] = array
+        for name, buffer in loaded.outputs.items():
+            if name.startswith("output "):
+                arrays[name] = library.over(buffer)
+        nothing = library.over(loaded.inputs[CALL])  # for results without elements
+        outputs = []
+        for name, layout in facts["outputs"]:
+            outputs.append(library.view(arrays.get(name, nothing), layout))
+            if name not in arrays and library.span(outputs[-1]).nbytes:
+                raise ValueError(f"the file names no {name!r}")
+        tree = self._subject.arguments.tree(rebuilt(facts["result"], outputs), work)
+        if not same(tree.leaves, outputs):
+            raise ValueError("the results of the file are put together otherwise")
+        clones, moved = self._maker.clones(outputs, bound), facts["moved"]
+        moves = None if moved is None else Mover.find(loaded, len(inputs), tuple(moved))
+        if (moved is not None and moves is None) or (
+            moved and moved != [i for i, copied in enumerate(clones) if copied]
+        ):
+            raise ValueError("the graph of the file does not copy what it says")
+        line.written |= {int(i) for i in facts["written"]}
+        line.state |= {int(i) for i in facts["state"]}
+        return Captured(
+            owner=None,  # the graph has what it needs
+            inputs=inputs,
+            stage=library.stager(inputs),
+            outputs=outputs,
+            tree=tree,
+            clones=clones,
+            written=tuple(sorted(line.written)),
+            bound=bound,
+            pointers=self._subject.pointers(work),
+            epoch=work.epoch,
+            moves=moves,
+            templates=tuple([outputs[i] for i in moved or ()]),
+        )

@@ -1,0 +1,61 @@
+"""What is graphed, and what the parts of a `Graphed` share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato import GraphCache
+from ostinato.interop.graphing.arguments import Arguments
+from ostinato.interop.graphing.guards import Guards
+from ostinato.interop.graphing.library import Library, Options, Turns
+from ostinato.interop.graphing.records import Work
+
+__all__ = ["Subject"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A function, how it is graphed, and where its graphs are."""
+
+    function: Callable[..., Any]
+    name: str
+    library: Library
+    options: Options
+    arguments: Arguments
+    guards: Guards | None
+    """None if it uses nothing besides its arguments, or if that is not looked at."""
+    turns: Turns
+    cache: GraphCache
+    lock: Any
+
+    def at(self, reason: str) -> str:
+        """A reason with the place where the function is defined."""
+        return f"{reason}; {self.name} is at {_where(self.function)}"
+
+    def refusal(self, arrays: Iterable[Any]) -> str:
+        """Why one of some arrays can be no part of a graph; empty if all can."""
+        return next(filter(None, map(self.library.refusal, arrays)), "")
+
+    def pointers(self, work: Work) -> list[int]:
+        """Where the static arguments of a call are."""
+        return [*map(self.library.address, work.statics)]
+
+    def changed_state(self, work: Work) -> str:
+        """What the function uses besides its arguments and is not as it was when a call began;
+        empty if all is."""
+        if self.guards is None or work.seen is None:
+            return ""
+        return self.guards.explain(work.seen, self.guards.read())
+
+
+def _where(function: Callable[..., Any]) -> str:
+    """The file and line where a function is defined."""
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        plain = vars(type(function)).get("__call__")
+        code = getattr(plain, "__code__", None)
+    return "an unknown place" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
