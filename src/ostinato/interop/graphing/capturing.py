@@ -9,7 +9,8 @@ from typing import Any
 
 from ostinato import Capture, Graph, Stream
 from ostinato.errors import CaptureError, ContextPoisonedError
-from ostinato.interop.graphing.library import NotGraphable
+from ostinato.interop.graphing.errors import disturbed
+from ostinato.interop.graphing.library import CaptureDisturbed, NotGraphable
 
 __all__ = ["captured", "no_collection"]
 
@@ -31,8 +32,9 @@ def captured(
 ) -> tuple[Graph, Any]:
     """Captures work on a stream; the graph, and what the work returned.
 
-    Raises ContextPoisonedError, and NotGraphable for everything else that breaks the capture; its
-    cause is what the work raised, which `explained` puts into words.
+    Raises ContextPoisonedError, CaptureDisturbed if another thread broke the capture, and
+    NotGraphable for everything else that breaks it; its cause is what the work raised, which
+    `explained` puts into words.
     """
     capture = Capture(stream)
     capture.begin()
@@ -41,9 +43,10 @@ def captured(
         return capture.end(), result
     except ContextPoisonedError:
         raise
-    except CaptureError as broken:
-        raise NotGraphable(f"the capture failed: {broken}") from broken
     except Exception as raised:
-        raise NotGraphable(explained(raised)) from raised
+        kind = CaptureDisturbed if disturbed(raised) else NotGraphable
+        if isinstance(raised, CaptureError):
+            raise kind(f"the capture failed: {raised}") from raised
+        raise kind(explained(raised)) from raised
     finally:
         capture.abort()  # nothing to do if it has ended

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import ostinato
+from ostinato.errors import Status
 
-__all__ = ["explained"]
+__all__ = ["disturbed", "explained"]
 
 
 def explained(error: Exception, library: ModuleType, cannot: str) -> str:
@@ -35,3 +36,30 @@ def explained(error: Exception, library: ModuleType, cannot: str) -> str:
             f"({cannot})"
         )
     return f"it cannot be captured: {kind}: {text}{place}{hint}"
+
+
+def disturbed(error: BaseException) -> bool:
+    """Whether an error of a capture says that something else had broken it before (status 901), and
+    nothing that was called in it was refused."""
+    statuses, known = set(), set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in known:
+        known.add(id(following))
+        statuses.add(_status(following))
+        hidden = following.__suppress_context__
+        following = following.__cause__ or (None if hidden else following.__context__)
+    return statuses - {None} == {Status.STREAM_CAPTURE_INVALIDATED}
+
+
+def _status(error: BaseException) -> int | None:
+    """Which rule of capture an error speaks of, by its status, or by CUDA's words for it."""
+    status = getattr(error, "status", None)
+    if isinstance(status, int):
+        rule = Status.STREAM_CAPTURE_UNSUPPORTED <= status <= Status.STREAM_CAPTURE_WRONG_THREAD
+        return int(status) if rule else None
+    if isinstance(error, ostinato.OstinatoError):
+        return None  # its cause has the status
+    text = str(error).lower()
+    if "previous error during capture" in text:
+        return Status.STREAM_CAPTURE_INVALIDATED
+    return Status.STREAM_CAPTURE_UNSUPPORTED if "captur" in text else None

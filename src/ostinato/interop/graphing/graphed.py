@@ -6,6 +6,9 @@ What happens to a key (`Line`):
                      │                         │                    └─ evicted: captured again
                      └── refused ──────────────┴── failed ──▶ EAGER, with its reason
 
+A capture that something else broke (another thread) is tried again at later calls: after 1, 4, 16
+and 64 more of them (`_disturbed`).
+
 A failure costs speed, never answers: whatever cannot be captured runs eagerly and is counted.
 
 The way of a call, each step of which only comes if those before it do not answer:
@@ -39,7 +42,13 @@ from ostinato.errors import (
 from ostinato.interop.graphing.arguments import Arguments
 from ostinato.interop.graphing.checking import due, verified
 from ostinato.interop.graphing.guards import Guarded, Guards, same
-from ostinato.interop.graphing.library import Library, NotGraphable, Options, Turns
+from ostinato.interop.graphing.library import (
+    CaptureDisturbed,
+    Library,
+    NotGraphable,
+    Options,
+    Turns,
+)
 from ostinato.interop.graphing.making import Maker
 from ostinato.interop.graphing.recheck import (
     MISSED,
@@ -60,6 +69,8 @@ from ostinato.interop.graphing.trees import Tree, Unknown
 __all__ = ["EAGER", "Graphed"]
 
 _MOST_LINES = 4096
+_MOST_BROKEN, _WAIT = 5, 4
+_DISTURBED = "something else than the function broke a capture, which is tried again later"
 _numbers = itertools.count()
 """Of keys, in all caches."""
 _OVERLAPS = "an argument shares memory with another that is written"
@@ -332,6 +343,9 @@ class Graphed(Guarded):
             raise InputError(f'{line.reason}, or ask for gradients="eager"')
         if line.reason:
             return self._eager(line, work, line.reason)
+        if line.wait:
+            line.wait -= 1
+            return self._eager(line, work, _DISTURBED)
         if self._saving is not None and not line.text:
             self._saving.name(line, work, key)
         there = line.captured() is not None and line.name in self.cache
@@ -343,6 +357,9 @@ class Graphed(Guarded):
             captured = self._graph(line, work)
         except CaptureLimitError as error:
             return self._eager(line, work, f"the cache refused the capture: {error}")
+        except CaptureDisturbed as error:
+            self._disturbed(line, str(error))
+            return self._eager(line, work, line.reason or _DISTURBED)
         except NotGraphable as error:
             line.reason = str(error)
             return self._eager(line, work, line.reason)
@@ -480,9 +497,24 @@ class Graphed(Guarded):
         self.cache.evict(line.name)
         self.cache.get_or_capture(line.name, make)
         line.captures += 1
+        line.broken_again = 0
         line.capture_reasons[why] += 1
         self._belongs(made[0], line)
         return made[0]
+
+    def _disturbed(self, line: Line, error: str) -> None:
+        """Notes that something else broke a capture: another one is made after some calls, or none
+        if that has happened too often in a row."""
+        line.broken += 1
+        line.broken_again += 1
+        line.wait = _WAIT ** (line.broken_again - 1) - 1
+        if line.broken_again >= _MOST_BROKEN:
+            line.reason = self._subject.at(
+                f"{line.broken_again} captures were broken from outside ({error}). Look for "
+                "another thread that calls what CUDA forbids while any stream captures, such as "
+                "torch.cuda.synchronize() (wait for a stream or an event instead), or for an error "
+                "that the function itself catches; call invalidate() to capture again"
+            )
 
     def _belongs(self, captured: Captured, line: Line) -> None:
         """Makes a graph that of a key."""
@@ -560,6 +592,7 @@ class Graphed(Guarded):
                     nbytes=charged.get(line.name, 0),
                     eager_reasons=dict(line.reasons),
                     capture_reasons=dict(line.capture_reasons),
+                    broken=line.broken,
                 )
                 for line in self._lines.values()
             )

@@ -12,7 +12,16 @@ from ostinato.errors import InputError
 from ostinato.interop.graphing.guards import Watcher
 from ostinato.interop.graphing.padding import Padding
 
-__all__ = ["LIMITS", "Library", "NotGraphable", "Options", "Turns", "cuda_index", "name_of"]
+__all__ = [
+    "LIMITS",
+    "CaptureDisturbed",
+    "Library",
+    "NotGraphable",
+    "Options",
+    "Turns",
+    "cuda_index",
+    "name_of",
+]
 
 LIMITS = CaptureLimits(per_key=8, within=1000)
 """Of the cache that `graphed` makes: a key that is evicted all the time is run eagerly."""
@@ -20,6 +29,10 @@ LIMITS = CaptureLimits(per_key=8, within=1000)
 
 class NotGraphable(Exception):
     """Why a call cannot be a graph, in words that name the line."""
+
+
+class CaptureDisturbed(NotGraphable):
+    """A capture was broken, and not by the function: another one may succeed."""
 
 
 class Library(Watcher, Protocol):
@@ -88,7 +101,7 @@ class Library(Watcher, Protocol):
         """Captures work on a stream that it is given; the graph, which keeps its memory alive, and
         the result.
 
-        Raises NotGraphable.
+        Raises NotGraphable, and CaptureDisturbed if another thread broke the capture.
         """
         ...
 

@@ -97,6 +97,11 @@ class Line:
     reasons: Counter[str] = field(default_factory=Counter)
     """Of eager runs."""
     capture_reasons: Counter[str] = field(default_factory=Counter)
+    broken: int = 0
+    """Captures that something else than the function broke; and those of them in a row,"""
+    broken_again: int = 0
+    wait: int = 0
+    """and how many of its calls run eagerly before the next one."""
     times: deque[float] = field(default_factory=lambda: deque(maxlen=256))
     unmatched: int = 0
     """Replays that were found by the key: after each power of two a short way is looked for."""

@@ -40,6 +40,9 @@ class GraphedKeyStatistics:
     eager_reasons: Mapping[str, int]
     capture_reasons: Mapping[str, int]
     """Why it was captured: the first time, and why again instead of bound to other memory."""
+    broken: int
+    """Captures that something else than the function broke, such as a `synchronize()` of another
+    thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class GraphedStatistics:
     replays: int
     rebound: int
     verified: int
+    broken: int
     nested: int
     quarantined: Mapping[str, str]
     """The reason for each key that runs eagerly from now on."""
@@ -90,6 +94,7 @@ class GraphedStatistics:
             replays=sum(each.replays for each in keys),
             rebound=sum(each.rebound for each in keys),
             verified=sum(each.verified for each in keys),
+            broken=sum(each.broken for each in keys),
             nested=nested,
             quarantined={each.name: each.reason for each in keys if each.reason},
             eager_reasons=dict(eager_reasons),
@@ -106,14 +111,15 @@ def explained(keys: Sequence[GraphedKeyStatistics]) -> str:
     for each in keys:
         us = "-" if each.us is None else f"{each.us:.1f}"
         counts = map(str, (each.captures, each.replays, each.eager))
-        reason = each.reason or _again(each.capture_reasons)
+        reason = each.reason or _again(each)
         rows.append([each.key, each.decision, *counts, us, str(each.nbytes), reason])
     return _table(rows)
 
 
-def _again(reasons: Mapping[str, int]) -> str:
+def _again(key: GraphedKeyStatistics) -> str:
     """Why a key was captured more than once."""
-    again = [f"{why} ({count}x)" for why, count in [*reasons.items()][1:]]
+    again = [f"{why} ({count}x)" for why, count in [*key.capture_reasons.items()][1:]]
+    again += [f"the capture was broken from outside ({key.broken}x)"] * bool(key.broken)
     return f"captured again: {'; '.join(again)}" if again else ""
 
 

@@ -36,10 +36,17 @@ from ostinato import (
 from ostinato.cache import Buckets
 from ostinato.errors import InputError, NotAvailableError
 from ostinato.interop.graphing.capturing import captured, no_collection
-from ostinato.interop.graphing.errors import explained
+from ostinato.interop.graphing.errors import disturbed, explained
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.guards import Watch, same
-from ostinato.interop.graphing.library import LIMITS, NotGraphable, Options, cuda_index, name_of
+from ostinato.interop.graphing.library import (
+    LIMITS,
+    CaptureDisturbed,
+    NotGraphable,
+    Options,
+    cuda_index,
+    name_of,
+)
 from ostinato.interop.graphing.moves import MOST, dense
 from ostinato.interop.graphing.recheck import MISSED, Checks, Inexpressible
 from ostinato.interop.graphing.stored import Description, Stored, code_text
@@ -271,6 +278,8 @@ class _Made:
     graph: Graph | None = None
     result: Any = None
     error: str = ""
+    disturbed: bool = False
+    """Whether something else than the function broke it."""
     asked: bool = False
     """Whether the function asked if it is captured, and was told that it is not."""
 
@@ -457,10 +466,10 @@ class Torch:
     def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
         with _captures, torch.cuda.device(self.index):
             made = self._captured(work, hidden=True)
-            if made.error and made.asked:
+            if made.error and made.asked and not made.disturbed:
                 made = self._captured(work, hidden=False)
         if made.graph is None:
-            raise NotGraphable(made.error)
+            raise CaptureDisturbed(made.error) if made.disturbed else NotGraphable(made.error)
         if made.graph.only_to_read:
             raise NotGraphable(f"the graph cannot be replayed here: {made.graph.only_to_read}")
         return made.graph, made.result
@@ -512,7 +521,8 @@ class Torch:
                 graph, result = captured(stream, partial(work, stream), _explained)
         except NotGraphable as broken:
             drew = _NOT_REGISTERED in str(broken.__cause__)
-            return None if drew else _Made(error=str(broken))
+            other = isinstance(broken, CaptureDisturbed)
+            return None if drew else _Made(error=str(broken), disturbed=other)
         finally:
             current.wait_stream(side)
         nodes = graph.nodes
@@ -535,14 +545,15 @@ class Torch:
             try:
                 made.result = work(stream)
             except Exception as raised:
-                made.error = _explained(raised)
+                made.error, made.disturbed = _explained(raised), disturbed(raised)
             except BaseException:
                 self._end(owner)
                 raise
             ended = self._end(owner)
         current.wait_stream(side)
-        if not made.error and ended:
-            made.error = f"the capture failed: {ended}"
+        if not made.error and ended is not None:
+            reason = str(ended).strip().partition("\n")[0]
+            made.error, made.disturbed = f"the capture failed: {reason}", disturbed(ended)
         if not made.error:
             graph = adopt_graph(self.device, owner, generators=self.generators)
             if len(graph):
@@ -551,14 +562,14 @@ class Torch:
                 made.error = "the capture is empty: nothing ran on the caller's current stream"
         return made
 
-    def _end(self, owner: Any) -> str:
-        """Ends a capture; the driver's reason if it was broken, after mending what that leaves."""
+    def _end(self, owner: Any) -> RuntimeError | None:
+        """Ends a capture; torch's error if it was broken, after mending what that leaves."""
         try:
             owner.capture_end()
         except RuntimeError as error:
             self._mend()
-            return str(error).strip().partition("\n")[0]
-        return ""
+            return error
+        return None
 
     def _mend(self) -> None:
         """torch ends a broken capture half: its allocator goes on filling the pool, and its

@@ -1,0 +1,197 @@
+"""Captures that another thread breaks: the key is captured again later, a few times."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import CaptureBrokenError, DriverError, EagerRunError, Status, driver_error
+from ostinato.interop.graphing.capturing import captured
+from ostinato.interop.graphing.errors import disturbed
+from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.library import Options
+from tests.interop.library import Array, Lib
+
+
+class Capturing(Lib):
+    """Captures as the libraries of `interop` do, and can be disturbed meanwhile."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.disturb: Callable[[], object] | None = None
+
+    def capture(self, work: Callable[[ost.Stream], Any]) -> tuple[ost.Graph, Any]:
+        self.captures += 1
+        self.here.pool = [self.device.zeros(4096, "f4") for _ in range(8)]
+
+        def run() -> Any:
+            self.here.capture = ost.Capture(self.side)  # any: it says that this thread captures
+            try:
+                return work(self.side)
+            finally:
+                self.here.capture = None
+
+        with self.on(self.side):
+            graph, result = captured(self.side, run, str)
+        owner = graph, self.here.pool
+        return ost.Graph.adopt(self.device, int(graph.handle), owner=owner), result
+
+
+@pytest.fixture
+def lib(host_device: Device) -> Capturing:
+    return Capturing(host_device)
+
+
+@pytest.fixture
+def make(lib: Capturing) -> Iterator[Callable[..., Graphed]]:
+    made: list[Graphed] = []
+
+    def graphed(function: Any, **options: Any) -> Graphed:
+        cache = ost.GraphCache(lib.device)
+        made.append(Graphed(function, lib, Options(**options), cache, name="f", owns_cache=True))
+        return made[-1]
+
+    yield graphed
+    for one in made:
+        one.close()
+
+
+def synchronize(lib: Capturing) -> list[DriverError]:
+    """What another thread gets that waits for the device."""
+    errors: list[DriverError] = []
+
+    def wait() -> None:
+        try:
+            lib.device.driver.synchronize()
+        except DriverError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    return errors
+
+
+def function(lib: Capturing, where: str) -> Callable[[Array], Array]:
+    def f(x: Array) -> Array:
+        if where == "before" and lib.capturing() and lib.disturb is not None:
+            lib.disturb()
+        out = x.line(2.0)
+        if where == "after" and lib.capturing() and lib.disturb is not None:
+            lib.disturb()
+        return out
+
+    return f
+
+
+def call(step: Graphed, lib: Capturing, times: int) -> None:
+    for start in range(times):
+        x = np.arange(start, start + 4, dtype=np.float32)
+        np.testing.assert_array_equal(step(lib.array(x)).numpy(), 2 * x)
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_capture_that_another_thread_broke_is_made_again(
+    lib: Capturing, make: Any, where: str
+) -> None:
+    step = make(function(lib, where), guard=False)
+    seen: list[DriverError] = []
+    lib.disturb = lambda: seen.extend(synchronize(lib))
+    call(step, lib, 2)
+    assert [error.status for error in seen] == [Status.STREAM_CAPTURE_UNSUPPORTED]
+    (line,) = step.statistics().keys
+    assert (line.eager, line.captures, line.broken, line.reason) == (2, 0, 1, "")
+    assert "tried again" in str(line.eager_reasons)
+    lib.disturb = None
+    call(step, lib, 3)
+    (line,) = step.statistics().keys
+    assert (line.eager, line.captures, line.replays, line.broken) == (2, 1, 3, 1)
+    assert step.statistics().broken == 1 and "from outside (1x)" in step.explain()
+
+
+def test_a_key_whose_captures_are_always_broken_runs_eagerly(lib: Capturing, make: Any) -> None:
+    step = make(function(lib, "after"), guard=False)
+    lib.disturb = lambda: synchronize(lib)
+    call(step, lib, 100)
+    (line,) = step.statistics().keys
+    assert lib.captures == line.broken == 5 and (line.captures, line.eager) == (0, 100)
+    assert "synchronize()" in line.reason and "5 captures" in line.reason
+    assert "test_broken_captures.py" in line.reason
+    lib.disturb = None
+    step.invalidate()
+    call(step, lib, 3)
+    assert step.statistics().replays == 2
+
+
+def test_captures_that_are_broken_now_and_then_do_not_add_up(lib: Capturing, make: Any) -> None:
+    step = make(function(lib, "after"), guard=False)
+    call(step, lib, 1)
+    for _ in range(7):
+        lib.disturb = lambda: synchronize(lib)
+        call(step, lib, 1)
+        lib.disturb = None
+        call(step, lib, 2)
+        step.cache.evict_all()
+    (line,) = step.statistics().keys
+    assert (line.broken, line.captures, line.reason) == (7, 7, "")
+
+
+def test_strict_says_that_it_is_tried_again(lib: Capturing, make: Any) -> None:
+    step = make(function(lib, "after"), guard=False, strict=True)
+    lib.disturb = lambda: synchronize(lib)
+    call(step, lib, 1)
+    with pytest.raises(EagerRunError, match="tried again"):
+        call(step, lib, 1)
+    lib.disturb = None
+    call(step, lib, 1)
+
+
+def test_what_the_function_does_itself_is_not_tried_again(lib: Capturing, make: Any) -> None:
+    def waits(x: Array) -> Array:
+        out = x.line(2.0)
+        if lib.capturing():
+            lib.device.synchronize()
+        return out
+
+    def hides(x: Array) -> Array:
+        try:
+            return waits(x)
+        except ost.OstinatoError:
+            return x.line(2.0)
+
+    for f in (waits, hides):
+        before = lib.captures
+        step = make(f, guard=False)
+        call(step, lib, 4)
+        (line,) = step.statistics().keys
+        assert line.reason and not line.broken and lib.captures == before + 1, f
+
+
+def chained(*errors: BaseException) -> BaseException:
+    """The last one, raised while those before it were handled."""
+    for one, following in itertools.pairwise(errors):
+        following.__context__ = one
+    return errors[-1]
+
+
+def test_which_errors_are_of_others() -> None:
+    refused = driver_error(Status.STREAM_CAPTURE_UNSUPPORTED, "f")
+    broken = driver_error(Status.STREAM_CAPTURE_INVALIDATED, "f")
+    words = "CUDA error: operation {} capture\nSearch for `cudaErrorStream`"
+    torch_broken = RuntimeError(words.format("failed due to a previous error during"))
+    torch_refused = RuntimeError("CUDA error: operation not permitted when stream is capturing")
+    assert disturbed(broken) and disturbed(torch_broken)
+    assert disturbed(chained(KeyError("x"), torch_broken, CaptureBrokenError("the capture")))
+    assert not disturbed(refused) and not disturbed(torch_refused)
+    assert not disturbed(chained(torch_refused, torch_broken))
+    assert not disturbed(chained(refused, broken, ValueError("mine")))
+    assert not disturbed(ValueError("mine")) and not disturbed(CaptureBrokenError("the capture"))
+    for status in (Status.STREAM_CAPTURE_UNJOINED, Status.STREAM_CAPTURE_ISOLATION):
+        assert not disturbed(chained(driver_error(status, "f"), CaptureBrokenError("x")))
