@@ -23,6 +23,9 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
 
+from ostinato.interop.graphing.guards import Guards, same
+from ostinato.interop.graphing.stored import Description, code_text
+from ostinato.interop.torch.graphing import Torch
 from ostinato.interop.transformers import graphed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +53,9 @@ class StandIn:
 
     def explain(self) -> str:
         return "a table"
+
+    def save(self, *, check: bool = True) -> dict[str, str]:
+        return {"a key": f"checked: {check}"}
 
     def close(self) -> None:
         self.closed = True
@@ -214,6 +220,29 @@ def test_settings_are_put_back() -> None:
         model.generation_config = transformers.GenerationConfig(cache_implementation="static")
     assert model.generation_config.cache_implementation == "static"
     assert first.cache_implementation is None
+
+
+def test_a_store_finds_the_steps_of_another_model_of_the_same_kind() -> None:
+    """Files of graphs are found by text, which depends on no weights, addresses or objects."""
+    library = Torch.__new__(Torch)
+    library.offset = torch.Tensor.storage_offset
+
+    def text(model: Any) -> str:
+        with graphed(model, store="folder") as steps:
+            assert steps.step.options == {"store": "folder"}
+            assert steps.save(check=False) == {"a key": "checked: False"}
+            found, guards = Description(library), Guards(steps.step.function, library)
+            found.guards(guards)
+            assert same(guards.read().arrays, found.arrays)
+            return "\n".join([*found.parts, code_text(steps.step.function)])
+
+    first = text(tiny("llama"))
+    torch.manual_seed(9)
+    other = transformers.LlamaForCausalLM(tiny("llama").config).eval()
+    assert text(other) == first
+    other.config._attn_implementation = "eager"
+    assert text(other) != first
+    assert text(tiny("qwen2")) != first
 
 
 def test_two_threads_with_caches_of_two_kinds() -> None:

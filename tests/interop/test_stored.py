@@ -133,6 +133,43 @@ def test_results_of_all_kinds(lib: Lib, make: Make, results: str) -> None:
     restored(step)
 
 
+def test_classes_in_results(lib: Lib, make: Make) -> None:
+    """As the steps of transformers have them, whose results are made again by the caller."""
+
+    def f(x: Array) -> Any:
+        return Record, {"value": x.line(2.0)}, True
+
+    saved(make(f), lib.array(numbers()), check=True)
+    step = make(f)
+    for start in range(3):
+        kind, kept, cached = step(lib.array(numbers(start)))
+        assert kind is Record and cached is True
+        np.testing.assert_array_equal(kept["value"].numpy(), 2 * numbers(start))
+    restored(step)
+
+    def other(x: Array) -> Any:
+        return int, x.line(2.0)
+
+    step = make(other)
+    for _ in range(2):
+        assert step(lib.array(numbers()))[0] is int
+    (why,) = step.save(check=False).values()
+    assert "builtins.type" in why
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"type": ["subprocess", "Popen"]},
+        {"class": ["subprocess", "Popen"], "names": ["args"], "of": [{"value": "true"}]},
+        {"type": ["never.imported", "Record"]},
+    ],
+)
+def test_a_file_names_no_other_classes(data: Any) -> None:
+    with pytest.raises((ValueError, LookupError)):
+        stored.rebuilt(data, [])
+
+
 def test_what_is_written(lib: Lib, make: Make) -> None:
     def counting(total: Array) -> Callable[[Array], Any]:
         def f(x: Array) -> Any:

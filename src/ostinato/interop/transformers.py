@@ -87,7 +87,9 @@ def graphed(model: Any, *, max_cache_len: int | None = None, **options: Any) -> 
     "static" unless it says something else.  A longer cache is another shape, with a graph of its
     own: `max_cache_len` (as in `generation_config`) makes one that is long enough for all calls.
 
-    `options`: of `interop.torch.graphed` (verify, tolerance, budget, strict, …).
+    `options`: of `interop.torch.graphed` (verify, tolerance, budget, strict, store, …).  With
+    `store=folder`, `save()` of what this returns writes the steps' graphs, and the next process
+    with this folder restores them: the first step of a shape is a replay then.
 
     Run by transformers as without us, with the reason in `passed_on`: caches that count positions
     in Python (sliding windows), caches that are moved between devices, modules with
@@ -171,6 +173,15 @@ class GraphedModel(Closeable):
         """A table of the graphs and of what ran eagerly, and why."""
         lines = [f"{count} passed on: {reason}" for reason, count in self._passed_on.items()]
         return "\n".join([str(self.step.explain()), *lines])
+
+    def save(self, *, check: bool = True) -> dict[str, str]:
+        """Writes the steps' graphs to the store; why some were not written, by key.
+
+        As `save` of what `interop.torch.graphed` gives.  The process must collect machine code
+        (`ostinato.collect_modules`) since before torch loaded a kernel, and nobody may generate
+        meanwhile.  Raises InputError without a store."""
+        refused: dict[str, str] = self.step.save(check=check)
+        return refused
 
     def close(self) -> None:
         """Gives the graphs back; the model generates as before.  Idempotent."""

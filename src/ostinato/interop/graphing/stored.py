@@ -372,6 +372,8 @@ def described(value: Any, library: Library, leaves: list[Any]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return {"value": value}
+    if isinstance(value, type) and _is_of_results(value):
+        return {"type": [value.__module__, value.__qualname__]}
     found = children_of(value, library)
     if found is None:
         raise Unstable(f"a {kind.__module__}.{kind.__qualname__} in the result")
@@ -397,24 +399,33 @@ def rebuilt(data: Any, leaves: Sequence[Any]) -> Any:
         return leaves[data["leaf"]]
     if "value" in data:
         return data["value"]
+    if "type" in data:
+        return _class_of_results(*data["type"])
     for kind in (list, tuple):
         if kind.__name__ in data:
             return kind([rebuilt(child, leaves) for child in data[kind.__name__]])
     children = [rebuilt(child, leaves) for child in data["of"]]
     if "dict" in data:
         return dict(zip(data["dict"], children, strict=True))
-    module, name = data["class"]
-    made: Any = sys.modules[module]  # what was never imported here is no class of a result
-    for part in name.split("."):
-        made = vars(made)[part]
-    if not isinstance(made, type) or not (
-        issubclass(made, tuple | dict) or dataclasses.is_dataclass(made)
-    ):
-        raise ValueError(f"{module}.{name} is no class of results")
+    made = _class_of_results(*data["class"])
     if data["names"] is not None:
         return made(**dict(zip(data["names"], children, strict=True)))
-    kind_: Any = made
-    return kind_(*children) if hasattr(made, "_fields") else kind_(children)
+    return made(*children) if hasattr(made, "_fields") else made(children)
+
+
+def _class_of_results(module: str, name: str) -> Any:
+    """A class by its name.  Raises KeyError for one that was not imported here, and ValueError for
+    one whose objects hold no results."""
+    made: Any = sys.modules[module]
+    for part in name.split("."):
+        made = vars(made)[part]
+    if not isinstance(made, type) or not _is_of_results(made):
+        raise ValueError(f"{module}.{name} is no class of results")
+    return made
+
+
+def _is_of_results(kind: type) -> bool:
+    return issubclass(kind, tuple | dict) or dataclasses.is_dataclass(kind)
 
 
 def require_rebuildable(value: Any, data: Any, leaves: Sequence[Any], library: Library) -> None:
