@@ -148,6 +148,9 @@ class Lib:
             return f"an array of the subclass {type(array).__name__}"
         return "" if array.place == "device" else f"an array on {array.place}"
 
+    def live(self) -> None:
+        """Arrays have no such state."""
+
     def wants_gradient(self, result: Any, /) -> bool:
         return isinstance(result, Array) and result.wanted
 

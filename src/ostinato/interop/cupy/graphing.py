@@ -165,6 +165,9 @@ class CuPy:
             return f"an array on device {array.data.device_id}; the graphs are of {self.index}"
         return ""
 
+    def live(self) -> None:
+        """Arrays have no such state."""
+
     def wants_gradient(self, result: Any, /) -> bool:
         return False
 

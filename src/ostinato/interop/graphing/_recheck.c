@@ -22,6 +22,7 @@ enum {
     EQUAL,      /* is values[0], or has the same exact type (a built-in one) and is equal */
     READS,      /* keys are names of attributes, or functions of it; each gives its value */
     ATTRIBUTES, /* keys are names of attributes, which are the very values */
+    DICT,       /* its attributes are in the very dict values[0], whatever its class does to reads */
     ITEMS,      /* a dict of exactly these keys and values, in order */
     LOOKUP,     /* a dict with these items among others */
     SEQUENCE,   /* a list of exactly these values */
@@ -156,6 +157,11 @@ holds(const Check *check, PyObject **slots)
                 return 0;
         }
         return 1;
+    case DICT:
+        found = PyObject_GenericGetDict(subject, NULL);
+        same = found == values[0];
+        Py_XDECREF(found);
+        return found == NULL ? -1 : same;
     case ITEMS:
         return same_items(check, subject);
     case LOOKUP:
@@ -209,6 +215,25 @@ take_named(Recheck *self, PyObject *kwargs, PyObject **slots)
     return 1;
 }
 
+/* Whether no object comes twice. */
+static int
+are_distinct(Recheck *self, PyObject **slots)
+{
+    PyObject *found[MOST_SLOTS];
+    Py_ssize_t count = 0;
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        if (self->checks[i].operation != LEAF)
+            continue;
+        PyObject *leaf = slots[self->checks[i].slot];
+        for (Py_ssize_t j = 0; j < count; j++)
+            if (found[j] == leaf)
+                return 0;
+        if (count < MOST_SLOTS)
+            found[count++] = leaf;
+    }
+    return 1;
+}
+
 static PyObject *
 leaves_of(Recheck *self, PyObject **slots)
 {
@@ -244,6 +269,8 @@ matched(Recheck *self, PyObject *args, PyObject *kwargs)
     int same = take_named(self, kwargs, slots);
     for (Py_ssize_t i = 0; same == 1 && i < self->count; i++)
         same = holds(self->checks + i, slots);
+    if (same == 1)
+        same = are_distinct(self, slots);
     PyObject *result = same == 1 ? leaves_of(self, slots) : NULL;
     if (same < 0 && PyErr_ExceptionMatches(PyExc_Exception)) {
         PyErr_Clear(); /* what cannot be read is not the same; KeyboardInterrupt goes on */
@@ -322,6 +349,7 @@ is_sound(const Check *check, Py_ssize_t slots)
     case TYPE:
     case IS:
     case EQUAL:
+    case DICT:
         return values == 1;
     case READS:
     case ADDRESSES:
@@ -429,7 +457,8 @@ recheck_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static PyMethodDef recheck_methods[] = {
     {"match", (PyCFunction)(void (*)(void))recheck_match, METH_FASTCALL,
      "match($self, args, kwargs, /)\n--\n\nThe arrays among the arguments of a call, in order, if "
-     "every check holds; None if one does not, or if what it reads raises an Exception."},
+     "every check holds and none comes twice; None if not, or if what a check reads raises an "
+     "Exception."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -765,7 +794,7 @@ static int
 module_exec(PyObject *module)
 {
     static const char *const names[OPERATIONS] = {
-        "TYPE", "IS", "EQUAL", "READS", "ATTRIBUTES", "ITEMS", "LOOKUP", "SEQUENCE", "SIZE",
+        "TYPE", "IS", "EQUAL", "READS", "ATTRIBUTES", "DICT", "ITEMS", "LOOKUP", "SEQUENCE", "SIZE",
         "CALLS", "ADDRESSES", "UNPACK", "UNPACK_DICT", "LEAF",
     };
     for (int i = 0; i < OPERATIONS; i++)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ostinato.errors import InputError
-from ostinato.interop.graphing.guards import ObjectWatch
+from ostinato.interop.graphing.guards import ObjectWatch, same
 from ostinato.interop.graphing.library import Library, NotGraphable, Options
 from ostinato.interop.graphing.records import Dynamic, Work
 from ostinato.interop.graphing.trees import (
     Tree,
+    Unknown,
     children_of,
     flatten,
     is_plain,
@@ -60,7 +61,7 @@ class Arguments:
             tokens = [signature(v) if type(v) is array else None for v in args]
             if None not in tokens:
                 work.leaves += args
-                return tokens, work
+                return self._whole(tokens, work), work
         tokens = []
         if self._special:
             given = self.named(args, {})
@@ -73,7 +74,25 @@ class Arguments:
             self._add(name, value, tokens, work)
         if work.sizes:  # sizes that are equal are one size, whatever array they come from
             tokens.append(tuple(map(work.sizes.index, work.sizes)))
-        return tokens, work
+        return self._whole(tokens, work), work
+
+    @staticmethod
+    def _whole(tokens: list[Hashable], work: Work) -> list[Hashable]:
+        """With which arrays are the same one: the function may ask (`key is value`)."""
+        leaves = [*map(id, work.leaves)]
+        if len({*leaves}) < len(leaves):
+            tokens.append(("the same", *map(leaves.index, leaves)))
+        return tokens
+
+    def changed(self, work: Work, tokens: list[Hashable]) -> bool:
+        """Whether the arguments are not as they were when a call was taken apart: a list has other
+        items, an attribute another array."""
+        try:
+            again, now = self.key(work.args, work.kwargs)
+        except (Unknown, NotGraphable):
+            return True
+        arrays = now.leaves + now.statics
+        return again != tokens or not same(arrays, work.leaves + work.statics)
 
     def _add(self, name: str, value: Any, tokens: list[Hashable], work: Work) -> None:
         """Adds one argument to a key."""
@@ -125,7 +144,7 @@ class Arguments:
                     watch = self._watched[value] = ObjectWatch(value, library)
             except TypeError:  # no weak references, or no hash
                 watch = ObjectWatch(value, library)
-            watch.read(tokens, work.statics)
+            watch.read(value, tokens, work.statics)
         for array in work.statics[before:]:
             tokens.append(
                 (type(array).__qualname__, library.signature(array), library.offset(array))

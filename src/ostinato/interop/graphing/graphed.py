@@ -142,6 +142,15 @@ class Graphed(Guarded):
         self.__wrapped__ = function
         self.__doc__ = getattr(function, "__doc__", None)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"graphed {self.name} can be neither copied nor pickled: its graphs belong to this "
+            "process and to the tensors of one function; graph the copy of the function itself"
+        )
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self.__reduce_ex__(4)
+
     def __repr__(self) -> str:
         return f"<graphed {self.name}: {len(self._lines)} keys{', closed' * self._closed}>"
 
@@ -193,9 +202,10 @@ class Graphed(Guarded):
         """What must be equal for a graph to stand for a call.  Raises Unknown, NotGraphable."""
         library, guards = self._library, self._guards
         tokens, work = self._subject.arguments.key(args, kwargs)
+        work.tokens = tokens
+        used: tuple[Hashable, ...] = ()
         if guards is not None:
             seen = work.seen = guards.read()
-            tokens.append(seen.tokens)
             arrays = seen.arrays
             pointers = [*map(library.address, arrays)]
             if pointers != self._pointers or not same(arrays, self._guarded):
@@ -204,10 +214,10 @@ class Graphed(Guarded):
                 self._shape = self._shapes.setdefault(shape, len(self._shapes))
                 self._epoch += 1
                 self._go_by()
-            tokens.append(self._shape)
+            live = library.live()
+            used = seen.tokens, self._shape, live and tuple(map(live, arrays))
         work.epoch = self._epoch
-        tokens.append(library.modes())
-        return tuple(tokens), work
+        return (*tokens, *used, library.modes()), work
 
     def _line(self, key: Hashable, work: Work) -> Line:
         line = self._lines.get(key)
@@ -422,9 +432,15 @@ class Graphed(Guarded):
             for i, (array, before) in enumerate(zip(state, versions_before, strict=True))
             if before is None or library.version(array) != before
         }
+        if subject.arguments.changed(work, work.tokens):
+            line.reason = subject.at(
+                "the function changes a container or an object that it is given (another item, "
+                "another attribute), and a replay runs no Python"
+            )
+            return result
         changed = subject.changed_state(work)
+        self._stateful = self._stateful + 1 if changed else 0
         if changed:
-            self._stateful += 1
             if self._stateful > 1:
                 self._state_reason = subject.at(
                     f"the function changes Python state that it uses itself ({changed}), and "

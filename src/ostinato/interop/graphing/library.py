@@ -78,6 +78,11 @@ class Library(Watcher, Protocol):
         """Why an array cannot be an argument of a graph; empty if it can."""
         ...
 
+    def live(self) -> Callable[[Any], Hashable] | None:
+        """What of the arrays that a function uses besides its arguments may change while they stay
+        where they are, and decides now what a call does; None if nothing does."""
+        ...
+
     def wants_gradient(self, result: Any, /) -> bool: ...
 
     def version(self, array: Any, /) -> int | None:

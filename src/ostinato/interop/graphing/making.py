@@ -38,12 +38,16 @@ class Maker:
         """The graph's own arrays for those of a call that are copied."""
         library = self._subject.library
         inputs = []
+        made: dict[tuple[Any, ...], Any] = {}  # an array that is given twice is one here, too
         for leaf, dynamic in zip(work.leaves, work.axes, strict=True):
-            shape = None
+            shape = how = None
             if dynamic is not None:
                 shape = [*library.signature(leaf)[0]]
                 shape[dynamic.axis] = dynamic.capacity
-            inputs.append(library.buffer(leaf, shape))
+                how = dynamic.axis, dynamic.capacity, dynamic.fill
+            if (id(leaf), how) not in made:
+                made[id(leaf), how] = library.buffer(leaf, shape)
+            inputs.append(made[id(leaf), how])
         if work.sizes:
             for one in inputs:
                 library.fill(one, 0)

@@ -18,7 +18,16 @@ from typing import Any, Protocol, TypeAlias
 
 from ostinato import GraphCache, Stream
 from ostinato.driver.extension import load_extension
-from ostinato.interop.graphing.guards import Guarded, Guards, ObjectWatch, same
+from ostinato.interop.graphing.guards import (
+    Guards,
+    ObjectWatch,
+    Place,
+    Trail,
+    Watch,
+    contents_of,
+    same,
+    size_of,
+)
 from ostinato.interop.graphing.library import Library, Options
 from ostinato.interop.graphing.records import Captured, Line, Work
 from ostinato.interop.graphing.subject import Subject
@@ -41,7 +50,6 @@ MOST_HOT = 4
 """Keys of a function that have a short way at one time."""
 TIMED = 16
 """One call in so many is timed."""
-_DEEPEST = 4
 _ATOMS = (int, bool, str, bytes, type(None))
 
 
@@ -59,7 +67,7 @@ class Checks:
 
     def __init__(self, library: Library) -> None:
         self.library = library
-        self._reads = library.reads
+        self._array_reads = library.reads
         self._made: list[tuple[Any, ...]] = []
         self._slots = 0
         self.statics: list[Any] = []
@@ -86,7 +94,17 @@ class Checks:
 
     def attributes(self, held: object, found: Mapping[str, Any]) -> None:
         """Attributes of an object are the very ones that were found."""
+        if not found:
+            return
         self._add("ATTRIBUTES", -1, held, [*found], [*found.values()], len(found))
+
+    def inside(self, value: object, found: Mapping[str, Any]) -> None:
+        """An object has as many attributes as it has now, besides those in slots, and these."""
+        held: Any = getattr(value, "__dict__", None)
+        self._add("DICT", -1, value, values=(held,))
+        self.size(held, len(held))
+        if found:
+            self.some_items(held, found)
 
     def items(self, held: dict[Any, Any], values: Sequence[Any]) -> None:
         """A dict has these values under the keys that it has now, and no others."""
@@ -112,16 +130,15 @@ class Checks:
         self._add("CALLS", -1, None, functions, values, len(values))
         return values
 
-    def addresses(self, arrays: Sequence[Any]) -> list[int]:
-        """Arrays are where they are now, which is returned."""
-        address = self.library.address
-        values = [*map(address, arrays)]
-        self._add("ADDRESSES", -1, address, arrays, values, len(values))
+    def each(self, function: Callable[[Any], Any], arrays: Sequence[Any]) -> list[Any]:
+        """A function gives for each of some arrays what it gives now, which is returned."""
+        values = [*map(function, arrays)]
+        self._add("ADDRESSES", -1, function, arrays, values, len(values))
         return values
 
     def array(self, array: Any, slot: int = -1) -> None:
         """An array has the type and the signature that it has now."""
-        reads, held = self._reads, array if slot < 0 else None
+        reads, held = self._array_reads, array if slot < 0 else None
         values = [getattr(array, r) if isinstance(r, str) else r(array) for r in reads]
         self._add("TYPE", slot, held, values=(type(array),))
         self._add("READS", slot, held, reads, values, len(values))
@@ -178,90 +195,107 @@ class Checks:
                 raise Inexpressible
             arrays = []
             self.kind(value)
-            for held, key in ObjectWatch(value, library).places:
+            watch = ObjectWatch(value, library)
+            for held in watch.holders:
                 if type(held) is list:
                     self.sequence(held, [*held])
-                elif isinstance(key, str):
-                    self.some_items(held, {key: held[key]})
+                elif type(held) is dict:
+                    self.size(held, len(held))
                 else:
+                    raise Inexpressible
+            for held, key in watch.places:
+                if isinstance(key, str):
+                    self.some_items(held, {key: held[key]})
+                elif type(held) is not list:
                     raise Inexpressible
                 arrays.append(held[key])
         for array in arrays:
             self.statics.append(array)
             self.array(array)
-            where = library.offset
-            self._add("READS", -1, array, (where,), (where(array),), 1)
-        self.pointers += self.addresses(arrays)
+            self.reads(array, library.offset)
+        self.pointers += self.each(library.address, arrays)
 
-    # --- of the guards
-    def guards(self, guards: Guards, tokens: list[Hashable], arrays: list[Any]) -> None:
-        """What guards read.  Adds to `tokens` and `arrays` what `Guards.read` adds."""
-        tokens.append(guards.generation)
-        for place in guards.places:
-            how, held, name = place.source
-            value = place.read()
-            if how == "attribute":
-                self.attributes(held, {name: value})
-            elif how == "item":
-                self.some_items(held, {name: value})
-            elif how == "partial":
-                self.attributes(held, {"args": value[0], "keywords": value[1]})
-            self._visit(guards, value, tokens, arrays, 0)
-
-    def _visit(
-        self, guards: Guards, value: Any, tokens: list[Hashable], arrays: list[Any], depth: int
-    ) -> None:
-        """`Guards._visit`, with checks."""
-        library = self.library
-        if library.is_array(value):
-            arrays.append(value)
-            return
-        if is_plain(value, library.plain):  # the same object, so the same value
-            tokens.append(plain_token(value))
-            return
-        watch = guards.watch(value)
-        if isinstance(watch, Guarded):
-            raise Inexpressible
-        if watch is not None:
-            note = getattr(watch, "note", None)
-            if note is None:
-                raise Inexpressible
-            note(self, tokens, arrays)
-            return
-        found = children_of(value, library) if depth < _DEEPEST else None
-        if found is None:
-            if depth < _DEEPEST and isinstance(value, dict | list | tuple):
-                raise Inexpressible
-            self.kind(value)
-            tokens.append((type(value), id(value)))
-            inside = guards.inside(value) if depth < _DEEPEST else None
-            if inside is not None:
-                self.attributes(value, {"__dict__": inside})
-                self.items(inside, [*inside.values()])
-                guards.attributes(inside, tokens, arrays)
-            return
-        head, children = found
-        tokens.append(head)
-        kind = type(value)
-        if kind is list:
-            self.sequence(value, children)
-        elif kind is dict:
-            self.items(value, children)
-        elif kind is tuple:
-            pass
-        elif kind is OrderedDict or library.parts(value) is not None:
-            raise Inexpressible
-        elif dataclasses.is_dataclass(value):
-            self.kind(value)
-            names = [field.name for field in dataclasses.fields(value)]
-            self.attributes(value, dict(zip(names, children, strict=True)))
-        elif not isinstance(value, tuple):
-            raise Inexpressible
-        for child in children:
-            self._visit(guards, child, tokens, arrays, depth + 1)
+    def reads(self, held: object, function: Callable[[Any], Any]) -> None:
+        """A function gives for an object what it gives now."""
+        self._add("READS", -1, held, (function,), (function(held),), 1)
 
     def made(self, positional: int, names: Sequence[str]) -> Any:
         return _extension.Recheck(positional, tuple(names), self._slots, tuple(self._made))
+
+
+class _Noting:
+    """A walk through what a function uses that notes where each value is.
+
+    `tokens` and `arrays` become what `Guards.read` gives."""
+
+    def __init__(self, checks: Checks, guards: Guards) -> None:
+        self._checks, self._guards = checks, guards
+        self.tokens: list[Hashable] = []
+        self.arrays: list[Any] = []
+
+    def place(self, place: Place, value: Any) -> None:
+        how, held, name = place.source
+        if how == "attribute":
+            self._checks.attributes(held, {name: value})
+        elif how == "item" and name in held:
+            self._checks.some_items(held, {name: value})
+        elif how == "item":
+            self._checks.calls([place.read])
+        elif how == "partial":
+            self._checks.attributes(held, {"args": value[0], "keywords": value[1]})
+
+    def array(self, path: Trail, array: Any) -> None:
+        self.arrays.append(array)
+
+    def plain(self, path: Trail, value: Any) -> None:  # the same object, so the same value
+        self.tokens.append(plain_token(value))
+
+    def watched(self, path: Trail, watch: Watch) -> None:
+        note = getattr(watch, "note", None)
+        if note is None:
+            raise Inexpressible
+        note(self._checks, self.tokens, self.arrays)
+
+    def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
+        self.tokens.append(head)
+        kind, checks = type(value), self._checks
+        if kind is list:
+            checks.sequence(value, children)
+        elif kind is dict:
+            checks.items(value, children)
+        elif kind is OrderedDict or checks.library.parts(value) is not None:
+            raise Inexpressible
+        elif dataclasses.is_dataclass(value):
+            checks.kind(value)
+            held = getattr(value, "__dict__", {})
+            if held:
+                checks.inside(value, held)
+            names = [field.name for field in dataclasses.fields(value)]
+            named = dict(zip(names, children, strict=True))
+            checks.attributes(value, {n: v for n, v in named.items() if n not in held})
+        elif not isinstance(value, tuple):
+            raise Inexpressible
+
+    def contents(self, path: Trail, value: Any, token: Hashable) -> None:
+        self.tokens.append(token)
+        self._checks.reads(value, contents_of)
+
+    def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
+        names = None if inside is None else tuple(inside)
+        self.tokens.append((type(value), self._guards.serial(value), names, size_of(value)))
+        if size_of(value) is not None:
+            self._checks.reads(value, size_of)
+        self._checks.kind(value)
+        if inside is None:
+            return
+        held = getattr(value, "__dict__", None)
+        if held is not None and inner:
+            self._checks.inside(value, {n: v for n, v in inside.items() if n in held})
+        elif held is not None:
+            self._checks.inside(value, {})
+            self._checks.items(held, [*held.values()])
+        rest = {n: v for n, v in inside.items() if n not in (held or ())}
+        self._checks.attributes(value, rest)
 
 
 MISSED = object()
@@ -406,13 +440,15 @@ def recheck(
         if not same(checks.statics, work.statics) or checks.pointers != captured.pointers:
             return None
         if guards is not None and work.seen is not None:
-            tokens: list[Hashable] = []
-            arrays: list[Any] = []
-            checks.guards(guards, tokens, arrays)
-            if tuple(tokens) != work.seen.tokens or not same(arrays, seen[0]):
+            noting = _Noting(checks, guards)
+            guards.walk(noting)
+            if tuple(noting.tokens) != work.seen.tokens or not same(noting.arrays, seen[0]):
                 return None
-            if checks.addresses(arrays) != seen[1]:
+            if checks.each(library.address, noting.arrays) != seen[1]:
                 return None
+            live = library.live()
+            if live is not None:
+                checks.each(live, noting.arrays)
         if line.state:
             used = [*work.statics, *([] if work.seen is None else work.seen.arrays)]
             written = [used[i] for i in line.state if i < len(used)]
@@ -420,6 +456,7 @@ def recheck(
         made = checks.made(len(work.args), [*work.kwargs])
     except Inexpressible:
         return None
+    # None also if an array was given twice: which are the same is not noted.
     leaves = made.match(work.args, work.kwargs)
     if leaves is None or not same(leaves, work.leaves):
         return None

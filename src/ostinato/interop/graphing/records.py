@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +135,8 @@ class Work:
     """Of each leaf; empty where no argument can have a dynamic axis."""
     sizes: list[int] = field(default_factory=list)
     """Of the dynamic arrays, in order."""
+    tokens: list[Hashable] = field(default_factory=list)
+    """What stands for the arguments in its key."""
     seen: Seen | None = None
     """What the function uses besides its arguments."""
     epoch: int = 0

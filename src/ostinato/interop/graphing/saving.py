@@ -41,10 +41,12 @@ class Saving:
         """Gives a line the text of its key, which is the same in every process, and the names of
         the arrays that are not copied."""
         description, guards = Description(self._stored.library), self._subject.guards
-        call = key[: -1 if guards is None else -3]  # without the guards' own
+        call = key[: -1 if guards is None else -4]  # without the guards' own
         why = ""
         try:
             description.add(*call, key[-1])
+            if len({*map(id, work.leaves)}) < len(work.leaves):
+                raise Unstable("an array is given twice")
             if guards is not None:
                 description.guards(guards)
         except Unstable as error:

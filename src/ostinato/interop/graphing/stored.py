@@ -32,9 +32,14 @@ import numpy as np
 
 from ostinato import Buffer, Graph, GraphStore, LoadedGraph, MemoryRange, Stream, Twin
 from ostinato.errors import InputError
-from ostinato.interop.graphing.guards import Guarded, Guards
+from ostinato.interop.graphing.guards import Guarded, Guards, Place, Trail, Watch
 from ostinato.interop.graphing.library import Library
-from ostinato.interop.graphing.trees import children_of, is_plain
+from ostinato.interop.graphing.trees import (
+    children_of,
+    is_plain,
+    new_record,
+    other_attributes,
+)
 
 __all__ = [
     "CALL",
@@ -277,53 +282,49 @@ class Description:
         self.parts: list[str] = []
         self.names: list[str] = []
         self.arrays: list[Any] = []
+        self._guards: list[Guards] = []
 
     def add(self, *values: Any) -> None:
         """Raises Unstable."""
         self.parts += [text_of(value, self.library) for value in values]
 
-    def array(self, name: str, array: Any) -> None:
-        library = self.library
+    def array(self, path: Trail | str, array: Any) -> None:
+        library, name = self.library, path if isinstance(path, str) else _named(path)
         self.add(name, library.signature(array), library.offset(array))
         self.names.append(name)
         self.arrays.append(array)
 
     def guards(self, guards: Guards) -> None:
-        for place in guards.places:
-            self._visit(guards, place.name, place.read(), 0)
+        if guards not in self._guards:  # a function that uses itself
+            self._guards.append(guards)
+            guards.walk(self)
 
-    def _visit(self, guards: Guards, name: str, value: Any, depth: int) -> None:
-        """In the order of `Guards._visit`."""
-        library = self.library
-        if library.is_array(value):
-            self.array(name, value)
-            return
-        if is_plain(value, library.plain):
-            self.add(name, value)
-            return
-        watch = guards.watch(value)
+    # --- a walk (`guards.Walker`)
+    def place(self, place: Place, value: Any) -> None:
+        """Its name comes with what is in it."""
+
+    def plain(self, path: Trail, value: Any) -> None:
+        self.add(_named(path), value)
+
+    def watched(self, path: Trail, watch: Watch) -> None:
         if isinstance(watch, Guarded):
             if watch.guards is not None:
                 self.guards(watch.guards)
             return
-        if watch is not None:
-            describe: Callable[[str, Description], None] | None
-            describe = getattr(watch, "describe", None)
-            if describe is None:
-                raise Unstable(f"what {name} holds is not known by names")
-            describe(name, self)
-            return
-        found = children_of(value, library) if depth < guards.DEEPEST else None
-        self.add(name, type(value))
-        if found is not None:
-            self.add(found[0])
-            for index, child in enumerate(found[1]):
-                self._visit(guards, f"{name}[{index}]", child, depth + 1)
-            return
-        inside = guards.inside(value) if depth < guards.DEEPEST else None
-        for key, child in (inside or {}).items():
-            if library.is_array(child):
-                self.array(f"{name}.{key}", child)
+        describe: Callable[[str, Description], None] | None
+        describe = getattr(watch, "describe", None)
+        if describe is None:
+            raise Unstable(f"what {_named(path)} holds is not known by names")
+        describe(_named(path), self)
+
+    def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
+        self.add(_named(path), head)
+
+    def contents(self, path: Trail, value: Any, token: Hashable) -> None:
+        self.add(_named(path), token)
+
+    def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
+        self.add(_named(path), type(value))
         self.settings(value)
 
     def settings(self, value: Any, depth: int = 0, seen: frozenset[int] = frozenset()) -> None:
@@ -359,6 +360,16 @@ class Description:
                 self.settings(child, depth + 1, seen)
 
 
+def _named(path: Trail) -> str:
+    """A path in words: `self.layers[0]`."""
+    *before, last = path
+    if not before:
+        return str(last)
+    return (
+        f"{_named(before[0])}[{last}]" if isinstance(last, int) else f"{_named(before[0])}.{last}"
+    )
+
+
 # ---------------------------------------------------------------------------------------- results
 
 
@@ -385,6 +396,8 @@ def described(value: Any, library: Library, leaves: list[Any]) -> Any:
         names = [*value]
     elif dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
+        if other_attributes(value):
+            raise Unstable(f"a {kind.__qualname__} with other attributes than its fields")
     if names is not None and not all(type(name) in (str, int) for name in names):
         raise Unstable("a key of a dict in the result")
     if kind is dict:
@@ -409,7 +422,8 @@ def rebuilt(data: Any, leaves: Sequence[Any]) -> Any:
         return dict(zip(data["dict"], children, strict=True))
     made = _class_of_results(*data["class"])
     if data["names"] is not None:
-        return made(**dict(zip(data["names"], children, strict=True)))
+        named = [*zip(data["names"], children, strict=True)]
+        return made(**dict(named)) if issubclass(made, dict) else new_record(made, named)
     return made(*children) if hasattr(made, "_fields") else made(children)
 
 

@@ -10,22 +10,27 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+
 __all__ = [
+    "ATOMS",
     "Arrays",
     "Join",
     "Leaf",
-    "Node",
     "Tree",
     "Unknown",
     "children_of",
     "flatten",
     "is_plain",
     "joiner",
+    "made_in_python",
+    "new_record",
+    "other_attributes",
     "plain_token",
     "tree_of",
 ]
@@ -69,14 +74,17 @@ class Unknown(Exception):
         )
 
 
-_ATOMS = frozenset({type(None), bool, int, str, bytes, complex, type(Ellipsis), range})
+ATOMS = frozenset({type(None), bool, int, str, bytes, type(Ellipsis)})
+"""Types of values that are equal if they do the same."""
 _IDENTITIES = (type, type(len), type(lambda: None))
 
 
 def is_plain(value: object, more: tuple[type, ...] = ()) -> bool:
     """Whether a value can be compared in a key."""
     kind = type(value)
-    if kind in _ATOMS or kind is float or isinstance(value, (enum.Enum, *more, *_IDENTITIES)):
+    if kind in ATOMS or kind in (float, complex, range):
+        return True
+    if isinstance(value, (enum.Enum, *more, *_IDENTITIES)):
         return True
     if kind is slice:
         return all(is_plain(v, more) for v in (value.start, value.stop, value.step))  # type: ignore[attr-defined]
@@ -86,8 +94,12 @@ def is_plain(value: object, more: tuple[type, ...] = ()) -> bool:
 
 
 def plain_token(value: Any) -> Hashable:
-    """What stands for a plain value: 1, True and 1.0 differ, so do 0.0 and -0.0; NaN is itself."""
+    """What stands for a plain value: 1, True and 1.0 differ, so do 0.0 and -0.0; NaN is itself.
+
+    Also inside of what is equal by what it holds."""
     kind = type(value)
+    if kind in ATOMS:
+        return kind, value
     if kind is float:
         if value == 0 or value != value:
             return kind, math.copysign(1.0, value), value == 0
@@ -98,6 +110,12 @@ def plain_token(value: Any) -> Hashable:
         return kind, plain_token(value.start), plain_token(value.stop), plain_token(value.step)
     if kind is tuple:
         return kind, *map(plain_token, value)
+    if kind is frozenset:
+        return kind, frozenset(map(plain_token, value))
+    if kind is range:
+        return kind, value.start, value.stop, value.step
+    if isinstance(value, np.generic):
+        return kind, str(value.dtype), value.tobytes()
     return kind, value
 
 
@@ -115,12 +133,46 @@ def children_of(value: Any, arrays: Arrays) -> tuple[Hashable, list[Any]] | None
     if registered is not None:
         return (kind, registered[0]), registered[1]
     if isinstance(value, tuple):  # named tuples, and the results of some functions
-        return (kind, len(value)), list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        if all(field.init for field in fields):
-            return (kind, len(fields)), [getattr(value, field.name) for field in fields]
+        known = hasattr(kind, "_fields") or hasattr(kind, "n_fields") or not made_in_python(kind)
+        more = getattr(value, "__dict__", None)
+        return ((kind, len(value)), list(value)) if known and not more else None
+    made_plainly = getattr(kind, "__new__", None) is object.__new__
+    if made_plainly and dataclasses.is_dataclass(value):
+        held, rest = getattr(value, "__dict__", {}), other_attributes(value)
+        names = [field.name for field in dataclasses.fields(value)]
+        children = [held[n] if n in held else getattr(value, n, _ABSENT) for n in names]
+        absent = any(child is _ABSENT for child in children)
+        if not absent and all(map(is_plain, rest.values())):
+            others = tuple([(n, plain_token(v)) for n, v in rest.items()])
+            return (kind, len(names), others), children
     return None
+
+
+_ABSENT = object()
+
+
+def made_in_python(kind: type) -> bool:
+    """Whether a class was made by Python code (Py_TPFLAGS_HEAPTYPE)."""
+    return bool(kind.__flags__ & 1 << 9)
+
+
+def other_attributes(record: Any) -> dict[str, Any]:
+    """The attributes of a dataclass's object that are no fields of it."""
+    names = {field.name for field in dataclasses.fields(record)}
+    return {n: v for n, v in getattr(record, "__dict__", {}).items() if n not in names}
+
+
+def new_record(kind: Any, attributes: Iterable[tuple[str, Any]]) -> Any:
+    """An object of a dataclass, without its constructor, which may do more than to keep what it is
+    given."""
+    made = object.__new__(kind)
+    for name, value in attributes:
+        member = getattr(kind, name, None)
+        if isinstance(member, types.MemberDescriptorType):  # a slot
+            member.__set__(made, value)
+        else:
+            made.__dict__[name] = value
+    return made
 
 
 def joiner(like: Any, arrays: Arrays) -> Join:
@@ -137,7 +189,8 @@ def joiner(like: Any, arrays: Arrays) -> Join:
         make: Join = kind._make if hasattr(like, "_fields") else kind
         return make
     names = [field.name for field in dataclasses.fields(like)]
-    return lambda children: kind(**dict(zip(names, children, strict=True)))
+    rest = [*other_attributes(like).items()]
+    return lambda children: new_record(kind, [*zip(names, children, strict=True), *rest])
 
 
 def flatten(
@@ -163,63 +216,31 @@ def flatten(
         flatten(child, f"{path}[{index}]", arrays, tokens, leaves)
 
 
-@dataclass(frozen=True, slots=True)
 class Leaf:
-    """The place of an array in a tree."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A container in a tree: how it is made, and its children."""
-
-    join: Join
-    children: tuple[object, ...]
+    """Stands for an array in a key."""
 
 
 class Tree:
     """A value taken apart once: its arrays in order, and how it is built from others."""
 
-    __slots__ = ("_flat", "_top", "given", "leaves", "paths")
+    __slots__ = ("_build", "_names", "_source", "given", "leaves", "paths")
 
-    def __init__(self, top: object, leaves: list[Any], paths: list[str], given: bool) -> None:
-        self._top, self.leaves, self.paths = top, leaves, paths
+    def __init__(
+        self, source: str, names: dict[str, Any], leaves: list[Any], paths: list[str], given: bool
+    ) -> None:
+        self._source, self._names = source, names
+        self.leaves, self.paths = leaves, paths
         self.given = given
         """Whether it holds objects that are given anew when it is built."""
-        self._flat: Join | None = None
-        if isinstance(top, Node):
-            order = [c.index if isinstance(c, Leaf) else -1 for c in top.children]
-            if order == [*range(len(leaves))]:
-                self._flat = top.join
+        self._build: Callable[..., Any] | None = None
 
-    def build(self, leaves: Sequence[Any], given: Sequence[Any] = ()) -> Any:
-        """The value with other arrays in the places of its own, and other given objects."""
-        if self._flat is not None:
-            return self._flat(leaves)
-        if type(self._top) is Leaf:
-            return leaves[self._top.index]
-        return self._build(self._top, leaves, given)
-
-    def _build(self, place: object, leaves: Sequence[Any], given: Sequence[Any]) -> Any:
-        if type(place) is Leaf:
-            return leaves[place.index]
-        if type(place) is Node:
-            children = [self._build(c, leaves, given) for c in place.children]
-            return place.join(children)
-        if type(place) is _Given:
-            return given[place.index]
-        return place.value  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    value: object
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    index: int
+    @property
+    def build(self) -> Callable[..., Any]:
+        """A function of other arrays, and of other given objects: the value with these in the
+        places of its own.  It is compiled, since each replay calls it."""
+        if self._build is None:
+            self._build = eval(f"lambda leaves, given=(): {self._source}", self._names)
+        return self._build
 
 
 def tree_of(
@@ -231,27 +252,43 @@ def tree_of(
     """A value taken apart.  Objects among `given` are not.  Raises Unknown."""
     leaves: list[Any] = []
     paths: list[str] = []
+    names: dict[str, Any] = {"__builtins__": {}}
     places = {id(value): index for index, value in enumerate(given)}
     met: list[int] = []
 
-    def visit(value: Any, path: str) -> object:
+    def named(value: object) -> str:
+        name = f"n{len(names)}"
+        names[name] = value
+        return name
+
+    def visit(value: Any, path: str, depth: int) -> str:
+        """The source of an expression that gives a value like this one."""
         if id(value) in places:
             met.append(places[id(value)])
-            return _Given(met[-1])
+            return f"given[{met[-1]}]"
         if arrays.is_array(value):
             leaves.append(value)
             paths.append(path)
-            return Leaf(len(leaves) - 1)
+            return f"leaves[{len(leaves) - 1}]"
         if is_plain(value, arrays.plain):
-            return _Constant(value)
-        found = children_of(value, arrays)
+            return named(value)
+        found = children_of(value, arrays) if depth < _DEEPEST else None
         if found is None:
             raise Unknown(path, value)
-        names = _names(value, len(found[1]))
-        children = [visit(c, path + n) for c, n in zip(found[1], names, strict=True)]
-        return Node(joiner(value, arrays), tuple(children))
+        steps = _names(value, len(found[1]))
+        inner = [visit(c, path + n, depth + 1) for c, n in zip(found[1], steps, strict=True)]
+        whole, kind = "".join([f"{one}, " for one in inner]), type(value)
+        if kind is tuple:
+            return f"({whole})"
+        if kind is dict:
+            return f"{{{', '.join([f'{named(k)}: {v}' for k, v in zip(value, inner)])}}}"  # noqa: B905
+        return f"[{whole}]" if kind is list else f"{named(joiner(value, arrays))}([{whole}])"
 
-    return Tree(visit(value, path), leaves, paths, bool(met))
+    return Tree(visit(value, path, 0), names, leaves, paths, bool(met))
+
+
+_DEEPEST = 32
+"""How deep results may be nested: Python's parser has limits."""
 
 
 def _names(value: Any, count: int) -> Iterable[str]:

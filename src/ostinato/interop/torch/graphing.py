@@ -38,7 +38,7 @@ from ostinato.errors import InputError, NotAvailableError
 from ostinato.interop.graphing.capturing import captured, no_collection
 from ostinato.interop.graphing.errors import disturbed, explained
 from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.guards import Watch, same
+from ostinato.interop.graphing.guards import Guarded, Watch, same
 from ostinato.interop.graphing.library import (
     LIMITS,
     CaptureDisturbed,
@@ -50,7 +50,7 @@ from ostinato.interop.graphing.library import (
 from ostinato.interop.graphing.moves import MOST, dense
 from ostinato.interop.graphing.recheck import MISSED, Checks, Inexpressible
 from ostinato.interop.graphing.stored import Description, Stored, code_text
-from ostinato.interop.graphing.trees import Join, is_plain
+from ostinato.interop.graphing.trees import Join, is_plain, made_in_python, plain_token
 from ostinato.interop.torch.adopting import adopt_graph, as_tensor, drawing
 
 __all__ = ["GraphedModule", "graphed"]
@@ -253,8 +253,29 @@ def _device(index: int) -> Device:
 
 
 # Without the functions in Python around them: they are asked in each call.
+_requires_grad = operator.attrgetter("requires_grad")
 _deterministic = torch._C._get_deterministic_algorithms
 _precision = torch._C._get_float32_matmul_precision
+
+_overriding = torch._C._len_torch_function_stack
+_dispatching = torch._C._len_torch_dispatch_stack
+
+
+def _default_device() -> Hashable:
+    """The device that torch makes tensors on, which is a mode of its own if it was ever set.
+
+    Raises NotGraphable if Python of another mode is to see each operation."""
+    stack = torch.overrides._get_current_function_mode_stack()
+    others = [m for m in stack if type(m) is not torch.utils._device.DeviceContext]
+    others += torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    if others:
+        kind = type(others[-1])
+        raise NotGraphable(
+            f"the mode {kind.__module__}.{kind.__qualname__} is active, whose Python sees each "
+            "operation, and a replay runs no Python"
+        )
+    return str(stack[-1].device)
+
 
 _captures = threading.RLock()
 """One capture at a time in the process: torch cannot make two, and what is set around one (the
@@ -378,6 +399,9 @@ class Torch:
             return f"a tensor of the layout {tensor.layout}"
         return ""
 
+    def live(self) -> Callable[[Any], Hashable] | None:
+        return _requires_grad if torch.is_grad_enabled() else None
+
     def wants_gradient(self, result: Any, /) -> bool:
         if not torch.is_grad_enabled():
             return False
@@ -397,6 +421,7 @@ class Torch:
             _deterministic(),
             torch.get_default_dtype(),
             _precision(),
+            _default_device() if _overriding() or _dispatching() else None,
         )
 
     @property
@@ -412,8 +437,8 @@ class Torch:
         )
 
     def situation(self) -> tuple[Callable[[], Any], ...]:
-        around = self.capturing, self.current
-        if torch._C._is_any_autocast_enabled():
+        around = self.capturing, self.current, _overriding, _dispatching
+        if torch._C._is_any_autocast_enabled() or _overriding():
             return (*around, self.modes)
         return (
             *around,
@@ -665,6 +690,8 @@ class Torch:
         with torch.no_grad():
             if tolerance is not None and (one.is_floating_point() or one.is_complex()):
                 relative, absolute = tolerance
+                if one.element_size() == 1:  # of these there is little arithmetic
+                    one, other = one.float(), other.float()
                 same = torch.isclose(one, other, rtol=relative, atol=absolute, equal_nan=True)
             else:
                 bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
@@ -746,7 +773,7 @@ def _dict_copier(like: Any, children: list[Any]) -> Join | None:
     kind: Any = type(like)
     bases = [base for base in kind.__mro__ if base not in (OrderedDict, dict, object)]
     if not isinstance(like, OrderedDict) or any(
-        type(base) is not type or not base.__flags__ & _HEAP or vars(base).get("__slots__")
+        type(base) is not type or not made_in_python(base) or vars(base).get("__slots__")
         for base in bases
     ):
         return None
@@ -759,23 +786,20 @@ def _dict_copier(like: Any, children: list[Any]) -> Join | None:
             places[name] = keys.index(name)
         elif not is_plain(value, Torch.plain):
             return None
-    rest = {name: value for name, value in held.items() if name not in places}
-    put = OrderedDict.__setitem__
+    rest = {name: None if name in places else value for name, value in held.items()}
+    moved, new, put = [*places.items()], kind.__new__, OrderedDict.__setitem__
 
     def copy(others: Sequence[Any]) -> Any:
-        made = kind.__new__(kind)
-        for key, value in zip(keys, others, strict=True):
+        made = new(kind)
+        for key, value in zip(keys, others, strict=False):
             put(made, key, value)
         attributes = made.__dict__
-        for name in held:
-            attributes[name] = others[places[name]] if name in places else rest[name]
+        attributes.update(rest)
+        for name, place in moved:
+            attributes[name] = others[place]
         return made
 
     return copy
-
-
-_HEAP = 1 << 9
-"""Of a class that was made in Python (Py_TPFLAGS_HEAPTYPE)."""
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -786,67 +810,127 @@ def _alike(one: Any, other: Any) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Attribute:
+    """Where an attribute of a module is."""
+
+    path: str
+    """From the module that is watched."""
+    held: dict[str, Any]
+    name: str
+
+
+_MOST_VERSIONS = 4096
+_next_version = itertools.count()
+_versions: dict[Hashable, int] = {}
+"""Of what modules hold besides tensors, in all graphed functions."""
+
+
 class ModuleWatch:
-    """What a module and those inside it hold: weights, buffers, and plain attributes such as
-    `training`, read again at each call; attributes whose names begin with _ are left out."""
+    """What a module and those inside it hold, read again at each call: weights, buffers, and
+    attributes whose names do not begin with _: plain ones, tensors, and others (`others`)."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._versions = itertools.count(1)
-        self._plan()
+        self._module = weakref.ref(module)  # whoever calls this has it
+        self._find()
 
-    def _plan(self) -> None:
-        """Finds where to look."""
-        modules = list(self._module.modules())
+    def _find(self) -> None:
+        """Finds where to look, and gives a version to what is there, which is the same one whenever
+        that is so again, also in another module."""
+        named = dict(self._module().named_modules())  # type: ignore[union-attr]
+        modules = [*named.values()]
+        places = {id(module): place for place, module in enumerate(modules)}
         self._inside = [m._modules for m in modules if m._modules]
         self._children = [*_all(map(_values, self._inside))]
         self._tensors = [d for m in modules for d in (m._parameters, m._buffers) if d]
-        self._hooks = [d for m in modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks)]
-        self._hooked = [*map(len, self._hooks)]
-        self._any_hooked = any(self._hooks)
+        every = torch.nn.modules.module
+        self._hooks = [every._global_forward_hooks, every._global_forward_pre_hooks]
+        self._hooks += [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        self._held = [m.__dict__ for m in modules]
+        inner = [d for m in modules for d in (m._modules, m._parameters, m._buffers)]
+        self._sized = [*self._held, *inner]
+        self._lengths = [*map(len, self._sized)]
         self._gets: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
         self._names: list[list[str]] = []
-        for module in modules:
-            held = module.__dict__
-            names = [
-                n for n, v in held.items() if not n.startswith("_") and is_plain(v, Torch.plain)
-            ]
+        self._loose: list[_Attribute] = []
+        """Tensors that are neither parameters nor buffers."""
+        self._others: list[_Attribute] = []
+        for path, held in zip(named, self._held, strict=True):
+            names = []
+            for name, value in held.items():
+                if name.startswith("_"):
+                    continue
+                where = _Attribute(f"{path}.{name}" if path else name, held, name)
+                if is_plain(value, Torch.plain):
+                    names.append(name)
+                elif isinstance(value, torch.Tensor):
+                    self._loose.append(where)
+                elif not isinstance(getattr(value, "__self__", None), Guarded):  # `GraphedModule`
+                    self._others.append(where)
+            self._names.append(names)
             if names:  # a getter of one name alone would give no tuple
                 self._gets.append((operator.itemgetter(names[0], *names), held))
-                self._names.append(names)
-        self._plain = [*_all([get(held) for get, held in self._gets])]
-        self._version = next(self._versions)
-        self._known = {tuple(map(repr, self._plain)): self._version}
+        self._plain, self._found, self._hooked = self._state()
+        found = [*map(id, self._found)]
+        state = (
+            tuple([(path, type(module)) for path, module in named.items()]),
+            tuple([places.get(id(child)) for child in self._children]),
+            tuple([tuple([n for n, v in d.items() if v is not None]) for d in inner]),
+            tuple(map(tuple, self._names)),
+            tuple([plain_token(value) for value in self._plain]),
+            tuple([each.path for each in (*self._loose, *self._others)]),
+            tuple([found.index(each) for each in found]),
+            tuple(self._hooked),
+        )
+        if len(_versions) > _MOST_VERSIONS:
+            _versions.clear()
+        self._version = _versions.setdefault(state, next(_next_version))
+
+    def _state(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Plain attributes, others, and hooks.  Raises KeyError for an attribute that is gone."""
+        plain = [*_all([get(held) for get, held in self._gets])]
+        found = [each.held[each.name] for each in self._others]
+        return plain, found, [*map(tuple, self._hooks)] if any(self._hooks) else []
+
+    def _as_before(self) -> bool:
+        """Whether all is where it was, and attributes are the same objects: 1, 1.0 and True are
+        equal, and do not do the same."""
+        # In loops in C where that can be: it is called in each call that goes by its key.
+        children = same([*_all(map(_values, self._inside))], self._children)
+        if not children or [*map(len, self._sized)] != self._lengths:
+            return False
+        try:
+            plain, found, hooked = self._state()
+            loose = all(isinstance(each.held[each.name], torch.Tensor) for each in self._loose)
+        except KeyError:
+            return False
+        alike = same(plain, self._plain) and same(found, self._found)
+        return alike and loose and hooked == self._hooked
 
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
-        # It is called in each call of a graphed module, so what can be is done by loops in C.
-        children = [*_all(map(_values, self._inside))]
-        hooked = self._any_hooked and [*map(len, self._hooks)] != self._hooked
-        if (
-            hooked
-            or (not self._any_hooked and any(self._hooks))
-            or not same(children, self._children)
-        ):
-            self._plan()
-        try:
-            plain = [*_all([get(held) for get, held in self._gets])]
-        except KeyError:  # an attribute was deleted
-            self._plan()
-            plain = self._plain
-        # The same objects: 1, 1.0 and True are equal, and do not do the same.
-        if not same(plain, self._plain):
-            self._plain = plain
-            token = tuple(map(repr, plain))
-            known = self._known.get(token)
-            if known is None:
-                known = self._known[token] = next(self._versions)
-            self._version = known
+        if not self._as_before():
+            self._find()
         tokens.append(self._version)
         arrays += [t for t in _all(map(_values, self._tensors)) if t is not None]
+        arrays += [each.held[each.name] for each in self._loose]
+
+    def others(self) -> Iterator[tuple[str, Any]]:
+        """Attributes that are no tensors and no plain values, each object once."""
+        met: set[int] = set()
+        for each, value in zip(self._others, self._found, strict=True):
+            if id(value) not in met:
+                met.add(id(value))
+                yield each.path, value
+
+    def methods(self) -> Iterator[tuple[type, str]]:
+        module: Any = self._module()
+        for kind in {type(each) for each in module.modules()}:
+            yield kind, "forward"
 
     def describe(self, name: str, description: Description) -> None:
-        """All that it holds, by names."""
-        for path, module in self._module.named_modules(prefix=name):
+        """All that it holds but for `others`, by names."""
+        root: Any = self._module()
+        for path, module in root.named_modules(prefix=name):
             forward = module.forward  # it may be one of its own
             description.add(path, type(module), code_text(type(module)), code_text(forward))
             for held in (module._parameters, module._buffers):
@@ -855,6 +939,8 @@ class ModuleWatch:
                         description.array(f"{path}.{key}", tensor)
             inside = ("_modules", "_parameters", "_buffers")
             description.settings({k: v for k, v in vars(module).items() if k not in inside})
+        for each in self._loose:
+            description.array(f"{name}.{each.path}", each.held[each.name])
 
     def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
         """Reads, and notes where each value was found."""
@@ -862,20 +948,28 @@ class ModuleWatch:
         self.read(tokens, arrays)
         children = [[*held.values()] for held in self._inside]
         tensors = [[*held.values()] for held in self._tensors]
-        plain: list[Any] = []
         for held, values in zip(self._inside + self._tensors, children + tensors, strict=True):
             checks.items(held, values)
-        for hooks, count in zip(self._hooks, self._hooked, strict=True):
-            checks.size(hooks, count)
-        for names, (get, held) in zip(self._names, self._gets, strict=True):
-            found = get(held)
-            plain += found
-            checks.some_items(held, dict(zip(names, found[1:], strict=True)))
-        read = [t for t in _all(tensors) if t is not None]
+        for hooks in self._hooks:
+            if hooks:
+                checks.reads(hooks, tuple)
+            else:
+                checks.size(hooks, 0)
+        for held, length in zip(self._sized, self._lengths, strict=True):
+            if not held or "_modules" in held:  # the others are compared above
+                checks.size(held, length)
+        for held, names in zip(self._held, self._names, strict=True):
+            checks.some_items(held, {name: held[name] for name in names})
+        loose = [each.held[each.name] for each in self._loose]
+        found = [each.held[each.name] for each in self._others]
+        for each, value in zip(self._loose + self._others, loose + found, strict=True):
+            checks.some_items(each.held, {each.name: value})
+        read = [t for t in _all(tensors) if t is not None] + loose
         if not (
             same([*_all(children)], self._children)
             and same(read, arrays[before:])
-            and same(plain, self._plain)
+            and same(self._state()[0], self._plain)
+            and same(found, self._found)
         ):
             raise Inexpressible
 

@@ -1,0 +1,157 @@
+"""torch on the CPU with captures that are frozen as those of CUDA are: a capture notes the
+operations that run and the memory that they use, and a replay runs these again.  No Python of the
+function runs in a replay, and what it read is what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.library import NotGraphable, Options
+from ostinato.interop.torch.graphing import GraphedModule, Torch, _explained
+
+_tree_map: Any = torch.utils._pytree.tree_map
+_tree_leaves: Any = torch.utils._pytree.tree_leaves
+
+
+def _same_memory(value: Any) -> Any:
+    """Another tensor of the same memory, which stays there if the tensor itself moves."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch.no_grad():
+        return torch.ops.aten.alias(value.detach())
+
+
+class Tape(TorchDispatchMode):  # type: ignore[misc]
+    """Notes the operations of a block.  They run, and `undo` takes back what they wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[Any, Any, Any, list[Any]]] = []
+        self._before: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        given = _tree_map(_same_memory, (args, kwargs or {}))
+        for one in _tree_leaves(given):
+            if isinstance(one, torch.Tensor) and not torch._debug_has_internal_overlap(one):
+                self._before.append((one, one.clone()))
+        result = func(*args, **(kwargs or {}))
+        self.noted.append((func, *given, [*map(_same_memory, _tree_leaves(result))]))
+        return result
+
+    def undo(self) -> None:
+        with torch.inference_mode(), torch.no_grad():
+            for one, before in reversed(self._before):
+                one.copy_(before)
+
+    def play(self) -> None:
+        with torch.inference_mode(), torch.no_grad():
+            for func, args, kwargs, results in self.noted:
+                for into, new in zip(results, _tree_leaves(func(*args, **kwargs)), strict=True):
+                    if isinstance(into, torch.Tensor) and into.data_ptr() != new.data_ptr():
+                        into.copy_(new)
+
+
+class OnTape(Torch):
+    """What torch does for `Graphed`, on the CPU."""
+
+    inside = False
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.index, self.generators = device, 0, ()
+        self.capturing = lambda: OnTape.inside
+        self.address = torch.Tensor.data_ptr
+        self.offset = torch.Tensor.storage_offset
+        self.clone = torch.Tensor.clone
+        self.empty_like = torch.empty_like
+        self.ours = device.create_stream()
+        self.current = self.stream
+
+    def refusal(self, tensor: Any, /) -> str:
+        found = super().refusal(tensor)
+        return "" if "on cpu" in found else found
+
+    def stream(self) -> ost.Stream:
+        self.ours.synchronize()  # torch's work on the CPU is done when its call returns
+        return self.ours
+
+    def _states(self) -> list[Any]:
+        return [torch.default_generator]
+
+    def run_beside(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def extent(self, tensor: Any, /) -> None:
+        """The host driver's kernels cannot reach torch's memory."""
+
+    def buffer(self, tensor: Any, shape: Any) -> Any:
+        made = super().buffer(tensor, shape)
+        with torch.inference_mode(False), torch.no_grad():
+            return made.zero_()  # the operations of a capture run here, and indices must be some
+
+    def capture(self, work: Callable[[Any], Any]) -> tuple[ost.Graph, Any]:
+        OnTape.inside = True
+        tape = Tape()
+        try:
+            with tape:
+                result = work(self.ours)
+        except Exception as error:
+            raise NotGraphable(_explained(error)) from None
+        finally:
+            OnTape.inside = False
+            tape.undo()
+        graph = ost.Graph.create(self.device)
+        graph.add_host(tape.play)
+        return graph, result
+
+    def stager(self, buffers: Any) -> Any:
+        stage = super().stager(buffers)
+
+        def staged(tensors: Any) -> None:
+            self.ours.synchronize()
+            stage(tensors)
+
+        return staged
+
+
+class _Waiting(Graphed):
+    """Its results are read by torch, which knows nothing of the host driver's streams."""
+
+    def _results(self, *args: Any) -> Any:
+        self._library.device.synchronize()
+        return super()._results(*args)
+
+    def _giver(self, *args: Any) -> Any:
+        give = super()._giver(*args)
+
+        def waited(made: Any) -> Any:
+            self._library.device.synchronize()
+            return give(made)
+
+        return waited
+
+
+class _WaitingModule(GraphedModule, _Waiting):
+    pass
+
+
+def on_tape(device: Device, function: Any, **options: Any) -> Any:
+    """`graphed` on the CPU.  Close it."""
+    rest: Any = OnTape(device), Options(**options), ost.GraphCache(device)
+    named: dict[str, Any] = {"name": "f", "owns_cache": True}
+    step: Graphed
+    if isinstance(function, torch.nn.Module):
+        step = _WaitingModule(function, function.forward, *rest, **named)
+    else:
+        step = _Waiting(function, *rest, **named)
+    # A tape holds memory, not words that point at it.
+    step._maker._cannot_rebind = lambda captured, now: "a tape cannot be bound"  # type: ignore[method-assign]
+    return step

@@ -1,0 +1,540 @@
+"""Known ways to get a wrong answer out of a graphed function: what a graph froze and nobody looked
+at again, what a replay does not do, and what stands for itself twice."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import functools
+import gc
+import pickle
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.library import Options
+from ostinato.interop.graphing.padding import Padding
+from ostinato.interop.graphing.trees import plain_token
+from tests.interop.library import Array, Lib
+
+Make = Callable[..., Graphed]
+
+
+@pytest.fixture
+def lib(host_device: Device) -> Lib:
+    return Lib(host_device)
+
+
+@pytest.fixture
+def make(lib: Lib) -> Iterator[Make]:
+    made: list[Graphed] = []
+
+    def graphed(function: Any, **options: Any) -> Graphed:
+        cache = ost.GraphCache(lib.device)
+        made.append(Graphed(function, lib, Options(**options), cache, name="f", owns_cache=True))
+        return made[-1]
+
+    yield graphed
+    for one in made:
+        one.close()
+
+
+def ones(lib: Lib) -> Array:
+    return lib.array(np.ones(4))
+
+
+# ---------------------------------------------------------------- what a function uses
+
+SCALE = 2.0
+MODULE = types.ModuleType("mine")
+
+
+class Settings:
+    scale = 2.0
+
+
+def twice(x: Array) -> Array:
+    return x.line(2.0)
+
+
+def threefold(x: Array) -> Array:
+    return x.line(3.0)
+
+
+active = twice
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+
+@dataclasses.dataclass
+class Record:
+    scale: float
+    more: Any = None
+
+
+class Holder:
+    shared = 2.0
+
+    def __init__(self) -> None:
+        self.inner = types.SimpleNamespace(deep=types.SimpleNamespace(scale=2.0))
+        self.scales = [2.0]
+        self.named = {"scale": 2.0}
+
+    def of_inner(self, x: Array) -> Array:
+        return x.line(self.inner.deep.scale)
+
+    def of_list(self, x: Array) -> Array:
+        return x.line(self.scales[0])
+
+    def of_dict(self, x: Array) -> Array:
+        return x.line(self.named["scale"])
+
+    def of_class(self, x: Array) -> Array:
+        return x.line(self.shared)
+
+
+def passing_on(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator, such as torch.no_grad()."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+def uses(kind: str) -> tuple[Callable[[Array], Array], Callable[[float], object]]:
+    """A function that scales, and how its scale is changed."""
+    space, holder = globals(), Holder()
+    if kind in ("decorated", "in a comprehension", "defined later"):
+        if kind == "decorated":
+            f: Any = passing_on(lambda x: x.line(SCALE))
+        elif kind == "defined later":
+            space.pop("LATER", None)
+            f = lambda x: x.line(LATER)  # type: ignore[name-defined]  # noqa: E731, F821
+            return f, lambda value: space.__setitem__("LATER", value)
+        else:
+            f = lambda x: [x.line(y * SCALE) for y in (1.0,)][0]  # noqa: E731, RUF015
+        return f, lambda value: space.__setitem__("SCALE", value)
+    if kind == "a module's":
+        MODULE.scale = 2.0  # type: ignore[attr-defined]
+        return lambda x: x.line(MODULE.scale), lambda v: setattr(MODULE, "scale", v)
+    if kind == "a class's":
+        return lambda x: x.line(Settings.scale), lambda v: setattr(Settings, "scale", v)
+    if kind == "another function":
+        return (
+            lambda x: active(x),
+            lambda v: space.__setitem__("active", twice if v == 2 else threefold),
+        )
+    if kind == "a default":
+
+        def defaults(x: Array, scales: list[float] = [2.0]) -> Array:  # noqa: B006
+            return x.line(scales[0])
+
+        return defaults, lambda v: defaults.__defaults__[0].__setitem__(0, v)  # type: ignore[index]
+    if kind.startswith("self."):
+        changes: dict[str, Any] = {
+            "of_inner": lambda v: setattr(holder.inner.deep, "scale", v),
+            "of_list": lambda v: holder.scales.__setitem__(0, v),
+            "of_dict": lambda v: holder.named.update(scale=v),
+            "of_class": lambda v: setattr(Holder, "shared", v),
+        }
+        name = kind.removeprefix("self.")
+        return getattr(holder, name), changes[name]
+    held: dict[str, Any] = {
+        "a set": {2.0},
+        "a deque": collections.deque([2.0]),
+        "numpy": np.array([2.0]),
+        "bytes": bytearray(b"\2"),
+        "slots": Slotted(),
+        "a record": Record(2.0),
+    }
+    value = held[kind]
+    if kind == "slots":
+        value.scale = 2.0
+    if kind in ("slots", "a record"):
+        return lambda x: x.line(value.scale), lambda v: setattr(value, "scale", v)
+    if kind == "a set":
+        return lambda x: x.line(float(next(iter(value)))), lambda v: (value.clear(), value.add(v))
+    if kind == "bytes":
+        return lambda x: x.line(float(value[0])), lambda v: value.__setitem__(0, int(v))
+    return lambda x: x.line(float(value[0])), lambda v: value.__setitem__(0, v)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("decorated", "in a comprehension", "defined later", "a module's", "a class's"),
+        *("another function", "a default", "self.of_inner", "self.of_list", "self.of_dict"),
+        *("self.of_class", "a set", "numpy", "bytes", "slots", "a record"),
+    ],
+)
+def test_a_change_of_what_it_uses_is_seen(lib: Lib, make: Make, kind: str) -> None:
+    f, change = uses(kind)
+    try:
+        change(2.0)
+        step = make(f)
+        for value in (2.0,) * 4 + (3.0,) * 4 + (2.0, 3.0, 3.0):
+            change(value)
+            np.testing.assert_array_equal(step(ones(lib)).numpy(), [value] * 4)
+        statistics = step.statistics()
+        assert statistics.captures == 2 and statistics.replays >= 7, step.explain()
+    finally:
+        change(2.0)
+
+
+def test_weights_in_containers_of_an_object_are_watched(lib: Lib, make: Make) -> None:
+    """One that was replaced would be read after it is free."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.layers = {"first": [ones(lib)]}
+
+        def forward(self, x: Array) -> tuple[Array, Array]:
+            return x.line(2.0), self.layers["first"][0].line(1.0)
+
+    model = Model()
+    step = make(model.forward)
+    for value in (1.0, 1.0, 1.0, 5.0, 5.0, 6.0):
+        model.layers["first"][0] = lib.array(np.full(4, value))
+        np.testing.assert_array_equal(step(ones(lib))[1].numpy(), [value] * 4)
+    assert step.statistics().captures == 1 and step.statistics().rebound >= 2
+
+
+def test_objects_that_are_gone_are_not_kept(lib: Lib, make: Make) -> None:
+    class Part:
+        pass
+
+    class Model:
+        part: Any = None
+
+        def forward(self, x: Array) -> Array:
+            return x.line(2.0)
+
+    model, parts = Model(), []
+    step = make(model.forward)
+    for _ in range(30):
+        model.part = Part()
+        parts.append(weakref.ref(model.part))
+        step(ones(lib))
+    gc.collect()
+    assert sum(part() is not None for part in parts) <= 2
+
+
+def test_objects_that_are_replaced_are_told_apart(lib: Lib, make: Make) -> None:
+    """Also if the new one gets the address of the old one."""
+
+    class Part:
+        __slots__ = ("by",)
+
+        def __init__(self, by: float) -> None:
+            self.by = by
+
+    part = Part(2.0)
+
+    def f(x: Array) -> Array:
+        return x.line(part.by)
+
+    step = make(f)
+    for value in (2.0, 2.0, 3.0, 3.0, 2.0, 3.0):
+        del part
+        part = Part(value)
+        np.testing.assert_array_equal(step(ones(lib)).numpy(), [value] * 4)
+
+
+def test_large_tables_and_rings_take_no_time(lib: Lib, make: Make) -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.words = {str(i): i for i in range(20_000)}
+            self.me = self
+            self.ring: list[Any] = []
+            self.ring.append(self.ring)
+
+        def forward(self, x: Array) -> Array:
+            assert self.words and self.me and self.ring
+            return x.line(2.0)
+
+    model = Model()
+    step = make(model.forward)
+    for _ in range(4):
+        step(ones(lib))
+    assert step.statistics().replays == 3
+    assert len(str(step._key((ones(lib),), {})[0])) < 2_000
+    model.words["more"] = 1
+    step(ones(lib))
+    assert len(step.statistics().keys) == 2, "its length is looked at"
+
+
+def test_state_that_is_made_once_for_each_shape(lib: Lib, make: Make) -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.tables: dict[int, Array] = {}
+
+        def forward(self, x: Array) -> Array:
+            if x.size not in self.tables:
+                self.tables[x.size] = x.lib.array(np.full(x.size, 3.0))
+            return self.tables[x.size].line(2.0)
+
+    step = make(Model().forward)
+    for n in (2, 3, 4, 5):
+        for _ in range(4):
+            np.testing.assert_array_equal(step(lib.array(np.ones(n))).numpy(), [6.0] * n)
+    assert step.statistics().replays >= 8, step.explain()
+
+
+step_of_itself: Any = None
+
+
+def of_itself(x: Array, n: int) -> Array:
+    return x if n == 0 else step_of_itself(x.line(2.0), n - 1)
+
+
+def test_a_function_that_calls_itself_graphed(lib: Lib, make: Make) -> None:
+    global step_of_itself
+    step_of_itself = make(of_itself)
+    for _ in range(4):
+        for n in (0, 1, 2, 3):
+            found = step_of_itself(ones(lib), n)
+            np.testing.assert_array_equal(found.numpy(), [2.0**n] * 4)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        (0j, -0j),
+        ((1,), (True,)),
+        (frozenset([1]), frozenset([True])),
+        (frozenset([0.0]), frozenset([-0.0])),
+        (range(1, 1), range(5, 5)),
+        (slice(0), slice(False)),
+        (np.float32(0.0), np.float32(-0.0)),
+        (np.float32(1.0), np.float64(1.0)),
+        (((), ((1,),)), ((), ((1.0,),))),
+    ],
+)
+def test_equal_values_that_do_not_do_the_same(one: Any, other: Any) -> None:
+    assert plain_token(one) != plain_token(other)
+    assert plain_token(copy.deepcopy(one)) == plain_token(one)
+    assert hash(plain_token(one)) == hash(plain_token(copy.deepcopy(one)))
+
+
+def test_nan_is_itself() -> None:
+    assert plain_token(np.float32("nan")) == plain_token(np.float32("nan"))
+    assert plain_token(float("nan")) == plain_token(float("nan"))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_array_that_is_given_twice(lib: Lib, make: Make, nested: bool) -> None:
+    """`if key is value` of torch's attention."""
+
+    def f(pair: Any) -> Array:
+        a, b = pair
+        return a.line(2.0 if a is b else 3.0)
+
+    g = f if nested else lambda a, b: f((a, b))
+    step = make(g)
+    a, b = ones(lib), ones(lib)
+    for x, y in [(a, a)] * 4 + [(a, b)] * 8 + [(a, a), (b, b), (a, b), (b, a)] * 4:
+        found = step((x, y)) if nested else step(x, y)
+        np.testing.assert_array_equal(found.numpy(), [2.0 if x is y else 3.0] * 4)
+    assert step.statistics().captures == 2
+
+
+def test_an_array_that_is_given_twice_with_dynamic_sizes(lib: Lib, make: Make) -> None:
+    step = make(
+        lambda x, y: x.line(2.0 if x is y else 3.0),
+        padding=Padding({"x": 0, "y": 0}, ost.PowersOfTwo(16)),
+    )
+    for n in (5, 6, 7, 8, 3, 5):
+        x, y = lib.array(np.ones(n)), lib.array(np.ones(n))
+        for _ in range(2):
+            np.testing.assert_array_equal(step(x, x).numpy(), [2.0] * n)
+            np.testing.assert_array_equal(step(x, y).numpy(), [3.0] * n)
+
+
+def test_containers_that_are_changed(lib: Lib, make: Make) -> None:
+    """A replay appends nothing."""
+
+    def appends(x: Array, out: list[Array]) -> Array:
+        out.append(x.line(3.0))
+        return x.line(2.0)
+
+    def sets(x: Array, held: dict[str, Array]) -> Array:
+        held["y"] = x.line(3.0)
+        return x.line(2.0)
+
+    one, other = make(appends), make(sets)
+    for _ in range(4):
+        out: list[Array] = []
+        held = {"y": ones(lib)}
+        for step, given in ((one, out), (other, held)):
+            np.testing.assert_array_equal(step(ones(lib), given).numpy(), [2.0] * 4)
+        for made in (out[0], held["y"]):
+            np.testing.assert_array_equal(made.numpy(), [3.0] * 4)
+    for step in (one, other):
+        assert "changes a container" in step.statistics().keys[0].reason
+
+
+class Cache:
+    def __init__(self, keys: Any = None) -> None:
+        self.keys = keys
+
+
+class SlottedCache:
+    __slots__ = ("__weakref__", "keys")
+
+    def __init__(self, keys: Any = None) -> None:
+        self.keys = keys
+
+
+@pytest.mark.parametrize("kind", [Cache, SlottedCache])
+def test_static_objects_that_make_their_arrays_at_the_first_call(
+    lib: Lib, make: Make, kind: Any
+) -> None:
+    def f(x: Array, cache: Any) -> Array:
+        if cache.keys is None:
+            cache.keys = x.lib.array(np.zeros(4))
+        cache.keys.shift(1.0)
+        return cache.keys.line(2.0)
+
+    step = make(f, static=("cache",))
+    for _ in range(4):
+        cache = kind()
+        for count in range(1, 6):
+            found = step(ones(lib), cache)
+            np.testing.assert_array_equal(found.numpy(), [2.0 * count] * 4)
+            np.testing.assert_array_equal(cache.keys.numpy(), [count] * 4)
+    assert step.statistics().replays > 10, step.explain()
+
+
+def test_static_objects_that_grow(lib: Lib, make: Make) -> None:
+    def f(x: Array, cache: Cache) -> Array:
+        for one in cache.keys:
+            one.shift(1.0)
+        return x.line(2.0)
+
+    step, cache = make(f, static=("cache",)), Cache([lib.array(np.zeros(4))])
+    for count in range(1, 13):
+        step(ones(lib), cache)
+        np.testing.assert_array_equal(cache.keys[0].numpy(), [count] * 4)
+        if not count % 4:
+            cache.keys.append(lib.array(np.zeros(4)))
+    np.testing.assert_array_equal(cache.keys[1].numpy(), [8] * 4)
+
+
+def test_static_objects_are_not_kept(lib: Lib, make: Make) -> None:
+    """Each call of transformers' generate makes a cache, which may take gigabytes."""
+    step = make(lambda x, cache: (cache.keys.shift(1.0), x.line(2.0))[1], static=("cache",))
+    gone = []
+    for _ in range(6):
+        cache = Cache(lib.array(np.zeros(4)))
+        gone.append((weakref.ref(cache), weakref.ref(cache.keys)))
+        for _ in range(5):
+            step(ones(lib), cache)
+        del cache
+    gc.collect()
+    assert sum(one() is not None or two() is not None for one, two in gone) <= 1
+
+
+@dataclasses.dataclass
+class Doubling:
+    value: Any
+
+    def __post_init__(self) -> None:
+        self.value = self.value.line(2.0)
+
+
+class Pair(tuple[Any, ...]):
+    def __new__(cls, one: Any, other: Any) -> Pair:
+        return super().__new__(cls, (one, other))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    value: Any
+    by: float
+
+
+def test_constructors_that_do_more(lib: Lib, make: Make) -> None:
+    step = make(lambda d: d.value.line(1.0))
+    back = make(lambda x: Doubling(x))
+    pairs = make(lambda x: Pair(x.line(2.0), x))
+    frozen = make(lambda d: Frozen(d.value.line(d.by), d.by))
+    for _ in range(4):
+        np.testing.assert_array_equal(step(Doubling(ones(lib))).numpy(), [2.0] * 4)
+        np.testing.assert_array_equal(back(ones(lib)).value.numpy(), [2.0] * 4)
+        found = pairs(ones(lib))
+        assert type(found) is Pair
+        np.testing.assert_array_equal(found[0].numpy(), [2.0] * 4)
+        record = frozen(Frozen(ones(lib), 3.0))
+        assert type(record) is Frozen and record.by == 3.0
+        np.testing.assert_array_equal(record.value.numpy(), [3.0] * 4)
+    assert step.statistics().replays == back.statistics().replays == 3
+    assert frozen.statistics().replays == 3 and "Pair" in pairs.statistics().keys[0].reason
+
+
+def test_records_with_more_than_their_fields(lib: Lib, make: Make) -> None:
+    def f(x: Array, record: Any) -> Array:
+        return x.line(record.by)
+
+    step = make(f)
+    for value in (2.0, 2.0, 2.0, 3.0, 3.0, 2.0):
+        record = Record(1.0)
+        record.by = value  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(step(ones(lib), record).numpy(), [value] * 4)
+    assert step.statistics().captures == 2
+
+
+# ---------------------------------------------------------------- results, and the function itself
+
+
+def test_results_of_one_call_share_nothing_with_those_of_another(lib: Lib, make: Make) -> None:
+    step = make(lambda x: {"a": [x.line(2.0), (x.line(3.0), None)], 7: Record(1.0, x.line(4.0))})
+    found = [step(lib.array(np.full(4, start))) for start in range(6)]
+    for start, one in enumerate(found):
+        assert list(one) == ["a", 7] and one["a"][1][1] is None
+        for by, array in ((2, one["a"][0]), (3, one["a"][1][0]), (4, one[7].more)):
+            np.testing.assert_array_equal(array.numpy(), [by * start] * 4)
+    assert found[4]["a"] is not found[5]["a"] and found[4][7] is not found[5][7]
+
+
+def test_results_that_are_nested_too_deep_run_eagerly(lib: Lib, make: Make) -> None:
+    def f(x: Array) -> Any:
+        value: Any = x.line(2.0)
+        for _ in range(200):
+            value = [value]
+        return value
+
+    step = make(f)
+    for _ in range(3):
+        found = step(ones(lib))
+        while isinstance(found, list):
+            (found,) = found
+        np.testing.assert_array_equal(found.numpy(), [2.0] * 4)
+    assert "cannot be built again" in step.statistics().keys[0].reason
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied(lib: Lib, make: Make, copied: Callable[[Any], Any]) -> None:
+    step = make(twice)
+    with pytest.raises(TypeError, match="graphed f can be neither copied nor pickled"):
+        copied(step)
+    if copied is not copy.copy:
+        with pytest.raises(TypeError, match="graph the copy"):
+            copied({"inside": step})

@@ -1,0 +1,349 @@
+"""Known ways to get a wrong answer out of functions and modules of torch, without a GPU.
+
+Captures are frozen as those of CUDA are (`tape.py`)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import pickle
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.interop.graphing.padding import Padding
+
+torch: Any = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def make(host_device: Device) -> Iterator[Callable[..., Any]]:
+    from tests.interop.tape import on_tape
+
+    made: list[Any] = []
+
+    def graphed(function: Any, **options: Any) -> Any:
+        made.append(on_tape(host_device, function, **options))
+        return made[-1]
+
+    yield graphed
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def equal(found: Any, wanted: Any) -> None:
+    leaves = torch.utils._pytree.tree_leaves
+    for one, other in zip(leaves(found), leaves(wanted), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def check(step: Any, function: Any, *args: Any, calls: int = 4) -> None:
+    for _ in range(calls):
+        wanted = function(*args)
+        equal(step(*args), wanted)
+
+
+BASE = torch.arange(24.0)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        BASE.view(4, 6).t(),
+        BASE[::2],
+        BASE.view(4, 6)[:, 1:4],
+        BASE[:3].expand(4, 3),
+        BASE[0].expand(3, 3),
+        BASE.as_strided((5, 3), (1, 1)),
+        BASE.unfold(0, 3, 1),
+        BASE[:0],
+        BASE[3],
+        BASE.view(2, 3, 4).permute(2, 0, 1),
+        BASE[5:],
+        torch.view_as_complex(BASE.view(12, 2)).conj(),
+        torch.view_as_complex(BASE.view(12, 2)).conj().imag,
+        BASE.bool(),
+        BASE.to(torch.complex64),
+        BASE.to(torch.bfloat16),
+        torch.tensor([float("nan"), -0.0, float("inf")]),
+    ],
+)
+def test_arguments_of_all_layouts(make: Any, x: Any) -> None:
+    step = make(lambda x: (x * 2, x.sum(), x + 0))
+    check(step, lambda x: (x * 2, x.sum(), x + 0), x)
+    assert step.statistics().replays == 3, step.explain()
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "bool", "complex64", "int8"])
+@pytest.mark.parametrize("tolerance", [None, (1e-3, 1e-3)])
+def test_checks_of_all_types(make: Any, name: str, tolerance: Any) -> None:
+    x = torch.tensor([0, 1, 1, 0]).to(getattr(torch, name))
+    step = make(lambda x: (x.clone(),), verify=1, tolerance=tolerance)
+    for _ in range(3):
+        (found,) = step(x)
+        assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
+    assert step.statistics().verified == 2 and not step.statistics().quarantined
+
+
+def test_arrays_that_share_memory_and_are_written(make: Any) -> None:
+    def f(x: Any, y: Any) -> Any:
+        x.add_(1)
+        return y.sum()
+
+    mine, theirs = torch.zeros(6), torch.zeros(6)
+    step = make(f)
+    for _ in range(5):
+        equal(step(mine[:4], mine[2:]), f(theirs[:4], theirs[2:]))
+        equal(mine, theirs)
+
+
+def test_dynamic_sizes_of_what_is_written_and_strided(make: Any) -> None:
+    def f(x: Any) -> Any:
+        x.add_(1)
+        return x.sum(0)
+
+    step = make(f, padding=Padding({"x": -1}, ost.PowersOfTwo(16)))
+    for n in (5, 6, 7, 8, 3, 4, 5, 5, 6):
+        mine = torch.arange(3.0 * n).view(n, 3).t()
+        theirs = mine.clone()
+        equal(step(mine), f(theirs))
+        equal(mine, theirs)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.table = torch.ones(3)
+        self.scales = [2.0]
+        self.config = types.SimpleNamespace(by=2.0)
+        self.extra = [torch.ones(3)]
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x) * self.table * self.scales[0] + self.extra[0]
+        return y * self.config.by * getattr(self, "late", 1.0)
+
+
+class Runner:
+    """A plain object that has a module."""
+
+    def __init__(self) -> None:
+        self.model = Net()
+
+    def __call__(self, x: Any) -> Any:
+        return self.helped(x)
+
+    def helped(self, x: Any) -> Any:
+        return self.model(x)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a tensor that is no buffer": lambda m: setattr(m, "table", m.table * 2),
+    "an item of a list": lambda m: m.scales.__setitem__(0, m.scales[0] + 1),
+    "a setting": lambda m: setattr(m.config, "by", m.config.by + 1),
+    "another object of settings": lambda m: setattr(
+        m, "config", types.SimpleNamespace(by=m.config.by + 1)
+    ),
+    "a tensor in a list": lambda m: m.extra.__setitem__(0, m.extra[0] * 3),
+    "a forward": lambda m: setattr(m.linear, "forward", lambda x: x * 5),
+    "an attribute that was not there": lambda m: setattr(m, "late", 3.0),
+    "a buffer that was not there": lambda m: m.register_buffer("late", torch.ones(3) * 3),
+    "the data of a weight": lambda m: setattr(m.linear.weight, "data", m.linear.weight.data * 2),
+    "a weight in place": lambda m: m.linear.weight.mul_(2),
+    "a module": lambda m: setattr(m, "linear", torch.nn.Linear(3, 3)),
+    "a hook": lambda m: m.linear.register_forward_hook(lambda m, args, out: out * 2),
+    "a hook with names": lambda m: m.linear.register_forward_pre_hook(
+        lambda m, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True
+    ),
+    "a hook of the whole": lambda m: m.register_forward_hook(lambda m, args, out: out * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["module", "closure", "attribute"])
+def test_changes_of_a_module(make: Any, change: str, kind: str) -> None:
+    runner, x = Runner(), torch.ones(2, 3)
+    model = runner.model
+    functions = {"module": model, "closure": lambda x: model(x), "attribute": runner}
+    step = make(functions[kind])
+    check(step, model, x)
+    assert step.statistics().replays == 3, step.explain()
+    for _ in range(2):
+        CHANGES[change](model)
+        check(step, model, x)
+    assert not step.statistics().quarantined
+
+
+def test_hooks_that_take_turns(make: Any) -> None:
+    model, x = Net(), torch.ones(2, 3)
+    step = make(model)
+    for by in (2, 3, 4):
+        handle = model.linear.register_forward_hook(lambda m, args, out, by=by: out * by)
+        check(step, model, x)
+        handle.remove()
+    every = torch.nn.modules.module
+    handle = every.register_module_forward_hook(lambda m, args, out: out * 2)
+    try:
+        check(step, model, x)
+    finally:
+        handle.remove()
+    check(step, model, x)
+
+
+def test_modules_of_the_same_shapes(make: Any) -> None:
+    """One of another class is another function; one of the same class has other weights alone."""
+
+    class Doubled(torch.nn.Linear):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) * 2
+
+    held, x = types.SimpleNamespace(net=None), torch.ones(1, 2)
+    step = make(lambda x: held.net(x))
+    plain, other, doubled = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), Doubled(2, 2)
+    for net in (plain, plain, plain, doubled, doubled, plain, doubled, other, other, plain):
+        held.net = net
+        equal(step(x), net(x))
+    assert len(step.statistics().keys) == 2, step.explain()
+
+
+def test_modules_that_are_replaced_are_not_kept(make: Any) -> None:
+    held, gone = types.SimpleNamespace(net=None), []
+    step = make(lambda x: held.net(x))
+    for _ in range(10):
+        held.net = torch.nn.Linear(2, 2)
+        gone.append(weakref.ref(held.net))
+        check(step, held.net, torch.ones(1, 2), calls=3)
+    gc.collect()
+    assert sum(one() is not None for one in gone) <= 2
+
+
+def test_a_module_that_keeps_what_it_computed(make: Any) -> None:
+    class Keeping(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            self.last = x * 2
+            return x + 1
+
+    model = Keeping()
+    step = make(model)
+    for start in range(6):
+        x = torch.full((2,), float(start))
+        equal(step(x), x + 1)
+        equal(model.last, x * 2)
+
+
+def test_running_statistics_in_turns_with_evaluation(make: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    step, x = make(model), torch.randn(4, 3)
+    for training in (True,) * 4 + (False,) * 4 + (True,) * 2:
+        model.train(training)
+        other = copy.deepcopy(model)
+        equal(step(x), other(x))
+        equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
+def test_weights_that_learn_again(make: Any) -> None:
+    model = torch.nn.Linear(3, 3).requires_grad_(False)
+    with torch.enable_grad():
+        step = make(model, gradients="eager")
+        check(step, model, torch.ones(2, 3))
+        assert step.statistics().replays == 3
+        model.requires_grad_(True)
+        assert step(torch.ones(2, 3)).requires_grad
+        model.requires_grad_(False)
+        assert not step(torch.ones(2, 3)).requires_grad
+        assert step(torch.ones(2, 3, requires_grad=True)).requires_grad
+
+
+def test_the_default_device_is_in_the_key(make: Any) -> None:
+    def f(x: Any) -> Any:
+        return x * torch.ones(2).device.type.count("meta")
+
+    step, x = make(f), torch.ones(2)
+    check(step, f, x)
+    with torch.device("meta"):
+        check(step, f, x)
+    check(step, f, x)
+
+
+def test_modes_that_look_at_each_operation(make: Any) -> None:
+    counter = pytest.importorskip("torch.utils.flop_counter")
+    model, x = torch.nn.Linear(3, 3), torch.ones(2, 3)
+    step = make(model)
+    check(step, model, x)
+    with counter.FlopCounterMode(display=False) as wanted:
+        model(x)
+    with counter.FlopCounterMode(display=False) as found:
+        step(x)
+    assert found.get_total_flops() == wanted.get_total_flops() > 0
+    assert "FlopCounterMode" in step.explain()
+    check(step, model, x)
+    assert step.statistics().replays >= 6
+
+
+def test_threads_and_hooks(make: Any) -> None:
+    model = torch.nn.Linear(3, 3)
+    step, wrong = make(model), []
+    model.register_forward_hook(lambda m, args, out: out + 1)
+
+    def work(number: int) -> None:
+        with torch.no_grad():
+            for call in range(20):
+                x = torch.full((2, 3), float(call + number))
+                wanted = torch.nn.functional.linear(x, model.weight, model.bias) + 1
+                if not torch.equal(step(x), wanted):
+                    wrong.append((number, call))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@dataclasses.dataclass
+class Output:
+    last: Any
+    rest: tuple[Any, ...]
+    count: int
+
+
+def test_results_like_those_of_an_encoder(make: Any) -> None:
+    def f(batch: dict[str, Any]) -> Any:
+        x = batch["ids"] * batch["mask"]
+        return Output(x, tuple([x + i for i in range(12)]), 12), {"pooled": batch["types"] + x}
+
+    step = make(f)
+    kept = []
+    for start in range(5):
+        batch = {n: torch.full((2,), float(start)) for n in ("ids", "mask", "types")}
+        kept.append(step(batch))
+    for start, (output, rest) in enumerate(kept):
+        assert type(output) is Output and output.count == 12
+        for i, one in enumerate(output.rest):
+            equal(one, torch.full((2,), float(start**2 + i)))
+        wanted = torch.full((2,), float(start**2)), torch.full((2,), float(start**2 + start))
+        equal((output.last, rest["pooled"]), wanted)
+    assert step.statistics().replays == 4
+
+
+def test_a_graphed_module_is_not_copied(make: Any) -> None:
+    step = make(torch.nn.Linear(2, 2))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="graphed f can be neither copied nor pickled"):
+            copied(step)
+    assert copy.deepcopy(step.module) is not step.module
