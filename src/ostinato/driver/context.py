@@ -186,6 +186,8 @@ class Context:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.taps: tuple[Tap, ...] = ()
+        self.memory_epoch: object = object()
+        """Another object after each time that memory of the context was closed."""
         self.owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
         """The live owners of allocations made here, by address."""
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()

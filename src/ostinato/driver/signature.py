@@ -292,6 +292,8 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
     numbers, another number than 0 and 1 for flags, an imaginary part for real numbers, a finite
     number that would become infinite.  Floats are rounded to narrower ones.
     """
+    if type(values) is np.ndarray and values.dtype == dtype:
+        return np.ascontiguousarray(values).reshape(values.shape)
     if dtype.fields is not None and not isinstance(values, np.ndarray | np.generic):
         values = np.array(values, dtype)  # tuples, which are structs only by the dtype
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ostinato.driver.api import (
@@ -67,11 +67,28 @@ class Operation:
     """Names and types of a kernel's arguments, if they are known."""
     once: str = ""
     """Why a graph must not repeat it; empty if it may."""
+    _found_open: list[object] = field(
+        default_factory=lambda: [None], init=False, repr=False, compare=False
+    )
+    """The context's `memory_epoch` in which all memory that it was made with was seen open."""
 
     @property
     def usable(self) -> bool:
         """Whether no memory that it was made with is closed."""
         return not any(map(_is_closed_memory, self.keep))
+
+    def require_usable(self, context: Context) -> None:
+        """Raises ClosedError if memory that it was made with is closed.  Looks again only after
+        memory of the context was closed: operations are often submitted by the thousand."""
+        epoch = context.memory_epoch  # read before the look: what is closed meanwhile changes it
+        if self._found_open[0] is epoch:
+            return
+        closed = next(filter(_is_closed_memory, self.keep), None)
+        if closed is not None:
+            raise ClosedError(
+                f"{self.name}: {closed!r} is closed, which the operation was made with"
+            )
+        self._found_open[0] = epoch
 
 
 def _is_closed_memory(owner: object) -> bool:
@@ -229,12 +246,7 @@ class Stream(Closeable):
         Raises DriverError, ClosedError if memory that the operation was made with is closed, and
         what `enter` raises; taps are told of the driver's refusal.
         """
-        # An operation may be much older than this call.  50 to 90 ns for each object that it keeps.
-        if not operation.usable:
-            closed = next(filter(_is_closed_memory, operation.keep))
-            raise ClosedError(
-                f"{operation.name}: {closed!r} is closed, which the operation was made with"
-            )
+        operation.require_usable(self.context)  # it may be much older than this call
         entry = Entry.ONCE if operation.once else Entry.WORK
         handle = self.enter(operation.name, entry, operation)
         driver = self.context.driver

@@ -283,33 +283,33 @@ class Argument:
         live = self._current(run)
         raw = self._pack((value,))
         place = self._place
-        settled: list[MemoryRange] = []
+        settled: Iterable[MemoryRange] = ()
         if run._given_back and raw is not None and type(value) is bytes:
             # They may hold addresses of newer memory, where memory was that is closed by now.
             apart = live.node.handle, range(place, place + len(raw))
             settled = run._settled(apart)
-        self._set(run, live, raw, value)
+        if (
+            raw is None
+            or (self._pointer and type(value) is not bytes)
+            or live.owners.get(place) is not None
+            or place in live.reach
+        ):
+            raw = self._raw(live, raw, value)
+            _write_one(run, live, place, raw, *owner_of(run.context, value, self._pointer))
+        else:  # a number, or bytes, whose owners are not known: only bytes change
+            run._shadow.touch(live)
+            try:
+                status = live.setter.set(place, raw)
+            except DriverError as error:
+                raise refused(live.node, error) from error
+            except BaseException:
+                run._undo([live.node])
+                raise
+            if status != 0:
+                run._apply(_changes_of([Write(live, place, raw, None)]))
         for memory in settled:
             with suppress(ValueError):  # another launch looked meanwhile
                 run._given_back.remove(memory)
-
-    def _set(self, run: Run, live: Live, raw: bytes | None, value: object) -> None:
-        place = self._place
-        plain = type(value) is bytes or not self._pointer
-        if raw is None or not plain or live.owners.get(place) is not None or place in live.reach:
-            raw = self._raw(live, raw, value)
-            _write_one(run, live, place, raw, *owner_of(run.context, value, self._pointer))
-            return
-        run._shadow.touch(live)
-        try:  # a number, or bytes, whose owners are not known: only bytes change
-            status = live.setter.set(place, raw)
-        except DriverError as error:
-            raise refused(live.node, error) from error
-        except BaseException:
-            run._undo([live.node])
-            raise
-        if status != 0:
-            run._apply(_changes_of([Write(live, place, raw, None)]))
 
     def write(self, run: Run, value: object) -> Write:
         """What `set` would write, for `write_all`."""

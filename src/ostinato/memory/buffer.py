@@ -316,6 +316,8 @@ class Buffer(Closeable):
     def _require_shape(self, shape: tuple[int, ...]) -> None:
         """Raises InputError for another shape, apart from axes of one element, unless one of both
         has a single axis: rows and columns may have been exchanged."""
+        if shape == self.shape:
+            return
         here, there = (tuple(n for n in one if n != 1) for one in (self.shape, shape))
         if self.size and here != there and min(len(here), len(there)) > 1:
             raise InputError(
@@ -347,6 +349,7 @@ class Buffer(Closeable):
         if self._closed:
             return
         self._closed = True
+        self.context.memory_epoch = object()
         self.__dict__.pop("address", None)
         for watcher in (*self._told(), *members(self.context.watchers)):
             watcher.memory_closed(self._range)
