@@ -175,6 +175,6 @@ def test_1000_steps_give_the_same_bits(gpu: Device, recipe: str) -> None:
 def test_memory_is_that_of_the_packed_weights(gpu: Device) -> None:
     with opened(gpu, CONFIG, "Q4_0") as decoder:
         numbers = decoder.statistics()
-        assert numbers.weight_bytes == device_bytes(CONFIG, decoder.weights.formats)
+        assert numbers.weight_bytes == device_bytes(decoder.weights.shapes, decoder.weights.formats)
         assert numbers.weight_bytes < 0.3 * numbers.unpacked_bytes
         assert numbers.weights == "packed (Q4_0)"

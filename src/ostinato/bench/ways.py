@@ -14,10 +14,11 @@ from ostinato.bench.contest import Timed, random_tokens
 from ostinato.bench.shapes import Traffic, traffic
 from ostinato.distributed import Group
 from ostinato.models import Checkpoint, Decoder, LlamaConfig
-from ostinato.models.backend import UNPACKED, LibraryRows, WeightsKind
+from ostinato.models.backend import LibraryRows, WeightsKind
 from ostinato.models.cuda.bricks import device_bytes
-from ostinato.models.decoder import backend_for
-from ostinato.models.sharding import Sharding
+from ostinato.models.decoder import backend_for, formats_for
+from ostinato.models.layout import device_shapes
+from ostinato.models.sharding import Sharding, shard_checkpoint
 
 __all__ = ["DecoderWay", "Way", "decoder_traffic", "open_ways", "ways_of"]
 
@@ -225,13 +226,13 @@ def _no_room(
     """Why a decoder does not fit, or nothing."""
     if device.capabilities.host_memory_is_device_memory:
         return ""
-    config, spare = _part(checkpoint.config, group), _SPARE
-    if group is None:
-        formats = backend_for(device).formats(checkpoint, weights)
-    else:  # as if no rank had packed weights; each has the whole embedding
-        formats, spare = UNPACKED, spare + 2 * checkpoint.config.vocabulary * config.hidden
-    cache = traffic(config, 2).position * sequences * positions
-    need, (free, _) = device_bytes(config, formats) + cache + spare, device.memory_info()
+    read = checkpoint
+    if group is not None:
+        read = shard_checkpoint(checkpoint, Sharding(checkpoint.config, group.rank, group.size))
+    formats = formats_for(backend_for(device), read, weights, sequences)
+    nbytes = device_bytes(device_shapes(read.shapes()), formats)
+    cache = traffic(read.config, 2).position * sequences * positions
+    need, (free, _) = nbytes + cache + _SPARE, device.memory_info()
     if need <= free:
         return ""
     return f"needs {need / 2**30:.1f} GiB of device memory, and {free / 2**30:.1f} are free"

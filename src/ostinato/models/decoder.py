@@ -51,7 +51,7 @@ from ostinato.models.stepper import Stepper, TokenRing
 from ostinato.models.weights import Weights, load_weights
 from ostinato.replay import Decision
 
-__all__ = ["DEFAULT_CONTEXT", "Decoder", "backend_for"]
+__all__ = ["DEFAULT_CONTEXT", "Decoder", "backend_for", "formats_for"]
 
 DEFAULT_CONTEXT = 2048
 """Positions of a sequence if `max_context` is None; fewer if the model was trained for fewer."""
@@ -174,7 +174,7 @@ class Decoder(Closeable):
                 self.weights = _fitting(checkpoint, device, self.backend)
             else:
                 read = checkpoint if sharding is None else shard_checkpoint(checkpoint, sharding)
-                formats = _formats(self.backend, read, weights, sequences)
+                formats = formats_for(self.backend, read, weights, sequences)
                 with self._phases.measure("load"):
                     self.weights = load_weights(
                         device,
@@ -648,7 +648,7 @@ _PACKED_ROWS = 8
 """Most rows of a batch for which steps with packed weights are faster on an H200; 32 are slower."""
 
 
-def _formats(
+def formats_for(
     backend: Backend, checkpoint: Checkpoint, wanted: WeightsKind, sequences: int
 ) -> Formats:
     """The matrices that are packed in the device's own order; with "auto" none of large batches,

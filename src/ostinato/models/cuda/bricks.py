@@ -138,10 +138,10 @@ def pays(config: LlamaConfig) -> bool:
     return nbytes >= _PAYS_FROM and max(c.hidden, c.query_size, c.inner) <= _PAYS_TO
 
 
-def device_bytes(config: LlamaConfig, formats: Formats) -> int:
-    """Of all weights on the device."""
+def device_bytes(shapes: Mapping[str, tuple[int, ...]], formats: Formats) -> int:
+    """Of all weights on the device.  `shapes`: of their tensors there."""
     total = 0
-    for name, shape in weight_shapes(config).items():
+    for name, shape in shapes.items():
         how = formats.get(name)
         if how is not None:
             total += matrix_bytes(how, shape[1])
