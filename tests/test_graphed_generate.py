@@ -25,7 +25,7 @@ with warnings.catch_warnings():
 
 from ostinato.interop.graphing.guards import Guards, same
 from ostinato.interop.graphing.stored import Description, code_text
-from ostinato.interop.torch.graphing import Torch
+from ostinato.interop.torch.library import Torch
 from ostinato.interop.transformers import graphed
 
 ROOT = Path(__file__).resolve().parents[1]

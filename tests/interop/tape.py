@@ -14,7 +14,9 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.library import NotGraphable, Options
-from ostinato.interop.torch.graphing import GraphedModule, Torch, _explained
+from ostinato.interop.torch.capturing import explained
+from ostinato.interop.torch.graphing import GraphedModule
+from ostinato.interop.torch.library import Torch
 
 _tree_map: Any = torch.utils._pytree.tree_map
 _tree_leaves: Any = torch.utils._pytree.tree_leaves
@@ -104,7 +106,7 @@ class OnTape(Torch):
             with tape:
                 result = work(self.ours)
         except Exception as error:
-            raise NotGraphable(_explained(error)) from None
+            raise NotGraphable(explained(error)) from None
         finally:
             OnTape.inside = False
             tape.undo()

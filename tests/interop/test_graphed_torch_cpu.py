@@ -24,7 +24,9 @@ torch: Any = pytest.importorskip("torch")
 
 @pytest.fixture
 def make(host_device: Device) -> Iterator[Callable[..., Any]]:
-    from ostinato.interop.torch.graphing import GraphedModule, Torch, _explained
+    from ostinato.interop.torch.capturing import explained
+    from ostinato.interop.torch.graphing import GraphedModule
+    from ostinato.interop.torch.library import Torch
 
     class OnCpu(Torch):
         def __init__(self) -> None:
@@ -59,7 +61,7 @@ def make(host_device: Device) -> Iterator[Callable[..., Any]]:
             try:
                 result = work(self.ours)
             except Exception as error:
-                raise NotGraphable(_explained(error)) from None
+                raise NotGraphable(explained(error)) from None
             finally:
                 self.inside = False
             leaves = torch.utils._pytree.tree_leaves
@@ -316,7 +318,7 @@ def test_gradients(make: Any) -> None:
 
 
 def test_differences_are_words() -> None:
-    from ostinato.interop.torch.graphing import Torch
+    from ostinato.interop.torch.library import Torch
 
     difference = Torch.difference
     a = torch.arange(6.0).view(2, 3)
@@ -441,7 +443,7 @@ def test_the_short_way_takes_no_call_that_the_key_tells_apart(make: Any, seed: i
 
 
 def test_layouts_of_results_are_found_again() -> None:
-    from ostinato.interop.torch.graphing import Torch
+    from ostinato.interop.torch.library import Torch
 
     lib: Any = Torch.__new__(Torch)
     base = torch.arange(60, dtype=torch.float32)

@@ -1,0 +1,319 @@
+"""What PyTorch does for `Graphed`: its values, modes, streams, memory and random numbers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ostinato import Buffer, Device, Graph, MemoryRange, Stream
+from ostinato.interop.graphing.guards import Watch
+from ostinato.interop.graphing.library import NotGraphable
+from ostinato.interop.graphing.moves import dense
+from ostinato.interop.torch.adopting import as_tensor
+from ostinato.interop.torch.capturing import Captures
+from ostinato.interop.torch.trees import PLAIN, joiner, parts
+from ostinato.interop.torch.watching import ModuleWatch
+
+__all__ = ["Torch"]
+
+# Without the functions in Python around them: they are asked in each call.
+_requires_grad = operator.attrgetter("requires_grad")
+_deterministic = torch._C._get_deterministic_algorithms
+_precision = torch._C._get_float32_matmul_precision
+_overriding = torch._C._len_torch_function_stack
+_dispatching = torch._C._len_torch_dispatch_stack
+
+
+def _default_device() -> Hashable:
+    """The device that torch makes tensors on, which is a mode of its own if it was ever set.
+
+    Raises NotGraphable if Python of another mode is to see each operation."""
+    stack = torch.overrides._get_current_function_mode_stack()
+    others = [m for m in stack if type(m) is not torch.utils._device.DeviceContext]
+    others += torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    if others:
+        kind = type(others[-1])
+        raise NotGraphable(
+            f"the mode {kind.__module__}.{kind.__qualname__} is active, whose Python sees each "
+            "operation, and a replay runs no Python"
+        )
+    return str(stack[-1].device)
+
+
+class Torch:
+    """What torch does for `Graphed` (`interop.graphing.library.Library`)."""
+
+    array_type = torch.Tensor
+    plain = PLAIN
+
+    def __init__(self, device: Device, index: int, generators: Sequence[Any] = ()) -> None:
+        self.device, self.index = device, index
+        self.generators = tuple(generators)
+        # The function in Python asks whether CUDA was built in, each time.
+        capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+        self.capturing = capturing or torch.cuda.is_current_stream_capturing
+        self.current = partial(torch._C._cuda_getCurrentRawStream, index)
+        self.address = torch.Tensor.data_ptr
+        self.offset = torch.Tensor.storage_offset
+        self.clone = torch.Tensor.clone
+        self.empty_like = torch.empty_like
+        self._streams: dict[int, tuple[Stream, Any]] = {}
+        self._captures = Captures(device, index, self.generators)
+
+    # --- values
+    def is_array(self, value: object, /) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    parts = staticmethod(parts)
+    joiner = staticmethod(joiner)
+
+    def watch(self, value: object, /) -> Watch | None:
+        return ModuleWatch(value) if isinstance(value, torch.nn.Module) else None
+
+    @staticmethod
+    def signature(tensor: torch.Tensor, /) -> tuple[Hashable, ...]:
+        needs = tensor.requires_grad
+        try:
+            stride = tensor.stride()
+        except (RuntimeError, NotImplementedError):  # no strides: sparse, nested
+            return tuple(tensor.shape), tensor.dtype, tensor.layout, -1, needs
+        lazy = tensor.is_neg(), tensor.is_conj()  # the memory holds another value
+        return tensor.shape, tensor.dtype, stride, tensor.get_device(), needs, *lazy
+
+    def storage(self, tensor: torch.Tensor, /) -> MemoryRange:
+        storage = tensor.untyped_storage()
+        return MemoryRange(storage.data_ptr(), storage.nbytes())
+
+    def refusal(self, tensor: torch.Tensor, /) -> str:
+        kind = type(tensor)
+        if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            return (
+                f"a tensor of the subclass {kind.__module__}.{kind.__qualname__}, of which a graph "
+                "would see the memory alone"
+            )
+        where = tensor.device
+        if where.type != "cuda":
+            return (
+                f"a tensor on {where} (shape {tuple(tensor.shape)}), which a graph would read "
+                "once, when it is captured; move it to the GPU, or give a Python number"
+            )
+        if where.index != self.index:
+            return f"a tensor on {where}, and the graphs are of cuda:{self.index}"
+        if tensor.layout is not torch.strided:
+            return f"a tensor of the layout {tensor.layout}"
+        return ""
+
+    def live(self) -> Callable[[Any], Hashable] | None:
+        return _requires_grad if torch.is_grad_enabled() else None
+
+    def wants_gradient(self, result: Any, /) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            for leaf in torch.utils._pytree.tree_leaves(result)
+        )
+
+    def version(self, tensor: torch.Tensor, /) -> int | None:
+        return None if tensor.is_inference() else tensor._version
+
+    def modes(self) -> Hashable:
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            _deterministic(),
+            torch.get_default_dtype(),
+            _precision(),
+            _default_device() if _overriding() or _dispatching() else None,
+        )
+
+    @property
+    def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
+        methods = torch.Tensor.stride, torch.Tensor.get_device
+        return (
+            "shape",
+            "dtype",
+            *methods,
+            "requires_grad",
+            torch.Tensor.is_neg,
+            torch.Tensor.is_conj,
+        )
+
+    def situation(self) -> tuple[Callable[[], Any], ...]:
+        around = self.capturing, self.current, _overriding, _dispatching
+        if torch._C._is_any_autocast_enabled() or _overriding():
+            return (*around, self.modes)
+        return (
+            *around,
+            torch.is_grad_enabled,
+            torch.is_inference_mode_enabled,
+            torch._C._is_any_autocast_enabled,
+            _deterministic,
+            torch.get_default_dtype,
+            _precision,
+        )
+
+    # --- streams
+    def stream(self) -> Stream:
+        handle = torch._C._cuda_getCurrentRawStream(self.index)
+        known = self._streams.get(handle)
+        if known is None:
+            theirs = torch.cuda.current_stream(self.index)
+            known = self._streams[handle] = self.device.adopt_stream(theirs), theirs
+        return known[0]
+
+    def wait(self, stream: Stream, other: Stream) -> None:
+        self._streams[stream.handle][1].wait_stream(self._streams[other.handle][1])
+
+    # --- captures
+    def run_beside(self, work: Callable[[], Any]) -> Any:
+        return self._captures.run_beside(work)
+
+    def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
+        return self._captures.capture(work)
+
+    # --- memory
+    def buffer(self, tensor: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
+        like: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+        # Tensors made in inference mode have no version, which tells whether they are written.
+        with torch.inference_mode(False), torch.no_grad():
+            if shape is not None:
+                return torch.zeros(tuple(shape), **like)
+            if torch._debug_has_internal_overlap(tensor) == 1:
+                return torch.empty(tensor.shape, **like)
+            return torch.empty_strided(tensor.shape, tensor.stride(), **like)
+
+    def extent(self, tensor: torch.Tensor, /) -> int | None:
+        plain = tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj())
+        if not (plain and dense(tensor.shape, tensor.stride())):
+            return None
+        nbytes = tensor.numel() * tensor.element_size()
+        return nbytes if tensor.data_ptr() or not nbytes else None
+
+    def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], None]:
+        into = list(buffers)
+        if not into:
+            return lambda tensors: None
+        copy = into[0].copy_
+
+        def stage(tensors: Sequence[Any]) -> None:
+            if len(into) == 1:
+                copy(tensors[0])
+            else:
+                torch._foreach_copy_(into, tensors)
+
+        # Whether gradients are recorded is part of the key.
+        return torch.no_grad()(stage) if torch.is_grad_enabled() else stage
+
+    def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            into.copy_(tensor)
+
+    def narrow(self, tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+        return tensor.narrow(axis, 0, size)
+
+    def rest(self, tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+        return tensor.narrow(axis, size, tensor.shape[axis] - size)
+
+    def fill(self, tensor: torch.Tensor, value: float) -> None:
+        tensor.fill_(value)
+
+    def poison(self, rest: torch.Tensor, front: torch.Tensor, axis: int) -> None:
+        if not rest.numel():
+            return
+        if rest.is_floating_point() or rest.is_complex():
+            rest.fill_(float("nan"))
+        elif front.numel():
+            rest.copy_(front.narrow(axis, front.shape[axis] - 1, 1).expand_as(rest))
+
+    def difference(
+        self, one: torch.Tensor, other: torch.Tensor, tolerance: tuple[float, float] | None
+    ) -> str:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return (
+                f"{one.dtype} of shape {tuple(one.shape)} against {other.dtype} of shape "
+                f"{tuple(other.shape)}"
+            )
+        if not one.numel():
+            return ""
+        with torch.no_grad():
+            if tolerance is not None and (one.is_floating_point() or one.is_complex()):
+                relative, absolute = tolerance
+                if one.element_size() == 1:  # of these there is little arithmetic
+                    one, other = one.float(), other.float()
+                same = torch.isclose(one, other, rtol=relative, atol=absolute, equal_nan=True)
+            else:
+                bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+                if torch.equal(*bits):
+                    return ""
+                width = one.element_size()
+                same = (bits[0] == bits[1]).view(-1, width).all(dim=1).view(one.shape)
+            wrong = int((~same).sum())
+            if not wrong:
+                return ""
+            where = (~same).nonzero()[0].tolist() if one.dim() else []
+            values = one[tuple(where)].item(), other[tuple(where)].item()
+        return (
+            f"{wrong} of {one.numel()} elements, the first at {where}: {values[0]} against "
+            f"{values[1]}"
+        )
+
+    # --- graphs in files
+    stable: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+    def release(self) -> Hashable:
+        name = torch.cuda.get_device_name(self.index)
+        return str(torch.__version__), torch.version.cuda, torch.backends.cudnn.version(), name
+
+    def over(self, buffer: Buffer) -> torch.Tensor:
+        return as_tensor(buffer)
+
+    def span(self, tensor: torch.Tensor) -> MemoryRange:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (last + 1) * tensor.element_size() if tensor.numel() else 0
+        return MemoryRange(tensor.data_ptr(), size)
+
+    def layout(self, tensor: torch.Tensor, base: int) -> Any:
+        if tensor.is_neg() or tensor.is_conj():
+            return None
+        offset = tensor.data_ptr() - base if tensor.numel() else 0
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return [dtype, [*tensor.shape], [*tensor.stride()], offset]
+
+    def view(self, tensor: torch.Tensor, layout: Any) -> torch.Tensor:
+        name, shape, strides, offset = layout
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name!r} is no type of torch's")
+        first, beside = divmod(offset, dtype.itemsize)
+        last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        storage = tensor.untyped_storage()
+        if min([first, *shape, *strides]) < 0 or (
+            0 not in shape and (beside or (last + 1) * dtype.itemsize > storage.nbytes())
+        ):
+            raise ValueError("it does not lie in its memory")
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.empty(0, dtype=dtype, device=tensor.device)
+            return made.set_(storage, first, shape, strides)
+
+    # --- random numbers
+    def _states(self) -> list[torch.Generator]:
+        return [torch.cuda.default_generators[self.index], *self.generators]
+
+    def save_random(self) -> Any:
+        return [generator.get_state() for generator in self._states()]
+
+    def restore_random(self, state: Any) -> None:
+        for generator, saved in zip(self._states(), state, strict=True):
+            generator.set_state(saved)
+
+    def same_random(self, state: Any) -> bool:
+        return all(
+            torch.equal(generator.get_state(), saved)
+            for generator, saved in zip(self._states(), state, strict=True)
+        )

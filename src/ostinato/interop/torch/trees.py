@@ -1,0 +1,92 @@
+"""Values of PyTorch that stand for themselves, and the containers that its registry knows."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from ostinato.interop.graphing.guards import same
+from ostinato.interop.graphing.trees import Join, is_plain, made_in_python
+
+__all__ = ["PLAIN", "joiner", "parts"]
+
+PLAIN: tuple[type, ...] = (
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Generator,
+)
+
+
+def parts(value: object) -> tuple[Hashable, list[Any]] | None:
+    """What there is of a container besides its children, and these; None for anything else."""
+    node = torch.utils._pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    try:
+        hash(context)
+    except TypeError:
+        context = repr(context)
+    return context, list(children)
+
+
+def joiner(like: Any) -> Join:
+    """Makes a container like one, with others in the places of its children."""
+    node = torch.utils._pytree.SUPPORTED_NODES[type(like)]
+    children, context = node.flatten_fn(like)
+
+    def join(others: Sequence[Any]) -> Any:
+        return node.unflatten_fn([*others], context)  # which may keep the list
+
+    copy = _dict_copier(like, [*children])
+    return join if copy is None or not _alike(copy([*children]), join([*children])) else copy
+
+
+def _dict_copier(like: Any, children: list[Any]) -> Join | None:
+    """Makes dicts of a class in Python, such as transformers' results, whose constructors take 10
+    µs: the items and the attributes of `like`, with others in the places of its children.
+
+    None unless those are all that it is, and each is a child or a plain value."""
+    kind: Any = type(like)
+    bases = [base for base in kind.__mro__ if base not in (OrderedDict, dict, object)]
+    if not isinstance(like, OrderedDict) or any(
+        type(base) is not type or not made_in_python(base) or vars(base).get("__slots__")
+        for base in bases
+    ):
+        return None
+    keys, held = tuple(like), vars(like)
+    if not same([*like.values()], children) or not all(is_plain(key) for key in keys):
+        return None
+    places = {}
+    for name, value in held.items():
+        if keys.count(name) == 1 and like[name] is value:
+            places[name] = keys.index(name)
+        elif not is_plain(value, PLAIN):
+            return None
+    rest = {name: None if name in places else value for name, value in held.items()}
+    moved, new, put = [*places.items()], kind.__new__, OrderedDict.__setitem__
+
+    def copy(others: Sequence[Any]) -> Any:
+        made = new(kind)
+        for key, value in zip(keys, others, strict=False):
+            put(made, key, value)
+        attributes = made.__dict__
+        attributes.update(rest)
+        for name, place in moved:
+            attributes[name] = others[place]
+        return made
+
+    return copy
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two dicts with attributes hold the same objects, in the same order."""
+    return type(one) is type(other) and all(
+        [*a] == [*b] and same([*a.values()], [*b.values()])
+        for a, b in ((one, other), (vars(one), vars(other)))
+    )

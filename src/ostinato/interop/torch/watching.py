@@ -1,0 +1,186 @@
+"""What a module of PyTorch holds, read again at each call of a graphed function that uses it."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ostinato.interop.graphing.guards import Guarded, same
+from ostinato.interop.graphing.recheck import Checks, Inexpressible
+from ostinato.interop.graphing.stored import Description, code_text
+from ostinato.interop.graphing.trees import is_plain, plain_token
+from ostinato.interop.torch.trees import PLAIN
+
+__all__ = ["ModuleWatch"]
+
+_MOST_VERSIONS = 4096
+_next_version = itertools.count()
+_versions: dict[Hashable, int] = {}
+"""Of what modules hold besides tensors, in all graphed functions."""
+
+_all = itertools.chain.from_iterable
+_values = dict.values
+
+
+@dataclass(frozen=True, slots=True)
+class _Attribute:
+    """Where an attribute of a module is."""
+
+    path: str
+    """From the module that is watched."""
+    held: dict[str, Any]
+    name: str
+
+
+class ModuleWatch:
+    """What a module and those inside it hold, read again at each call: weights, buffers, and
+    attributes whose names do not begin with _: plain ones, tensors, and others (`others`)."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)  # whoever calls this has it
+        self._find()
+
+    def _find(self) -> None:
+        """Finds where to look, and gives a version to what is there, which is the same one whenever
+        that is so again, also in another module."""
+        named = dict(self._module().named_modules())  # type: ignore[union-attr]
+        modules = [*named.values()]
+        places = {id(module): place for place, module in enumerate(modules)}
+        self._inside = [m._modules for m in modules if m._modules]
+        self._children = [*_all(map(_values, self._inside))]
+        self._tensors = [d for m in modules for d in (m._parameters, m._buffers) if d]
+        every = torch.nn.modules.module
+        self._hooks = [every._global_forward_hooks, every._global_forward_pre_hooks]
+        self._hooks += [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        self._held = [m.__dict__ for m in modules]
+        inner = [d for m in modules for d in (m._modules, m._parameters, m._buffers)]
+        self._sized = [*self._held, *inner]
+        self._lengths = [*map(len, self._sized)]
+        self._gets: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
+        self._names: list[list[str]] = []
+        self._loose: list[_Attribute] = []
+        """Tensors that are neither parameters nor buffers."""
+        self._others: list[_Attribute] = []
+        for path, held in zip(named, self._held, strict=True):
+            names = []
+            for name, value in held.items():
+                if name.startswith("_"):
+                    continue
+                where = _Attribute(f"{path}.{name}" if path else name, held, name)
+                if is_plain(value, PLAIN):
+                    names.append(name)
+                elif isinstance(value, torch.Tensor):
+                    self._loose.append(where)
+                elif not isinstance(getattr(value, "__self__", None), Guarded):  # `GraphedModule`
+                    self._others.append(where)
+            self._names.append(names)
+            if names:  # a getter of one name alone would give no tuple
+                self._gets.append((operator.itemgetter(names[0], *names), held))
+        self._plain, self._found, self._hooked = self._state()
+        found = [*map(id, self._found)]
+        state = (
+            tuple([(path, type(module)) for path, module in named.items()]),
+            tuple([places.get(id(child)) for child in self._children]),
+            tuple([tuple([n for n, v in d.items() if v is not None]) for d in inner]),
+            tuple(map(tuple, self._names)),
+            tuple([plain_token(value) for value in self._plain]),
+            tuple([each.path for each in (*self._loose, *self._others)]),
+            tuple([found.index(each) for each in found]),
+            tuple(self._hooked),
+        )
+        if len(_versions) > _MOST_VERSIONS:
+            _versions.clear()
+        self._version = _versions.setdefault(state, next(_next_version))
+
+    def _state(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Plain attributes, others, and hooks.  Raises KeyError for an attribute that is gone."""
+        plain = [*_all([get(held) for get, held in self._gets])]
+        found = [each.held[each.name] for each in self._others]
+        return plain, found, [*map(tuple, self._hooks)] if any(self._hooks) else []
+
+    def _as_before(self) -> bool:
+        """Whether all is where it was, and attributes are the same objects: 1, 1.0 and True are
+        equal, and do not do the same."""
+        # In loops in C where that can be: it is called in each call that goes by its key.
+        children = same([*_all(map(_values, self._inside))], self._children)
+        if not children or [*map(len, self._sized)] != self._lengths:
+            return False
+        try:
+            plain, found, hooked = self._state()
+            loose = all(isinstance(each.held[each.name], torch.Tensor) for each in self._loose)
+        except KeyError:
+            return False
+        alike = same(plain, self._plain) and same(found, self._found)
+        return alike and loose and hooked == self._hooked
+
+    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
+        if not self._as_before():
+            self._find()
+        tokens.append(self._version)
+        arrays += [t for t in _all(map(_values, self._tensors)) if t is not None]
+        arrays += [each.held[each.name] for each in self._loose]
+
+    def others(self) -> Iterator[tuple[str, Any]]:
+        """Attributes that are no tensors and no plain values, each object once."""
+        met: set[int] = set()
+        for each, value in zip(self._others, self._found, strict=True):
+            if id(value) not in met:
+                met.add(id(value))
+                yield each.path, value
+
+    def methods(self) -> Iterator[tuple[type, str]]:
+        module: Any = self._module()
+        for kind in {type(each) for each in module.modules()}:
+            yield kind, "forward"
+
+    def describe(self, name: str, description: Description) -> None:
+        """All that it holds but for `others`, by names."""
+        root: Any = self._module()
+        for path, module in root.named_modules(prefix=name):
+            forward = module.forward  # it may be one of its own
+            description.add(path, type(module), code_text(type(module)), code_text(forward))
+            for held in (module._parameters, module._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        description.array(f"{path}.{key}", tensor)
+            inside = ("_modules", "_parameters", "_buffers")
+            description.settings({k: v for k, v in vars(module).items() if k not in inside})
+        for each in self._loose:
+            description.array(f"{name}.{each.path}", each.held[each.name])
+
+    def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
+        """Reads, and notes where each value was found."""
+        before = len(arrays)
+        self.read(tokens, arrays)
+        children = [[*held.values()] for held in self._inside]
+        tensors = [[*held.values()] for held in self._tensors]
+        for held, values in zip(self._inside + self._tensors, children + tensors, strict=True):
+            checks.items(held, values)
+        for hooks in self._hooks:
+            if hooks:
+                checks.reads(hooks, tuple)
+            else:
+                checks.size(hooks, 0)
+        for held, length in zip(self._sized, self._lengths, strict=True):
+            if not held or "_modules" in held:  # the others are compared above
+                checks.size(held, length)
+        for held, names in zip(self._held, self._names, strict=True):
+            checks.some_items(held, {name: held[name] for name in names})
+        loose = [each.held[each.name] for each in self._loose]
+        found = [each.held[each.name] for each in self._others]
+        for each, value in zip(self._loose + self._others, loose + found, strict=True):
+            checks.some_items(each.held, {each.name: value})
+        read = [t for t in _all(tensors) if t is not None] + loose
+        if not (
+            same([*_all(children)], self._children)
+            and same(read, arrays[before:])
+            and same(self._state()[0], self._plain)
+            and same(found, self._found)
+        ):
+            raise Inexpressible
