@@ -647,7 +647,7 @@ def test_a_failure_while_weights_are_fused_leaves_them_in_torchs_memory(
 
     wanted = plain(model, ids(), max_new_tokens=4)
     owned = {p.data_ptr() for p in model.parameters()}
-    monkeypatch.setattr("ostinato.interop.transformers.adopt_weights", fail)
+    monkeypatch.setattr("ostinato.interop.transformers.llama.adopt_weights", fail)
     with pytest.raises(MemoryError):
         accelerate(model)
     monkeypatch.undo()

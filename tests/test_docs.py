@@ -161,7 +161,7 @@ PRIVATE = {
     "device": "its names are at the top",
     "driver": "only its protocol is public: driver.api",
     "files": "the library's own",
-    "generate_call": "shared by the files of transformers",
+    "generate_call": "a part of transformers, which needs neither it nor torch",
 }
 """Packages and modules right under `ostinato` and in `interop` that are not in the reference, and
 why."""

@@ -45,11 +45,11 @@ NEIGHBOURS = {("settings", "errors")}
 HOMES = {
     "cuda": ("driver/cuda", "modules/nvrtc.py"),
     "nccl": ("distributed/nccl.py",),
-    "torch": ("interop/torch/", "interop/transformers.py", "bench/transformers_loop.py"),
+    "torch": ("interop/torch/", "interop/transformers/", "bench/transformers_loop.py"),
     "cupy": ("interop/cupy/",),
     "numba": ("interop/numba.py",),
     "triton": ("interop/triton.py",),
-    "transformers": ("interop/transformers.py", "bench/transformers_loop.py"),
+    "transformers": ("interop/transformers/", "bench/transformers_loop.py"),
     "llama_cpp": ("bench/llama_peer.py",),
     "starlette": ("serve",),
     "uvicorn": ("serve",),

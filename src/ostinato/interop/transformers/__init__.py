@@ -1,0 +1,33 @@
+"""transformers: `model.generate` by replays of its steps, or a Llama's by our own decoder.
+
+from ostinato.interop.transformers import accelerate, graphed
+
+with graphed(model) as steps:
+    model.generate(**inputs, max_new_tokens=128)      # as before, each step a replay
+    print(steps.explain())
+with accelerate(model) as accelerated:
+    model.generate(**inputs, max_new_tokens=128)      # by our kernels, on the model's own weights
+    print(accelerated.statistics())
+model.generate(**inputs)                              # transformers' own again
+"""
+
+from __future__ import annotations
+
+from ostinato.errors import NotAvailableError
+
+try:
+    import torch  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+except ImportError as error:
+    raise NotAvailableError(
+        f"transformers or PyTorch is not installed ({error}); install both"
+    ) from error
+
+from ostinato.interop.transformers.accelerating import (
+    Accelerated,
+    AcceleratedStatistics,
+    accelerate,
+)
+from ostinato.interop.transformers.graphing import GraphedModel, graphed
+
+__all__ = ["Accelerated", "AcceleratedStatistics", "GraphedModel", "accelerate", "graphed"]

@@ -1,0 +1,148 @@
+"""`graphed`: the decode steps of transformers' `generate` as replays of graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from transformers import cache_utils
+
+from ostinato import Closeable
+from ostinato.interop.transformers.methods import Method, hooked
+
+__all__ = ["GraphedModel", "graphed"]
+
+
+def graphed(model: Any, *, max_cache_len: int | None = None, **options: Any) -> GraphedModel:
+    """From here on the decode steps of `model.generate` are replays of graphs.
+
+    `model`: a causal model of transformers on a CUDA device.  Nothing else of `generate` changes:
+    its loop, sampling, processors, criteria and streamers are transformers', and the tokens are
+    those of an eager run over the same static cache.  `generate` asks the model for its compiled
+    call (`get_compiled_call`), and gets ours: the first step of each shape runs eagerly, the second
+    is captured, all others are replays.  A step that cannot be captured runs eagerly, with
+    its reason in `explain()`.
+
+    A compiled call needs a static cache, so `generation_config.cache_implementation` becomes
+    "static" unless it says something else.  A longer cache is another shape, with a graph of its
+    own: `max_cache_len` (as in `generation_config`) makes one that is long enough for all calls.
+
+    `options`: of `interop.torch.graphed` (verify, tolerance, budget, strict, store, …).  With
+    `store=folder`, `save()` of what this returns writes the steps' graphs, and the next process
+    with this folder restores them: the first step of a shape is a replay then.
+
+    Run by transformers as without us, with the reason in `passed_on`: caches that count positions
+    in Python (sliding windows), caches that are moved between devices, modules with
+    hooks (a replay runs no Python), and calls that were given a `compile_config`.
+
+    Raises InputError if the model is graphed already, and what `interop.torch.graphed` does.
+    """
+    return GraphedModel(model, max_cache_len, options)
+
+
+class GraphedModel(Closeable):
+    """A model whose decode steps are replayed, see `graphed`.  `close()` undoes that.
+
+    `step`: the graphed function below, for `statistics`, `inspect` and `invalidate`.
+    """
+
+    def __init__(self, model: Any, max_cache_len: int | None, options: dict[str, Any]) -> None:
+        from ostinato.interop.torch import graphed as graphed_function
+
+        Method.require_free(model, "get_compiled_call", "graphed")
+        self._model = model
+        self._closed = False
+        self._passed_on: Counter[str] = Counter()
+
+        def decode_step(past_key_values: Any, **inputs: Any) -> Any:
+            outputs = model(past_key_values=past_key_values, **inputs)
+            # Without the cache, which is another object in the next call of `generate`.
+            kept = {name: v for name, v in outputs.items() if v is not past_key_values}
+            return type(outputs), kept, len(kept) < len(outputs)
+
+        self.step = graphed_function(decode_step, static=("past_key_values",), **options)
+        self._settings: dict[str, Any] = {}
+        self._config = model.generation_config
+        if self._config.cache_implementation is None:
+            self._set("cache_implementation", "static")
+        if max_cache_len is not None:
+            self._set("max_cache_len", max_cache_len)
+        self._method = Method(model, "get_compiled_call", self._compiled_call)
+
+    def __repr__(self) -> str:
+        return f"<GraphedModel {type(self._model).__name__}{', closed' * self._closed}>"
+
+    def _set(self, name: str, value: object) -> None:
+        self._settings[name] = (getattr(self._config, name, None), value)
+        setattr(self._config, name, value)
+
+    def _compiled_call(self, model: Any, compile_config: Any) -> Callable[..., Any]:
+        """What `generate` runs its steps with; it asks once a call."""
+        if self._closed or compile_config is not None:
+            if not self._closed:
+                self._passed_on["a compile_config was given"] += 1
+            own: Callable[..., Any] = type(model).get_compiled_call(model, compile_config)
+            return own
+        reason = hooked(model.modules())
+        if reason:
+            self._passed_on[reason] += 1
+            eager: Callable[..., Any] = model.__call__
+            return eager
+        checked: Any = None
+
+        # Of this call alone: two threads may generate at once.
+        def step(*, past_key_values: Any = None, **inputs: Any) -> Any:
+            nonlocal checked, reason
+            if past_key_values is not checked:
+                reason = _not_static(past_key_values)
+                checked = past_key_values
+            if reason or self._closed:
+                self._passed_on[reason or "closed"] += 1
+                return model(past_key_values=past_key_values, **inputs)
+            kind, kept, cached = self.step(past_key_values, **inputs)
+            return kind(**kept, past_key_values=past_key_values) if cached else kind(**kept)
+
+        return step
+
+    @property
+    def passed_on(self) -> dict[str, int]:
+        """Steps, and whole calls, that were left to transformers, by reason."""
+        return dict(self._passed_on)
+
+    def explain(self) -> str:
+        """A table of the graphs and of what ran eagerly, and why."""
+        lines = [f"{count} passed on: {reason}" for reason, count in self._passed_on.items()]
+        return "\n".join([str(self.step.explain()), *lines])
+
+    def save(self, *, check: bool = True) -> dict[str, str]:
+        """Writes the steps' graphs to the store; why some were not written, by key.
+
+        As `save` of what `interop.torch.graphed` gives.  The process must collect machine code
+        (`ostinato.collect_modules`) since before torch loaded a kernel, and nobody may generate
+        meanwhile.  Raises InputError without a store."""
+        refused: dict[str, str] = self.step.save(check=check)
+        return refused
+
+    def close(self) -> None:
+        """Gives the graphs back; the model generates as before.  Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._method.remove()
+        for name, (before, ours) in self._settings.items():
+            if getattr(self._config, name, None) == ours:
+                setattr(self._config, name, before)
+        self.step.close()
+
+
+def _not_static(cache: Any) -> str:
+    """Why a cache's steps cannot be replayed; empty if they can."""
+    if type(cache) is not cache_utils.StaticCache:
+        return f"a {type(cache).__name__}, which is not static"
+    if getattr(cache, "offloading", False):
+        return "a cache that is moved between devices"
+    for layer in cache.layers:
+        if type(layer) is not cache_utils.StaticLayer:
+            return f"a {type(layer).__name__}, which may count positions in Python"
+    return ""

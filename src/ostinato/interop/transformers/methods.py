@@ -1,0 +1,68 @@
+"""What both ways to generate ask of a model: a method to replace, and no hooks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ostinato.errors import ClosedError, InputError
+
+__all__ = ["Method", "hooked"]
+
+# Hooks that transformers itself leaves behind, and that do nothing unless outputs are asked for.
+_HARMLESS_HOOKS = "transformers.utils.output_capturing"
+
+
+class Method:
+    """A method of ours in place of one of a model's, until `remove`; `ours` gets the model first.
+
+    A copy of the model gets one that is the class's again.  The model is known by a weak reference:
+    a cycle would keep its memory until the collector runs.
+    """
+
+    def __init__(self, model: Any, name: str, ours: Callable[..., Any] | None = None) -> None:
+        self._model, self._name, self._ours = weakref.ref(model), name, ours
+        functools.update_wrapper(self, getattr(type(model), name))
+        self.__signature__ = inspect.signature(types.MethodType(getattr(type(model), name), model))
+        if ours is not None:
+            setattr(model, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        if model is None:
+            raise ClosedError(f"the model of this {self._name} is gone")
+        return (self._ours or getattr(type(model), self._name))(model, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Method, (self._model(), self._name)
+
+    @staticmethod
+    def require_free(model: Any, name: str, what: str) -> None:
+        """Raises InputError if the model has such a method of its own."""
+        found = vars(model).get(name)
+        if found is not None and not (type(found) is Method and found._ours is None):
+            raise InputError(f"the model has a {name} of its own: is it {what} already?")
+
+    def remove(self) -> None:
+        """The model has its own method again, unless another one was put in place of ours."""
+        self._ours = None
+        model = self._model()
+        if model is not None and vars(model).get(self._name) is self:
+            delattr(model, self._name)
+
+
+def hooked(modules: Iterable[Any]) -> str:
+    """A hook of a user's on one of the modules, in words; empty if there is none."""
+    if torch.nn.modules.module._has_any_global_hook():
+        return "hooks on all modules"
+    for module in modules:
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(getattr(hook, "__module__", "") != _HARMLESS_HOOKS for hook in hooks):
+            return f"a hook on a {type(module).__name__}"
+    return ""
