@@ -69,7 +69,7 @@ CIRCLES = {
 # Packages that use the library as its users do: names of `ostinato`, and of these modules of it.
 USERS = ("distributed", "relational", "interop", "serve")
 PUBLIC = (
-    *("cache", "driver.extension", "errors", "models"),
+    *("cache", "cache.statistics", "driver.extension", "errors", "models"),
     *("modules", "replay", "settings", "testing"),
 )
 

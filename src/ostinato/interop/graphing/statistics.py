@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ostinato.cache import CacheStatistics
+from ostinato.cache.statistics import table
 
 __all__ = ["GraphedKeyStatistics", "GraphedStatistics", "explained"]
 
@@ -113,7 +114,7 @@ def explained(keys: Sequence[GraphedKeyStatistics]) -> str:
         counts = map(str, (each.captures, each.replays, each.eager))
         reason = each.reason or _again(each)
         rows.append([each.key, each.decision, *counts, us, str(each.nbytes), reason])
-    return _table(rows)
+    return table(rows)
 
 
 def _again(key: GraphedKeyStatistics) -> str:
@@ -121,16 +122,3 @@ def _again(key: GraphedKeyStatistics) -> str:
     again = [f"{why} ({count}x)" for why, count in [*key.capture_reasons.items()][1:]]
     again += [f"the capture was broken from outside ({key.broken}x)"] * bool(key.broken)
     return f"captured again: {'; '.join(again)}" if again else ""
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text in columns; the first is the heading, numbers are set to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if cell[:1].isdecimal() else cell.ljust(width)
-            for cell, width in zip(row, widths, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
