@@ -10,8 +10,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ostinato.errors import InputError
-from ostinato.interop.graphing.guards import ObjectWatch, same
+from ostinato.interop.graphing.guards import same
 from ostinato.interop.graphing.library import Library, NotGraphable, Options
+from ostinato.interop.graphing.objects import ObjectWatch
 from ostinato.interop.graphing.records import Dynamic, Work
 from ostinato.interop.graphing.trees import (
     Tree,

@@ -17,29 +17,24 @@ Not read is what other functions that it calls read by themselves.
 
 from __future__ import annotations
 
-import argparse
-import builtins
-import dis
 import functools
-import inspect
 import itertools
 import operator
-import sys
 import threading
-import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from ostinato.interop.graphing.objects import attributes_of
+from ostinato.interop.graphing.places import Place, names_in_method, places_of
 from ostinato.interop.graphing.trees import ATOMS, Arrays, children_of, is_plain, plain_token
 
 __all__ = [
     "Guarded",
     "Guards",
-    "Place",
     "Seen",
     "Trail",
     "Walker",
@@ -48,10 +43,6 @@ __all__ = [
     "same",
     "size_of",
 ]
-
-
-class _Missing:
-    """Stands for a global that is not defined, and for a variable without a value."""
 
 
 _DEEPEST = 4
@@ -128,17 +119,6 @@ class Seen(NamedTuple):  # it is made in each call, and a dataclass takes twice 
     arrays: list[Any]
     starts: list[tuple[int, int]]
     """How many tokens and arrays there were before each place."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a value is read again at each call."""
-
-    name: str
-    read: Callable[[], Any]
-    source: tuple[str, Any, str] = ("constant", None, "")
-    """What `read` reads: an "attribute" or an "item" of an object, and its name, the arguments of a
-    "partial", or a "constant" (for `recheck.py`)."""
 
 
 class Guarded:
@@ -242,7 +222,7 @@ class Guards:
         self._serials = itertools.count()
         self._named: set[str] = set()
         """Attributes that the function's code names."""
-        self.places = tuple(_places(function, self._named))
+        self.places = tuple(places_of(function, self._named))
 
     @property
     def empty(self) -> bool:
@@ -313,7 +293,7 @@ class Guards:
 
     def _inside(self, value: object, inner: bool) -> dict[str, Any] | None:
         """The attributes of an object that are looked at."""
-        found, library, named = _attributes_of(value), self._library, self._named
+        found, library, named = attributes_of(value), self._library, self._named
         if found is None:
             return None
         if inner:
@@ -359,7 +339,7 @@ class Guards:
                 itself = functools.partial(_itself, value)
             known = self._known[id(value)] = _Known(itself, next(self._serials), watch)
             for kind, name in () if watch is None else watch.methods():
-                self._named |= _names_in_method(kind, name)
+                self._named |= names_in_method(kind, name)
         return known
 
     def explain(self, before: Seen, after: Seen) -> str:
@@ -405,235 +385,3 @@ def contents_of(value: Any) -> Hashable | None:
     if kind is np.ndarray and value.nbytes <= _MOST and not value.dtype.hasobject:
         return kind, str(value.dtype), value.shape, value.tobytes()
     return None
-
-
-def _attributes_of(value: object) -> dict[str, Any] | None:
-    """The attributes of an object; not those of the standard library's: locks, loggers, threads."""
-    kind: Any = type(value)
-    if kind not in (types.SimpleNamespace, argparse.Namespace) and (
-        kind.__module__.partition(".")[0] in sys.stdlib_module_names
-    ):
-        return None
-    held = getattr(value, "__dict__", None)
-    slots = _slots(kind)
-    if not slots:
-        return held if isinstance(held, dict) else None
-    found = {name: getattr(value, name, _Missing) for name in slots}
-    return found | held if isinstance(held, dict) else found
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[str, ...]:
-    """The names of the slots of a class."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        names = vars(base).get("__slots__", ())
-        found += [names] if isinstance(names, str) else names
-    return tuple([n for n in found if n not in ("__dict__", "__weakref__")])
-
-
-# ------------------------------------------------------------------------------------------ places
-
-
-def _places(function: Callable[..., Any], attributes: set[str]) -> Iterator[Place]:
-    """What is read of a function, of whatever kind; adds the attributes that it names."""
-    while isinstance(function, functools.partial):
-        partial = function
-        yield Place(
-            "partial arguments",
-            lambda p=partial: (p.args, p.keywords),  # type: ignore[misc]
-            ("partial", partial, ""),
-        )
-        function = partial.func
-    owner = getattr(function, "__self__", None)
-    plain = getattr(function, "__func__", function)
-    if owner is not None and not isinstance(owner, types.ModuleType | type):
-        yield Place("self", lambda: owner)
-    elif owner is None and not isinstance(plain, types.FunctionType):
-        yield Place(type(function).__name__, lambda: function)
-        call = vars(type(function)).get("__call__")
-        wrapped = getattr(function, "__wrapped__", None)  # of functools.lru_cache, say
-        owner, plain = (function, call) if isinstance(call, types.FunctionType) else (None, wrapped)
-    met: set[int] = set()
-    while isinstance(plain, types.FunctionType) and id(plain) not in met:
-        met.add(id(plain))
-        yield from _places_of(plain, owner, attributes)
-        plain = getattr(plain, "__wrapped__", None)
-        plain = getattr(plain, "__func__", plain)
-
-
-def _places_of(
-    function: types.FunctionType, owner: object, named_attributes: set[str]
-) -> Iterator[Place]:
-    """What one function reads besides its arguments; `owner`: the object that it is a method of."""
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        source = "attribute", cell, "cell_contents"
-        yield Place(name, functools.partial(_content, cell), source)
-    for name in ("__defaults__", "__kwdefaults__"):
-        if getattr(function, name):
-            read = functools.partial(getattr, function, name)
-            yield Place("default values", read, ("attribute", function, name))
-    space = function.__globals__
-    named, attributes = _names(code)
-    named_attributes |= attributes
-    for name in named:
-        value = space.get(name, _Missing)
-        if isinstance(value, types.ModuleType | type) and value is not _Missing:
-            if not _installed(value):
-                yield from _attributes(name, value, named[name])
-        elif name in space or not hasattr(builtins, name):
-            read = functools.partial(space.get, name, _Missing)
-            yield Place(name, read, ("item", space, name))
-    if owner is not None and not isinstance(owner, types.ModuleType):
-        kind = owner if isinstance(owner, type) else type(owner)
-        for name in attributes:
-            named_attributes |= _names_in_method(kind, name)
-        held = [base for base in kind.__mro__ if not _installed(base)]
-        found = {n: None for base in held for n in vars(base) if n in attributes}
-        yield from _attributes(kind.__name__, kind, found)
-
-
-def _attributes(name: str, held: Any, names: Iterable[str]) -> Iterator[Place]:
-    """The attributes of a module or a class that are data."""
-    for each in names:
-        value = getattr(held, each, _Missing)
-        if not (
-            callable(value) or isinstance(value, types.ModuleType) or hasattr(value, "__get__")
-        ):
-            read = functools.partial(getattr, held, each, _Missing)
-            yield Place(f"{name}.{each}", read, ("attribute", held, each))
-
-
-def _names(code: types.CodeType) -> tuple[dict[str, dict[str, None]], set[str]]:
-    """The globals that code names, and those in it, with the attributes that it reads of them; and
-    all names of attributes."""
-    named: dict[str, dict[str, None]] = {}
-    attributes: set[str] = set()
-    last: str | None = None
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            last = str(step.argval)
-            named.setdefault(last, {})
-            continue
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(str(step.argval))
-            if last is not None:
-                named[last][str(step.argval)] = None
-        last = None
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner, more = _names(constant)
-            attributes |= more
-            for name, found in inner.items():
-                named.setdefault(name, {}).update(found)
-    return named, attributes
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in_method(kind: type, name: str) -> frozenset[str]:
-    """The attributes that a method of a class names, with those of methods that it calls."""
-    found: set[str] = set()
-    left, met = [name], set()
-    while left:
-        method = inspect.getattr_static(kind, left.pop(), None)
-        method = getattr(method, "fget", getattr(method, "__func__", method))
-        while isinstance(method, types.FunctionType) and method not in met:
-            met.add(method)
-            _, attributes = _names(method.__code__)
-            left += attributes - found
-            found |= attributes
-            method = getattr(method, "__wrapped__", None)
-    return frozenset(found)
-
-
-def _installed(value: Any) -> bool:
-    """Whether a module or a class is of an installed package or the standard library."""
-    module = value if isinstance(value, types.ModuleType) else sys.modules.get(value.__module__)
-    top = getattr(module, "__name__", "").partition(".")[0]
-    file = str(getattr(module, "__file__", None) or "")
-    known = top in sys.stdlib_module_names and top != "__main__"
-    return known or "site-packages" in file or "dist-packages" in file
-
-
-def _content(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # deleted, or not assigned yet
-        return _Missing
-
-
-class ObjectWatch:
-    """The arrays of an object, read again at each call where they were found.
-
-    They are looked for again if what holds them has more or fewer values, or values of other types:
-    caches are made of None at first.  Plain values are not watched: the object was declared static.
-    The object itself is not kept."""
-
-    def __init__(self, value: object, arrays: Arrays) -> None:
-        self._arrays = arrays
-        self._find(value)
-
-    def _find(self, value: object) -> None:
-        self.places: list[tuple[Any, Hashable]] = []
-        """What holds an array, and its name there."""
-        self.holders: list[Any] = []
-        """All that was looked into: dicts, lists, and `_Slots`."""
-        self._search(value, 0, set())
-        self._kinds = self._kinds_now()
-
-    def _search(self, value: Any, depth: int, seen: set[int]) -> None:
-        if depth > _DEEPEST or id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, tuple):
-            for child in value:
-                self._search(child, depth + 1, seen)
-            return
-        for held in _holders(value):
-            self.holders.append(held)
-            for key, child in [*_items(held)]:
-                if self._arrays.is_array(child):
-                    self.places.append((held, key))
-                elif not is_plain(child, self._arrays.plain) and not callable(child):
-                    self._search(child, depth + 1, seen)
-
-    def _kinds_now(self) -> list[list[type]]:
-        return [[type(child) for _, child in _items(held)] for held in self.holders]
-
-    def read(self, value: object, tokens: list[Hashable], arrays: list[Any]) -> None:
-        """Adds the arrays of the object to `arrays`."""
-        if self._kinds_now() != self._kinds:
-            self._find(value)
-        tokens.append((type(value).__qualname__, len(self.places)))
-        arrays += [held[key] for held, key in self.places]
-
-
-class _Slots:
-    """An object's slots as a dict."""
-
-    def __init__(self, value: object, names: Iterable[str]) -> None:
-        self._value, self._names = value, names
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self._value, name)
-
-    def items(self) -> list[tuple[str, Any]]:
-        held = [(name, getattr(self._value, name, _Missing)) for name in self._names]
-        return [(name, value) for name, value in held if value is not _Missing]
-
-
-def _holders(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list):
-        yield value
-        return
-    kind: Any = type(value)
-    held, slots = getattr(value, "__dict__", None), _slots(kind)
-    if held is not None:
-        yield held
-    if slots:
-        yield _Slots(value, slots)
-
-
-def _items(held: Any) -> Iterable[tuple[Any, Any]]:
-    return enumerate(held) if isinstance(held, list) else held.items()

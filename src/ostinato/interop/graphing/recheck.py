@@ -20,8 +20,6 @@ from ostinato import GraphCache, Stream
 from ostinato.driver.extension import load_extension
 from ostinato.interop.graphing.guards import (
     Guards,
-    ObjectWatch,
-    Place,
     Trail,
     Watch,
     contents_of,
@@ -29,6 +27,8 @@ from ostinato.interop.graphing.guards import (
     size_of,
 )
 from ostinato.interop.graphing.library import Library, Options
+from ostinato.interop.graphing.objects import ObjectWatch
+from ostinato.interop.graphing.places import Place
 from ostinato.interop.graphing.records import Captured, Line, Work
 from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import children_of, is_plain, plain_token

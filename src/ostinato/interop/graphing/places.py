@@ -1,0 +1,156 @@
+"""Where a function reads what it uses besides its arguments, as its code says."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.interop.graphing.objects import Missing
+
+__all__ = ["Place", "names_in_method", "places_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value is read again at each call."""
+
+    name: str
+    read: Callable[[], Any]
+    source: tuple[str, Any, str] = ("constant", None, "")
+    """What `read` reads: an "attribute" or an "item" of an object, and its name, the arguments of a
+    "partial", or a "constant" (for `recheck.py`)."""
+
+
+def places_of(function: Callable[..., Any], attributes: set[str]) -> Iterator[Place]:
+    """What is read of a function, of whatever kind; adds the attributes that it names."""
+    while isinstance(function, functools.partial):
+        partial = function
+        yield Place(
+            "partial arguments",
+            lambda p=partial: (p.args, p.keywords),  # type: ignore[misc]
+            ("partial", partial, ""),
+        )
+        function = partial.func
+    owner = getattr(function, "__self__", None)
+    plain = getattr(function, "__func__", function)
+    if owner is not None and not isinstance(owner, types.ModuleType | type):
+        yield Place("self", lambda: owner)
+    elif owner is None and not isinstance(plain, types.FunctionType):
+        yield Place(type(function).__name__, lambda: function)
+        call = vars(type(function)).get("__call__")
+        wrapped = getattr(function, "__wrapped__", None)  # of functools.lru_cache, say
+        owner, plain = (function, call) if isinstance(call, types.FunctionType) else (None, wrapped)
+    met: set[int] = set()
+    while isinstance(plain, types.FunctionType) and id(plain) not in met:
+        met.add(id(plain))
+        yield from _places_of_one(plain, owner, attributes)
+        plain = getattr(plain, "__wrapped__", None)
+        plain = getattr(plain, "__func__", plain)
+
+
+def _places_of_one(
+    function: types.FunctionType, owner: object, named_attributes: set[str]
+) -> Iterator[Place]:
+    """What one function reads besides its arguments; `owner`: the object that it is a method of."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        source = "attribute", cell, "cell_contents"
+        yield Place(name, functools.partial(_content, cell), source)
+    for name in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, name):
+            read = functools.partial(getattr, function, name)
+            yield Place("default values", read, ("attribute", function, name))
+    space = function.__globals__
+    named, attributes = _names(code)
+    named_attributes |= attributes
+    for name in named:
+        value = space.get(name, Missing)
+        if isinstance(value, types.ModuleType | type) and value is not Missing:
+            if not _installed(value):
+                yield from _attributes(name, value, named[name])
+        elif name in space or not hasattr(builtins, name):
+            read = functools.partial(space.get, name, Missing)
+            yield Place(name, read, ("item", space, name))
+    if owner is not None and not isinstance(owner, types.ModuleType):
+        kind = owner if isinstance(owner, type) else type(owner)
+        for name in attributes:
+            named_attributes |= names_in_method(kind, name)
+        held = [base for base in kind.__mro__ if not _installed(base)]
+        found = {n: None for base in held for n in vars(base) if n in attributes}
+        yield from _attributes(kind.__name__, kind, found)
+
+
+def _attributes(name: str, held: Any, names: Iterable[str]) -> Iterator[Place]:
+    """The attributes of a module or a class that are data."""
+    for each in names:
+        value = getattr(held, each, Missing)
+        if not (
+            callable(value) or isinstance(value, types.ModuleType) or hasattr(value, "__get__")
+        ):
+            read = functools.partial(getattr, held, each, Missing)
+            yield Place(f"{name}.{each}", read, ("attribute", held, each))
+
+
+def _names(code: types.CodeType) -> tuple[dict[str, dict[str, None]], set[str]]:
+    """The globals that code names, and those in it, with the attributes that it reads of them; and
+    all names of attributes."""
+    named: dict[str, dict[str, None]] = {}
+    attributes: set[str] = set()
+    last: str | None = None
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            last = str(step.argval)
+            named.setdefault(last, {})
+            continue
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(str(step.argval))
+            if last is not None:
+                named[last][str(step.argval)] = None
+        last = None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner, more = _names(constant)
+            attributes |= more
+            for name, found in inner.items():
+                named.setdefault(name, {}).update(found)
+    return named, attributes
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in_method(kind: type, name: str) -> frozenset[str]:
+    """The attributes that a method of a class names, with those of methods that it calls."""
+    found: set[str] = set()
+    left, met = [name], set()
+    while left:
+        method = inspect.getattr_static(kind, left.pop(), None)
+        method = getattr(method, "fget", getattr(method, "__func__", method))
+        while isinstance(method, types.FunctionType) and method not in met:
+            met.add(method)
+            _, attributes = _names(method.__code__)
+            left += attributes - found
+            found |= attributes
+            method = getattr(method, "__wrapped__", None)
+    return frozenset(found)
+
+
+def _installed(value: Any) -> bool:
+    """Whether a module or a class is of an installed package or the standard library."""
+    module = value if isinstance(value, types.ModuleType) else sys.modules.get(value.__module__)
+    top = getattr(module, "__name__", "").partition(".")[0]
+    file = str(getattr(module, "__file__", None) or "")
+    known = top in sys.stdlib_module_names and top != "__main__"
+    return known or "site-packages" in file or "dist-packages" in file
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # deleted, or not assigned yet
+        return Missing
