@@ -31,10 +31,10 @@ class Capturing(Lib):
         self.captures += 1
         self.here.pool = [self.device.zeros(4096, "f4") for _ in range(8)]
 
-        def run() -> Any:
-            self.here.capture = ost.Capture(self.side)  # any: it says that this thread captures
+        def run(stream: ost.Stream) -> Any:
+            self.here.capture = ost.Capture(stream)  # any: it says that this thread captures
             try:
-                return work(self.side)
+                return work(stream)
             finally:
                 self.here.capture = None
 

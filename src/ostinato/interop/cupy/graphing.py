@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import cupy
@@ -23,7 +22,6 @@ from ostinato import (
     Node,
     Stream,
     every_node,
-    open_device,
 )
 from ostinato.cache import Buckets
 from ostinato.errors import InputError
@@ -32,14 +30,21 @@ from ostinato.interop.graphing.capturing import captured, no_collection
 from ostinato.interop.graphing.errors import explained
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.guards import Watch
-from ostinato.interop.graphing.library import LIMITS, NotGraphable, Options, cuda_index, name_of
+from ostinato.interop.graphing.library import (
+    LIMITS,
+    Devices,
+    NotGraphable,
+    Options,
+    cuda_index,
+    name_of,
+)
 from ostinato.interop.graphing.moves import dense
 from ostinato.interop.graphing.trees import Join
 
 __all__ = ["graphed"]
 
 _names = itertools.count()
-_devices: dict[int, Device] = {}
+_devices = Devices(lambda index: cupy.cuda.runtime.free(0))
 _captures = threading.RLock()
 
 
@@ -83,10 +88,7 @@ def graphed(
         raise InputError(f"{function!r} is graphed already")
     index = int(cupy.cuda.runtime.getDevice())
     if device is None:
-        device = _devices.get(index)
-        if device is None or device.context.closed:
-            cupy.cuda.runtime.free(0)  # CuPy opens its context first
-            device = _devices[index] = open_device(f"cuda:{index}")
+        device = _devices.of(index)
     else:
         index = cuda_index(device)
     options = Options.given(
@@ -223,7 +225,7 @@ class CuPy:
             external_stream(side),
             cupy.cuda.using_allocator(self._pool.malloc),
         ):
-            graph, result = captured(side, partial(work, side), _explained)
+            graph, result = captured(side, work, _explained)
         drawing = _drawing(graph.nodes)
         if drawing is not None:
             raise NotGraphable(

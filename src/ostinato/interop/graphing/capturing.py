@@ -28,9 +28,9 @@ def no_collection() -> Iterator[None]:
 
 
 def captured(
-    stream: Stream, work: Callable[[], Any], explained: Callable[[Exception], str]
+    stream: Stream, work: Callable[[Stream], Any], explained: Callable[[Exception], str]
 ) -> tuple[Graph, Any]:
-    """Captures work on a stream; the graph, and what the work returned.
+    """Captures work on a stream that it is given; the graph, and what the work returned.
 
     Raises ContextPoisonedError, CaptureDisturbed if another thread broke the capture, and
     NotGraphable for everything else that breaks it; its cause is what the work raised, which
@@ -39,7 +39,7 @@ def captured(
     capture = Capture(stream)
     capture.begin()
     try:
-        result = work()
+        result = work(stream)
         return capture.end(), result
     except ContextPoisonedError:
         raise

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ostinato import Device, Graph, MemoryRange, PowersOfTwo, Stream
+from ostinato import Device, Graph, MemoryRange, PowersOfTwo, Stream, new_lock, open_device
 from ostinato.cache import Buckets, CaptureLimits
 from ostinato.errors import InputError
 from ostinato.interop.graphing.guards import Watcher
@@ -15,6 +15,7 @@ from ostinato.interop.graphing.padding import Padding
 __all__ = [
     "LIMITS",
     "CaptureDisturbed",
+    "Devices",
     "Library",
     "NotGraphable",
     "Options",
@@ -227,6 +228,26 @@ class Options:
             raise InputError(f'verify={self.verify!r}: None, "first", or each how many replays')
         if not isinstance(self.static, tuple):
             raise InputError("static: a tuple of parameter names")
+
+
+class Devices:
+    """The devices that all graphed functions of a library share, one for each GPU."""
+
+    def __init__(self, begin: Callable[[int], object]) -> None:
+        """`begin`: makes the library open its own context of a GPU, which it does first, as it is
+        used to."""
+        self._begin = begin
+        self._lock = new_lock()
+        self._open: dict[int, Device] = {}
+
+    def of(self, index: int) -> Device:
+        """The device of a GPU."""
+        with self._lock:
+            device = self._open.get(index)
+            if device is None or device.context.closed:
+                self._begin(index)
+                device = self._open[index] = open_device(f"cuda:{index}")
+            return device
 
 
 def cuda_index(device: Device) -> int:

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +146,7 @@ class Captures:
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side), _undisturbed(), self._allocating(owner):
-                graph, result = captured(stream, partial(work, stream), explained)
+                graph, result = captured(stream, work, explained)
         except NotGraphable as broken:
             drew = _NOT_REGISTERED in str(broken.__cause__)
             other = isinstance(broken, CaptureDisturbed)

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-import ostinato
-from ostinato import Device, GraphCache, open_device
+from ostinato import Device, GraphCache
 from ostinato.cache import Buckets
 from ostinato.errors import InputError, NotAvailableError
 from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import LIMITS, Options, cuda_index, name_of
+from ostinato.interop.graphing.library import LIMITS, Devices, Options, cuda_index, name_of
 from ostinato.interop.graphing.moves import MOST
 from ostinato.interop.graphing.recheck import MISSED, Checks
 from ostinato.interop.graphing.stored import Stored, code_text
@@ -27,6 +26,7 @@ from ostinato.interop.torch.library import Torch
 __all__ = ["GraphedModule", "graphed"]
 
 _names = itertools.count()
+_devices = Devices(lambda index: torch.cuda.current_stream(index))
 
 
 def graphed(
@@ -94,7 +94,7 @@ def graphed(
     if not torch.cuda.is_available():
         raise NotAvailableError("torch has no CUDA device here, so there is nothing to capture")
     index = torch.cuda.current_device() if device is None else cuda_index(device)
-    library = Torch(device or _device(index), index, generators)
+    library = Torch(device or _devices.of(index), index, generators)
     options = Options.given(
         static=static,
         dynamic=dynamic,
@@ -207,17 +207,3 @@ _RETURNING_SELF = frozenset(
 def _global_hooks() -> bool:
     module = torch.nn.modules.module
     return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
-
-
-_devices: dict[int, Device] = {}
-_opening = ostinato.new_lock()
-
-
-def _device(index: int) -> Device:
-    """The device that all graphed functions of a GPU share."""
-    with _opening:
-        device = _devices.get(index)
-        if device is None or device.context.closed:
-            torch.cuda.current_stream(index)  # torch opens its context first, as it is used to
-            device = _devices[index] = open_device(f"cuda:{index}")
-        return device
