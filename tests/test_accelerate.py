@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import threading
 import warnings
 import weakref
@@ -180,7 +181,8 @@ def test_repetition_is_penalised_alike(model: Any, accelerated: Accelerated) -> 
     same(model, ids(BATCH), max_new_tokens=8, repetition_penalty=1.8)
     assert not reasons(accelerated)
     same(model, ids(BATCH), attention_mask=ids(MASK), max_new_tokens=8, repetition_penalty=1.8)
-    assert "penalises" in reasons(accelerated)[0]
+    # Old releases of transformers penalise padding too; newer ones tell how much of it to ignore.
+    assert re.search("penalises|prompt_ignore_length", reasons(accelerated)[0])
 
 
 class Streamer(transformers.generation.streamers.BaseStreamer):

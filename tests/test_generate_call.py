@@ -41,9 +41,13 @@ def ends(*ids: int) -> Any:
     return fake(CRITERIA, "EosTokenCriteria", eos_token_id=Ids(*ids))
 
 
-PENALTY = fake(
-    PROCESSORS, "RepetitionPenaltyLogitsProcessor", penalty=1.3, prompt_ignore_length=None
-)
+def penalty(ignored: object) -> Any:
+    return fake(
+        PROCESSORS, "RepetitionPenaltyLogitsProcessor", penalty=1.3, prompt_ignore_length=ignored
+    )
+
+
+PENALTY = penalty(None)
 WARMTH = fake(PROCESSORS, "TemperatureLogitsWarper", temperature=0.7)
 SOME = {"filter_value": -math.inf, "min_tokens_to_keep": 1}
 TOP_K = fake(PROCESSORS, "TopKLogitsWarper", top_k=50, **{**SOME, "min_tokens_to_keep": 2})
@@ -58,9 +62,9 @@ def test_what_is_covered_becomes_our_options() -> None:
     asked = wanted([], [length(40), length(30)], draws=True)
     assert asked.sampling == SamplingOptions(temperature=1.0)
     assert asked.max_length == 30 and asked.stop_tokens is None
-    assert wanted([PENALTY], [length(9)], draws=False).sampling == SamplingOptions(
-        repetition_penalty=1.3
-    )
+    for one in (PENALTY, penalty(Ids(0, 0))):
+        found = wanted([one], [length(9)], draws=False).sampling
+        assert found == SamplingOptions(repetition_penalty=1.3)
 
 
 @pytest.mark.parametrize(
@@ -85,19 +89,8 @@ def test_what_is_covered_becomes_our_options() -> None:
             True,
             "min_tokens_to_keep",
         ),
-        (
-            [
-                fake(
-                    PROCESSORS,
-                    "RepetitionPenaltyLogitsProcessor",
-                    penalty=1.3,
-                    prompt_ignore_length=4,
-                )
-            ],
-            [length(9)],
-            True,
-            "prompt_ignore_length",
-        ),
+        ([penalty(4)], [length(9)], True, "prompt_ignore_length"),
+        ([penalty(Ids(0, 2))], [length(9)], True, "prompt_ignore_length"),
         ([fake(PROCESSORS, "TopPLogitsWarper", top_p=0.0, **SOME)], [length(9)], True, "top_p"),
         ([], [length(9), fake(CRITERIA, "MaxTimeCriteria")], False, "criterion MaxTimeCriteria"),
         ([], [type("Mine", (type(length(9)),), {})()], False, "criterion Mine"),

@@ -143,7 +143,8 @@ def _sampling(processors: Iterable[Any], draws: bool) -> SamplingOptions:
             continue
         if getattr(one, "min_tokens_to_keep", 1) != 1:
             raise NotCovered(f"min_tokens_to_keep of {kind}")
-        if getattr(one, "prompt_ignore_length", None):
+        ignored: Any = getattr(one, "prompt_ignore_length", None)
+        if any(ignored.tolist()) if hasattr(ignored, "tolist") else ignored:  # one a row, or one
             raise NotCovered(f"prompt_ignore_length of {kind}")
         name, attribute = {
             "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
