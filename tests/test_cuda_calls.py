@@ -11,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import random
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +65,13 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda import driver as cuda_driver
 from ostinato.driver.cuda.driver import CudaDriver
-from ostinato.driver.cuda.libcuda import FEATURES, REQUIRED, Libcuda, parse_prototypes
+from ostinato.driver.cuda.libcuda import (
+    FEATURES,
+    REQUIRED,
+    KernelParams,
+    Libcuda,
+    parse_prototypes,
+)
 from ostinato.errors import (
     ClosedError,
     ContextPoisonedError,
@@ -383,6 +391,120 @@ def test_arguments_of_an_unloaded_module_are_checked_again(rig: Rig) -> None:
     driver._layouts[FUNCTION] = (*LAYOUT, ParameterSlot(16, 8))
     with pytest.raises(DriverError, match="takes 3 of 24"):
         driver.launch_kernel(STREAM, FUNCTION, CONFIG, ARGUMENTS)
+
+
+class Recorded:
+    """What reaches the calls that add kernel nodes, through ctypes."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self.driver = driver
+        self.seen: list[object] = []
+        self._made = 0
+        calls: Any = driver._calls
+        for symbol, note in (
+            ("cuGraphAddKernelNode_v2", self._node),
+            ("cuGraphKernelNodeSetAttribute", self._attribute),
+        ):
+            kind = ctypes.CFUNCTYPE(ctypes.c_int, *calls[symbol].argtypes)
+            calls[symbol] = kind(note)
+
+    def begin(self) -> None:
+        self.seen, self._made = [], 0
+
+    def _node(self, out: int, graph: int, before: int | None, count: int, params: int) -> int:
+        self._made += 1
+        ctypes.c_uint64.from_address(out).value = FAR + 8 * self._made
+        after = [*(ctypes.c_uint64 * count).from_address(before)] if before else []
+        assert len(after) == count
+        raw = KernelParams.from_address(params)
+        shape = (raw.gridDimX, raw.gridDimY, raw.gridDimZ)
+        shape += (raw.blockDimX, raw.blockDimY, raw.blockDimZ, raw.sharedMemBytes)
+        data = self._packed(raw.extra) if raw.extra else self._laid(raw.func or 0, raw.kernelParams)
+        self.seen.append((graph, after, raw.func, shape, raw.kern, raw.ctx, bool(raw.extra), data))
+        return 0
+
+    def _laid(self, function: int, pointers: int | None) -> list[bytes]:
+        layout = self.driver._layouts[FunctionHandle(function)] if pointers else ()
+        each = (ctypes.c_uint64 * len(layout)).from_address(pointers or 0)
+        return [ctypes.string_at(at, slot.size) for at, slot in zip(each, layout, strict=True)]
+
+    @staticmethod
+    def _packed(words: int) -> bytes:
+        """Of cuda.h: CU_LAUNCH_PARAM_BUFFER_POINTER (1), _BUFFER_SIZE (2), _END (0)."""
+        first, data, second, size, end = (ctypes.c_uint64 * 5).from_address(words)
+        assert (first, second, end) == (1, 2, 0)
+        return ctypes.string_at(data, ctypes.c_uint64.from_address(size).value)
+
+    def _attribute(self, node: int, which: int, value: int) -> int:
+        self.seen.append((node, which, ctypes.string_at(value, 16)))
+        return 0
+
+
+FAR = 0x7F12_3456_7000
+"""Handles are addresses: wider than 32 bits."""
+
+
+def drawn_layout(rng: random.Random) -> tuple[ParameterSlot, ...]:
+    layout, end = [], 0
+    for _ in range(rng.choice((0, 1, 3, 12, 40))):
+        size = rng.choice((1, 2, 4, 4, 8, 8, 8, 24, 200))
+        align = min(size & -size, 8)
+        layout.append(ParameterSlot(-(-end // align) * align, size))
+        end = layout[-1].offset + size
+    return tuple(layout)
+
+
+def drawn_table(rng: random.Random, driver: CudaDriver) -> KernelTable:
+    """Launches of some functions, in the forms that graphs have them."""
+    functions = [FunctionHandle(FAR - 64 * number) for number in range(4)]
+    driver._layouts.update({function: drawn_layout(rng) for function in functions})
+    configs = [CONFIG, LaunchConfig((7, 5, 3), (32, 2, 2), 1 << 16), LaunchConfig(1, 1), SPECIAL]
+    rows: list[tuple[FunctionHandle, LaunchConfig, KernelArguments]] = []
+    for _ in range(rng.randrange(1, 30)):
+        function = rng.choice(functions)
+        layout = driver._layouts[function]
+        size = layout[-1].offset + layout[-1].size + rng.choice((0, 0, 5)) if layout else 0
+        packed = bool(layout) and rng.random() < 0.3
+        given = () if packed and rng.random() < 0.5 else layout
+        arguments = KernelArguments(rng.randbytes(size), given, packed)
+        config = rng.choice(configs)  # also one that is equal, and another object
+        rows.append((function, replace(config) if rng.random() < 0.3 else config, arguments))
+    data, starts = bytearray(), []
+    for _, _, arguments in rows:
+        data += bytes(rng.randrange(9))
+        starts.append(len(data))
+        data += arguments.data
+    return KernelTable(
+        [function for function, _, _ in rows],
+        [config for _, config, _ in rows],
+        [arguments.layout for _, _, arguments in rows],
+        [arguments.packed for _, _, arguments in rows],
+        data,
+        starts,
+        [len(arguments.data) for _, _, arguments in rows],
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_kernels_reach_libcuda_as_each_does(rig: Rig, seed: int) -> None:
+    rng, recorded = random.Random(seed), Recorded(rig.driver)
+    table = drawn_table(rng, rig.driver)
+    order = rng.sample(range(len(table.functions)), len(table.functions))
+    first = [NodeHandle(FAR - 8), NodeHandle(FAR - 16)]
+    rows = [
+        (row, rng.sample(range(count), rng.randrange(min(count, 6) + 1)))
+        for count, row in enumerate(order, len(first))
+    ]
+    graph, nodes = GraphHandle(FAR + 4), [*first]
+    for row, before in rows:
+        after = [nodes[place] for place in before]
+        nodes.append(rig.driver.graph_add_node(graph, after, table.params(row)))
+    wanted = recorded.seen
+    recorded.begin()
+    again = [*first]
+    rig.driver.graph_add_kernels(graph, again, table, rows)
+    assert again == nodes and len(nodes) == len(first) + len(rows)
+    assert recorded.seen == wanted and len(wanted) >= len(rows)
 
 
 def test_what_is_kept_for_launches_is_bounded(rig: Rig) -> None:

@@ -95,7 +95,7 @@ def test_packed_products_agree_with_numpy_on_the_emulator(name: str) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("rows", [pytest.param(3, marks=pytest.mark.slow), 9])
+@pytest.mark.parametrize("rows", [*(pytest.param(n, marks=pytest.mark.slow) for n in (3, 64)), 9])
 def test_packed_products_of_rows_agree_with_numpy_on_the_emulator(name: str, rows: int) -> None:
     bench = bench_of(Emulator(), name, rows)
     for case in list(checks.cases(bench, rows))[1:4:2]:
