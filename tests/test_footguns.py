@@ -2130,15 +2130,15 @@ def test_a_child_graph_that_was_set_is_what_later_changes_go_by(
 
 
 def test_a_child_graph_in_another_order_is_refused(device: Device, stream: ost.Stream) -> None:
-    x, y = ones(device), ones(device)
+    x, y, z = ones(device), device.zeros(N, np.float32), ones(device)
     graphs = [ost.Graph.create(device) for _ in range(3)]
-    for graph, first in zip(graphs, (x, x, None), strict=True):
+    for graph, first in zip(graphs, (x, x, None), strict=True):  # without edges: of other memory
         if first is None:
-            graph.add_memset(x, 7)
+            graph.add_memset(z, 7)
             graph.add_memcpy(y, x)
         else:
             graph.add_memcpy(y, x)
-            graph.add_memset(x, 7)
+            graph.add_memset(z, 7)
     outer = ost.Graph.create(device)
     node = outer.add_child(graphs[0])
     run = outer.instantiate()

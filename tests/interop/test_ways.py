@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import ostinato as ost
+from benchmarks import torch_graphed
 from ostinato.device import Device
 from ostinato.errors import ClosedError
 from ostinato.interop.graphing import recheck
@@ -250,3 +251,17 @@ def test_a_dropped_function_is_gone(lib: Lib, host_device: Device) -> None:
     host_device.synchronize()
     gc.collect()
     assert captured() is None
+
+
+def test_the_benchmark_finds_the_parts_of_a_call(
+    make: Callable[..., Graphed], lib: Lib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks inside, and is run with a GPU alone."""
+    monkeypatch.setattr(torch_graphed, "_synchronize", lib.device.synchronize)
+    step = make(double)
+    heated(step, lib)
+    way = torch_graphed.Way("graphed", step, 0.0, 0.0)
+    row = torch_graphed._parts(way, (lib.array(numbers()),), 1)
+    assert row["short"] and row["replays"]
+    inside = {"patch_us", "patched_us"} if step._hot[0].line.captured().moves is not None else set()
+    assert row.keys() == {"short", "match_us", "replay_us", "bare_us", "replays", "eager"} | inside
