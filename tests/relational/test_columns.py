@@ -139,6 +139,24 @@ def test_what_is_no_list_of_names(joiner: Joiner, on: Any) -> None:
         joiner.join(ONE, ONE, on=on)
 
 
+def test_the_order_of_an_indexs_columns_is_kept_to(joiner: Joiner) -> None:
+    """Columns are compared by place: another order would compare others, without an error."""
+    table = {"a": np.array([1, 2]), "b": np.array([2, 2]), "c": np.array([2, 2])}
+    index = joiner.build_index(table, on=["a", "b"])
+    for on in (["b", "a"], [("b", "b"), ("a", "a")], ["b", "c"], ["c", "a"]):
+        with pytest.raises(InputError, match="the index has its key columns in the order a, b"):
+            joiner.join(table, index, on=on)
+    assert pairs(joiner.join(table, index, on=["a", "c"])).tolist() == [[0, 0], [1, 1]]
+    assert pairs(joiner.join(table, index, on=[("b", "a"), ("a", "b")])).tolist() == [[1, 1]]
+
+
+def test_one_table_has_no_pairs_of_names(joiner: Joiner) -> None:
+    table = {"a": np.array([1]), "b": np.array([2])}
+    assert joiner.columns(table, on=["a", ("b", "b")]).names == ("a", "b")
+    with pytest.raises(InputError, match=r"'a' and 'b'.*one table"):
+        joiner.columns(table, on=[("a", "b")])
+
+
 @pytest.mark.parametrize("capacity", [-1, 2**32, 1.5, "8", True])
 def test_what_is_no_capacity(joiner: Joiner, capacity: Any) -> None:
     with pytest.raises(InputError, match="capacity"):
@@ -166,6 +184,8 @@ def test_columns_of_another_device(joiner: Joiner) -> None:
         for table in ({"k": buffer}, Joiner(other).columns({"k": buffer}, "k")):
             with pytest.raises(InputError, match="column 'k' lives on host, another device"):
                 joiner.join(ONE, table, on="k")
+        with pytest.raises(InputError, match="opened another time"):
+            joiner.join(ONE, {"k": other.array(np.array([1]))}, on="k")
 
 
 def test_cuda_arrays_are_not_memory_of_the_host(host_joiner: Joiner) -> None:
@@ -246,6 +266,37 @@ def test_an_array_on_the_processor_through_dlpack(joiner: Joiner) -> None:
             return self.values.__dlpack__(**options)
 
     assert pairs(joiner.join({"k": OnCpu()}, ONE, on="k")).tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("error", [BufferError("conjugate"), RuntimeError("a type of its own")])
+def test_what_an_array_refuses_to_hand_out_names_the_column(
+    joiner: Joiner, error: Exception
+) -> None:
+    class Refusing:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+        def __dlpack__(self, **options: Any) -> object:
+            raise error
+
+    with pytest.raises(InputError, match=f"column 'k': .*{error}"):
+        joiner.join({"k": Refusing()}, ONE, on="k")
+
+
+def test_a_series_is_no_array_of_arrow(joiner: Joiner) -> None:
+    polars = pytest.importorskip("polars")
+    with pytest.raises(InputError, match="column 'k' is a Series; give a NumPy array"):
+        joiner.join({"k": polars.Series([1, 2])}, ONE, on="k")
+
+
+def test_types_of_arrow_that_have_no_numbers(joiner: Joiner) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    kinds = (arrow.date32(), arrow.decimal128(5), arrow.bool_(), arrow.float64(), arrow.string())
+    for kind in kinds:
+        with pytest.raises(InputError, match=r"column 'k' is .*; keys are of type int32"):
+            joiner.join({"k": arrow.array([None], kind)[:0]}, ONE, on="k")
+    encoded = arrow.chunked_array([arrow.array(v).dictionary_encode() for v in ([1, 9], [9, 2])])
+    assert pairs(joiner.join({"k": encoded}, ONE, on="k")).tolist() == [[0, 0], [3, 1]]
 
 
 @pytest.mark.gpu

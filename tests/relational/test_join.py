@@ -534,7 +534,8 @@ def test_a_closed_joiner(device: Device) -> None:
         with pytest.raises(ClosedError, match="joiner is closed"):
             use()
     assert device.to_numpy(result.left_rows).tolist() == [1]
-    assert len(pending.result()) == 1  # it was done, and fitted
+    assert pairs(result).tolist() == [[1, 0]]
+    assert pairs(pending.result()).tolist() == [[1, 0]]  # it was done, and fitted
     index.close()
 
 

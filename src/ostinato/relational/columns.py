@@ -101,6 +101,14 @@ class KeyColumns:
                 "for"
             )
 
+    def require_places(self, names: tuple[str, ...]) -> None:
+        """Raises InputError if a column of these names has another place here."""
+        if any(n in self.names and n != own for n, own in zip(names, self.names, strict=False)):
+            raise InputError(
+                f"on names {', '.join(names)}, and the index has its key columns in the order "
+                f"{', '.join(self.names)}; use that order, or (left, right) pairs of names"
+            )
+
     def require_open(self) -> None:
         """Raises ClosedError if the memory of a column was given back."""
         for buffer in self.buffers:
@@ -115,8 +123,7 @@ class KeyColumns:
         if isinstance(table, KeyColumns):
             if table.device.context is not device.context:
                 raise InputError(
-                    f"column {table.names[0]!r} lives on {table.device.name}, another device than "
-                    f"this joiner's {device.name}"
+                    f"column {table.names[0]!r} lives on {_another(table.device.name, device)}"
                 )
             table.require_names(tuple(names))
             if table.stream is not stream and not table.stream.closed:
@@ -191,11 +198,10 @@ def _buffer(device: Device, stream: Stream, name: str, array: Any) -> Buffer:
     if isinstance(array, Buffer):
         if array.context is not device.context:
             raise InputError(
-                f"column {name!r} lives on {array.context.driver.name}, another device than "
-                f"this joiner's {device.name}"
+                f"column {name!r} lives on {_another(array.context.driver.name, device)}"
             )
         buffer = array
-    elif hasattr(array, "null_count"):
+    elif isinstance(getattr(array, "null_count", None), int):
         buffer = _uploaded(device, stream, name, _of_arrow(name, array))
     elif isinstance(array, np.ndarray):
         buffer = _uploaded(device, stream, name, array)
@@ -203,6 +209,16 @@ def _buffer(device: Device, stream: Stream, name: str, array: Any) -> Buffer:
         buffer = _of_library(device, stream, name, array)
     _check(name, buffer.dtype, buffer.shape)
     return buffer
+
+
+def _another(name: str, device: Device) -> str:
+    """ "host, another device than …", for memory that is not of the device."""
+    if name == device.name:
+        return (
+            f"{name}, another device than this joiner's (the same one, opened another time): use "
+            "one Device for both"
+        )
+    return f"{name}, another device than this joiner's {device.name}"
 
 
 def _check(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
@@ -253,7 +269,11 @@ def _of_library(device: Device, stream: Stream, name: str, array: Any) -> Buffer
     if interface is None and hasattr(array, "__dlpack_device__"):
         kind, number = array.__dlpack_device__()
         if int(kind) == _CPU:
-            return _uploaded(device, stream, name, np.from_dlpack(array))
+            try:
+                on_host = np.from_dlpack(array)
+            except (BufferError, RuntimeError, TypeError, ValueError) as error:
+                raise InputError(f"column {name!r}: NumPy cannot read it: {error}") from None
+            return _uploaded(device, stream, name, on_host)
         if device.name != f"cuda:{int(number)}":
             raise InputError(
                 f"column {name!r} lives on DLPack device ({int(kind)}, {int(number)}), another "

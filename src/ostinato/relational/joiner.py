@@ -120,9 +120,8 @@ class PendingJoin:
         joiner, sides = self._joiner, self._sides
         assert sides is not None
         if not turn.overflow:
-            self._result = JoinResult(
-                joiner.stream, self._key, self._lease, turn.total, self._retries
-            )
+            made = self._key, self._lease, turn.total, self._retries
+            self._result = JoinResult(joiner.device, joiner.stream, *made)
             self._sides = None
             return
         if turn.total > LARGEST:
@@ -185,7 +184,14 @@ class Joiner(Closeable):
         that names the column.
         """
         self._require_open()
-        return KeyColumns.of(self.device, self.stream, table, names_of(on)[0])
+        names, others = names_of(on)
+        for name, other in zip(names, others, strict=True):
+            if name != other:
+                raise InputError(
+                    f"on: {name!r} and {other!r} are two names, and the columns are of one table; "
+                    "name each of its columns once"
+                )
+        return KeyColumns.of(self.device, self.stream, table, names)
 
     def build_index(self, right: Table, on: On | None = None) -> JoinIndex:
         """A hash index of a table's key columns, for many joins; does not wait.
@@ -227,6 +233,8 @@ class Joiner(Closeable):
         """Begins a join and does not wait: `result()` does.
 
         `on` names the key columns; it may be left out where both sides are key columns or an index.
+        Those of an index are compared in its own order: `on` names the left columns in that order,
+        or pairs.
         `capacity`: room for so many rows of the result; None for as many as the left side has.  If
         it is too small the join is repeated.  Raises InputError that names the column,
         OutOfMemoryError, DriverError, ClosedError; nothing was submitted then.
@@ -306,6 +314,8 @@ class Joiner(Closeable):
             own = right.columns
             if rights is not None and rights != lefts:  # else `on` names the left columns alone
                 own.require_names(rights)
+            elif rights is not None:
+                own.require_places(rights)
         side = self._side(left, lefts)
         check_same_types(side, own)
         return side, right

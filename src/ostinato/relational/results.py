@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Buffer, Stream
+from ostinato import Buffer, Device, Stream
 from ostinato.cache import CacheStatistics
 from ostinato.relational.keys import JoinKey
 from ostinato.relational.workspace import Lease
@@ -28,9 +28,15 @@ class JoinResult:
     """
 
     def __init__(
-        self, stream: Stream, key: JoinKey, lease: Lease, total: int, retries: int
+        self,
+        device: Device,
+        stream: Stream,
+        key: JoinKey,
+        lease: Lease,
+        total: int,
+        retries: int,
     ) -> None:
-        self._stream = stream
+        self._device, self._stream = device, stream
         self.key = key
         """The key of the graph that wrote it."""
         self.retries = retries
@@ -51,10 +57,13 @@ class JoinResult:
         return self._total
 
     def __repr__(self) -> str:
-        return f"<JoinResult {len(self)} rows on {self._stream.context.driver.name}>"
+        return f"<JoinResult {len(self)} rows on {self._device.name}>"
 
     def to_numpy(self) -> tuple[Rows, Rows]:
-        """Copies of the left and the right row numbers.  Waits for the joiner's stream."""
+        """Copies of the left and the right row numbers.  Waits for the joiner's stream, or for the
+        device once that stream is closed."""
+        if self._stream.closed:
+            return self._device.to_numpy(self.left_rows), self._device.to_numpy(self.right_rows)
         return self.left_rows.to_numpy(self._stream), self.right_rows.to_numpy(self._stream)
 
 
