@@ -108,6 +108,26 @@ def test_an_unknown_name_lists_the_names(modules: ModuleCache) -> None:
         modules.get_or_compile(HOST, "scael")
 
 
+@pytest.mark.parametrize("name", ["", "scale\0", "scale\udcff", 3, None, b"scale"])
+def test_what_is_no_name_is_refused(modules: ModuleCache, name: object) -> None:
+    with pytest.raises(InputError, match="kernel's name is"):
+        modules.get_or_compile(HOST, name)
+
+
+def test_what_is_no_signature_is_refused(modules: ModuleCache) -> None:
+    with pytest.raises(InputError, match="signature=3"):
+        modules.get_or_compile(HOST, "scale", signature=3)
+
+
+@nvrtc
+def test_a_source_whose_name_is_no_text_compiles() -> None:
+    """A file's name may be any bytes; Python has lone surrogates for those that are no text."""
+    text = 'extern "C" __global__ void k(float* x) { x[0] = 1; }'
+    source = Source(text, name="\udcff.cu")
+    cache, _ = make_cache()
+    assert cache.get_or_compile(source, "k").name == "k"
+
+
 def test_the_wrong_language_is_said(modules: ModuleCache) -> None:
     with pytest.raises(NotAvailableError, match="runs host functions"):
         modules.get_or_compile("__global__ void k() {}", "k")

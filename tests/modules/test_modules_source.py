@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.driver.host.kernel import host_kernel
+from ostinato.driver.host.kernel import HostKernel, host_kernel
 from ostinato.errors import InputError
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.source import (
@@ -69,6 +70,17 @@ def test_a_source_cannot_be_changed() -> None:
         ({"data": b"x", "kind": "hip"}, "kind 'hip' is not known"),
         ({"cuda": "a\0b"}, "zero byte"),
         ({"host": {"f": lambda: None}}, "host_kernel"),
+        ({"host": [lambda: None]}, "host_kernel"),
+        ({"host": [scale, HostKernel("scale", print, scale.signature)]}, "two host .*'scale'"),
+        ({"cuda": "x", "headers": {"a.h": "1\0 2"}}, "'a.h'.*zero byte"),
+        ({"cuda": "x", "headers": {"a\0.h": "1"}}, "zero byte"),
+        ({"cuda": "x", "headers": {"a.h": b"1"}}, "'a.h'.*bytes"),
+        ({"cuda": b"x"}, "cuda is bytes"),
+        ({"cuda": "x", "name": "a\0b"}, "zero byte"),
+        ({"cuda": "x", "name": 3}, "name is int"),
+        ({"data": 5, "kind": "cubin"}, "data is int"),
+        ({"data": ["x"], "kind": "ptx"}, "data is list"),
+        ({"cuda": "x", "signatures": {"k": 3}}, "'k'.* int"),
         ({"cuda": "x", "signatures": {"k": "nonsense"}}, "cannot read"),
     ],
 )
@@ -123,11 +135,36 @@ def test_options_in_the_compilers_words() -> None:
         {"include": "/a"},
         {"extra": "--flag"},
         {"extra": ["-arch=sm_90"]},
+        {"arch": 90},
+        {"max_registers": "32"},
+        {"max_registers": 32.0},
+        {"std": None},
+        {"std": "c++17\0"},
+        {"include": ["/a\0b"]},
+        {"extra": ["-DN=1\0 2"]},
+        {"extra": [3]},
+        {"defines": {"N": "1\0 2"}},
+        {"defines": ["N"]},
     ],
 )
 def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError):
         CompileOptions(**wrong)
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_, b"1", [1]], ids=repr)
+def test_macros_are_text_or_numbers(value: object) -> None:
+    """`#if FLAG` is false where FLAG is the word True, as Python writes it."""
+    with pytest.raises(InputError, match=r"'FLAG'.*text or a number"):
+        CompileOptions(defines={"FLAG": value})
+    assert CompileOptions(defines={"N": np.int32(3)}).defines == (("N", "3"),)
+
+
+@pytest.mark.parametrize("value", ["no", 0, 1, None])
+def test_switches_are_true_or_false(value: object) -> None:
+    for name in ("fast_math", "line_info"):
+        with pytest.raises(InputError, match=f"{name}=.*True or False"):
+            CompileOptions(**{name: value})
 
 
 def test_plain_flags_are_options() -> None:

@@ -35,8 +35,8 @@ Variant = tuple[Source, CompileOptions]
 @dataclass(frozen=True, slots=True, eq=False)
 class _Worker:
     process: subprocess.Popen[bytes]
-    sent: set[Source] = field(default_factory=set)
-    """The sources that were sent to it."""
+    sent: dict[Source, int] = field(default_factory=dict)
+    """The sources that were sent to it, each with a number."""
 
     def end(self) -> None:
         self.process.kill()  # loses nothing: files are renamed into place when they are whole
@@ -135,16 +135,16 @@ class CompilerPool(Closeable):
         with suppress(queue.Empty, OSError, ValueError):  # ValueError: the pipe is closed
             while True:
                 source, options = wanted.get_nowait()
+                known = source in worker.sent
                 job: dict[str, Any] = {
                     "capability": self.capability,
-                    "source": hash(source),
+                    "source": worker.sent.setdefault(source, len(worker.sent)),
                     "defines": list(dict(options.defines).items()),
                     "arch": options.arch,
                 }
-                if source not in worker.sent:
+                if not known:
                     job |= {"cuda": source.cuda, "headers": dict(source.headers)}
                     job["name"] = source.name
-                    worker.sent.add(source)
                 stdin.write(json.dumps(job).encode() + b"\n")
                 stdin.flush()
                 if not stdout.readline():

@@ -26,6 +26,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import time
 import weakref
 from collections import OrderedDict
@@ -75,6 +76,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _MAX_FAILURES = 256
+
+# A zero byte, where C would cut the name, and lone surrogates, which are no text.
+_NO_NAME = re.compile("[\0\ud800-\udfff]")
 
 # Statuses that blame the code, and not the machine.
 _BAD_CODE = frozenset(
@@ -270,8 +274,12 @@ class ModuleCache(Closeable):
         self.context.require_open()
         if self._closed:
             raise ClosedError("this module cache is closed; open the device again")
+        if not isinstance(name, str) or not name or _NO_NAME.search(name):
+            raise InputError(f"the kernel's name is {name!r}; a name in C++ is needed")
         known = as_source(source)
         chosen = as_options(options)
+        if not (signature is None or isinstance(signature, str | Signature)):
+            raise InputError(f"signature={signature!r}: give text like 'x: *f32, n: u32'")
         parsed = Signature.parse(signature) if isinstance(signature, str) else signature
         if parsed is None:
             parsed = known.signature(name)

@@ -279,7 +279,14 @@ class Nvrtc:
 
 def _named(text: str, name: str) -> str:
     """A text for which messages show `name`."""
-    shown = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
+    # A lone surrogate, of a file's name that is no text, would be no character to the compiler.
+    shown = (
+        name.encode("utf-8", "replace")
+        .decode()
+        .replace("\\", "\\\\")
+        .replace('"', '\\"')
+        .replace("\n", " ")
+    )
     return f'#line 1 "{shown}"\n{text}'
 
 

@@ -14,11 +14,14 @@ the arguments of the CUDA kernels of the same names.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from os import PathLike
 from types import MappingProxyType
+from typing import SupportsIndex
 
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.signature import Signature
@@ -96,7 +99,8 @@ class Source(_Content):
     kernels are known.  `headers` are texts that `#include` finds by name, before any folder.
     `name` is shown in the compiler's messages.
 
-    Raises InputError for an unknown kind, for text and data together, and for an empty source.
+    Raises InputError for an unknown kind, for text and data together, for an empty source, for two
+    host kernels of one name, and for text with a zero byte, which C would cut there.
     """
 
     __slots__ = ()
@@ -111,13 +115,8 @@ class Source(_Content):
         headers: Mapping[str, str] | None = None,
         name: str = "kernels.cu",
     ) -> None:
-        functions = dict(host) if isinstance(host, Mapping) else {k.name: k for k in host}
-        for entry, function in functions.items():
-            if not isinstance(function, HostKernel):
-                raise InputError(
-                    f"source {name!r}: host entry {entry!r} is a {type(function).__name__}; "
-                    "make it a kernel with @host_kernel('x: *f32, …')"
-                )
+        _require_text("a source's name", name)
+        functions = _host_functions(name, host)
         if kind != "cuda" and kind not in BINARY_KINDS:
             raise InputError(
                 f"source {name!r}: kind {kind!r} is not known; there are: cuda, "
@@ -128,15 +127,26 @@ class Source(_Content):
                 f"source {name!r}: give CUDA C++ as `cuda`, or compiled code as `data` with its "
                 f"kind ({', '.join(sorted(BINARY_KINDS))}), not a mixture"
             )
+        if not isinstance(data, str | bytes | bytearray | memoryview):
+            raise InputError(f"source {name!r}: data is {type(data).__name__}; text or bytes")
         raw = data.encode() if isinstance(data, str) else bytes(data)
         if cuda is None and not raw and not functions:
             raise InputError(f"source {name!r} is empty: give CUDA C++, data or host kernels")
-        if cuda is not None and "\0" in cuda:
-            raise InputError(f"source {name!r}: CUDA C++ text cannot hold a zero byte")
+        if cuda is not None:
+            _require_text(f"source {name!r}: cuda", cuda)
+        for header, text in dict(headers or {}).items():
+            _require_text(f"source {name!r}: a header's name", header)
+            _require_text(f"source {name!r}: header {header!r}", text)
         parsed = {
             entry: Signature.parse(text) if isinstance(text, str) else text
             for entry, text in (signatures or {}).items()
         }
+        for entry, given in parsed.items():
+            if not isinstance(given, Signature):
+                raise InputError(
+                    f"source {name!r}: the signature of {entry!r} is {type(given).__name__}; "
+                    "give text or a Signature"
+                )
         super().__init__(
             cuda,
             raw,
@@ -199,6 +209,34 @@ class Source(_Content):
         return f"<Source {self.name!r}: {' + '.join(languages)}>"
 
 
+def _require_text(what: str, value: object) -> None:
+    """Raises InputError for what is no text, and for a zero byte, where C would cut the text."""
+    if not isinstance(value, str):
+        raise InputError(f"{what} is {type(value).__name__}; text is needed")
+    if "\0" in value:
+        raise InputError(f"{what} cannot hold a zero byte: {value[:40]!r}")
+
+
+def _host_functions(
+    name: str, host: Mapping[str, HostKernel] | Iterable[HostKernel]
+) -> dict[str, HostKernel]:
+    """Host kernels by entry name.  Raises InputError."""
+    if isinstance(host, Mapping):
+        given = list(host.items())
+    else:
+        given = [(getattr(kernel, "name", "?"), kernel) for kernel in host]
+    functions: dict[str, HostKernel] = {}
+    for entry, function in given:
+        if not isinstance(function, HostKernel):
+            raise InputError(
+                f"source {name!r}: host entry {entry!r} is a {type(function).__name__}; "
+                "make it a kernel with @host_kernel('x: *f32, …')"
+            )
+        if functions.setdefault(entry, function) is not function:
+            raise InputError(f"source {name!r}: two host kernels have the name {entry!r}")
+    return functions
+
+
 def as_source(value: Source | str | HostKernel) -> Source:
     """CUDA C++ text, or one host kernel, as a Source.  Raises InputError for anything else."""
     if isinstance(value, Source):
@@ -243,8 +281,9 @@ class _OptionFields:
 class CompileOptions(_OptionFields):
     """Options of one compilation; equal options give equal code.
 
-    `std` is the C++ dialect; `defines` macros (a mapping, or pairs; None defines without a value);
-    `include` folders searched for headers, in order; `max_registers` a limit for each thread;
+    `std` is the C++ dialect; `defines` macros (a mapping, or pairs, to text or numbers; None
+    defines without a value); `include` folders searched for headers, in order; `max_registers` a
+    limit for each thread;
     `line_info` keeps source lines for profilers; `arch` overrides the device's own architecture
     ("sm_90a", or "compute_90" for PTX); `extra` goes to the compiler as it is.
 
@@ -267,24 +306,64 @@ class CompileOptions(_OptionFields):
         for what, value in (("include", include), ("extra", extra)):
             if isinstance(value, str):
                 raise InputError(f"{what}={value!r}: a list is needed")
-        flags = tuple(str(flag) for flag in extra)
-        if arch is not None and not _ARCH.match(arch):
+        _require_text("std", std)
+        flags = tuple(extra)
+        if arch is not None and not (isinstance(arch, str) and _ARCH.match(arch)):
             raise InputError(f"arch={arch!r}: like 'sm_90', 'sm_90a' or 'compute_90'")
-        if max_registers is not None and not 16 <= max_registers <= 255:
-            raise InputError(f"max_registers={max_registers}: 16 to 255 are possible")
+        if max_registers is not None and not (
+            isinstance(max_registers, SupportsIndex) and 16 <= max_registers <= 255
+        ):
+            raise InputError(f"max_registers={max_registers!r}: 16 to 255 are possible")
+        for switch, on in (("fast_math", fast_math), ("line_info", line_info)):
+            if not isinstance(on, bool):
+                raise InputError(f"{switch}={on!r}: True or False")
         for flag in flags:
+            _require_text("an extra flag", flag)
             if _OWN_FIELD.match(flag):
                 raise InputError(f"extra flag {flag!r}: the architecture is the option `arch`")
         super().__init__(
             std,
-            tuple((k, None if v is None else str(v)) for k, v in dict(defines).items()),
-            tuple(str(path) for path in include),
+            _macros(defines),
+            _folders(include),
             fast_math,
             max_registers,
             line_info,
             arch,
             flags,
         )
+
+
+def _macros(
+    defines: Mapping[str, str | None] | Iterable[tuple[str, str | None]],
+) -> tuple[tuple[str, str | None], ...]:
+    """Macros with their values as text.  Raises InputError.
+
+    True and False are refused: as Python writes them they are undefined names in C++, which #if
+    takes for 0.
+    """
+    try:
+        pairs = dict(defines).items()
+    except (TypeError, ValueError):
+        raise InputError(f"defines={defines!r}: a mapping, or pairs, of names and values") from None
+    macros: list[tuple[str, str | None]] = []
+    for name, value in pairs:
+        _require_text("a macro's name", name)
+        if isinstance(value, bool) or not (value is None or isinstance(value, str | Real)):
+            raise InputError(f"defines: {name!r} is {value!r}; text or a number is needed, or None")
+        macros.append((name, None if value is None else str(value)))
+        _require_text(f"defines: {name!r}", macros[-1][1] or "")
+    return tuple(macros)
+
+
+def _folders(include: Iterable[str | PathLike[str]]) -> tuple[str, ...]:
+    """The folders as text.  Raises InputError."""
+    try:
+        folders = tuple(os.fsdecode(path) for path in include)
+    except TypeError as error:
+        raise InputError(f"include: {error}") from None
+    for folder in folders:
+        _require_text("a folder of include", folder)
+    return folders
 
 
 DEFAULT = CompileOptions()
