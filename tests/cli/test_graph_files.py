@@ -11,6 +11,7 @@ import pytest
 
 import ostinato as ost
 from tests.cli.commands import here, refused
+from tests.cli.terminal import Terminal
 from tests.graph.disk_kernels import ONE, add, affine, kernel
 from tests.models.model_files import write_gguf
 
@@ -66,6 +67,32 @@ def test_run_takes_inputs_and_gives_outputs(path: Path, weights: Path, tmp_path:
     assert np.load(found)["y"].tolist() == [12, 14, 16]
     np.savez(given, z=np.zeros(1))
     refused(here("graph", "run", str(path), *files), "the graph has x")
+    for wrong in (np.zeros(5, np.int32), np.array(["a", "b", "c"])):
+        np.savez(given, x=wrong)
+        refused(here("graph", "run", str(path), *files), "Invalid value for --inputs: x:")
+
+
+def test_names_of_a_file_do_not_command_a_terminal(host_device: ost.Device, tmp_path: Path) -> None:
+    """Names in a file are its maker's, and `file` and `allow_pickle` are arguments of savez."""
+    device, stream = host_device, host_device.create_stream()
+    names = ("file", "allow_pickle", "\x1b]0;title\x07")
+    named = {name: device.array([n] * 3, "i4") for n, name in enumerate(names)}
+    x, run = device.array([1] * 3, "i4"), kernel(device, add)
+    with ost.capture(stream) as under_way:
+        for buffer in named.values():
+            ost.launch(stream, run, ONE, x, buffer, 3)
+    path, found = tmp_path / "a\x1b[2Jb.graph", tmp_path / "out.npz"
+    under_way.graph.save(path, inputs={"x": x, **named}, outputs={"x": x, **named})
+    for command in (("show",), ("run", "--outputs", str(found)), ("check",), ("show", "--json")):
+        with Terminal("graph", *command, str(path)) as terminal:
+            assert terminal.end() == 0, terminal.said
+            assert "\x1b" not in terminal.said and "\x07" not in terminal.said
+    with Terminal("graph", "show", f"{path}2") as terminal:
+        assert terminal.end() == 1
+        assert "a\N{SYMBOL FOR ESCAPE}[2Jb.graph2: there is no such file" in terminal.said
+    loaded = np.load(found)
+    assert set(loaded.files) == {"x", *names} and loaded["file"].tolist() == [0, 0, 0]
+    assert here("graph", "run", str(path), "--inputs", str(found)).status == 0
 
 
 def test_check_compares_with_the_stored_results(path: Path, weights: Path) -> None:
@@ -84,6 +111,7 @@ def test_save_saves_a_models_step_or_says_why_not(tmp_path: Path) -> None:
     answer = here("graph", "save", str(path), "--model", str(model))
     if answer.status:  # kernels in C are objects of one process
         assert "another process could not find the kernel" in answer.err and not path.exists()
+        assert "only this process holds" in answer.err and "None" not in answer.err
     else:
         assert "nodes saved" in answer.out
         assert "passed its check" in here("graph", "show", str(path)).out

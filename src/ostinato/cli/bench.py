@@ -21,6 +21,7 @@ from ostinato.cli.arguments import (
     ready_folder,
 )
 from ostinato.cli.endings import FAILED
+from ostinato.cli.plain import plain, say
 from ostinato.cli.progress import fetched
 from ostinato.cli.ranks import other_ranks, rank_devices
 
@@ -283,7 +284,7 @@ def _draw(picture: str, path: Path) -> None:
     from ostinato.models.files.reading import write_file
 
     write_file(path, picture)
-    print(f"drawn to {path}")
+    say(f"drawn to {path}")
 
 
 def _finish(result: object, out: Path | None) -> None:
@@ -292,7 +293,7 @@ def _finish(result: object, out: Path | None) -> None:
     assert isinstance(result, Result)
     try:
         if out is not None:
-            print(f"results: {result.write(out)}")
+            say(f"results: {result.write(out)}")
     finally:  # a full disk must not lose what took minutes
         print(result.line())
 
@@ -312,4 +313,4 @@ def _status() -> Iterator[Callable[[str], None]]:
     from rich.console import Console
 
     with Console(stderr=True).status("…") as status:
-        yield lambda text: status.stop() if not text else status.update(text)
+        yield lambda text: status.stop() if not text else status.update(plain(text))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ostinato.cli.arguments import expanded, finite, require_readable
+from ostinato.cli.plain import plain, say
 from ostinato.errors import NotAvailableError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def list_kernels(folder: Folder = None, as_json: AsJson = False) -> None:
         return
     if entries:
         _print_table(entries)
-    print(
+    say(
         f"{len(entries)} files, {total / 1024:.1f} KiB of at most "
         f"{store.max_bytes / 2**20:.0f} MiB, in {store.folder}"
     )
@@ -93,7 +94,7 @@ def _remove(store: DiskStore, most: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"folder": str(store.folder), "removed": removed, "left": len(left)}))
     else:
-        print(f"{removed} files removed, {len(left)} left in {store.folder}")
+        say(f"{removed} files removed, {len(left)} left in {store.folder}")
     if left and sum(entry.nbytes for entry in left) > most:
         raise NotAvailableError(
             f"not all could be removed from {store.folder}: another process removes or writes "
@@ -124,12 +125,12 @@ def _print_table(entries: tuple[StoredKernel, ...]) -> None:
     now = time.time()
     for entry in entries:
         # What a file says of itself is text, never markup.
-        what = Text(f"not used: {entry.problem}", "red") if entry.problem else Text(entry.name)
+        name = plain(f"not used: {entry.problem}" if entry.problem else entry.name)
         table.add_row(
             entry.key[:12],
-            what,
-            Text(entry.arch),
-            Text(", ".join(entry.entries)),
+            Text(name, "red" if entry.problem else ""),
+            Text(plain(entry.arch)),
+            Text(plain(", ".join(entry.entries))),
             f"{entry.nbytes / 1024:.1f}",
             _ago(now - entry.last_use),
         )

@@ -34,6 +34,7 @@ from ostinato.cli.arguments import (
     as_typed,
 )
 from ostinato.cli.endings import FAILED
+from ostinato.cli.plain import say
 from ostinato.cli.progress import prompt_progress
 from ostinato.cli.speaker import sampling_options, show, speaker
 from ostinato.errors import InputError, ModelError
@@ -122,7 +123,7 @@ def chat(
 
 
 def _note(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+    say(words, stream=sys.stderr)
 
 
 class _Interrupts:

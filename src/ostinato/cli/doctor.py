@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ostinato import __version__, settings
+from ostinato.cli.plain import say
 from ostinato.errors import OstinatoError, SettingsError
 
 __all__ = ["doctor", "findings"]
@@ -42,12 +43,12 @@ def doctor(
         print(json.dumps(found))
         return
     for section, rows in found.items():
-        print(f"{section}")
+        say(section)
         if isinstance(rows, dict):
             for name, value in rows.items():
-                print(f"  {name:<18} {value}")
+                say(f"  {name:<18} {value}")
         else:
-            print(f"  {rows}")
+            say(f"  {rows}")
 
 
 def findings() -> dict[str, Any]:

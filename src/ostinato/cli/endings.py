@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 import typer
 
+from ostinato.cli.plain import say
 from ostinato.errors import InputError, OstinatoError, SettingsError
 
 __all__ = ["FAILED", "INTERRUPTED", "MISUSED", "ending", "own_process"]
@@ -69,7 +70,7 @@ def ending(command: Callable[[], object]) -> int:
                 found = _ending_of(error)
     if found.words:
         with contextlib.suppress(OSError, ValueError):  # the error stream is closed, too
-            print(found.words, file=sys.stderr, flush=True)
+            say(found.words, stream=sys.stderr)
     return found.status
 
 

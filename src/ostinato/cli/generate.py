@@ -35,6 +35,7 @@ from ostinato.cli.arguments import (
     text,
 )
 from ostinato.cli.endings import INTERRUPTED
+from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched, prompt_progress
 from ostinato.cli.ranks import other_ranks, rank_devices, rank_threads
 from ostinato.cli.speaker import sampling_options, show, speaker
@@ -170,7 +171,7 @@ def generate(
         sys.stdout.flush()
         if not quiet:
             together = sys.stdout.isatty() and sys.stderr.isatty()
-            print(f"\n{summary}" if together else f"{summary}", file=sys.stderr)
+            say(f"\n{summary}" if together else f"{summary}", stream=sys.stderr)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 

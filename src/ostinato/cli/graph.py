@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
+import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ostinato.cli.arguments import expanded, ready_file
+from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched
+from ostinato.errors import InputError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ostinato.graph import Graph
 
 __all__ = ["app"]
@@ -63,7 +69,7 @@ def save(
         graph = decoder.graph(rows)
         state, weights = _memory(graph)
         graph.save(path, inputs=state, outputs=state, constants=weights)
-        print(f"{len(graph)} nodes saved to {path}")
+        say(f"{len(graph)} nodes saved to {path}")
 
 
 def _memory(graph: Graph) -> tuple[dict[str, object], dict[str, object]]:
@@ -86,7 +92,7 @@ def show(path: File, code: Code = None, as_json: AsJson = False) -> None:
     """Show what a file holds. Needs no GPU, and loads none of its code."""
     from ostinato.graph.disk.show import file_json, file_text
 
-    print(json.dumps(file_json(path, code)) if as_json else file_text(path, code))
+    say(json.dumps(file_json(path, code)) if as_json else file_text(path, code))
 
 
 @app.command()
@@ -123,7 +129,10 @@ def run(
             )
         for name, buffer in loaded.inputs.items():
             values = given.get(name, np.zeros(buffer.shape, buffer.dtype))
-            buffer.copy_from(values, stream)
+            try:
+                buffer.copy_from(values, stream)
+            except InputError as error:
+                raise typer.BadParameter(f"{name}: {error}", param_hint="--inputs") from None
         executable = loaded.instantiate(upload=stream)
         stream.synchronize()
         start = time.perf_counter()
@@ -133,11 +142,10 @@ def run(
         each = (time.perf_counter() - start) / times
         found = {name: buffer.to_numpy(stream) for name, buffer in loaded.outputs.items()}
         if outputs is not None:
-            with outputs.open("wb") as file:
-                np.savez(file, **found)
-        print(f"{times} launches, {each * 1e6:.1f} us each")
+            _write(outputs, found)
+        say(f"{times} launches, {each * 1e6:.1f} us each")
         for name, array in found.items():
-            print(f"{name}: {np.array2string(array, threshold=8, edgeitems=3)}")
+            say(f"{name}: {np.array2string(array, threshold=8, edgeitems=3)}")
 
 
 @app.command()
@@ -149,7 +157,22 @@ def check(
 
     with ost.open_device(device) as opened:
         ost.check_graph(opened, path, constants=constants, code=code)
-        print(f"{path}: the stored results, bit by bit, on {opened.properties.name}")
+        say(f"{path}: the stored results, bit by bit, on {opened.properties.name}")
+
+
+def _write(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    """Writes an .npz file whole or not at all.  Not by `numpy.savez`, whose own arguments have
+    names (`file`, `allow_pickle`) that an array may have."""
+    import numpy as np
+
+    from ostinato.models.files.reading import write_file
+
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+    write_file(path, content.getbuffer())
 
 
 def _arrays(path: Path) -> dict[str, object]:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ostinato.cli.arguments import expanded, ready_file
+from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched
 from ostinato.models.files.reading import write_file
 
@@ -63,10 +64,10 @@ def inspect(
         if svg is not None:
             write_file(svg, graph.to_svg())
             if not (as_json or dot):  # these are for other programs to read
-                print(f"{len(graph)} nodes drawn to {svg}")
+                say(f"{len(graph)} nodes drawn to {svg}")
         if as_json:
             print(json.dumps(graph.to_json()))
         elif dot:
-            print(graph.to_dot())
+            say(graph.to_dot())
         elif svg is None:
-            print(str(graph))
+            say(str(graph))

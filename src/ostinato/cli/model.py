@@ -9,6 +9,7 @@ import typer
 
 from ostinato import settings
 from ostinato.cli.arguments import require_readable
+from ostinato.cli.plain import say
 from ostinato.cli.progress import byte_progress
 from ostinato.models.files import store
 from ostinato.models.files.hub import hub_name
@@ -32,14 +33,14 @@ def pull(name: Wanted) -> None:
     """Fetch a known model into the cache folder, and check its digest; or a model of the Hugging
     Face hub into the hub's own cache."""
     if name not in store.KNOWN_MODELS and hub_name(name) is not None:
-        print(str(store.resolve(name)))
+        say(str(store.resolve(name)))
         return
     if store.is_present(name):
-        print(f"{name} is there: {store.model_path(name)}")
+        say(f"{name} is there: {store.model_path(name)}")
         return
     with byte_progress(f"fetching {name}") as progress:
         path = store.pull(name, progress=progress)
-    print(str(path))
+    say(str(path))
 
 
 @app.command("list")
@@ -64,7 +65,7 @@ def list_models(
         return
     for m in models:
         state = str(m.path) if m.present else "not fetched (ostinato model pull)"
-        print(f"{m.model.name}  {m.model.size / 1e6:.0f} MB  {m.model.description}  {state}")
+        say(f"{m.model.name}  {m.model.size / 1e6:.0f} MB  {m.model.description}  {state}")
 
 
 @app.command()

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ostinato.cli.plain import plain
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -60,7 +62,7 @@ def busy(title: str, *, quiet: bool = False) -> Iterator[None]:
         yield
         return
     with _bar() as bar:
-        bar.add_task(title, total=None)
+        bar.add_task(plain(title, sys.stderr), total=None)
         yield
 
 

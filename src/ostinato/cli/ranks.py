@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ostinato.cli.plain import say
 from ostinato.errors import DeadlineError, GroupError, OstinatoError, RankLostError
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class _Rank:
         with suppress(OSError, ValueError):  # ValueError: the stream is closed
             for line in self.process.stdout:
                 words = line.decode(errors="backslashreplace").rstrip("\n")
-                print(f"rank {self.rank}: {words}", file=sys.stderr, flush=True)
+                say(f"rank {self.rank}: {words}", stream=sys.stderr)
 
     def _watch(self) -> None:
         from ostinato.distributed.channel import Failure

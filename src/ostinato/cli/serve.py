@@ -20,6 +20,7 @@ from ostinato.cli.arguments import (
     text,
     texts,
 )
+from ostinato.cli.plain import say
 from ostinato.cli.speaker import speaker
 
 __all__ = ["serve"]
@@ -164,7 +165,7 @@ def serve(
 
 
 def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+    say(words, stream=sys.stderr)
 
 
 def _keys(file: Path | None) -> list[str]:

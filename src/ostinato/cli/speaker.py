@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ostinato.cli.plain import say
 from ostinato.cli.progress import busy, fetched
 
 if TYPE_CHECKING:
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from ostinato.models import SamplingOptions, TextGenerator
 
 __all__ = ["sampling_options", "show", "speaker"]
-
-_CONTROLS = [i for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\t\n"]
-_PICTURES = {i: 0x2400 + i if i < 0x20 else 0x2421 if i == 0x7F else 0xFFFD for i in _CONTROLS}
 
 
 @contextmanager
@@ -58,11 +55,5 @@ def sampling_options(seed: int | None, **options: Any) -> SamplingOptions:
 
 
 def show(piece: str) -> None:
-    """Prints a piece of an answer at once.
-
-    On a terminal a control character other than a tab or a new line becomes a visible sign (ESC
-    becomes U+241B): a model's text must not move the cursor or command the terminal.  A file or a
-    pipe gets the text as it is.
-    """
-    sys.stdout.write(piece.translate(_PICTURES) if sys.stdout.isatty() else piece)
-    sys.stdout.flush()
+    """Prints a piece of an answer at once; on a terminal without control characters."""
+    say(piece, end="")

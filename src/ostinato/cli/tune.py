@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ostinato.cli.arguments import finite, require_readable
+from ostinato.cli.plain import say
 from ostinato.errors import NotAvailableError
 
 if TYPE_CHECKING:
@@ -224,11 +225,11 @@ def _show(
     console.print(_times_table(result, settings.rows))
     console.print(_shapes_table(start, result.tuning))
     for line in result.refused:
-        print(f"faster, but not taken: {line}")
+        say(f"faster, but not taken: {line}")
     said = "" if result.complete else "; not all of them within the time"
     print(f"{len(result.trials)} candidates were timed{said}")
     if path is not None:
-        print(f"stored in {path}; decoders of these sizes use it from now on")
+        say(f"stored in {path}; decoders of these sizes use it from now on")
     elif result.improved:
         print("not stored (--dry-run)")
     else:
@@ -342,10 +343,10 @@ def _list(store: TuningStore, as_json: bool, in_use: dict[str, Any] | None) -> N
         table.add_row(*(Text(str(cell)) for cell in cells))
     if table.rows:
         Console().print(table)
-    print(f"{len(entries)} stored in {store.folder}; everything else is by the default rule")
+    say(f"{len(entries)} stored in {store.folder}; everything else is by the default rule")
     print("shape: hidden-inner-heads-kv_heads-head_size-vocabulary")
     if in_use:
-        print("in use for {for}, {rows} rows, on {gpu}: {origin}".format(**in_use))
+        say("in use for {for}, {rows} rows, on {gpu}: {origin}".format(**in_use))
 
 
 def _row(entry: StoredTuning) -> dict[str, Any]:
@@ -367,6 +368,6 @@ def _clear(store: TuningStore, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"folder": str(store.folder), "removed": removed}))
     else:
-        print(f"{removed} tunings removed from {store.folder}")
+        say(f"{removed} tunings removed from {store.folder}")
     if left := len(store.entries()):
         raise NotAvailableError(f"{left} tunings in {store.folder} cannot be removed by this user")

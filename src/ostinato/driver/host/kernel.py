@@ -152,6 +152,11 @@ def target_of(kernel: HostKernel) -> str:
     module = getattr(kernel.function, "__module__", None)
     name = getattr(kernel.function, "__qualname__", None)
     target = f"{module}:{name}"
+    if not isinstance(module, str):
+        raise InputError(
+            f"another process could not find the kernel {kernel.name!r}: it is compiled code that "
+            "only this process holds, and no function of a module"
+        )
     if module == "__main__":
         raise InputError(
             f"the kernel {kernel.name!r} is defined in the program's own file, which another "

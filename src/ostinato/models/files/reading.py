@@ -91,13 +91,14 @@ def unmap(mapped: mmap.mmap | None) -> None:
             mapped.close()
 
 
-def write_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all.  Raises OSError, which names it."""
+def write_file(path: Path, content: str | memoryview) -> None:
+    """Writes a file whole or not at all, a text as UTF-8.  Raises OSError, which names it."""
+    data = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():  # a device, a pipe: nothing to put in its place
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
             return
         # What a link points to, not the link.
-        replace_file(path.resolve(), text.encode(), private=False)
+        replace_file(path.resolve(), data, private=False)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None

@@ -1,0 +1,26 @@
+"""Text for a terminal: what a model or a file says, and what it is called, must not command it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+__all__ = ["plain", "say"]
+
+_CONTROLS = [i for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\t\n"]
+_PICTURES = {i: 0x2400 + i if i < 0x20 else 0x2421 if i == 0x7F else 0xFFFD for i in _CONTROLS}
+
+
+def plain(text: str, stream: TextIO | None = None) -> str:
+    """The text as it goes to a stream, standard output by itself.
+
+    For a terminal a control character other than a tab or a new line becomes a visible sign (ESC
+    becomes U+241B), so that it does not move the cursor or command the terminal.  A file or a pipe
+    gets the text as it is.
+    """
+    return text.translate(_PICTURES) if (stream or sys.stdout).isatty() else text
+
+
+def say(text: str, *, end: str = "\n", stream: TextIO | None = None) -> None:
+    """Prints a text at once, to standard output by itself; see `plain`."""
+    print(plain(text, stream), end=end, file=stream, flush=True)
