@@ -2283,3 +2283,41 @@ def test_a_copy_between_types_or_shapes_is_no_conversion(
     ):
         assert np.array_equal(x.copy_from(source, stream).to_numpy(stream), wanted)
         ost.fill(stream, x, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"mask": object()}, "has a mask"),
+        ({"shape": (-1,)}, "not valid"),
+        ({"shape": (8.0,)}, "not valid"),
+        ({"shape": 8}, "not valid"),
+        ({"data": None}, "not valid"),
+        ({"data": (-1, False)}, "not valid"),
+        ({"typestr": "zz"}, "not valid"),
+        ({"strides": (8, 8)}, "not valid"),
+        ({"strides": (16,)}, "strided"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_an_array_that_is_not_what_kernels_would_read_is_not_adopted(
+    device: Device, change: dict[str, object], said: str
+) -> None:
+    class Foreign:
+        def __init__(self, **changes: object) -> None:
+            plain = {"shape": (8,), "typestr": "<i8", "data": (1 << 40, False), "version": 3}
+            self.__cuda_array_interface__ = plain | changes
+
+    assert device.adopt_array(Foreign(mask=None, strides=(8,))).shape == (8,)
+    with pytest.raises(InputError, match=said):
+        device.adopt_array(Foreign(**change))
+
+
+@pytest.mark.parametrize("handle", [-5, 1 << 64, "5", None, 5.0], ids=repr)
+def test_what_is_no_handle_is_no_stream(device: Device, handle: object) -> None:
+    class Foreign:
+        def __cuda_stream__(self) -> tuple[int, object]:
+            return 0, handle
+
+    with pytest.raises(InputError, match="version, handle"):
+        device.adopt_stream(Foreign())

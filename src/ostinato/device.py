@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -82,11 +83,18 @@ class Device(Closeable):
             return stream
         method = getattr(stream, "__cuda_stream__", None)
         answer = method() if callable(method) else method
-        if not (isinstance(answer, tuple) and len(answer) == 2):
+        if not (
+            isinstance(answer, tuple)
+            and len(answer) == 2
+            and isinstance(answer[1], SupportsIndex)
+            and 0 <= operator.index(answer[1]) < 1 << 64
+        ):
             raise InputError(
                 f"{type(stream).__name__} has no __cuda_stream__ that gives (version, handle)"
             )
-        return Stream(self.context, StreamHandle(int(answer[1])), owned=False, owner=stream)
+        return Stream(
+            self.context, StreamHandle(operator.index(answer[1])), owned=False, owner=stream
+        )
 
     def create_event(self, *, timing: bool = False) -> Event:
         """A new event; `timing` ones can be subtracted, in milliseconds."""

@@ -7,7 +7,8 @@ unversioned capsules).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,22 +48,42 @@ def adopt_array(context: Context, array: object) -> Buffer:
 
     Through `__cuda_array_interface__`, else `__dlpack__`.  Not ordered with the library's streams:
     the caller must wait for work that fills the array before work of ours reads it.  bfloat16 comes
-    as its uint16 bits.  Raises InputError for host arrays, strided arrays and unknown types.
+    as its uint16 bits.  Raises InputError for host, strided and masked arrays and unknown types.
     """
     if isinstance(array, Buffer):
         return array
     interface = array_interface(array)
     if interface is not None:
-        shape = tuple(int(n) for n in interface["shape"])
-        typestr = interface["typestr"]
-        dtype = device_dtype(np.uint16 if typestr == "<V2" else typestr)  # torch's bfloat16
-        strides = interface.get("strides")
-        if strides is not None:
-            _require_dense(array, shape, strides, dtype.itemsize)
-        return Buffer(context, int(interface["data"][0]), shape, dtype, base=array)
+        return _of_interface(context, array, interface)
     if hasattr(array, "__dlpack__"):
         return _from_dlpack(context, array)
     raise InputError(f"{type(array).__name__} has neither __cuda_array_interface__ nor __dlpack__")
+
+
+def _of_interface(context: Context, array: object, interface: Mapping[str, Any]) -> Buffer:
+    what = type(array).__name__
+    if interface.get("mask") is not None:
+        raise InputError(
+            f"{what} has a mask, and kernels would read the masked elements as well; fill them, "
+            "and give an array without a mask"
+        )
+    try:
+        shape = tuple(operator.index(n) for n in interface["shape"])
+        typestr = interface["typestr"]
+        named = np.dtype(np.uint16 if typestr == "<V2" else typestr)  # torch's bfloat16
+        strides = interface.get("strides")
+        strides = None if strides is None else [operator.index(n) for n in strides]
+        address = operator.index(interface["data"][0])
+        if min(shape, default=0) < 0 or not 0 <= address < 1 << 64:
+            raise ValueError(f"shape {shape} at address {address}")
+        if strides is not None and len(strides) != len(shape):
+            raise ValueError(f"{len(strides)} strides of {len(shape)} dimensions")
+    except (LookupError, TypeError, ValueError) as error:
+        raise InputError(f"{what}: __cuda_array_interface__ is not valid ({error!r})") from None
+    dtype = device_dtype(named)
+    if strides is not None:
+        _require_dense(array, shape, strides, dtype.itemsize)
+    return Buffer(context, address, shape, dtype, base=array)
 
 
 def _require_dense(
