@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from ostinato.errors import CaptureBrokenError, DriverError, EagerRunError, Stat
 from ostinato.interop.graphing.capturing import captured
 from ostinato.interop.graphing.errors import disturbed
 from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import Options
 from tests.interop.library import Array, Lib
 
 
@@ -47,20 +46,6 @@ class Capturing(Lib):
 @pytest.fixture
 def lib(host_device: Device) -> Capturing:
     return Capturing(host_device)
-
-
-@pytest.fixture
-def make(lib: Capturing) -> Iterator[Callable[..., Graphed]]:
-    made: list[Graphed] = []
-
-    def graphed(function: Any, **options: Any) -> Graphed:
-        cache = ost.GraphCache(lib.device)
-        made.append(Graphed(function, lib, Options(**options), cache, name="f", owns_cache=True))
-        return made[-1]
-
-    yield graphed
-    for one in made:
-        one.close()
 
 
 def synchronize(lib: Capturing) -> list[DriverError]:

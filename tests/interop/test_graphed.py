@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.device import Device
 from ostinato.errors import ClosedError, EagerRunError, InputError
 from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import Options
 from ostinato.interop.graphing.padding import Padding
 from tests.interop.library import Array, Lib, SubArray
 
 Make = Callable[..., Graphed]
-
-
-@pytest.fixture
-def lib(host_device: Device) -> Lib:
-    return Lib(host_device)
-
-
-@pytest.fixture
-def make(lib: Lib) -> Iterator[Make]:
-    made: list[Graphed] = []
-
-    def graphed(function: Any, cache: ost.GraphCache | None = None, **options: Any) -> Graphed:
-        kept = cache or ost.GraphCache(lib.device)
-        name = getattr(function, "__name__", "f")
-        made.append(
-            Graphed(function, lib, Options(**options), kept, name=name, owns_cache=cache is None)
-        )
-        return made[-1]
-
-    yield graphed
-    for one in made:
-        one.close()
 
 
 def numbers(n: int = 4, start: float = 0.0) -> Any:

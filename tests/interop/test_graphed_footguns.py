@@ -11,40 +11,19 @@ import gc
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.device import Device
 from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import Options
 from ostinato.interop.graphing.padding import Padding
 from ostinato.interop.graphing.trees import plain_token
 from tests.interop.library import Array, Lib
 
 Make = Callable[..., Graphed]
-
-
-@pytest.fixture
-def lib(host_device: Device) -> Lib:
-    return Lib(host_device)
-
-
-@pytest.fixture
-def make(lib: Lib) -> Iterator[Make]:
-    made: list[Graphed] = []
-
-    def graphed(function: Any, **options: Any) -> Graphed:
-        cache = ost.GraphCache(lib.device)
-        made.append(Graphed(function, lib, Options(**options), cache, name="f", owns_cache=True))
-        return made[-1]
-
-    yield graphed
-    for one in made:
-        one.close()
 
 
 def ones(lib: Lib) -> Array:
@@ -533,7 +512,7 @@ def test_results_that_are_nested_too_deep_run_eagerly(lib: Lib, make: Make) -> N
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_it_is_not_copied(lib: Lib, make: Make, copied: Callable[[Any], Any]) -> None:
     step = make(twice)
-    with pytest.raises(TypeError, match="graphed f can be neither copied nor pickled"):
+    with pytest.raises(TypeError, match="graphed twice can be neither copied nor pickled"):
         copied(step)
     if copied is not copy.copy:
         with pytest.raises(TypeError, match="graph the copy"):

@@ -7,18 +7,15 @@ each change `match` must be refused unless the key, read anew, is the one that i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-import ostinato as ost
-from ostinato.device import Device
 from ostinato.interop.graphing import recheck
 from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import Options
 from tests.interop.library import Array, Lib, SubArray
 
 pytestmark = pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
@@ -27,25 +24,6 @@ VALUES: list[Any] = [
     *(0, 1, True, False, 0.0, -0.0, 1.0, 2.5, float("nan"), None, "a", "b", b"a", 1 << 80, 1j),
     *((1, 2), (1, 2.0), (True, 2), slice(0, 3), slice(0, None), range(3), frozenset([1]), len, int),
 ]
-
-
-@pytest.fixture
-def lib(host_device: Device) -> Lib:
-    return Lib(host_device)
-
-
-@pytest.fixture
-def make(lib: Lib) -> Iterator[Callable[..., Graphed]]:
-    made: list[Graphed] = []
-
-    def graphed(function: Any, **options: Any) -> Graphed:
-        cache = ost.GraphCache(lib.device)
-        made.append(Graphed(function, lib, Options(**options), cache, name="f", owns_cache=True))
-        return made[-1]
-
-    yield graphed
-    for one in made:
-        one.close()
 
 
 def key_of(step: Graphed, args: Any, kwargs: Any) -> tuple[Any, int]:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.device import Device
 from ostinato.errors import InputError
 from ostinato.interop.graphing import stored
 from ostinato.interop.graphing.graphed import Graphed
@@ -27,11 +26,6 @@ from ostinato.interop.graphing.stored import Stored, Unstable, code_text, text_o
 from tests.interop.library import Array, Lib
 
 Make = Callable[..., Graphed]
-
-
-@pytest.fixture
-def lib(host_device: Device) -> Lib:
-    return Lib(host_device)
 
 
 @pytest.fixture

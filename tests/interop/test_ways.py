@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,30 +24,14 @@ from tests.interop.library import Array, Lib
 pytestmark = pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
 
 
-@pytest.fixture
-def lib(host_device: Device) -> Lib:
-    return Lib(host_device)
-
-
 @pytest.fixture(params=["inside", "beside"])
 def make(
-    lib: Lib, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Graphed]]:
+    make: Callable[..., Graphed], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Graphed]:
     """Graphed functions whose graphs copy arrays themselves, or have them copied beside."""
     if request.param == "beside":
         monkeypatch.setattr(Lib, "extent", lambda self, array: None)
-    made: list[Graphed] = []
-
-    def graphed(function: Any, cache: ost.GraphCache | None = None, **options: Any) -> Graphed:
-        kept = cache or ost.GraphCache(lib.device)
-        made.append(
-            Graphed(function, lib, Options(**options), kept, name="f", owns_cache=cache is None)
-        )
-        return made[-1]
-
-    yield graphed
-    for one in made:
-        one.close()
+    return make
 
 
 def numbers(start: float = 0.0) -> Any:
