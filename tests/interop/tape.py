@@ -4,7 +4,8 @@ function runs in a replay, and what it read is what it was."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,14 +63,15 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
                         into.copy_(new)
 
 
-class OnTape(Torch):
-    """What torch does for `Graphed`, on the CPU."""
+class OnCpu(Torch):
+    """What torch does for `Graphed`, on the CPU.  A capture is a host function that computes again
+    and copies into the first result."""
 
     inside = False
 
     def __init__(self, device: Device) -> None:
         self.device, self.index, self.generators = device, 0, ()
-        self.capturing = lambda: OnTape.inside
+        self.capturing = lambda: OnCpu.inside
         self.address = torch.Tensor.data_ptr
         self.offset = torch.Tensor.storage_offset
         self.clone = torch.Tensor.clone
@@ -94,24 +96,31 @@ class OnTape(Torch):
     def extent(self, tensor: Any, /) -> None:
         """The host driver's kernels cannot reach torch's memory."""
 
-    def buffer(self, tensor: Any, shape: Any) -> Any:
-        made = super().buffer(tensor, shape)
-        with torch.inference_mode(False), torch.no_grad():
-            return made.zero_()  # the operations of a capture run here, and indices must be some
-
-    def capture(self, work: Callable[[Any], Any]) -> tuple[ost.Graph, Any]:
-        OnTape.inside = True
-        tape = Tape()
+    @contextmanager
+    def _captured(self) -> Iterator[None]:
+        OnCpu.inside = True
         try:
-            with tape:
-                result = work(self.ours)
+            yield
         except Exception as error:
             raise NotGraphable(explained(error)) from None
         finally:
-            OnTape.inside = False
-            tape.undo()
+            OnCpu.inside = False
+
+    def capture(self, work: Callable[[Any], Any]) -> tuple[ost.Graph, Any]:
+        with self._captured():
+            result = work(self.ours)
+        inference = torch.is_inference_mode_enabled()
+
+        def again() -> None:
+            with torch.inference_mode(inference), torch.no_grad():
+                for into, new in zip(
+                    _tree_leaves(result), _tree_leaves(work(self.ours)), strict=True
+                ):
+                    if isinstance(into, torch.Tensor):
+                        into.copy_(new)
+
         graph = ost.Graph.create(self.device)
-        graph.add_host(tape.play)
+        graph.add_host(again)
         return graph, result
 
     def stager(self, buffers: Any) -> Any:
@@ -122,6 +131,26 @@ class OnTape(Torch):
             stage(tensors)
 
         return staged
+
+
+class OnTape(OnCpu):
+    """Its captures are tapes."""
+
+    def buffer(self, tensor: Any, shape: Any) -> Any:
+        made = super().buffer(tensor, shape)
+        with torch.inference_mode(False), torch.no_grad():
+            return made.zero_()  # the operations of a capture run here, and indices must be some
+
+    def capture(self, work: Callable[[Any], Any]) -> tuple[ost.Graph, Any]:
+        tape = Tape()
+        try:
+            with self._captured(), tape:
+                result = work(self.ours)
+        finally:
+            tape.undo()
+        graph = ost.Graph.create(self.device)
+        graph.add_host(tape.play)
+        return graph, result
 
 
 class _Waiting(Graphed):
@@ -145,15 +174,18 @@ class _WaitingModule(GraphedModule, _Waiting):
     pass
 
 
-def on_tape(device: Device, function: Any, **options: Any) -> Any:
+def on_cpu(library: OnCpu, function: Any, **options: Any) -> Any:
     """`graphed` on the CPU.  Close it."""
-    rest: Any = OnTape(device), Options(**options), ost.GraphCache(device)
+    rest: Any = library, Options(**options), ost.GraphCache(library.device)
     named: dict[str, Any] = {"name": "f", "owns_cache": True}
-    step: Graphed
     if isinstance(function, torch.nn.Module):
-        step = _WaitingModule(function, function.forward, *rest, **named)
-    else:
-        step = _Waiting(function, *rest, **named)
+        return _WaitingModule(function, function.forward, *rest, **named)
+    return _Waiting(function, *rest, **named)
+
+
+def on_tape(device: Device, function: Any, **options: Any) -> Any:
+    """The same with frozen captures."""
+    step = on_cpu(OnTape(device), function, **options)
     # A tape holds memory, not words that point at it.
-    step._maker._cannot_rebind = lambda captured, now: "a tape cannot be bound"  # type: ignore[method-assign]
+    step._maker._cannot_rebind = lambda captured, now: "a tape cannot be bound"
     return step

@@ -15,8 +15,6 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import InputError
 from ostinato.interop.graphing import recheck
-from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import NotGraphable, Options
 from ostinato.interop.graphing.padding import Padding
 
 torch: Any = pytest.importorskip("torch")
@@ -24,98 +22,12 @@ torch: Any = pytest.importorskip("torch")
 
 @pytest.fixture
 def make(host_device: Device) -> Iterator[Callable[..., Any]]:
-    from ostinato.interop.torch.capturing import explained
-    from ostinato.interop.torch.graphing import GraphedModule
-    from ostinato.interop.torch.library import Torch
-
-    class OnCpu(Torch):
-        def __init__(self) -> None:
-            self.device, self.index, self.generators = host_device, 0, ()
-            self.inside = False
-            self.capturing = lambda: self.inside
-            self.address = torch.Tensor.data_ptr
-            self.offset = torch.Tensor.storage_offset
-            self.clone = torch.Tensor.clone
-            self.ours = host_device.create_stream()
-            self.current = self.stream
-
-        def refusal(self, tensor: Any, /) -> str:
-            found = super().refusal(tensor)
-            return "" if "on cpu" in found else found
-
-        def stream(self) -> ost.Stream:
-            self.ours.synchronize()  # torch's work on the CPU is done when its call returns
-            return self.ours
-
-        def _states(self) -> list[Any]:
-            return [torch.default_generator]
-
-        def run_beside(self, work: Callable[[], Any]) -> Any:
-            return work()
-
-        def extent(self, tensor: Any, /) -> None:
-            """The host driver's kernels cannot reach torch's memory."""
-
-        def capture(self, work: Callable[[Any], Any]) -> tuple[ost.Graph, Any]:
-            self.inside = True
-            try:
-                result = work(self.ours)
-            except Exception as error:
-                raise NotGraphable(explained(error)) from None
-            finally:
-                self.inside = False
-            leaves = torch.utils._pytree.tree_leaves
-
-            inference = torch.is_inference_mode_enabled()
-
-            def again() -> None:
-                with torch.inference_mode(inference), torch.no_grad():
-                    for into, new in zip(leaves(result), leaves(work(self.ours)), strict=True):
-                        if isinstance(into, torch.Tensor):
-                            into.copy_(new)
-
-            graph = ost.Graph.create(host_device)
-            graph.add_host(again)
-            return graph, result
-
-        def stager(self, buffers: Any) -> Any:
-            stage = super().stager(buffers)
-
-            def staged(tensors: Any) -> None:
-                self.ours.synchronize()
-                stage(tensors)
-
-            return staged
-
-    class Waiting(Graphed):
-        """Its results are read by torch, which knows nothing of the host driver's streams."""
-
-        def _results(self, *args: Any) -> Any:
-            self._library.device.synchronize()
-            return super()._results(*args)
-
-        def _giver(self, *args: Any) -> Any:
-            give = super()._giver(*args)
-
-            def waited(made: Any) -> Any:
-                self._library.device.synchronize()
-                return give(made)
-
-            return waited
-
-    class WaitingModule(GraphedModule, Waiting):
-        pass
+    from tests.interop.tape import OnCpu, on_cpu
 
     made: list[Any] = []
 
-    def build(function: Any, *, cache: Any = None, **options: Any) -> Any:
-        kept = ost.GraphCache(host_device)
-        rest = (OnCpu(), Options(**options), kept)
-        named: dict[str, Any] = {"name": "f", "owns_cache": True}
-        if isinstance(function, torch.nn.Module):
-            made.append(WaitingModule(function, function.forward, *rest, **named))
-        else:
-            made.append(Waiting(function, *rest, **named))
+    def build(function: Any, **options: Any) -> Any:
+        made.append(on_cpu(OnCpu(host_device), function, **options))
         return made[-1]
 
     yield build
