@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from ostinato import Closeable, new_lock
 from ostinato.errors import DeadlineError, DisagreementError, GroupError, RankLostError
 
-__all__ = ["Channel", "Exchanges", "Failure", "LocalChannel", "local_channels"]
+__all__ = ["Channel", "Exchanges", "Failure", "FirstFailure", "LocalChannel", "local_channels"]
 
 _ERRORS: Mapping[str, type[GroupError]] = {
     "lost": RankLostError,
@@ -144,30 +144,49 @@ def waited_text(rank: int, label: str, seconds: float, missing: list[int]) -> st
     )
 
 
-# -------------------------------------------------------------------------- ranks as threads
+class FirstFailure:
+    """Why a group cannot go on: the first failure that is set, None before; later ones are dropped.
 
+    `changed` is notified when it is set.  The owner's waits use it for what else they wait for.
+    """
 
-class _Room:
-    """What the ranks of one process share."""
-
-    def __init__(self, size: int) -> None:
-        self.exchanges = Exchanges(size)
-        self.size = size
+    def __init__(self) -> None:
         self.changed = threading.Condition(new_lock())
-        self.results: dict[tuple[str, int], tuple[list[bytes], set[int]]] = {}
         self.failure: Failure | None = None
-        self.calls: list[Callable[[Failure], None]] = []
-        self.left: set[int] = set()
+        self._calls: list[Callable[[Failure], None]] = []
 
     def fail(self, failure: Failure) -> None:
+        """Sets the failure unless there is one, and makes the calls that `on_failure` got."""
         with self.changed:
             if self.failure is not None:
                 return
             self.failure = failure
-            calls, self.calls = self.calls, []
+            calls, self._calls = self._calls, []
             self.changed.notify_all()
         for call in calls:
             call(failure)
+
+    def on_failure(self, call: Callable[[Failure], None]) -> None:
+        """See `Channel`."""
+        with self.changed:
+            if self.failure is None:
+                self._calls.append(call)
+                return
+        call(self.failure)
+
+
+# -------------------------------------------------------------------------- ranks as threads
+
+
+class _Room(FirstFailure):
+    """What the ranks of one process share."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.exchanges = Exchanges(size)
+        self.size = size
+        self.results: dict[tuple[str, int], tuple[list[bytes], set[int]]] = {}
+        self.left: set[int] = set()
 
 
 class LocalChannel(Channel):
@@ -223,12 +242,7 @@ class LocalChannel(Channel):
 
     def on_failure(self, call: Callable[[Failure], None]) -> None:
         """See `Channel`."""
-        room = self._room
-        with room.changed:
-            if room.failure is None:
-                room.calls.append(call)
-                return
-        call(room.failure)
+        self._room.on_failure(call)
 
     def close(self) -> None:
         """Leaves the group: ranks that wait for this one, or will, find it lost.  Idempotent."""

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato import new_lock
-from ostinato.distributed.channel import Channel, Exchanges, Failure, waited_text
+from ostinato.distributed.channel import Channel, Exchanges, Failure, FirstFailure, waited_text
 from ostinato.errors import GroupError, InputError, RankLostError
 
 __all__ = ["Address", "Hub", "SocketChannel", "connect"]
@@ -356,12 +356,11 @@ class SocketChannel(Channel):
         self.rank, self.size = rank, size
         self._socket, self._deadline, self._hub = connection, deadline, hub
         self._sending = new_lock()
-        self._changed = threading.Condition(new_lock())
+        self._first = FirstFailure()
+        self._changed = self._first.changed
         self._counts: Counter[str] = Counter()
         self._results: dict[tuple[str, int], list[bytes]] = {}
         self._missing: dict[tuple[str, int], tuple[list[int], dict[str, str]]] = {}
-        self._failure: Failure | None = None
-        self._calls: list[Callable[[Failure], None]] = []
         self._heard = time.monotonic()
         self._where = ""
         self._closed = threading.Event()
@@ -370,7 +369,7 @@ class SocketChannel(Channel):
 
     @property
     def failure(self) -> Failure | None:
-        return self._failure
+        return self._first.failure
 
     def say(self, where: str) -> None:
         """See `Channel`."""
@@ -387,22 +386,22 @@ class SocketChannel(Channel):
         self._send(head, payload)
         end = time.monotonic() + seconds
         with self._changed:
-            while key not in self._results and self._failure is None:
+            while key not in self._results and self.failure is None:
                 left = end - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(left)
             if key in self._results:
                 return self._results.pop(key)
-        if self._failure is None:
+        if self.failure is None:
             self._late(label, key, seconds)
-        raise (self._failure or self._lost_hub()).error()
+        raise (self.failure or self._lost_hub()).error()
 
     def _late(self, label: str, key: tuple[str, int], seconds: float) -> None:
         """Asks the hub who did not come, and ends the group."""
         self._send({"kind": "missing", "lane": key[0], "number": key[1]})
         with self._changed:
-            self._changed.wait_for(lambda: key in self._missing or self._failure, timeout=1.0)
+            self._changed.wait_for(lambda: key in self._missing or self.failure, timeout=1.0)
             missing, where = self._missing.pop(key, ([], {}))
         text = waited_text(self.rank, label, seconds, missing)
         told = "; ".join(f"rank {rank} was last at {at!r}" for rank, at in where.items() if at)
@@ -420,25 +419,11 @@ class SocketChannel(Channel):
                     "text": failure.text,
                 }
             )
-        self._failed(failure)
-
-    def _failed(self, failure: Failure) -> None:
-        with self._changed:
-            if self._failure is not None:
-                return
-            self._failure = failure
-            calls, self._calls = self._calls, []
-            self._changed.notify_all()
-        for call in calls:
-            call(failure)
+        self._first.fail(failure)
 
     def on_failure(self, call: Callable[[Failure], None]) -> None:
         """See `Channel`."""
-        with self._changed:
-            if self._failure is None:
-                self._calls.append(call)
-                return
-        call(self._failure)
+        self._first.on_failure(call)
 
     def _lost_hub(self) -> Failure:
         return Failure(
@@ -452,7 +437,7 @@ class SocketChannel(Channel):
                 self._socket.sendall(packed(head, payload))
         except OSError:
             if not self._closed.is_set():
-                self._failed(self._lost_hub())
+                self._first.fail(self._lost_hub())
 
     def _read(self) -> None:
         reader = Reader()
@@ -465,7 +450,7 @@ class SocketChannel(Channel):
         except (OSError, ValueError):
             pass
         if not self._closed.is_set():
-            self._failed(self._lost_hub())
+            self._first.fail(self._lost_hub())
 
     def _take(self, head: dict[str, Any], payload: bytes) -> None:
         kind = head["kind"]
@@ -482,7 +467,7 @@ class SocketChannel(Channel):
                 self._missing[head["lane"], head["number"]] = head["ranks"], head["where"]
                 self._changed.notify_all()
         elif kind == "fail":
-            self._failed(Failure(head["what"], head["rank"], head["text"]))
+            self._first.fail(Failure(head["what"], head["rank"], head["text"]))
 
     def _beat(self) -> None:
         """Says that this process lives, and looks whether the hub does."""
@@ -499,7 +484,7 @@ class SocketChannel(Channel):
                     f"the group's hub has not been heard of for {_SILENCE * self._deadline:g} s: "
                     "the process that made the group's id is stopped, or its host is not reached"
                 )
-                self._failed(Failure("lost", -1, text))
+                self._first.fail(Failure("lost", -1, text))
 
     def close(self) -> None:
         """Leaves the group.  The one with the hub waits until the others have left too, for the
@@ -509,7 +494,7 @@ class SocketChannel(Channel):
         self._closed.set()  # first: the hub may end at once, which is no failure then
         self._send({"kind": "leave"})
         if self._hub is not None:
-            self._hub.wait(1.0 if self._failure is not None else self._deadline)
+            self._hub.wait(1.0 if self.failure is not None else self._deadline)
             self._hub.close()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
