@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -82,6 +83,20 @@ def measured(nanoseconds: Sequence[int]) -> Measured:
     ordered = sorted(nanoseconds)
     p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
     return Measured(statistics.median(ordered) / 1e3, p90 / 1e3, ordered[0] / 1e3, len(ordered))
+
+
+def torch_with_cuda(device: str) -> Any:
+    """torch, if it is installed and has the CUDA device that is asked for; else None, and why is
+    printed."""
+    try:
+        import torch
+    except ImportError as error:
+        print(f"torch is not installed: {error}")
+        return None
+    if not torch.cuda.is_available() or not device.startswith("cuda"):
+        print("torch has no CUDA device here: nothing is measured")
+        return None
+    return torch
 
 
 # ------------------------------------------------------------------------------------------ output

@@ -254,13 +254,8 @@ def main() -> int:
     chosen = parser.parse_args()
     skipped: dict[str, str] = {}
     os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # a first call, each time
-    try:
-        import torch
-    except ImportError as error:
-        print(f"torch is not installed: {error}")
-        return 0
-    if not torch.cuda.is_available() or not chosen.device.startswith("cuda"):
-        print("torch has no CUDA device here: nothing is measured")
+    torch = common.torch_with_cuda(chosen.device)
+    if torch is None:
         return 0
     device = ost.open_device(chosen.device)
     names = tuple(filter(None, chosen.works.split(","))) or NAMES

@@ -110,13 +110,8 @@ def soak(device: ost.Device, calls: int) -> tuple[Part, dict[str, object]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     chosen = common.options(__doc__).parse_args(argv)
-    try:
-        import torch
-    except ImportError as error:
-        print(f"torch is not installed: {error}")
-        return 0
-    if not torch.cuda.is_available() or not chosen.device.startswith("cuda"):
-        print("torch has no CUDA device here: nothing is measured")
+    torch = common.torch_with_cuda(chosen.device)
+    if torch is None:
         return 0
     torch.cuda.current_stream()  # torch opens its context first
     device = ost.open_device(chosen.device)
