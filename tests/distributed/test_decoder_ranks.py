@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -439,6 +440,20 @@ def test_a_rank_that_cannot_make_a_graph_tells_the_others() -> None:
 MOMENTS = ("start", "prompt", "between", "loop")
 
 
+def pass_moments(
+    model: RandomModel, here: Callable[[str], None], count: int, decoder: Decoder
+) -> None:
+    """A prompt, some tokens, and so many in a loop; `here` is told of each moment but the start."""
+    here("prompt")
+    decoder.prefill(model.tokens(40))
+    for _ in range(5):
+        decoder.decode()
+    here("between")
+    for number, _ in enumerate(decoder.run(count=count, tokens_per_launch=4)):
+        if number == 9:
+            here("loop")
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_rank_that_raises_ends_all(moment: str) -> None:
     """At the start, before the prompt, between replays, and while the others are in a loop."""
@@ -447,22 +462,12 @@ def test_a_rank_that_raises_ends_all(moment: str) -> None:
     def call(group: Group) -> Any:
         fails = group.rank == 1
 
-        def work(decoder: Decoder) -> None:
-            def here(now: str) -> None:
-                if fails and now == moment:
-                    raise ValueError(f"broken at {now}")
+        def here(now: str) -> None:
+            if fails and now == moment:
+                raise ValueError(f"broken at {now}")
 
-            here("prompt")
-            decoder.prefill(model.tokens(40))
-            for _ in range(5):
-                decoder.decode()
-            here("between")
-            for count, _ in enumerate(decoder.run(count=60, tokens_per_launch=4)):
-                if count == 9:
-                    here("loop")
-
-        if fails and moment == "start":
-            raise ValueError("broken at start")
+        here("start")
+        work = partial(pass_moments, model, here, 60)
         return decoding(model, work, max_rows=8)(group)
 
     with local_groups(4, deadline=30) as groups:
@@ -486,18 +491,9 @@ def test_a_rank_that_hangs_is_noticed_at_the_deadline(moment: str) -> None:
                 over.wait(120)
                 group.check()
 
-        def work(decoder: Decoder) -> None:
-            here("prompt")
-            decoder.prefill(model.tokens(40))
-            for _ in range(5):
-                decoder.decode()
-            here("between")
-            for count, _ in enumerate(decoder.run(count=200, tokens_per_launch=4)):
-                if count == 9:
-                    here("loop")
-
         try:
             here("start")
+            work = partial(pass_moments, model, here, 200)
             return decoding(model, work, max_rows=8)(group)
         finally:
             over.set()
