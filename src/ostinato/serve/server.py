@@ -177,7 +177,8 @@ class Server:
             await asyncio.to_thread(self.engine.close)
 
     async def _watch(self) -> None:
-        """An engine that failed ends the process: whoever supervises it starts another."""
+        """Says when the engine is ready, and cuts idle connections.  An engine that failed ends the
+        process, so that a supervisor can start another."""
         said, idle, looked = False, _Idle(), 0.0
         while True:
             if self.engine.failure is not None:
@@ -258,9 +259,9 @@ class _Uvicorn(uvicorn.Server):
 def _process(stop: Callable[[], object]) -> Iterator[None]:
     """Settings of the process while the block serves.
 
-    uvicorn raises the signals that it got once more when it is done, for whoever had them before:
-    a graceful end is no failure, so they do no more than `stop`, as those do that come before
-    uvicorn listens to them.
+    When uvicorn is done, it raises the signals that it got once more, for the handlers that were
+    set before it.  A graceful end is no failure, so these handlers only call `stop`; signals that
+    come before uvicorn listens get the same handlers.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -43,7 +43,7 @@ class ModuleWatch:
     attributes whose names do not begin with _: plain ones, tensors, and others (`others`)."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = weakref.ref(module)  # whoever calls this has it
+        self._module = weakref.ref(module)  # the caller keeps the module alive
         self._find()
 
     def _find(self) -> None:
