@@ -218,14 +218,15 @@ def test_a_handle_without_a_node_cannot_be_instantiated(rig: Rig, graph: GraphHa
 
 def test_such_graphs_have_one_executable_and_no_copies(rig: Rig, graph: GraphHandle) -> None:
     driver, outer = rig.driver, rig.driver.graph_create()
-    conditional(rig, graph, driver.conditional_create(graph, default=1), IF)
+    _, (body,) = conditional(rig, graph, driver.conditional_create(graph, default=1), IF)
     run = driver.graph_instantiate(graph)
     with refused(Status.NOT_SUPPORTED):
         driver.graph_instantiate(graph)
-    with refused(Status.NOT_SUPPORTED):
-        driver.graph_clone(graph)
-    with refused(Status.NOT_SUPPORTED):
-        rig.add(outer, (), ChildGraphNodeParams(graph))
+    for copied in (graph, body):
+        with refused(Status.NOT_SUPPORTED):
+            driver.graph_clone(copied)
+        with refused(Status.NOT_SUPPORTED):
+            rig.add(outer, (), ChildGraphNodeParams(copied))
     driver.exec_destroy(run)
     driver.graph_destroy(graph)
     driver.graph_destroy(outer)

@@ -10,7 +10,16 @@ from pathlib import Path
 
 from ostinato.distributed import new_group_id
 
-__all__ = ["MOMENTS", "ROOT", "environment", "finish", "ranks", "require_typed_errors", "start"]
+__all__ = [
+    "MOMENTS",
+    "ROOT",
+    "environment",
+    "finish",
+    "ranks",
+    "require_typed_errors",
+    "start",
+    "waits",
+]
 
 MOMENTS = ("start", "prompt", "between", "loop")
 HERE = Path(__file__).parent
@@ -107,3 +116,8 @@ def require_typed_errors(found: list[End], fault: str) -> None:
         else:
             silent = "RankLostError: rank 1 has not been heard of" in last
             assert silent or ("DeadlineError" in last and "did not come: 1" in last), last
+
+
+def waits(fault: str, moment: str) -> bool:
+    """Whether it takes the deadline until the fault is known."""
+    return fault == "stop" or (fault, moment) == ("key", "loop")

@@ -15,7 +15,14 @@ from ostinato.distributed import join_group, new_group_id, open_group, place_of
 from ostinato.distributed.launch import first_host
 from ostinato.distributed.sockets import Address, Reader, SocketChannel, packed
 from ostinato.errors import InputError, NotAvailableError, RankLostError, SettingsError
-from tests.distributed.starting import MOMENTS, finish, ranks, require_typed_errors, start
+from tests.distributed.starting import (
+    MOMENTS,
+    finish,
+    ranks,
+    require_typed_errors,
+    start,
+    waits,
+)
 
 QUICK = {"kill": "loop", "stop": "loop", "raise": "prompt", "key": "between", "build": "start"}
 """The faults, with a moment at which each is quick."""
@@ -68,11 +75,6 @@ def test_a_fault_of_the_rank_with_the_hub(fault: str, moment: str) -> None:
     else:
         wanted = "ValueError: broken" if fault == "raise" else "ostinato.errors."
         assert code == 1 and err.splitlines()[-1].startswith(wanted), err
-
-
-def waits(fault: str, moment: str) -> bool:
-    """Whether it takes the deadline until the fault is known."""
-    return fault == "stop" or (fault, moment) == ("key", "loop")
 
 
 def test_the_death_of_the_process_with_the_hub_is_noticed() -> None:

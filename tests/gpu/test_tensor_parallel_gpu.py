@@ -10,7 +10,14 @@ from ostinato.device import open_device
 from ostinato.distributed import new_group_id
 from ostinato.distributed.nccl import load_nccl
 from ostinato.errors import NotAvailableError
-from tests.distributed.starting import MOMENTS, finish, ranks, require_typed_errors, start
+from tests.distributed.starting import (
+    MOMENTS,
+    finish,
+    ranks,
+    require_typed_errors,
+    start,
+    waits,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -63,13 +70,13 @@ def test_exchanges_in_peer_memory() -> None:
     ("fault", "moment"), [("kill", "loop"), ("stop", "between"), ("raise", "prompt")]
 )
 def test_a_fault_of_one_rank_is_a_typed_error_on_the_other(fault: str, moment: str) -> None:
-    deadline = 15 if fault == "stop" else 60
+    deadline = 15 if waits(fault, moment) else 60
     require_typed_errors(ranks(2, "cuda", deadline=deadline, faulty=f"{fault} {moment}"), fault)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("fault", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("fault", ["kill", "stop", "raise", "key", "build"])
 def test_every_fault_at_every_moment(fault: str, moment: str) -> None:
-    deadline = 15 if fault == "stop" else 60
+    deadline = 15 if waits(fault, moment) else 60
     require_typed_errors(ranks(2, "cuda", deadline=deadline, faulty=f"{fault} {moment}"), fault)

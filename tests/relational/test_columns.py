@@ -184,8 +184,14 @@ def test_columns_of_another_device(joiner: Joiner) -> None:
         for table in ({"k": buffer}, Joiner(other).columns({"k": buffer}, "k")):
             with pytest.raises(InputError, match="column 'k' lives on host, another device"):
                 joiner.join(ONE, table, on="k")
-        with pytest.raises(InputError, match="opened another time"):
-            joiner.join(ONE, {"k": other.array(np.array([1]))}, on="k")
+
+
+def test_columns_of_the_same_device_opened_another_time(joiner: Joiner) -> None:
+    name = joiner.device.name
+    with open_device(name) as other:
+        table = {"k": other.array(np.array([1]))}
+        with pytest.raises(InputError, match=f"column 'k' lives on {name}.*opened another time"):
+            joiner.join(ONE, table, on="k")
 
 
 def test_cuda_arrays_are_not_memory_of_the_host(host_joiner: Joiner) -> None:

@@ -1022,7 +1022,10 @@ class Driver(Protocol):
 
     def graph_destroy(self, graph: GraphHandle) -> None: ...
 
-    def graph_clone(self, graph: GraphHandle) -> GraphHandle: ...
+    def graph_clone(self, graph: GraphHandle) -> GraphHandle:
+        """A copy.  NOT_SUPPORTED for a graph with alloc, free or conditional nodes, and for the
+        body of a conditional node; neither can be a child graph."""
+        ...
 
     def node_in_clone(self, node: NodeHandle, clone: GraphHandle) -> NodeHandle:
         """The clone's node for a node of the original."""

@@ -524,7 +524,11 @@ class Graph(Closeable):
 
     # --- making others
     def clone(self) -> Graph:
-        """A copy that can be changed on its own."""
+        """A copy that can be changed on its own.
+
+        Raises DriverError with the status NOT_SUPPORTED for a graph that has alloc, free or
+        conditional nodes, and for the body of a conditional node.
+        """
         driver = self.context.driver
         clone = Graph(self.context, driver.graph_clone(self.handle), keep=self.kept)
         clone.only_to_read = self.only_to_read

@@ -122,6 +122,9 @@ _ASSIGN_DEFAULT = 1
 _PINNED_ALLOCATION = 1
 _LOCATION_DEVICE = 1
 _MAX_CONFIGS = 65536
+_NO_COPIES = (
+    "a graph with alloc, free or conditional nodes, and the body of a conditional node, have no copies"
+)
 _MEMORY_NODES = "nodes and edges cannot leave a graph that has alloc or free nodes"
 
 
@@ -145,7 +148,12 @@ class GraphCalls(StreamCalls, ModuleCalls):
         self._conditionals.forget_graph(graph)
 
     def graph_clone(self, graph: GraphHandle) -> GraphHandle:
-        return GraphHandle(self._handle("graph_clone", "cuGraphClone", graph))
+        clone = ctypes.c_uint64()
+        status = self._status("graph_clone", "cuGraphClone", byref(clone), graph)
+        if status:
+            detail = _NO_COPIES if status == Status.NOT_SUPPORTED else ""
+            raise self._error(status, "graph_clone", detail)
+        return GraphHandle(clone.value)
 
     def node_in_clone(self, node: NodeHandle, clone: GraphHandle) -> NodeHandle:
         return NodeHandle(self._handle("node_in_clone", "cuGraphNodeFindInClone", node, clone))

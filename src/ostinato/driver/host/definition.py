@@ -412,12 +412,14 @@ class GraphDefinition:
     # --- copies
 
     def refuse_single(self, call: str, what: str) -> None:
-        """Raises if a node belongs to one graph, and to one executable of it."""
-        if any(node.kind in SINGLE_KINDS for node in self.walk()):
+        """Raises if a node belongs to one graph, and to one executable of it, and if this is the
+        body of a conditional node."""
+        if self.body or any(node.kind in SINGLE_KINDS for node in self.walk()):
             raise driver_error(
                 Status.NOT_SUPPORTED,
                 call,
-                f"a graph with alloc, free or conditional nodes cannot {what}",
+                "a graph with alloc, free or conditional nodes, and the body of a conditional "
+                f"node, cannot {what}",
             )
 
     def clone(self, owner: Node | None = None, *, inner: bool = False) -> GraphDefinition:
