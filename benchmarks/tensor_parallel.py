@@ -2,6 +2,7 @@
 
     python -m benchmarks.tensor_parallel                     1B and 8B, 1 and 2 GPUs, batch 1 and 32
     python -m benchmarks.tensor_parallel --shape 1B --ranks 2 --way exchange
+    python -m benchmarks.tensor_parallel --soak 100000       and so many tokens by the first shape
     python -m benchmarks.tensor_parallel --device host --quick
 
 The physics.  A rank reads its share of the weights for a token, so the floor is the weights' bytes
@@ -9,6 +10,12 @@ over the ranks' bandwidth together.  What does not get smaller are hops: two sum
 each layer, and one exchange at the end of the step, each some microseconds long, in which nothing
 is read.  Each number of ranks above one is measured with what they exchange by: "exchange", small
 messages in each other's memory, and "library", all by NCCL.
+
+The peer is transformers' Llama of the same shape, split by its own plan (`tp_plan="auto"`) under
+torchrun: launch by launch, and one step as a `torch.cuda.graph`.
+
+`--soak`: answers of 100 tokens by four sequences, over and over, and how many of them differ from
+the first of the same sequence, on any rank; with what memory grew by in the second half.
 
 Each measurement is a stage in processes of its own, one a GPU, with a time limit: a stage that
 fails or hangs is a line under `skipped`, and the next one begins anew.
@@ -18,24 +25,30 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 import ostinato as ost
 from benchmarks import common
+from benchmarks.soak import resident
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.shapes import shape_named, traffic
 from ostinato.distributed import Collectives, Group, join_group, new_group_id, open_collectives
 from ostinato.models import Decoder
 
 PROMPT = 16
+WARMUP = 32
+"""Tokens."""
+ANSWER = 100
 COLUMNS = (
     "shape", "weights", "ranks", "batch", "way", "tokens_per_second", "token_us", "step_us",
     "same_on_ranks", "load_s", "first_s",
@@ -57,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=200, help="timed, after a warm-up of 32")
     parser.add_argument("--seconds", type=float, default=225.0, help="for all stages together")
+    parser.add_argument("--soak", type=int, default=0, help="so many tokens over and over")
     parser.add_argument("--stage", help="for the processes that this program starts")
     chosen = parser.parse_args(arguments)
     if chosen.stage:
@@ -78,8 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for shape in shapes
         for weights in chosen.weights or ["bf16"]
         for count in ranks
-        for way in (ways if count > 1 else ["one"])
+        # Packed weights take the first way alone: what ranks exchange is the same.
+        for way in (["one"] if count == 1 else ways if weights == "bf16" else ways[:1])
     ]
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        print(f"# not beside transformers: {' and '.join(missing)} not installed", flush=True)
+    elif max(ranks) > 1:
+        plan += [{"kind": "torch", "shape": shape, "ranks": max(ranks)} for shape in shapes]
+    if chosen.soak:
+        settings = {"shape": shapes[0], "weights": (chosen.weights or ["bf16"])[0]}
+        plan.append({"kind": "soak", **settings, "ranks": max(ranks), "way": ways[0]})
     for one in plan:
         words = [one["kind"], one.get("shape", ""), one.get("weights", "")]
         words += ["on", str(one["ranks"]), one.get("way", "")]
@@ -90,7 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         begin = time.monotonic()
         found, error = run_stage(
-            {**one, "device": chosen.device, "batches": batches, "tokens": tokens},
+            {
+                **one,
+                "device": chosen.device,
+                "batches": batches,
+                "tokens": chosen.soak if one["kind"] == "soak" else tokens,
+            },
             min(left, 110.0) if not on_host else 600.0,
         )
         rows += found
@@ -100,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"# {name}: {took:.1f} s{', FAILED: ' + error[-1500:] if error else ''}", flush=True)
         for row in found:
             print(f"#   {json.dumps(row)}", flush=True)
-    decoded = [row for row in rows if row["kind"] == "decode"]
+    decoded = [row for row in rows if row["kind"] in ("decode", "torch")]
     print(common.table("decode, tokens a second of the whole batch", decoded, COLUMNS))
     ceiling: dict[str, Any] = {
         shape: {"weight_bytes": traffic(shape_named(shape), 2).weights} for shape in shapes
@@ -125,16 +153,26 @@ def run_stage(given: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any
     """One process a rank; the rows of rank 0, and what went wrong."""
     size = given["ranks"]
     group_id = new_group_id(size, deadline=60) if size > 1 else ""
+    command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--stage"]
+    if given["kind"] == "torch":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        told = [json.dumps(given)]
+        commands = [[*torchrun, f"--nproc-per-node={size}", *command[1:], *told]]
+    else:
+        ranks = ({**given, "rank": rank, "group": group_id} for rank in range(size))
+        commands = [[*command, json.dumps(rank)] for rank in ranks]
     # The environment as it is: a machine's own settings of NCCL must reach the ranks.
-    processes = []
-    for rank in range(size):
-        told = json.dumps({**given, "rank": rank, "group": group_id})
-        command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--stage", told]
-        processes.append(
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
-            )
+    processes = [
+        subprocess.Popen(
+            one,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ,
+            start_new_session=True,  # so that what torchrun starts ends with it
         )
+        for one in commands
+    ]
     end = time.monotonic() + seconds
     rows: list[dict[str, Any]] = []
     errors = []
@@ -142,7 +180,7 @@ def run_stage(given: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any
         try:
             out, err = process.communicate(timeout=max(1.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
             errors.append(f"rank {rank}: killed after {seconds:.0f} s")
         if process.returncode:
@@ -154,13 +192,18 @@ def run_stage(given: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any
 
 def stage(given: dict[str, Any]) -> int:
     """One rank of a stage; rank 0 prints a line of JSON for each row."""
+    if given["kind"] == "torch":
+        for row in peer(given):
+            if os.environ["RANK"] == "0":
+                print(json.dumps({"kind": "torch", **row}), flush=True)
+        return 0
     rank, size, on_host = given["rank"], given["ranks"], given["device"] == "host"
     group: Group | None = None
     try:
         if size > 1:
             group = join_group(given["group"], rank=rank, size=size, deadline=40)
         with ost.open_device("host" if on_host else f"cuda:{rank}") as device:
-            work = decode if given["kind"] == "decode" else collectives
+            work = {"decode": decode, "collectives": collectives, "soak": soak}[given["kind"]]
             for row in work(given, device, group):
                 if rank == 0:
                     print(json.dumps({"kind": given["kind"], **row}), flush=True)
@@ -175,25 +218,32 @@ def stage(given: dict[str, Any]) -> int:
     return 0
 
 
-def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
-    config = shape_named(given["shape"])
-    on_host = given["device"] == "host"
-    context = min(1024, config.context_length)
-    batches = [b for b in given["batches"] if not on_host or b <= 4]
-    begin = time.perf_counter()
+def open_decoder(
+    given: dict[str, Any], device: ost.Device, group: Group | None, most: int
+) -> Decoder:
+    """Of random weights, for up to `most` sequences."""
+    config, on_host = shape_named(given["shape"]), given["device"] == "host"
     recipe = None if given["weights"] == "bf16" else given["weights"]
     with random_checkpoint(config, recipe=recipe) as checkpoint:
-        decoder = Decoder(
+        return Decoder(
             device,
             checkpoint,
-            max_context=context,
-            max_rows=max(64, *batches),
-            sequences=max(batches),
+            max_context=min(1024, config.context_length),
+            max_rows=max(64, most),
+            sequences=most,
             stop_tokens=(),
             weights="auto" if recipe is None or on_host else "packed",
             group=group,
             collectives=None if group is None else given["way"],
         )
+
+
+def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
+    config = shape_named(given["shape"])
+    on_host = given["device"] == "host"
+    batches = [b for b in given["batches"] if not on_host or b <= 4]
+    begin = time.perf_counter()
+    decoder = open_decoder(given, device, group, max(batches))
     load = time.perf_counter() - begin
     tokens = given["tokens"]
     with decoder:
@@ -206,7 +256,7 @@ def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> An
             for one in members:
                 prompt = [int(t) for t in rng.integers(0, config.vocabulary, PROMPT)]
                 answers[one] = [decoder.prefill(prompt, one)]
-            for step in decoder.run_batch(members, count=8 if on_host else 32):
+            for step in decoder.run_batch(members, count=8 if on_host else WARMUP):
                 for one, token in step.items():
                     answers[one].append(token)
             first = time.perf_counter() - begin
@@ -240,6 +290,104 @@ def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> An
                 "launches": numbers.launches_per_token,
                 "quarantined": {str(k): v[:300] for k, v in numbers.quarantined.items()},
             }
+
+
+def soak(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
+    """The same answers until all tokens are done, compared with the first ones on every rank."""
+    assert group is not None
+    rng, members = np.random.default_rng(6), range(4)
+    config = shape_named(given["shape"])
+    prompts = [[int(t) for t in rng.integers(0, config.vocabulary, PROMPT)] for _ in members]
+    rounds = max(2, -(-given["tokens"] // (ANSWER * len(members))))
+    first: list[list[int]] = []
+    different = 0
+    begin = time.perf_counter()
+    with open_decoder(given, device, group, len(members)) as decoder:
+        for number in range(rounds):
+            decoder.reset()
+            answers = [[decoder.prefill(prompt, one)] for one, prompt in enumerate(prompts)]
+            for step in decoder.run_batch(list(members), count=ANSWER - 1):
+                for one, token in step.items():
+                    answers[one].append(token)
+            first = first or answers
+            different += sum(mine != known for mine, known in zip(answers, first, strict=True))
+            if number == rounds // 2:
+                before = (device.memory_info()[0], resident())
+        grown = [
+            before[0] - device.memory_info()[0],
+            resident() - before[1],
+        ]
+        told = group.exchange("soak", json.dumps([first, different, grown]).encode())
+        ranks = [json.loads(one) for one in told]
+        yield {
+            "shape": given["shape"],
+            "weights": decoder.statistics().weights,
+            "ranks": given["ranks"],
+            "batch": len(members),
+            "way": decoder.collectives,
+            "answers": rounds * len(members),
+            "tokens": rounds * len(members) * ANSWER,
+            "different": sum(one[1] for one in ranks),
+            "same_on_ranks": all(one[0] == first for one in ranks),
+            "grown_mib": [[round(n / 2**20, 1) for n in one[2]] for one in ranks],
+            "seconds": round(time.perf_counter() - begin, 1),
+        }
+
+
+def peer(given: dict[str, Any]) -> Any:
+    """A rank of transformers' own tensor parallel decoding, started by torchrun."""
+    import torch
+    import transformers
+
+    from ostinato.bench.transformers_loop import DecodeLoop, LlamaSizes, llama_config
+
+    config = shape_named(given["shape"])
+    llama = llama_config(LlamaSizes.of(config, context=min(1024, config.context_length)))
+    with torch.device("meta"):
+        shapes = {k: v.shape for k, v in transformers.LlamaForCausalLM(llama).state_dict().items()}
+    if config.tied_embeddings:
+        del shapes["lm_head.weight"]
+    some = torch.randn(1 << 22, generator=torch.Generator().manual_seed(1)).bfloat16() * 0.02
+    weights = {}
+    for name, shape in shapes.items():
+        count = shape.numel()
+        weights[name] = some.repeat(-(-count // len(some)))[:count].view(shape)
+        weights[name] += len(shape) == 1  # a norm's
+    begin = time.perf_counter()
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        None, config=llama, state_dict=weights, tp_plan="auto", dtype=torch.bfloat16
+    )
+    load = time.perf_counter() - begin
+    on_host = given["device"] == "host"
+    ways = {"eager": "launch by launch", "graph": "torch.cuda.graph"}
+    for how, words in ways.items():
+        if on_host and how == "graph":
+            continue
+        for batch in given["batches"]:
+            torch.manual_seed(2)  # the same tokens on all ranks
+            begin = time.perf_counter()
+            loop = DecodeLoop(model, batch=batch, length=llama.max_position_embeddings, how=how)
+            first, seconds = time.perf_counter() - begin, []
+            for _ in range(3):
+                loop.place(PROMPT + WARMUP)
+                begin = time.perf_counter()
+                loop.run(given["tokens"])
+                seconds.append((time.perf_counter() - begin) / given["tokens"])
+            step = statistics.median(seconds)
+            yield {
+                "shape": given["shape"],
+                "weights": "bfloat16",
+                "ranks": given["ranks"],
+                "batch": batch,
+                "way": f"transformers {transformers.__version__}, tp_plan, {words}",
+                "tokens_per_second": round(batch / step, 1),
+                "token_us": round(step * 1e6 / batch, 1),
+                "step_us": round(step * 1e6, 1),
+                "load_s": round(load, 1),
+                "first_s": round(first, 1),
+            }
+            del loop
+    torch.distributed.destroy_process_group()
 
 
 def collectives(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:

@@ -106,8 +106,8 @@ _WAYS = _GPU + "test_twelve_ways.py"
 # With a stream held back by a host function, memcheck holds back launches on others as well: who
 # waits for one of those waits until the hold gives up.  So tests that are about just that are left
 # out by name: `held_stream_holds_nobody`, `two_threads_on_two_streams` and `columns_live`.  It also
-# looks into the frames of whoever launches, which then keep their locals: `held_and_dropped` is
-# about that.
+# looks into the frames of whoever launches, which then keep their locals: `held_and_dropped`,
+# `memory_comes_back` and `is_used_again` are about that.
 LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
@@ -161,7 +161,12 @@ PARTS: tuple[Part, ...] = (
     *_memcheck(6, "decoder", *_DECODER, keyword=_SMALL),
     *_memcheck(3, "twelve ways to break a capture", _WAYS),
     *_memcheck(1, "adopted from torch", _GPU + "test_adoption_torch.py"),
-    *_memcheck(2, "graphed in torch", _GPU + "test_graphed_torch.py", keyword="not soak"),
+    *_memcheck(
+        2,
+        "graphed in torch",
+        _GPU + "test_graphed_torch.py",
+        keyword="not soak and not memory_comes_back",
+    ),
     *_memcheck(1, "graphed in CuPy", _GPU + "test_graphed_cupy.py"),
     # The tool and CUPTI, which collects others' machine code, exclude each other.
     *_memcheck(1, "graph files", _GPU + "test_disk_gpu.py", keyword="not other_libraries"),
@@ -187,7 +192,7 @@ PARTS: tuple[Part, ...] = (
     *_memcheck(1, "footguns", "tests/test_footguns.py", keyword="not two_threads_on_two_streams"),
     *_memcheck(1, "handles and lifetime", *_ADOPTION),
     *_memcheck(1, "modules", "tests/modules/test_modules_gpu.py"),
-    *_memcheck(2, "joins", _JOIN, *_JOINS, keyword="not columns_live"),
+    *_memcheck(2, "joins", _JOIN, *_JOINS, keyword="not columns_live and not is_used_again"),
     *_memcheck(3, "kernels", *_KERNELS, keyword="not smollm2 and not same_bits"),
     *_kernels("initcheck", 4),
     *_kernels("synccheck", 2),

@@ -28,7 +28,7 @@ except ImportError as error:
         f"transformers or PyTorch is not installed ({error}); install both"
     ) from error
 
-__all__ = ["DecodeLoop", "How", "LlamaSizes", "random_llama", "release", "versions"]
+__all__ = ["DecodeLoop", "How", "LlamaSizes", "llama_config", "random_llama", "release", "versions"]
 
 How = Literal["eager", "graph", "compile"]
 """Kernel by kernel; `torch.cuda.graph` over one step; `torch.compile(mode="reduce-overhead")`."""
@@ -72,18 +72,9 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def random_llama(
-    sizes: LlamaSizes,
-    *,
-    device: str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 11,
-) -> Any:
-    """A `LlamaForCausalLM` made on the device, every weight random and none zero.
-
-    Raises what torch does, as for too little memory.
-    """
-    config = transformers.LlamaConfig(
+def llama_config(sizes: LlamaSizes) -> Any:
+    """transformers' `LlamaConfig` of these sizes."""
+    return transformers.LlamaConfig(
         hidden_size=sizes.hidden,
         intermediate_size=sizes.inner,
         num_hidden_layers=sizes.layers,
@@ -95,11 +86,24 @@ def random_llama(
         tie_word_embeddings=sizes.tied_embeddings,
         attn_implementation="sdpa",
     )
+
+
+def random_llama(
+    sizes: LlamaSizes,
+    *,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 11,
+) -> Any:
+    """A `LlamaForCausalLM` made on the device, every weight random and none zero.
+
+    Raises what torch does, as for too little memory.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model: Any = transformers.LlamaForCausalLM(config)
+            model: Any = transformers.LlamaForCausalLM(llama_config(sizes))
     finally:
         torch.set_default_dtype(before)
     generator = torch.Generator(device).manual_seed(seed)

@@ -123,7 +123,8 @@ _PINNED_ALLOCATION = 1
 _LOCATION_DEVICE = 1
 _MAX_CONFIGS = 65536
 _NO_COPIES = (
-    "a graph with alloc, free or conditional nodes, and the body of a conditional node, have no copies"
+    "a graph with alloc, free or conditional nodes has no copies, and neither has the body of a "
+    "conditional node"
 )
 _MEMORY_NODES = "nodes and edges cannot leave a graph that has alloc or free nodes"
 
