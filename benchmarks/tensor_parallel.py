@@ -83,26 +83,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = time.monotonic() + chosen.seconds
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
-    plan: list[dict[str, Any]] = []
     ways = chosen.way or (["library"] if on_host else ["exchange", "library"])
-    if max(ranks) > 1:
-        plan.append({"kind": "collectives", "ranks": max(ranks), "ways": ways})
-    plan += [
+    kinds = chosen.weights or ["bf16"]
+    most = max(ranks)
+    plan: list[dict[str, Any]] = []
+    if most > 1:
+        plan.append({"kind": "collectives", "ranks": most, "ways": ways})
+    decoding = [
         {"kind": "decode", "shape": shape, "weights": weights, "ranks": count, "way": way}
+        for weights in kinds
         for shape in shapes
-        for weights in chosen.weights or ["bf16"]
         for count in ranks
-        # Packed weights take the first way alone: what ranks exchange is the same.
-        for way in (["one"] if count == 1 else ways if weights == "bf16" else ways[:1])
+        # The first kind of weights takes all ways: what ranks exchange is the same for all.
+        for way in (["one"] if count == 1 else ways if weights == kinds[0] else ways[:1])
     ]
+    plan += [one for one in decoding if one["weights"] == kinds[0]]
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         print(f"# not beside transformers: {' and '.join(missing)} not installed", flush=True)
-    elif max(ranks) > 1:
-        plan += [{"kind": "torch", "shape": shape, "ranks": max(ranks)} for shape in shapes]
-    if chosen.soak:
-        settings = {"shape": shapes[0], "weights": (chosen.weights or ["bf16"])[0]}
-        plan.append({"kind": "soak", **settings, "ranks": max(ranks), "way": ways[0]})
+    elif most > 1:
+        plan += [{"kind": "torch", "shape": shape, "ranks": most} for shape in shapes]
+    if chosen.soak and most > 1:
+        settings = {"shape": shapes[0], "weights": kinds[0], "way": ways[0]}
+        plan.append({"kind": "soak", **settings, "ranks": most})
+    plan += [one for one in decoding if one["weights"] != kinds[0]]
     for one in plan:
         words = [one["kind"], one.get("shape", ""), one.get("weights", "")]
         words += ["on", str(one["ranks"]), one.get("way", "")]
