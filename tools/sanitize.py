@@ -107,7 +107,7 @@ _WAYS = _GPU + "test_twelve_ways.py"
 # waits for one of those waits until the hold gives up.  So tests that are about just that are left
 # out by name: `held_stream_holds_nobody`, `two_threads_on_two_streams` and `columns_live`.  It also
 # looks into the frames of whoever launches, which then keep their locals: `held_and_dropped`,
-# `memory_comes_back` and `is_used_again` are about that.
+# `memory_comes_back`, `is_used_again` and `that_is_dropped` are about that.
 LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
@@ -192,7 +192,13 @@ PARTS: tuple[Part, ...] = (
     *_memcheck(1, "footguns", "tests/test_footguns.py", keyword="not two_threads_on_two_streams"),
     *_memcheck(1, "handles and lifetime", *_ADOPTION),
     *_memcheck(1, "modules", "tests/modules/test_modules_gpu.py"),
-    *_memcheck(2, "joins", _JOIN, *_JOINS, keyword="not columns_live and not is_used_again"),
+    *_memcheck(
+        2,
+        "joins",
+        _JOIN,
+        *_JOINS,
+        keyword="not columns_live and not is_used_again and not that_is_dropped",
+    ),
     *_memcheck(3, "kernels", *_KERNELS, keyword="not smollm2 and not same_bits"),
     *_kernels("initcheck", 4),
     *_kernels("synccheck", 2),

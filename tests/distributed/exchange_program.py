@@ -91,15 +91,16 @@ def main(rank: str, group_id: str, kind: str = "cuda") -> None:
     ):
         made = open_collectives(group, device, "exchange")
         compare(group, device, made)
+        buffer = device.zeros(64, np.float32)
+        stream = device.create_stream()
+        # Made before: once the group has failed none is made any more.
+        operations = made.all_reduce(buffer, buffer)
         group.barrier()
         if group.rank == 1:
             raise ValueError("over")
-        buffer = device.zeros(64, np.float32)
-        stream = device.create_stream()
         try:
-            for _ in range(3):
-                for operation in made.all_reduce(buffer, buffer):
-                    stream.submit(operation)
+            for operation in operations * 3:
+                stream.submit(operation)
             with group.watching("a rank that does not come"):
                 stream.synchronize()
         except GroupError as error:
