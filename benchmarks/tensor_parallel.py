@@ -97,14 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for way in (["one"] if count == 1 else ways if weights == kinds[0] else ways[:1])
     ]
     plan += [one for one in decoding if one["weights"] == kinds[0]]
+    if chosen.soak and most > 1:
+        settings = {"shape": shapes[0], "weights": kinds[0], "way": ways[0]}
+        plan.append({"kind": "soak", **settings, "ranks": most})
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         print(f"# not beside transformers: {' and '.join(missing)} not installed", flush=True)
     elif most > 1:
         plan += [{"kind": "torch", "shape": shape, "ranks": most} for shape in shapes]
-    if chosen.soak and most > 1:
-        settings = {"shape": shapes[0], "weights": kinds[0], "way": ways[0]}
-        plan.append({"kind": "soak", **settings, "ranks": most})
     plan += [one for one in decoding if one["weights"] != kinds[0]]
     for one in plan:
         words = [one["kind"], one.get("shape", ""), one.get("weights", "")]
