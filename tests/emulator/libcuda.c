@@ -29,6 +29,8 @@ typedef struct Node {
     Kernel kernel;
     void *pointers[PARAMS];
     unsigned char bytes[BYTES];
+    size_t packed; /* bytes of a buffer with the arguments */
+    void *extra[5];
     struct Node *before; /* the one dependency, or NULL */
 } Node;
 
@@ -59,12 +61,23 @@ static int allocated;
 
 static void copy_kernel(Node *node, const Kernel *from) {
     node->kernel = *from;
+    if (from->extra) {
+        const void *buffer = NULL;
+        for (void **word = from->extra; *word; word += 2) {
+            if ((uintptr_t)*word == 1) buffer = word[1];
+            if ((uintptr_t)*word == 2) node->packed = *(size_t *)word[1];
+        }
+        void *extra[5] = {(void *)1, node->bytes, (void *)2, &node->packed, NULL};
+        memcpy(node->bytes, buffer, node->packed);
+        memcpy(node->extra, extra, sizeof extra);
+        node->kernel.extra = node->extra;
+        return;
+    }
     for (int i = 0; i < PARAMS; i++) {
         node->pointers[i] = node->bytes + offsets[i];
         if (from->params) memcpy(node->bytes + offsets[i], from->params[i], sizes[i]);
     }
     node->kernel.params = node->pointers;
-    node->kernel.extra = NULL;
 }
 
 static Node *add(Graph *graph, const Kernel *kernel, Node *before) {

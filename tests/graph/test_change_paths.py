@@ -17,7 +17,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.driver import launcher as driver_launcher
-from ostinato.driver.api import KernelNodeParams
+from ostinato.driver.api import KernelArguments, KernelNodeParams
 from ostinato.errors import ClosedError, GraphError, InputError, NodeKindError, UpdateRefusedError
 from ostinato.modules import Kernel
 from tests.emulator.stub import SIGNATURE, Stub, build, stub_device
@@ -95,6 +95,30 @@ def rig(request: pytest.FixtureRequest, library: Path) -> Iterator[Rig]:
         pytest.skip(driver_launcher.description())
     with stub_device(library) as stub:
         yield Rig(stub.device, stub.kernel, stub)
+
+
+def test_a_graph_read_at_once_is_what_its_nodes_are(rig: Rig) -> None:
+    """Also kernels whose arguments are packed, as libraries pack theirs."""
+    driver, kernel = rig.device.driver, rig.kernel
+    layout, data = kernel.slots, bytes(range(28))
+    given = [
+        KernelArguments(data, layout),
+        KernelArguments(data, layout, packed=True),
+        KernelArguments(bytes(28), layout),
+    ]
+    if rig.stub is not None:  # the host's kernels take what has a layout
+        given += [KernelArguments(bytes(range(n)), (), packed=True) for n in (28, 32)]
+    with ost.Graph.create(rig.device) as graph:
+        nodes = []
+        for number, arguments in enumerate(given):
+            config = ost.LaunchConfig((number + 1, 2, 1), 32, shared=16 * number)
+            params = KernelNodeParams(kernel.function, config, arguments)
+            nodes.append(driver.graph_add_node(graph.handle, nodes[-1:], params))
+        frozen = driver.graph_freeze(graph.handle)
+        found = [frozen.params(index) for index in range(len(given))]
+        assert found == [driver.node_params(node) for node in nodes]
+        assert [one.arguments.data for one in found] == [one.data for one in given]
+        assert [one.arguments.packed for one in found] == [one.packed for one in given]
 
 
 def launches(rng: random.Random, cells: list[ost.Buffer]) -> list[Launch]:

@@ -1088,7 +1088,7 @@ typedef int (*type_function)(void *node, int *type);
 typedef int (*params_function)(void *node, NodeParams *params);
 typedef int (*attribute_function)(void *node, int identity, void *value);
 
-enum { MOST_ATTRIBUTES = 16, VALUE_BYTES = 16, LAUNCH_BYTES = 28 };
+enum { MOST_ATTRIBUTES = 16, VALUE_BYTES = 16, LAUNCH_BYTES = 28, MOST_EXTRA = 64 };
 
 /* How a node is launched: sizes, then for each attribute whether the device has it, and its value.
  * Compared and looked up as bytes. */
@@ -1159,13 +1159,29 @@ gather(void *const *params, PyObject *layout)
     return made;
 }
 
+/* The bytes that a node's `extra` says: pairs of key and value up to key 0.  Key 1: the buffer; key
+ * 2: where its size is. */
+static PyObject *
+packed_bytes(void *const *extra)
+{
+    const char *buffer = NULL;
+    size_t size = 0;
+    for (int i = 0; i < MOST_EXTRA && extra[i] != NULL; i += 2) {
+        if ((uintptr_t)extra[i] == 1)
+            buffer = extra[i + 1];
+        else if ((uintptr_t)extra[i] == 2 && extra[i + 1] != NULL)
+            size = *(const size_t *)extra[i + 1];
+    }
+    return PyBytes_FromStringAndSize(buffer, buffer == NULL ? 0 : (Py_ssize_t)size);
+}
+
 /* What a node gives: its kind if it is no kernel, None for a kernel that Python must read. */
 static PyObject *
 as_entry(const Raw *raw, Py_ssize_t shape_size, PyObject *layouts, PyObject *missing)
 {
     if (raw->kind != 0)
         return PyLong_FromLong(raw->kind);
-    if (raw->params.function == NULL || raw->params.extra != NULL)
+    if (raw->params.function == NULL)
         Py_RETURN_NONE;
     PyObject *function = PyLong_FromVoidPtr(raw->params.function), *made = NULL, *data = NULL;
     if (function == NULL)
@@ -1176,14 +1192,18 @@ as_entry(const Raw *raw, Py_ssize_t shape_size, PyObject *layouts, PyObject *mis
         if (layout != NULL && PyDict_SetItem(layouts, function, layout) < 0)
             Py_CLEAR(layout);
     }
+    int packed = 0;
     if (layout != NULL) {
-        if (raw->params.params != NULL || PyBytes_Size(layout) == 0)
+        if (raw->params.params != NULL && PyBytes_Size(layout) > 0)
             data = gather(raw->params.params, layout);
+        else if ((packed = raw->params.extra != NULL))
+            data = packed_bytes(raw->params.extra);
         else
             data = PyBytes_FromStringAndSize(NULL, 0);
     }
     if (data != NULL)
-        made = Py_BuildValue("Oy#O", function, (const char *)&raw->shape, shape_size, data);
+        made = Py_BuildValue("Oy#OO", function, (const char *)&raw->shape, shape_size, data,
+                             packed ? Py_True : Py_False);
     Py_XDECREF(data);
     Py_XDECREF(layout);
     Py_DECREF(function);
@@ -1369,9 +1389,9 @@ static PyMethodDef module_methods[] = {
      "nodes of a definition.\n\n`calls`: the addresses of cuGraphNodeGetType, "
      "cuGraphKernelNodeGetParams_v2 and cuGraphKernelNodeGetAttribute; `nodes`: of an array of "
      "handles.  Returns a status that is not 0, or for each node its kind if it is no kernel; None "
-     "for a kernel without a function, or whose arguments a library packed; else its function, its "
-     "shape (see `Shape`) and its arguments' bytes.  `layouts`: by function, 32-bit pairs of offset "
-     "and size; `missing(function)` returns those that are not in it."},
+     "for a kernel without a function; else its function, its shape (see `Shape`), its arguments' "
+     "bytes, and whether they are packed.  `layouts`: by function, 32-bit pairs of offset and size; "
+     "`missing(function)` returns those that are not in it."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -26,14 +26,19 @@ from ostinato.driver.api import (
     ParameterSlot,
 )
 from ostinato.driver.cuda import libcuda as cu
-from ostinato.driver.cuda.launch import attribute_words, read_arguments, settable
+from ostinato.driver.cuda.launch import (
+    attribute_words,
+    packed_arguments,
+    read_arguments,
+    settable,
+)
 from ostinato.driver.cuda.nodes import read_edge_data
 from ostinato.errors import DriverError
 
 __all__ = ["EdgeArrays", "Frozen", "Other", "RawKernel", "Shapes", "layout_bytes", "read_nodes"]
 
-RawKernel: TypeAlias = tuple[int, bytes, bytes]
-"""A kernel node's function, shape and argument bytes."""
+RawKernel: TypeAlias = tuple[int, bytes, bytes, bool]
+"""A kernel node's function, shape and argument bytes, and whether these are packed."""
 
 _LAUNCH = struct.Struct("=7I")
 _ATTRIBUTE = struct.Struct("=I16s")
@@ -68,7 +73,7 @@ def read_nodes(
         status = get_params(node, ctypes.byref(raw))
         if status:
             return status
-        if not raw.func or raw.extra:
+        if not raw.func:
             found.append(None)
             continue
         shape = [bytes(raw)[8 : 8 + _LAUNCH.size]]
@@ -76,8 +81,8 @@ def read_nodes(
             ctypes.memset(ctypes.byref(value), 0, _VALUE_BYTES)
             has = not get_attribute(node, identity, ctypes.byref(value))
             shape.append(_ATTRIBUTE.pack(has, bytes(value)[:16]))
-        arguments = read_arguments(raw.kernelParams, None, layout_of(raw.func))
-        found.append((raw.func, b"".join(shape), arguments.data))
+        arguments = read_arguments(raw.kernelParams, raw.extra, layout_of(raw.func))
+        found.append((raw.func, b"".join(shape), arguments.data, arguments.packed))
     return found
 
 
@@ -204,16 +209,15 @@ class Frozen:
             return held.params
         if self._programmatic is None:
             self._programmatic = self._edges.programmatic()
-        function, raw, data = held
+        function, raw, data, packed = held
         node = self.nodes[index]
         decoder = self._decoder
         shape = decoder.shapes(raw, self._attributes, node in self._programmatic)
         words = decoder.words_of(node, self._rest) if self._rest else shape.words
         decoder.note_config(node, shape.config)
         layout = decoder.layout_of(function) if data else ()
-        return KernelNodeParams(
-            FunctionHandle(function), shape.config, KernelArguments(data, layout), words
-        )
+        arguments = packed_arguments(data, layout) if packed else KernelArguments(data, layout)
+        return KernelNodeParams(FunctionHandle(function), shape.config, arguments, words)
 
     def edges(self) -> tuple[Edge, ...]:
         return self._edges.edges()

@@ -8,7 +8,6 @@ node but of its incoming edges (`LaunchConfig.programmatic` is read from them an
 from __future__ import annotations
 
 import ctypes
-import itertools
 import struct
 from collections.abc import Sequence
 from ctypes import byref
@@ -362,20 +361,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
         rows: Sequence[tuple[int, Sequence[int]]],
     ) -> None:
         seam = "graph_add_node"
-        configs = kernels.configs
-        known = {id(config): config for config in configs}  # few, of many rows
-        plain = {one for one, config in known.items() if config.plain}
-        for alike, group in itertools.groupby(rows, lambda one: id(configs[one[0]]) in plain):
-            if alike:
-                some = list(group)
-                add = partial(self._add_plain_kernels, seam, graph, nodes, kernels, some)
-                self._within(seam, add)
-                continue
-            for row, before in group:
-                after = [nodes[place] for place in before]
-                nodes.append(self.graph_add_node(graph, after, kernels.params(row)))
+        self._within(seam, partial(self._add_kernels, seam, graph, nodes, kernels, rows))
 
-    def _add_plain_kernels(
+    def _add_kernels(
         self,
         seam: str,
         graph: GraphHandle,
@@ -383,7 +371,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         kernels: KernelTable,
         rows: Sequence[tuple[int, Sequence[int]]],
     ) -> None:
-        layouts = kernels.layouts
+        layouts, configs = kernels.layouts, kernels.configs
         for sizes in {(kernels.functions[r], len(layouts[r]), kernels.sizes[r]) for r, _ in rows}:
             self._check_sizes(seam, *sizes)
         try:
@@ -396,14 +384,17 @@ class GraphCalls(StreamCalls, ModuleCalls):
         most = max((len(before) for _, before in rows), default=0)
         after = (ctypes.c_uint64 * most)()
         given = ctypes.addressof(after) if most else None
-        for (_, before), block in zip(rows, blocks.addresses, strict=True):
+        for (row, before), block in zip(rows, blocks.addresses, strict=True):
             for index, place in enumerate(before):
                 after[index] = nodes[place]
             count = len(before)
             status = call(out, graph, given if count else None, count, block)
             if status:
                 raise self._error(status, seam, "KernelNodeParams")
-            nodes.append(NodeHandle(made[0]))
+            node = NodeHandle(made[0])
+            if not configs[row].plain:
+                self._set_attributes_or_remove(seam, node, configs[row])
+            nodes.append(node)
 
     def _fill(self, seam: str, raw: cu.GraphNodeParams, params: NodeParams, number: int) -> object:
         """Fills the union.  Returns what must stay alive as long as `raw` is used.

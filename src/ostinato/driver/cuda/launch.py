@@ -232,10 +232,8 @@ class NodeBlocks:
 def read_arguments(
     kernel_params: int | None, extra: int | None, layout: tuple[ParameterSlot, ...]
 ) -> KernelArguments:
-    """Copies the arguments out of a node's memory, which is the driver's.
-
-    `layout` is the function's; with `extra` it is kept only where it fits into the buffer.
-    """
+    """Copies the arguments out of a node's memory, which is the driver's.  `layout`: the
+    function's."""
     if kernel_params and layout:
         end = max(slot.offset + slot.size for slot in layout)
         data = bytearray(end)
@@ -245,10 +243,14 @@ def read_arguments(
                 data[slot.offset : slot.offset + slot.size] = ctypes.string_at(pointer, slot.size)
         return KernelArguments(bytes(data), layout)
     if extra:
-        packed = _read_extra(extra)
-        fits = all(slot.offset + slot.size <= len(packed) for slot in layout)
-        return KernelArguments(packed, layout if fits else (), packed=True)
+        return packed_arguments(_read_extra(extra), layout)
     return KernelArguments(b"", ())
+
+
+def packed_arguments(data: bytes, layout: tuple[ParameterSlot, ...]) -> KernelArguments:
+    """Those of a buffer; the function's layout is kept only where it fits into it."""
+    fits = all(slot.offset + slot.size <= len(data) for slot in layout)
+    return KernelArguments(data, layout if fits else (), packed=True)
 
 
 def _read_extra(extra: int) -> bytes:
