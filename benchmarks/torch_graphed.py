@@ -19,7 +19,8 @@ launch alone, also right after a change (`patched_us`); rows `by hand` have `cop
 `replay_us`.  `short`: how many calls
 took the short way.
 
-`--only compile`: `compile` and `graphed` alone.  `steady_ms` is the time until the end of the last
+`--only compile`: `compile` and `graphed` alone, after `eager`, so that torch has loaded its
+libraries before both.  `steady_ms` is the time until the end of the last
 of the first calls that took more than twice as long as the later ones, waiting for the device.
 """
 
@@ -42,7 +43,7 @@ from ostinato.interop.graphing.moves import MOST
 from ostinato.interop.graphing.recheck import launch
 
 HOST = ("eager", "by hand", "make_graphed", "graphed", "graphed, static")
-COMPILE = ("compile", "graphed")
+COMPILE = ("eager", "compile", "graphed")
 BLOCK = 20
 FIRST = 12
 """Calls among which the steady state is looked for."""
