@@ -54,6 +54,15 @@ def _one_round() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("recipe", random_weights.RECIPES)
+def test_no_two_rows_of_packed_random_weights_are_the_same(recipe: str) -> None:
+    """Else the first of equal logits is chosen, and the others' rows are never seen to count."""
+    config = replace(TINY, hidden=1792, heads=7, kv_heads=1, head_size=256, vocabulary=20_000)
+    with random_checkpoint(replace(config, inner=256), recipe=recipe) as checkpoint:
+        rows = checkpoint.stored("embed").reshape(config.vocabulary, -1)
+        assert len({row.tobytes() for row in rows}) == config.vocabulary
+
+
 def result_of(text: str) -> dict[str, Any]:
     result = json.loads(text.rstrip().splitlines()[-1])
     assert set(result) == KEYS and result["schema"] == "ostinato.benchmark/1"

@@ -66,7 +66,7 @@ def start(
 
 
 def finish(process: subprocess.Popen[str]) -> End:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=500)
     return process.returncode, "".join(out.strip().splitlines()[-1:]), err.strip()
 
 

@@ -87,7 +87,7 @@ def test_the_example_in_a_launchers_environment(launcher: object, tiny: str, ans
         )
         for rank in range(2)
     ]
-    found = [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks]
+    found = [(*rank.communicate(timeout=500), rank.returncode) for rank in ranks]
     assert [status for _, _, status in found] == [0, 0], found
     require_answer(found[0][0], answer)
     assert found[1][0] == ""

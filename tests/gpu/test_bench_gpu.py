@@ -69,7 +69,7 @@ def test_other_libraries_decode_beside_us(cuda_device: Device) -> None:
         env=os.environ | {"OSTINATO_DEVICE": cuda_device.name},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         check=False,
     )
     assert answer.returncode == 0, answer.stderr
@@ -111,5 +111,5 @@ def test_a_prompt_beside_us_is_what_its_model_says(cuda_device: Device) -> None:
     library("torch")
     library("transformers")
     command = [sys.executable, "-W", "ignore", "-c", _PROMPTS, cuda_device.name]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert answer.returncode == 0, answer.stderr

@@ -122,7 +122,7 @@ def run_script(body: str, device: Device) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=500,
     )
 
 

@@ -151,7 +151,7 @@ def test_errors_leave_it_as_it_was(
             step(x)
     armed.clear()
     free = []
-    thread = threading.Thread(target=lambda: free.append(step._lock.acquire(timeout=10)))
+    thread = threading.Thread(target=lambda: free.append(step._lock.acquire(timeout=300)))
     thread.start()
     thread.join()
     assert free == [True], "the lock is held still"

@@ -220,7 +220,7 @@ def run(code: str) -> str:
         env=child_environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         check=False,
     )
     assert not done.stderr, done.stderr

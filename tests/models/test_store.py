@@ -154,7 +154,7 @@ def test_processes_wait_for_each_other(shop: Shop) -> None:
     model = json.dumps(dataclasses.asdict(shop.known["tiny"]))
     command = [sys.executable, "-c", code, model, json.dumps(shop.pip)]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=60)[0].strip() for process in started]
+    said = [process.communicate(timeout=500)[0].strip() for process in started]
     assert said == [str(store.model_path("tiny", known=shop.known))] * 2
     assert shop.runs == 1
 

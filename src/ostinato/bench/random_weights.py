@@ -32,7 +32,7 @@ _WIDTH = np.float32(0.02)
 # Of odd length, so that no two rows of a matrix begin at the same place of it.
 _BLOCK = (1 << 20) + 7
 _PIECE = 1 << 22  # values that one thread writes at a time
-_PACKED_VALUES = (1 << 22) + 3 * 256  # no power of two, for the same reason
+_PACKED_VALUES = 1 << 22  # at least
 
 
 RECIPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q4_K_M")
@@ -180,7 +180,12 @@ class PackedCheckpoint(StoredCheckpoint):
         piece = self._pieces.get(raw.type)
         if piece is None:
             rng = np.random.default_rng((self._seed, block.number))
-            made = random_blocks(raw.type, (1, _PACKED_VALUES // block.values * block.values), rng)
+            # Each row of a matrix begins at another block, so no two are the same.
+            alike = [one for one in self._tensors.values() if one.type == raw.type]
+            count = max(_PACKED_VALUES // block.values, *(one.rows for one in alike))
+            while any(math.gcd(count, one.columns // block.values) > 1 for one in alike):
+                count += 1
+            made = random_blocks(raw.type, (1, count * block.values), rng)
             piece = self._pieces[raw.type] = made.reshape(-1, block.size)
         found = np.empty((raw.size // block.size, block.size), np.uint8)
         at, done = place % len(piece), 0
