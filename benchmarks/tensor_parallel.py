@@ -42,7 +42,7 @@ from benchmarks.soak import resident
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.shapes import shape_named, traffic
 from ostinato.distributed import Collectives, Group, join_group, new_group_id, open_collectives
-from ostinato.models import Decoder
+from ostinato.models import Decoder, LlamaConfig
 
 PROMPT = 16
 WARMUP = 32
@@ -155,19 +155,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_stage(given: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str]:
     """One process a rank; the rows of rank 0, and what went wrong."""
     size = given["ranks"]
-    group_id = new_group_id(size, deadline=60) if size > 1 else ""
-    command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--stage"]
+    program = ["-m", "benchmarks.tensor_parallel", "--stage"]
     if given["kind"] == "torch":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        told = [json.dumps(given)]
-        commands = [[*torchrun, f"--nproc-per-node={size}", *command[1:], *told]]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        commands = [[*torchrun, *program, json.dumps(given)]]
     else:
-        ranks = ({**given, "rank": rank, "group": group_id} for rank in range(size))
-        commands = [[*command, json.dumps(rank)] for rank in ranks]
+        group = new_group_id(size, deadline=60) if size > 1 else ""
+        ranks = ({**given, "rank": rank, "group": group} for rank in range(size))
+        commands = [[*program, json.dumps(rank)] for rank in ranks]
     # The environment as it is: a machine's own settings of NCCL must reach the ranks.
     processes = [
         subprocess.Popen(
-            one,
+            [sys.executable, *one],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -249,6 +248,20 @@ def open_decoder(
         )
 
 
+def answers_of(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """The token after each prompt and `count` more, by as many sequences, from nothing."""
+    decoder.reset()
+    answers = [[decoder.prefill(prompt, one)] for one, prompt in enumerate(prompts)]
+    for step in decoder.run_batch(list(range(len(prompts))), count=count):
+        for one, token in step.items():
+            answers[one].append(token)
+    return answers
+
+
+def prompts_of(config: LlamaConfig, batch: int, rng: np.random.Generator) -> list[list[int]]:
+    return rng.integers(0, config.vocabulary, (batch, PROMPT)).tolist()
+
+
 def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
     config = shape_named(given["shape"])
     on_host = given["device"] == "host"
@@ -261,19 +274,12 @@ def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> An
         rng = np.random.default_rng(5)
         for batch in batches:
             begin = time.perf_counter()
-            decoder.reset()
-            members = list(range(batch))
-            answers: dict[int, list[int]] = {}
-            for one in members:
-                prompt = [int(t) for t in rng.integers(0, config.vocabulary, PROMPT)]
-                answers[one] = [decoder.prefill(prompt, one)]
-            for step in decoder.run_batch(members, count=8 if on_host else WARMUP):
-                for one, token in step.items():
-                    answers[one].append(token)
+            prompts = prompts_of(config, batch, rng)
+            answers = answers_of(decoder, prompts, 8 if on_host else WARMUP)
             first = time.perf_counter() - begin
             times = []
             begin = time.perf_counter()
-            for step in decoder.run_batch(members, count=tokens):
+            for step in decoder.run_batch(list(range(batch)), count=tokens):
                 for one, token in step.items():
                     answers[one].append(token)
                 now = time.perf_counter()
@@ -306,20 +312,14 @@ def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> An
 def soak(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
     """The same answers until all tokens are done, compared with the first ones on every rank."""
     assert group is not None
-    rng, members = np.random.default_rng(6), range(4)
-    config = shape_named(given["shape"])
-    prompts = [[int(t) for t in rng.integers(0, config.vocabulary, PROMPT)] for _ in members]
-    rounds = max(2, -(-given["tokens"] // (ANSWER * len(members))))
+    prompts = prompts_of(shape_named(given["shape"]), 4, np.random.default_rng(6))
+    rounds = max(2, -(-given["tokens"] // (ANSWER * len(prompts))))
     first: list[list[int]] = []
     different = 0
     begin = time.perf_counter()
-    with open_decoder(given, device, group, len(members)) as decoder:
+    with open_decoder(given, device, group, len(prompts)) as decoder:
         for number in range(rounds):
-            decoder.reset()
-            answers = [[decoder.prefill(prompt, one)] for one, prompt in enumerate(prompts)]
-            for step in decoder.run_batch(list(members), count=ANSWER - 1):
-                for one, token in step.items():
-                    answers[one].append(token)
+            answers = answers_of(decoder, prompts, ANSWER - 1)
             first = first or answers
             different += sum(mine != known for mine, known in zip(answers, first, strict=True))
             if number == rounds // 2:
@@ -334,10 +334,10 @@ def soak(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
             "shape": given["shape"],
             "weights": decoder.statistics().weights,
             "ranks": given["ranks"],
-            "batch": len(members),
+            "batch": len(prompts),
             "way": decoder.collectives,
-            "answers": rounds * len(members),
-            "tokens": rounds * len(members) * ANSWER,
+            "answers": rounds * len(prompts),
+            "tokens": rounds * len(prompts) * ANSWER,
             "different": sum(one[1] for one in ranks),
             "same_on_ranks": all(one[0] == first for one in ranks),
             "grown_mib": [[round(n / 2**20, 1) for n in one[2]] for one in ranks],

@@ -103,11 +103,11 @@ _DECODER = tuple(
 _GPU = "tests/gpu/"
 _ADOPTION = (_GPU + "test_adoption_handles.py", _GPU + "test_lifetime.py")
 _WAYS = _GPU + "test_twelve_ways.py"
-# With a stream held back by a host function, memcheck holds back launches on others as well: who
-# waits for one of those waits until the hold gives up.  So tests that are about just that are left
-# out by name: `held_stream_holds_nobody`, `two_threads_on_two_streams` and `columns_live`.  It also
-# looks into the frames of whoever launches, which then keep their locals: `held_and_dropped`,
-# `memory_comes_back`, `is_used_again` and `that_is_dropped` are about that.
+# While a host function holds a stream back, memcheck holds launches on other streams back too: a
+# test that waits for one of them waits until the hold gives up.  Tests of just that are left out by
+# name: `held_stream_holds_nobody`, `two_threads_on_two_streams` and `columns_live`.  memcheck also
+# reads the Python frames of a launch, whose locals CPython then keeps alive: `held_and_dropped`,
+# `memory_comes_back`, `is_used_again` and `that_is_dropped` test that objects are gone.
 LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",

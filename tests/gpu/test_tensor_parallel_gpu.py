@@ -66,17 +66,17 @@ def test_exchanges_in_peer_memory() -> None:
     assert json.loads(found[0][1])["lost"] == "rank 1 raised ValueError: over"
 
 
+QUICK = {"kill": "loop", "stop": "between", "raise": "prompt"}
+
+
 @pytest.mark.parametrize(
-    ("fault", "moment"), [("kill", "loop"), ("stop", "between"), ("raise", "prompt")]
+    ("fault", "moment"),
+    [
+        pytest.param(fault, moment, marks=[] if QUICK.get(fault) == moment else [pytest.mark.slow])
+        for fault in ("kill", "stop", "raise", "key", "build")
+        for moment in MOMENTS
+    ],
 )
 def test_a_fault_of_one_rank_is_a_typed_error_on_the_other(fault: str, moment: str) -> None:
-    deadline = 15 if waits(fault, moment) else 60
-    require_typed_errors(ranks(2, "cuda", deadline=deadline, faulty=f"{fault} {moment}"), fault)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("fault", ["kill", "stop", "raise", "key", "build"])
-def test_every_fault_at_every_moment(fault: str, moment: str) -> None:
     deadline = 15 if waits(fault, moment) else 60
     require_typed_errors(ranks(2, "cuda", deadline=deadline, faulty=f"{fault} {moment}"), fault)

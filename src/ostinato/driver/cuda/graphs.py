@@ -148,12 +148,12 @@ class GraphCalls(StreamCalls, ModuleCalls):
         self._conditionals.forget_graph(graph)
 
     def graph_clone(self, graph: GraphHandle) -> GraphHandle:
-        clone = ctypes.c_uint64()
-        status = self._status("graph_clone", "cuGraphClone", byref(clone), graph)
-        if status:
-            detail = _NO_COPIES if status == Status.NOT_SUPPORTED else ""
-            raise self._error(status, "graph_clone", detail)
-        return GraphHandle(clone.value)
+        try:
+            return GraphHandle(self._handle("graph_clone", "cuGraphClone", graph))
+        except DriverError as error:
+            if error.status == Status.NOT_SUPPORTED:
+                error.detail = _NO_COPIES
+            raise
 
     def node_in_clone(self, node: NodeHandle, clone: GraphHandle) -> NodeHandle:
         return NodeHandle(self._handle("node_in_clone", "cuGraphNodeFindInClone", node, clone))

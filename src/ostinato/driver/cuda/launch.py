@@ -39,6 +39,7 @@ __all__ = [
     "default_value",
     "launch_block",
     "node_block",
+    "packed_arguments",
     "read_arguments",
     "settable",
 ]
