@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kernels.packed --out DIR [--shape 1B] [--skip-checks] [--steps-only]`
+"""`python -m benchmarks.kernels.packed --out DIR [--shape 1B] [--skip-checks]`
 
 Products of one row with packed weights: checks every type against NumPy, then times each product
 of a shape by itself for several ways to cut it, then whole steps.  Ends with one line of JSON;
@@ -11,6 +11,7 @@ together, each launch overlapping with the one before as in a step.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +25,12 @@ from benchmarks.kernels.timing import StepBench
 from ostinato.bench.shapes import SHAPES
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
-from ostinato.models.cuda.bricks import Packing, Part
+from ostinato.models.cuda.bricks import BRICK, Packing, Part
 from ostinato.models.cuda.shapes import (
     PRODUCTS,
+    REGISTERS,
     PackedShape,
+    Product,
     Tuning,
     default_tuning,
     packed_shape,
@@ -50,36 +53,34 @@ _LAUNCHES = 40
 _TENSORS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "embed", "head")
 _TYPES = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
-# split, teams, turns, depth, resident.
-_CUTS: dict[str, tuple[tuple[int, ...], ...]] = {
-    "qkv": ((8, 1, 1, 1, 2), (8, 1, 1, 1, 3), (4, 1, 1, 2), (4, 2, 1, 2), (8, 1, 2, 2, 2)),
-    "output": ((8, 1, 1, 1, 2), (8, 1, 1, 1, 3), (4, 1, 1, 2), (4, 2, 1, 2, 2)),
-    "gate_up": (
-        *((8, 1, 4, 1), (8, 1, 4, 1, 2), (8, 1, 4, 1, 3), (8, 1, 4, 2, 2), (8, 1, 4, 2)),
-        *((8, 1, 2, 1, 2), (8, 1, 2, 1, 3), (8, 1, 2, 2, 2), (8, 1, 3, 1, 2), (8, 1, 8, 1, 2)),
-        *((8, 1, 8, 2), (8, 1, 1, 1, 3), (4, 2, 2, 2, 2), (4, 2, 4, 2)),
-    ),
-    "down": (
-        *((16, 1, 1, 1, 1), (16, 1, 1, 2, 1), (32, 1, 1, 1, 1), (8, 1, 1, 2), (8, 1, 1, 4)),
-        *((11, 1, 1, 3), (11, 1, 1, 2, 1)),
-    ),
-    "head": (
-        *((8, 1, 30, 1, 2), (8, 1, 30, 1, 3), (8, 1, 31, 2, 2), (8, 1, 20, 1, 3), (8, 1, 61, 2)),
-        *((8, 1, 16, 1, 3), (8, 1, 8, 1, 2), (8, 1, 8, 1, 3), (8, 1, 8, 2, 2), (4, 2, 15, 2, 2)),
-    ),
-}
+_MULTIPROCESSORS = 132
+_WARPS = ((4, 2), (8, 1), (8, 2), (16, 1), (7, 1), (7, 2), (14, 1))  # split, teams
+_RESIDENT_WARPS = 24  # of a multiprocessor, at most
 
-# Of a step's products, each by itself.
-_CHANGES: tuple[tuple[str, dict[str, int]], ...] = (
-    ("qkv", {"turns": 2, "depth": 2}),
-    ("output", {"resident": 3}),
-    ("gate_up", {"depth": 2}),
-    ("gate_up", {"turns": 2, "resident": 3}),
-    ("down", {"depth": 1}),
-    ("head", {"turns": 31, "depth": 2}),
-    ("head", {"turns": 8, "depth": 2}),
-    ("head", {"turns": 16, "depth": 2}),
-)
+
+def cuts(name: str, product: Product, bits: int) -> list[PackedShape]:
+    """Cuts worth a try: blocks that fill the chip once or some times over, whose warps hold as many
+    bricks as the registers have room for."""
+    bricks, tiles = -(-product.inputs // BRICK), -(-product.pairs // 8)
+    rule = packed_shape(name, product, bits=bits, multiprocessors=_MULTIPROCESSORS)
+    made: dict[PackedShape, None] = {rule: None}
+    for (split, teams), resident, waves, depth in itertools.product(
+        _WARPS, (1, 2, 3), (1, 2, 4), (1, 2)
+    ):
+        span, warps = -(-bricks // split), split * teams
+        turns = max(1, round(tiles / (teams * _MULTIPROCESSORS * resident * waves)))
+        registers = 45 + depth * (44 if bits == 8 else 30)
+        if (
+            split > bricks
+            or (split % 7 == 0) != (bricks % 7 == 0 and bricks > 16)
+            or warps * resident > _RESIDENT_WARPS
+            or depth > turns * span
+            or registers * 32 * warps * resident > REGISTERS
+            or tiles / (teams * turns) < 0.9 * _MULTIPROCESSORS
+        ):
+            continue
+        made[PackedShape(split, teams, turns, depth, resident)] = None
+    return list(made)
 
 
 def _config(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
@@ -168,11 +169,11 @@ def time_products(
     bench: ProductBench, kinds: Sequence[str]
 ) -> tuple[list[dict[str, Any]], dict[tuple[str, str], PackedShape]]:
     wanted = [
-        (name, kind, PackedShape(*cut))
+        (name, kind, shape)
         for kind in kinds
-        for name, cuts in _CUTS.items()
-        for cut in cuts
+        for name, product in products_of(bench.config).items()
         if kind != "Q6_K" or name in ("down", "head")
+        for shape in cuts(name, product, 8 if kind == "Q8_0" else 4)
     ]
     begin = time.perf_counter()
     launches = [bench.launch(*one) for one in wanted]
@@ -204,19 +205,24 @@ def time_products(
             )  # fmt: skip
         found.sort(key=lambda pair: pair[0])
         best[name, kind] = found[0][1]
+        rule = packed_shape(name, products_of(bench.config)[name], bits=8 if kind == "Q8_0" else 4)
         shown = "  ".join(
             f"{','.join(map(str, astuple(s)))}: {us:.2f} us {nbytes / us / 1e3:.0f}"
             for us, s in found
+            if s == rule or us < 1.1 * found[0][0]
         )
         print(f"{kind:5} {name:8} {nbytes / 1e6:6.2f} MB  {shown}", flush=True)
     return rows, best
 
 
 def time_steps(
-    gpu: Gpu, config: LlamaConfig, best: Mapping[tuple[str, str], PackedShape]
+    gpu: Gpu,
+    config: LlamaConfig,
+    recipes: Sequence[str | None],
+    best: Mapping[tuple[str, str], PackedShape],
 ) -> Iterator[dict[str, Any]]:
     """By the rule, by the rule with one change, and with what is best alone."""
-    for recipe in (None, "Q8_0", "Q4_0", "Q4_K_M"):
+    for recipe in recipes:
         bench = StepBench(gpu, config, context=2048, recipe=recipe)
         rule = default_tuning(
             config, context=2048, multiprocessors=gpu.multiprocessors, clusters=True
@@ -227,10 +233,8 @@ def time_steps(
             tuned["head"] = best["head", "Q6_K"]
         tunings: dict[str, Tuning] = {"rule": rule}
         if recipe is not None:
-            for name, change in _CHANGES:
-                shape = replace(packed_shape(name, products_of(config)[name]), **change)
-                label = f"{name} {' '.join(f'{k} {v}' for k, v in change.items())}"
-                tunings[label] = replace(rule, packed={name: shape})
+            for name, shape in tuned.items():
+                tunings[f"best alone: {name}"] = replace(rule, packed={name: shape})
             if tuned:
                 tunings["best alone"] = replace(rule, packed=tuned)
         gpu.preload([one for t in tunings.values() for one in bench.launches(1, t)])
@@ -264,7 +268,9 @@ def main() -> int:
     parser.add_argument("--types", default=",".join(_TYPES))
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--steps-only", action="store_true", help="no product by itself")
+    parser.add_argument("--recipes", default="bf16,Q8_0,Q4_0,Q4_K_M", help="of whole steps")
     chosen = parser.parse_args()
+    recipes = [None if one == "bf16" else one for one in chosen.recipes.split(",")]
     from benchmarks.kernels.rig import Gpu
 
     gpu = Gpu()
@@ -279,7 +285,7 @@ def main() -> int:
     if not chosen.steps_only:
         rows, best = time_products(bench, chosen.types.split(","))
     gpu.free_all()
-    rows += time_steps(gpu, config, best)
+    rows += time_steps(gpu, config, recipes, best)
     with ost.open_device(chosen.device) as device:
         common.emit(
             "packed",
