@@ -46,7 +46,6 @@ _MATRICES = {
     "output": "layers.0.wo",
     "gate_up": "layers.0.w_gate_up",
     "down": "layers.0.w_down",
-    "head": "embed",
 }
 _BEYOND_L2 = 300 << 20
 _LAUNCHES = 40
@@ -131,7 +130,8 @@ class ProductBench:
 
     def launch(self, name: str, kind: str, shape: PackedShape) -> kc.CudaLaunch:
         tuning = replace(self.base, packed={name: shape})
-        cut = kc.Cut(self.config, 1, tuning, {_MATRICES[name]: self.how(name, kind)})
+        head = "embed" if self.config.tied_embeddings else "head"
+        cut = kc.Cut(self.config, 1, tuning, {_MATRICES.get(name, head): self.how(name, kind)})
         call = next(c for c in decode_program(self.config) if PRODUCTS.get(c.kernel) == name)
         return cut.launch([call], after="embed")
 
@@ -228,7 +228,7 @@ def time_steps(
             config, context=2048, multiprocessors=gpu.multiprocessors, clusters=True
         )
         kind = {"Q4_K_M": "Q4_K"}.get(str(recipe), str(recipe))
-        tuned = {name: best[name, kind] for name in _MATRICES if (name, kind) in best}
+        tuned = {name: best[name, kind] for name in products_of(config) if (name, kind) in best}
         if recipe == "Q4_K_M" and ("head", "Q6_K") in best:
             tuned["head"] = best["head", "Q6_K"]
         tunings: dict[str, Tuning] = {"rule": rule}
