@@ -380,9 +380,10 @@ def packed_shape(
     """How a product with a packed matrix is cut, by rule (found on an H200).  `bits`: of a code.
 
     One row: a warp for each 256 inputs, up to 16, which asks for all that it reads before the wait
-    for the previous kernel, and blocks that take turns where there would be more than two a
-    multiprocessor.  The head, which is long, asks for two turns at once; that fits the registers
-    where all blocks take as many turns and rows are whole bricks.
+    for the previous kernel, and blocks that take turns where there would be more than a
+    multiprocessor has room for at once: two, or one of more than 8 warps.  The head, which is long,
+    asks for two turns at once; that fits the registers where all blocks take as many turns and rows
+    are whole bricks.
     """
     if rows > 1:
         return _packed_matrix_shape(name, product, rows, multiprocessors)
@@ -390,14 +391,15 @@ def packed_shape(
     span = -(-bricks // 16)
     split = -(-bricks // span)
     tiles = -(-product.pairs // 8)
-    turns = max(1, -(-tiles // (2 * multiprocessors)))
+    resident = max(1, 16 // split)
+    turns = min(64, -(-tiles // (min(resident, 2) * multiprocessors)))
     depth = span if span <= 2 else 1  # more do not fit the registers
-    if name == "head" and product.inputs % BRICK == 0:
+    if name == "head" and product.inputs % BRICK == 0 and resident > 1:
         most = min(turns, 8 if bits == 8 else 16)
         even = [n for n in range(4, most + 1) if tiles % n == 0]
         if even:
             turns, depth = even[-1], 2
-    return PackedShape(split, 1, turns, depth, resident=max(1, 16 // split))
+    return PackedShape(split, 1, turns, depth, resident)
 
 
 def _packed_matrix_shape(
