@@ -21,7 +21,7 @@ from ostinato.models.cuda.lowering import CudaLaunch, Cut, lower
 from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.layout import parts_of, weight_shapes
 from ostinato.models.program import SAMPLED_ROWS, decode_program, loop_call
-from ostinato.models.sharding import COLLECTIVES, Sharding, shard_program
+from ostinato.models.sharding import COLLECTIVES, Sharding, exchanging_products, shard_program
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.relational import chain
@@ -160,6 +160,8 @@ def _launches_of_rank(sharding: Sharding) -> Iterator[CudaLaunch]:
         cut = Cut(part, rows, default_tuning(part, rows=rows, context=2048))
         for whole_logits in (False, True):
             program = shard_program(decode_program(part), sharding, whole_logits=whole_logits)
+            if rows == 1:
+                program = (*program, *exchanging_products(program, sharding))
             for call in program:
                 if call.kernel not in COLLECTIVES:
                     yield cut.launch([call], after=None)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import shutil
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.bench.random_weights import PackedCheckpoint
+from ostinato.bench.random_weights import PackedCheckpoint, random_checkpoint
 from ostinato.distributed import Group, local_groups
+from ostinato.errors import GroupError
 from ostinato.models.backend import BoundCall, BoundLaunch
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import GREEDY, SamplingOptions, sample
 from tests.distributed.test_exchange import emulate
+from tests.distributed.test_local import outcomes
+from tests.emulator.emulator import Emulator
 from tests.models.emulated import EmulatedGpu
 from tests.models.random_models import RandomModel, llama
 from tests.models.test_decoder_emulator import EmulatedBackend
@@ -29,6 +33,13 @@ SAMPLING = SamplingOptions(temperature=0.8, top_k=40, top_p=0.9, seed=5, repetit
 
 class EmulatedRank(EmulatedBackend):
     """As `EmulatedBackend`; what is bound already stays in its place."""
+
+    def __init__(self, device: ost.Device, **given: Any) -> None:
+        super().__init__(device, **given)
+        self.emulator = Emulator(threads=True)  # ranks wait for each other
+
+    def exchanges_sums(self, config: Any, rows: int, context: int, *, formats: Any) -> bool:
+        return kc.Cut(config, rows, self.tuning(config, rows, context), formats).exchanges_sums()
 
     def bind(
         self, program: Any, config: Any, rows: int, context: int, *, formats: Any
@@ -151,3 +162,84 @@ def test_a_ranks_share_of_packed_weights(
         assert several[0] == several[1] and several[0][:2] == one[:2]
         mine, wanted = (np.frombuffer(found[2], np.float32) for found in (several[0], one))
         assert np.linalg.norm(mine - wanted) / np.linalg.norm(wanted) < 2e-3
+
+
+def emulated_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA backend, and ranks' kernels that wait for each other, by the emulator."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(
+        "ostinato.models.decoder.backend_for",
+        lambda device, **_: CudaBackend(EmulatedGpu(device, threads=True), library_rows=None),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize(("ranks", "recipe"), [(2, None), (2, "Q4_K_M"), (4, "Q8_0")])
+def test_products_that_add_sums_over_ranks_have_the_bits_of_sums_apart(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, recipe: str | None
+) -> None:
+    """Eager, captured, replayed, in loops, and behind pieces of prompts, whose sums are apart; also
+    when the number of exchanges passes 2^32."""
+    config = llama(8, 2, 64, hidden=256, inner=1024, vocabulary=304, layers=2)
+    emulated_ranks(monkeypatch)
+
+    def decoding(group: Group) -> tuple[int, list[int], list[bytes]]:
+        with (
+            ost.open_device("host") as device,
+            Decoder(
+                device, random_checkpoint(config, recipe=recipe), group=group, **OPTIONS,
+                weights="packed" if recipe else "auto", collectives="exchange",
+            ) as decoder,
+        ):  # fmt: skip
+            decoder.plan.buffers["sums"].array[32 : 32 + 64].view(np.uint32)[:] = 2**32 - 3
+            group.barrier()
+            tokens, logits = [decoder.prefill(PROMPT[:1])], [decoder.logits().tobytes()]
+            for _ in range(4):
+                tokens.append(decoder.decode())
+                logits.append(decoder.logits().tobytes())
+            tokens += decoder.run(count=2, tokens_per_launch=2)
+            decoder.reset()
+            tokens += [decoder.prefill(PROMPT), decoder.decode()]
+            logits.append(decoder.logits().tobytes())
+            numbers = decoder.statistics()
+            assert not numbers.quarantined
+            return numbers.launches_per_token, tokens, logits
+
+    found = []
+    for apart in (False, True):
+        if apart:
+            monkeypatch.setattr(CudaBackend, "exchanges_sums", lambda *_, **__: False)
+        with local_groups(ranks) as groups:
+            several = groups.run(decoding)
+        assert all(one == several[0] for one in several)
+        found.append(several[0])
+    (launches, *mine), (apart_launches, *wanted) = found
+    assert launches == apart_launches - 2 * config.layers
+    assert mine == wanted
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+def test_a_lost_rank_ends_the_waits_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = llama(4, 2, 16, inner=64, vocabulary=32, layers=1)
+    emulated_ranks(monkeypatch)
+
+    def work(group: Group) -> None:
+        with (
+            ost.open_device("host") as device,
+            Decoder(
+                device, random_checkpoint(config), group=group, collectives="exchange", **OPTIONS
+            ) as decoder,
+        ):
+            decoder.prefill([1])
+            decoder.decode()
+            if group.rank == 1:
+                raise ValueError("broken")
+            for _ in range(30):
+                decoder.decode()
+
+    begin = time.monotonic()
+    with local_groups(2, deadline=300) as groups:
+        error, other = outcomes(groups, work)
+    assert time.monotonic() - begin < 100
+    assert isinstance(other, ValueError)
+    assert isinstance(error, GroupError) and "rank 1 raised ValueError" in str(error)

@@ -26,8 +26,8 @@ from tests.emulator.emulator import Emulator
 class EmulatedModules:
     """Kernels in CUDA C++ as host kernels that the emulator runs."""
 
-    def __init__(self, device: Device) -> None:
-        self._modules, self._emulator = device.modules, Emulator()
+    def __init__(self, device: Device, threads: bool = False) -> None:
+        self._modules, self._emulator = device.modules, Emulator(threads=threads)
 
     def get_or_compile(
         self, source: ost.Source, name: str, *, options: CompileOptions | None = None
@@ -40,12 +40,12 @@ class EmulatedModules:
 
 
 class EmulatedGpu:
-    """Of a device, what the CUDA backend asks for."""
+    """Of a device, what the CUDA backend asks for.  `threads`: see `Emulator`."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, threads: bool = False) -> None:
         self.name = "emulated"
         self.driver = device.driver  # which has no CUDA context
-        self.modules = EmulatedModules(device)
+        self.modules = EmulatedModules(device, threads)
         self.properties = replace(
             device.properties, compute_capability=(9, 0), multiprocessors=132, name="emulated"
         )

@@ -118,6 +118,12 @@ class Collectives(Closeable, ABC):
     def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
         """buffer = that of rank `root`."""
 
+    def sums(self, count: int) -> Buffer | None:
+        """Memory by which kernels add `count` float32 values of all ranks themselves
+        (`kernels/words.cuh`), None where they cannot.  Kernels that are given it belong to the
+        collectives: what uses them is closed before them."""
+        return None
+
     def programmatic(self, nbytes: int) -> bool:
         """Whether a sum or a gather of so many bytes of a rank is one kernel that can be launched
         programmatically, and lets the next one start before it ends."""

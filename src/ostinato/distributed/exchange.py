@@ -44,7 +44,15 @@ from ostinato.distributed.group import Group
 from ostinato.errors import NotAvailableError, OstinatoError
 from ostinato.modules import CompileOptions
 
-__all__ = ["THREADS", "ExchangeCollectives", "Layout", "kernels", "limit_for"]
+__all__ = [
+    "SUMS_MACROS",
+    "THREADS",
+    "ExchangeCollectives",
+    "Layout",
+    "kernels",
+    "limit_for",
+    "words_header",
+]
 
 THREADS = 128
 """Of a block; each has two values of 4 bytes."""
@@ -54,6 +62,10 @@ _BLOCKS_PER_PROCESSOR = 4
 _MOST_RANKS = 16
 _TOTAL = 512 << 10
 _PAGE = 2 << 20
+_SUM_SLOTS = 16384  # most values of a sum that products exchange themselves
+_SUM_TABLE = 32
+SUMS_MACROS = {"SUM_SLOTS": _SUM_SLOTS, "SUM_TABLE": _SUM_TABLE}
+"""Where things are in `ExchangeCollectives.sums`, for kernels that exchange sums themselves."""
 _SIGNATURES = {
     "exchange_accumulate": "order: *u32, target: *f32, partial: *f32, table: *const u64, "
     "count: u32, rank: u32",
@@ -87,9 +99,19 @@ class Layout:
         return -(-(self.blocks + self.ranks) // 32) * 16
 
     @property
+    def sums(self) -> int:
+        """The byte where the part begins in which products exchange their sums (linear.cuh)."""
+        return 8 * (self.header + 2 * self.ranks * self.words)
+
+    @property
+    def sums_words(self) -> int:
+        """Of 8 bytes, of that part."""
+        return _SUM_TABLE + _SUM_SLOTS // 4 + 2 * self.ranks * _SUM_SLOTS
+
+    @property
     def nbytes(self) -> int:
         """Whole pages, so that no other allocation is opened with it."""
-        return -(-8 * (self.header + 2 * self.ranks * self.words) // _PAGE) * _PAGE
+        return -(-(self.sums + 8 * self.sums_words) // _PAGE) * _PAGE
 
     def mark(self, rank: int) -> int:
         """The byte where a rank says that it writes to this window no more."""
@@ -104,11 +126,15 @@ class Layout:
 @cache
 def kernels() -> Source:
     """The CUDA kernels."""
-    return Source(
-        (Path(__file__).parent / "kernels" / "exchange.cu").read_text(encoding="utf-8"),
-        signatures=_SIGNATURES,
-        name="exchange.cu",
-    )
+    code = (Path(__file__).parent / "kernels" / "exchange.cu").read_text(encoding="utf-8")
+    return Source(code, signatures=_SIGNATURES, headers=words_header(), name="exchange.cu")
+
+
+@cache
+def words_header() -> Mapping[str, str]:
+    """The header with what ranks store into each other's memory, by its name."""
+    path = Path(__file__).parent / "kernels" / "words.cuh"
+    return {path.name: path.read_text(encoding="utf-8")}
 
 
 _kept: list[object] = []
@@ -188,6 +214,12 @@ class ExchangeCollectives(Collectives):
         except OstinatoError as problem:
             error = str(problem)
         self._refuse([one.decode() for one in group.exchange("windows: opened", error.encode())])
+        sums = [address + self.layout.sums for address in addresses]
+        self._sums = self._window.view(self.layout.sums, self.layout.sums_words, np.uint64)
+        with device.create_stream() as stream:
+            table = np.array([*sums, self._lost.address], np.uint64)
+            self._sums[: table.size].copy_from(table, stream)
+            stream.synchronize()
         addresses += [self._lost.address, self._window.address]
         self._table = device.array(np.array(addresses, np.uint64), name="windows of the ranks")
         self._try_out()
@@ -297,6 +329,10 @@ class ExchangeCollectives(Collectives):
     def _beyond(self, operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
         self.by_beyond += 1
         return operations
+
+    def sums(self, count: int) -> Buffer | None:
+        """See `Collectives`."""
+        return self._sums if count <= _SUM_SLOTS and self._fits(4 * count) else None
 
     def described(self) -> str:
         """See `Collectives`."""

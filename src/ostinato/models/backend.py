@@ -134,6 +134,11 @@ class Backend(Protocol):
         """Further buffers that its kernels need for steps of up to `rows` rows, by name: shapes and
         dtypes."""
 
+    def exchanges_sums(
+        self, config: LlamaConfig, rows: int, context: int, *, formats: Formats = UNPACKED
+    ) -> bool:
+        """Whether `bind` takes the products of `sharding.exchanging_products` for such steps."""
+
     def bind(
         self,
         program: Sequence[KernelCall | BoundCall],

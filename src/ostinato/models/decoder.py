@@ -211,6 +211,8 @@ class Decoder(Closeable):
                 self._ranks = Ranks(group, sharding, device, collectives)
                 self._ranks.agree_model(self.config, self.backend, self.plan)
                 self._gather = self._ranks.gather_logits(self.plan)
+                if (sums := self._ranks.collectives.sums(self.config.hidden)) is not None:
+                    self.plan.buffers["sums"] = sums
             self._steps = StepGraphs(
                 device,
                 self.backend,

@@ -41,6 +41,7 @@ __all__ = [
     "ABSENT",
     "ACTIVE",
     "FROM_STATE",
+    "OF_RANKS",
     "OPTIONS",
     "RING",
     "ROW",
@@ -97,6 +98,9 @@ STOP_TOKENS = 16
 """How many end tokens the device holds; unused ones are -1."""
 ABSENT = 0
 """The null pointer: in the place of a weight that this model does not have."""
+OF_RANKS = {"output_residual": "output_of_ranks", "down_residual": "down_of_ranks"}
+"""Products whose sums belong together with other ranks', and what they are called where they add
+these themselves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,13 @@ from ostinato.models.backend import Backend, BoundCall, BoundLaunch
 from ostinato.models.config import LlamaConfig
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import Bound, KernelCall, decode_program
-from ostinato.models.sharding import COLLECTIVES, BoundCollective, Sharding, shard_program
+from ostinato.models.sharding import (
+    COLLECTIVES,
+    BoundCollective,
+    Sharding,
+    exchanging_products,
+    shard_program,
+)
 
 __all__ = ["Ranks"]
 
@@ -64,9 +70,12 @@ class Ranks:
         return shard_program(one, self.sharding, whole_logits=whole_logits, last_row=last_row)
 
     def with_collectives(
-        self, program: Iterable[KernelCall], rows: int
+        self, program: Sequence[KernelCall], rows: int, *, by_products: bool
     ) -> tuple[KernelCall | BoundCall, ...]:
-        """The program with its collectives bound to the group."""
+        """The program with its collectives bound to the group.  `by_products`: products add their
+        sums over all ranks themselves."""
+        if by_products:
+            program = exchanging_products(program, self.sharding)
         return tuple(
             BoundCollective(call, self.collectives, rows, self._programmatic(call, rows))
             if call.kernel in COLLECTIVES

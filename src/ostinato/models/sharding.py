@@ -39,7 +39,7 @@ from ostinato.models.backend import Resolve
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import BLOCK_TYPES
-from ostinato.models.program import Argument, Bound, KernelCall
+from ostinato.models.program import OF_RANKS, Argument, Bound, KernelCall
 
 if TYPE_CHECKING:
     from ostinato.distributed import Collectives
@@ -49,6 +49,7 @@ __all__ = [
     "BoundCollective",
     "ShardedCheckpoint",
     "Sharding",
+    "exchanging_products",
     "shard_buffers",
     "shard_checkpoint",
     "shard_program",
@@ -285,7 +286,7 @@ def shard_program(
         given = dict(call.arguments)
         if call.kernel == "embed":
             calls.append(_with(call, vocabulary=vocabulary))
-        elif call.kernel in ("output_residual", "down_residual"):
+        elif call.kernel in OF_RANKS:
             calls.append(_with(call, x=partial))
             calls.append(_call("accumulate", target=given["x"], partial=partial, rows="rows"))
         elif call.kernel == "head":
@@ -327,6 +328,24 @@ def shard_program(
             )
         else:
             calls.append(call)
+    return tuple(calls)
+
+
+def exchanging_products(
+    program: Sequence[KernelCall], sharding: Sharding
+) -> tuple[KernelCall, ...]:
+    """A rank's program whose products add their sums over all ranks themselves, in the place of an
+    `accumulate` behind each."""
+    calls: list[KernelCall] = []
+    for call in program:
+        if call.kernel != "accumulate":
+            calls.append(call)
+            continue
+        product, target = calls.pop(), dict(call.arguments)["target"]
+        given = dict(product.arguments) | {"x": target, "sums": Bound("sums")}
+        del given["workspace"]
+        given |= {"rank": sharding.rank, "ranks": sharding.size}
+        calls.append(_call(OF_RANKS[product.kernel], **given))
     return tuple(calls)
 
 

@@ -249,7 +249,13 @@ class StepGraphs:
         """The launches of a step that samples."""
         sizes = self._plan.sizes
         program = self._program(name, last_row=rows > sizes.sampled_rows)
-        calls = program if self._ranks is None else self._ranks.with_collectives(program, rows)
+        if self._ranks is None:
+            return self._bind(program, rows)
+        plan = self._plan
+        by_products = "sums" in plan.buffers and self._backend.exchanges_sums(
+            plan.config, rows, plan.sizes.context, formats=plan.weights.formats
+        )
+        calls = self._ranks.with_collectives(program, rows, by_products=by_products)
         return self._bind(calls, rows)
 
     def _bind(self, program: Sequence[KernelCall | BoundCall], rows: int) -> tuple[BoundCall, ...]:

@@ -3,10 +3,7 @@
 //
 // A window begins with a counter for each block (`epochs`), then has the words of two exchanges:
 //
-//     words[epoch % 2][rank][block][2 * THREADS]        a word: 4 bytes of value, 4 bytes of epoch
-//
-// A word is one access of 8 bytes, so who finds the epoch finds its value.  Nothing else orders them,
-// and no word is read with a plain load.
+//     words[epoch % 2][rank][block][2 * THREADS]        (words.cuh)
 //
 // Block b of a rank exchanges with block b of every other rank, and with no other block.  Its counter
 // says how many exchanges it has had; all ranks launch the same grids in the same order, so it is the
@@ -26,8 +23,6 @@
 // The results are NaN then.  The group's memory is not used for another exchange after that.
 //
 // All blocks of a grid must be resident at once, on all ranks: the caller keeps grids that small.
-typedef unsigned int u32;
-typedef unsigned long long u64;
 #ifndef EMULATED  // tests compile this file as C++ and define these otherwise
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
@@ -40,28 +35,9 @@ DEVICE void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: 
 DEVICE void wait_for_previous() {}
 DEVICE void start_next() {}
 #endif
-// Two words beside each other, each one access of its own.
-DEVICE void send_words(u64* p, u64 one, u64 other) {
-    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(one), "l"(other)
-                 : "memory");
-}
-DEVICE void receive_words(const u64* p, u64& one, u64& other) {
-    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-                 : "=l"(one), "=l"(other)
-                 : "l"(p)
-                 : "memory");
-}
-DEVICE u32 told_by_host(const u32* p) {
-    u32 v;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-constexpr u32 POLLS = 4096;  // between two looks at `lost`, which go over the bus to the host's memory
 #endif
 
-constexpr u32 NOT_A_NUMBER = 0x7fc00000u;
-
-DEVICE u64 word_of(u32 value, u32 epoch) { return static_cast<u64>(epoch) << 32 | value; }
+#include "words.cuh"
 
 // `table`: the windows' addresses by rank, that of `lost`, and this rank's own window again.  Gives
 // every rank's two values of this thread, which are those at `first`, 2 * (the thread's number in the
@@ -94,40 +70,12 @@ struct Exchange {
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++)
             if (r != rank) send_words(windows[r] + mine, words[0], words[1]);
-        const u64* const from = own + half;
-        bool all = wanted == 0;
-        for (u32 polls = 1; !all; polls++) {
-            u64 found[RANKS][2];
-            // All loads are on their way before the first is looked at.
 #pragma unroll
-            for (u32 r = 0; r < RANKS; r++) {
-                found[r][0] = words[0];
-                found[r][1] = words[1];
-                if (r != rank)
-                    receive_words(from + static_cast<u64>(r) * WORDS, found[r][0], found[r][1]);
-            }
-            all = true;
-#pragma unroll
-            for (u32 r = 0; r < RANKS; r++)
-#pragma unroll
-                for (u32 i = 0; i < 2; i++) {
-                    all = all && static_cast<u32>(found[r][i] >> 32) == epoch;
-                    values[r][i] = static_cast<u32>(found[r][i]);
-                }
-            if (!all && polls % POLLS == 0 && told_by_host(lost)) {
-#pragma unroll
-                for (u32 r = 0; r < RANKS; r++) values[r][0] = values[r][1] = NOT_A_NUMBER;
-                all = true;
-            }
-        }
+        for (u32 r = 0; r < RANKS; r++)  // an index that is no constant would need memory
+            if (r == rank) values[r][0] = one, values[r][1] = other;
+        if (wanted) receive_from_ranks(values, rank, own + half, WORDS, epoch, lost);
     }
-    // In the order of ranks, so that all have the same bits.
-    DEVICE float sum(u32 i) const {
-        float total = __uint_as_float(values[0][i]);
-#pragma unroll
-        for (u32 r = 1; r < RANKS; r++) total = __fadd_rn(total, __uint_as_float(values[r][i]));
-        return total;
-    }
+    DEVICE float sum(u32 i) const { return sum_of_ranks(values, i); }
     // Every thread of the block, last.
     DEVICE void end() {
         __syncthreads();

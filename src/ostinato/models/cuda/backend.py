@@ -36,7 +36,7 @@ from ostinato.models.cuda.library import (
     lower_with_library,
     most_rows,
 )
-from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
+from ostinato.models.cuda.lowering import CudaLaunch, Cut, lower, workspace_bytes
 from ostinato.models.cuda.products import Product, Products, open_products
 from ostinato.models.cuda.shapes import Tuning
 from ostinato.models.cuda.tunings import choose_tuning
@@ -223,6 +223,12 @@ class CudaBackend:
     def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:
         """The file's bytes go to the device as they are (`cuda.dequantise`)."""
         return convert_on_device(self._device, checkpoint, tensors)
+
+    def exchanges_sums(
+        self, config: LlamaConfig, rows: int, context: int, *, formats: Formats = UNPACKED
+    ) -> bool:
+        tuning, count = self._tuning(config, rows, context), self._properties.multiprocessors
+        return Cut(config, rows, tuning, formats, count).exchanges_sums()
 
     def _lower(
         self,

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from ostinato import LaunchConfig, Source
+from ostinato.distributed.exchange import SUMS_MACROS, words_header
 from ostinato.driver.signature import Signature
 from ostinato.models.backend import BoundCall
 from ostinato.models.config import LlamaConfig
@@ -41,6 +42,7 @@ from ostinato.models.cuda.bricks import FORMATS, Formats, Packing
 from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     MAX_ROWS,
+    MAX_SHARED,
     PRODUCT_CALLS,
     MatrixShape,
     PackedShape,
@@ -55,7 +57,7 @@ from ostinato.models.cuda.shapes import (
     products_of,
     require_supported,
 )
-from ostinato.models.program import ABSENT, Argument, Bound, KernelCall, decode_program
+from ostinato.models.program import ABSENT, OF_RANKS, Argument, Bound, KernelCall, decode_program
 from ostinato.modules import CompileOptions
 
 __all__ = [
@@ -78,6 +80,8 @@ _MATRICES = ("weight", "table")
 _PACKED = re.compile(rf"\b({'|'.join(_MATRICES)}): \*const bf16")
 _Packing: TypeAlias = Packing | None
 """None for bfloat16."""
+_RESIDENT_THREADS = 1024  # which leave 64 registers each
+_OF_ONE = {call: product for product, call in OF_RANKS.items()}
 _SAMPLE_THREADS = 1024
 _ROPE_THREADS = 128
 
@@ -110,6 +114,10 @@ SIGNATURES: dict[str, str] = {
     "inner: *out f32, workspace: *f32, row_count: u32, hidden: u32, width: u32, epsilon: f32",
     "down_residual": _LIVE + "inner: *const f32, weight: *const bf16, x: *f32, workspace: *f32, "
     "row_count: u32, hidden: u32, width: u32",
+    "output_of_ranks": _LIVE + "attended: *const f32, weight: *const bf16, x: *f32, sums: *u64, "
+    "row_count: u32, hidden: u32, width: u32, rank: u32",
+    "down_of_ranks": _LIVE + "inner: *const f32, weight: *const bf16, x: *f32, sums: *u64, "
+    "row_count: u32, hidden: u32, width: u32, rank: u32",
     "head": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, logits: *f32, "
     "workspace: *f32, row_count: u32, hidden: u32, vocabulary: u32, epsilon: f32",
     "sample": _LIVE + "logits: *const f32, options: *const u64, chosen: *out i32, "
@@ -178,7 +186,9 @@ def lower(
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
-    if formats or not all(isinstance(call, KernelCall) for call in program):
+    if formats or not all(
+        isinstance(call, KernelCall) and call.kernel not in _OF_ONE for call in program
+    ):
         chosen = replace(chosen, block=None)  # it reads bfloat16, and leaves the residual in parts
     cut = Cut(config, rows, chosen, formats or {}, multiprocessors)
     launches: list[CudaLaunch | Kept] = []
@@ -243,6 +253,8 @@ def _source(name: str, packed: bool = False) -> Source:
 def source_of(name: str, signatures: Mapping[str, str]) -> Source:
     """A .cu file with the headers beside it."""
     headers = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
+    if name == "matvec":
+        headers |= words_header()
     return Source(
         (_FOLDER / f"{name}.cu").read_text(),
         signatures=signatures,
@@ -329,7 +341,16 @@ class Cut:
         shape, c, block = self.shape_macros, self.config, self.tuning.block
         vocabulary = given.get("vocabulary", c.vocabulary)
         found: dict[str, object]
-        if kernel in PRODUCT_CALLS:
+        if kernel in _OF_ONE:
+            name = PRODUCT_CALLS[_OF_ONE[kernel]]
+            cut = self.shape(name, packing)
+            template = "Shape" if packing is None else "PackedShape"
+            found = shape | {shape_macro(name): _shape_type(template, cut, packing or ())}
+            found |= SUMS_MACROS | {"RANKS": given["ranks"]}
+            found["RESIDENT_BLOCKS"] = self.resident(kernel, packing)
+            if packing is not None:
+                found["PACKED"] = 1
+        elif kernel in PRODUCT_CALLS:
             found = dict(shape)
             for call, name in PRODUCT_CALLS.items():
                 if packing is None and (block is None or call not in self.blocked):
@@ -379,10 +400,15 @@ class Cut:
         return {name: str(value) for name, value in found.items()}
 
     def starts(self, kernel: str) -> str:
-        return self.tuning.start_next.get(kernel, "AFTER_WAIT")
+        return self.tuning.start_next.get(_OF_ONE.get(kernel, kernel), "AFTER_WAIT")
+
+    def resident(self, kernel: str, packing: _Packing = None) -> int:
+        """How many blocks a multiprocessor must hold for all of a product's to run at once."""
+        blocks = self.blocks(PRODUCT_CALLS[_OF_ONE[kernel]], packing)
+        return -(-blocks // self.multiprocessors)
 
     def file(self, kernel: str) -> str:
-        if kernel in PRODUCT_CALLS:
+        if kernel in PRODUCT_CALLS or kernel in _OF_ONE:
             return "matvec" if self.rows == 1 else "matmul"
         if kernel == "continue_loop":
             return "loop"
@@ -422,6 +448,7 @@ class Cut:
         self, kernel: str, packing: _Packing = None, *, programmatic: bool
     ) -> LaunchConfig:
         c = self.config
+        kernel = _OF_ONE.get(kernel, kernel)
         if kernel in PRODUCT_CALLS:
             name = PRODUCT_CALLS[kernel]
             shape, product = self.shape(name, packing), self.products[name]
@@ -483,6 +510,21 @@ class Cut:
             if packing is not None and named is not None and (named, packing) not in known:
                 known.add((named, packing))
                 yield self.products[named], self.shape(named, packing)
+
+    def exchanges_sums(self) -> bool:
+        """Whether products of one row can add their sums over ranks themselves: every one of their
+        blocks must be resident at once, since it waits for the same block of other ranks."""
+        if self.rows > 1:
+            return False
+        for call in decode_program(self.config):
+            if call.kernel in OF_RANKS:
+                packing = self.packing(call)
+                config = self.launch_config(call.kernel, packing, programmatic=False)
+                held = self.resident(OF_RANKS[call.kernel], packing)
+                threads = held * config.block[0]
+                if threads > _RESIDENT_THREADS or held * (config.shared + 1024) > MAX_SHARED:
+                    return False
+        return True
 
     @property
     def workspace_bytes(self) -> int:

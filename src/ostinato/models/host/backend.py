@@ -83,6 +83,12 @@ class HostBackend:
         """Never: device memory is the process's own, and the checkpoint converts into it."""
         return False
 
+    def exchanges_sums(
+        self, config: LlamaConfig, rows: int, context: int, *, formats: Formats = UNPACKED
+    ) -> bool:
+        """Never: a host kernel is a whole grid, so nothing would be saved."""
+        return False
+
     def bind(
         self,
         program: Sequence[KernelCall | BoundCall],

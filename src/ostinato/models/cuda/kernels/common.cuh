@@ -133,6 +133,7 @@ DEVICE int load_fresh(const int* p) {
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+DEVICE u32 load_fresh(const u32* p) { return load_fresh(reinterpret_cast<const int*>(p)); }
 
 // ------------------------------------------------------------------------- programmatic launch
 

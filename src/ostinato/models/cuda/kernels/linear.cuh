@@ -40,7 +40,7 @@ struct PlainQkvProduct {
     static constexpr int PAIRS = OUTPUTS / 2;
     static constexpr bool NORMED = true;
     static constexpr int WANTED = ACTIVE;
-    static constexpr bool KEYS = false;
+    static constexpr bool KEYS = false, EXCHANGES = false;
     static constexpr int PARTS = 0;
 
     const Weight* weight;
@@ -64,7 +64,7 @@ struct QkvProduct {
     static constexpr int PAIRS = OUTPUTS / 2, HALF = HEAD_SIZE / 2;
     static constexpr bool NORMED = true;
     static constexpr int WANTED = ACTIVE;
-    static constexpr bool KEYS = false;
+    static constexpr bool KEYS = false, EXCHANGES = false;
     static constexpr int PARTS = 0;
 
     const Weight* weight;
@@ -133,7 +133,7 @@ struct GateUpProduct {
     static constexpr int INPUTS = HIDDEN, OUTPUTS = 2 * INNER, PAIRS = INNER;
     static constexpr bool NORMED = true;
     static constexpr int WANTED = ACTIVE;
-    static constexpr bool KEYS = false;
+    static constexpr bool KEYS = false, EXCHANGES = false;
     static constexpr int PARTS = RESIDUAL_PARTS;
 
     const Weight* weight;  // [gate; up]
@@ -156,7 +156,7 @@ template <int WIDTH> struct ResidualProduct {
     static constexpr int INPUTS = WIDTH, OUTPUTS = HIDDEN, PAIRS = HIDDEN / 2;
     static constexpr bool NORMED = false;
     static constexpr int WANTED = ACTIVE;
-    static constexpr bool KEYS = false;
+    static constexpr bool KEYS = false, EXCHANGES = false;
     static constexpr int PARTS = 0;
 
     const Weight* weight;
@@ -177,12 +177,76 @@ template <int WIDTH> struct ResidualProduct {
     }
 };
 
+#ifdef RANKS
+#include "words.cuh"
+
+// As ResidualProduct, of a rank that has a part of the inputs, and adds the sums of all ranks: `finish`
+// stores its own into every rank's window, and `receive` waits for the others' (distributed/kernels).
+// Its part of a window, `sums`, which starts from zero:
+//
+//     table     the addresses of every rank's `sums`, then of `lost`        SUM_TABLE words of 8 bytes
+//     epochs    of each pair, how many exchanges it has had                 [SUM_SLOTS / 2], 4 bytes
+//     words     [epoch % 2][rank][SUM_SLOTS]
+//
+// Two halves are enough, as in exchange.cu, pair by pair: who sends epoch e has had all words of e - 1,
+// and their senders had read those of e - 2.  So the grids of one pair's exchanges need not be alike.
+// All blocks must be resident at once, on all ranks, and `receive` comes after all of a block's `finish`.
+template <int WIDTH> struct ResidualOfRanks {
+    static constexpr int INPUTS = WIDTH, OUTPUTS = HIDDEN, PAIRS = HIDDEN / 2;
+    static constexpr bool NORMED = false;
+    static constexpr int WANTED = ACTIVE;
+    static constexpr bool KEYS = false, EXCHANGES = true;
+    static constexpr int PARTS = 0;
+
+    const Weight* weight;
+    const float* input;
+    float* x;
+    u64* sums;
+    u32 rank;
+    u64* windows[RANKS];
+    const float* norm = nullptr;
+    float epsilon = 0.0f;
+
+    // Before the wait: the table never changes.
+    DEVICE ResidualOfRanks(const Weight* weight, const float* input, float* x, u64* sums, u32 rank)
+        : weight(weight), input(input), x(x), sums(sums), rank(rank) {
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++) windows[r] = reinterpret_cast<u64*>(sums[r]);
+    }
+    DEVICE static int weight_row(int pair, int which) { return 2 * pair + which; }
+    DEVICE u32* epoch_of(int pair) const { return reinterpret_cast<u32*>(sums + SUM_TABLE) + pair; }
+    // Where the words of a pair begin in a rank's window: those of rank 0.
+    DEVICE static u64* words_of(u64* window, int pair, u32 epoch) {
+        return window + SUM_TABLE + SUM_SLOTS / 4 + static_cast<u64>(epoch & 1) * RANKS * SUM_SLOTS +
+               2 * pair;
+    }
+    DEVICE u32 prepare(const Row&, int, int pair) const { return load_fresh(epoch_of(pair)) + 1; }
+    DEVICE u64 finish(const Row&, int, int pair, float a, float b, u32 epoch) const {
+        const u64 one = word_of(__float_as_uint(a), epoch), other = word_of(__float_as_uint(b), epoch);
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++)
+            send_words(words_of(windows[r], pair, epoch) + rank * SUM_SLOTS, one, other);
+        return 0;
+    }
+    DEVICE void receive(int pair) const {
+        const float2 old = load_fresh(reinterpret_cast<const float2*>(x) + pair);
+        const u32 epoch = load_fresh(epoch_of(pair)) + 1;
+        u32 values[RANKS][2];
+        receive_from_ranks(values, RANKS, words_of(sums, pair, epoch), SUM_SLOTS, epoch,
+                           reinterpret_cast<const u32*>(sums[RANKS]));
+        reinterpret_cast<float2*>(x)[pair] = make_float2(__fadd_rn(old.x, sum_of_ranks(values, 0)),
+                                                         __fadd_rn(old.y, sum_of_ranks(values, 1)));
+        *epoch_of(pair) = epoch;
+    }
+};
+#endif
+
 // logits = W h of the rows that sample, each sequence's at its own place; and each block's largest.
 struct HeadProduct {
     static constexpr int INPUTS = HIDDEN, OUTPUTS = VOCAB, PAIRS = ceil_div(VOCAB, 2);
     static constexpr bool NORMED = true;
     static constexpr int WANTED = ACTIVE | SAMPLE;
-    static constexpr bool KEYS = true;
+    static constexpr bool KEYS = true, EXCHANGES = false;
     static constexpr int PARTS = 0;
 
     const Weight* weight;

@@ -219,6 +219,11 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
             if (more && finisher && mine < P::PAIRS) prepared = product.prepare(row, 0, mine);
         }
     }
+    if constexpr (P::EXCHANGES) {
+        int pair = first + sub;
+        for (int turn = 0; turn < turns && finisher && pair < P::PAIRS; turn++, pair += S::TURN_PAIRS)
+            product.receive(pair);
+    }
     return key;
 }
 
@@ -264,6 +269,15 @@ KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
 }
 #endif
 
+#if defined(OUTPUT_SHAPE) && defined(RANKS)
+KERNEL __launch_bounds__(OutputShape::THREADS, larger(RESIDENT_BLOCKS, OutputShape::RESIDENT))
+    output_of_ranks(const int* live, const float* attended, const Weight* weight, float* x, u64* sums,
+                    u32 row_count, u32 hidden, u32 width, u32 rank) {
+    const ResidualOfRanks<HEADS * HEAD_SIZE> product(weight, attended, x, sums, rank);
+    multiply(OutputShape(), product, live);
+}
+#endif
+
 #ifdef GATE_UP_SHAPE
 typedef GATE_UP_SHAPE GateUpShape;
 
@@ -284,6 +298,15 @@ KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
                   float* workspace, u32 row_count, u32 hidden, u32 width) {
     const float* const before = RESIDUAL_PARTS ? partials_of(workspace) + RESIDUAL_PARTS * HIDDEN : x;
     const ResidualProduct<INNER> product{weight, inner, before, x};
+    multiply(DownShape(), product, live);
+}
+#endif
+
+#if defined(DOWN_SHAPE) && defined(RANKS)
+KERNEL __launch_bounds__(DownShape::THREADS, larger(RESIDENT_BLOCKS, DownShape::RESIDENT))
+    down_of_ranks(const int* live, const float* inner, const Weight* weight, float* x, u64* sums,
+                  u32 row_count, u32 hidden, u32 width, u32 rank) {
+    const ResidualOfRanks<INNER> product(weight, inner, x, sums, rank);
     multiply(DownShape(), product, live);
 }
 #endif

@@ -353,6 +353,10 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
             product.finish(row, 0, pair, total.x * scale, total.y * scale, prepared);
         if constexpr (P::KEYS) key = largest(key, one);
     }
+    if constexpr (P::EXCHANGES) {
+        for (int item = thread; item < S::BLOCK_PAIRS && pair_of(item) < PAIRS; item += S::THREADS)
+            product.receive(FIRST + pair_of(item));
+    }
     return key;
 }
 

@@ -1,0 +1,67 @@
+// Words of 8 bytes that ranks store into each other's memory: 4 bytes of value, 4 bytes of epoch.
+//
+// A word is one access of 8 bytes, so who finds the epoch finds its value.  Nothing else orders them,
+// and no word is read with a plain load.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifndef EMULATED  // tests compile this file as C++ and define these otherwise
+// Two words beside each other, each one access of its own.
+DEVICE void send_words(u64* p, u64 one, u64 other) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(one), "l"(other)
+                 : "memory");
+}
+DEVICE void receive_words(const u64* p, u64& one, u64& other) {
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(one), "=l"(other)
+                 : "l"(p)
+                 : "memory");
+}
+DEVICE u32 told_by_host(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+constexpr u32 POLLS = 4096;  // between two looks at `lost`, which go over the bus to the host's memory
+#endif
+
+constexpr u32 NOT_A_NUMBER = 0x7fc00000u;
+
+DEVICE u64 word_of(u32 value, u32 epoch) { return static_cast<u64>(epoch) << 32 | value; }
+
+// Every rank's two values, from its words at `from` + rank * `stride`, once these have this epoch; those
+// of rank `known` are there already (RANKS: of none).  All are NaN once the word at `lost` is not 0.
+DEVICE void receive_from_ranks(u32 (&values)[RANKS][2], u32 known, const u64* from, u64 stride, u32 epoch,
+                               const u32* lost) {
+    for (u32 polls = 1;; polls++) {
+        u64 found[RANKS][2];
+        // All loads are on their way before the first is looked at.
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++)
+            if (r != known) receive_words(from + r * stride, found[r][0], found[r][1]);
+        bool all = true;
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++) {
+            if (r == known) continue;
+#pragma unroll
+            for (u32 i = 0; i < 2; i++) {
+                all = all && static_cast<u32>(found[r][i] >> 32) == epoch;
+                values[r][i] = static_cast<u32>(found[r][i]);
+            }
+        }
+        if (all) return;
+        if (polls % POLLS == 0 && told_by_host(lost)) break;
+    }
+#pragma unroll
+    for (u32 r = 0; r < RANKS; r++) values[r][0] = values[r][1] = NOT_A_NUMBER;
+}
+
+// In the order of ranks, so that all have the same bits.
+DEVICE float sum_of_ranks(const u32 (&values)[RANKS][2], u32 i) {
+    float total = __uint_as_float(values[0][i]);
+#pragma unroll
+    for (u32 r = 1; r < RANKS; r++) total = __fadd_rn(total, __uint_as_float(values[r][i]));
+    return total;
+}
