@@ -1,7 +1,9 @@
 """One rank of a group of processes, for tests: decodes, and fails as it is told.
 
-    rank_program.py host|cuda DEADLINE FAULT
-    rank_program.py host|cuda alone ""           the same on one device, without a group
+    rank_program.py host|cuda|RECIPE DEADLINE FAULT
+    rank_program.py host|cuda|RECIPE alone ""    the same on one device, without a group
+
+RECIPE: packed weights of `random_weights.RECIPES`, on CUDA.
 
 FAULT: "", or "kill|stop|raise|key|build" and "start|prompt|between|loop"; "key" is another call or
 setting than the other ranks', "build" another version's code.  Prints a line of JSON: the tokens,
@@ -20,6 +22,7 @@ from contextlib import ExitStack
 import numpy as np
 
 import ostinato as ost
+from ostinato.bench.random_weights import random_checkpoint
 from ostinato.distributed import Group, open_group
 from ostinato.models import ranks
 from ostinato.models.decoder import Decoder
@@ -29,11 +32,12 @@ MODELS = {
     "host": RandomModel(llama(6, 6, 16, hidden=64, inner=96, vocabulary=264, layers=2)),
     "cuda": RandomModel(llama(8, 4, 64, inner=1024, vocabulary=2048, layers=4)),
 }
+PACKED = llama(16, 4, 64, inner=12288, vocabulary=2048, layers=2)  # large enough to stay packed
 
 
 def main(kind: str, deadline: str, fault: str) -> None:
     what, _, moment = fault.partition(" ")
-    model = MODELS[kind]
+    model = MODELS.get(kind, MODELS["cuda"])
 
     def here(now: str) -> bool:
         """Has the fault now, if it is time; whether this rank is to make another call."""
@@ -59,7 +63,9 @@ def main(kind: str, deadline: str, fault: str) -> None:
         decoder = stack.enter_context(
             Decoder(
                 device,
-                model.checkpoint(),
+                random_checkpoint(PACKED, recipe=kind)
+                if kind not in MODELS
+                else model.checkpoint(),
                 stop_tokens=(),
                 group=group,
                 max_rows=8,
@@ -84,6 +90,7 @@ def main(kind: str, deadline: str, fault: str) -> None:
             tokens.append(token)
         numbers = decoder.statistics()
         found = {"tokens": tokens, "margins": margins, "digests": digests}
+        found["weights"] = numbers.weights
         found["eager"] = [*numbers.quarantined.values(), *numbers.one_by_one]
         print(json.dumps(found))
 

@@ -31,17 +31,24 @@ def _two_gpus() -> None:
         pytest.skip(f"no device: {error}")
 
 
-@pytest.mark.parametrize("way", ["exchange", "library"])
-def test_two_gpus_give_the_tokens_of_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the margin rule, and the same bits on both."""
+@pytest.mark.parametrize(
+    ("way", "weights"),
+    [("exchange", "cuda"), ("library", "cuda"), ("exchange", "Q8_0"), ("exchange", "Q4_K_M")],
+)
+def test_two_gpus_give_the_tokens_of_one(
+    way: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the margin rule, and the same bits on both; of a file's packed weights too, as they are
+    by themselves."""
     monkeypatch.setenv("OSTINATO_COLLECTIVES", way)
-    code, out, err = finish(start("cuda", "alone", ""))
+    code, out, err = finish(start(weights, "alone", ""))
     assert code == 0, err
     one = json.loads(out)
-    found = ranks(2, "cuda")
+    found = ranks(2, weights)
+    assert one["weights"].startswith("packed") == (weights != "cuda")
     assert [code for code, _, _ in found] == [0, 0], found
     first, second = (json.loads(out) for _, out, _ in found)
-    assert first == second
+    assert first == second and first["weights"] == one["weights"]
     assert not first["eager"]
     for step, (mine, other) in enumerate(zip(one["tokens"], first["tokens"], strict=True)):
         if mine != other:

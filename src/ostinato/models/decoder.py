@@ -41,7 +41,6 @@ from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.sequences import Sequences
 from ostinato.models.sharding import (
-    ShardedCheckpoint,
     Sharding,
     shard_buffers,
     shard_checkpoint,
@@ -71,9 +70,8 @@ class Decoder(Closeable):
 
     `weights`: "packed" leaves a file's quantised matrices as they are and unpacks them in the
     kernels; "bf16" makes all of them bfloat16 in a GPU's memory; "auto" is what is faster
-    (`statistics().weights` says what it is), and "bf16" for a GPU of a `group`, whose packed shares
-    were not measured yet.  On a CPU weights stay packed where the compiled kernels are there, and
-    are float32 else.
+    (`statistics().weights` says what it is).  On a CPU weights stay packed where the compiled
+    kernels are there, and are float32 else.
 
     `graphs` off runs everything eagerly.  `build`: "capture", or "record" to build graphs by hand
     from the first run's launches.  `warmups`: eager runs of each bucket before its capture.
@@ -653,10 +651,9 @@ _PACKED_ROWS = 8
 def formats_for(
     backend: Backend, checkpoint: Checkpoint, wanted: WeightsKind, sequences: int
 ) -> Formats:
-    """The matrices that are packed in the device's own order; with "auto" none of large batches,
-    and none of a rank's share.  Raises InputError."""
-    shared = isinstance(checkpoint, ShardedCheckpoint)
-    if wanted == "auto" and (shared or sequences > _PACKED_ROWS):
+    """The matrices that are packed in the device's own order; with "auto" none of large batches.
+    Raises InputError."""
+    if wanted == "auto" and sequences > _PACKED_ROWS:
         return UNPACKED
     return backend.formats(checkpoint, wanted)
 

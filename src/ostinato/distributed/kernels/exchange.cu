@@ -23,8 +23,9 @@
 // The results are NaN then.  The group's memory is not used for another exchange after that.
 //
 // All blocks of a grid must be resident at once, on all ranks: the caller keeps grids that small.
+#include "words.cuh"
+
 #ifndef EMULATED  // tests compile this file as C++ and define these otherwise
-#define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
 DEVICE float load_fresh(const float* p) { return __ldcg(p); }
 DEVICE u32 load_fresh(const u32* p) { return __ldcg(p); }
@@ -36,8 +37,6 @@ DEVICE void wait_for_previous() {}
 DEVICE void start_next() {}
 #endif
 #endif
-
-#include "words.cuh"
 
 // `table`: the windows' addresses by rank, that of `lost`, and this rank's own window again.  Gives
 // every rank's two values of this thread, which are those at `first`, 2 * (the thread's number in the
@@ -70,10 +69,7 @@ struct Exchange {
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++)
             if (r != rank) send_words(windows[r] + mine, words[0], words[1]);
-#pragma unroll
-        for (u32 r = 0; r < RANKS; r++)  // an index that is no constant would need memory
-            if (r == rank) values[r][0] = one, values[r][1] = other;
-        if (wanted) receive_from_ranks(values, rank, own + half, WORDS, epoch, lost);
+        if (wanted) receive_from_ranks(values, rank, one, other, own + half, WORDS, epoch, lost);
     }
     DEVICE float sum(u32 i) const { return sum_of_ranks(values, i); }
     // Every thread of the block, last.

@@ -8,6 +8,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #ifndef EMULATED  // tests compile this file as C++ and define these otherwise
+#ifndef DEVICE
+#define DEVICE __device__ __forceinline__
+#endif
 // Two words beside each other, each one access of its own.
 DEVICE void send_words(u64* p, u64 one, u64 other) {
     asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(one), "l"(other)
@@ -32,30 +35,33 @@ constexpr u32 NOT_A_NUMBER = 0x7fc00000u;
 DEVICE u64 word_of(u32 value, u32 epoch) { return static_cast<u64>(epoch) << 32 | value; }
 
 // Every rank's two values, from its words at `from` + rank * `stride`, once these have this epoch; those
-// of rank `known` are there already (RANKS: of none).  All are NaN once the word at `lost` is not 0.
-DEVICE void receive_from_ranks(u32 (&values)[RANKS][2], u32 known, const u64* from, u64 stride, u32 epoch,
-                               const u32* lost) {
-    for (u32 polls = 1;; polls++) {
+// of rank `known` (RANKS: of none) are `one` and `other`.  All are NaN once the word at `lost` is not 0.
+DEVICE void receive_from_ranks(u32 (&values)[RANKS][2], u32 known, u32 one, u32 other, const u64* from,
+                               u64 stride, u32 epoch, const u32* lost) {
+    bool all = false;
+    for (u32 polls = 1; !all; polls++) {
         u64 found[RANKS][2];
         // All loads are on their way before the first is looked at.
 #pragma unroll
-        for (u32 r = 0; r < RANKS; r++)
-            if (r != known) receive_words(from + r * stride, found[r][0], found[r][1]);
-        bool all = true;
-#pragma unroll
         for (u32 r = 0; r < RANKS; r++) {
-            if (r == known) continue;
+            found[r][0] = word_of(one, epoch);
+            found[r][1] = word_of(other, epoch);
+            if (r != known) receive_words(from + r * stride, found[r][0], found[r][1]);
+        }
+        all = true;
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++)
 #pragma unroll
             for (u32 i = 0; i < 2; i++) {
                 all = all && static_cast<u32>(found[r][i] >> 32) == epoch;
                 values[r][i] = static_cast<u32>(found[r][i]);
             }
-        }
-        if (all) return;
-        if (polls % POLLS == 0 && told_by_host(lost)) break;
-    }
+        if (!all && polls % POLLS == 0 && told_by_host(lost)) {
 #pragma unroll
-    for (u32 r = 0; r < RANKS; r++) values[r][0] = values[r][1] = NOT_A_NUMBER;
+            for (u32 r = 0; r < RANKS; r++) values[r][0] = values[r][1] = NOT_A_NUMBER;
+            all = true;
+        }
+    }
 }
 
 // In the order of ranks, so that all have the same bits.

@@ -86,7 +86,7 @@ Packing = tuple[Part, ...]
 Formats = Mapping[str, Packing]
 """The matrices that are packed, by their names in `weight_shapes`; others are bfloat16."""
 _PAYS_FROM = 32 << 20
-_PAYS_TO = 8192
+_PAYS_TO = 14336
 
 
 def packing(name: str, kinds: Sequence[str], rows: Sequence[int], columns: int) -> Packing | None:
@@ -129,9 +129,8 @@ def pays(config: LlamaConfig) -> bool:
     """Whether steps of few rows are faster with packed weights.
 
     By the bytes of a layer in bfloat16: the steps of small models are launches more than bytes, and
-    with bfloat16 they have fewer (attention_block.cu).  And by the inputs of its products: with
-    14,336 of them, whose digits fill a multiprocessor's shared memory, an H200 takes longer with 4
-    bits than with bfloat16.
+    with bfloat16 they have fewer (attention_block.cu).  And by the inputs of its products, whose
+    digits fill a multiprocessor's shared memory: more of them than measured are left unpacked.
     """
     c = config
     nbytes = 2 * c.hidden * (2 * c.query_size + 2 * c.kv_size + 3 * c.inner)

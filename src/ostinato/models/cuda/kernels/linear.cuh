@@ -232,7 +232,7 @@ template <int WIDTH> struct ResidualOfRanks {
         const float2 old = load_fresh(reinterpret_cast<const float2*>(x) + pair);
         const u32 epoch = load_fresh(epoch_of(pair)) + 1;
         u32 values[RANKS][2];
-        receive_from_ranks(values, RANKS, words_of(sums, pair, epoch), SUM_SLOTS, epoch,
+        receive_from_ranks(values, RANKS, 0, 0, words_of(sums, pair, epoch), SUM_SLOTS, epoch,
                            reinterpret_cast<const u32*>(sums[RANKS]));
         reinterpret_cast<float2*>(x)[pair] = make_float2(__fadd_rn(old.x, sum_of_ranks(values, 0)),
                                                          __fadd_rn(old.y, sum_of_ranks(values, 1)));
