@@ -2,6 +2,7 @@
 
     rank_program.py host|cuda|RECIPE DEADLINE FAULT
     rank_program.py host|cuda|RECIPE alone ""    the same on one device, without a group
+    rank_program.py host|cuda|RECIPE DEADLINE plain    without loops on the device
 
 RECIPE: packed weights of `random_weights.RECIPES`, on CUDA.
 
@@ -81,12 +82,12 @@ def main(kind: str, deadline: str, fault: str) -> None:
             margins.append(float(best[1] - best[0]) / float(logits.std()))
             digests.append(hashlib.sha256(logits.tobytes()).hexdigest()[:16])
             tokens.append(decoder.decode())
-        per_launch = 2 if here("between") else 4
+        per_launch = 1 if what == "plain" else 2 if here("between") else 4
         for token in decoder.run(count=24, tokens_per_launch=per_launch):
             tokens.append(token)
             if len(tokens) == 26 and here("loop"):
                 break
-        for token in decoder.run(count=6, tokens_per_launch=3):
+        for token in decoder.run(count=6, tokens_per_launch=1 if what == "plain" else 3):
             tokens.append(token)
         numbers = decoder.statistics()
         found = {"tokens": tokens, "margins": margins, "digests": digests}
