@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _MAX_STATIC = 46 * 1024
-VECTOR_LOADS = (4, 20)
+VECTOR_LOADS = (4, 30)
 """16-byte loads that a thread of matvec.cu has under way: fewer do not fill the memory's latency,
 more do not fit its registers."""
 

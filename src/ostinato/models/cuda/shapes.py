@@ -296,7 +296,7 @@ def default_tuning(
     clusters: bool = False,
     most: int = MAX_ROWS,
 ) -> Tuning:
-    """Shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100
+    """Shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100 and an H200
     (docs/performance.md).
 
     `context`: positions of a sequence.  `clusters`: whether the device has them.
@@ -321,6 +321,9 @@ def default_tuning(
     # reads the cache before its wait, which it may only if the kernel before it began late.
     late = ("norm_qkv_rope", "norm_rope", "attention_block")
     starts = dict.fromkeys(STARTING, "AT_START") | dict.fromkeys(late, "AFTER_WAIT")
+    if block is not None:
+        gate_up, down = _few_blocks(products, gate_up, down, multiprocessors)
+        starts["norm_gate_up"] = "AFTER_WAIT"
     return Tuning(qkv, output, gate_up, down, head, attention, starts, block=block)
 
 
@@ -344,8 +347,8 @@ def _vector_shape(name: str, product: Product, rows: int, multiprocessors: int) 
 
     A small product is over before the memory is busy: there more lanes and warps share a pair, so
     that each has less to do one after the other.  Where blocks would more than fill the chip twice
-    they take turns instead; the head's do so three times a multiprocessor where a warp has a long
-    row for itself (H200), and not at all where it has less.
+    they take turns instead.  Where a warp could have a long row of the head for itself, two share
+    two, and a multiprocessor has one block; eight warps share two rows of a long way down (H200).
     """
     chunks = product.inputs // 8
     lanes = 32 if chunks >= 128 else 16 if chunks >= 64 else 8
@@ -365,13 +368,37 @@ def _vector_shape(name: str, product: Product, rows: int, multiprocessors: int) 
         split = 2  # one step more (H200)
     wanted = each()
     if name == "head" and (lanes, split) == (32, 1) and chunks >= 256:
-        return VectorShape(lanes, 1, 1, 6, max(1, -(-product.pairs // (18 * multiprocessors))))
+        turns = -(-product.pairs // (8 * multiprocessors))
+        return VectorShape(lanes, 2, 2, 8, turns, ahead=min(2, turns - 1))
+    if product.normed and (lanes, split) == (32, 1) and 8 < wanted <= 16:
+        wanted /= 2  # two blocks a multiprocessor
     warps = max(split, 8) if wanted > 16 else max(1, -(-int(wanted + 0.999) // split)) * split
     shape = VectorShape(lanes, split, 1, warps)
     blocks = -(-product.pairs // shape.block_pairs)
-    if name != "head" and blocks > 2 * multiprocessors:
+    if blocks > 2 * multiprocessors:
         shape = replace(shape, turns=-(-blocks // (2 * multiprocessors)))
+    if not product.normed and product.inputs >= 8192 and (shape.split, warps) == (4, 8):
+        shape = replace(shape, split=8, pairs=2)
     return shape
+
+
+def _few_blocks(
+    products: Mapping[str, Product], gate_up: Shape, down: Shape, multiprocessors: int
+) -> tuple[Shape, Shape]:
+    """The MLP of a small model, whose attention is one launch: three quarters of the
+    multiprocessors at most have a block, each of which reads all parts of the residual, and the
+    next kernel has room beside it.  As given where a thread would have too much to load (H200)."""
+    most = multiprocessors * 3 // 4 + 1
+    product = products["gate_up"]
+    for warps in (4, 8):
+        wide = VectorShape(8, 1, 1, warps)
+        if -(-product.inputs // 64) <= 15 and -(-product.pairs // wide.block_pairs) <= most:
+            gate_up = wide
+            break
+    product, long = products["down"], VectorShape(32, 2, 1, 12)
+    if 512 < product.inputs <= 5 * 512 and -(-product.pairs // long.block_pairs) <= most:
+        down = long
+    return gate_up, down
 
 
 def packed_shape(
@@ -550,9 +577,9 @@ def block_shapes(config: LlamaConfig, multiprocessors: int) -> tuple[BlockShape,
             if block_problem(shape, c) is None:
                 # What a thread does one after the other, warps that wait for each other, parts that
                 # the next kernel adds up; idle positions, or a second tile soon.
-                cost = sum(shape.loads(c)) + 0.75 * warps + 1.5 * shape.units(c)
+                cost = sum(shape.loads(c)) + 2 * warps + 1.25 * shape.units(c)
                 cost += 8 * abs(warps * lanes * steps * cluster / 640 - 1)
-                cost += (cluster < 8) * 2 + 0.1 * abs(output_lanes - 8)
+                cost += (cluster < 8) * 2 + 0.3 * abs(output_lanes - 4)
                 made.append((cost, shape))
     return tuple(shape for _, shape in sorted(made, key=lambda pair: pair[0]))
 
