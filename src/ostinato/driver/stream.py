@@ -75,7 +75,7 @@ class Operation:
     @property
     def usable(self) -> bool:
         """Whether no memory that it was made with is closed."""
-        return not any(map(_is_closed_memory, self.keep))
+        return self._closed_memory() is None
 
     def require_usable(self, context: Context) -> None:
         """Raises ClosedError if memory that it was made with is closed.  Looks again only after
@@ -83,16 +83,19 @@ class Operation:
         epoch = context.memory_epoch  # read before the look: what is closed meanwhile changes it
         if self._found_open[0] is epoch:
             return
-        closed = next(filter(_is_closed_memory, self.keep), None)
+        closed = self._closed_memory()
         if closed is not None:
             raise ClosedError(
                 f"{self.name}: {closed!r} is closed, which the operation was made with"
             )
         self._found_open[0] = epoch
 
-
-def _is_closed_memory(owner: object) -> bool:
-    return getattr(owner, "closed", False) is True and hasattr(owner, "range")
+    def _closed_memory(self) -> object:
+        """The first closed memory of what it keeps, or None."""
+        for owner in self.keep:  # one loop: a call for each object takes twice as long
+            if getattr(owner, "closed", False) is True and hasattr(owner, "range"):
+                return owner
+        return None
 
 
 class Event(Closeable):
@@ -246,10 +249,13 @@ class Stream(Closeable):
         Raises DriverError, ClosedError if memory that the operation was made with is closed, and
         what `enter` raises; taps are told of the driver's refusal.
         """
-        operation.require_usable(self.context)  # it may be much older than this call
-        entry = Entry.ONCE if operation.once else Entry.WORK
-        handle = self.enter(operation.name, entry, operation)
-        driver = self.context.driver
+        # What `require_usable` and `enter` ask first: the calls are a quarter of a launch.
+        context = self.context
+        if operation._found_open[0] is not context.memory_epoch:
+            operation.require_usable(context)  # it may be much older than this call
+        if context.taps or self.closed or context.closed:
+            self.enter(operation.name, Entry.ONCE if operation.once else Entry.WORK, operation)
+        handle, driver = self.handle, context.driver
         params = operation.params
         try:
             if isinstance(params, KernelNodeParams):
@@ -270,7 +276,7 @@ class Stream(Closeable):
             self.report(error)
             raise
         self.submitted += 1
-        if self.context.taps:
+        if context.taps:
             self.announce(operation)
 
     def launch(
