@@ -75,6 +75,8 @@ class Schedule:
         self._state = hashlib.blake2b(digest_size=32, person=b"ostinato-order")
         self._numbers: OrderedDict[Hashable, int] = OrderedDict()
         self._numbered = 0
+        self._latest: tuple[Hashable, Event, bytes] = (None, "used", b"")
+        """The latest event of `note`, and its mark."""
 
     def mark(self, key: Hashable, event: Event) -> bytes:
         """A digest of one event of a key, the same in every process."""
@@ -96,7 +98,11 @@ class Schedule:
 
     def note(self, key: Hashable, event: Event) -> None:
         """Adds an event."""
-        self.trail.append((self.mark(key, event), 1))
+        latest, same, mark = self._latest
+        if latest is not key or same != event or not mark:  # as eager calls miss again and again
+            mark = self.mark(key, event)
+            self._latest = (key, event, mark)
+        self.trail.append((mark, 1))
         if len(self.trail) >= FOLDED:
             self.fold()
 
