@@ -18,13 +18,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato import Device, Graph, GraphCache, Operation, Stream
-from ostinato.distributed import Group
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, DriverError, InputError, NotAvailableError
 from ostinato.models.arguments import quoted, token_ids, whole
@@ -36,19 +35,18 @@ from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import OPTIONS, SAMPLED_ROWS, STOP_TOKENS, KernelCall
-from ostinato.models.ranks import Ranks
 from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.sequences import Sequences
-from ostinato.models.sharding import (
-    Sharding,
-    shard_buffers,
-    shard_checkpoint,
-)
 from ostinato.models.step_graphs import StepGraphs
 from ostinato.models.stepper import Stepper, TokenRing
 from ostinato.models.weights import Weights, load_weights
 from ostinato.replay import Decision
+
+if TYPE_CHECKING:  # what only ranks need is imported where they are made
+    from ostinato.distributed import Group
+    from ostinato.models.ranks import Ranks
+    from ostinato.models.sharding import Sharding
 
 __all__ = ["DEFAULT_CONTEXT", "Decoder", "backend_for", "formats_for"]
 
@@ -153,6 +151,8 @@ class Decoder(Closeable):
             part = self.config
             """The model of this decoder's own kernels."""
             if group is not None and group.size > 1:
+                from ostinato.models.sharding import Sharding
+
                 sharding = Sharding(self.config, group.rank, group.size)
                 part = sharding.part
             context = _context(self.config, max_context)
@@ -171,7 +171,11 @@ class Decoder(Closeable):
             if isinstance(checkpoint, Weights):
                 self.weights = _fitting(checkpoint, device, self.backend)
             else:
-                read = checkpoint if sharding is None else shard_checkpoint(checkpoint, sharding)
+                read = checkpoint
+                if sharding is not None:
+                    from ostinato.models.sharding import shard_checkpoint
+
+                    read = shard_checkpoint(checkpoint, sharding)
                 formats = formats_for(self.backend, read, weights, sequences)
                 with self._phases.measure("load"):
                     self.weights = load_weights(
@@ -194,6 +198,8 @@ class Decoder(Closeable):
                 )
                 more = dict(self.backend.buffers(part, sizes.rows, formats=formats))
                 if sharding is not None:
+                    from ostinato.models.sharding import shard_buffers
+
                     more |= shard_buffers(sharding, sizes.rows, sizes.sequences)
                 self.plan = BufferPlan.allocate(
                     device, self.weights, sizes, workspace=workspace, more=more
@@ -206,6 +212,8 @@ class Decoder(Closeable):
         """What gives a rank all ranks' logits."""
         try:
             if group is not None and sharding is not None:
+                from ostinato.models.ranks import Ranks
+
                 self._ranks = Ranks(group, sharding, device, collectives)
                 self._ranks.agree_model(self.config, self.backend, self.plan)
                 self._gather = self._ranks.gather_logits(self.plan)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ostinato import (
     ConditionalKind,
@@ -41,8 +41,10 @@ from ostinato.models.backend import Backend, BoundCall
 from ostinato.models.decoder_statistics import OperationTimes
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import Argument, KernelCall, decode_program, loop_call
-from ostinato.models.ranks import Ranks
 from ostinato.replay import Action, Decision, HeldReplay, Reason, StepStatistics
+
+if TYPE_CHECKING:
+    from ostinato.models.ranks import Ranks
 
 __all__ = ["StepGraphs"]
 

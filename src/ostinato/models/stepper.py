@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,11 @@ from ostinato.errors import ModelError
 from ostinato.models.decoder_statistics import Phases
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import ROW
-from ostinato.models.ranks import Ranks
 from ostinato.models.sequences import Sequence, decode_rows, prompt_rows
 from ostinato.models.step_graphs import StepGraphs
+
+if TYPE_CHECKING:
+    from ostinato.models.ranks import Ranks
 
 __all__ = ["Stepper", "TokenRing"]
 
