@@ -51,7 +51,6 @@ from ostinato.graph.node import Node
 from ostinato.graph.patching import Argument, Patcher, Write, kernel_setter, write_all, write_words
 from ostinato.graph.rebind import RebindReport, moves_of, plan_rebind
 from ostinato.graph.shadow import Live, Now, Shadow
-from ostinato.graph.show.outline import count_text
 from ostinato.memory import Buffer
 from ostinato.memory.buffer import copy_params
 from ostinato.memory.ranges import Target, range_of
@@ -106,6 +105,8 @@ class UpdateReport:
     nodes: int
 
     def __str__(self) -> str:
+        from ostinato.graph.show.outline import count_text
+
         return f"{count_text(self.nodes, 'node')} updated"
 
 

@@ -36,7 +36,6 @@ from ostinato.driver.signature import Parameter, Signature
 from ostinato.errors import ClosedError, InputError
 from ostinato.graph.changes import Change, Place, Setting
 from ostinato.graph.node import Node
-from ostinato.graph.show.outline import count_text
 from ostinato.memory.ranges import Target, range_of
 
 __all__ = [
@@ -120,6 +119,8 @@ class RebindReport:
         return f"<RebindReport: {str(self).splitlines()[0]}>"
 
     def __str__(self) -> str:
+        from ostinato.graph.show.outline import count_text
+
         pointers, nodes = count_text(len(self.words), "pointer"), count_text(self.nodes, "node")
         lines = [f"{pointers} of {nodes} rebound"]
         if self.left:

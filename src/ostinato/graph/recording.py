@@ -26,7 +26,6 @@ from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import CaptureBrokenError, CaptureError, DriverError, GraphError
 from ostinato.graph.graph import Graph
 from ostinato.graph.order import Recorded
-from ostinato.graph.show.outline import count_text
 
 __all__ = ["Recording", "build_graph", "record"]
 
@@ -59,6 +58,8 @@ class Recording:
         self._broken: _Break | None = None
 
     def __repr__(self) -> str:
+        from ostinato.graph.show.outline import count_text
+
         broken = ", broken" if self._found() is not None else ""
         return f"<Recording of {count_text(len(self), 'operation')} on {self.stream!r}{broken}>"
 

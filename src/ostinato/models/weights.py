@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,9 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats, Placed, matrix_bytes, places
 from ostinato.models.files.checkpoint import Checkpoint, StoredCheckpoint
 from ostinato.models.layout import device_shapes, part_rows, parts_of, weight_shapes
-from ostinato.models.packed import PackedMatrix, PackedPart
+
+if TYPE_CHECKING:
+    from ostinato.models.packed import PackedMatrix
 
 __all__ = ["Target", "Weights", "adopt_weights", "load_weights", "weight_shapes"]
 
@@ -239,6 +241,8 @@ def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threa
 
 
 def _packed_matrix(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> PackedMatrix:
+    from ostinato.models.packed import PackedMatrix, PackedPart
+
     parts = part_rows(checkpoint.config, name, shape[0])
     if not isinstance(checkpoint, StoredCheckpoint):
         return PackedMatrix(shape[1], tuple(PackedPart("F32", rows) for _, rows in parts))

@@ -4,11 +4,17 @@
 memory, from disk, or compiled now.  Not here: launching (`ostinato.launch`), graphs.
 """
 
-from ostinato.modules.ahead import CompilerPool
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from ostinato.modules.cache import CacheStatistics, ModuleCache, PreloadItem
 from ostinato.modules.disk import DiskStatistics, DiskStore, StoredKernel
 from ostinato.modules.kernel import Kernel, LoadedModule
 from ostinato.modules.source import CompileOptions, Source
+
+if TYPE_CHECKING:
+    from ostinato.modules.ahead import CompilerPool
 
 __all__ = [
     "CacheStatistics",
@@ -23,3 +29,12 @@ __all__ = [
     "Source",
     "StoredKernel",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """What compiles ahead, in processes of its own, is loaded when it is first used."""
+    if name != "CompilerPool":
+        raise AttributeError(f"module 'ostinato.modules' has no attribute {name!r}")
+    from ostinato.modules.ahead import CompilerPool
+
+    return CompilerPool

@@ -34,13 +34,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ostinato.driver.api import Image
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
-from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.location import caller_location
 from ostinato.driver.signature import Signature
 from ostinato.errors import (
@@ -67,9 +66,12 @@ from ostinato.modules.headers import Inputs
 from ostinato.modules.kernel import Kernel, LoadedModule
 from ostinato.modules.source import CompileOptions, Source, as_options, as_source
 
+if TYPE_CHECKING:
+    from ostinato.driver.host.kernel import HostKernel
+
 __all__ = ["CacheStatistics", "ModuleCache", "PreloadItem"]
 
-AnySource: TypeAlias = Source | str | HostKernel
+AnySource: TypeAlias = "Source | str | HostKernel"
 PreloadItem: TypeAlias = Kernel | tuple[AnySource, str | Sequence[str]]
 
 T = TypeVar("T")

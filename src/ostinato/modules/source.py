@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from numbers import Real
 from os import PathLike
 from types import MappingProxyType
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
-from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.signature import Signature
 from ostinato.errors import InputError
+
+if TYPE_CHECKING:
+    from ostinato.driver.host.kernel import HostKernel
 
 __all__ = [
     "BINARY_KINDS",
@@ -225,6 +227,10 @@ def _host_functions(
         given = list(host.items())
     else:
         given = [(getattr(kernel, "name", "?"), kernel) for kernel in host]
+    if not given:
+        return {}
+    from ostinato.driver.host.kernel import HostKernel
+
     functions: dict[str, HostKernel] = {}
     for entry, function in given:
         if not isinstance(function, HostKernel):
@@ -243,6 +249,8 @@ def as_source(value: Source | str | HostKernel) -> Source:
         return value
     if isinstance(value, str):
         return Source(value)
+    from ostinato.driver.host.kernel import HostKernel
+
     if isinstance(value, HostKernel):
         return Source(host=[value], name=value.name)
     raise InputError(

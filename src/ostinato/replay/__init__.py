@@ -1,6 +1,9 @@
 """Replay: steps that turn into graphs, the policy behind them, checks and profiles."""
 
-from ostinato.replay.check import Cause, CheckReport, Finding
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from ostinato.replay.held import HeldReplay
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide
 from ostinato.replay.profile import Percentiles, ReplayEvent, ReplayProfile
@@ -8,6 +11,9 @@ from ostinato.replay.sizes import StepKey
 from ostinato.replay.slots import Role, Slot
 from ostinato.replay.statistics import StepKeyStatistics, StepStatistics
 from ostinato.replay.step import GraphedStep
+
+if TYPE_CHECKING:
+    from ostinato.replay.check import Cause, CheckReport, Finding
 
 __all__ = [
     "Action",
@@ -29,3 +35,12 @@ __all__ = [
     "StepStatistics",
     "decide",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """What only checks need is loaded when it is first used."""
+    if name not in ("Cause", "CheckReport", "Finding"):
+        raise AttributeError(f"module 'ostinato.replay' has no attribute {name!r}")
+    from ostinato.replay import check
+
+    return getattr(check, name)

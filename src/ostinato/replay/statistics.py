@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 from ostinato.cache import KeyStatistics
 from ostinato.cache.statistics import counted, key_text, table
-from ostinato.replay.check import CheckReport
 from ostinato.replay.held import HeldCounts
 from ostinato.replay.policy import Reason
 from ostinato.replay.profile import Percentiles
 from ostinato.replay.sizes import StepKey
+
+if TYPE_CHECKING:
+    from ostinato.replay.check import CheckReport
 
 __all__ = ["Counts", "StepKeyStatistics", "StepStatistics"]
 

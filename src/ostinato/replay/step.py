@@ -52,7 +52,6 @@ from ostinato.graph import (
     submissions,
 )
 from ostinato.memory import CapturePool
-from ostinato.replay.check import Cause, CheckReport, Finding, check_replay, watch_promises
 from ostinato.replay.held import HeldCounts, HeldReplay
 from ostinato.replay.key_state import TIMED_EVERY, KeyState, remember
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide, fall_back
@@ -66,6 +65,7 @@ from ostinato.state import DeviceScalar
 
 if TYPE_CHECKING:
     from ostinato.cache.store import GraphStore
+    from ostinato.replay.check import CheckReport, Finding
 
 __all__ = ["GraphedStep", "StepStatistics"]
 
@@ -621,6 +621,8 @@ class GraphedStep(Closeable):
         self._sizes.begin(call.sizes, self.stream)
         look = None
         if self.verify != "off":
+            from ostinato.replay.check import watch_promises
+
             look = watch_promises(self.slots, call.sizes, self.stream)
         try:
             before = self.stream.submitted
@@ -671,6 +673,8 @@ class GraphedStep(Closeable):
     def _checked(
         self, call: Call, state: KeyState, executable: GraphExec, decision: Decision
     ) -> Decision:
+        from ostinato.replay.check import check_replay
+
         def eager() -> Sequence[Operation]:
             with operations(self.stream.context) as made:
                 self.run(self.stream, **call.buckets)
@@ -704,6 +708,8 @@ class GraphedStep(Closeable):
 
         Raises VerificationError if strict, or if the step keeps state on the host.
         """
+        from ostinato.replay.check import Cause
+
         why = str(finding)
         if finding.cause is Cause.HOST_STATE:
             why += ". Put that state right and release() the step's sizes, or switch its graphs off"

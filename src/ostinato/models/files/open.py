@@ -6,8 +6,6 @@ from pathlib import Path
 
 from ostinato.errors import ModelError
 from ostinato.models.files.checkpoint import StoredCheckpoint
-from ostinato.models.files.gguf import open_gguf
-from ostinato.models.files.safetensors import open_folder
 
 __all__ = ["open_checkpoint"]
 
@@ -21,6 +19,8 @@ def open_checkpoint(path: str | Path) -> StoredCheckpoint:
     where = Path(path)
     try:
         if where.is_dir():
+            from ostinato.models.files.safetensors import open_folder
+
             return open_folder(where)
         if not where.is_file():
             raise ModelError(
@@ -31,6 +31,8 @@ def open_checkpoint(path: str | Path) -> StoredCheckpoint:
             raise ModelError(
                 f"{where}: give the folder that holds it, with config.json and tokenizer.json"
             )
+        from ostinato.models.files.gguf import open_gguf
+
         return open_gguf(where)
     except OSError as error:
         raise ModelError(f"{where}: cannot be read: {error}") from error
