@@ -6,7 +6,6 @@ Reading opens regular files alone and never blocks; writing puts a whole file in
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -70,7 +69,7 @@ def replace_file(path: Path, data: bytes | memoryview, *, private: bool) -> None
 
 def temporary_beside(path: Path) -> Path:
     """A new name in the folder of a file, for what will be put in its place."""
-    return path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+    return path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}")
 
 
 def _open_private(path: str, flags: int) -> int:

@@ -28,11 +28,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import json
 import logging
 import os
 import re
-import secrets
 import stat
 import struct
 import time
@@ -338,7 +338,7 @@ def _decode(data: bytes, key: bytes) -> tuple[Compiled, dict[str, object]]:
     start = _HEADER.size + DIGEST_BYTES
     header, digest = data[: _HEADER.size], data[_HEADER.size : start]
     about, code = data[start : start + about_size], data[start + about_size :]
-    if not secrets.compare_digest(digest, _authenticate(key, header, about, code)):
+    if not hmac.compare_digest(digest, _authenticate(key, header, about, code)):
         raise UntrustedError("it is damaged (its digest does not fit)")
     try:
         record = json.loads(about)

@@ -24,7 +24,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -125,6 +124,7 @@ def _unpacked(folder: Path) -> Toolkit | None:
 
 def _unpack(library: Nvrtc, folder: Path) -> Toolkit | None:
     """Unpacks to a temporary folder, which is then renamed to `folder`.  Raises OSError."""
+    import shutil
     import tempfile
 
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -430,6 +430,8 @@ def _may_ask(texts: Iterable[bytes]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
+    """A file, and what was read from it."""
+
     file: InputFile
     data: bytes
 

@@ -8,7 +8,6 @@ retired: `Context.collect` unloads it outside of captures, after the device has 
 
 from __future__ import annotations
 
-import difflib
 import weakref
 from collections.abc import Mapping
 
@@ -123,6 +122,8 @@ class LoadedModule(Closeable):
                 f"name one of them, or give the C++ name in full (like '{name}<float>')"
             )
         there = ", ".join(self.names) or "no kernels at all"
+        import difflib
+
         close = difflib.get_close_matches(name, self.names, 1)
         raise InputError(
             f"{self.name} has no kernel {name!r}; there are: {there}."

@@ -12,7 +12,6 @@ It calls on the thread that loads the module, with locks of the driver held, so 
 from __future__ import annotations
 
 import ctypes
-import glob
 import hashlib
 import importlib.util
 import os
@@ -167,6 +166,8 @@ def _loaded_paths() -> list[str]:
 
 
 def _installed_paths() -> list[str]:
+    import glob
+
     places: list[str] = []
     spec = importlib.util.find_spec("nvidia")
     for place in [] if spec is None else spec.submodule_search_locations or ():

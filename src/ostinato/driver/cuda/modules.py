@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from ctypes import byref
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
     FunctionCode,
@@ -30,9 +31,11 @@ from ostinato.driver.cuda import collecting
 from ostinato.driver.cuda.core import CudaCalls
 from ostinato.driver.cuda.launch import PreparedLaunch, attributes_of, launch_block
 from ostinato.driver.cuda.libcuda import Libcuda, in_words
-from ostinato.driver.cuda.variables import Variable, same_content, variables_of
 from ostinato.driver.launcher import KernelTarget, function_call, kernel_call
 from ostinato.errors import NotAvailableError, Status
+
+if TYPE_CHECKING:
+    from ostinato.driver.cuda.variables import Variable
 
 __all__ = ["IMAGE_KINDS", "ModuleCalls"]
 
@@ -180,6 +183,8 @@ class ModuleCalls(CudaCalls):
     def _require_first_content(self, function: int, name: str, image: Image) -> None:
         """Raises NOT_FOUND if a variable of the function's module was changed: a file has its first
         content alone.  Waits for the device."""
+        from ostinato.driver.cuda.variables import same_content, variables_of
+
         try:
             variables = variables_of(image.data) if image.kind == "cubin" else ()
         except (ValueError, IndexError, struct.error):

@@ -17,16 +17,14 @@ import importlib
 import importlib.util
 import json
 import os
-import signal
-import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ostinato.errors import (
     InputError,
@@ -37,6 +35,10 @@ from ostinato.errors import (
     UnsupportedModelError,
 )
 from ostinato.models.arguments import shown
+
+if TYPE_CHECKING:  # imported where a process is started: most models need none
+    import socket
+    import subprocess
 
 __all__ = ["Child", "serve"]
 
@@ -49,7 +51,6 @@ _KINDS: tuple[type[OstinatoError], ...] = (
     UnsupportedModelError,
 )
 _LENGTH = struct.Struct("<Q")
-_QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)  # a program may have switched SIGPIPE on
 _START_SECONDS = 60.0
 _NO_MEMORY = 97  # an exit status
 _CODE = (
@@ -139,6 +140,9 @@ class Child:
             raise NotAvailableError(f"{sys.platform} has no limits for processes")
         if getattr(sys, "frozen", False) or not sys.executable:
             raise NotAvailableError("this program has no Python that could be started beside it")
+        import socket
+        import subprocess
+
         package = Path(__file__).parents[__name__.count(".")]
         path = [*(one for one in sys.path if isinstance(one, str) and one), str(package)]
         argument = json.dumps([path, self._module, self._memory, self._seconds])
@@ -190,6 +194,9 @@ class Child:
 
     def _last_words(self, error: Exception) -> str:
         """Why there is no answer."""
+        import signal
+        import subprocess
+
         assert self._process is not None
         try:
             # Its socket ends before it does.
@@ -225,6 +232,7 @@ def _finish(process: subprocess.Popen[bytes], sock: socket.socket, pid: int) -> 
 def serve(module: str, memory: int, seconds: float) -> None:
     """The child's life: limits, then answers until the parent closes the socket."""
     import resource
+    import socket
 
     def limit(name: str, soft: int, hard: int | None = None) -> None:
         """As far as this platform has it, and not above what is set already."""
@@ -257,8 +265,11 @@ def serve(module: str, memory: int, seconds: float) -> None:
 
 
 def _send(to: socket.socket, content: bytes, deadline: float | None = None) -> None:
+    import socket
+
+    quietly = getattr(socket, "MSG_NOSIGNAL", 0)  # a program may have switched SIGPIPE on
     to.settimeout(_left(deadline))
-    to.sendall(_LENGTH.pack(len(content)) + content, _QUIETLY)
+    to.sendall(_LENGTH.pack(len(content)) + content, quietly)
 
 
 def _receive(source: socket.socket, longest: int, deadline: float | None = None) -> bytearray:
