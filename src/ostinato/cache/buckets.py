@@ -49,6 +49,8 @@ class Buckets(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Powers:
+    """`PowersOfTwo` as it is kept."""
+
     limit: int
     minimum: int
 
@@ -89,6 +91,8 @@ class PowersOfTwo(_Powers):
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
+    """`ExplicitBuckets` as it is kept."""
+
     sizes: tuple[int, ...]
     """Rising."""
 
@@ -128,6 +132,8 @@ class ExplicitBuckets(_Sizes):
 
 @dataclass(frozen=True, slots=True)
 class _Multiples:
+    """`Multiples` as it is kept."""
+
     of: int
     limit: int
 

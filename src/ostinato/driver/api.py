@@ -533,11 +533,15 @@ class EmptyNodeParams:
 
 @dataclass(frozen=True, slots=True)
 class EventRecordNodeParams:
+    """Records an event when it runs."""
+
     event: EventHandle
 
 
 @dataclass(frozen=True, slots=True)
 class EventWaitNodeParams:
+    """Waits for an event's last record when it runs."""
+
     event: EventHandle
 
 
@@ -581,6 +585,8 @@ class MemOp:
 
 @dataclass(frozen=True, slots=True)
 class BatchMemOpNodeParams:
+    """Writes of words and waits for their values, in this order."""
+
     operations: tuple[MemOp, ...]
 
 
@@ -663,6 +669,8 @@ class EdgeData:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
+    """Two nodes, of which `target` waits for `source`."""
+
     source: NodeHandle
     target: NodeHandle
     data: EdgeData = EdgeData()

@@ -108,6 +108,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _LaidOut:
+    """`Signature` as it is kept."""
+
     parameters: tuple[Parameter, ...]
     layout: tuple[ParameterSlot, ...] = field(repr=False, compare=False)
     """Offset and size of each parameter in the packed buffer."""

@@ -130,6 +130,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class _ConfigFields:
+    """`LlamaConfig` as it is kept."""
+
     hidden: int
     layers: int
     heads: int

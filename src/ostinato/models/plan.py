@@ -35,6 +35,8 @@ __all__ = ["BufferPlan", "PlanSizes", "rope_table"]
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
+    """`PlanSizes` as it is kept."""
+
     rows: int
     sequences: int
     context: int

@@ -28,6 +28,8 @@ _LEAST_PENALTY, _MOST_PENALTY = 0.01, 100.0
 
 @dataclass(frozen=True, slots=True)
 class _Sampling:
+    """`SamplingOptions` as it is kept."""
+
     temperature: float
     top_k: int
     top_p: float

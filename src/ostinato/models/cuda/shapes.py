@@ -227,6 +227,8 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Product:
+    """A product's inputs and pairs of outputs, and whether it normalises its inputs first."""
+
     inputs: int
     pairs: int
     normed: bool

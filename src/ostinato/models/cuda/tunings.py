@@ -79,6 +79,8 @@ class Origin(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChosenTuning:
+    """A tuning, and where it comes from."""
+
     tuning: Tuning
     origin: Origin
 
