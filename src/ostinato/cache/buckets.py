@@ -49,7 +49,7 @@ class Buckets(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Powers:
-    """`PowersOfTwo` as it is kept."""
+    """The fields of `PowersOfTwo`."""
 
     limit: int
     minimum: int
@@ -91,7 +91,7 @@ class PowersOfTwo(_Powers):
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """`ExplicitBuckets` as it is kept."""
+    """The fields of `ExplicitBuckets`."""
 
     sizes: tuple[int, ...]
     """Rising."""
@@ -132,7 +132,7 @@ class ExplicitBuckets(_Sizes):
 
 @dataclass(frozen=True, slots=True)
 class _Multiples:
-    """`Multiples` as it is kept."""
+    """The fields of `Multiples`."""
 
     of: int
     limit: int

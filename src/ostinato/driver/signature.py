@@ -108,7 +108,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _LaidOut:
-    """`Signature` as it is kept."""
+    """The fields of `Signature`."""
 
     parameters: tuple[Parameter, ...]
     layout: tuple[ParameterSlot, ...] = field(repr=False, compare=False)

@@ -130,7 +130,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class _ConfigFields:
-    """`LlamaConfig` as it is kept."""
+    """The fields of `LlamaConfig`."""
 
     hidden: int
     layers: int

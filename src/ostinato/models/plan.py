@@ -35,7 +35,7 @@ __all__ = ["BufferPlan", "PlanSizes", "rope_table"]
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """`PlanSizes` as it is kept."""
+    """The fields of `PlanSizes`."""
 
     rows: int
     sequences: int

@@ -28,7 +28,7 @@ _LEAST_PENALTY, _MOST_PENALTY = 0.01, 100.0
 
 @dataclass(frozen=True, slots=True)
 class _Sampling:
-    """`SamplingOptions` as it is kept."""
+    """The fields of `SamplingOptions`."""
 
     temperature: float
     top_k: int

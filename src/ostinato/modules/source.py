@@ -76,7 +76,7 @@ BINARY_KINDS = frozenset({"ptx", "cubin", "fatbin"})
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _Content:
-    """`Source` as it is kept."""
+    """The fields of `Source`."""
 
     cuda: str | None
     data: bytes

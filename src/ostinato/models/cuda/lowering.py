@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from ostinato import LaunchConfig, Source
-from ostinato.distributed.exchange import SUMS_MACROS, words_header
 from ostinato.driver.signature import Signature
 from ostinato.models.backend import BoundCall
 from ostinato.models.config import LlamaConfig
@@ -243,18 +242,23 @@ def family_macros(config: LlamaConfig) -> dict[str, int]:
 
 
 @functools.cache
-def _source(name: str, packed: bool = False) -> Source:
+def _source(name: str, packed: bool = False, of_ranks: bool = False) -> Source:
     signatures = SIGNATURES
     if packed:
         signatures = {k: _PACKED.sub(r"\1: *const u8", v) for k, v in signatures.items()}
-    return source_of(name, signatures)
+    if not of_ranks:
+        return source_of(name, signatures)
+    from ostinato.distributed.exchange import words_header
+
+    return source_of(name, signatures, words_header())
 
 
-def source_of(name: str, signatures: Mapping[str, str]) -> Source:
-    """A .cu file with the headers beside it."""
+def source_of(
+    name: str, signatures: Mapping[str, str], more: Mapping[str, str] | None = None
+) -> Source:
+    """A .cu file with the headers beside it, and `more`, by name."""
     headers = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
-    if name == "matvec":
-        headers |= words_header()
+    headers.update(more or {})
     return Source(
         (_FOLDER / f"{name}.cu").read_text(),
         signatures=signatures,
@@ -343,6 +347,8 @@ class Cut:
         found: dict[str, object]
         if kernel in _OF_ONE:
             name = PRODUCT_CALLS[_OF_ONE[kernel]]
+            from ostinato.distributed.exchange import SUMS_MACROS
+
             cut = self.shape(name, packing)
             template = "Shape" if packing is None else "PackedShape"
             found = shape | {shape_macro(name): _shape_type(template, cut, packing or ())}
@@ -437,7 +443,7 @@ class Cut:
         programmatic = self.tuning.programmatic and not apart
         return CudaLaunch(
             kernel,
-            _source(self.file(kernel), packing is not None),
+            _source(self.file(kernel), packing is not None, kernel in _OF_ONE),
             CompileOptions(defines=tuple(self.macros(kernel, arguments, packing).items())),
             self.launch_config(kernel, packing, programmatic=programmatic),
             tuple((name, arguments[name]) for name in names),
