@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from ostinato.device import Device
+from ostinato.errors import InputError
 from ostinato.models.decoder import Decoder
 from ostinato.models.program import RING
 from tests.models.proof import (
@@ -58,6 +60,51 @@ def poison(decoder: Decoder, *names: str) -> None:
         buffer = decoder.plan.buffers[name]
         nan = 0x7FFF if buffer.dtype == np.uint16 else np.nan
         buffer.copy_from(np.full(buffer.shape, nan, buffer.dtype), decoder.stream)
+
+
+@on_both(
+    "lengths", host=[[3], [1, 20, 30, 5, 2], [40, 40, 1, 1]], cuda=[[1, 20, 30, 13], [40, 40, 9]]
+)
+def test_prompts_that_are_read_together_are_right(machine: Device, lengths: list[int]) -> None:
+    """Behind what sequences hold, eager, captured and replayed, and then decoded together."""
+    bound = RELATIVE[kind(machine)]
+    prompts = [RandomModel(BATCH).tokens(n, seed=n + 100 * i) for i, n in enumerate(lengths)]
+    order = list(reversed(range(len(prompts))))
+    with open_decoder(machine, BATCH, sequences=8) as decoder:
+        poison(decoder, "cache", "logits")
+        for held in (0, 1, 4, 4):
+            for sequence in order:
+                decoder.reset(sequence)
+                if held:
+                    decoder.extend(prompts[0][:1] * held, sequence)
+            poison(decoder, "x", "q", "attended", "inner")
+            chosen = decoder.prefill_batch({one: prompts[one] for one in order})
+            assert list(chosen) == order
+            following = decoder.decode_batch(order)
+            for sequence, token in zip(order, following, strict=True):
+                tokens = decoder.tokens(sequence)
+                wanted = (*prompts[0][:1] * held, *prompts[sequence], chosen[sequence], token)
+                assert tokens == wanted
+                logits = expected(BATCH, tokens, (len(tokens) - 3, len(tokens) - 2))
+                assert chosen[sequence] == int(logits[0].argmax()) or _close(logits[0])
+                error = difference(decoder.logits(sequence), logits[1])
+                assert error < bound, f"sequence {sequence}: {error:.1e}"
+        assert not decoder.statistics().quarantined
+
+
+def _close(logits: npt.NDArray[np.float32]) -> bool:
+    best = np.sort(logits)[-2:]
+    return bool(best[1] - best[0] < 0.05 * logits.std())
+
+
+def test_prompts_that_are_refused_leave_all_as_it_was(host_device: Device) -> None:
+    with open_decoder(host_device, BATCH, sequences=3) as decoder:
+        token = decoder.prefill([1, 2, 3], 1)
+        for prompts in ({}, {0: [1], 1: []}, {0: [1], 1: [BATCH.vocabulary]}, {0: [1], 7: [1]}):
+            with pytest.raises(InputError):
+                decoder.prefill_batch(prompts)
+            assert decoder.tokens(1) == (1, 2, 3, token) and decoder.tokens(0) == ()
+        assert decoder.decode(1) == decoder.tokens(1)[-1]
 
 
 @on_both("count", host=[1, 3, 8, 64], cuda=[1, 2, 3, 4, 7, 8, 13, 16, 31, 32, 50, 64])

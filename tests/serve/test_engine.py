@@ -85,6 +85,35 @@ def test_every_step_is_captured_before_it_is_ready(generator: TextGenerator, pie
     assert after.launches_eager == before.launches_eager
 
 
+def test_short_prompts_that_wait_are_read_in_one_step(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, read = generator.decoder, []
+    together = decoder.prefill_batch
+
+    def seen(prompts: Any) -> dict[int, int]:
+        if engine.ready:
+            read.append([len(tokens) for tokens in prompts.values()])
+        return together(prompts)
+
+    jobs = [
+        job(generator, text, 6, seed=n, **HOT)
+        for n, text in enumerate(["ab", "12", "er", "in the"])
+    ]
+    wanted = [alone(generator, one) for one in jobs]
+    decoder.reset()
+    monkeypatch.setattr(decoder, "prefill_batch", seen)
+    engine = Engine(generator, reuse=False)
+    answers = [Answer() for _ in jobs]
+    engine.submit(jobs, answers)
+    with engine:
+        for answer, one in zip(answers, wanted, strict=True):
+            check(answer, one)
+        numbers = engine.statistics().result(SECONDS)
+    assert read == [[len(one.tokens) for one in jobs]]
+    assert numbers.reads == len(jobs)
+
+
 def test_a_request_joins_those_that_are_decoded(
     generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

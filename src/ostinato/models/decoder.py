@@ -15,7 +15,7 @@ only size is the number of rows; everything else is read on the device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -404,6 +404,29 @@ class Decoder(Closeable):
         del one.tokens[one.length :]
         one.on_device = one.stopped = False
         return self._stepper.prompt(one, found, progress)
+
+    def prefill_batch(self, prompts: Mapping[int, Iterable[int]]) -> dict[int, int]:
+        """`prefill` of several sequences: the first token chosen after each prompt, by sequence.
+
+        Prompts that fit into one step of 64 rows together are read in one, in the order given.
+        Raises as `prefill`: InputError before anything is done; prompts of earlier steps were read
+        if a later step raises.
+        """
+        ready = [self._sequences[sequence] for sequence in prompts]
+        found = [
+            self._sequences.prompt(tokens, one)
+            for one, tokens in zip(ready, prompts.values(), strict=True)
+        ]
+        if not found:
+            raise InputError("no prompts: one is needed at least")
+        self._begin("prefill")
+        for one, tokens in zip(ready, found, strict=True):
+            self._agree(f"prefill of sequence {one.index} at {one.length}: {_digest(tokens)}")
+        for one in ready:
+            del one.tokens[one.length :]
+            one.on_device = one.stopped = False
+        chosen = self._stepper.prompts(ready, found)
+        return {one.index: token for one, token in zip(ready, chosen, strict=True)}
 
     def extend(self, tokens: Iterable[int], sequence: int = 0) -> None:
         """As `prefill`, but no token is chosen after these: more of the prompt is to come.

@@ -14,7 +14,7 @@ from ostinato.errors import InputError
 from ostinato.models.arguments import quoted, token_ids, whole
 from ostinato.models.program import ACTIVE, FROM_STATE, ROW, SAMPLE
 
-__all__ = ["Sequence", "Sequences", "decode_rows", "prompt_rows"]
+__all__ = ["Sequence", "Sequences", "decode_rows", "prompt_rows", "prompts_rows"]
 
 
 @dataclass(slots=True)
@@ -142,16 +142,33 @@ def prompt_rows(
     `end`: how many rows there are up to the piece's last one; as many as it has tokens if None.
     """
     out[...] = np.zeros((), ROW)
-    count = len(tokens)
-    end = count if end is None else end
-    used = out[end - count : end]
-    used["token"] = tokens
-    used["position"] = np.arange(position, position + count)
-    used["sequence"] = sequence
-    used["flags"] = ACTIVE
-    if sample:
-        used["flags"][-1] = ACTIVE | SAMPLE
+    end = len(tokens) if end is None else end
+    _read(out[end - len(tokens) : end], sequence, tokens, position, sample=sample)
     return out
+
+
+def prompts_rows(
+    out: npt.NDArray[Any], sequences: Items[Sequence], prompts: Items[Items[int]]
+) -> npt.NDArray[Any]:
+    """Rows for what is left of several prompts, each behind its sequence; the last row of each
+    samples.  The rest of `out` pads."""
+    out[...] = np.zeros((), ROW)
+    start = 0
+    for one, tokens in zip(sequences, prompts, strict=True):
+        _read(out[start : start + len(tokens)], one.index, tokens, one.length, sample=True)
+        start += len(tokens)
+    return out
+
+
+def _read(
+    rows: npt.NDArray[Any], sequence: int, tokens: Items[int], position: int, *, sample: bool
+) -> None:
+    rows["token"] = tokens
+    rows["position"] = np.arange(position, position + len(tokens))
+    rows["sequence"] = sequence
+    rows["flags"] = ACTIVE
+    if sample:
+        rows["flags"][-1] = ACTIVE | SAMPLE
 
 
 def decode_rows(

@@ -26,7 +26,7 @@ from ostinato.errors import ModelError
 from ostinato.models.decoder_statistics import Phases
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import ROW
-from ostinato.models.sequences import Sequence, decode_rows, prompt_rows
+from ostinato.models.sequences import Sequence, decode_rows, prompt_rows, prompts_rows
 from ostinato.models.step_graphs import StepGraphs
 
 if TYPE_CHECKING:
@@ -150,13 +150,33 @@ class Stepper:
                 )
                 self._set_rows(rows)
                 if last:
-                    chosen = self._sampled([sequence], piece)[0]
+                    chosen = self._sampled([sequence], [piece], end)[0]
                 else:
                     self.steps(end, sampled=False)
                     sequence.tokens.extend(piece)
                     sequence.length += len(piece)
                 if progress is not None:
                     progress(start + len(piece), len(tokens))
+        return chosen
+
+    def prompts(self, sequences: list[Sequence], prompts: Items[Items[int]]) -> list[int]:
+        """As `prompt` for each, in this order; those that fit into one step that samples, together.
+        Returns the tokens that are chosen.  If it raises, the steps before were done."""
+        chosen: list[int] = []
+        most = min(self._plan.sizes.sampled_rows, self._plan.sizes.rows)
+        while len(chosen) < len(prompts):
+            first = stop = len(chosen)
+            count = 0
+            while stop < len(prompts) and count + len(prompts[stop]) <= most:
+                count += len(prompts[stop])
+                stop += 1
+            if stop - first < 2:
+                chosen.append(self.prompt(sequences[first], prompts[first]))
+                continue
+            some, theirs = sequences[first:stop], prompts[first:stop]
+            with self.phases.measure("prefill", count):
+                self._set_rows(prompts_rows(self._rows, some, theirs))
+                chosen += self._sampled(some, theirs, count)
         return chosen
 
     def together(self, sequences: list[Sequence], *, device_state: bool) -> list[int]:
@@ -168,46 +188,54 @@ class Stepper:
         phases, begin = self.phases, time.perf_counter()
         try:
             self._set_rows(decode_rows(self._rows, sequences, device_state=device_state))
-            chosen = self._sampled(sequences)
+            chosen = self._sampled(sequences, (), len(sequences))
             phases.tokens["decode"] += len(chosen)
             return chosen
         finally:
             phases.seconds["decode"] += time.perf_counter() - begin
 
-    def _sampled(self, sequences: list[Sequence], piece: Items[int] = ()) -> list[int]:
-        """Runs a step that samples once for each sequence; returns what was chosen.
+    def _sampled(
+        self, sequences: list[Sequence], pieces: Items[Items[int]], rows: int
+    ) -> list[int]:
+        """Runs a step of so many rows that samples once for each sequence; returns what was chosen.
 
-        `piece`: the step is the end of this one sequence's prompt, else one token of each.
+        `pieces`: what each sequence's prompt ends with; none for one token of each.
         """
-        step = len(piece) or 1
+        steps = [len(piece) for piece in pieces] or [1] * len(sequences)
         self._settle()
-        for sequence in sequences:
+        for sequence, step in zip(sequences, steps, strict=True):
             sequence.on_device = False  # until the step is known to have ended well
             self.ring.forget(sequence, step)
         self._settled = False
-        rows = self._plan.sizes.piece_end(len(piece)) if piece else len(sequences)
         decision = self.steps(rows)
-        self._wait(sequences, step, last=True)
+        if pieces:
+            for sequence, step in zip(sequences, steps, strict=True):
+                self._wait([sequence], step, last=True)
+        else:
+            self._wait(sequences, 1, last=True)
         self._settled = True
-        chosen = self._take(sequences, step, piece)
+        chosen = self._take(sequences, steps, pieces)
         for sequence in sequences:
             sequence.on_device, sequence.ahead = True, False
         self.phases.sampled(len(sequences), eagerly=self.steps.ran_eagerly(decision))
         return chosen
 
-    def _take(self, sequences: list[Sequence], step: int, piece: Items[int] = ()) -> list[int]:
+    def _take(
+        self, sequences: list[Sequence], steps: Items[int], pieces: Items[Items[int]] = ()
+    ) -> list[int]:
         """Takes the tokens from the ring into the sequences: all of them, or none."""
-        words = [self.ring.word(sequence, step) for sequence in sequences]
-        for sequence, (token, _) in zip(sequences, words, strict=True):
+        words = [self.ring.word(one, step) for one, step in zip(sequences, steps, strict=True)]
+        for sequence, step, (token, _) in zip(sequences, steps, words, strict=True):
             if token < 0:
                 raise ModelError(
                     f"sequence {sequence.index}, position {sequence.length + step}: the logits "
                     "hold NaN or infinity, so no token can be chosen; the weights may be damaged"
                 )
-        for sequence, (token, stopped) in zip(sequences, words, strict=True):
+        for index, (sequence, (token, stopped)) in enumerate(zip(sequences, words, strict=True)):
+            piece = pieces[index] if pieces else ()
             # By place: an interruption between these lines must not leave the token there twice.
             sequence.tokens[sequence.length + (not piece) :] = (*piece, token)
-            sequence.length += step
+            sequence.length += steps[index]
             sequence.stopped = stopped
         return [token for token, _ in words]
 
@@ -228,7 +256,7 @@ class Stepper:
         infinity."""
         begin = time.perf_counter()
         self._wait(sequences, 1, last=False)
-        chosen = self._take(sequences, 1)
+        chosen = self._take(sequences, [1] * len(sequences))
         count = len(chosen)
         phases = self.phases
         phases.tokens["decode"] += count

@@ -25,7 +25,7 @@ from ostinato import CacheStatistics
 from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.models import AnswerText, DecoderStatistics, SamplingOptions, TextGenerator
 from ostinato.modules import CacheStatistics as ModuleStatistics
-from ostinato.serve.scheduler import Decode, Place, Read, Scheduler
+from ostinato.serve.scheduler import Action, Decode, Place, Read, Scheduler
 
 __all__ = ["End", "Engine", "EngineStatistics", "Job", "Refused", "Timing", "Update"]
 
@@ -202,6 +202,8 @@ class Engine:
         self._buckets = sizes.buckets
         self._context = sizes.context
         self._piece = min(piece, sizes.rows)
+        # No step is larger than those of the warm-up.
+        self._step_rows = min(sizes.sampled_rows, self._piece, sizes.context)
         self._seconds = seconds
         self._post = post
         self._over = over
@@ -209,6 +211,9 @@ class Engine:
         self._changed = threading.Condition(self._lock)
         self._scheduler = Scheduler(self._slots, queue, self._piece, reuse=reuse)
         self._entries: dict[int, _Entry] = {}
+        self._together: dict[int, tuple[int, ...]] = {}
+        """Ends of prompts by slot, of which the scheduler knows that they are read and the decoder
+        does not yet: they are read in one step."""
         self._counts = _Counts()
         self._questions: deque[Future[EngineStatistics]] = deque()
         self._updates: dict[int, tuple[Listener, Update]] = {}
@@ -373,7 +378,7 @@ class Engine:
                 self._answer_questions()
                 self._end_late(time.monotonic())
                 action = self._scheduler.next()
-                if action is not None:
+                if action is not None or self._together:
                     break
                 if self._updates:
                     break
@@ -382,9 +387,14 @@ class Engine:
                 deadline = self._scheduler.next_deadline()
                 self._changed.wait(None if deadline is None else deadline - time.monotonic())
         self._flush()
+        if self._together and not self._joins(action):
+            self._guarded(tuple(self._together), self._read_together)
+            return True
         match action:
             case Place():
                 self._guarded((action.slot,), lambda: self._place(action))
+            case Read() if action.last and action.end - action.start <= self._step_rows:
+                self._gather(action)
             case Read():
                 self._guarded((action.slot,), lambda: self._read(action))
             case Decode():
@@ -431,6 +441,34 @@ class Engine:
             entry.placed = time.monotonic()
             entry.cached = action.kept
             self._counts.cached_tokens += action.kept
+
+    def _joins(self, action: Action | None) -> bool:
+        """Whether it can be done before the ends of prompts that were gathered are read."""
+        match action:
+            case Place():
+                return action.slot not in self._together and action.source not in self._together
+            case Read():
+                held = sum(map(len, self._together.values()))
+                return action.last and held + action.end - action.start <= self._step_rows
+        return False
+
+    def _gather(self, action: Read) -> None:
+        with self._lock:
+            entry = self._entries.get(action.request)
+            if entry is None:
+                return
+            piece = entry.job.tokens[action.start : action.end]
+            self._together[action.slot] = piece
+            self._counts.reads += 1
+            self._counts.prompt_tokens += len(piece)
+            self._scheduler.done(action)
+
+    def _read_together(self) -> None:
+        pieces, self._together = self._together, {}
+        chosen = self._decoder.prefill_batch(pieces)
+        with self._lock:
+            self._took(chosen)
+        self._flush()
 
     def _read(self, action: Read) -> None:
         with self._lock:
