@@ -163,6 +163,13 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "an attribute that was not there": lambda m: setattr(m, "late", 3.0),
     "a buffer that was not there": lambda m: m.register_buffer("late", torch.ones(3) * 3),
     "the data of a weight": lambda m: setattr(m.linear.weight, "data", m.linear.weight.data * 2),
+    "the memory of a weight": lambda m: m.linear.weight.set_(torch.rand(3, 3)),
+    "what is behind a weight": lambda m: torch.utils.swap_tensors(
+        m.linear.weight, torch.nn.Parameter(torch.rand(3, 3))
+    ),
+    "an attribute at another place": lambda m: vars(m).update(
+        scales=[vars(m).pop("scales")[0] + 1]
+    ),
     "a weight in place": lambda m: m.linear.weight.mul_(2),
     "a module": lambda m: setattr(m, "linear", torch.nn.Linear(3, 3)),
     "a hook": lambda m: m.linear.register_forward_hook(lambda m, args, out: out * 2),

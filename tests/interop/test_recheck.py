@@ -6,6 +6,7 @@ each change `match` must be refused unless the key, read anew, is the one that i
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 
 from ostinato.interop.graphing import recheck
 from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.recheck import Checks
 from tests.interop.library import Array, Lib, SubArray
 
 pytestmark = pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
@@ -197,3 +199,68 @@ def test_what_a_function_uses(lib: Lib, make: Any, seed: int) -> None:
             refused += 1
     space["SCALE"] = 2.0
     assert taken > 20 and refused > 100
+
+
+def test_items_at_other_places(lib: Lib) -> None:
+    values = [object() for _ in range(4)]
+    held = dict(zip("abcd", values, strict=True))
+    checks = Checks(lib)
+    checks.some_items(held, {"b": values[1]})
+    checks.size(held, 4)
+    checks.some_items(held, {"b": values[1], "d": values[3]})
+    match = checks.made(0, ()).match
+    assert match((), {}) == []
+    held["a"] = held.pop("a")
+    assert match((), {}) == []
+    held["e"] = held.pop("b")  # at the place where the other one was, or none
+    assert match((), {}) is None
+    held["b"] = held.pop("e")
+    assert match((), {}) == []
+    for number in range(100):
+        held[f"x{number}"] = number
+    assert match((), {}) is None
+    for number in range(100):
+        del held[f"x{number}"]
+    assert match((), {}) == []
+    held["b"], held["d"] = held["d"], held["b"]
+    assert match((), {}) is None
+    held.clear()
+    assert match((), {}) is None
+
+
+def test_one_dict_noted_twice(lib: Lib) -> None:
+    held, empty = {"a": 1, "b": None}, [{} for _ in range(3)]  # type: ignore[var-annotated]
+    checks = Checks(lib)
+    checks.some_items(held, {"a": 1})
+    for each in empty:
+        checks.size(each, 0)
+        checks.size(each, 0)
+    checks.size(held, 2)
+    for change in (lambda: checks.size(held, 1), lambda: checks.some_items(held, {"a": None})):
+        with pytest.raises(recheck.Inexpressible):
+            change()
+    match = checks.made(0, ()).match
+    assert match((), {}) == []
+    empty[1]["a"] = 1
+    assert match((), {}) is None
+
+
+class Tape(io.BytesIO):
+    pass
+
+
+@pytest.mark.parametrize("kind", [io.BytesIO, Tape])
+def test_numbers_of_a_built_in_method(lib: Lib, kind: Any) -> None:
+    tapes = [kind(bytes(9)) for _ in range(3)]
+    tapes[1].seek(5)
+    checks = Checks(lib)
+    assert checks.each(io.BytesIO.tell, tapes) == [0, 5, 0]
+    assert checks.each(int.conjugate, [1 << 80, -1, True]) == [1 << 80, -1, 1]
+    match = checks.made(0, ()).match
+    assert match((), {}) == []
+    tapes[2].seek(1)
+    assert match((), {}) is None
+    tapes[2].seek(0)
+    assert match((), {}) == []
+    tapes[0].close()
+    assert match((), {}) is None

@@ -24,9 +24,9 @@ enum {
     ATTRIBUTES, /* keys are names of attributes, which are the very values */
     DICT,       /* its attributes are in the very dict values[0], whatever its class does to reads */
     ITEMS,      /* a dict of exactly these keys and values, in order */
-    LOOKUP,     /* a dict with these items among others */
+    LOOKUP,     /* a dict of `next` items, or -1 for any number, with these among them */
     SEQUENCE,   /* a list of exactly these values */
-    SIZE,       /* a dict of as many items as `count` */
+    SIZE,       /* dicts of as many items as `next` */
     CALLS,      /* keys are functions without arguments; each gives its value */
     ADDRESSES,  /* a function that gives its value for each of the keys */
     UNPACK,     /* a tuple or a list (values[0]) of `count` values, which go into the next slots */
@@ -38,18 +38,20 @@ enum {
 enum { MOST_SLOTS = 64 };
 
 typedef struct {
-    int operation;
-    Py_ssize_t slot; /* -1 for an object */
-    PyObject *object, *keys, *values; /* the last two: tuples */
-    PyObject **key, **value;          /* what is in them */
+    int operation, slot; /* slot: -1 for an object */
+    PyObject *object, **key, **value;
     Py_ssize_t count, next;
+    size_t *word;        /* LOOKUP: where PyDict_Next found each item.  ADDRESSES: the values */
+    PyCFunction address; /* ADDRESSES: the function itself, if it is known and all values are words */
 } Check;
 
 typedef struct {
     PyObject_HEAD
     Py_ssize_t positional, slots, leaves, count;
     PyObject *names; /* of keyword arguments, in order */
+    PyObject *given; /* the checks as they were given, which own all that is in `checks` */
     Check *checks;
+    void *words;     /* what `key`, `value` and `word` point into, in the order of the checks */
 } Recheck;
 
 static int
@@ -87,10 +89,28 @@ same_items(const Check *check, PyObject *dict)
     Py_ssize_t place = 0;
     if (!is_dict(dict) || PyDict_Size(dict) != check->count)
         return 0;
-    for (Py_ssize_t i = 0; PyDict_Next(dict, &place, &key, &value); i++)
-        if (i >= check->count || key != check->key[i] ||
+    for (Py_ssize_t i = 0; i < check->count; i++)
+        if (!PyDict_Next(dict, &place, &key, &value) || key != check->key[i] ||
             value != check->value[i])
             return 0;
+    return 1;
+}
+
+static int
+some_items(const Check *check, PyObject *dict)
+{
+    if (check->next >= 0 && PyDict_Size(dict) != check->next)
+        return 0;
+    for (Py_ssize_t i = 0; i < check->count; i++) {
+        /* Without hashing, where it was.  Whatever a place means, these are a key and its value. */
+        PyObject *key, *value;
+        Py_ssize_t place = (Py_ssize_t)check->word[i];
+        if (PyDict_Next(dict, &place, &key, &value) && key == check->key[i] &&
+            value == check->value[i])
+            continue;
+        if (PyDict_GetItemWithError(dict, check->key[i]) != check->value[i])
+            return PyErr_Occurred() ? -1 : 0;
+    }
     return 1;
 }
 
@@ -119,6 +139,25 @@ unpack(const Check *check, PyObject *from, PyObject **slots)
     for (Py_ssize_t i = 0; i < check->count; i++)
         slots[check->next + i] =
             Py_NewRef(listed ? PyList_GetItem(from, i) : PyTuple_GetItem(from, i));
+    return 1;
+}
+
+/* Whether each address is the one that it was; as `gives`, but without comparing objects. */
+static int
+same_addresses(const Check *check)
+{
+    for (Py_ssize_t i = 0; i < check->count; i++) {
+        PyObject *found = check->address(check->key[i], NULL);
+        if (found == NULL)
+            return -1;
+        int whole = Py_TYPE(found) == &PyLong_Type;
+        size_t word = whole ? PyLong_AsSize_t(found) : 0;
+        Py_DECREF(found);
+        if (word == SIZE_MAX && PyErr_Occurred())
+            return -1;
+        if (!whole || word != check->word[i])
+            return 0;
+    }
     return 1;
 }
 
@@ -165,12 +204,7 @@ holds(const Check *check, PyObject **slots)
     case ITEMS:
         return same_items(check, subject);
     case LOOKUP:
-        for (Py_ssize_t i = 0; i < check->count; i++) {
-            found = PyDict_GetItemWithError(subject, keys[i]);
-            if (found != values[i])
-                return PyErr_Occurred() ? -1 : 0;
-        }
-        return 1;
+        return some_items(check, subject);
     case SEQUENCE:
         if (PyList_Size(subject) != check->count)
             return 0;
@@ -179,12 +213,17 @@ holds(const Check *check, PyObject **slots)
                 return 0;
         return 1;
     case SIZE:
-        return PyDict_Size(subject) == check->count;
+        for (Py_ssize_t i = 0; i < check->count; i++)
+            if (PyDict_Size(keys[i]) != check->next)
+                return 0;
+        return 1;
     case CALLS:
         for (Py_ssize_t i = 0; same == 1 && i < check->count; i++)
             same = gives(PyObject_CallNoArgs(keys[i]), values[i]);
         return same;
     case ADDRESSES:
+        if (check->address != NULL)
+            return same_addresses(check);
         for (Py_ssize_t i = 0; same == 1 && i < check->count; i++)
             same = gives(PyObject_CallFunctionObjArgs(subject, keys[i], NULL),
                          values[i]);
@@ -298,11 +337,7 @@ recheck_traverse(PyObject *op, visitproc visit, void *arg)
     Recheck *self = (Recheck *)op;
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->names);
-    for (Py_ssize_t i = 0; i < self->count; i++) {
-        Py_VISIT(self->checks[i].object);
-        Py_VISIT(self->checks[i].keys);
-        Py_VISIT(self->checks[i].values);
-    }
+    Py_VISIT(self->given);
     return 0;
 }
 
@@ -310,19 +345,14 @@ static int
 recheck_clear(PyObject *op)
 {
     Recheck *self = (Recheck *)op;
-    Check *checks = self->checks;
-    Py_ssize_t count = self->count;
-    self->checks = NULL; /* first: what follows may run anything */
-    self->count = self->leaves = 0;
-    self->positional = -1; /* no call has as many arguments */
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyMem_Free(checks[i].key);
-        Py_XDECREF(checks[i].object);
-        Py_XDECREF(checks[i].keys);
-        Py_XDECREF(checks[i].values);
-    }
-    PyMem_Free(checks);
+    self->count = self->leaves = 0; /* first: what follows may run anything */
+    self->positional = -1;          /* no call has as many arguments */
+    PyMem_Free(self->checks);
+    PyMem_Free(self->words);
+    self->checks = NULL;
+    self->words = NULL;
     Py_CLEAR(self->names);
+    Py_CLEAR(self->given);
     return 0;
 }
 
@@ -339,9 +369,8 @@ recheck_dealloc(PyObject *op)
 
 /* Whether a check is one that `holds` may make. */
 static int
-is_sound(const Check *check, Py_ssize_t slots)
+is_sound(const Check *check, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t slots)
 {
-    Py_ssize_t keys = PyTuple_Size(check->keys), values = PyTuple_Size(check->values);
     Py_ssize_t count = check->count;
     if (check->slot >= slots || check->slot < -1 || count < 0)
         return 0;
@@ -366,7 +395,10 @@ is_sound(const Check *check, Py_ssize_t slots)
     case SEQUENCE:
         return values == count && check->slot < 0 && PyList_Check(check->object);
     case SIZE:
-        return check->slot < 0 && PyDict_Check(check->object);
+        for (Py_ssize_t i = 0; i < keys; i++)
+            if (!PyDict_Check(check->key[i]))
+                return 0;
+        return keys == count;
     case UNPACK:
         return values == 1 && check->next >= 0 && check->next + count <= slots &&
                (check->value[0] == (PyObject *)&PyTuple_Type ||
@@ -378,22 +410,104 @@ is_sound(const Check *check, Py_ssize_t slots)
     }
 }
 
-/* Fills `key` and `value`. */
-static int
-look_into(Check *check)
+/* The C function behind a method of a built-in type without arguments, if each of some objects has
+ * it; else NULL. */
+static PyCFunction
+function_of(PyObject *method, PyObject **objects, Py_ssize_t count)
 {
-    Py_ssize_t keys = PyTuple_Size(check->keys), values = PyTuple_Size(check->values);
-    check->key = PyMem_Calloc((size_t)(keys + values) + 1, sizeof(PyObject *));
-    if (check->key == NULL) {
-        PyErr_NoMemory();
+    PyCFunction found = NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *bound = PyObject_CallMethod(method, "__get__", "O", objects[i]);
+        PyCFunction one = NULL;
+        if (bound == NULL)
+            PyErr_Clear();
+        else if (Py_TYPE(bound) == &PyCFunction_Type &&
+                 PyCFunction_GetFlags(bound) == METH_NOARGS &&
+                 PyCFunction_GetSelf(bound) == objects[i])
+            one = PyCFunction_GetFunction(bound);
+        Py_XDECREF(bound);
+        if (one == NULL || (found != NULL && one != found))
+            return NULL;
+        found = one;
+    }
+    return found;
+}
+
+/* Fills `word` with places; what is not there has any. */
+static void
+find_places(Check *check)
+{
+    PyObject *key, *value;
+    Py_ssize_t place = 0, before = 0;
+    for (; PyDict_Next(check->object, &place, &key, &value); before = place)
+        for (Py_ssize_t i = 0; i < check->count; i++)
+            if (key == check->key[i])
+                check->word[i] = (size_t)before;
+}
+
+/* Fills `word` with the values; 0 if one is no whole number that fits. */
+static int
+are_words(Check *check)
+{
+    for (Py_ssize_t i = 0; i < check->count; i++) {
+        if (Py_TYPE(check->value[i]) != &PyLong_Type)
+            return 0;
+        check->word[i] = PyLong_AsSize_t(check->value[i]);
+        if (PyErr_Occurred()) {
+            PyErr_Clear();
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* A check as it was given; 0 with an exception. */
+static int
+take_check(Check *check, PyObject *one, PyObject ***words, Py_ssize_t slots)
+{
+    PyObject *keys, *values;
+    if (!PyTuple_Check(one)) {
+        PyErr_SetString(PyExc_TypeError, "a check is a tuple");
         return 0;
     }
-    check->value = check->key + keys;
-    for (Py_ssize_t i = 0; i < keys; i++)
-        check->key[i] = PyTuple_GetItem(check->keys, i);
-    for (Py_ssize_t i = 0; i < values; i++)
-        check->value[i] = PyTuple_GetItem(check->values, i);
+    if (!PyArg_ParseTuple(one, "iiOO!O!nn", &check->operation, &check->slot, &check->object,
+                          &PyTuple_Type, &keys, &PyTuple_Type, &values, &check->count,
+                          &check->next))
+        return 0;
+    Py_ssize_t known = PyTuple_Size(keys), found = PyTuple_Size(values);
+    check->key = *words;
+    check->value = check->key + known;
+    *words = check->value + found;
+    for (Py_ssize_t i = 0; i < known; i++)
+        check->key[i] = PyTuple_GetItem(keys, i);
+    for (Py_ssize_t i = 0; i < found; i++)
+        check->value[i] = PyTuple_GetItem(values, i);
+    if (!is_sound(check, known, found, slots)) {
+        PyErr_SetString(PyExc_ValueError, "a check is none");
+        return 0;
+    }
+    check->word = (size_t *)*words;
+    if (check->operation == LOOKUP || check->operation == ADDRESSES)
+        *words += known;
+    if (check->operation == LOOKUP)
+        find_places(check);
+    if (check->operation == ADDRESSES && are_words(check))
+        check->address = function_of(check->object, check->key, known);
     return 1;
+}
+
+/* How many words `take_check` fills for all checks, at most. */
+static Py_ssize_t
+words_of(PyObject *list)
+{
+    Py_ssize_t words = 1;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(list); i++) {
+        PyObject *one = PyTuple_GetItem(list, i);
+        for (Py_ssize_t j = 3; PyTuple_Check(one) && j < 5 && j < PyTuple_Size(one); j++)
+            if (PyTuple_Check(PyTuple_GetItem(one, j)))
+                words += (5 - j) * PyTuple_Size(PyTuple_GetItem(one, j));
+    }
+    return words;
 }
 
 static PyObject *
@@ -417,39 +531,21 @@ recheck_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->positional = positional;
     self->slots = slots;
     self->names = Py_NewRef(names);
+    self->given = Py_NewRef(list);
     self->checks = PyMem_Calloc((size_t)count + 1, sizeof(Check));
-    if (self->checks == NULL) {
+    self->words = PyMem_Calloc((size_t)words_of(list), sizeof(PyObject *));
+    if (self->checks == NULL || self->words == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
+    PyObject **left = self->words;
     for (Py_ssize_t i = 0; i < count; i++) {
-        Check *check = self->checks + i;
-        PyObject *object, *keys, *values, *one = PyTuple_GetItem(list, i);
-        int taken = 0;
-        if (PyTuple_Check(one))
-            taken = PyArg_ParseTuple(one, "inOO!O!nn", &check->operation, &check->slot, &object,
-                                     &PyTuple_Type, &keys, &PyTuple_Type, &values, &check->count,
-                                     &check->next);
-        else
-            PyErr_SetString(PyExc_TypeError, "a check is a tuple");
-        if (!taken) {
+        if (!take_check(self->checks + i, PyTuple_GetItem(list, i), &left, slots)) {
             Py_DECREF(self);
             return NULL;
         }
-        check->object = Py_NewRef(object);
-        check->keys = Py_NewRef(keys);
-        check->values = Py_NewRef(values);
         self->count = i + 1;
-        self->leaves += check->operation == LEAF;
-        if (!look_into(check)) {
-            Py_DECREF(self);
-            return NULL;
-        }
-        if (!is_sound(check, slots)) {
-            PyErr_Format(PyExc_ValueError, "check %zd is none", i);
-            Py_DECREF(self);
-            return NULL;
-        }
+        self->leaves += self->checks[i].operation == LEAF;
     }
     return (PyObject *)self;
 }

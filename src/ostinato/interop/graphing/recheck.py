@@ -69,6 +69,9 @@ class Checks:
         self.library = library
         self._array_reads = library.reads
         self._made: list[tuple[Any, ...]] = []
+        self._items: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        """Dicts, and what is noted of each, by the dict's address."""
+        self._sizes: dict[int, tuple[dict[Any, Any], int]] = {}
         self._slots = 0
         self.statics: list[Any] = []
         self.pointers: list[int] = []
@@ -116,13 +119,16 @@ class Checks:
         """A dict has these values, among others."""
         if type(held) is not dict or any(type(key) is not str for key in found):
             raise Inexpressible
-        self._add("LOOKUP", -1, held, [*found], [*found.values()], len(found))
+        known = self._items.setdefault(id(held), (held, {}))[1]
+        if any(known.setdefault(name, value) is not value for name, value in found.items()):
+            raise Inexpressible
 
     def sequence(self, held: list[Any], values: Sequence[Any]) -> None:
         self._add("SEQUENCE", -1, held, values=values, count=len(values))
 
     def size(self, held: dict[Any, Any], count: int) -> None:
-        self._add("SIZE", -1, held, count=count)
+        if self._sizes.setdefault(id(held), (held, count))[1] != count:
+            raise Inexpressible
 
     def calls(self, functions: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
         """Functions give what they give now, which is returned."""
@@ -220,6 +226,13 @@ class Checks:
         self._add("READS", -1, held, (function,), (function(held),), 1)
 
     def made(self, positional: int, names: Sequence[str]) -> Any:
+        sizes = dict(self._sizes)
+        for key, (held, found) in self._items.items():
+            _, size = sizes.pop(key, (held, -1))
+            self._add("LOOKUP", -1, held, [*found], [*found.values()], len(found), size)
+        for size in {size for _, size in sizes.values()}:
+            alike = [held for held, count in sizes.values() if count == size]
+            self._add("SIZE", -1, None, alike, (), len(alike), size)
         return _extension.Recheck(positional, tuple(names), self._slots, tuple(self._made))
 
 
