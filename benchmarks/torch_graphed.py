@@ -16,8 +16,9 @@ each input and `replay()` of a graph that was captured by hand (`by hand`).  Way
 of the call alone; the device is waited for between blocks.  Rows of `graphed` have its parts too:
 `match_us` the checks, `replay_us` copies and launch, `patch_us` the change of a node, `bare_us` the
 launch alone, also right after a change (`patched_us`); rows `by hand` have `copy_us` and
-`replay_us`.  `short`: how many calls
-took the short way.
+`replay_us`.  Calls get the same tensors each time, so no node is changed; `moved_us` is a call with
+tensors that lie elsewhere than those of the call before.  `short`: how many calls took the short
+way.
 
 `--only compile`: `compile` and `graphed` alone, after `eager`, so that torch has loaded its
 libraries before both.  `steady_ms` is the time until the end of the last
@@ -26,6 +27,7 @@ of the first calls that took more than twice as long as the later ones, waiting 
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import sys
@@ -167,8 +169,10 @@ def _start(name: str, work: Work, args: tuple[Any, ...], device: ost.Device) -> 
     return Way(name, call, ends[2], slow[-1] if slow else 0.0)
 
 
-def _parts(way: Way, args: tuple[Any, ...], calls: int) -> dict[str, object]:
-    """What a call is made of, in microseconds."""
+def _parts(
+    way: Way, args: tuple[Any, ...], moved: tuple[Any, ...], calls: int
+) -> dict[str, object]:
+    """What a call is made of, in microseconds.  `moved`: such arguments elsewhere."""
     parts = getattr(way.call, "parts", None)
     if parts is not None:
         return {name: _median(part, args, calls) for name, part in parts.items()}
@@ -176,6 +180,8 @@ def _parts(way: Way, args: tuple[Any, ...], calls: int) -> dict[str, object]:
         return {}
     step: Any = way.call
     row: dict[str, object] = {"short": sum(hot.way.count for hot in step._hot)}
+    turns = itertools.cycle([args, moved])
+    row["moved_us"] = _median(lambda: step(*next(turns)), (), calls)
     if step._hot:
         (hot, *_) = step._hot
         library, captured = step._library, hot.line.captured()
@@ -186,8 +192,13 @@ def _parts(way: Way, args: tuple[Any, ...], calls: int) -> dict[str, object]:
         )
         with step.cache.hold(hot.line.name) as run:
             if captured.moves is not None:
-                nothing = captured.moves.change(bytes(16 * MOST))  # to nowhere: safe by itself
-                nothing(run)
+                # To nowhere: safe by itself.  The last word is that of a 32nd array.
+                words = [bytes(16 * MOST - 1) + bytes([last]) for last in range(2)]
+                changes = itertools.cycle([*map(captured.moves.change, words)])
+
+                def nothing(run: Any) -> None:
+                    next(changes)(run)
+
                 row["patch_us"] = _median(nothing, (run,), calls)
                 row["patched_us"] = _median(_after(nothing, run), (stream,), calls)
             row["bare_us"] = _median(run.launch, (stream,), calls)
@@ -235,8 +246,9 @@ def measure(
         row |= {"first_ms": round(way.first_ms, 2), "steady_ms": round(way.steady_ms, 2)}
         if bounds:
             row["of_by_hand"] = round(statistics.median(way.times) / bounds[0], 3)
+        moved = (*work.draw(), *args[len(args) - len(work.static) :])
         with torch.inference_mode(way.name not in plain), torch.no_grad():
-            row |= _parts(way, args, calls // 4)
+            row |= _parts(way, args, moved, calls // 4)
         if way.name.startswith("graphed"):
             way.call.close()  # type: ignore[attr-defined]
         rows.append(row)
@@ -262,8 +274,8 @@ def main() -> int:
     names = tuple(filter(None, chosen.works.split(","))) or NAMES
     calls = 80 if chosen.quick else chosen.calls
     columns = ("work", "way", "median_us", "p90_us", "min_us", "of_by_hand", "of_compile")
-    columns += ("steady_ms", "short", "match_us", "copy_us", "replay_us", "patch_us", "bare_us")
-    columns += ("patched_us",)
+    columns += ("steady_ms", "short", "moved_us", "match_us", "copy_us", "replay_us")
+    columns += ("patch_us", "bare_us", "patched_us")
     for part, ways in (("host", HOST), ("compile", COMPILE)):
         if chosen.only not in (None, part):
             continue

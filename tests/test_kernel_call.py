@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from ostinato.driver.api import (
     FunctionHandle,
     KernelArguments,
+    KernelNodeParams,
     LaunchConfig,
     ParameterSlot,
     StreamHandle,
@@ -29,7 +30,9 @@ from ostinato.driver.cuda.modules import ModuleCalls
 from ostinato.driver.launcher import (
     compiled,
     kernel_call,
+    kernel_node,
     packer,
+    set_nodes,
     without_extension,
 )
 from ostinato.driver.signature import Signature
@@ -350,3 +353,38 @@ def test_a_call_outlives_what_it_was_made_of_and_leaks_nothing() -> None:
         assert tracemalloc.get_traced_memory()[0] - before < 20_000
     finally:
         tracemalloc.stop()
+
+
+@needs_extension
+def test_a_node_that_holds_the_bytes_is_not_set_again() -> None:
+    statuses: list[int] = []
+    calls: list[int] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    def take(executable: int, node: int, params: int) -> int:
+        calls.append(node)
+        return statuses.pop() if statuses else 0
+
+    cuda = FakeCuda()
+    addresses = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (take, cuda._current)]
+    arguments = KernelArguments(bytes(16), (ParameterSlot(0, 8), ParameterSlot(8, 8)))
+    params = KernelNodeParams(FunctionHandle(5), LaunchConfig(1, 1), arguments)
+    node = kernel_node((addresses[0], addresses[1]), CONTEXT, 1, 2, params)
+    assert node is not None
+
+    def made(place: int, raw: bytes) -> int:
+        calls.clear()
+        assert node.set(place, raw) == 0
+        return len(calls)
+
+    zero, one = bytes(8), b"one 1234"
+    assert made(0, zero) == 1  # what the driver holds is not known before
+    assert made(0, zero) == made(8, zero) == 0
+    assert made(8, one) == 1 and made(8, one) == 0 and made(0, one) == 1
+    statuses.append(1)
+    assert node.set(8, zero) == 1 and node.data == one + one
+    assert made(8, one) == 1 and made(8, one) == 0
+    calls.clear()
+    assert set_nodes([(node, 0, one)]) == (0, 0) and len(calls) == 1
+    cuda.current = CONTEXT + 8
+    assert node.set(0, one) is None

@@ -245,7 +245,10 @@ def test_the_benchmark_finds_the_parts_of_a_call(
     step = make(double)
     heated(step, lib)
     way = torch_graphed.Way("graphed", step, 0.0, 0.0)
-    row = torch_graphed._parts(way, (lib.array(numbers()),), 1)
+    row = torch_graphed._parts(way, (lib.array(numbers()),), (lib.array(numbers(1)),), 1)
     assert row["short"] and row["replays"]
     inside = {"patch_us", "patched_us"} if step._hot[0].line.captured().moves is not None else set()
-    assert row.keys() == {"short", "match_us", "replay_us", "bare_us", "replays", "eager"} | inside
+    assert (
+        row.keys()
+        == {"short", "moved_us", "match_us", "replay_us", "bare_us", "replays", "eager"} | inside
+    )

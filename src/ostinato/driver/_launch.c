@@ -775,6 +775,7 @@ typedef struct {
     size_t size;
     void **words; /* one allocation: kernelParams or extra, then the bytes that they point to */
     unsigned char *data;
+    int held; /* whether the driver took `data`: it is as of the last call, which succeeded */
 } KernelNode;
 
 static PyObject *
@@ -875,9 +876,11 @@ exchange(const Write *first, const Write *end, unsigned char *before, int back)
 }
 
 static int
-set_node(const KernelNode *node)
+set_node(KernelNode *node)
 {
-    return node->set(node->executable, node->node, &node->params);
+    int status = node->set(node->executable, node->node, &node->params);
+    node->held = status == 0;
+    return status;
 }
 
 /* All writes, one call a node; those next to each other that are one node's go together. */
@@ -921,6 +924,9 @@ kernel_node_set(PyObject *op, PyObject *const *args, Py_ssize_t count)
         return NULL;
     if (!is_current(self->current, self->context))
         Py_RETURN_NONE;
+    /* A call that changes nothing would take as long, and the next launch longer. */
+    if (self->held && memcmp(self->data + offset, raw, (size_t)size) == 0)
+        return PyLong_FromLong(0);
     unsigned char small[64], *before = size <= 64 ? small : PyMem_Malloc(size);
     if (before == NULL)
         return PyErr_NoMemory();
