@@ -222,6 +222,26 @@ def test_memory_that_the_function_writes(lib: Lib, make: Any) -> None:
     assert "shares memory" in str(step.statistics().eager_reasons)
 
 
+@pytest.mark.parametrize("begin", [0, 4, 8])
+def test_a_part_of_memory_that_the_function_writes(lib: Lib, make: Any, begin: int) -> None:
+    total, beside = lib.array(np.zeros(12)), lib.array(np.zeros(12))
+
+    def add(x: Array) -> Array:
+        total.shift(1.0)
+        return x.line(2.0)
+
+    step = make(add)
+    way = heated(step, lib)
+    calls, (hot,) = way.count, step._hot
+    other = Array(lib, (4,), beside.buffer[begin : begin + 4])
+    np.testing.assert_array_equal(step(other).numpy(), [0.0] * 4)
+    assert way.count == calls + 1
+    part = Array(lib, (4,), total.buffer[begin : begin + 4])
+    assert hot.match((part,), {}) is not None
+    np.testing.assert_array_equal(step(part).numpy(), [12.0] * 4)
+    assert way.count == calls + 1 and "shares memory" in str(step.statistics().eager_reasons)
+
+
 def test_a_dropped_function_is_gone(lib: Lib, host_device: Device) -> None:
     step = Graphed(double, lib, Options(), ost.GraphCache(host_device), name="f", owns_cache=True)
     heated(step, lib)

@@ -595,7 +595,7 @@ typedef struct {
     PyObject *replay, *name;
     PyObject *missed;              /* the result of a call that is not like the one noted */
     PyObject *timed;               /* is given the microseconds of one call in TIMED */
-    PyObject *allowed;             /* whether these arrays may be copied, or None: all may */
+    PyObject *written;             /* bytes: words, where memory begins and ends that is written */
     PyObject *last_word, *templates_word, *give_word;
     Py_ssize_t count;              /* replays */
     int ended;
@@ -632,6 +632,24 @@ add_addresses(Way *self, PyObject *arrays, uint64_t *words, Py_ssize_t *used)
     return 1;
 }
 
+/* Whether no address is in memory that the function writes; -1 with an exception. */
+static int
+are_apart(Way *self, const uint64_t *words, Py_ssize_t used)
+{
+    char *ranges;
+    Py_ssize_t size;
+    uint64_t range[2];
+    if (PyBytes_AsStringAndSize(self->written, &ranges, &size) < 0)
+        return -1;
+    for (; size >= (Py_ssize_t)sizeof range; size -= sizeof range, ranges += sizeof range) {
+        memcpy(range, ranges, sizeof range);
+        for (Py_ssize_t i = 0; i < used; i++)
+            if (range[0] <= words[i] && words[i] < range[1])
+                return 0;
+    }
+    return 1;
+}
+
 /* New arrays for the outputs that the graph copies. */
 static PyObject *
 new_outputs(Way *self, PyObject *captured)
@@ -656,17 +674,12 @@ new_outputs(Way *self, PyObject *captured)
     return made;
 }
 
-/* Launches the graph with these inputs and outputs: 1, or 0 if it is not there, -1 with an
- * exception. */
+/* Launches the graph with the addresses of its inputs and outputs: 1, or 0 if it is not there, -1
+ * with an exception. */
 static int
-way_launch(Way *self, PyObject *leaves, PyObject *made)
+way_launch(Way *self, const uint64_t *words)
 {
-    uint64_t words[MOST_WORDS];
-    Py_ssize_t used = 0;
-    memset(words, 0, sizeof words);
-    if (!add_addresses(self, leaves, words, &used) || !add_addresses(self, made, words, &used))
-        return -1;
-    PyObject *bytes = PyBytes_FromStringAndSize((char *)words, sizeof words);
+    PyObject *bytes = PyBytes_FromStringAndSize((char *)words, MOST_WORDS * sizeof *words);
     PyObject *change =
         bytes == NULL ? NULL : PyObject_CallFunctionObjArgs(self->changing, bytes, NULL);
     PyObject *answer = change == NULL ? NULL
@@ -698,18 +711,19 @@ way_run(Way *self, PyObject *args, PyObject *kwargs)
     PyObject *made = NULL, *give = NULL, *result = NULL, *captured = NULL;
     PyObject *leaves = matched((Recheck *)self->recheck, args, kwargs);
     int launched = leaves == NULL ? -1 : leaves != Py_None;
+    uint64_t words[MOST_WORDS] = {0};
+    Py_ssize_t used = 0;
+    if (launched == 1)
+        launched = add_addresses(self, leaves, words, &used) ? are_apart(self, words, used) : -1;
     if (launched == 1) {
         captured = PyObject_CallNoArgs(self->captured);
         launched = captured == NULL ? -1 : captured != Py_None;
     }
-    if (launched == 1 && self->allowed != Py_None) {
-        PyObject *allowed = PyObject_CallFunctionObjArgs(self->allowed, leaves, NULL);
-        launched = allowed == NULL ? -1 : PyObject_IsTrue(allowed);
-        Py_XDECREF(allowed);
-    }
     if (launched == 1) {
         made = way_turn(self) ? new_outputs(self, captured) : NULL;
-        launched = made == NULL ? -1 : way_launch(self, leaves, made);
+        launched = made != NULL && add_addresses(self, made, words, &used)
+                       ? way_launch(self, words)
+                       : -1;
     }
     if (launched == 1) {
         self->count++;
@@ -814,7 +828,7 @@ way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *words[] = {"recheck",    "acquire", "release",  "captured", "turns",
                             "stream",     "empty_like", "address", "changing", "replay",
-                            "name",       "missed",  "timed",    "allowed",  NULL};
+                            "name",       "missed",  "timed",    "written",  NULL};
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Way *self = (Way *)alloc(type, 0);
     if (self == NULL)
@@ -859,7 +873,7 @@ static PyMemberDef way_members[] = {
 
 static PyType_Slot way_slots[] = {
     {Py_tp_doc, "Way(recheck, acquire, release, captured, turns, stream, empty_like, address, "
-                "changing, replay, name, missed, timed, allowed)\n--\n\n"
+                "changing, replay, name, missed, timed, written)\n--\n\n"
                 "A whole call by the short way; see ostinato.interop.graphing.recheck."},
     {Py_tp_new, way_new},
     {Py_tp_dealloc, way_dealloc},

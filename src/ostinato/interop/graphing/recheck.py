@@ -9,14 +9,14 @@ match goes through the key.  What cannot be noted has no short way.
 from __future__ import annotations
 
 import dataclasses
+import struct
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from ostinato import GraphCache, Stream
+from ostinato import GraphCache, MemoryRange, Stream
 from ostinato.driver.extension import load_extension
 from ostinato.interop.graphing.guards import (
     Guards,
@@ -342,12 +342,12 @@ class _Way:
         line: Line,
         captured: weakref.ref[Captured],
         stream: Stream,
-        allowed: Callable[[list[Any]], bool] | None,
+        written: Sequence[MemoryRange],
     ) -> None:
         self.count, self._ended = 0, False
         self._library, self._lock, self._turns = subject.library, subject.lock, subject.turns
         self._cache, self._match, self._line = subject.cache, match, line
-        self._captured, self._stream, self._allowed = captured, stream, allowed
+        self._captured, self._stream, self._written = captured, stream, written
 
     def end(self) -> None:
         self._ended = True
@@ -358,7 +358,8 @@ class _Way:
             captured = None if leaves is None else self._captured()
             if leaves is None or captured is None:
                 return MISSED
-            if self._allowed is not None and not self._allowed(leaves):
+            address = self._library.address
+            if any(r.holds(a) for a in map(address, leaves) for r in self._written):
                 return MISSED
             began = 0 if (self.count + 1) % TIMED else time.perf_counter_ns()
             if self._turns.last is not self._stream:
@@ -443,7 +444,8 @@ def recheck(
     checks = Checks(library)
     given = [*names[: len(work.args)]]
     given += ["*"] * (len(work.args) - len(given))
-    allowed: Callable[[list[Any]], bool] | None = None
+    written: list[MemoryRange] = []
+    """Memory that the function writes: copies of arrays in it would not see that."""
     try:
         checks.calls(library.situation())
         note(checks)
@@ -464,8 +466,7 @@ def recheck(
                 checks.each(live, noting.arrays)
         if line.state:
             used = [*work.statics, *([] if work.seen is None else work.seen.arrays)]
-            written = [used[i] for i in line.state if i < len(used)]
-            allowed = partial(_apart, library, [library.storage(a).address for a in written])
+            written = [library.storage(used[i]) for i in line.state if i < len(used)]
         made = checks.made(len(work.args), [*work.kwargs])
     except Inexpressible:
         return None
@@ -475,16 +476,14 @@ def recheck(
         return None
     owned, way = weakref.ref(captured), None
     if captured.moves is None:
-        way = _Way(subject, made.match, line, owned, stream, allowed)
+        way = _Way(subject, made.match, line, owned, stream, written)
     else:
+        ends = struct.pack(
+            f"{2 * len(written)}Q", *[at for r in written for at in (r.address, r.end)]
+        )
         way = _extension.Way(
             *(made, subject.lock.acquire, subject.lock.release, owned, subject.turns, stream),
             *(library.empty_like, library.address, captured.moves.change),
-            *(subject.cache.replay, line.name, MISSED, line.times.append, allowed),
+            *(subject.cache.replay, line.name, MISSED, line.times.append, ends),
         )
     return Hot(made.match, line, way)
-
-
-def _apart(library: Library, written: Collection[int], arrays: list[Any]) -> bool:
-    """Whether no array shares memory with what the function writes."""
-    return not any(library.storage(array).address in written for array in arrays)
