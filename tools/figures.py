@@ -498,8 +498,15 @@ def generate() -> Iterable[str]:
 
 
 def weights() -> Iterable[str]:
-    rows = results("weights-nvidia-h200.json")["rows"]
     names = {"bf16": "bfloat16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k_m": "Q4_K_M"}
+    later = [r for r in results("weights-8B-nvidia-h200.json")["rows"] if r["shape"] == "8B"]
+    newer = {(r["shape"], r["kind"]) for r in later}
+    rows = [
+        r
+        for r in results("weights-nvidia-h200.json")["rows"]
+        if (r["shape"], r["kind"]) not in newer
+    ]
+    rows = sorted(rows + later, key=lambda r: (r["shape"], [*names].index(r["kind"])))
 
     def cells(shape: str, kind: str) -> Iterator[str]:
         own = [r for r in rows if (r["shape"], r["kind"]) == (shape, kind)]
