@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from benchmarks.kernels.checks import Bench, Case, cases, run_checks
 from benchmarks.kernels.timing import BANDWIDTH, StepBench
 from ostinato.bench.shapes import SHAPES
 from ostinato.models.config import LlamaConfig
-from ostinato.models.cuda.shapes import Tuning, default_tuning
+from ostinato.models.cuda.shapes import Tuning, default_tuning, without_block
 
 if TYPE_CHECKING:
     from benchmarks.kernels.rig import Gpu
@@ -130,7 +129,7 @@ def _of_shape(gpu: Gpu, name: str, clusters: bool) -> Iterator[dict[str, Any]]:
     single = rule(clusters=clusters)
     steps: list[tuple[str, int, Tuning, tuple[int, ...]]] = [("rule", 1, single, (20, 500))]
     if single.block is not None:
-        apart = replace(single, block=None)
+        apart = without_block(single, config, multiprocessors=gpu.multiprocessors)
         steps.append(("attention as three launches", 1, apart, (20, 500)))
     steps += [("rule", rows, rule(rows=rows), (500,)) for rows in (8, 32, 64)]
     for label, rows, tuning, positions in steps:

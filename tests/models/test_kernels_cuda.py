@@ -475,3 +475,15 @@ def test_a_step_gives_the_same_bits_every_time(cuda_device: Device, rows: int) -
 def test_sample_reads_what_head_found() -> None:
     launches = kc.lower(decode_program(SMALL), SMALL, rows=1, context=100)
     assert dict(launches[-2].arguments)["workspace"] == Bound("workspace")
+
+
+def test_an_mlp_beside_launches_apart_is_cut_for_them() -> None:
+    """Where weights are packed or belong to a rank there is no launch for a layer's attention."""
+    config = SHAPES["smollm2-135m"]
+    beside, alone = in_clusters(config), shapes.default_tuning(config, rows=1)
+    apart = shapes.without_block(beside, config)
+    assert beside.block is not None and beside.gate_up != alone.gate_up
+    assert apart.block is None and apart.attention == beside.attention
+    assert (apart.gate_up, apart.down) == (alone.gate_up, alone.down)
+    assert apart.start_next == alone.start_next | {"norm_gate_up": "AT_START"}
+    assert shapes.without_block(alone, config) is alone

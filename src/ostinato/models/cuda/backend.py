@@ -227,8 +227,10 @@ class CudaBackend:
     def exchanges_sums(
         self, config: LlamaConfig, rows: int, context: int, *, formats: Formats = UNPACKED
     ) -> bool:
-        tuning, count = self._tuning(config, rows, context), self._properties.multiprocessors
-        return Cut(config, rows, tuning, formats, count).exchanges_sums()
+        count = self._properties.multiprocessors
+        tuning = self._tuning(config, rows, context)
+        apart = shapes.without_block(tuning, config, multiprocessors=count)
+        return Cut(config, rows, apart, formats, count).exchanges_sums()
 
     def _lower(
         self,

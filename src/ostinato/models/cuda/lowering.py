@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -55,6 +55,7 @@ from ostinato.models.cuda.shapes import (
     power_of_two_from,
     products_of,
     require_supported,
+    without_block,
 )
 from ostinato.models.program import ABSENT, OF_RANKS, Argument, Bound, KernelCall, decode_program
 from ostinato.modules import CompileOptions
@@ -188,7 +189,8 @@ def lower(
     if formats or not all(
         isinstance(call, KernelCall) and call.kernel not in _OF_ONE for call in program
     ):
-        chosen = replace(chosen, block=None)  # it reads bfloat16, and leaves the residual in parts
+        # It reads bfloat16, and leaves the residual in parts.
+        chosen = without_block(chosen, config, multiprocessors=multiprocessors)
     cut = Cut(config, rows, chosen, formats or {}, multiprocessors)
     launches: list[CudaLaunch | Kept] = []
     rest = list(program)

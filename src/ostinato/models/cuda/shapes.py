@@ -38,6 +38,7 @@ __all__ = [
     "products_of",
     "require_supported",
     "shape_key",
+    "without_block",
 ]
 
 MAX_ROWS = 64
@@ -382,6 +383,19 @@ def _vector_shape(name: str, product: Product, rows: int, multiprocessors: int) 
     if not product.normed and product.inputs >= 8192 and (shape.split, warps) == (4, 8):
         shape = replace(shape, split=8, pairs=2)
     return shape
+
+
+def without_block(tuning: Tuning, config: LlamaConfig, *, multiprocessors: int = 132) -> Tuning:
+    """A tuning for steps that cannot use its `block`: the MLP, which was cut to run beside it, is
+    as the rule has it beside launches apart."""
+    if tuning.block is None:
+        return tuning
+    products = products_of(config)
+    gate_up, down = (
+        _vector_shape(name, products[name], 1, multiprocessors) for name in ("gate_up", "down")
+    )
+    starts = {**tuning.start_next, "norm_gate_up": "AT_START"}
+    return replace(tuning, block=None, gate_up=gate_up, down=down, start_next=starts)
 
 
 def _few_blocks(
