@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kernels.packed --out DIR [--shape 1B] [--skip-checks]`
+"""`python -m benchmarks.kernels.packed --out DIR [--shape 1B] [--skip-checks] [--steps-only]`
 
 Products of one row with packed weights: checks every type against NumPy, then times each product
 of a shape by itself for several ways to cut it, then whole steps.  Ends with one line of JSON;

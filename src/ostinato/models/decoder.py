@@ -37,7 +37,7 @@ from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import OPTIONS, SAMPLED_ROWS, STOP_TOKENS, KernelCall
 from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions
-from ostinato.models.sequences import Sequences
+from ostinato.models.sequences import Sequence, Sequences
 from ostinato.models.step_graphs import StepGraphs
 from ostinato.models.stepper import Stepper, TokenRing
 from ostinato.models.weights import Weights, load_weights
@@ -397,12 +397,7 @@ class Decoder(Closeable):
         Raises InputError for ids outside the vocabulary, no tokens, or more than the context has
         room for; ModelError if the logits hold NaN or infinity.
         """
-        one = self._sequences[sequence]
-        found = self._sequences.prompt(tokens, one)
-        self._begin("prefill")
-        self._agree(f"prefill of sequence {one.index} at {one.length}: {_digest(found)}")
-        del one.tokens[one.length :]
-        one.on_device = one.stopped = False
+        (one,), (found,) = self._checked("prefill", [(sequence, tokens)])
         return self._stepper.prompt(one, found, progress)
 
     def prefill_batch(self, prompts: Mapping[int, Iterable[int]]) -> dict[int, int]:
@@ -412,19 +407,9 @@ class Decoder(Closeable):
         Raises as `prefill`: InputError before anything is done; prompts of earlier steps were read
         if a later step raises.
         """
-        ready = [self._sequences[sequence] for sequence in prompts]
-        found = [
-            self._sequences.prompt(tokens, one)
-            for one, tokens in zip(ready, prompts.values(), strict=True)
-        ]
-        if not found:
+        if not prompts:
             raise InputError("no prompts: one is needed at least")
-        self._begin("prefill")
-        for one, tokens in zip(ready, found, strict=True):
-            self._agree(f"prefill of sequence {one.index} at {one.length}: {_digest(tokens)}")
-        for one in ready:
-            del one.tokens[one.length :]
-            one.on_device = one.stopped = False
+        ready, found = self._checked("prefill", prompts.items())
         chosen = self._stepper.prompts(ready, found)
         return {one.index: token for one, token in zip(ready, chosen, strict=True)}
 
@@ -433,13 +418,25 @@ class Decoder(Closeable):
 
         Launches the steps and does not wait for them.  Raises InputError as `prefill`.
         """
-        one = self._sequences[sequence]
-        found = self._sequences.prompt(tokens, one)
-        self._begin("extend")
-        self._agree(f"extend of sequence {one.index} at {one.length}: {_digest(found)}")
-        del one.tokens[one.length :]
-        one.on_device = one.stopped = False
+        (one,), (found,) = self._checked("extend", [(sequence, tokens)])
         self._stepper.prompt(one, found, choose=False)
+
+    def _checked(
+        self, what: str, prompts: Iterable[tuple[int, Iterable[int]]]
+    ) -> tuple[list[Sequence], list[list[int]]]:
+        """The sequences, ready for a step that reads, and what they are to read; all of it is
+        checked before anything is changed."""
+        ready, found = [], []
+        for sequence, tokens in prompts:
+            ready.append(self._sequences[sequence])
+            found.append(self._sequences.prompt(tokens, ready[-1]))
+        self._begin(what)
+        for one, given in zip(ready, found, strict=True):
+            self._agree(f"{what} of sequence {one.index} at {one.length}: {_digest(given)}")
+        for one in ready:
+            del one.tokens[one.length :]
+            one.on_device = one.stopped = False
+        return ready, found
 
     def decode(self, sequence: int = 0) -> int:
         """One more token of a sequence.

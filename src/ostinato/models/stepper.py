@@ -70,16 +70,16 @@ class TokenRing:
         token = word & 0xFFFFFFFF
         return token if token < 1 << 31 else -1, bool(word >> 32 & 1)
 
-    def _missing(self, sequences: Items[Sequence], step: int) -> bool:
+    def _missing(self, sequences: Items[Sequence], steps: Items[int]) -> bool:
         words, size = self._words, self.size
-        for sequence in sequences:
+        for sequence, step in zip(sequences, steps, strict=True):
             position = sequence.length + step
             if words[sequence.index][position % size] >> 33 != position:
                 return True
         return False
 
-    def wait(self, sequences: Items[Sequence], step: int, *, last: bool) -> None:
-        """Returns once the token of each is there.
+    def wait(self, sequences: Items[Sequence], steps: Items[int], *, last: bool) -> None:
+        """Returns once the token of each is there, so many steps on.
 
         A look at pinned memory is some microseconds faster than any wait.  After `_SPIN_SECONDS`
         without an answer the stream is waited for if this is its `last` work, else asked now and
@@ -88,7 +88,7 @@ class TokenRing:
         missing = self._missing
         if self.spins:
             give_up = time.perf_counter() + _SPIN_SECONDS
-            while missing(sequences, step):
+            while missing(sequences, steps):
                 if time.perf_counter() > give_up:
                     break
             else:
@@ -97,10 +97,10 @@ class TokenRing:
             self._stream.synchronize()
         else:
             pause, longest = _PAUSE_SECONDS
-            while missing(sequences, step) and not self._stream.done:
+            while missing(sequences, steps) and not self._stream.done:
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
-        assert not missing(sequences, step), "a step skipped a row that was active"
+        assert not missing(sequences, steps), "a step skipped a row that was active"
 
 
 class Stepper:
@@ -208,11 +208,7 @@ class Stepper:
             self.ring.forget(sequence, step)
         self._settled = False
         decision = self.steps(rows)
-        if pieces:
-            for sequence, step in zip(sequences, steps, strict=True):
-                self._wait([sequence], step, last=True)
-        else:
-            self._wait(sequences, 1, last=True)
+        self._wait(sequences, steps, last=True)
         self._settled = True
         chosen = self._take(sequences, steps, pieces)
         for sequence in sequences:
@@ -255,8 +251,9 @@ class Stepper:
         """The next token of each, once it is there.  Raises ModelError if the logits hold NaN or
         infinity."""
         begin = time.perf_counter()
-        self._wait(sequences, 1, last=False)
-        chosen = self._take(sequences, [1] * len(sequences))
+        steps = [1] * len(sequences)
+        self._wait(sequences, steps, last=False)
+        chosen = self._take(sequences, steps)
         count = len(chosen)
         phases = self.phases
         phases.tokens["decode"] += count
@@ -272,15 +269,15 @@ class Stepper:
                 sequence.on_device, sequence.ahead = not further, further
                 self._settled = self._settled and not further
 
-    def _wait(self, sequences: Items[Sequence], step: int, *, last: bool) -> None:
+    def _wait(self, sequences: Items[Sequence], steps: Items[int], *, last: bool) -> None:
         """Returns once the token of each is there; see `TokenRing.wait`."""
         if self._ranks is None:
-            self.ring.wait(sequences, step, last=last)
+            self.ring.wait(sequences, steps, last=last)
             return
         one = sequences[0]
-        what = f"the token of sequence {one.index} for position {one.length + step}"
+        what = f"the token of sequence {one.index} for position {one.length + steps[0]}"
         with self._ranks.watching(what):
-            self.ring.wait(sequences, step, last=last)
+            self.ring.wait(sequences, steps, last=last)
 
     def _settle(self) -> None:
         """An interrupted step must not write to the ring where another one is waited for."""

@@ -393,8 +393,6 @@ class Engine:
         match action:
             case Place():
                 self._guarded((action.slot,), lambda: self._place(action))
-            case Read() if action.last and action.end - action.start <= self._step_rows:
-                self._gather(action)
             case Read():
                 self._guarded((action.slot,), lambda: self._read(action))
             case Decode():
@@ -452,17 +450,6 @@ class Engine:
                 return action.last and held + action.end - action.start <= self._step_rows
         return False
 
-    def _gather(self, action: Read) -> None:
-        with self._lock:
-            entry = self._entries.get(action.request)
-            if entry is None:
-                return
-            piece = entry.job.tokens[action.start : action.end]
-            self._together[action.slot] = piece
-            self._counts.reads += 1
-            self._counts.prompt_tokens += len(piece)
-            self._scheduler.done(action)
-
     def _read_together(self) -> None:
         pieces, self._together = self._together, {}
         chosen = self._decoder.prefill_batch(pieces)
@@ -476,17 +463,14 @@ class Engine:
         if entry is None:
             return
         piece = entry.job.tokens[action.start : action.end]
-        token = None
         if action.last:
-            token = self._decoder.prefill(piece, action.slot)
+            self._together[action.slot] = piece
         else:
             self._decoder.extend(piece, action.slot)
         with self._lock:
             self._counts.reads += 1
             self._counts.prompt_tokens += len(piece)
             self._scheduler.done(action)
-            if token is not None:
-                self._took({action.slot: token})
         self._flush()
 
     def _decode(self, action: Decode) -> None:
