@@ -498,15 +498,10 @@ def generate() -> Iterable[str]:
 
 
 def weights() -> Iterable[str]:
-    names = {"bf16": "bfloat16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k_m": "Q4_K_M"}
-    later = [r for r in results("weights-8B-nvidia-h200.json")["rows"] if r["shape"] == "8B"]
-    newer = {(r["shape"], r["kind"]) for r in later}
-    rows = [
-        r
-        for r in results("weights-nvidia-h200.json")["rows"]
-        if (r["shape"], r["kind"]) not in newer
-    ]
-    rows = sorted(rows + later, key=lambda r: (r["shape"], [*names].index(r["kind"])))
+    kinds = ("bf16", "q8_0", "q4_1", "q4_0", "q4_k_m")
+    names = {kind: kind.upper() for kind in kinds} | {"bf16": "bfloat16"}
+    rows = results("weights-nvidia-h200.json")["rows"]
+    rows.sort(key=lambda r: (r["shape"], kinds.index(r["kind"])))
 
     def cells(shape: str, kind: str) -> Iterator[str]:
         own = [r for r in rows if (r["shape"], r["kind"]) == (shape, kind)]
@@ -516,10 +511,10 @@ def weights() -> Iterable[str]:
             yield _speed(found[0]) if found else ""
         yield _count(next(r["prompt_tokens_per_second"] for r in own if "prompt" in r))
 
-    kinds = dict.fromkeys((r["shape"], r["kind"]) for r in rows)
+    found = dict.fromkeys((r["shape"], r["kind"]) for r in rows)
     return _table(
         ("tokens a second", "on the device", "batch 1", "batch 8", "batch 32", "prompt of 512"),
-        ([f"{shape}, {names[kind]}", *cells(shape, kind)] for shape, kind in kinds),
+        ([f"{shape}, {names[kind]}", *cells(shape, kind)] for shape, kind in found),
     )
 
 
