@@ -22,6 +22,7 @@ from ostinato.errors import UnsupportedModelError
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda import shapes
+from ostinato.models.cuda.legal import problems_of
 from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.host.shard_kernels import SHARD_KERNELS, _key
 from ostinato.models.program import ABSENT, ACTIVE, OF_RANKS, OPTIONS, SAMPLE, Bound, decode_program
@@ -225,6 +226,34 @@ def test_kernels_agree_with_numpy_on_the_emulator(rows: int) -> None:
     config = replace(SMALL, layers=1)
     bench = emulated_bench(config, rows, context=70)
     for case in list(checks.cases(bench, rows))[::3]:
+        bench.check(case)
+
+
+# Weights in rings of fewer steps than a slab's, whole sums in a lane, two warps that bring a row,
+# and blocks that share inputs, apart and in a cluster.
+STREAMED = {
+    "qkv": shapes.MatrixShape(4, 4, 1, 384, depth=1),
+    "output": shapes.MatrixShape(1, 4, 2, 128, depth=1),
+    "gate_up": shapes.MatrixShape(2, 1, 1, 192, depth=2),
+    "down": shapes.MatrixShape(2, 2, 2, 64, depth=1, cluster=2),
+    "head": shapes.MatrixShape(4, 1, 1, 256, depth=4),
+}
+
+
+def streamed(config: LlamaConfig, rows: int, context: int) -> shapes.Tuning:
+    """The rule's tuning with `STREAMED`, for models as small as `SMALL`."""
+    tuning = replace(shapes.default_tuning(config, rows=rows, context=context), **STREAMED)
+    assert not problems_of(config, rows, tuning)
+    return tuning
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rows", [3, 17])
+def test_streamed_products_agree_with_numpy_on_the_emulator(rows: int) -> None:
+    config = replace(SMALL, layers=1)
+    tuning = streamed(config, rows, 70)
+    bench = emulated_bench(config, rows, context=70, tunings={rows: tuning})
+    for case in list(checks.cases(bench, rows))[::2]:
         bench.check(case)
 
 
@@ -441,6 +470,17 @@ SMALL_CASES = {
 def test_small_kernels_agree_with_numpy(cuda_device: Device, name: str, rows: int) -> None:
     machine = OnDevice(cuda_device)
     checks.run_checks(machine, SMALL_CASES[name], (rows,), sequences=3, context=70)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("rows", [3, 17])
+def test_small_streamed_products_agree_with_numpy(cuda_device: Device, rows: int) -> None:
+    if not cuda_device.capabilities.clusters:
+        pytest.skip("no device with clusters")
+    config, machine = replace(SMALL, layers=1), OnDevice(cuda_device)
+    tuning = streamed(config, rows, 70)
+    checks.run_checks(machine, config, (rows,), sequences=3, context=70, tunings={rows: tuning})
 
 
 @pytest.mark.gpu

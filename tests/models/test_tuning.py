@@ -135,9 +135,9 @@ def test_the_default_rule_is_legal(
     tuning = shapes.default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors, clusters=clusters
     )
-    assert problems_of(config, rows, tuning) == ()
+    assert problems_of(config, rows, tuning, clusters=clusters) == ()
     longer = shapes.for_context(tuning, 4 * context)
-    assert problems_of(config, rows, longer) == ()
+    assert problems_of(config, rows, longer, clusters=clusters) == ()
     assert longer.attention.splits >= tuning.attention.splits
     assert clusters or tuning.attention.cluster == 1
 
@@ -235,6 +235,25 @@ def test_what_cannot_be_launched_is_said(changes: dict[str, Any], said: str) -> 
     problems = problems_of(SMALL, 1, tuning)
     assert len(problems) == 1
     assert said in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        (shapes.MatrixShape(8, 2, 1, 128, 3), "2 steps of a slab are not whole times 3"),
+        (shapes.MatrixShape(8, 1, 1, 640), "the weights of 20 steps"),
+        (shapes.MatrixShape(16, 1, 1, 512, 16), "the weights of 16 steps"),
+        (shapes.MatrixShape(8, 1, 4, 64, 2, 2), "a cluster of 2 blocks, where 4 share the inputs"),
+        (shapes.MatrixShape(8, 1, 16, 64, 2, 16), "a cluster of 16 blocks"),
+        (shapes.MatrixShape(8, 1, 2, 64, 2, 2), "a cluster of 2 blocks, which this device"),
+        (shapes.MatrixShape(8, 1, 1, 64, -1), "depth is -1"),
+        (shapes.MatrixShape(8, 1, 1, 16384, 8), "does not fit shared memory"),
+    ],
+)
+def test_what_cannot_be_launched_for_rows_is_said(shape: shapes.MatrixShape, said: str) -> None:
+    tuning = replace(shapes.default_tuning(SMALL, rows=8), output=shape)
+    (problem,) = problems_of(SMALL, 8, tuning, clusters=False)
+    assert said in problem
 
 
 # ------------------------------------------------------------------------------------------ sweeps

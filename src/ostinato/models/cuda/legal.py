@@ -57,6 +57,8 @@ def problems_of(
             said = matrix_problem(name, shape, product, rows)
         else:
             said = f"{type(shape).__name__} is not for {rows} rows"
+        if not said and getattr(shape, "cluster", 1) > 1 and not clusters:
+            said = f"a cluster of {shape.cluster} blocks, which this device does not have"
         if said:
             found.append(f"{name}: {said}")
     for name, packed in tuning.packed.items():
@@ -116,6 +118,8 @@ def packed_problem(shape: PackedShape | MatrixShape, product: Product, rows: int
     if isinstance(shape, MatrixShape):
         if rows == 1 or shape.slab % (BRICK * shape.split):
             return f"a slab of {shape.slab} for {rows} rows; {shape.split} warps take whole bricks"
+        if shape.depth % 8 or shape.cluster != 1:
+            return f"{shape.depth} steps in clusters of {shape.cluster}: a brick is 8, in none"
         return matrix_problem("", shape, product, rows)
     wrong = _not_whole(shape, {"resident": 0})
     if wrong:
@@ -133,17 +137,23 @@ def vector_steps(shape: VectorShape, product: Product) -> int:
 
 def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -> str | None:
     s = shape
-    wrong = _not_whole(s, {})
+    wrong = _not_whole(s, {"depth": 0})
     if wrong:
         return wrong
-    warps, padded = s.tiles * s.split, -(-rows // 8) * 8
+    warps = s.tiles * s.split
     if warps > 16:
         return f"{s.tiles} tiles of {s.split} warps are more than 16 warps"
     if s.slab % (32 * s.split) or s.slab % 64:
         return f"a slab of {s.slab} is not whole steps of {s.split} warps"
-    if s.slab // (32 * s.split) > 8:
-        return f"a slab of {s.slab} does not fit the registers of {s.split} warps"
-    if max(padded * (s.slab + 32) * 2, warps * 16 * padded * 4) > MAX_SHARED:
+    steps = s.slab // (32 * s.split)
+    depth = s.depth or steps
+    if depth > 16 or depth * warps > 128:
+        return f"the weights of {depth} steps do not fit the registers of {warps} warps"
+    if steps % depth:
+        return f"{steps} steps of a slab are not whole times {depth}"
+    if s.cluster not in (1, s.blocks_k) or s.cluster > 8:
+        return f"a cluster of {s.cluster} blocks, where {s.blocks_k} share the inputs"
+    if s.shared_bytes(product, rows) > MAX_SHARED:
         return f"a slab of {s.slab} does not fit shared memory with {rows} rows"
     if product.normed and s.blocks_k > 1:
         return "a norm needs whole rows"

@@ -131,12 +131,14 @@ def library_rows_for(config: LlamaConfig) -> int:
     """From how many rows on a library's products pay, by the bytes of a layer's weights.
 
     A layer is twice as many launches then, so small ones wait for more rows.  Measured on an H100:
-    1B (122 MB a layer) gains from 8 rows on; 360M (20 MB) loses at 16 and gains at 32; 135M (7 MB)
-    loses at 32 and gains at 64.
+    360M (20 MB) loses at 16 and gains at 32; 135M (7 MB) loses at 32 and gains at 64.  And on an
+    H200: 1B (122 MB) loses at 8 and at 16 and gains at 32; 8B (436 MB) is as fast at 8.
     """
     products = products_of(config)
     layer = sum(4 * p.pairs * p.inputs for name, p in products.items() if name != "head")
-    return 8 if layer >= 64 << 20 else 32 if layer >= 16 << 20 else 64
+    if layer >= 64 << 20:
+        return 9 if layer >= 256 << 20 else 17
+    return 32 if layer >= 16 << 20 else 64
 
 
 def most_rows(config: LlamaConfig) -> int:

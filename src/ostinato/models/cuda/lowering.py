@@ -462,6 +462,7 @@ class Cut:
             shape, product = self.shape(name, packing), self.products[name]
             blocks = self.blocks(name, packing)
             grid: tuple[int, int, int]
+            cluster = None
             if isinstance(shape, PackedShape):
                 grid, warps, shared = (
                     (blocks, 1, 1),
@@ -473,9 +474,12 @@ class Cut:
                 grid, warps, shared = (blocks, 1, 1), shape.warps, 2 * half * 16
             else:
                 grid, warps = (blocks, shape.blocks_k, 1), shape.tiles * shape.split
-                inputs = self.padded_rows * (shape.slab + 32) * 2
-                shared = max(inputs, warps * 16 * self.padded_rows * 4)
-            return LaunchConfig(grid, 32 * warps, shared, programmatic=programmatic)
+                if shape.cluster > 1:  # along x
+                    grid, cluster = (shape.blocks_k, blocks, 1), (shape.cluster, 1, 1)
+                shared = shape.shared_bytes(product, self.rows)
+            return LaunchConfig(
+                grid, 32 * warps, shared, cluster=cluster, programmatic=programmatic
+            )
         if kernel == "attention":
             split = self.tuning.attention
             parts = c.heads // c.kv_heads // split.queries

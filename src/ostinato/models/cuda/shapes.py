@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -72,6 +73,15 @@ _DIGIT_BYTES = 4 * BRICK + 64 + 80
 """Of the digits of 256 inputs (packed.cuh)."""
 _LONG = 4096
 """Inputs of a product that is not short."""
+_FEW_ROWS = 16
+"""Most rows of a step that is cut for its weights, since its inputs are small beside them; twice as
+many if these are packed."""
+_STARTS_OF_FEW_ROWS = {
+    "norm_qkv_rope": "BEFORE_OUTPUT",
+    "norm_gate_up": "AT_START",
+    "down_residual": "AFTER_INPUT",
+}
+"""Of models with a long way down: 1 % of a step (H200)."""
 _BLOCK_LANES = (4, 8, 16, 32)
 _OTHERS = ("norm_rope", "embed", "attention", "attention_block", "sample", "advance")
 STARTING = (*PRODUCT_CALLS, *_OTHERS)
@@ -107,16 +117,31 @@ class VectorShape:
 class MatrixShape:
     """How matmul.cu cuts a product: a block makes `tiles` times 8 pairs of outputs, `split` warps
     sharing the inputs of each; `blocks_k` blocks share the inputs of the product, of which `slab`
-    stand in shared memory at once."""
+    stand in shared memory at once.  A warp asks for weights `depth` steps of 32 inputs before it
+    needs them; 0 for all steps of a slab.  Blocks that share inputs add their sums in a cluster of
+    so many (`cluster`; compute capability 9.0 and up), or through the workspace."""
 
     tiles: int
     split: int
     blocks_k: int
     slab: int
+    depth: int = 0
+    cluster: int = 1
 
     @property
     def block_pairs(self) -> int:
         return self.tiles * 8
+
+    @property
+    def whole_sums(self) -> bool:
+        """Whether a warp has whole sums, so that they need no shared memory."""
+        return self.split == 1 and self.blocks_k == 1
+
+    def shared_bytes(self, product: Product, rows: int) -> int:
+        """Dynamic shared memory of a block: the norm's weights, inputs, and sums in their place."""
+        padded = -(-rows // 8) * 8
+        sums = 0 if self.whole_sums else self.tiles * self.split * 16 * padded * 4
+        return product.normed * product.inputs * 4 + max(padded * (self.slab + 32) * 2, sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,19 +332,24 @@ def default_tuning(
     """
     require_supported(config, rows, most=most)
     products = products_of(config)
-    make = _vector_shape if rows == 1 else _matrix_shape
-    qkv, output, gate_up, down, head = (
-        make(name, products[name], rows, multiprocessors) for name in PRODUCTS.values()
-    )
+
+    def cut(name: str) -> Shape:
+        if rows == 1:
+            return _vector_shape(name, products[name], multiprocessors)
+        return _matrix_shape(name, products[name], rows, multiprocessors, clusters)
+
+    qkv, output, gate_up, down, head = map(cut, PRODUCTS.values())
     if rows > 1:
-        attention = _attention_shape(config, rows, context, multiprocessors)
-        return Tuning(qkv, output, gate_up, down, head, attention)
+        attention = _attention_shape(config, rows, context, multiprocessors, clusters)
+        long = rows <= _FEW_ROWS and config.inner >= _LONG
+        few_rows = dict(_STARTS_OF_FEW_ROWS) if long else {}
+        return Tuning(qkv, output, gate_up, down, head, attention, few_rows)
     block = None
     if clusters:
         attention = _cluster_shape(config, context, multiprocessors)
         block = block_rule(config, multiprocessors)
     else:
-        attention = _attention_shape(config, rows, context, multiprocessors)
+        attention = _attention_shape(config, rows, context, multiprocessors, clusters)
     # As early as can be, so that weights come while two kernels before still run; but the attention
     # reads the cache before its wait, which it may only if the kernel before it began late.
     late = ("norm_qkv_rope", "norm_rope", "attention_block")
@@ -345,7 +375,7 @@ def _cluster_splits(cluster: int, context: int) -> int:
     return cluster * max(1, min(16 // cluster * 8, -(-context // 2048)))
 
 
-def _vector_shape(name: str, product: Product, rows: int, multiprocessors: int) -> VectorShape:
+def _vector_shape(name: str, product: Product, multiprocessors: int) -> VectorShape:
     """A thread holds up to 9 steps of 2 rows (72 registers); blocks of one size fill the chip.
 
     A small product is over before the memory is busy: there more lanes and warps share a pair, so
@@ -392,7 +422,7 @@ def without_block(tuning: Tuning, config: LlamaConfig, *, multiprocessors: int =
         return tuning
     products = products_of(config)
     gate_up, down = (
-        _vector_shape(name, products[name], 1, multiprocessors) for name in ("gate_up", "down")
+        _vector_shape(name, products[name], multiprocessors) for name in ("gate_up", "down")
     )
     starts = {**tuning.start_next, "norm_gate_up": "AT_START"}
     return replace(tuning, block=None, gate_up=gate_up, down=down, start_next=starts)
@@ -451,6 +481,8 @@ def _packed_matrix_shape(
     """Blocks with many outputs, since all of them read all inputs, and a slab of one brick for each
     warp.  Where there are too few outputs, blocks share the inputs, or warps do if there is a
     norm."""
+    if rows <= 2 * _FEW_ROWS:
+        return _few_rows_shape(name, product, rows, multiprocessors, packed=True)
     padded = -(-rows // 8) * 8
     tile_count, bricks = -(-product.pairs // 8), -(-product.inputs // BRICK)
     least = 4 if name == "head" else 1  # a warp's keys are of one row
@@ -471,12 +503,95 @@ def _packed_matrix_shape(
     return MatrixShape(tiles, split, blocks_k, BRICK * split)
 
 
-def _matrix_shape(name: str, product: Product, rows: int, multiprocessors: int) -> MatrixShape:
+def _few_rows_shape(
+    name: str,
+    product: Product,
+    rows: int,
+    multiprocessors: int,
+    *,
+    clusters: bool = False,
+    packed: bool = False,
+) -> MatrixShape:
+    """For few rows, whose inputs are small beside the weights (found on an H200).
+
+    About one block a multiprocessor, since each reads its inputs from L2, and up to 16 warps that
+    have the weights of 8 steps under way: 128 KB, or a brick each if they are packed.  All inputs
+    of a block stand in shared memory at once, so that it waits for them once; the head, which is
+    long, takes turns.  A small product with a norm has half as many blocks.  Blocks share the
+    inputs of a long way down, through the workspace, and where one would read more than 64 KB, in
+    clusters.
+    """
+    tile_count, long = -(-product.pairs // 8), product.inputs >= _LONG
+    enough = 0.7 * multiprocessors
+    tiles, blocks_k, cluster = 8, 1, 1
+    if product.normed:
+        if product.inputs <= 1024 and tile_count >= 2 * enough:
+            enough /= 2
+    elif long:
+        tiles = 16
+        while tile_count / tiles * blocks_k < enough and blocks_k < 16:
+            blocks_k *= 2
+        if product.inputs < 1024 * blocks_k:
+            tiles, blocks_k = 8, blocks_k // 2
+    elif clusters and not packed and rows * product.inputs > 16 * 1024:
+        blocks_k = cluster = 4
+    least = 4 if name == "head" else 1  # a warp's keys are of one row
+    while tiles > least and tile_count / tiles * blocks_k < enough:
+        tiles //= 2
+    if not product.normed and cluster == 1:
+        while tile_count * blocks_k < 0.4 * multiprocessors and product.inputs >= 1024 * blocks_k:
+            blocks_k *= 2
+    inputs = -(-product.inputs // blocks_k)
+
+    def granule(split: int) -> int:
+        return BRICK * split if packed else math.lcm(64, 32 * split)
+
+    def span(split: int) -> int:  # of a block, in whole steps of its warps
+        return -(-inputs // granule(split)) * granule(split)
+
+    # As few warps for the inputs of a tile as can hold all its weights at once, or as many as there
+    # may be; one where more blocks wait than run, or sums of many rows would wait for each other.
+    first, last = -(-8 // tiles), 16 // tiles
+    if tile_count / tiles >= 1.5 * multiprocessors:
+        last = first
+    elif rows > 8 and not packed:
+        if cluster > 1:
+            first = last = -(-4 // tiles)
+        elif tiles == 8 and not long:
+            last = first
+    splits = [n for n in (1, 2, 4, 8) if first <= n <= last and span(n) <= 1.35 * inputs]
+    held = [n for n in splits if span(n) <= 9 * 32 * n]
+    split = min(held or splits[-1:] or range(last, 0, -1), key=span)
+    length = 512 if name == "head" else 1024 if (tiles, split) == (8, 2) else 2048
+    parts = max(1, round(span(split) / length))
+    most = 8
+    if rows > 8:  # sums take registers too: more weights where a multiprocessor has 8 warps alone
+        most = 4 if parts > 1 or name == "head" else 16 if tiles * split <= 8 else 8
+    while True:
+        steps = -(-inputs // (parts * granule(split))) * granule(split) // (32 * split)
+        depth = max(n for n in range(1, most + 1) if steps % n == 0)
+        if packed:
+            depth = 8  # a brick
+        elif steps == 9:
+            depth = 9
+        elif 2 * depth < min(most, steps):  # of a number that is hard to divide
+            steps, depth = -(-steps // most) * most, most
+        shape = MatrixShape(tiles, split, blocks_k, steps * 32 * split, depth, cluster)
+        if shape.slab <= granule(split) or shape.shared_bytes(product, rows) <= MAX_SHARED:
+            return shape
+        parts += 1
+
+
+def _matrix_shape(
+    name: str, product: Product, rows: int, multiprocessors: int, clusters: bool
+) -> MatrixShape:
     """Blocks of 8 warps, with so many outputs that L2 is not the limit, and enough blocks.
 
     A long way down has blocks of 16 tiles that share the inputs, and little of these at once: at 8,
     32 and 64 rows 5 to 7 % of the 1B shape's step (H200).
     """
+    if rows <= _FEW_ROWS:
+        return _few_rows_shape(name, product, rows, multiprocessors, clusters=clusters)
     padded = -(-rows // 8) * 8
     tile_count = -(-product.pairs // 8)
     if not product.normed and product.inputs >= _LONG:
@@ -510,9 +625,14 @@ def _matrix_shape(name: str, product: Product, rows: int, multiprocessors: int) 
 
 
 def _attention_shape(
-    config: LlamaConfig, rows: int, context: int, multiprocessors: int
+    config: LlamaConfig, rows: int, context: int, multiprocessors: int, clusters: bool
 ) -> AttentionShape:
     group = config.heads // config.kv_heads
+    if (
+        clusters and 1 < rows <= _FEW_ROWS and group <= 3
+    ):  # keys are read again for each head (H200)
+        groups = 32 // power_of_two_from(config.head_size // 8)
+        return AttentionShape(1, max(1, 8 // groups), 8, _cluster_splits(4, context), 4)
     divisors = [n for n in range(1, 9) if group % n == 0]
     small = [n for n in divisors if n <= 5]
     queries = small[-1] if small[-1] > 1 or len(divisors) == 1 else divisors[-1]

@@ -49,9 +49,12 @@ _BEFORE_THREE = 8
 
 
 def product_shapes(
-    config: LlamaConfig, name: str, rows: int, multiprocessors: int
+    config: LlamaConfig, name: str, rows: int, multiprocessors: int, *, clusters: bool = False
 ) -> tuple[Shape, ...]:
-    """Shapes of a product ("qkv", "output", …) worth a try, by a rough cost, the least first."""
+    """Shapes of a product ("qkv", "output", …) worth a try, by a rough cost, the least first.
+
+    `clusters`: whether the device has them.
+    """
     product = products_of(config)[name]
     made: list[tuple[float, Shape]] = []
     if rows == 1:
@@ -59,7 +62,7 @@ def product_shapes(
             if vector_problem(shape, product) is None:
                 made.append((_vector_cost(shape, product, multiprocessors), shape))
     else:
-        for matrix in _matrices(product):
+        for matrix in _matrices(product, multiprocessors, clusters):
             if matrix_problem(name, matrix, product, rows) is None:
                 made.append((_matrix_cost(matrix, product, rows, multiprocessors), matrix))
     return tuple(shape for _, shape in sorted(made, key=lambda pair: pair[0]))
@@ -109,23 +112,41 @@ def _vector_cost(shape: VectorShape, product: Product, multiprocessors: int) -> 
     return waste * last * (1 + 0.4 * again) * (1 + 16e3 / under_way) * (1 + hops)
 
 
-def _matrices(product: Product) -> Iterator[MatrixShape]:
-    for tiles, split, blocks_k, slab in itertools.product(
-        (1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4, 8, 16), (64, 128, 256, 512, 1024)
+def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterator[MatrixShape]:
+    for tiles, split, blocks_k in itertools.product(
+        (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16), (1, 2, 4, 8, 16)
     ):
-        if tiles * split < 4 or product.inputs < blocks_k * slab // 2:
+        blocks = -(-product.pairs // (8 * tiles)) * blocks_k
+        if not 4 <= tiles * split <= 16 or blocks < multiprocessors // 4:
             continue
-        yield MatrixShape(tiles, split, blocks_k, slab)
+        granule = math.lcm(64, 32 * split)
+        share = -(-product.inputs // (blocks_k * granule)) * granule
+        if share * blocks_k > 1.5 * product.inputs:
+            continue
+        # All of a block's inputs at once, or a part of them, of so many steps of a warp.
+        slabs = {share, *(steps * granule for steps in (1, 2, 4, 8, 16, 32))}
+        for slab in sorted(slab for slab in slabs if slab <= share):
+            steps = slab // (32 * split)
+            whole = [depth for depth in range(1, 17) if steps % depth == 0]
+            for depth in {max(d for d in whole if d <= most) for most in (2, 4, 8, 16)}:
+                one = MatrixShape(tiles, split, blocks_k, slab, depth)
+                yield one
+                if clusters and 1 < blocks_k <= 8:
+                    yield replace(one, cluster=blocks_k)
 
 
 def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessors: int) -> float:
-    """Of no unit: idle multiprocessors, and inputs read again by every block."""
+    """Of no unit: idle multiprocessors, inputs read again by every block, waits for inputs, and how
+    many bytes are under way."""
     blocks = -(-product.pairs // shape.block_pairs) * shape.blocks_k
     fill = max(1.0, multiprocessors / blocks)
     waves = -(-blocks // multiprocessors) * multiprocessors / blocks if blocks > 64 else 1.0
     inputs = rows * 4 * -(-product.pairs // shape.block_pairs) / (product.pairs * 4)
-    partial = 0.1 * (shape.blocks_k > 1)
-    return math.sqrt(fill) * min(waves, 2.0) * (1 + 0.3 * inputs + partial)
+    partial = 0.1 * (shape.blocks_k > 1) - 0.05 * (shape.cluster > 1)
+    slabs = -(-product.inputs // (shape.blocks_k * shape.slab))
+    under_way = shape.tiles * shape.split * shape.depth * 1024 * min(2.0, blocks / multiprocessors)
+    loads = 1 + 16e3 / under_way
+    return math.sqrt(fill) * min(waves, 2.0) * (1 + 0.3 * inputs + partial + 0.1 * slabs) * loads
 
 
 def attention_shapes(

@@ -36,6 +36,10 @@ _REPEATS = 12
 _ROUNDS, _CAREFUL_ROUNDS = 3, 11
 TOLERANCE = 1e-2
 """Relative, over all logits: sums of bfloat16 products in two orders, a KV cache in bfloat16."""
+_ROUNDED_LAYERS = 7
+"""Several rows, whose inputs are rounded to bfloat16, may be TOLERANCE apart after so many layers,
+and after more as the root of their number: two orders of the same sums were 1.0e-2 apart after 16
+layers (1B shape) and 1.6e-2 after 32 (8B; 8 rows, H200)."""
 
 
 def _narrowed(launch: CudaLaunch) -> CompileOptions:
@@ -206,8 +210,11 @@ class StepMeter(Closeable):
         if any(one.tobytes() != seen[0].tobytes() for one in seen):
             return "the same step gave different bits"
         error = float(np.linalg.norm(seen[0] - wanted) / max(float(np.linalg.norm(wanted)), 1e-30))
-        if not error <= TOLERANCE:
-            return f"its logits are {error:.1e} away from the default's, above {TOLERANCE:.0e}"
+        most = TOLERANCE
+        if self.rows > 1:
+            most *= max(1.0, math.sqrt(self.config.layers / _ROUNDED_LAYERS))
+        if not error <= most:
+            return f"its logits are {error:.2e} away from the default's, above {most:.2g}"
         return None
 
     def logits(self, tuning: Tuning, context: int) -> npt.NDArray[np.float32]:

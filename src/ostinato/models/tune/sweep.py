@@ -164,7 +164,9 @@ class _Sweep:
         if name == "attention":
             shapes = attention_shapes(self.config, self.rows, clusters=self.clusters)
             return [replace(self.best, attention=shape) for shape in shapes]
-        made = product_shapes(self.config, name, self.rows, self.multiprocessors)
+        made = product_shapes(
+            self.config, name, self.rows, self.multiprocessors, clusters=self.clusters
+        )
         return [_with(self.best, name, shape) for shape in made]
 
     def _not_launched(self, name: str) -> bool:

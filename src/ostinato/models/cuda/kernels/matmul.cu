@@ -15,7 +15,12 @@
 //
 // and 16 bytes of input row g of 8 at the same place, from shared memory.  SPLIT warps share the
 // inputs of a slab; BLOCKS_K blocks share the inputs of a whole product where there are few outputs:
-// the last of them to finish adds up what all of them left in the workspace.  Orders are fixed.
+// a cluster of them adds up through shared memory, or the last of them to finish adds up what all of
+// them left in the workspace.  Orders are fixed.
+//
+// A warp has the weights of DEPTH steps under way at any time, whatever the slab is: with few rows a
+// slab is all inputs of a block, so that it waits for them once.  Where one warp has all inputs of its
+// outputs, a lane has whole sums, and warps do not wait for each other after the inputs are there.
 //
 // Of a packed matrix (bricks.cuh) a warp takes whole bricks, whose lanes hold just such rows; its weights
 // become bfloat16 in registers, the same bits as those of a matrix that is kept in bfloat16, and the
@@ -28,55 +33,70 @@
 
 constexpr int ROW_TILES = ceil_div(ROWS, 8), PADDED_ROWS = ROW_TILES * 8;
 
-// Tiles of 8 pairs of a block (one a warp), warps that share a tile's inputs, blocks that do, and
-// inputs that stand in shared memory at once.
-template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_> struct Shape {
+// Tiles of 8 pairs of a block (one a warp), warps that share a tile's inputs, blocks that do, inputs
+// that stand in shared memory at once, steps whose weights a warp holds (0: of a whole slab), and
+// whether the blocks that share inputs are a cluster (their number, or 1).
+template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_, int DEPTH_, int CLUSTER_> struct Shape {
     static constexpr int TILES = TILES_, SPLIT = SPLIT_, BLOCKS_K = BLOCKS_K_, SLAB = SLAB_;
+    static constexpr int CLUSTER = CLUSTER_;
     static constexpr int WARPS = TILES * SPLIT, THREADS = 32 * WARPS;
     static constexpr int STEPS = SLAB / (32 * SPLIT);     // of a warp in a slab
+    static constexpr int DEPTH = DEPTH_ ? DEPTH_ : STEPS;
     static constexpr int STRIDE = SLAB + 32;              // of an input row: no bank conflicts
     static constexpr int INPUT_BYTES = PADDED_ROWS * STRIDE * 2;
-    static constexpr int SUM_BYTES = WARPS * 16 * PADDED_ROWS * 4;
-    static_assert(SLAB % (32 * SPLIT) == 0 && SLAB % 64 == 0, "shape");
+    static constexpr bool WHOLE_SUMS = SPLIT == 1 && BLOCKS_K == 1;  // a warp's
+    // Blocks that a multiprocessor must have registers for: 16 warps of 128 registers each, so that the
+    // next kernel's are asked for their weights while these still work.
+    static constexpr int RESIDENT = 8 * DEPTH + 4 * ROW_TILES <= 68 ? larger(1, 16 / WARPS) : 1;
+    static_assert(SLAB % (32 * SPLIT) == 0 && SLAB % 64 == 0 && STEPS % DEPTH == 0, "shape");
+    static_assert(CLUSTER == 1 || CLUSTER == BLOCKS_K, "a cluster has all inputs");
+    // Of the blocks that share inputs, and of those that share outputs: clusters lie along x.
+    DEVICE static int input_block() { return CLUSTER > 1 ? blockIdx.x : blockIdx.y; }
+    DEVICE static int output_block() { return CLUSTER > 1 ? blockIdx.y : blockIdx.x; }
 };
 
 // The same for a packed matrix, and its parts.
-template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, class... PARTS>
-struct PackedMatrixShape : Shape<TILES, SPLIT, BLOCKS_K, SLAB> {
-    static_assert(SLAB % (BRICK * SPLIT) == 0, "a warp takes whole bricks");
+template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, class... PARTS>
+struct PackedMatrixShape : Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER> {
+    static_assert(SLAB % (BRICK * SPLIT) == 0 && DEPTH % 8 == 0 && CLUSTER == 1, "a warp takes whole bricks");
+    static constexpr int RESIDENT = DEPTH == 8 && ROW_TILES <= 2 ? larger(1, 16 / (TILES * SPLIT)) : 1;
 };
 
-// A lane's weights of a slab: those of the next one are loaded as soon as a step's were taken.
+// A lane's weights of S::DEPTH steps.  `advance` turns to the next steps of the warp; `refill` loads
+// those in the place of what was used.
 // FIRST, PAIRS: the pairs of the matrix that they are of; `tile`: of these.
 template <class S, class P> struct PlainWeights {
     static constexpr int FIRST = 0, PAIRS = P::PAIRS, K = P::INPUTS;
     static constexpr bool REORDERED = false;
-    const bf16 *row0, *row1;
-    int part, t, first_slab;
-    uint4 w[S::STEPS][2];
+    const bf16 *row0, *row1;  // at the lane's inputs of what is loaded next
+    int part;
+    int first;  // the first of these
+    uint4 w[S::DEPTH][2];
 
     DEVICE PlainWeights(const bf16* weight, int tile, int part, int first_slab)
-        : part(part), t(threadIdx.x % 4), first_slab(first_slab) {
+        : part(part), first(first_slab * S::SLAB + part * 32 + threadIdx.x % 4 * 8) {
         const int pair = smaller(tile * 8 + static_cast<int>(threadIdx.x % 32 / 4), PAIRS - 1);
-        row0 = weight + static_cast<long long>(P::weight_row(pair, 0)) * K;
-        row1 = weight + static_cast<long long>(P::weight_row(pair, 1)) * K;
+        row0 = weight + static_cast<long long>(P::weight_row(pair, 0)) * K + first;
+        row1 = weight + static_cast<long long>(P::weight_row(pair, 1)) * K + first;
     }
     // Which 32 inputs of a slab a step takes: steps go around the SPLIT warps.
     DEVICE int group(int step) const { return step * S::SPLIT + part; }
-    DEVICE void load(int slab, int step) {
-        const int k = (first_slab + slab) * S::SLAB + group(step) * 32 + t * 8;
-        const bool there = K % S::SLAB == 0 || k < K;
-        w[step][0] = there ? load_weights(row0 + k) : make_uint4(0, 0, 0, 0);
-        w[step][1] = there ? load_weights(row1 + k) : make_uint4(0, 0, 0, 0);
+    DEVICE void advance() {
+        constexpr int MORE = S::DEPTH * S::SPLIT * 32;
+        row0 += MORE, row1 += MORE, first += MORE;
+    }
+    DEVICE void load(int i) {
+        const int k = i * S::SPLIT * 32;
+        const bool there = K % S::SLAB == 0 || first + k < K;
+        w[i][0] = there ? load_weights(row0 + k) : make_uint4(0, 0, 0, 0);
+        w[i][1] = there ? load_weights(row1 + k) : make_uint4(0, 0, 0, 0);
     }
     DEVICE void load_all() {
 #pragma unroll
-        for (int step = 0; step < S::STEPS; step++) load(0, step);
+        for (int i = 0; i < S::DEPTH; i++) load(i);
     }
-    DEVICE void take(uint4& a0, uint4& a1, int step, int next, bool more) {
-        a0 = w[step][0], a1 = w[step][1];
-        if (more) load(next, step);
-    }
+    DEVICE void take(uint4& a0, uint4& a1, int i) const { a0 = w[i][0], a1 = w[i][1]; }
+    DEVICE void refill(int i) { load(i); }
 };
 
 template <class S, class P, class R, int FIRST_> struct BrickWeights {
@@ -86,23 +106,23 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
     static constexpr bool REORDERED = true;
     static_assert(K % 4 == 0 && (!F::K_TYPE || K % BRICK == 0), "rows are whole blocks");
     const u8* row;  // of bricks
-    int part, first_slab;
-    Held<F> held[S::STEPS / 8];
+    int part;
+    int first;  // brick of what is loaded next
+    Held<F> held[S::DEPTH / 8];
 
     DEVICE BrickWeights(const u8* bricks, int tile, int part, int first_slab)
-        : part(part), first_slab(first_slab) {
+        : part(part), first(first_slab * (S::SLAB / BRICK) + part) {
         tile = smaller(tile, ceil_div(PAIRS, 8) - 1);
         row = bricks + static_cast<long long>(tile) * Brick<F>::row_bytes(K);
     }
     DEVICE int group(int step) const { return (step / 8 * S::SPLIT + part) * 8 + step % 8; }
-    DEVICE int brick(int slab, int i) const {
-        return (first_slab + slab) * (S::SLAB / BRICK) + i * S::SPLIT + part;
-    }
+    DEVICE void advance() { first += S::DEPTH / 8 * S::SPLIT; }
+    DEVICE int brick(int i) const { return first + i * S::SPLIT; }
     DEVICE static int units(int brick) {  // none of a brick that is not there
         return K % BRICK == 0 || brick < BRICKS - 1 ? 4 : Brick<F>::units(K % BRICK);
     }
-    DEVICE void load(int slab, int i) {
-        const int at = brick(slab, i);
+    DEVICE void load(int i) {
+        const int at = brick(i);
         if (at < BRICKS)
             held[i].load(row + at * Brick<F>::BYTES, threadIdx.x % 32, units(at));
         else
@@ -110,16 +130,18 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
     }
     DEVICE void load_all() {
 #pragma unroll
-        for (int i = 0; i < S::STEPS / 8; i++) load(0, i);
+        for (int i = 0; i < S::DEPTH / 8; i++) load(i);
     }
-    DEVICE void take(uint4& a0, uint4& a1, int step, int next, bool more) {
+    DEVICE void take(uint4& a0, uint4& a1, int step) const {
         const int i = step / 8, j = step % 8;
         u32 a[4];
         part_codes<F>(a, held[i], held[i].codes[PER_UNIT == 2 ? j : j / 2], j);
         a0 = held_weights<F>(held[i], a, j, 0), a1 = held_weights<F>(held[i], a, j, 1);
-        if (!more) return;
-        // Codes as they are used up; all else with the last of them.
-        const int at = brick(next, i), lane = threadIdx.x % 32;
+    }
+    // Codes as they are used up; all else with the last of them.
+    DEVICE void refill(int step) {
+        const int i = step / 8, j = step % 8;
+        const int at = brick(i), lane = threadIdx.x % 32;
         const u8* const from = row + at * Brick<F>::BYTES;
         if (PER_UNIT == 2 || j % 2) {
             const int load = PER_UNIT == 2 ? j : j / 2;
@@ -144,7 +166,7 @@ struct Wanted {
     int count;
     int index[PADDED_ROWS];  // of the step
     Row row[PADDED_ROWS];
-    float scale[PADDED_ROWS];
+    float square[2][PADDED_ROWS];  // of inputs, of the warps that share a row
 };
 
 DEVICE void find_wanted(Wanted& found, const int* live, int flags) {
@@ -174,72 +196,143 @@ DEVICE void find_wanted(Wanted& found, const int* live, int flags) {
 template <class S, class W, class P, class M>
 DEVICE void matmul_part(const P& product, const M* matrix, int block, const int* live,
                         float* workspace, Wanted& rows, u64* bests) {
-    constexpr int K = P::INPUTS, TILE_COUNT = ceil_div(W::PAIRS, 8);
+    constexpr int K = P::INPUTS, TILE_COUNT = ceil_div(W::PAIRS, 8), BLOCK_PAIRS = S::TILES * 8;
     constexpr int SLABS = ceil_div(K, S::SLAB), BLOCK_SLABS = ceil_div(SLABS, S::BLOCKS_K);
-    constexpr int WARP_ROWS = ceil_div(PADDED_ROWS, S::WARPS), LANE_CHUNKS = ceil_div(S::SLAB, 256);
+    // A warp brings in rows, or SHARES warps do a row; of it, a lane so many chunks of 8 inputs.
+    constexpr int SHARES = S::SLAB > 256 && S::WARPS >= 2 * PADDED_ROWS ? 2 : 1;
+    constexpr int WARP_ROWS = ceil_div(PADDED_ROWS, S::WARPS);
+    constexpr int LANE_CHUNKS = ceil_div(S::SLAB, 256 * SHARES);
     static_assert(!P::NORMED || S::BLOCKS_K == 1, "a norm needs whole rows");
     static_assert(S::BLOCKS_K == 1 || W::PAIRS == P::PAIRS, "partial sums are of whole matrices");
     DYNAMIC_SHARED(shared);
-    bf16* const inputs = reinterpret_cast<bf16*>(shared);
-    float* const sums = reinterpret_cast<float*>(shared);  // later, in the same place
+    float4* const norms = reinterpret_cast<float4*>(shared);
+    bf16* const inputs = reinterpret_cast<bf16*>(shared + (P::NORMED ? K * 4 : 0));
+    float* const sums = reinterpret_cast<float*>(inputs);  // later, in the same place
 
     start_next_at<AT_START>();
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int tile = warp % S::TILES, part = warp / S::TILES, g = lane / 4, t = lane % 4;
-    const int first_pair = block * S::TILES * 8;
-    const int first_slab = blockIdx.y * BLOCK_SLABS;
+    const int first_pair = block * BLOCK_PAIRS;
+    const int first_slab = S::input_block() * BLOCK_SLABS;
     const int slabs = smaller(BLOCK_SLABS, SLABS - first_slab);  // at most 0: nothing to do
 
     W weights(matrix, block * S::TILES + tile, part, first_slab);
     if (slabs > 0) weights.load_all();
-
-    wait_for_previous();
-    start_next_at<AFTER_WAIT>();
-    find_wanted(rows, live, P::WANTED);
-    const int count = rows.count, row_tiles = ceil_div(count, 8);
-    if (count == 0) return;
+    if constexpr (P::NORMED) {
+#pragma unroll
+        for (int i = thread; i < K / 4; i += S::THREADS)
+            norms[i] = load_norm(reinterpret_cast<const float4*>(product.norm) + i);
+    }
 
     // What a lane brings in: 8 inputs of one row, at `at` of the slab.
     struct Item {
         int n, at, k;
         bool there;
     };
-    constexpr int ITEMS = WARP_ROWS * LANE_CHUNKS, BATCH = smaller(4, ITEMS);
+    constexpr int ITEMS = WARP_ROWS * LANE_CHUNKS;
+    // Fewer at once where the next slab's weights come at the same time, and registers are short.
+    constexpr bool SHORT = S::RESIDENT * S::WARPS > 8;
+    constexpr int BATCH =
+        smaller(SHORT && BLOCK_SLABS > 1 ? 2 : !SHORT && S::DEPTH <= 4 && ROW_TILES == 1 ? 8 : 4, ITEMS);
     auto item_of = [&](int i, int slab) {
-        const int n = i / LANE_CHUNKS * S::WARPS + warp, at = (i % LANE_CHUNKS * 32 + lane) * 8;
+        const int share = SHARES == 1 ? 0 : warp / PADDED_ROWS;
+        const int n = SHARES == 1     ? i / LANE_CHUNKS * S::WARPS + warp
+                      : share < SHARES ? warp % PADDED_ROWS
+                                       : PADDED_ROWS;
+        const int at = ((i % LANE_CHUNKS * SHARES + share) * 32 + lane) * 8;
         const int k = (first_slab + slab) * S::SLAB + at;
-        return Item{n, at, k, (S::SLAB % 256 == 0 || at < S::SLAB) && (K % S::SLAB == 0 || k < K)};
+        const bool within = S::SLAB % (256 * SHARES) == 0 || at < S::SLAB;
+        return Item{n, at, k, within && (K % S::SLAB == 0 || k < K)};
+    };
+    float4 a[BATCH][2];
+    // Of the row that is `n` in the step.
+    auto bring = [&](int j, const Item& item, int n) {
+        const float4* from = reinterpret_cast<const float4*>(product.input + n * K + item.k);
+        a[j][0] = load_fresh(from);
+        a[j][1] = load_fresh(from + 1);
     };
 
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    // The first inputs are asked for before it is known which rows are wanted: mostly all.
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+        const Item item = item_of(j, 0);
+        a[j][0] = a[j][1] = make_float4(0, 0, 0, 0);
+        if (slabs > 0 && item.there && item.n < ROWS) bring(j, item, item.n);
+    }
+    find_wanted(rows, live, P::WANTED);
+    const int count = rows.count, row_tiles = ceil_div(count, 8);
+    if (count == 0) return;
+
+    // What a thread finishes: pairs of rows, one after the other.  The blocks of a cluster share them.
+    const int items = BLOCK_PAIRS * count;
+    const int first_item = S::CLUSTER > 1 ? S::input_block() * S::THREADS + thread : thread;
+    decltype(product.prepare(rows.row[0], 0, 0)) early{};  // for the first
+    if (!S::WHOLE_SUMS && first_item < items) {
+        const int n = first_item / BLOCK_PAIRS, mine = first_pair + first_item % BLOCK_PAIRS;
+        if (mine < W::PAIRS) early = product.prepare(rows.row[n], rows.index[n], W::FIRST + mine);
+    }
     float c[ROW_TILES][4] = {};
     float square[P::NORMED ? WARP_ROWS : 1] = {};
+    auto share_squares = [&] {
+        if constexpr (P::NORMED) {
+#pragma unroll
+            for (int i = 0; i < WARP_ROWS; i++) {
+                const int n = SHARES == 1 ? i * S::WARPS + warp : warp % PADDED_ROWS;
+                const int share = SHARES == 1 ? 0 : warp / PADDED_ROWS;
+                const float total = sum_lanes<32>(square[i]);
+                if (lane == 0 && n < count && share < SHARES) rows.square[share][n] = total;
+            }
+        }
+    };
+    auto scale_of = [&](int n) {
+        if (!P::NORMED) return 1.0f;
+        const float total = SHARES == 1 ? rows.square[0][n] : rows.square[0][n] + rows.square[1][n];
+        return rsqrtf(total * (1.0f / K) + product.epsilon);
+    };
+    // `more`: a constant at each call.
+    auto multiply_steps = [&](int step, bool more) {
+#pragma unroll
+        for (int i = 0; i < S::DEPTH; i++) {
+            const bf16* from = inputs + g * S::STRIDE + weights.group(step + i) * 32 + t * 8;
+            uint4 a0, a1;
+            weights.take(a0, a1, i);
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; n++) {
+                if (n >= row_tiles) break;
+                const uint4 b = *reinterpret_cast<const uint4*>(from + n * 8 * S::STRIDE);
+                multiply_tile(c[n], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
+                multiply_tile(c[n], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+            }
+            if (more) weights.refill(i);  // into the registers that were just used
+        }
+    };
+#pragma unroll 1
     for (int slab = 0; slab < slabs; slab++) {
         // Inputs into shared memory: a warp a row, a lane 8 neighbours; BATCH of these at once.
 #pragma unroll
         for (int start = 0; start < ITEMS; start += BATCH) {
-            float4 a[BATCH][2];
 #pragma unroll
             for (int j = 0; j < BATCH; j++) {
                 const Item item = item_of(start + j, slab);
-                a[j][0] = a[j][1] = make_float4(0, 0, 0, 0);
-                if (start + j < ITEMS && item.there && item.n < count) {
-                    const float* from = product.input + rows.index[item.n] * K + item.k;
-                    a[j][0] = load_fresh(reinterpret_cast<const float4*>(from));
-                    a[j][1] = load_fresh(reinterpret_cast<const float4*>(from) + 1);
-                }
+                const bool there = start + j < ITEMS && item.there && item.n < count;
+                const int n = there ? rows.index[item.n] : 0;
+                if (start > 0 || slab > 0) a[j][0] = a[j][1] = make_float4(0, 0, 0, 0);
+                if (there && (start > 0 || slab > 0 || n != item.n)) bring(j, item, n);
             }
 #pragma unroll
             for (int j = 0; j < BATCH; j++) {
                 const Item item = item_of(start + j, slab);
                 if (start + j >= ITEMS || item.n >= row_tiles * 8 || item.at >= S::SLAB) continue;
                 float4 u = a[j][0], v = a[j][1];
+                if (item.n >= count) u = v = make_float4(0, 0, 0, 0);
                 if constexpr (P::NORMED) {
                     float& sum = square[(start + j) / LANE_CHUNKS];
                     sum += u.x * u.x + u.y * u.y + u.z * u.z + u.w * u.w;
                     sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
                     if (item.there) {
-                        const float4* norm = reinterpret_cast<const float4*>(product.norm + item.k);
-                        const float4 p = load_norm(norm), q = load_norm(norm + 1);
+                        const float4 p = norms[item.k / 4], q = norms[item.k / 4 + 1];
                         u = make_float4(u.x * p.x, u.y * p.y, u.z * p.z, u.w * p.w);
                         v = make_float4(v.x * q.x, v.y * q.y, v.z * q.z, v.w * q.w);
                     }
@@ -257,33 +350,49 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 }
             }
         }
+        if (slab + 1 == slabs) share_squares();
         __syncthreads();
         if (slab == 0) start_next_at<AFTER_INPUT>();
-#pragma unroll
-        for (int step = 0; step < S::STEPS; step++) {
-            const bf16* from = inputs + g * S::STRIDE + weights.group(step) * 32 + t * 8;
-            uint4 a0, a1;
-            weights.take(a0, a1, step, slab + 1, slab + 1 < slabs);  // in flight during the rest
-#pragma unroll
-            for (int n = 0; n < ROW_TILES; n++) {
-                if (n >= row_tiles) break;
-                const uint4 b = *reinterpret_cast<const uint4*>(from + n * 8 * S::STRIDE);
-                multiply_tile(c[n], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
-                multiply_tile(c[n], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+#pragma unroll 1
+        for (int step = 0; step < S::STEPS; step += S::DEPTH) {
+            if (step + S::DEPTH < S::STEPS || slab + 1 < slabs) {
+                weights.advance();
+                multiply_steps(step, true);
+            } else {
+                multiply_steps(step, false);
             }
         }
-        __syncthreads();  // before the next slab's inputs, or the sums, take the place of these
+        // Before the next slab's inputs, or the sums, take the place of these.
+        if (!S::WHOLE_SUMS || slab + 1 < slabs) __syncthreads();
     }
     start_next_at<BEFORE_OUTPUT>();
 
-    if constexpr (P::NORMED) {
+    if constexpr (S::WHOLE_SUMS) {  // a lane's: of pair g, and of rows 2 t and 2 t + 1 of each tile
+        const int mine = first_pair + tile * 8 + g;
 #pragma unroll
-        for (int i = 0; i < WARP_ROWS; i++) {
-            const int n = i * S::WARPS + warp;
-            const float total = sum_lanes<32>(square[i]);
-            if (lane == 0 && n < count)
-                rows.scale[n] = rsqrtf(total * (1.0f / K) + product.epsilon);
+        for (int n = 0; n < ROW_TILES; n++) {
+            if (n >= row_tiles) break;
+#pragma unroll
+            for (int which = 0; which < 2; which++) {
+                const int wanted = n * 8 + t * 2 + which;
+                u64 key = 0;
+                if (wanted < count && mine < W::PAIRS) {
+                    const Row row = rows.row[wanted];
+                    const int index = rows.index[wanted];
+                    const float scale = scale_of(wanted);
+                    const auto prepared = product.prepare(row, index, W::FIRST + mine);
+                    key = product.finish(row, index, W::FIRST + mine, c[n][which] * scale,
+                                         c[n][2 + which] * scale, prepared);
+                }
+                if constexpr (P::KEYS) {
+#pragma unroll
+                    for (int mask = 16; mask > 2; mask /= 2) key = largest(key, exchange(key, mask));
+                    // A largest one: no order matters.
+                    if (g == 0 && wanted < count) atomicMax(&bests[wanted], key);
+                }
+            }
         }
+        return;
     }
     // Every warp's sums, [warp][row][pair][2], so that a thread can finish whole pairs.
     auto sum_at = [&](int from_warp, int n, int p) {
@@ -297,7 +406,6 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     }
     __syncthreads();
 
-    constexpr int BLOCK_PAIRS = S::TILES * 8;
     auto total_of = [&](int n, int p) {
         float2 total = *sum_at(p / 8, n, p % 8);
 #pragma unroll
@@ -311,9 +419,17 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     auto partial_at = [&](int block, int n, int p) {
         return partials + (static_cast<long long>(block) * PADDED_ROWS + n) * (TILE_COUNT * 8) + p;
     };
-    if constexpr (S::BLOCKS_K > 1) {
+    if constexpr (S::CLUSTER > 1) {
+        if constexpr (S::SPLIT > 1) {  // into the first warp's place
+            for (int item = thread; item < items; item += S::THREADS) {
+                const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS;
+                *sum_at(p / 8, n, p % 8) = total_of(n, p);
+            }
+        }
+        sync_cluster<S::CLUSTER>();
+    } else if constexpr (S::BLOCKS_K > 1) {
         __shared__ bool last;
-        for (int item = thread; item < BLOCK_PAIRS * count; item += S::THREADS) {
+        for (int item = thread; item < items; item += S::THREADS) {
             const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS;
             if (first_pair + p < W::PAIRS) *partial_at(blockIdx.y, n, first_pair + p) = total_of(n, p);
         }
@@ -328,29 +444,33 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         __syncthreads();
         if (!last) return;
     }
-    for (int item = thread; item < BLOCK_PAIRS * count; item += S::THREADS) {
+    for (int item = first_item; item < items; item += S::CLUSTER * S::THREADS) {
         const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS, mine = first_pair + p;
         u64 key = 0;
         if (mine < W::PAIRS) {
             const Row row = rows.row[n];
             const int index = rows.index[n];
-            const auto prepared = product.prepare(row, index, W::FIRST + mine);
-            float2 total;
-            if constexpr (S::BLOCKS_K > 1) {
-                total = load_fresh(partial_at(0, n, mine));
+            const auto prepared =
+                item == first_item ? early : product.prepare(row, index, W::FIRST + mine);
+            float2 total = make_float2(0.0f, 0.0f);
+            if constexpr (S::CLUSTER > 1) {
+                const float* const own = reinterpret_cast<const float*>(sum_at(p / 8, n, p % 8));
 #pragma unroll
-                for (int i = 1; i < S::BLOCKS_K; i++) {
+                for (int i = 0; i < S::CLUSTER; i++) {
+                    total.x += load_of_block<S::CLUSTER>(own, i);
+                    total.y += load_of_block<S::CLUSTER>(own + 1, i);
+                }
+            } else if constexpr (S::BLOCKS_K > 1) {
+#pragma unroll
+                for (int i = 0; i < S::BLOCKS_K; i++) {
                     const float2 more = load_fresh(partial_at(i, n, mine));
                     total = make_float2(total.x + more.x, total.y + more.y);
                 }
             } else {
                 total = total_of(n, p);
             }
-            if constexpr (P::NORMED) {
-                const float scale = rows.scale[n];
-                total = make_float2(total.x * scale, total.y * scale);
-            }
-            key = product.finish(row, index, W::FIRST + mine, total.x, total.y, prepared);
+            const float scale = scale_of(n);
+            key = product.finish(row, index, W::FIRST + mine, total.x * scale, total.y * scale, prepared);
         }
         if constexpr (P::KEYS) {
             static_assert(BLOCK_PAIRS % 32 == 0, "a warp's pairs are of one row");
@@ -358,6 +478,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             if (lane == 0) atomicMax(&bests[n], key);  // a largest one: no order matters
         }
     }
+    if constexpr (S::CLUSTER > 1) sync_cluster<S::CLUSTER>();  // others read this block's sums
 }
 
 // `bests`: of the head, the largest key of each wanted row in this block, in shared memory.
@@ -365,7 +486,7 @@ template <int... N, class P>
 DEVICE void matmul(Shape<N...>, const P& product, const int* live, float* workspace, Wanted& rows,
                    u64* bests = nullptr) {
     typedef Shape<N...> S;
-    matmul_part<S, PlainWeights<S, P>>(product, product.weight, blockIdx.x, live, workspace, rows, bests);
+    matmul_part<S, PlainWeights<S, P>>(product, product.weight, S::output_block(), live, workspace, rows, bests);
 }
 
 // Parts of a packed matrix below each other are rows of bricks of their own: every block works on one.
@@ -382,10 +503,11 @@ DEVICE void matmul_parts(const P& product, const u8* bricks, int block, const in
     }
     matmul_part<S, BrickWeights<S, P, R, FIRST>>(product, bricks, block, live, workspace, rows, bests);
 }
-template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, class... PARTS, class P>
-DEVICE void matmul(PackedMatrixShape<TILES, SPLIT, BLOCKS_K, SLAB, PARTS...>, const P& product,
-                   const int* live, float* workspace, Wanted& rows, u64* bests = nullptr) {
-    matmul_parts<Shape<TILES, SPLIT, BLOCKS_K, SLAB>, 0, PARTS...>(
+template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, class... PARTS, class P>
+DEVICE void matmul(PackedMatrixShape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, PARTS...>,
+                   const P& product, const int* live, float* workspace, Wanted& rows,
+                   u64* bests = nullptr) {
+    matmul_parts<Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER>, 0, PARTS...>(
         product, product.weight, blockIdx.x, live, workspace, rows, bests);
 }
 
@@ -394,7 +516,7 @@ DEVICE void matmul(PackedMatrixShape<TILES, SPLIT, BLOCKS_K, SLAB, PARTS...>, co
 typedef QKV_SHAPE QkvShape;
 
 #if QK_NORM
-KERNEL __launch_bounds__(QkvShape::THREADS)
+KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
     norm_qkv(const int* live, const float* x, const float* norm, const Weight* weight, float* qkv,
              float* workspace, u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size,
              float epsilon) {
@@ -403,7 +525,7 @@ KERNEL __launch_bounds__(QkvShape::THREADS)
     matmul(QkvShape(), product, live, workspace, rows);
 }
 #else
-KERNEL __launch_bounds__(QkvShape::THREADS)
+KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
     norm_qkv_rope(const int* live, const float* x, const float* norm, const Weight* weight,
                   const float* bias, const float* rope, bf16* cache, float* q, float* workspace,
                   u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 sequences,
@@ -420,7 +542,7 @@ KERNEL __launch_bounds__(QkvShape::THREADS)
 #ifdef OUTPUT_SHAPE
 typedef OUTPUT_SHAPE OutputShape;
 
-KERNEL __launch_bounds__(OutputShape::THREADS)
+KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
     output_residual(const int* live, const float* attended, const Weight* weight, float* x,
                     float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ Wanted rows;
@@ -432,7 +554,7 @@ KERNEL __launch_bounds__(OutputShape::THREADS)
 #ifdef GATE_UP_SHAPE
 typedef GATE_UP_SHAPE GateUpShape;
 
-KERNEL __launch_bounds__(GateUpShape::THREADS)
+KERNEL __launch_bounds__(GateUpShape::THREADS, GateUpShape::RESIDENT)
     norm_gate_up(const int* live, const float* x, const float* norm, const Weight* weight,
                  float* inner, float* workspace, u32 row_count, u32 hidden, u32 width,
                  float epsilon) {
@@ -445,7 +567,7 @@ KERNEL __launch_bounds__(GateUpShape::THREADS)
 #ifdef DOWN_SHAPE
 typedef DOWN_SHAPE DownShape;
 
-KERNEL __launch_bounds__(DownShape::THREADS)
+KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
     down_residual(const int* live, const float* inner, const Weight* weight, float* x,
                   float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ Wanted rows;
@@ -458,7 +580,7 @@ KERNEL __launch_bounds__(DownShape::THREADS)
 typedef HEAD_SHAPE HeadShape;
 
 // Leaves each block's largest key of each row in the workspace, [rows][blocks].
-KERNEL __launch_bounds__(HeadShape::THREADS)
+KERNEL __launch_bounds__(HeadShape::THREADS, HeadShape::RESIDENT)
     head(const int* live, const float* x, const float* norm, const Weight* weight, float* logits,
          float* workspace, u32 row_count, u32 hidden, u32 vocabulary, float epsilon) {
     __shared__ Wanted rows;
