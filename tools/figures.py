@@ -43,6 +43,7 @@ PAGES = (
     "docs/design.md",
     "docs/performance.md",
     "docs/relational.md",
+    "docs/serve.md",
     "docs/torch.md",
     "docs/transformers.md",
 )
