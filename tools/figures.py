@@ -308,6 +308,16 @@ def batches() -> Iterable[str]:
     )
 
 
+def batches_h200() -> Iterable[str]:
+    numbers = (1, 8, 16, 32, 64)
+    ours = [_decoded("decode-1B-batches-nvidia-h200.json", "capture", batch=n) for n in numbers]
+    return _columns(
+        ("sequences", *map(str, numbers)),
+        ("tokens a second", ours, _speed),
+        ("of the floor", ours, _share),
+    )
+
+
 def contexts() -> Iterable[str]:
     name = f"decode-1B-contexts-{H100}"
     places = (0, 128, 500, 2048, 8191)
@@ -501,7 +511,8 @@ def generate() -> Iterable[str]:
 def weights() -> Iterable[str]:
     kinds = ("bf16", "q8_0", "q4_1", "q4_0", "q4_k_m")
     names = {kind: kind.upper() for kind in kinds} | {"bf16": "bfloat16"}
-    rows = results("weights-nvidia-h200.json")["rows"]
+    rows = results("weights-1B-nvidia-h200.json")["rows"]
+    rows += (r for r in results("weights-nvidia-h200.json")["rows"] if r["shape"] != "1B")
     rows.sort(key=lambda r: (r["shape"], kinds.index(r["kind"])))
 
     def cells(shape: str, kind: str) -> Iterator[str]:
@@ -553,8 +564,8 @@ def _size(count: float) -> str:
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     table.__name__: table
     for table in (
-        replay_cost, launch_cost, change_cost, modules, decode, batches, contexts, shapes, floor,
-        profile, attention, startup, load, host, join,
+        replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200, contexts,
+        shapes, floor, profile, attention, startup, load, host, join,
         torch_graphed, generate, weights,
     )
 }  # fmt: skip

@@ -65,9 +65,9 @@ QUICK_FAMILIES = [
 ]
 
 
-def in_clusters(config: LlamaConfig, context: int = 2048) -> shapes.Tuning:
-    """The rule's tuning of one row for a device that has clusters."""
-    return shapes.default_tuning(config, rows=1, context=context, clusters=True)
+def in_clusters(config: LlamaConfig, context: int = 2048, rows: int = 1) -> shapes.Tuning:
+    """The rule's tuning for a device that has clusters."""
+    return shapes.default_tuning(config, rows=rows, context=context, clusters=True)
 
 
 def distinct(launches: tuple[kc.CudaLaunch, ...]) -> list[kc.CudaLaunch]:
@@ -226,6 +226,18 @@ def test_kernels_agree_with_numpy_on_the_emulator(rows: int) -> None:
     config = replace(SMALL, layers=1)
     bench = emulated_bench(config, rows, context=70)
     for case in list(checks.cases(bench, rows))[::3]:
+        bench.check(case)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rows", [3, 16])
+def test_rows_in_clusters_agree_with_numpy_on_the_emulator(rows: int) -> None:
+    config = config_of(3, 1, 64, hidden=192, inner=2064, vocabulary=257, layers=1)
+    tuning = in_clusters(config, 300, rows)
+    assert tuning.attention.cluster == 4
+    assert rows == 3 or tuning.down.cluster == 4  # type: ignore[union-attr]
+    bench = emulated_bench(config, rows, context=300, tunings={rows: tuning})
+    for case in list(checks.cases(bench, rows))[::2]:
         bench.check(case)
 
 
@@ -439,6 +451,19 @@ def test_clusters_agree_with_numpy(cuda_device: Device, name: str, together: boo
         tuning = replace(tuning, block=None)
     machine = OnDevice(cuda_device)
     checks.run_checks(machine, config, (1,), sequences=2, context=1300, tunings={1: tuning})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_rows_in_clusters_agree_with_numpy(cuda_device: Device, name: str) -> None:
+    if not cuda_device.capabilities.clusters:
+        pytest.skip("no device with clusters")
+    config, _ = GPU_CASES[name]
+    rows = (2, 8, 16)
+    tunings = {n: in_clusters(config, 600, n) for n in rows}
+    checks.run_checks(
+        OnDevice(cuda_device), config, rows, sequences=5, context=600, tunings=tunings
+    )
 
 
 # Every kernel and both ways to multiply (vectors, matrices) in tiny blocks of work: racecheck slows

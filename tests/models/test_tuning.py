@@ -121,6 +121,15 @@ def test_every_candidate_is_a_legal_launch_that_covers_all(
         assert kc.workspace_bytes(config, rows=rows, context=4096, tuning=tuning) < 1 << 31
 
 
+@pytest.mark.parametrize("rows", [2, 8, 9, 16])
+def test_the_rule_for_few_rows_is_legal_for_every_width(rows: int) -> None:
+    for hidden in range(64, 8192 + 64, 64):
+        for inner, vocabulary, clusters in ((hidden, 8192, True), (8 * hidden, 64 * hidden, False)):
+            config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=vocabulary)
+            tuning = shapes.default_tuning(config, rows=rows, clusters=clusters)
+            assert problems_of(config, rows, tuning, clusters=clusters) == (), hidden
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     config=configs(),

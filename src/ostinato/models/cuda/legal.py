@@ -9,6 +9,7 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import BRICK
 from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
+    HELD_STEPS,
     MAX_SHARED,
     REGISTERS,
     START_NEXT,
@@ -147,7 +148,7 @@ def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -
         return f"a slab of {s.slab} is not whole steps of {s.split} warps"
     steps = s.slab // (32 * s.split)
     depth = s.depth or steps
-    if depth > 16 or depth * warps > 128:
+    if depth > 16 or depth * warps > HELD_STEPS:
         return f"the weights of {depth} steps do not fit the registers of {warps} warps"
     if steps % depth:
         return f"{steps} steps of a slab are not whole times {depth}"

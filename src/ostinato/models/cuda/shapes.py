@@ -13,6 +13,7 @@ from ostinato.models.cuda.bricks import BRICK
 
 __all__ = [
     "COUNTER_BYTES",
+    "HELD_STEPS",
     "MAX_ROWS",
     "MAX_SHARED",
     "PRODUCTS",
@@ -82,6 +83,8 @@ _STARTS_OF_FEW_ROWS = {
     "down_residual": "AFTER_INPUT",
 }
 """Of models with a long way down: 1 % of a step (H200)."""
+HELD_STEPS = 128
+"""Steps whose weights, 1 KB each, all warps of a multiprocessor can hold in registers."""
 _BLOCK_LANES = (4, 8, 16, 32)
 _OTHERS = ("norm_rope", "embed", "attention", "attention_block", "sample", "advance")
 STARTING = (*PRODUCT_CALLS, *_OTHERS)
@@ -560,7 +563,7 @@ def _few_rows_shape(
         elif tiles == 8 and not long:
             last = first
     splits = [n for n in (1, 2, 4, 8) if first <= n <= last and span(n) <= 1.35 * inputs]
-    held = [n for n in splits if span(n) <= 9 * 32 * n]
+    held = [n for n in splits if span(n) <= min(9, HELD_STEPS // (tiles * n)) * 32 * n]
     split = min(held or splits[-1:] or range(last, 0, -1), key=span)
     length = 512 if name == "head" else 1024 if (tiles, split) == (8, 2) else 2048
     parts = max(1, round(span(split) / length))
@@ -572,8 +575,8 @@ def _few_rows_shape(
         depth = max(n for n in range(1, most + 1) if steps % n == 0)
         if packed:
             depth = 8  # a brick
-        elif steps == 9:
-            depth = 9
+        elif steps == 9 and steps * tiles * split <= HELD_STEPS:
+            depth = steps
         elif 2 * depth < min(most, steps):  # of a number that is hard to divide
             steps, depth = -(-steps // most) * most, most
         shape = MatrixShape(tiles, split, blocks_k, steps * 32 * split, depth, cluster)
