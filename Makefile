@@ -67,7 +67,8 @@ site: $(VENV)/.dev              ## the documentation site, under build/site; a w
 
 # A tree that is not installed, before what the caller has on the path.
 HERE := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}
-GPU_TESTS = $(HERE) $(GPU_PYTHON) -m pytest --require-gpu -p no:cacheprovider -p no:benchmark
+# Each by its name: a run that is cut off has said what failed.
+GPU_TESTS = $(HERE) $(GPU_PYTHON) -m pytest -v --require-gpu -p no:cacheprovider -p no:benchmark
 
 gpu:                            ## the GPU and contract tests; a missing GPU is a failure
 	$(GPU_TESTS) -m "gpu and not alone" -n $(GPU_JOBS) $(ARGS)
