@@ -154,5 +154,5 @@ def test_a_rule_for_every_shape() -> None:
         for name, product in products_of(config).items():
             for rows, bits in itertools.product((1, 2, 8, 16, 32, 33, 64), (4, 8)):
                 shape = packed_shape(name, product, rows, bits=bits)
-                assert packed_problem(shape, product, rows) is None
+                assert packed_problem(name, shape, product, rows) is None
                 assert name != "head" or rows == 1 or shape.block_pairs % 32 == 0

@@ -265,6 +265,24 @@ def test_what_cannot_be_launched_for_rows_is_said(shape: shapes.MatrixShape, sai
     assert said in problem
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("head", shapes.MatrixShape(2, 2, 1, 512, 8), "2 tiles; the head's keys"),
+        ("down", shapes.MatrixShape(8, 1, 1, 320, 10), "a slab of 320 for 8 rows"),
+        ("down", shapes.MatrixShape(8, 1, 1, 256, 4), "4 steps"),
+        ("down", shapes.MatrixShape(8, 1, 2, 256, 8, 2), "in clusters of 2"),
+        ("down", shapes.MatrixShape(8, 0, 1, 256, 8), "split is 0"),
+    ],
+)
+def test_what_cannot_be_launched_packed_is_said(
+    name: str, shape: shapes.MatrixShape, said: str
+) -> None:
+    tuning = replace(shapes.default_tuning(SMALL, rows=8), packed={name: shape})
+    (problem,) = problems_of(SMALL, 8, tuning)
+    assert said in problem
+
+
 # ------------------------------------------------------------------------------------------ sweeps
 
 

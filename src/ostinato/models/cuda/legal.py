@@ -63,7 +63,7 @@ def problems_of(
         if said:
             found.append(f"{name}: {said}")
     for name, packed in tuning.packed.items():
-        said = packed_problem(packed, products_of(config)[name], rows)
+        said = packed_problem(name, packed, products_of(config)[name], rows)
         if said:
             found.append(f"packed {name}: {said}")
     said = attention_problem(tuning.attention, config)
@@ -114,14 +114,19 @@ def vector_problem(shape: VectorShape, product: Product) -> str | None:
     return None
 
 
-def packed_problem(shape: PackedShape | MatrixShape, product: Product, rows: int) -> str | None:
+def packed_problem(
+    name: str, shape: PackedShape | MatrixShape, product: Product, rows: int
+) -> str | None:
     """As the others, of a product with a packed matrix."""
     if isinstance(shape, MatrixShape):
+        wrong = matrix_problem(name, shape, product, rows)
+        if wrong:
+            return wrong
         if rows == 1 or shape.slab % (BRICK * shape.split):
             return f"a slab of {shape.slab} for {rows} rows; {shape.split} warps take whole bricks"
         if shape.depth % 8 or shape.cluster != 1:
             return f"{shape.depth} steps in clusters of {shape.cluster}: a brick is 8, in none"
-        return matrix_problem("", shape, product, rows)
+        return None
     wrong = _not_whole(shape, {"resident": 0})
     if wrong:
         return wrong
