@@ -6,6 +6,7 @@ with one, every kernel is checked on the device.
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +23,7 @@ from ostinato.errors import UnsupportedModelError
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda import shapes
-from ostinato.models.cuda.legal import problems_of
+from ostinato.models.cuda.legal import matrix_problem, problems_of
 from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.host.shard_kernels import SHARD_KERNELS, _key
 from ostinato.models.program import ABSENT, ACTIVE, OF_RANKS, OPTIONS, SAMPLE, Bound, decode_program
@@ -266,6 +267,35 @@ def test_streamed_products_agree_with_numpy_on_the_emulator(rows: int) -> None:
     tuning = streamed(config, rows, 70)
     bench = emulated_bench(config, rows, context=70, tunings={rows: tuning})
     for case in list(checks.cases(bench, rows))[::2]:
+        bench.check(case)
+
+
+def legal_cut(rng: random.Random, name: str, product: shapes.Product, rows: int) -> Any:
+    """Any cut that the kernels take, also one that no rule and no search would choose."""
+    while True:
+        blocks_k = 1 if product.normed else rng.choice((1, 2, 3, 4, 8))
+        tiles, split = rng.choice((1, 2, 3, 4, 8, 16)), rng.choice((1, 2, 3, 4, 6, 8, 16))
+        cluster, slab = rng.choice((1, blocks_k)), 32 * split * rng.randint(1, 24)
+        cut = shapes.MatrixShape(tiles, split, blocks_k, slab, rng.randint(0, 16), cluster)
+        if matrix_problem(name, cut, product, rows) is None:
+            return cut
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 40))]
+)
+def test_any_legal_cut_agrees_with_numpy_on_the_emulator(seed: int) -> None:
+    rng = random.Random(seed)
+    rows, kv_heads = rng.choice((2, 5, 8, 9, 16, 17, 33)), rng.choice((1, 2))
+    config = config_of(
+        kv_heads * rng.randint(1, 3), kv_heads, rng.choice((32, 64)), hidden=8 * rng.randint(16, 60),
+        inner=8 * rng.randint(16, 150), vocabulary=rng.randint(40, 700), layers=1,
+    )  # fmt: skip
+    cuts = {n: legal_cut(rng, n, p, rows) for n, p in shapes.products_of(config).items()}
+    tuning = replace(shapes.default_tuning(config, rows=rows, context=90), **cuts)
+    bench = emulated_bench(config, rows, context=90, tunings={rows: tuning})
+    for case in list(checks.cases(bench, rows))[::3]:
         bench.check(case)
 
 
