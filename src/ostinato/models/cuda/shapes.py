@@ -631,9 +631,8 @@ def _attention_shape(
     config: LlamaConfig, rows: int, context: int, multiprocessors: int, clusters: bool
 ) -> AttentionShape:
     group = config.heads // config.kv_heads
-    if (
-        clusters and 1 < rows <= _FEW_ROWS and group <= 3
-    ):  # keys are read again for each head (H200)
+    if clusters and 1 < rows <= _FEW_ROWS and group <= 3:
+        # A cluster for each query head, though keys are then read again for each (H200).
         groups = 32 // power_of_two_from(config.head_size // 8)
         return AttentionShape(1, max(1, 8 // groups), 8, _cluster_splits(4, context), 4)
     divisors = [n for n in range(1, 9) if group % n == 0]
