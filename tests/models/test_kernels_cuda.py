@@ -289,9 +289,14 @@ def test_any_legal_cut_agrees_with_numpy_on_the_emulator(seed: int) -> None:
     rng = random.Random(seed)
     rows, kv_heads = rng.choice((2, 5, 8, 9, 16, 17, 33)), rng.choice((1, 2))
     config = config_of(
-        kv_heads * rng.randint(1, 3), kv_heads, rng.choice((32, 64)), hidden=8 * rng.randint(16, 60),
-        inner=8 * rng.randint(16, 150), vocabulary=rng.randint(40, 700), layers=1,
-    )  # fmt: skip
+        kv_heads * rng.randint(1, 3),
+        kv_heads,
+        rng.choice((32, 64)),
+        hidden=8 * rng.randint(16, 60),
+        inner=8 * rng.randint(16, 150),
+        vocabulary=rng.randint(40, 700),
+        layers=1,
+    )
     cuts = {n: legal_cut(rng, n, p, rows) for n, p in shapes.products_of(config).items()}
     tuning = replace(shapes.default_tuning(config, rows=rows, context=90), **cuts)
     bench = emulated_bench(config, rows, context=90, tunings={rows: tuning})
