@@ -23,6 +23,7 @@ from ostinato.models.cuda.shapes import (
     VectorShape,
     block_problem,
     products_of,
+    slab_granule,
 )
 
 __all__ = [
@@ -56,10 +57,10 @@ def problems_of(
             said = vector_problem(shape, product)
         elif rows > 1 and isinstance(shape, MatrixShape):
             said = matrix_problem(name, shape, product, rows)
+            if not said and shape.cluster > 1 and not clusters:
+                said = f"a cluster of {shape.cluster} blocks, which this device does not have"
         else:
             said = f"{type(shape).__name__} is not for {rows} rows"
-        if not said and getattr(shape, "cluster", 1) > 1 and not clusters:
-            said = f"a cluster of {shape.cluster} blocks, which this device does not have"
         if said:
             found.append(f"{name}: {said}")
     for name, packed in tuning.packed.items():
@@ -149,7 +150,7 @@ def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -
     warps = s.tiles * s.split
     if warps > 16:
         return f"{s.tiles} tiles of {s.split} warps are more than 16 warps"
-    if s.slab % (32 * s.split) or s.slab % 64:
+    if s.slab % slab_granule(s.split):
         return f"a slab of {s.slab} is not whole steps of {s.split} warps"
     steps = s.slab // (32 * s.split)
     depth = s.depth or steps

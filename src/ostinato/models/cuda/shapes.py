@@ -35,11 +35,13 @@ __all__ = [
     "blocked_calls",
     "default_tuning",
     "for_context",
+    "largest_divisor",
     "packed_shape",
     "power_of_two_from",
     "products_of",
     "require_supported",
     "shape_key",
+    "slab_granule",
     "without_block",
 ]
 
@@ -335,24 +337,30 @@ def default_tuning(
     """
     require_supported(config, rows, most=most)
     products = products_of(config)
+    few = 1 < rows <= _FEW_ROWS
 
     def cut(name: str) -> Shape:
         if rows == 1:
             return _vector_shape(name, products[name], multiprocessors)
-        return _matrix_shape(name, products[name], rows, multiprocessors, clusters)
+        if few:
+            return _few_rows_shape(name, products[name], rows, multiprocessors, clusters=clusters)
+        return _matrix_shape(name, products[name], rows, multiprocessors)
 
     qkv, output, gate_up, down, head = map(cut, PRODUCTS.values())
     if rows > 1:
-        attention = _attention_shape(config, rows, context, multiprocessors, clusters)
-        long = rows <= _FEW_ROWS and config.inner >= _LONG
-        few_rows = dict(_STARTS_OF_FEW_ROWS) if long else {}
-        return Tuning(qkv, output, gate_up, down, head, attention, few_rows)
+        if few and clusters and config.heads // config.kv_heads <= 3:
+            # A cluster for each query head, though keys are then read again for each (H200).
+            attention = _in_clusters(config, context, 1, 4)
+        else:
+            attention = _attention_shape(config, rows, context, multiprocessors)
+        starts = _STARTS_OF_FEW_ROWS if few and config.inner >= _LONG else {}
+        return Tuning(qkv, output, gate_up, down, head, attention, dict(starts))
     block = None
     if clusters:
         attention = _cluster_shape(config, context, multiprocessors)
         block = block_rule(config, multiprocessors)
     else:
-        attention = _attention_shape(config, rows, context, multiprocessors, clusters)
+        attention = _attention_shape(config, rows, context, multiprocessors)
     # As early as can be, so that weights come while two kernels before still run; but the attention
     # reads the cache before its wait, which it may only if the kernel before it began late.
     late = ("norm_qkv_rope", "norm_rope", "attention_block")
@@ -461,6 +469,8 @@ def packed_shape(
     asks for two turns at once; that fits the registers where all blocks take as many turns and rows
     are whole bricks.
     """
+    if 1 < rows <= 2 * _FEW_ROWS:
+        return _few_rows_shape(name, product, rows, multiprocessors, packed=True)
     if rows > 1:
         return _packed_matrix_shape(name, product, rows, multiprocessors)
     bricks = -(-product.inputs // BRICK)
@@ -484,11 +494,9 @@ def _packed_matrix_shape(
     """Blocks with many outputs, since all of them read all inputs, and a slab of one brick for each
     warp.  Where there are too few outputs, blocks share the inputs, or warps do if there is a
     norm."""
-    if rows <= 2 * _FEW_ROWS:
-        return _few_rows_shape(name, product, rows, multiprocessors, packed=True)
     padded = -(-rows // 8) * 8
     tile_count, bricks = -(-product.pairs // 8), -(-product.inputs // BRICK)
-    least = 4 if name == "head" else 1  # a warp's keys are of one row
+    least = _least_tiles(name)
     tiles, blocks_k = 8, 1
 
     def few() -> bool:
@@ -538,7 +546,7 @@ def _few_rows_shape(
             tiles, blocks_k = 8, blocks_k // 2
     elif clusters and not packed and rows * product.inputs > 16 * 1024:
         blocks_k = cluster = 4
-    least = 4 if name == "head" else 1  # a warp's keys are of one row
+    least = _least_tiles(name)
     while tiles > least and tile_count / tiles * blocks_k < enough:
         tiles //= 2
     if not product.normed and cluster == 1:
@@ -547,7 +555,7 @@ def _few_rows_shape(
     inputs = -(-product.inputs // blocks_k)
 
     def granule(split: int) -> int:
-        return BRICK * split if packed else math.lcm(64, 32 * split)
+        return BRICK * split if packed else slab_granule(split)
 
     def span(split: int) -> int:  # of a block, in whole steps of its warps
         return -(-inputs // granule(split)) * granule(split)
@@ -572,7 +580,7 @@ def _few_rows_shape(
         most = 4 if parts > 1 or name == "head" else 16 if tiles * split <= 8 else 8
     while True:
         steps = -(-inputs // (parts * granule(split))) * granule(split) // (32 * split)
-        depth = max(n for n in range(1, most + 1) if steps % n == 0)
+        depth = largest_divisor(steps, most)
         if packed:
             depth = 8  # a brick
         elif steps == 9 and steps * tiles * split <= HELD_STEPS:
@@ -585,16 +593,12 @@ def _few_rows_shape(
         parts += 1
 
 
-def _matrix_shape(
-    name: str, product: Product, rows: int, multiprocessors: int, clusters: bool
-) -> MatrixShape:
+def _matrix_shape(name: str, product: Product, rows: int, multiprocessors: int) -> MatrixShape:
     """Blocks of 8 warps, with so many outputs that L2 is not the limit, and enough blocks.
 
-    A long way down has blocks of 16 tiles that share the inputs, and little of these at once: at 8,
-    32 and 64 rows 5 to 7 % of the 1B shape's step (H200).
+    A long way down has blocks of 16 tiles that share the inputs, and little of these at once: at 32
+    and 64 rows 5 to 7 % of the 1B shape's step (H200).
     """
-    if rows <= _FEW_ROWS:
-        return _few_rows_shape(name, product, rows, multiprocessors, clusters=clusters)
     padded = -(-rows // 8) * 8
     tile_count = -(-product.pairs // 8)
     if not product.normed and product.inputs >= _LONG:
@@ -602,7 +606,7 @@ def _matrix_shape(
         while tile_count / 16 * blocks_k < 0.7 * multiprocessors and blocks_k < 16:
             blocks_k *= 2
         return MatrixShape(16, 1, blocks_k, 64)
-    least = 4 if name == "head" else 1  # a warp's keys are of one row
+    least = _least_tiles(name)
     tiles = max(least, min(8, power_of_two_from(padded // 8)))
     while tiles > least and tile_count / tiles < 0.7 * multiprocessors and product.normed:
         tiles //= 2
@@ -618,7 +622,7 @@ def _matrix_shape(
         ):
             blocks_k *= 2
     split = 8 // tiles
-    granule = max(64, 32 * split)
+    granule = slab_granule(split)
     share = -(-product.inputs // blocks_k)
     span = -(-share // granule) * granule
     slab = min(max(256, 128 * split), span)
@@ -628,13 +632,9 @@ def _matrix_shape(
 
 
 def _attention_shape(
-    config: LlamaConfig, rows: int, context: int, multiprocessors: int, clusters: bool
+    config: LlamaConfig, rows: int, context: int, multiprocessors: int
 ) -> AttentionShape:
     group = config.heads // config.kv_heads
-    if clusters and 1 < rows <= _FEW_ROWS and group <= 3:
-        # A cluster for each query head, though keys are then read again for each (H200).
-        groups = 32 // power_of_two_from(config.head_size // 8)
-        return AttentionShape(1, max(1, 8 // groups), 8, _cluster_splits(4, context), 4)
     divisors = [n for n in range(1, 9) if group % n == 0]
     small = [n for n in divisors if n <= 5]
     queries = small[-1] if small[-1] > 1 or len(divisors) == 1 else divisors[-1]
@@ -654,11 +654,30 @@ def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> A
     group = config.heads // config.kv_heads
     divisors = [n for n in range(1, 8) if group % n == 0]
     fitting = [q for q in divisors if 8 * config.heads // q <= 2 * multiprocessors]
-    queries = fitting[0] if fitting else divisors[-1]
+    return _in_clusters(config, context, fitting[0] if fitting else divisors[-1], 8)
+
+
+def _in_clusters(config: LlamaConfig, context: int, queries: int, cluster: int) -> AttentionShape:
+    """Blocks of so many query heads, 64 positions each at once."""
     steps = 8 if queries == 1 else 4 if queries <= 4 else 2
     groups = 32 // power_of_two_from(config.head_size // 8)
     warps = max(1, 64 // (steps * groups))
-    return AttentionShape(queries, min(warps, 8), steps, _cluster_splits(8, context), 8)
+    return AttentionShape(queries, min(warps, 8), steps, _cluster_splits(cluster, context), cluster)
+
+
+def _least_tiles(name: str) -> int:
+    """Of a block of a product: a warp's keys, of the head, are of one row."""
+    return 4 if name == "head" else 1
+
+
+def slab_granule(split: int) -> int:
+    """What a slab is a multiple of: whole steps of `split` warps, rows without bank conflicts."""
+    return math.lcm(64, 32 * split)
+
+
+def largest_divisor(n: int, most: int) -> int:
+    """Of n, up to `most`."""
+    return max(d for d in range(1, most + 1) if n % d == 0)
 
 
 def power_of_two_from(n: int) -> int:

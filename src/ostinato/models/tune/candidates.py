@@ -29,8 +29,10 @@ from ostinato.models.cuda.shapes import (
     Tuning,
     VectorShape,
     block_shapes,
+    largest_divisor,
     power_of_two_from,
     products_of,
+    slab_granule,
 )
 
 __all__ = [
@@ -119,7 +121,7 @@ def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterato
         blocks = -(-product.pairs // (8 * tiles)) * blocks_k
         if not 4 <= tiles * split <= 16 or blocks < multiprocessors // 4:
             continue
-        granule = math.lcm(64, 32 * split)
+        granule = slab_granule(split)
         share = -(-product.inputs // (blocks_k * granule)) * granule
         if share * blocks_k > 1.5 * product.inputs:
             continue
@@ -127,8 +129,7 @@ def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterato
         slabs = {share, *(steps * granule for steps in (1, 2, 4, 8, 16, 32))}
         for slab in sorted(slab for slab in slabs if slab <= share):
             steps = slab // (32 * split)
-            whole = [depth for depth in range(1, 17) if steps % depth == 0]
-            for depth in {max(d for d in whole if d <= most) for most in (2, 4, 8, 16)}:
+            for depth in {largest_divisor(steps, most) for most in (2, 4, 8, 16)}:
                 one = MatrixShape(tiles, split, blocks_k, slab, depth)
                 yield one
                 if clusters and 1 < blocks_k <= 8:

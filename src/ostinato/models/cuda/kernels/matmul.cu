@@ -43,7 +43,6 @@ template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_, int DEPTH_, int CLUS
     static constexpr int STEPS = SLAB / (32 * SPLIT);     // of a warp in a slab
     static constexpr int DEPTH = DEPTH_ ? DEPTH_ : STEPS;
     static constexpr int STRIDE = SLAB + 32;              // of an input row: no bank conflicts
-    static constexpr int INPUT_BYTES = PADDED_ROWS * STRIDE * 2;
     static constexpr bool WHOLE_SUMS = SPLIT == 1 && BLOCKS_K == 1;  // a warp's
     // Blocks that a multiprocessor must have registers for: 16 warps of 128 registers each, so that the
     // next kernel's are asked for their weights while these still work.
