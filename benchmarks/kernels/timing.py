@@ -14,8 +14,8 @@ from benchmarks.kernels.rig import Gpu, Memory
 from ostinato.bench.random_weights import recipe_type
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.cuda.bricks import Packing, matrix_bytes, packing
-from ostinato.models.cuda.lowering import CudaLaunch, lower, workspace_bytes
-from ostinato.models.cuda.shapes import Tuning
+from ostinato.models.cuda.lowering import CudaLaunch, lower, rounded_buffers, workspace_bytes
+from ostinato.models.cuda.shapes import ROUNDED_CALLS, Tuning
 from ostinato.models.layout import parts_of, weight_shapes
 from ostinato.models.plan import rope_table
 from ostinato.models.program import (
@@ -86,6 +86,8 @@ class StepBench:
             ("inner", c.inner),
         ):
             self.where[name] = gpu.empty((rows, count), np.float32)
+        for name, (between, dtype) in rounded_buffers(c, rows).items():
+            self.where[name] = gpu.empty(between, dtype)
         for name in ("logits", "adjusted"):
             self.where[name] = gpu.empty((sequences, c.vocabulary), np.float32)
         self.where["history"] = gpu.array(np.zeros((sequences, context), np.int32))
@@ -141,6 +143,7 @@ class StepBench:
             "down_residual": ("w_down",),
             "attention_block": ("wqkv", "wo"),
         }
+        kernel = {new: old for old, new in ROUNDED_CALLS.items()}.get(str(kernel), kernel)
         head = self.where["embed" if c.tied_embeddings else "head"].nbytes
         layers = {
             name: sum(self.where[f"layers.{i}.{name}"].nbytes for i in range(c.layers))

@@ -53,6 +53,13 @@ struct Barrier {
 
 struct Block;
 
+// An asynchronous copy of 16 bytes, or of zeros.
+struct Copy {
+    void* to;
+    const void* from;
+    bool there;
+};
+
 struct Fiber {
     void* stack_pointer = nullptr;
     char* stack = nullptr;
@@ -65,6 +72,7 @@ struct Fiber {
     const Barrier* closed = nullptr;  // where it waits, since this generation and so many exits
     int generation = 0;
     long exits = 0;
+    std::vector<std::vector<Copy>> copies;  // by group, those under way; the last is not ended
 };
 
 struct Block {
@@ -269,6 +277,29 @@ template <class T> T load_fresh(const T* p) {
     check_aligned(p, sizeof(T));
     return *p;
 }
+// As late as can be: until a thread waits for it the place of a copy holds NaN, so that a read too early
+// and a copy into what others still read are both seen.
+inline void copy_async(void* to, const void* from, bool there) {
+    check_aligned(to, 16);
+    check_aligned(from, 16);
+    std::memset(to, 0xff, 16);
+    auto& groups = emulated::current->copies;
+    if (groups.empty()) groups.emplace_back();
+    groups.back().push_back({to, from, there});
+}
+inline void end_copies() {
+    auto& groups = emulated::current->copies;
+    if (groups.empty()) groups.emplace_back();
+    groups.emplace_back();
+}
+template <int GROUPS> inline void wait_copies() {
+    auto& groups = emulated::current->copies;
+    while (static_cast<int>(groups.size()) > GROUPS + 1) {
+        for (const emulated::Copy& copy : groups.front())
+            copy.there ? std::memcpy(copy.to, copy.from, 16) : std::memset(copy.to, 0, 16);
+        groups.erase(groups.begin());
+    }
+}
 inline void wait_for_previous() {}
 inline void start_next() {}
 
@@ -344,12 +375,13 @@ template <int BLOCKS> inline void sync_cluster() {
     arrive_at_cluster<BLOCKS>();
     wait_for_cluster<BLOCKS>();
 }
-template <int BLOCKS> inline float* at_block(const float* own, int rank) {
+template <int BLOCKS, class T> inline T* at_block(const T* own, int rank) {
     const auto offset =
         reinterpret_cast<const unsigned char*>(own) - emulated::current->block->shared_start;
-    return reinterpret_cast<float*>(block_of_cluster<BLOCKS>(rank)->shared_start + offset);
+    return reinterpret_cast<T*>(block_of_cluster<BLOCKS>(rank)->shared_start + offset);
 }
-template <int BLOCKS> inline float load_of_block(const float* own, int rank) {
+template <int BLOCKS, class T> inline T load_of_block(const T* own, int rank) {
+    check_aligned(own, sizeof(T));
     return *at_block<BLOCKS>(own, rank);
 }
 // Bytes that are still to come.

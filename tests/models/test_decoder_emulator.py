@@ -67,7 +67,7 @@ class EmulatedBackend:
     def formats(self, checkpoint: Any, wanted: str) -> dict[str, Any]:
         return {}
 
-    def buffers(self, config: Any, rows: int, *, formats: Any) -> dict[str, Any]:
+    def buffers(self, config: Any, rows: Any, context: int, *, formats: Any) -> dict[str, Any]:
         return {}
 
     def give_up_library(self, reason: str) -> bool:

@@ -25,6 +25,8 @@ from tests.emulator.emulator import Emulator
 from tests.models.emulated import from_bf16, to_bf16
 from tests.models.test_kernels_cuda import FAMILIES, SHAPES, SMALL, OnDevice, config_of
 
+PIECES_OF_STEPS = {*kc.PIECE_SIGNATURES, "piece_attention"}
+
 
 def lowered(config: Any, rows: int, *, sampled: bool = True, loop: bool = False) -> Any:
     program = decode_program(config, sampled=sampled, last_row=rows > SAMPLED_ROWS)
@@ -94,7 +96,8 @@ def test_what_a_layer_becomes() -> None:
         *("head", "sample", "advance"),
     ]
     batch = [getattr(one, "kernel", "") for one in lowered(replace(SMALL, layers=1), 64)]
-    assert batch[4:6] == ["attention", "round_rows"]
+    assert batch[4:6] == ["attention", ""]
+    assert batch[-4:] == ["norm_rows", "rounded_head", "sample", "advance"]
     products = {one.name: one.product for one in step if isinstance(one, kl.ProductCall)}
     assert [p.rows for p in products.values()] == [128] * 4
     assert [name for name, p in products.items() if p.accumulate] == [
@@ -116,10 +119,10 @@ def test_steps_of_all_sizes_share_the_kernels_between_products() -> None:
         (one.kernel, one.options)
         for rows in (16, 64, 512)
         for one in lowered(SMALL, rows)
-        if isinstance(one, kc.CudaLaunch) and one.kernel in kl.PIECE_SIGNATURES
+        if isinstance(one, kc.CudaLaunch) and one.kernel in PIECES_OF_STEPS
     }
-    assert {kernel for kernel, _ in found} == set(kl.PIECE_SIGNATURES)
-    assert len(found) == len(kl.PIECE_SIGNATURES)
+    assert {kernel for kernel, _ in found} == PIECES_OF_STEPS
+    assert len(found) == len(PIECES_OF_STEPS)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -127,11 +130,10 @@ def test_steps_of_all_sizes_share_the_kernels_between_products() -> None:
 def test_every_value_has_a_thread(shape: str, rows: int) -> None:
     config = SHAPES[shape]
     items = {
-        "round_rows": config.query_size // 8,
         "silu_rows": config.inner // 8,
     }
     for one in lowered(config, rows):
-        if isinstance(one, kc.CudaLaunch) and one.kernel in kl.PIECE_SIGNATURES:
+        if isinstance(one, kc.CudaLaunch) and one.kernel in PIECES_OF_STEPS:
             if one.kernel == "norm_rows":
                 assert one.config.grid == (rows, 1, 1)
                 continue

@@ -84,7 +84,7 @@ def candidates(config: LlamaConfig, rows: int, name: str) -> list[shapes.Tuning]
         ]
     if name == "block":
         return list(block_variants(base, config, 132))
-    made: list[Any] = list(product_shapes(config, name, rows, 132))
+    made: list[Any] = list(product_shapes(config, name, rows, 132, rounded=base.rounded))
     return [replace(base, **{name: one}) for one in made]
 
 
@@ -113,7 +113,7 @@ def test_every_candidate_is_a_legal_launch_that_covers_all(
             assert 1 <= math.prod(block) <= 1024
             assert 1 <= grid[0] < 1 << 31 and 1 <= max(grid[1:]) <= 65535
             assert one.config.shared <= 160 * 1024
-            product = shapes.PRODUCTS.get(one.kernel)
+            product = kc.PRODUCTS_OF.get(one.kernel)
             if product is not None:
                 shape = getattr(tuning, product)
                 covered = grid[0] * shape.block_pairs
@@ -257,6 +257,9 @@ def test_what_cannot_be_launched_is_said(changes: dict[str, Any], said: str) -> 
         (shapes.MatrixShape(8, 1, 2, 64, 2, 2), "a cluster of 2 blocks, which this device"),
         (shapes.MatrixShape(8, 1, 1, 64, -1), "depth is -1"),
         (shapes.MatrixShape(8, 1, 1, 16384, 8), "does not fit shared memory"),
+        (shapes.MatrixShape(8, 1, 1, 64, 2, 1, 2), "a ring of 2, where the head's inputs"),
+        (shapes.MatrixShape(8, 1, 1, 64, 2, 1, 1), "a ring of 1 slabs"),
+        (shapes.MatrixShape(8, 1, 1, 64, 2, alone=2), "alone 2"),
     ],
 )
 def test_what_cannot_be_launched_for_rows_is_said(shape: shapes.MatrixShape, said: str) -> None:
@@ -269,6 +272,8 @@ def test_what_cannot_be_launched_for_rows_is_said(shape: shapes.MatrixShape, sai
     ("name", "shape", "said"),
     [
         ("head", shapes.MatrixShape(2, 2, 1, 512, 8), "2 tiles; the head's keys"),
+        ("head", shapes.MatrixShape(8, 1, 2, 256, 8, 2, 2), "all inputs in a block"),
+        ("down", shapes.MatrixShape(8, 1, 1, 256, 8, 1, 2), "a ring of 2, where the head's inputs"),
         ("down", shapes.MatrixShape(8, 1, 1, 320, 10), "a slab of 320 for 8 rows"),
         ("down", shapes.MatrixShape(8, 1, 1, 256, 4), "4 steps"),
         ("down", shapes.MatrixShape(8, 1, 2, 256, 8, 2), "in clusters of 2"),

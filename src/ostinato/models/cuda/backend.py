@@ -36,7 +36,13 @@ from ostinato.models.cuda.library import (
     lower_with_library,
     most_rows,
 )
-from ostinato.models.cuda.lowering import CudaLaunch, Cut, lower, workspace_bytes
+from ostinato.models.cuda.lowering import (
+    CudaLaunch,
+    Cut,
+    lower,
+    rounded_buffers,
+    workspace_bytes,
+)
 from ostinato.models.cuda.products import Product, Products, open_products
 from ostinato.models.cuda.shapes import Tuning
 from ostinato.models.cuda.tunings import choose_tuning
@@ -215,10 +221,24 @@ class CudaBackend:
                 found.append(library_workspace_bytes(config, rows=count, tuning=tuning, **given))
         return max(found)
 
-    def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
-        if self._products is None or not self._multiplies(config, rows, formats):
-            return {}
-        return library_buffers(config, rows, self._products.workspace_bytes, formats)
+    def buffers(
+        self,
+        config: LlamaConfig,
+        rows: Iterable[int],
+        context: int,
+        *,
+        formats: Formats = UNPACKED,
+    ) -> Buffers:
+        counts = list(rows)
+        found: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        own = [n for n in counts if n <= SAMPLED_ROWS]
+        rounded = [n for n in own if self._tuning(config, n, context).rounded]
+        if rounded:
+            found = rounded_buffers(config, max(rounded))
+        if self._products is not None and self._multiplies(config, max(counts), formats):
+            workspace = self._products.workspace_bytes
+            found |= library_buffers(config, max(counts), workspace, formats)
+        return found
 
     def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:
         """The file's bytes go to the device as they are (`cuda.dequantise`)."""

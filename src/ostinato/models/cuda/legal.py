@@ -59,12 +59,16 @@ def problems_of(
             said = matrix_problem(name, shape, product, rows)
             if not said and shape.cluster > 1 and not clusters:
                 said = f"a cluster of {shape.cluster} blocks, which this device does not have"
+            if not said and (shape.ring > 0) != tuning.rounded:
+                said = f"a ring of {shape.ring}, where the head's inputs are rounded or not"
         else:
             said = f"{type(shape).__name__} is not for {rows} rows"
         if said:
             found.append(f"{name}: {said}")
     for name, packed in tuning.packed.items():
         said = packed_problem(name, packed, products_of(config)[name], rows)
+        if not said and isinstance(packed, MatrixShape) and (packed.ring > 0) != tuning.rounded:
+            said = f"a ring of {packed.ring}, where the head's inputs are rounded or not"
         if said:
             found.append(f"packed {name}: {said}")
     said = attention_problem(tuning.attention, config)
@@ -125,7 +129,7 @@ def packed_problem(
             return wrong
         if rows == 1 or shape.slab % (BRICK * shape.split):
             return f"a slab of {shape.slab} for {rows} rows; {shape.split} warps take whole bricks"
-        if shape.depth % 8 or shape.cluster != 1:
+        if shape.depth % 8 or (shape.cluster != 1 and not shape.ring):
             return f"{shape.depth} steps in clusters of {shape.cluster}: a brick is 8, in none"
         return None
     wrong = _not_whole(shape, {"resident": 0})
@@ -144,7 +148,7 @@ def vector_steps(shape: VectorShape, product: Product) -> int:
 
 def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -> str | None:
     s = shape
-    wrong = _not_whole(s, {"depth": 0})
+    wrong = _not_whole(s, {"depth": 0, "ring": 0, "alone": 0})
     if wrong:
         return wrong
     warps = s.tiles * s.split
@@ -162,12 +166,14 @@ def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -
         return f"a cluster of {s.cluster} blocks, where {s.blocks_k} share the inputs"
     if s.shared_bytes(product, rows) > MAX_SHARED:
         return f"a slab of {s.slab} does not fit shared memory with {rows} rows"
-    if product.normed and s.blocks_k > 1:
+    if s.ring == 1 or s.ring > 8 or s.alone > 1:
+        return f"a ring of {s.ring} slabs, alone {s.alone}"
+    if product.normed and s.blocks_k > 1 and not s.ring:
         return "a norm needs whole rows"
     if s.blocks_k > 64 or -(-product.pairs // s.block_pairs) > COUNTER_BYTES // 4:
         return f"{s.blocks_k} blocks for the inputs"
-    if name == "head" and s.tiles % 4:
-        return f"{s.tiles} tiles; the head's keys need a multiple of 4"
+    if name == "head" and (s.tiles % 4 or s.blocks_k > 1):
+        return f"{s.tiles} tiles; the head's keys need a multiple of 4, and all inputs in a block"
     return None
 
 

@@ -2,7 +2,7 @@
 
     norm_qkv_rope     norm_rows   [qkv]      norm_rope
     norm_qkv          norm_rows   [qkv]                    and norm_rope as it is
-    attention         attention   round_rows
+    attention         attention
     output_residual   [output]                             added to the residual
     norm_gate_up      norm_rows   [gate_up]  silu_rows
     down_residual     [down]                               added to the residual
@@ -19,7 +19,7 @@ launch right after: neither of the two is programmatic.
 `lower_with_library` is pure and needs no GPU.  Not guaranteed: the bits of steps without one.
 
 In steps of more than MAX_ROWS rows, which are pieces of a prompt, `piece_attention` takes the place
-of `attention` and `round_rows`: neighbouring rows share the keys and values that all of them read.
+of `attention`: neighbouring rows share the keys and values that all of them read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from ostinato.models.cuda.shapes import (
     MAX_ROWS,
     Tuning,
     default_tuning,
-    products_of,
     require_supported,
 )
 from ostinato.models.layout import weight_shapes
@@ -53,7 +52,6 @@ from ostinato.models.program import ABSENT, Argument, Bound, KernelCall
 from ostinato.modules import CompileOptions
 
 __all__ = [
-    "PIECE_SIGNATURES",
     "UNPACK_SIGNATURE",
     "ProductCall",
     "library_buffers",
@@ -67,24 +65,16 @@ __all__ = [
 
 _Arguments: TypeAlias = dict[str, Argument]
 
-_ROW_THREADS = 128
-_MAX_NORM_THREADS = 512
 _MAX_PIECE_QUERIES, _MAX_PIECE_HEAD = 4, 128  # piece_attention.cu
 
-_LIVE = "live: *const i32, "
-PIECE_SIGNATURES = {
-    "norm_rows": _LIVE + "x: *const f32, norm: *const f32, out: *out bf16, row_count: u32, "
-    "hidden: u32, epsilon: f32",
-    "round_rows": _LIVE + "attended: *const f32, out: *out bf16, row_count: u32, width: u32",
-    "piece_attention": _LIVE + "q: *const f32, cache: *const bf16, out: *out bf16, "
+_PIECE_ATTENTION = {
+    "piece_attention": "live: *const i32, q: *const f32, cache: *const bf16, out: *out bf16, "
     "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
     "window: u32, scale: f32",
-    "silu_rows": _LIVE + "sums: *const f32, out: *out bf16, row_count: u32, width: u32",
 }
-"""Parameters of the kernels in pieces.cu and piece_attention.cu."""
 UNPACK_SIGNATURE = "bricks: *const u8, out: *bf16, offset: u64, columns: u32, first: u32, size: u32"
 
-_IN, _OUT, _WORKSPACE = Bound("product_in"), Bound("product_out"), Bound("product_workspace")
+_IN, _OUT, _WORKSPACE = kc.ROUNDED_IN, Bound("product_out"), Bound("product_workspace")
 _UNPACKED = Bound("unpacked")
 _UNPACK_THREADS = 256
 
@@ -128,17 +118,8 @@ def library_buffers(
 
 
 def library_rows_for(config: LlamaConfig) -> int:
-    """From how many rows on a library's products pay, by the bytes of a layer's weights.
-
-    A layer is twice as many launches then, so small ones wait for more rows.  Measured on an H100:
-    360M (20 MB) loses at 16 and gains at 32; 135M (7 MB) loses at 32 and gains at 64.  And on an
-    H200: 1B (122 MB) loses at 8 and at 16 and gains at 32; 8B (436 MB) is as fast at 8.
-    """
-    products = products_of(config)
-    layer = sum(4 * p.pairs * p.inputs for name, p in products.items() if name != "head")
-    if layer >= 64 << 20:
-        return 9 if layer >= 256 << 20 else 17
-    return 32 if layer >= 16 << 20 else 64
+    """From how many rows on a library's products pay."""
+    return MAX_ROWS + 1
 
 
 def most_rows(config: LlamaConfig) -> int:
@@ -217,8 +198,8 @@ def unpack_source() -> Source:
 
 
 @cache
-def _source(file: str) -> Source:
-    return kc.source_of(file, PIECE_SIGNATURES)
+def _piece_attention() -> Source:
+    return kc.source_of("piece_attention", _PIECE_ATTENTION)
 
 
 class _LibraryCut:
@@ -236,7 +217,7 @@ class _LibraryCut:
         self.config, self.rows, self.formats = config, rows, formats
         # Without the tuning's `start_next`: it was measured with other kernels as neighbours.
         tuning = replace(tuning, start_next={}, block=None)
-        self.own = kc.Cut(config, rows, tuning, formats, multiprocessors)
+        self.own = kc.Cut(config, rows, tuning, formats, multiprocessors, library=True)
         self.single = kc.Cut(config, 1, single, formats, multiprocessors)
 
     def lower(self, call: KernelCall) -> Iterable[Lowered]:
@@ -250,7 +231,7 @@ class _LibraryCut:
                 f"{call.kernel} of {self.rows} rows: more than {MAX_ROWS} rows may sample in the "
                 "last one only (decode_program(config, last_row=True))"
             )
-        return [(self.single if last else self.own).launch([call], after=None)]
+        return (self.single if last else self.own).launches([call], after=None)
 
     @property
     def workspace_bytes(self) -> int:
@@ -273,17 +254,13 @@ class _LibraryCut:
         c = self.config
         width = c.query_size + 2 * c.kv_size
         product = self._product("qkv", width, c.hidden, given["weight"], given["qkv"])
-        return [self._norm(given), *product]
+        return [self.own.norm(given), *product]
 
-    def _attention(self, call: KernelCall, given: _Arguments) -> list[Lowered]:
+    def _attention(self, call: KernelCall, given: _Arguments) -> Sequence[Lowered]:
         c = self.config
         if self.rows > MAX_ROWS and c.head_size <= _MAX_PIECE_HEAD:
             return [self._piece_attention(given)]
-        rounded = {**given, "out": _IN, "width": c.query_size}
-        return [
-            self.own.launch([call], after=None),
-            self._launch("round_rows", c.query_size // 8, rounded),
-        ]
+        return self.own.launches([call], after=None)
 
     def _output_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
@@ -295,7 +272,9 @@ class _LibraryCut:
         c = self.config
         product = self._product("gate_up", 2 * c.inner, c.hidden, given["weight"])
         silu = {**given, "sums": _OUT, "out": _IN}
-        return [self._norm(given), *product, self._launch("silu_rows", c.inner // 8, silu)]
+        grid = self.own.row_grid(c.inner // 8)
+        gated = self.own.piece("silu_rows", grid, kc.ROW_THREADS, silu)
+        return [self.own.norm(given), *product, gated]
 
     def _down_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
@@ -313,8 +292,15 @@ class _LibraryCut:
         macros |= {"PIECE_QUERIES": str(queries), "PIECE_ROWS": str(rows)}
         grid = (-(-self.rows // rows), heads, 1)
         threads = rows // 16 * queries * 32
+        names = [p.name for p in _piece_attention().signatures["piece_attention"].parameters]
         given = {**given, "out": _IN}
-        return self._made("piece_attention", grid, threads, given, "piece_attention", macros)
+        return kc.CudaLaunch(
+            "piece_attention",
+            _piece_attention(),
+            CompileOptions(defines=tuple(macros.items())),
+            LaunchConfig(grid, threads),
+            tuple((name, given[name]) for name in names),
+        )
 
     # --- parts
     def _product(
@@ -351,41 +337,3 @@ class _LibraryCut:
             )
             offset, first = offset + part.nbytes(inputs), first + 2 * part.pairs
         return [*made, ProductCall(f"{name}_product", product, _UNPACKED, _IN, out)]
-
-    def _norm(self, given: _Arguments) -> kc.CudaLaunch:
-        return self._made("norm_rows", (self.rows, 1, 1), self._norm_threads, {**given, "out": _IN})
-
-    def _launch(self, kernel: str, items: int, given: _Arguments) -> kc.CudaLaunch:
-        """So many threads a row."""
-        grid = (-(-items // _ROW_THREADS), self.rows, 1)
-        return self._made(kernel, grid, _ROW_THREADS, given)
-
-    def _made(
-        self,
-        kernel: str,
-        grid: tuple[int, int, int],
-        threads: int,
-        given: _Arguments,
-        file: str = "pieces",
-        macros: dict[str, str] | None = None,
-    ) -> kc.CudaLaunch:
-        names = [part.split(":")[0].strip() for part in PIECE_SIGNATURES[kernel].split(",")]
-        return kc.CudaLaunch(
-            kernel,
-            _source(file),
-            CompileOptions(defines=tuple((macros or self._macros).items())),
-            LaunchConfig(grid, threads),
-            tuple((name, given[name]) for name in names),
-        )
-
-    @property
-    def _norm_threads(self) -> int:
-        """A thread for each 16 bytes of the result, if a block may have so many."""
-        return min(_MAX_NORM_THREADS, -(-self.config.hidden // 256) * 32)
-
-    @property
-    def _macros(self) -> dict[str, str]:
-        """Those of linear.cuh, and no number of rows: all steps share the kernels."""
-        shape = {k: v for k, v in self.own.shape_macros.items() if k != "ROWS"}
-        found = {**shape, "NORM_THREADS": self._norm_threads, "ROW_THREADS": _ROW_THREADS}
-        return {name: str(value) for name, value in found.items()}

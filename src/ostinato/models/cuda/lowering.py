@@ -7,9 +7,11 @@ gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  
 
     rows == 1      matvec.cu    float32 activations, weights straight into registers
                    attention_block.cu  a layer's first three calls in one launch, by the tuning
-    rows 2 to 64   matmul.cu    tensor cores, inputs of the products rounded to bfloat16
+    rows 2 to 64   matmul.cu    tensor cores, inputs rounded to bfloat16 by each block
+                   rounded.cu   the same from some rows on, by the tuning: inputs are rounded once,
+                                by the product before, or in pieces.cu
     more, and from some rows on, where a library multiplies: see cuda.library
-                   both also with packed matrices (`bricks`)
+                   all of them also with packed matrices (`bricks`)
     any            attention.cu (split over the KV length), step.cu (embed, advance), sample.cu,
                    loop.cu (continue_loop), norm_rope.cu (norms of heads)
 
@@ -29,9 +31,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
 
 from ostinato import LaunchConfig, Source
 from ostinato.driver.signature import Signature
@@ -43,6 +47,7 @@ from ostinato.models.cuda.shapes import (
     MAX_ROWS,
     MAX_SHARED,
     PRODUCT_CALLS,
+    ROUNDED_CALLS,
     MatrixShape,
     PackedShape,
     Product,
@@ -62,11 +67,17 @@ from ostinato.modules import CompileOptions
 
 __all__ = [
     "ENDING",
+    "PIECE_SIGNATURES",
+    "PRODUCTS_OF",
+    "ROUNDED_IN",
+    "ROUNDED_SIGNATURES",
+    "ROW_THREADS",
     "SIGNATURES",
     "CudaLaunch",
     "Cut",
     "family_macros",
     "lower",
+    "rounded_buffers",
     "source_of",
     "workspace_bytes",
 ]
@@ -77,11 +88,15 @@ _FOLDER = Path(__file__).parent / "kernels"
 _EMBED_THREADS = 128
 _MATRICES = ("weight", "table")
 """Parameters that may be packed."""
+_ATTENDED = ("attended: *out f32", "attended: *out bf16")
 _PACKED = re.compile(rf"\b({'|'.join(_MATRICES)}): \*const bf16")
 _Packing: TypeAlias = Packing | None
 """None for bfloat16."""
 _RESIDENT_THREADS = 1024  # which leave 64 registers each
 _OF_ONE = {call: product for product, call in OF_RANKS.items()}
+_OF_ROUNDED = {ROUNDED_CALLS[call]: name for call, name in PRODUCT_CALLS.items()}
+PRODUCTS_OF = PRODUCT_CALLS | _OF_ROUNDED
+"""The products that kernels make."""
 _SAMPLE_THREADS = 1024
 _ROPE_THREADS = 128
 
@@ -139,6 +154,30 @@ SIGNATURES |= {"best_of_ranks": _OF_RANKS, "sample_of_ranks": _OF_RANKS}
 """Parameters of the CUDA kernels.  Those of the host's, and `workspace` for `sample`, which reads
 there what `head` found; `attention_block` has those of the calls that it stands for."""
 
+
+PIECE_SIGNATURES = {
+    "norm_rows": _LIVE + "x: *const f32, norm: *const f32, out: *out bf16, row_count: u32, "
+    "hidden: u32, epsilon: f32",
+    "silu_rows": _LIVE + "sums: *const f32, out: *out bf16, row_count: u32, width: u32",
+}
+"""Parameters of the kernels in pieces.cu."""
+_ROUNDED = _LIVE + "rounded: *const bf16, weight: *const bf16, "
+_COUNTS = "workspace: *f32, row_count: u32, hidden: u32"
+ROUNDED_SIGNATURES = {
+    "rounded_qkv_rope": _ROUNDED + "bias: *const f32, rope: *const f32, cache: *bf16, "
+    f"q: *out f32, {_COUNTS}, sequences: u32, context: u32",
+    "rounded_qkv": f"{_ROUNDED}qkv: *out f32, {_COUNTS}",
+    "rounded_output": f"{_ROUNDED}x: *f32, {_COUNTS}, width: u32",
+    "rounded_gate_up": f"{_ROUNDED}out: *out bf16, {_COUNTS}, width: u32",
+    "rounded_down": f"{_ROUNDED}x: *f32, {_COUNTS}, width: u32",
+    "rounded_head": f"{_ROUNDED}logits: *f32, {_COUNTS}, vocabulary: u32",
+}
+"""Parameters of the kernels in rounded.cu."""
+ROUNDED_IN, ROUNDED_INNER = Bound("product_in"), Bound("product_inner")
+"""Inputs of products in bfloat16: of all but the way down, and of that."""
+ROW_THREADS = 128
+"""Of the blocks in pieces.cu that do a part of a row."""
+_MAX_NORM_THREADS = 512
 
 Kept = TypeVar("Kept", bound=BoundCall)
 
@@ -205,8 +244,20 @@ def lower(
             calls = [call for call in rest[: len(cut.blocked)] if isinstance(call, KernelCall)]
         del rest[: len(calls)]
         before = launches[-1] if launches else None
-        launches.append(cut.launch(calls, after=getattr(before, "kernel", None)))
+        launches.extend(cut.launches(calls, after=getattr(before, "kernel", None)))
     return tuple(launches)
+
+
+def rounded_buffers(
+    config: LlamaConfig, rows: int
+) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Shapes and dtypes of what steps of up to `rows` rows with rounded inputs need beside a plan's
+    buffers."""
+    c, bfloat16 = config, np.dtype(np.uint16)
+    return {
+        ROUNDED_IN.name: ((rows, max(c.hidden, c.query_size)), bfloat16),
+        ROUNDED_INNER.name: ((rows, c.inner), bfloat16),
+    }
 
 
 def workspace_bytes(
@@ -233,7 +284,8 @@ def shape_macro(name: str) -> str:
 
 def _shape_type(template: str, shape: Shape | PackedShape, packing: Packing = ()) -> str:
     parts = (f"Rows<{part.kind}, {part.pairs}>" for part in packing)
-    return f"{template}<{', '.join([*map(str, asdict(shape).values()), *parts])}>"
+    values = (str(value) for name, value in asdict(shape).items() if name != "alone")
+    return f"{template}<{', '.join([*values, *parts])}>"
 
 
 def family_macros(config: LlamaConfig) -> dict[str, int]:
@@ -244,8 +296,17 @@ def family_macros(config: LlamaConfig) -> dict[str, int]:
 
 
 @functools.cache
-def _source(name: str, packed: bool = False, of_ranks: bool = False) -> Source:
-    signatures = SIGNATURES
+def _pieces() -> Source:
+    return source_of("pieces", PIECE_SIGNATURES)
+
+
+@functools.cache
+def _source(
+    name: str, packed: bool = False, of_ranks: bool = False, rounds: bool = False
+) -> Source:
+    signatures = ROUNDED_SIGNATURES if name == "rounded" else SIGNATURES
+    if name == "attention" and rounds:
+        signatures = {k: v.replace(*_ATTENDED) for k, v in signatures.items()}
     if packed:
         signatures = {k: _PACKED.sub(r"\1: *const u8", v) for k, v in signatures.items()}
     if not of_ranks:
@@ -278,6 +339,13 @@ class Cut:
     tuning: Tuning
     formats: Formats = field(default_factory=dict)
     multiprocessors: int = 132
+    library: bool = False
+    """Whether a library makes the products of layers."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether products of layers read bfloat16, which the attention writes then."""
+        return self.library or self.tuning.rounded
 
     @functools.cached_property
     def products(self) -> dict[str, Product]:
@@ -310,9 +378,15 @@ class Cut:
             return getattr(self.tuning, name)  # type: ignore[no-any-return]
         if (known := self.tuning.packed.get(name)) is not None:
             return known
-        bits = max(FORMATS[part.kind].unit for part in packing) // 128
+        output = self.tuning.output
         return packed_shape(
-            name, self.products[name], self.rows, bits=bits, multiprocessors=self.multiprocessors
+            name,
+            self.products[name],
+            self.rows,
+            bits=max(FORMATS[part.kind].unit for part in packing) // 128,
+            multiprocessors=self.multiprocessors,
+            rounded=self.tuning.rounded,
+            clusters=isinstance(output, MatrixShape) and output.cluster > 1,
         )
 
     def blocks(self, name: str, packing: _Packing = None) -> int:
@@ -358,9 +432,10 @@ class Cut:
             found["RESIDENT_BLOCKS"] = self.resident(kernel, packing)
             if packing is not None:
                 found["PACKED"] = 1
-        elif kernel in PRODUCT_CALLS:
+        elif kernel in PRODUCTS_OF:
             found = dict(shape)
-            for call, name in PRODUCT_CALLS.items():
+            calls = PRODUCT_CALLS if kernel in PRODUCT_CALLS else _OF_ROUNDED
+            for call, name in calls.items():
                 if packing is None and (block is None or call not in self.blocked):
                     found[shape_macro(name)] = _shape_type("Shape", self.shape(name))
                 elif packing is not None and call == kernel:
@@ -375,7 +450,12 @@ class Cut:
             found = {k: shape[k] for k in names if k in shape}
             for name, value in asdict(self.tuning.attention).items():
                 found[f"ATTENTION_{name.upper()}"] = value
-            found["PREVIOUS_STARTS"] = self.starts(self.blocked[self.blocked.index(kernel) - 1])
+            before = self.blocked[self.blocked.index(kernel) - 1]
+            if self.tuning.rounded:
+                before = ROUNDED_CALLS.get(before, before)
+            if self.rounds:
+                found["ROUND_ATTENDED"] = 1
+            found["PREVIOUS_STARTS"] = self.starts(before)
         elif kernel == "norm_rope":
             names = ("HEADS", "KV_HEADS", "HEAD_SIZE", "QKV_BIAS", "QK_NORM")
             found = {k: shape[k] for k in names if k in shape}
@@ -416,6 +496,8 @@ class Cut:
         return -(-blocks // self.multiprocessors)
 
     def file(self, kernel: str) -> str:
+        if kernel in _OF_ROUNDED:
+            return "rounded"
         if kernel in PRODUCT_CALLS or kernel in _OF_ONE:
             return "matvec" if self.rows == 1 else "matmul"
         if kernel == "continue_loop":
@@ -426,6 +508,58 @@ class Cut:
             return "sample"
         own = ("attention", "attention_block", "norm_rope", "sample")
         return kernel if kernel in own else "step"
+
+    def launches(self, calls: Sequence[KernelCall], *, after: str | None) -> list[CudaLaunch]:
+        """The launches that do these calls, more than one where inputs are rounded for a product;
+        `after`: the kernel before them, None for the first."""
+        if not self.rounds:
+            return [self.launch(calls, after=after)]
+        [call] = calls
+        given = dict(call.arguments)
+        if call.kernel == "attention":
+            given["attended"] = ROUNDED_IN
+            return [self.launch([replace(call, arguments=tuple(given.items()))], after=after)]
+        kernel = ROUNDED_CALLS.get(call.kernel)
+        if kernel is None or not self.tuning.rounded:
+            return [self.launch(calls, after=after)]
+        inner = call.kernel == "down_residual"
+        given |= {"rounded": ROUNDED_INNER if inner else ROUNDED_IN, "out": ROUNDED_INNER}
+        names = (part.split(":")[0] for part in ROUNDED_SIGNATURES[kernel].split(", "))
+        product = KernelCall(kernel, tuple((name, given[name]) for name in names))
+        launched = self.launch([product], after=after)
+        normed = self.products[_OF_ROUNDED[kernel]].normed
+        return [self.norm(given), launched] if normed else [launched]
+
+    def norm(self, given: Mapping[str, Argument]) -> CudaLaunch:
+        """Norms and rounds all rows of the residual."""
+        return self.piece(
+            "norm_rows", (self.rows, 1, 1), self._norm_threads, {**given, "out": ROUNDED_IN}
+        )
+
+    def row_grid(self, items: int) -> tuple[int, int, int]:
+        """Of a kernel that has so many threads a row."""
+        return (-(-items // ROW_THREADS), self.rows, 1)
+
+    def piece(
+        self, kernel: str, grid: tuple[int, int, int], threads: int, given: Mapping[str, Argument]
+    ) -> CudaLaunch:
+        """A launch of pieces.cu."""
+        names = [part.split(":")[0].strip() for part in PIECE_SIGNATURES[kernel].split(",")]
+        # Those of linear.cuh, and no number of rows: all steps share the kernels.
+        macros: dict[str, object] = {k: v for k, v in self.shape_macros.items() if k != "ROWS"}
+        macros |= {"NORM_THREADS": self._norm_threads, "ROW_THREADS": ROW_THREADS}
+        return CudaLaunch(
+            kernel,
+            _pieces(),
+            CompileOptions(defines=tuple((k, str(v)) for k, v in macros.items())),
+            LaunchConfig(grid, threads, programmatic=self.tuning.programmatic),
+            tuple((name, given[name]) for name in names),
+        )
+
+    @property
+    def _norm_threads(self) -> int:
+        """A thread for each 16 bytes of the result, if a block may have so many."""
+        return min(_MAX_NORM_THREADS, -(-self.config.hidden // 256) * 32)
 
     def launch(self, calls: Sequence[KernelCall], *, after: str | None) -> CudaLaunch:
         """The launch that does these calls; `after`: the kernel before it, None for the first."""
@@ -440,12 +574,13 @@ class Cut:
                 arguments.setdefault(name, ABSENT)
         # attention_block reads what `embed` writes before it waits.
         apart = after is None or (kernel == "attention_block" and after == "embed")
-        names = [part.split(":")[0].strip() for part in SIGNATURES[kernel].split(",")]
+        signature = SIGNATURES.get(kernel) or ROUNDED_SIGNATURES[kernel]
+        names = [part.split(":")[0].strip() for part in signature.split(",")]
         packing = self.packing(calls[0])
         programmatic = self.tuning.programmatic and not apart
         return CudaLaunch(
             kernel,
-            _source(self.file(kernel), packing is not None, kernel in _OF_ONE),
+            _source(self.file(kernel), packing is not None, kernel in _OF_ONE, self.rounds),
             CompileOptions(defines=tuple(self.macros(kernel, arguments, packing).items())),
             self.launch_config(kernel, packing, programmatic=programmatic),
             tuple((name, arguments[name]) for name in names),
@@ -457,8 +592,8 @@ class Cut:
     ) -> LaunchConfig:
         c = self.config
         kernel = _OF_ONE.get(kernel, kernel)
-        if kernel in PRODUCT_CALLS:
-            name = PRODUCT_CALLS[kernel]
+        if kernel in PRODUCTS_OF:
+            name = PRODUCTS_OF[kernel]
             shape, product = self.shape(name, packing), self.products[name]
             blocks = self.blocks(name, packing)
             grid: tuple[int, int, int]
@@ -546,7 +681,7 @@ class Cut:
         if t.block is not None:
             most = max(most, (t.block.units(c) + 1) * c.hidden * 4)
         for product, shape in self._all_shapes():
-            if isinstance(shape, MatrixShape) and shape.blocks_k > 1:
+            if isinstance(shape, MatrixShape) and shape.blocks_k > 1 and shape.cluster == 1:
                 width = -(-product.pairs // 8) * 8
                 most = max(most, shape.blocks_k * self.padded_rows * width * 8)
         return COUNTER_BYTES + most

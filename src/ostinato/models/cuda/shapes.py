@@ -19,6 +19,7 @@ __all__ = [
     "PRODUCTS",
     "PRODUCT_CALLS",
     "REGISTERS",
+    "ROUNDED_CALLS",
     "STARTING",
     "START_NEXT",
     "AttentionShape",
@@ -36,10 +37,12 @@ __all__ = [
     "default_tuning",
     "for_context",
     "largest_divisor",
+    "layer_bytes",
     "packed_shape",
     "power_of_two_from",
     "products_of",
     "require_supported",
+    "rounded_rows_for",
     "shape_key",
     "slab_granule",
     "without_block",
@@ -62,12 +65,23 @@ PRODUCTS = {
 """The kernels that multiply with weights, and what their shape is called in a tuning."""
 PRODUCT_CALLS = {**PRODUCTS, "norm_qkv": "qkv"}
 """The same, with the one that a model has in the place of `norm_qkv_rope` if it norms heads."""
+ROUNDED_CALLS = {
+    "norm_qkv_rope": "rounded_qkv_rope",
+    "norm_qkv": "rounded_qkv",
+    "output_residual": "rounded_output",
+    "norm_gate_up": "rounded_gate_up",
+    "down_residual": "rounded_down",
+    "head": "rounded_head",
+}
+"""The kernels that do the same over inputs which another kernel has rounded (rounded.cu)."""
 
 _MAX_HEAD_SIZE = 256
 REGISTERS = 1 << 16
 """Of a multiprocessor, 32 bits each."""
 MAX_SHARED = 160 * 1024
 """Bytes of shared memory of a block; an H100 has 227 KiB, an A100 163."""
+_MORE_THAN_HALF = 116 * 1024
+"""Bytes of shared memory that a multiprocessor does not have twice."""
 _BLOCK_WEIGHTS = 128 * 1024
 """Bytes of weights that a block of attention_block.cu holds in registers.  More leave no room for
 the kernels beside it, and a multiprocessor takes longer to read them than the launches that are
@@ -76,9 +90,8 @@ _DIGIT_BYTES = 4 * BRICK + 64 + 80
 """Of the digits of 256 inputs (packed.cuh)."""
 _LONG = 4096
 """Inputs of a product that is not short."""
-_FEW_ROWS = 16
-"""Most rows of a step that is cut for its weights, since its inputs are small beside them; twice as
-many if these are packed."""
+_CLUSTER_ROWS = 16
+"""Most rows of a step whose attention has a cluster for each query head."""
 _STARTS_OF_FEW_ROWS = {
     "norm_qkv_rope": "BEFORE_OUTPUT",
     "norm_gate_up": "AT_START",
@@ -89,7 +102,7 @@ HELD_STEPS = 128
 """Steps whose weights, 1 KB each, all warps of a multiprocessor can hold in registers."""
 _BLOCK_LANES = (4, 8, 16, 32)
 _OTHERS = ("norm_rope", "embed", "attention", "attention_block", "sample", "advance")
-STARTING = (*PRODUCT_CALLS, *_OTHERS)
+STARTING = (*PRODUCT_CALLS, *ROUNDED_CALLS.values(), "norm_rows", *_OTHERS)
 """The kernels of a step, each of which lets the next one start somewhere."""
 
 
@@ -124,7 +137,11 @@ class MatrixShape:
     sharing the inputs of each; `blocks_k` blocks share the inputs of the product, of which `slab`
     stand in shared memory at once.  A warp asks for weights `depth` steps of 32 inputs before it
     needs them; 0 for all steps of a slab.  Blocks that share inputs add their sums in a cluster of
-    so many (`cluster`; compute capability 9.0 and up), or through the workspace."""
+    so many (`cluster`; compute capability 9.0 and up), or through the workspace.
+
+    `ring`: with inputs that another kernel has rounded, so many slabs stand in shared memory, all
+    but one of them on their way; 0 for inputs that every block norms and rounds itself.  `alone`: 1
+    where a multiprocessor is to have no second block of the kernel, 0 otherwise."""
 
     tiles: int
     split: int
@@ -132,6 +149,8 @@ class MatrixShape:
     slab: int
     depth: int = 0
     cluster: int = 1
+    ring: int = 0
+    alone: int = 0
 
     @property
     def block_pairs(self) -> int:
@@ -145,8 +164,11 @@ class MatrixShape:
     def shared_bytes(self, product: Product, rows: int) -> int:
         """Dynamic shared memory of a block: the norm's weights, inputs, and sums in their place."""
         padded = -(-rows // 8) * 8
-        sums = 0 if self.whole_sums else self.tiles * self.split * 16 * padded * 4
-        return product.normed * product.inputs * 4 + max(padded * (self.slab + 32) * 2, sums)
+        sums = 0 if self.whole_sums else self.tiles * self.split * 20 * padded * 4
+        norm = product.normed and not self.ring
+        slabs = max(1, self.ring)
+        least = _MORE_THAN_HALF if self.alone else 0
+        return norm * product.inputs * 4 + max(slabs * padded * (self.slab + 32) * 2, sums, least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +273,11 @@ class Tuning:
     """One kernel for the first three of a layer; `qkv`, `output` and `attention` are not used then.
     One row, and a device with clusters."""
 
+    @property
+    def rounded(self) -> bool:
+        """Whether all products read inputs that another kernel has rounded."""
+        return isinstance(self.head, MatrixShape) and self.head.ring > 0
+
     def with_start(self, where: str) -> Tuning:
         """The same, with one place for all kernels."""
         return replace(self, start_next=dict.fromkeys(STARTING, where))
@@ -328,32 +355,38 @@ def default_tuning(
     multiprocessors: int = 132,
     clusters: bool = False,
     most: int = MAX_ROWS,
+    rounded: bool = False,
 ) -> Tuning:
     """Shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100 and an H200
     (docs/performance.md).
 
-    `context`: positions of a sequence.  `clusters`: whether the device has them.
+    `context`: positions of a sequence.  `clusters`: whether the device has them.  `rounded`:
+    round inputs of several rows once, and not in each block, also for fewer rows than
+    `rounded_rows_for` says.
     Raises UnsupportedModelError, also for over `most` rows.
     """
     require_supported(config, rows, most=most)
     products = products_of(config)
-    few = 1 < rows <= _FEW_ROWS
+    rounded = rounded or rounded_rows_for(config) <= rows
 
     def cut(name: str) -> Shape:
+        product = products[name]
         if rows == 1:
-            return _vector_shape(name, products[name], multiprocessors)
-        if few:
-            return _few_rows_shape(name, products[name], rows, multiprocessors, clusters=clusters)
-        return _matrix_shape(name, products[name], rows, multiprocessors)
+            return _vector_shape(name, product, multiprocessors)
+        if rounded:  # of more than MAX_ROWS, a library makes all but the head of the last
+            return _rounded_shape(
+                name, product, min(rows, MAX_ROWS), multiprocessors, clusters=clusters
+            )
+        return _few_rows_shape(name, product, rows, multiprocessors, clusters=clusters)
 
     qkv, output, gate_up, down, head = map(cut, PRODUCTS.values())
     if rows > 1:
-        if few and clusters and config.heads // config.kv_heads <= 3:
+        if rows <= _CLUSTER_ROWS and clusters and config.heads // config.kv_heads <= 3:
             # A cluster for each query head, though keys are then read again for each (H200).
             attention = _in_clusters(config, context, 1, 4)
         else:
             attention = _attention_shape(config, rows, context, multiprocessors)
-        starts = _STARTS_OF_FEW_ROWS if few and config.inner >= _LONG else {}
+        starts = _STARTS_OF_FEW_ROWS if not rounded and config.inner >= _LONG else {}
         return Tuning(qkv, output, gate_up, down, head, attention, dict(starts))
     block = None
     if clusters:
@@ -364,11 +397,28 @@ def default_tuning(
     # As early as can be, so that weights come while two kernels before still run; but the attention
     # reads the cache before its wait, which it may only if the kernel before it began late.
     late = ("norm_qkv_rope", "norm_rope", "attention_block")
-    starts = dict.fromkeys(STARTING, "AT_START") | dict.fromkeys(late, "AFTER_WAIT")
+    kernels = (*PRODUCT_CALLS, *_OTHERS)
+    starts = dict.fromkeys(kernels, "AT_START") | dict.fromkeys(late, "AFTER_WAIT")
     if block is not None:
         gate_up, down = _few_blocks(products, gate_up, down, multiprocessors)
         starts["norm_gate_up"] = "AFTER_WAIT"
     return Tuning(qkv, output, gate_up, down, head, attention, starts, block=block)
+
+
+def layer_bytes(config: LlamaConfig) -> int:
+    """Of the weights of a layer in bfloat16."""
+    products = products_of(config)
+    return sum(4 * p.pairs * p.inputs for name, p in products.items() if name != "head")
+
+
+def rounded_rows_for(config: LlamaConfig) -> int:
+    """From how many rows on inputs are rounded once, and not by each block: two launches more for a
+    layer.
+
+    Measured on an H100, us a step without and with: 135M 399 and 432 at 8 rows, 549 and 490 at 16;
+    1B 1,050 and 1,072 at 8, 1,174 and 1,106 at 12; 8B 6,053 and 5,771 at 8.
+    """
+    return 8 if layer_bytes(config) >= 256 << 20 else 9
 
 
 def for_context(tuning: Tuning, context: int) -> Tuning:
@@ -459,9 +509,17 @@ def _few_blocks(
 
 
 def packed_shape(
-    name: str, product: Product, rows: int = 1, *, bits: int = 8, multiprocessors: int = 132
+    name: str,
+    product: Product,
+    rows: int = 1,
+    *,
+    bits: int = 8,
+    multiprocessors: int = 132,
+    rounded: bool = False,
+    clusters: bool = False,
 ) -> PackedShape | MatrixShape:
-    """How a product with a packed matrix is cut, by rule (found on an H200).  `bits`: of a code.
+    """How a product with a packed matrix is cut, by rule (found on an H200).  `bits`: of a code;
+    `rounded`: whether its inputs are; `clusters`: whether the device has them.
 
     One row: a warp for each 256 inputs, up to 16, which asks for all that it reads before the wait
     for the previous kernel, and blocks that take turns where there would be more than a
@@ -469,10 +527,11 @@ def packed_shape(
     asks for two turns at once; that fits the registers where all blocks take as many turns and rows
     are whole bricks.
     """
-    if 1 < rows <= 2 * _FEW_ROWS:
-        return _few_rows_shape(name, product, rows, multiprocessors, packed=True)
+    if rounded:
+        given: dict[str, bool] = {"clusters": clusters, "packed": True}
+        return _rounded_shape(name, product, rows, multiprocessors, **given)
     if rows > 1:
-        return _packed_matrix_shape(name, product, rows, multiprocessors)
+        return _few_rows_shape(name, product, rows, multiprocessors, packed=True)
     bricks = -(-product.inputs // BRICK)
     span = -(-bricks // 16)
     split = -(-bricks // span)
@@ -488,32 +547,6 @@ def packed_shape(
     return PackedShape(split, 1, turns, depth, resident)
 
 
-def _packed_matrix_shape(
-    name: str, product: Product, rows: int, multiprocessors: int
-) -> MatrixShape:
-    """Blocks with many outputs, since all of them read all inputs, and a slab of one brick for each
-    warp.  Where there are too few outputs, blocks share the inputs, or warps do if there is a
-    norm."""
-    padded = -(-rows // 8) * 8
-    tile_count, bricks = -(-product.pairs // 8), -(-product.inputs // BRICK)
-    least = _least_tiles(name)
-    tiles, blocks_k = 8, 1
-
-    def few() -> bool:
-        return tile_count * blocks_k < 0.7 * multiprocessors * tiles
-
-    if product.normed:
-        while tiles > least and few():
-            tiles //= 2
-    else:
-        while few() and 2 * blocks_k <= min(bricks, 16):
-            blocks_k *= 2
-    split = max(1, min(8 // tiles, power_of_two_from(bricks // blocks_k + 1) // 2))
-    while split > 1 and padded * (BRICK * split + 32) * 2 > 72 * 1024:
-        split //= 2
-    return MatrixShape(tiles, split, blocks_k, BRICK * split)
-
-
 def _few_rows_shape(
     name: str,
     product: Product,
@@ -523,7 +556,7 @@ def _few_rows_shape(
     clusters: bool = False,
     packed: bool = False,
 ) -> MatrixShape:
-    """For few rows, whose inputs are small beside the weights (found on an H200).
+    """For few rows, each block of which norms and rounds its inputs (found on an H200).
 
     About one block a multiprocessor, since each reads its inputs from L2, and up to 16 warps that
     have the weights of 8 steps under way: 128 KB, or a brick each if they are packed.  All inputs
@@ -561,23 +594,16 @@ def _few_rows_shape(
         return -(-inputs // granule(split)) * granule(split)
 
     # As few warps for the inputs of a tile as can hold all its weights at once, or as many as there
-    # may be; one where more blocks wait than run, or sums of many rows would wait for each other.
+    # may be; one where more blocks wait than run.
     first, last = -(-8 // tiles), 16 // tiles
     if tile_count / tiles >= 1.5 * multiprocessors:
         last = first
-    elif rows > 8 and not packed:
-        if cluster > 1:
-            first = last = -(-4 // tiles)
-        elif tiles == 8 and not long:
-            last = first
     splits = [n for n in (1, 2, 4, 8) if first <= n <= last and span(n) <= 1.35 * inputs]
     held = [n for n in splits if span(n) <= min(9, HELD_STEPS // (tiles * n)) * 32 * n]
     split = min(held or splits[-1:] or range(last, 0, -1), key=span)
     length = 512 if name == "head" else 1024 if (tiles, split) == (8, 2) else 2048
     parts = max(1, round(span(split) / length))
     most = 8
-    if rows > 8:  # sums take registers too: more weights where a multiprocessor has 8 warps alone
-        most = 4 if parts > 1 or name == "head" else 16 if tiles * split <= 8 else 8
     while True:
         steps = -(-inputs // (parts * granule(split))) * granule(split) // (32 * split)
         depth = largest_divisor(steps, most)
@@ -593,42 +619,62 @@ def _few_rows_shape(
         parts += 1
 
 
-def _matrix_shape(name: str, product: Product, rows: int, multiprocessors: int) -> MatrixShape:
-    """Blocks of 8 warps, with so many outputs that L2 is not the limit, and enough blocks.
+def _rounded_shape(
+    name: str,
+    product: Product,
+    rows: int,
+    multiprocessors: int,
+    *,
+    clusters: bool = False,
+    packed: bool = False,
+) -> MatrixShape:
+    """For inputs that another kernel has rounded (found on an H100 with the 1B shape).
 
-    A long way down has blocks of 16 tiles that share the inputs, and little of these at once: at 32
-    and 64 rows 5 to 7 % of the 1B shape's step (H200).
+    Blocks of 8 warps, two of which a multiprocessor has room for, so that the next kernel's weights
+    come while these still work.  A warp has a tile of its own; where that is too few blocks, warps
+    share the inputs of fewer tiles, and at last blocks do, in clusters: each step of sharing adds
+    sums up through shared memory, those of a cluster's blocks the slowest.  Unpacking takes a warp
+    longer than waiting, so there are twice as many blocks with packed weights.  Of a product that
+    has no more blocks than there are multiprocessors none may share one: the others wait for it
+    (1B shape, 24 rows: 1,440 us without, 1,200 with).
     """
-    padded = -(-rows // 8) * 8
-    tile_count = -(-product.pairs // 8)
-    if not product.normed and product.inputs >= _LONG:
-        blocks_k = 1
-        while tile_count / 16 * blocks_k < 0.7 * multiprocessors and blocks_k < 16:
-            blocks_k *= 2
-        return MatrixShape(16, 1, blocks_k, 64)
-    least = _least_tiles(name)
-    tiles = max(least, min(8, power_of_two_from(padded // 8)))
-    while tiles > least and tile_count / tiles < 0.7 * multiprocessors and product.normed:
+    tile_count, padded = -(-product.pairs // 8), -(-rows // 8) * 8
+    fewest = 4 if packed and padded > 32 else 2 if padded > 16 else 1  # bricks are long slabs
+    enough, least = 0.7 * multiprocessors, max(_least_tiles(name), fewest)
+    granule = BRICK if packed else slab_granule(1)
+    tiles, blocks_k = 8, 1
+    while tiles > least and product.inputs >= 2 * granule * (8 // tiles):
+        if tile_count / tiles >= enough * (2 if packed and tiles == 8 and name != "head" else 1):
+            break
         tiles //= 2
-    tiles = min(tiles, 4) if not product.normed else tiles
-    blocks_k = 1
-    if not product.normed:
-        while tiles > 1 and tile_count / tiles * 8 < 0.7 * multiprocessors:
-            tiles //= 2
-        while (
-            tile_count / tiles * blocks_k < 0.7 * multiprocessors
-            and product.inputs / (2 * blocks_k) >= 256
-            and blocks_k < 8
-        ):
-            blocks_k *= 2
+    most_k = 8 if clusters or not (packed and product.normed) else 1  # parts of it are apart
     split = 8 // tiles
-    granule = slab_granule(split)
-    share = -(-product.inputs // blocks_k)
-    span = -(-share // granule) * granule
-    slab = min(max(256, 128 * split), span)
-    while padded * (slab + 32) * 2 > 72 * 1024 and slab > granule:
-        slab -= granule
-    return MatrixShape(tiles, split, blocks_k, slab)
+    while tile_count / tiles * blocks_k < enough and blocks_k < most_k and name != "head":
+        if product.inputs < 2 * granule * split * blocks_k:
+            break
+        blocks_k *= 2
+    inputs = -(-product.inputs // blocks_k)
+    granule = BRICK * split if packed else slab_granule(split)
+    # Some 8 steps of each warp, or 4 where there are many rows: of such slabs those that are the
+    # least over.  The weights of as many steps in registers, or of half as many.
+    wanted = 256 * split if padded <= 40 or split == 1 else 128 * split
+    most = 8 if (padded <= 40 if split > 1 else padded > 40 and name != "head") else 4
+
+    blocks = -(-tile_count // tiles) * blocks_k
+    alone = int(split >= 4 and blocks <= multiprocessors)
+
+    def shape(slab: int) -> MatrixShape:
+        depth = 8 if packed else largest_divisor(slab // (32 * split), most)
+        cluster = blocks_k if clusters else 1
+        return MatrixShape(tiles, split, blocks_k, slab, depth, cluster, 2, alone)
+
+    made = [shape(granule * n) for n in range(1, 1 + max(1, 3 * wanted // (2 * granule)))]
+    fitting = [one for one in made if one.shared_bytes(product, rows) <= MAX_SHARED]
+    deep = [one for one in fitting if 2 * one.depth >= most]
+    return min(
+        deep or fitting or made[:1],
+        key=lambda one: (-(-inputs // one.slab) * one.slab, abs(one.slab - wanted)),
+    )
 
 
 def _attention_shape(

@@ -51,11 +51,17 @@ _BEFORE_THREE = 8
 
 
 def product_shapes(
-    config: LlamaConfig, name: str, rows: int, multiprocessors: int, *, clusters: bool = False
+    config: LlamaConfig,
+    name: str,
+    rows: int,
+    multiprocessors: int,
+    *,
+    clusters: bool = False,
+    rounded: bool = False,
 ) -> tuple[Shape, ...]:
     """Shapes of a product ("qkv", "output", …) worth a try, by a rough cost, the least first.
 
-    `clusters`: whether the device has them.
+    `clusters`: whether the device has them.  `rounded`: of `Tuning`.
     """
     product = products_of(config)[name]
     made: list[tuple[float, Shape]] = []
@@ -64,7 +70,8 @@ def product_shapes(
             if vector_problem(shape, product) is None:
                 made.append((_vector_cost(shape, product, multiprocessors), shape))
     else:
-        for matrix in _matrices(product, multiprocessors, clusters):
+        make = _rounded_matrices if rounded else _matrices
+        for matrix in make(product, multiprocessors, clusters):
             if matrix_problem(name, matrix, product, rows) is None:
                 made.append((_matrix_cost(matrix, product, rows, multiprocessors), matrix))
     return tuple(shape for _, shape in sorted(made, key=lambda pair: pair[0]))
@@ -136,6 +143,29 @@ def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterato
                     yield replace(one, cluster=blocks_k)
 
 
+def _rounded_matrices(
+    product: Product, multiprocessors: int, clusters: bool
+) -> Iterator[MatrixShape]:
+    for tiles, split, blocks_k, steps in itertools.product(
+        (1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4, 8), (4, 6, 8, 10, 12)
+    ):
+        blocks = -(-product.pairs // (8 * tiles)) * blocks_k
+        slab = math.lcm(32 * split * steps, slab_granule(split))
+        slabs = -(-product.inputs // slab)
+        if not 4 <= tiles * split <= 16 or blocks < multiprocessors // 3:
+            continue
+        if -(-slabs // blocks_k) * blocks_k * slab > 1.35 * product.inputs:
+            continue
+        for depth in {largest_divisor(slab // (32 * split), most) for most in (4, 6, 8)}:
+            for ring in (2, 3, 4, 6):
+                if ring <= max(2, -(-slabs // blocks_k) + 1):
+                    cluster = blocks_k if clusters else 1
+                    one = MatrixShape(tiles, split, blocks_k, slab, depth, cluster, ring)
+                    yield one
+                    if blocks <= multiprocessors:
+                        yield replace(one, alone=1)
+
+
 def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessors: int) -> float:
     """Of no unit: idle multiprocessors, inputs read again by every block, waits for inputs, and how
     many bytes are under way."""
@@ -143,6 +173,7 @@ def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessor
     fill = max(1.0, multiprocessors / blocks)
     waves = -(-blocks // multiprocessors) * multiprocessors / blocks if blocks > 64 else 1.0
     inputs = rows * 4 * -(-product.pairs // shape.block_pairs) / (product.pairs * 4)
+    inputs /= 2 if shape.ring else 1
     partial = 0.1 * (shape.blocks_k > 1) - 0.05 * (shape.cluster > 1)
     slabs = -(-product.inputs // (shape.blocks_k * shape.slab))
     under_way = shape.tiles * shape.split * shape.depth * 1024 * min(2.0, blocks / multiprocessors)

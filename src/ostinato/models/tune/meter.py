@@ -21,8 +21,15 @@ from ostinato import Device, GraphExec, Kernel, Operation, Stream, capture, copy
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import CompileError, ContextPoisonedError, DriverError, InputError
 from ostinato.models.cuda.backend import load_kernel
-from ostinato.models.cuda.lowering import CudaLaunch, lower, shape_macro, workspace_bytes
-from ostinato.models.cuda.shapes import PRODUCT_CALLS, PRODUCTS, Tuning
+from ostinato.models.cuda.lowering import (
+    PRODUCTS_OF,
+    CudaLaunch,
+    lower,
+    rounded_buffers,
+    shape_macro,
+    workspace_bytes,
+)
+from ostinato.models.cuda.shapes import PRODUCTS, Tuning
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, ROW, SAMPLE, STATE, decode_program
 from ostinato.models.weights import Weights
@@ -44,7 +51,7 @@ layers (1B shape) and 1.6e-2 after 32 (8B; 8 rows, H200)."""
 
 def _narrowed(launch: CudaLaunch) -> CompileOptions:
     """Without the shapes of other products, whose kernels are then left out of the code."""
-    own = PRODUCT_CALLS.get(launch.kernel)
+    own = PRODUCTS_OF.get(launch.kernel)
     if own is None:
         return launch.options
     others = {shape_macro(name) for name in PRODUCTS.values() if name != own}
@@ -68,7 +75,8 @@ class StepMeter(Closeable):
                 f"positions, and {context} are needed to time a step there"
             )
         sizes = PlanSizes(rows=rows, sequences=rows, context=context)
-        self.plan = BufferPlan.allocate(device, weights, sizes, workspace=_WORKSPACE)
+        more = rounded_buffers(self.config, rows)
+        self.plan = BufferPlan.allocate(device, weights, sizes, workspace=_WORKSPACE, more=more)
         self._program = decode_program(self.config)
         self._base: Tuning | None = None
         self._compilers: CompilerPool | None = None

@@ -14,7 +14,13 @@ from typing import Any, Protocol
 
 from ostinato.errors import InputError
 from ostinato.models.config import LlamaConfig
-from ostinato.models.cuda.shapes import PRODUCT_CALLS, PRODUCTS, Tuning, blocked_calls
+from ostinato.models.cuda.shapes import (
+    PRODUCT_CALLS,
+    PRODUCTS,
+    ROUNDED_CALLS,
+    Tuning,
+    blocked_calls,
+)
 from ostinato.models.tune.candidates import (
     attention_shapes,
     block_variants,
@@ -165,7 +171,12 @@ class _Sweep:
             shapes = attention_shapes(self.config, self.rows, clusters=self.clusters)
             return [replace(self.best, attention=shape) for shape in shapes]
         made = product_shapes(
-            self.config, name, self.rows, self.multiprocessors, clusters=self.clusters
+            self.config,
+            name,
+            self.rows,
+            self.multiprocessors,
+            clusters=self.clusters,
+            rounded=self.best.rounded,
         )
         return [_with(self.best, name, shape) for shape in made]
 
@@ -241,6 +252,8 @@ def sweep(
     others = (call for call in PRODUCTS if PRODUCTS[call] not in ("qkv", "output"))
     qkv = (call for call in blocked if call not in ("attention", "output_residual"))
     starts = (*qkv, "output_residual", *others, "attention", "attention_block")
+    if start.rounded:
+        starts = (*(ROUNDED_CALLS.get(one, one) for one in starts), "norm_rows")
     order = ["start", *gains, "start", *(f"start {kernel}" for kernel in starts)]
     complete = True
     for index, name in enumerate(order):

@@ -15,7 +15,17 @@
 // other's shared memory; where more than one cluster (or block, without clusters) worked, the last of
 // them merges what all left in the workspace, in their order, and sets the counter back.  That costs
 // a fence, an atomic and two ways to L2: 2.1 us a layer on an H100, more than all the rest.
+//
+// With ROUND_ATTENDED the result is bfloat16, for a product that reads it so; padding rows get zeros then.
 #include "softmax.cuh"
+
+#if ROUND_ATTENDED
+typedef bf16 Attended;
+DEVICE bf16 to_attended(float x) { return static_cast<bf16>(pack_bf16(x, 0.0f)); }
+#else
+typedef float Attended;
+DEVICE float to_attended(float x) { return x; }
+#endif
 
 constexpr int QUERIES = ATTENTION_QUERIES;              // query heads of a block
 constexpr int PARTS = HEADS / KV_HEADS / QUERIES;       // blocks that share a KV head
@@ -32,7 +42,7 @@ static_assert(HEADS % KV_HEADS == 0 && HEADS / KV_HEADS % QUERIES == 0, "query h
 static_assert(SPLITS % CLUSTER == 0, "clusters");
 
 KERNEL __launch_bounds__(32 * WARPS)
-    attention(const int* live, const float* q, const bf16* cache, float* attended, float* workspace,
+    attention(const int* live, const float* q, const bf16* cache, Attended* attended, float* workspace,
               u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context,
               u32 window, float scale) {
     DYNAMIC_SHARED(dynamic);
@@ -59,9 +69,14 @@ KERNEL __launch_bounds__(32 * WARPS)
     const int unit = split / CLUSTER;
     const int begin = first + split * span, end = smaller(begin + span, length);
     // One block needs no others.  Else all blocks of a cluster stay for its barriers.
+    Attended* const out = attended + (index * HEADS + first_head) * HEAD_SIZE;
     if (blocks == 1 ? split > 0 : unit >= units) {
         if constexpr (EARLY) wait_for_previous();
         start_next_at<AFTER_WAIT>();
+#if ROUND_ATTENDED
+        if (length == 0 && split == 0)
+            for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) out[item] = 0;
+#endif
         return;
     }
 
@@ -151,11 +166,10 @@ KERNEL __launch_bounds__(32 * WARPS)
         const long long head = static_cast<long long>(index) * HEADS + first_head + j;
         return partials + (head * UNITS + of_unit) * PARTIAL;
     };
-    float* const out = attended + (index * HEADS + first_head) * HEAD_SIZE;
     // What a unit found: the result if it is the only one.
     auto deliver = [&](int item, float maximum, float sum, float value) {
         if (units == 1) {
-            out[item] = value / sum;
+            out[item] = to_attended(value / sum);
             return;
         }
         float* const to = partial_at(unit, item / HEAD_SIZE);
@@ -248,6 +262,6 @@ KERNEL __launch_bounds__(32 * WARPS)
                 value = fmaf(own, values[i], value);
             }
         }
-        out[item] = value / sum;
+        out[item] = to_attended(value / sum);
     }
 }

@@ -135,6 +135,20 @@ DEVICE int load_fresh(const int* p) {
 }
 DEVICE u32 load_fresh(const u32* p) { return load_fresh(reinterpret_cast<const int*>(p)); }
 
+// Copies 16 bytes that another kernel of this step wrote to shared memory, past L1 and without registers;
+// zeros if they are not `there`.  What is copied up to an `end_copies` is one group.
+DEVICE void copy_async(void* to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                     static_cast<u32>(__cvta_generic_to_shared(to))),
+                 "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+}
+DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until no more than so many groups of this thread are under way; the others' are seen after a barrier.
+template <int GROUPS> DEVICE void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
 // ------------------------------------------------------------------------- programmatic launch
 
 DEVICE void wait_for_previous() {
@@ -171,6 +185,19 @@ template <int BLOCKS> DEVICE void wait_for_cluster() {
 #endif
 }
 // What stands at the same place as `own` in the shared memory of a block of the cluster.
+template <int BLOCKS> DEVICE float2 load_of_block(const float2* own, int rank) {
+    float2 v{};
+#if __CUDA_ARCH__ >= 900
+    const u32 local = static_cast<u32>(__cvta_generic_to_shared(own));
+    asm volatile(
+        "{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %2, %3;\n\t"
+        "ld.shared::cluster.v2.f32 {%0, %1}, [there];\n\t}"
+        : "=f"(v.x), "=f"(v.y)
+        : "r"(local), "r"(rank)
+        : "memory");
+#endif
+    return v;
+}
 template <int BLOCKS> DEVICE float load_of_block(const float* own, int rank) {
     float v = 0.0f;
 #if __CUDA_ARCH__ >= 900

@@ -1,7 +1,7 @@
-// What stands between the products of a layer where a library multiplies (kernels_cuda_library.py):
-// norms, SiLU and the roundings that matmul.cu has inside its products; norm_rope.cu has the rope.
+// What stands between the products of a layer where a library multiplies (library.py), or where inputs
+// are rounded once (rounded.cu): the norms and SiLU that matmul.cu has inside its products.
 //
-//     norm_rows  [product]  norm_rope  attention  round_rows  [product]
+//     norm_rows  [product]  norm_rope  attention  [product]
 //     norm_rows  [product]  silu_rows  [product]
 //
 // Physics.  Each reads what the kernel before left in L2 and writes what the next one reads from
@@ -16,7 +16,6 @@
 // them would make a check of the memory report rows that no kernel uses.
 #include "linear.cuh"
 
-constexpr int QUERY = HEADS * HEAD_SIZE;
 static_assert(HIDDEN % 8 == 0 && INNER % 8 == 0 && HEAD_SIZE % 8 == 0, "16 bytes at a time");
 
 DEVICE uint4 pack_eight(const float4& u, const float4& v) {
@@ -70,23 +69,6 @@ KERNEL __launch_bounds__(NORM_THREADS)
                                make_float4(v[i].x * scale * q.x, v[i].y * scale * q.y,
                                            v[i].z * scale * q.z, v[i].w * scale * q.w));
     }
-}
-
-// out = attended in bfloat16.  A thread rounds eight values; blockIdx.y is the row.
-KERNEL __launch_bounds__(ROW_THREADS)
-    round_rows(const int* live, const float* attended, bf16* out, u32 row_count, u32 width) {
-    const int index = blockIdx.y, chunk = blockIdx.x * ROW_THREADS + threadIdx.x;
-    start_next_at<AT_START>();
-    wait_for_previous();
-    start_next_at<AFTER_WAIT>();
-    if (chunk >= QUERY / 8) return;
-    float4 u = make_float4(0, 0, 0, 0), v = u;
-    if (load_row(live, index).flags & ACTIVE) {
-        const float4* const from = reinterpret_cast<const float4*>(attended + index * QUERY);
-        u = load_fresh(from + 2 * chunk);
-        v = load_fresh(from + 2 * chunk + 1);
-    }
-    reinterpret_cast<uint4*>(out + index * QUERY)[chunk] = pack_eight(u, v);
 }
 
 // out = silu(gate) * up, all in bfloat16; sums is [rows, gate and up].  A thread makes eight values;

@@ -1,0 +1,618 @@
+// A product for 2 to 64 rows, on the tensor cores: weights are read once for all rows.  The kernels are
+// those of matmul.cu, whose inputs are float32, and of rounded.cu, whose inputs are bfloat16.
+//
+// Physics.  Weights come from memory once, 2 * OUTPUTS * INPUTS bytes; the inputs come from L2 once
+// a *block*, 4 * ROWS * INPUTS bytes (rounded ones 2), so with many rows a block must own many outputs
+// (TILES * 16) or L2 becomes the limit: at 64 rows, 64 outputs a block read twice as many bytes of
+// inputs as of weights.  Inputs are rounded to bfloat16 (after the norm's weights, before its scale);
+// sums and all that follows them are float32.  The arithmetic is far from its limit at 64 rows.
+//
+// A warp makes 8 pairs of outputs (16 rows of the matrix: the `m16` of mma.m16n8k16) for all rows
+// (`n`, 8 at a time) over its share of the inputs (`k`).  Which input stands at which place of a
+// fragment is free as long as both operands agree, so a lane takes 16 neighbouring bytes of a
+// weight row, straight from memory into registers, as the fragments of two instructions:
+//
+//     lane 4 g + t:  weight rows g and g + 8 (a pair), inputs k + 8 t … k + 8 t + 7 of 32
+//
+// and 16 bytes of input row g of 8 at the same place, from shared memory.  SPLIT warps share the
+// inputs of a slab; BLOCKS_K blocks share the inputs of a whole product where there are few outputs:
+// a cluster of them adds up through shared memory, or the last of them to finish adds up what all of
+// them left in the workspace.  Orders are fixed.
+//
+// A warp has the weights of DEPTH steps under way at any time, whatever the slab is: with few rows a
+// slab is all inputs of a block, so that it waits for them once.  Where one warp has all inputs of its
+// outputs, a lane has whole sums, and warps do not wait for each other after the inputs are there.
+//
+// Of a packed matrix (bricks.cuh) a warp takes whole bricks, whose lanes hold just such rows; its weights
+// become bfloat16 in registers, the same bits as those of a matrix that is kept in bfloat16, and the
+// inputs stand in shared memory in the order of a brick's codes.
+//
+// Rows that are not wanted (padding; for the head all that do not sample) are left out before
+// anything is read: the others get consecutive numbers, and empty tiles of 8 rows are skipped.
+//
+// Rounded inputs (RING > 0) are copied to shared memory without passing through registers, RING - 1
+// slabs before they are used: no warp waits for them after the first.  All rows of the step are
+// multiplied then, and those that are not wanted are left out at the end.
+#pragma once
+
+#include "bricks.cuh"
+#include "linear.cuh"
+
+constexpr int ROW_TILES = ceil_div(ROWS, 8), PADDED_ROWS = ROW_TILES * 8;
+
+// Registers of weights and sums that leave a thread of rounded inputs, which has few others, enough of 128.
+constexpr int MOST_HELD = 84;
+
+// A product whose inputs are `rounded`, [ROWS, INPUTS] in bfloat16, normed if they are to be.
+// FILLS: rows that are not wanted are finished too, with zeros.
+template <class PRODUCT, bool FILLS_ = false> struct OfRounded : PRODUCT {
+    static constexpr bool NORMED = false, FILLS = FILLS_;
+    const bf16* rounded;
+};
+template <class P> struct Rounded {
+    static constexpr bool INPUTS = false, FILLS = false;
+};
+template <class P, bool FILLS_> struct Rounded<OfRounded<P, FILLS_>> {
+    static constexpr bool INPUTS = true, FILLS = FILLS_;
+};
+
+// Tiles of 8 pairs of a block (one a warp), warps that share a tile's inputs, blocks that do, inputs
+// of a slab, steps whose weights a warp holds (0: of a whole slab), whether the blocks that share
+// inputs are a cluster (their number, or 1), and slabs of rounded inputs in shared memory (0: one, of
+// inputs that are not rounded).
+template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_, int DEPTH_, int CLUSTER_, int RING_> struct Shape {
+    static constexpr int TILES = TILES_, SPLIT = SPLIT_, BLOCKS_K = BLOCKS_K_, SLAB = SLAB_;
+    static constexpr int CLUSTER = CLUSTER_, RING = RING_;
+    static constexpr int WARPS = TILES * SPLIT, THREADS = 32 * WARPS;
+    static constexpr int STEPS = SLAB / (32 * SPLIT);     // of a warp in a slab
+    static constexpr int DEPTH = DEPTH_ ? DEPTH_ : STEPS;
+    static constexpr bool WHOLE_SUMS = SPLIT == 1 && BLOCKS_K == 1;  // a warp's
+    // Blocks that a multiprocessor must have registers for: 16 warps of 128 registers each, so that the
+    // next kernel's are asked for their weights while these still work.
+    static constexpr int RESIDENT =
+        8 * DEPTH + 4 * ROW_TILES <= (RING ? MOST_HELD : 68) ? larger(1, 16 / WARPS) : 1;
+    static_assert(SLAB % (32 * SPLIT) == 0 && SLAB % 64 == 0 && STEPS % DEPTH == 0, "shape");
+    static_assert(CLUSTER == 1 || CLUSTER == BLOCKS_K, "a cluster has all inputs");
+    static_assert(RING != 1, "a slab is copied while another is used");
+    // Of the blocks that share inputs, and of those that share outputs: clusters lie along x.
+    DEVICE static int input_block() { return CLUSTER > 1 ? blockIdx.x : blockIdx.y; }
+    DEVICE static int output_block() { return CLUSTER > 1 ? blockIdx.y : blockIdx.x; }
+};
+
+// The same for a packed matrix, and its parts.
+template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, class... PARTS>
+struct PackedMatrixShape : Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING> {
+    static_assert(SLAB % (BRICK * SPLIT) == 0 && DEPTH % 8 == 0, "a warp takes whole bricks");
+    static_assert(RING || CLUSTER == 1, "in clusters of rounded inputs");
+    static constexpr int RESIDENT =
+        DEPTH == 8 && ROW_TILES <= (RING ? 4 : 2) ? larger(1, 16 / (TILES * SPLIT)) : 1;
+};
+
+// A lane's weights of S::DEPTH steps.  `advance` turns to the next steps of the warp; `refill` loads
+// those in the place of what was used.
+// FIRST, PAIRS: the pairs of the matrix that they are of; `tile`: of these.
+template <class S, class P> struct PlainWeights {
+    static constexpr int FIRST = 0, PAIRS = P::PAIRS, K = P::INPUTS;
+    static constexpr bool REORDERED = false;  // inputs 4 t and on, 4 t + 16 and on: a lane's of 32
+    const bf16 *row0, *row1;  // at the lane's inputs of what is loaded next
+    int part;
+    int first;  // the first of these
+    uint4 w[S::DEPTH][2];
+
+    DEVICE PlainWeights(const bf16* weight, int tile, int part, int first_slab)
+        : part(part), first(first_slab * S::SLAB + part * 32 + threadIdx.x % 4 * 8) {
+        const int pair = smaller(tile * 8 + static_cast<int>(threadIdx.x % 32 / 4), PAIRS - 1);
+        row0 = weight + static_cast<long long>(P::weight_row(pair, 0)) * K + first;
+        row1 = weight + static_cast<long long>(P::weight_row(pair, 1)) * K + first;
+    }
+    // Which 32 inputs of a slab a step takes: steps go around the SPLIT warps.
+    DEVICE int group(int step) const { return step * S::SPLIT + part; }
+    DEVICE void advance() {
+        constexpr int MORE = S::DEPTH * S::SPLIT * 32;
+        row0 += MORE, row1 += MORE, first += MORE;
+    }
+    DEVICE void load(int i) {
+        const int k = i * S::SPLIT * 32;
+        const bool there = K % S::SLAB == 0 || first + k < K;
+        w[i][0] = there ? load_weights(row0 + k) : make_uint4(0, 0, 0, 0);
+        w[i][1] = there ? load_weights(row1 + k) : make_uint4(0, 0, 0, 0);
+    }
+    DEVICE void load_all() {
+#pragma unroll
+        for (int i = 0; i < S::DEPTH; i++) load(i);
+    }
+    DEVICE void take(uint4& a0, uint4& a1, int i) const { a0 = w[i][0], a1 = w[i][1]; }
+    DEVICE void refill(int i) { load(i); }
+};
+
+template <class S, class P, class R, int FIRST_> struct BrickWeights {
+    typedef typename R::Format F;
+    static constexpr int FIRST = FIRST_, PAIRS = R::PAIRS, K = P::INPUTS, BRICKS = ceil_div(K, BRICK);
+    static constexpr int PER_UNIT = Brick<F>::UNIT / 512;
+    static constexpr bool REORDERED = true;
+    static_assert(K % 4 == 0 && (!F::K_TYPE || K % BRICK == 0), "rows are whole blocks");
+    const u8* row;  // of bricks
+    int part;
+    int first;  // brick of what is loaded next
+    Held<F> held[S::DEPTH / 8];
+
+    DEVICE BrickWeights(const u8* bricks, int tile, int part, int first_slab)
+        : part(part), first(first_slab * (S::SLAB / BRICK) + part) {
+        tile = smaller(tile, ceil_div(PAIRS, 8) - 1);
+        row = bricks + static_cast<long long>(tile) * Brick<F>::row_bytes(K);
+    }
+    DEVICE int group(int step) const { return (step / 8 * S::SPLIT + part) * 8 + step % 8; }
+    DEVICE void advance() { first += S::DEPTH / 8 * S::SPLIT; }
+    DEVICE int brick(int i) const { return first + i * S::SPLIT; }
+    DEVICE static int units(int brick) {  // none of a brick that is not there
+        return K % BRICK == 0 || brick < BRICKS - 1 ? 4 : Brick<F>::units(K % BRICK);
+    }
+    DEVICE void load(int i) {
+        const int at = brick(i);
+        if (at < BRICKS)
+            held[i].load(row + at * Brick<F>::BYTES, threadIdx.x % 32, units(at));
+        else
+            held[i] = Held<F>();
+    }
+    DEVICE void load_all() {
+#pragma unroll
+        for (int i = 0; i < S::DEPTH / 8; i++) load(i);
+    }
+    DEVICE void take(uint4& a0, uint4& a1, int step) const {
+        const int i = step / 8, j = step % 8;
+        u32 a[4];
+        part_codes<F>(a, held[i], held[i].codes[PER_UNIT == 2 ? j : j / 2], j);
+        a0 = held_weights<F>(held[i], a, j, 0), a1 = held_weights<F>(held[i], a, j, 1);
+    }
+    // Codes as they are used up; all else with the last of them.
+    DEVICE void refill(int step) {
+        const int i = step / 8, j = step % 8;
+        const int at = brick(i), lane = threadIdx.x % 32;
+        const u8* const from = row + at * Brick<F>::BYTES;
+        if (PER_UNIT == 2 || j % 2) {
+            const int load = PER_UNIT == 2 ? j : j / 2;
+            if (at < BRICKS)
+                held[i].load_codes(from, lane, load, units(at));
+            else
+                held[i].codes[load] = make_uint4(0, 0, 0, 0);
+        }
+        if (j == 7) {
+            if (at < BRICKS) {
+                held[i].load_rest(from, lane, units(at));
+            } else {
+                held[i].scales[0] = held[i].scales[1] = make_uint4(0, 0, 0, 0);
+                held[i].extra[0] = held[i].extra[1] = 0;
+            }
+        }
+    }
+};
+
+// The wanted rows, numbered through.
+struct Wanted {
+    int count;
+    int index[PADDED_ROWS];  // of the step
+    Row row[PADDED_ROWS];
+    float square[2][PADDED_ROWS];  // of inputs, of the warps that share a row
+};
+
+DEVICE void find_wanted(Wanted& found, const int* live, int flags) {
+    const int thread = threadIdx.x;
+    if (thread < 32) {
+        int count = 0;
+#pragma unroll
+        for (int start = 0; start < ROWS; start += 32) {
+            const int index = start + thread;
+            Row row{};
+            if (index < ROWS) row = load_row(live, index);
+            const bool wanted = (row.flags & flags) == flags;
+            const u32 all = __ballot_sync(0xffffffffu, wanted);
+            if (wanted) {
+                const int place = count + __popc(all & ((1u << thread) - 1));
+                found.index[place] = index;
+                found.row[place] = row;
+            }
+            count += __popc(all);
+        }
+        if (thread == 0) found.count = count;
+    }
+    __syncthreads();
+}
+
+// All rows of the step, and how many of them are wanted.
+DEVICE void find_rows(Wanted& found, const int* live, int flags) {
+    const int thread = threadIdx.x;
+    if (thread < 32) {
+        int count = 0;
+#pragma unroll
+        for (int start = 0; start < PADDED_ROWS; start += 32) {
+            const int index = start + thread;
+            Row row{};
+            if (index < ROWS) row = load_row(live, index);
+            if (index < PADDED_ROWS) found.row[index] = row;
+            count += __popc(__ballot_sync(0xffffffffu, (row.flags & flags) == flags));
+        }
+        if (thread == 0) found.count = count;
+    }
+    __syncthreads();
+}
+
+// `block`: of those that share the pairs of these weights.
+template <class S, class W, class P, class M>
+DEVICE void matmul_part(const P& product, const M* matrix, int block, const int* live,
+                        float* workspace, Wanted& rows, u64* bests) {
+    constexpr int K = P::INPUTS, TILE_COUNT = ceil_div(W::PAIRS, 8), BLOCK_PAIRS = S::TILES * 8;
+    constexpr bool ROUNDED = Rounded<P>::INPUTS;
+    // Of an input row in shared memory, so that a warp's reads have no bank conflicts.
+    constexpr int STRIDE = S::SLAB + (ROUNDED && W::REORDERED ? 16 : 32);
+    constexpr int SLABS = ceil_div(K, S::SLAB), BLOCK_SLABS = ceil_div(SLABS, S::BLOCKS_K);
+    // A warp brings in rows, or SHARES warps do a row; of it, a lane so many chunks of 8 inputs.
+    constexpr int SHARES = S::SLAB > 256 && S::WARPS >= 2 * PADDED_ROWS ? 2 : 1;
+    constexpr int WARP_ROWS = ceil_div(PADDED_ROWS, S::WARPS);
+    constexpr int LANE_CHUNKS = ceil_div(S::SLAB, 256 * SHARES);
+    static_assert(!P::NORMED || S::BLOCKS_K == 1, "a norm needs whole rows");
+    static_assert(S::BLOCKS_K == 1 || S::CLUSTER > 1 || W::PAIRS == P::PAIRS, "partial sums are of whole matrices");
+    static_assert(ROUNDED == (S::RING > 0), "a ring is of rounded inputs");
+    DYNAMIC_SHARED(shared);
+    float4* const norms = reinterpret_cast<float4*>(shared);
+    bf16* const inputs = reinterpret_cast<bf16*>(shared + (P::NORMED ? K * 4 : 0));
+    float* const sums = reinterpret_cast<float*>(inputs);  // later, in the same place
+
+    start_next_at<AT_START>();
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int tile = warp % S::TILES, part = warp / S::TILES, g = lane / 4, t = lane % 4;
+    const int first_pair = block * BLOCK_PAIRS;
+    const int first_slab = S::input_block() * BLOCK_SLABS;
+    const int slabs = smaller(BLOCK_SLABS, SLABS - first_slab);  // at most 0: nothing to do
+
+    W weights(matrix, block * S::TILES + tile, part, first_slab);
+    if (slabs > 0) weights.load_all();
+    if constexpr (P::NORMED) {
+#pragma unroll
+        for (int i = thread; i < K / 4; i += S::THREADS)
+            norms[i] = load_norm(reinterpret_cast<const float4*>(product.norm) + i);
+    }
+
+    // What a lane brings in: 8 inputs of one row, at `at` of the slab.
+    struct Item {
+        int n, at, k;
+        bool there;
+    };
+    constexpr int ITEMS = WARP_ROWS * LANE_CHUNKS;
+    // Fewer at once where the next slab's weights come at the same time, and registers are short.
+    constexpr bool SHORT = S::RESIDENT * S::WARPS > 8;
+    constexpr int BATCH =
+        smaller(SHORT && BLOCK_SLABS > 1 ? 2 : !SHORT && S::DEPTH <= 4 && ROW_TILES == 1 ? 8 : 4, ITEMS);
+    auto item_of = [&](int i, int slab) {
+        const int share = SHARES == 1 ? 0 : warp / PADDED_ROWS;
+        const int n = SHARES == 1     ? i / LANE_CHUNKS * S::WARPS + warp
+                      : share < SHARES ? warp % PADDED_ROWS
+                                       : PADDED_ROWS;
+        const int at = ((i % LANE_CHUNKS * SHARES + share) * 32 + lane) * 8;
+        const int k = (first_slab + slab) * S::SLAB + at;
+        const bool within = S::SLAB % (256 * SHARES) == 0 || at < S::SLAB;
+        return Item{n, at, k, within && (K % S::SLAB == 0 || k < K)};
+    };
+    float4 a[BATCH][2];
+    // Of the row that is `n` in the step.
+    auto bring = [&](int j, const Item& item, int n) {
+        const float4* from = reinterpret_cast<const float4*>(product.input + n * K + item.k);
+        a[j][0] = load_fresh(from);
+        a[j][1] = load_fresh(from + 1);
+    };
+
+    // Copies a slab of rounded inputs into the ring; `wait_copies` counts the slabs.
+    auto copy_slab = [&](int slab) {
+        if constexpr (ROUNDED) {
+            constexpr int CHUNKS = S::SLAB / 8;
+            bf16* const to = inputs + slab % S::RING * (PADDED_ROWS * STRIDE);
+            if (slab < slabs) {
+#pragma unroll 1
+                for (int i = thread; i < PADDED_ROWS * CHUNKS; i += S::THREADS) {
+                    const int n = i / CHUNKS, at = i % CHUNKS * 8, k = (first_slab + slab) * S::SLAB + at;
+                    const bool there = n < ROWS && (K % S::SLAB == 0 || k < K);
+                    copy_async(to + n * STRIDE + at, product.rounded + (there ? n * K + k : 0), there);
+                }
+            }
+            end_copies();
+        }
+    };
+
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    if constexpr (ROUNDED) {
+#pragma unroll 1
+        for (int slab = 0; slab < S::RING - 1; slab++) copy_slab(slab);
+        find_rows(rows, live, P::WANTED);
+    } else {
+        // The first inputs are asked for before it is known which rows are wanted: mostly all.
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            const Item item = item_of(j, 0);
+            a[j][0] = a[j][1] = make_float4(0, 0, 0, 0);
+            if (slabs > 0 && item.there && item.n < ROWS) bring(j, item, item.n);
+        }
+        find_wanted(rows, live, P::WANTED);
+    }
+    const int count = ROUNDED ? ROWS : rows.count, row_tiles = ceil_div(count, 8);
+    if (rows.count == 0) {
+        wait_copies<0>();
+        return;
+    }
+    // Of a row by its number here: which of the step it is, and whether it is wanted.
+    auto index_of = [&](int n) { return ROUNDED ? n : rows.index[n]; };
+    auto is_wanted = [&](int n) {
+        return n < count && (!ROUNDED || (rows.row[n].flags & P::WANTED) == P::WANTED);
+    };
+
+    // What a thread finishes: pairs of rows, one after the other.  The blocks of a cluster share them.
+    const int items = BLOCK_PAIRS * count;
+    const int first_item = S::CLUSTER > 1 ? S::input_block() * S::THREADS + thread : thread;
+    decltype(product.prepare(rows.row[0], 0, 0)) early{};  // for the first
+    if (!S::WHOLE_SUMS && first_item < items) {
+        const int n = first_item / BLOCK_PAIRS, mine = first_pair + first_item % BLOCK_PAIRS;
+        if (mine < W::PAIRS && is_wanted(n))
+            early = product.prepare(rows.row[n], index_of(n), W::FIRST + mine);
+    }
+    float c[ROW_TILES][4] = {};
+    float square[P::NORMED ? WARP_ROWS : 1] = {};
+    auto share_squares = [&] {
+        if constexpr (P::NORMED) {
+#pragma unroll
+            for (int i = 0; i < WARP_ROWS; i++) {
+                const int n = SHARES == 1 ? i * S::WARPS + warp : warp % PADDED_ROWS;
+                const int share = SHARES == 1 ? 0 : warp / PADDED_ROWS;
+                const float total = sum_lanes<32>(square[i]);
+                if (lane == 0 && n < count && share < SHARES) rows.square[share][n] = total;
+            }
+        }
+    };
+    auto scale_of = [&](int n) {
+        if (!P::NORMED) return 1.0f;
+        const float total = SHARES == 1 ? rows.square[0][n] : rows.square[0][n] + rows.square[1][n];
+        return rsqrtf(total * (1.0f / K) + product.epsilon);
+    };
+    // A lane's inputs of 32 and 8 rows, at `from`: 16 neighbouring bytes, or twice 8 of a brick's order,
+    // which is that of memory where inputs were not put in order on their way.
+    auto load_inputs = [&](const bf16* from) {
+        if constexpr (ROUNDED && W::REORDERED) {
+            const uint2 low = *reinterpret_cast<const uint2*>(from);
+            const uint2 high = *reinterpret_cast<const uint2*>(from + 16);
+            return make_uint4(low.x, low.y, high.x, high.y);
+        } else {
+            return *reinterpret_cast<const uint4*>(from);
+        }
+    };
+    // `more`: a constant at each call.
+    auto multiply_steps = [&](const bf16* slab_inputs, int step, bool more) {
+        constexpr int EACH = ROUNDED && W::REORDERED ? 4 : 8;
+#pragma unroll
+        for (int i = 0; i < S::DEPTH; i++) {
+            const bf16* from = slab_inputs + g * STRIDE + weights.group(step + i) * 32 + t * EACH;
+            uint4 a0, a1;
+            weights.take(a0, a1, i);
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; n++) {
+                if (n >= row_tiles) break;
+                const uint4 b = load_inputs(from + n * 8 * STRIDE);
+                multiply_tile(c[n], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
+                multiply_tile(c[n], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+            }
+            if (more) weights.refill(i);  // into the registers that were just used
+        }
+    };
+#pragma unroll 1
+    for (int slab = 0; slab < slabs; slab++) {
+        if constexpr (ROUNDED) {
+            wait_copies<S::RING - 2>();
+            __syncthreads();  // and before the slab that was used last is overwritten
+            copy_slab(slab + S::RING - 1);
+        } else {
+            // Inputs into shared memory: a warp a row, a lane 8 neighbours; BATCH of these at once.
+#pragma unroll
+            for (int start = 0; start < ITEMS; start += BATCH) {
+#pragma unroll
+                for (int j = 0; j < BATCH; j++) {
+                    const Item item = item_of(start + j, slab);
+                    const bool there = start + j < ITEMS && item.there && item.n < count;
+                    const int n = there ? rows.index[item.n] : 0;
+                    if (start > 0 || slab > 0) a[j][0] = a[j][1] = make_float4(0, 0, 0, 0);
+                    if (there && (start > 0 || slab > 0 || n != item.n)) bring(j, item, n);
+                }
+#pragma unroll
+                for (int j = 0; j < BATCH; j++) {
+                    const Item item = item_of(start + j, slab);
+                    if (start + j >= ITEMS || item.n >= row_tiles * 8 || item.at >= S::SLAB) continue;
+                    float4 u = a[j][0], v = a[j][1];
+                    if (item.n >= count) u = v = make_float4(0, 0, 0, 0);
+                    if constexpr (P::NORMED) {
+                        float& sum = square[(start + j) / LANE_CHUNKS];
+                        sum += u.x * u.x + u.y * u.y + u.z * u.z + u.w * u.w;
+                        sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+                        if (item.there) {
+                            const float4 p = norms[item.k / 4], q = norms[item.k / 4 + 1];
+                            u = make_float4(u.x * p.x, u.y * p.y, u.z * p.z, u.w * p.w);
+                            v = make_float4(v.x * q.x, v.y * q.y, v.z * q.z, v.w * q.w);
+                        }
+                    }
+                    const uint4 w = make_uint4(pack_bf16(u.x, u.y), pack_bf16(u.z, u.w),
+                                               pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+                    bf16* const to = inputs + item.n * STRIDE;
+                    if constexpr (W::REORDERED) {  // inputs 4 t and 4 t + 16 and on, to 8 t and on
+                        const int chunk = item.at / 8 % 4;
+                        bf16* const half = to + item.at / 32 * 32 + chunk % 2 * 16 + chunk / 2 * 4;
+                        *reinterpret_cast<uint2*>(half) = make_uint2(w.x, w.y);
+                        *reinterpret_cast<uint2*>(half + 8) = make_uint2(w.z, w.w);
+                    } else {
+                        *reinterpret_cast<uint4*>(to + item.at) = w;
+                    }
+                }
+            }
+            if (slab + 1 == slabs) share_squares();
+            __syncthreads();
+        }
+        if (slab == 0) start_next_at<AFTER_INPUT>();
+        const bf16* const slab_inputs = inputs + (ROUNDED ? slab % S::RING * (PADDED_ROWS * STRIDE) : 0);
+#pragma unroll 1
+        for (int step = 0; step < S::STEPS; step += S::DEPTH) {
+            if (step + S::DEPTH < S::STEPS || slab + 1 < slabs) {
+                weights.advance();
+                multiply_steps(slab_inputs, step, true);
+            } else {
+                multiply_steps(slab_inputs, step, false);
+            }
+        }
+        // Before the next slab's inputs, or the sums, take the place of these.
+        if (ROUNDED ? !S::WHOLE_SUMS && slab + 1 == slabs : !S::WHOLE_SUMS || slab + 1 < slabs)
+            __syncthreads();
+    }
+    start_next_at<BEFORE_OUTPUT>();
+
+    if constexpr (S::WHOLE_SUMS) {  // a lane's: of pair g, and of rows 2 t and 2 t + 1 of each tile
+        const int mine = first_pair + tile * 8 + g;
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; n++) {
+            if (n >= row_tiles) break;
+#pragma unroll
+            for (int which = 0; which < 2; which++) {
+                const int wanted = n * 8 + t * 2 + which;
+                u64 key = 0;
+                if (is_wanted(wanted) && mine < W::PAIRS) {
+                    const Row row = rows.row[wanted];
+                    const int index = index_of(wanted);
+                    const float scale = scale_of(wanted);
+                    const auto prepared = product.prepare(row, index, W::FIRST + mine);
+                    key = product.finish(row, index, W::FIRST + mine, c[n][which] * scale,
+                                         c[n][2 + which] * scale, prepared);
+                } else if (Rounded<P>::FILLS && wanted < count && mine < W::PAIRS) {
+                    product.finish(Row{}, wanted, W::FIRST + mine, 0.0f, 0.0f, {});
+                }
+                if constexpr (P::KEYS) {
+#pragma unroll
+                    for (int mask = 16; mask > 2; mask /= 2) key = largest(key, exchange(key, mask));
+                    // A largest one: no order matters.
+                    if (g == 0 && wanted < count) atomicMax(&bests[wanted], key);
+                }
+            }
+        }
+        return;
+    }
+    // Every warp's sums, [warp][row][pair][2], so that a thread can finish whole pairs; rows are apart as
+    // far as lets a warp store without bank conflicts.
+    auto sum_at = [&](int from_warp, int n, int p) {
+        return reinterpret_cast<float2*>(sums) + (from_warp * PADDED_ROWS + n) * 10 + p;
+    };
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; n++) {
+        if (n >= row_tiles) break;
+        *sum_at(warp, n * 8 + t * 2, g) = make_float2(c[n][0], c[n][2]);
+        *sum_at(warp, n * 8 + t * 2 + 1, g) = make_float2(c[n][1], c[n][3]);
+    }
+    __syncthreads();
+
+    auto total_of = [&](int n, int p) {
+        float2 total = *sum_at(p / 8, n, p % 8);
+#pragma unroll
+        for (int i = 1; i < S::SPLIT; i++) {
+            const float2 more = *sum_at(i * S::TILES + p / 8, n, p % 8);
+            total = make_float2(total.x + more.x, total.y + more.y);
+        }
+        return total;
+    };
+    float2* const partials = reinterpret_cast<float2*>(partials_of(workspace));
+    auto partial_at = [&](int block, int n, int p) {
+        return partials + (static_cast<long long>(block) * PADDED_ROWS + n) * (TILE_COUNT * 8) + p;
+    };
+    if constexpr (S::CLUSTER > 1) {
+        if constexpr (S::SPLIT > 1) {  // into the first warp's place
+            for (int item = thread; item < items; item += S::THREADS) {
+                const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS;
+                *sum_at(p / 8, n, p % 8) = total_of(n, p);
+            }
+        }
+        sync_cluster<S::CLUSTER>();
+    } else if constexpr (S::BLOCKS_K > 1) {
+        __shared__ bool last;
+        for (int item = thread; item < items; item += S::THREADS) {
+            const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS;
+            if (first_pair + p < W::PAIRS) *partial_at(blockIdx.y, n, first_pair + p) = total_of(n, p);
+        }
+        __threadfence();
+        __syncthreads();
+        if (thread == 0) {
+            u32* counter = counters_of(workspace) + blockIdx.x;
+            last = atomicAdd(counter, 1u) == S::BLOCKS_K - 1;
+            if (last) *counter = 0;  // for the next kernel
+            __threadfence();
+        }
+        __syncthreads();
+        if (!last) return;
+    }
+    for (int item = first_item; item < items; item += S::CLUSTER * S::THREADS) {
+        const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS, mine = first_pair + p;
+        u64 key = 0;
+        if (!is_wanted(n)) {
+            if (Rounded<P>::FILLS && mine < W::PAIRS)
+                product.finish(Row{}, n, W::FIRST + mine, 0.0f, 0.0f, {});
+        } else if (mine < W::PAIRS) {
+            const Row row = rows.row[n];
+            const int index = index_of(n);
+            const auto prepared =
+                item == first_item ? early : product.prepare(row, index, W::FIRST + mine);
+            float2 total = make_float2(0.0f, 0.0f);
+            if constexpr (S::CLUSTER > 1) {
+                const float2* const own = sum_at(p / 8, n, p % 8);
+#pragma unroll
+                for (int i = 0; i < S::CLUSTER; i++) {
+                    const float2 more = load_of_block<S::CLUSTER>(own, i);
+                    total = make_float2(total.x + more.x, total.y + more.y);
+                }
+            } else if constexpr (S::BLOCKS_K > 1) {
+#pragma unroll
+                for (int i = 0; i < S::BLOCKS_K; i++) {
+                    const float2 more = load_fresh(partial_at(i, n, mine));
+                    total = make_float2(total.x + more.x, total.y + more.y);
+                }
+            } else {
+                total = total_of(n, p);
+            }
+            const float scale = scale_of(n);
+            key = product.finish(row, index, W::FIRST + mine, total.x * scale, total.y * scale, prepared);
+        }
+        if constexpr (P::KEYS) {
+            static_assert(BLOCK_PAIRS % 32 == 0, "a warp's pairs are of one row");
+            key = largest_of_warp(key);
+            if (lane == 0) atomicMax(&bests[n], key);  // a largest one: no order matters
+        }
+    }
+    if constexpr (S::CLUSTER > 1) sync_cluster<S::CLUSTER>();  // others read this block's sums
+}
+
+// `bests`: of the head, the largest key of each wanted row in this block, in shared memory.
+template <int... N, class P>
+DEVICE void matmul(Shape<N...>, const P& product, const int* live, float* workspace, Wanted& rows,
+                   u64* bests = nullptr) {
+    typedef Shape<N...> S;
+    matmul_part<S, PlainWeights<S, P>>(product, product.weight, S::output_block(), live, workspace, rows, bests);
+}
+
+// Parts of a packed matrix below each other are rows of bricks of their own: every block works on one.
+template <class S, int FIRST, class R, class... MORE, class P>
+DEVICE void matmul_parts(const P& product, const u8* bricks, int block, const int* live,
+                         float* workspace, Wanted& rows, u64* bests) {
+    constexpr int BLOCKS = ceil_div(R::PAIRS, S::TILES * 8);
+    if constexpr (sizeof...(MORE) > 0) {
+        constexpr long long BYTES =
+            static_cast<long long>(ceil_div(R::PAIRS, 8)) * Brick<typename R::Format>::row_bytes(P::INPUTS);
+        if (block >= BLOCKS)
+            return matmul_parts<S, FIRST + R::PAIRS, MORE...>(product, bricks + BYTES, block - BLOCKS,
+                                                              live, workspace, rows, bests);
+    }
+    matmul_part<S, BrickWeights<S, P, R, FIRST>>(product, bricks, block, live, workspace, rows, bests);
+}
+template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, class... PARTS, class P>
+DEVICE void matmul(PackedMatrixShape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING, PARTS...>,
+                   const P& product, const int* live, float* workspace, Wanted& rows,
+                   u64* bests = nullptr) {
+    typedef Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING> S;
+    matmul_parts<S, 0, PARTS...>(product, product.weight, S::output_block(), live, workspace, rows, bests);
+}

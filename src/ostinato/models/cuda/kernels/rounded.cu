@@ -1,0 +1,100 @@
+// The five products for 2 to 64 rows over bfloat16 inputs (matmul.cuh), which `norm_rows`, the attention or the
+// product before left in memory.
+//
+// Physics.  A step of many rows over float32 inputs waits for them: every block brings 4 * ROWS * INPUTS
+// bytes through its registers, norms and rounds them, while its weights stand still.  Rounded once, they
+// are half as many bytes, and are copied while the steps before them are computed.  That costs two small
+// launches a layer, and pays from some rows on.
+#include "matmul.cuh"
+
+// Gate and up, whose result is rounded, with zeros in rows that are padding.
+struct RoundedGateUpProduct : GateUpProduct {
+    bf16* out;  // [ROWS, INNER]
+
+    DEVICE u64 finish(const Row&, int index, int pair, float a, float b, float2) const {
+        out[index * INNER + pair] = to_bf16(silu(a) * b);
+        return 0;
+    }
+};
+
+// A kernel is compiled if its shape is given.
+#ifdef QKV_SHAPE
+typedef QKV_SHAPE QkvShape;
+
+#if QK_NORM
+KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
+    rounded_qkv(const int* live, const bf16* rounded, const Weight* weight, float* qkv, float* workspace,
+                u32 row_count, u32 hidden) {
+    __shared__ Wanted rows;
+    const OfRounded<PlainQkvProduct> product{{weight, nullptr, nullptr, 0.0f, qkv}, rounded};
+    matmul(QkvShape(), product, live, workspace, rows);
+}
+#else
+KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
+    rounded_qkv_rope(const int* live, const bf16* rounded, const Weight* weight, const float* bias,
+                     const float* rope, bf16* cache, float* q, float* workspace, u32 row_count,
+                     u32 hidden, u32 sequences, u32 context) {
+    __shared__ Wanted rows;
+    const OfRounded<QkvProduct> product{{weight, nullptr, nullptr, 0.0f, bias, rope, cache, q,
+                                         static_cast<int>(sequences), static_cast<int>(context)},
+                                        rounded};
+    product.ask_for_bias();
+    matmul(QkvShape(), product, live, workspace, rows);
+}
+#endif
+#endif
+
+#ifdef OUTPUT_SHAPE
+typedef OUTPUT_SHAPE OutputShape;
+
+KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
+    rounded_output(const int* live, const bf16* rounded, const Weight* weight, float* x, float* workspace,
+                   u32 row_count, u32 hidden, u32 width) {
+    __shared__ Wanted rows;
+    const OfRounded<ResidualProduct<HEADS * HEAD_SIZE>> product{{weight, nullptr, x, x}, rounded};
+    matmul(OutputShape(), product, live, workspace, rows);
+}
+#endif
+
+#ifdef GATE_UP_SHAPE
+typedef GATE_UP_SHAPE GateUpShape;
+
+KERNEL __launch_bounds__(GateUpShape::THREADS, GateUpShape::RESIDENT)
+    rounded_gate_up(const int* live, const bf16* rounded, const Weight* weight, bf16* out, float* workspace,
+                    u32 row_count, u32 hidden, u32 width) {
+    __shared__ Wanted rows;
+    const OfRounded<RoundedGateUpProduct, true> product{{{weight, nullptr, nullptr, 0.0f, nullptr}, out}, rounded};
+    matmul(GateUpShape(), product, live, workspace, rows);
+}
+#endif
+
+#ifdef DOWN_SHAPE
+typedef DOWN_SHAPE DownShape;
+
+KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
+    rounded_down(const int* live, const bf16* rounded, const Weight* weight, float* x, float* workspace,
+                 u32 row_count, u32 hidden, u32 width) {
+    __shared__ Wanted rows;
+    const OfRounded<ResidualProduct<INNER>> product{{weight, nullptr, x, x}, rounded};
+    matmul(DownShape(), product, live, workspace, rows);
+}
+#endif
+
+#ifdef HEAD_SHAPE
+typedef HEAD_SHAPE HeadShape;
+
+// Leaves each block's largest key of each row in the workspace, [rows][blocks].
+KERNEL __launch_bounds__(HeadShape::THREADS, HeadShape::RESIDENT)
+    rounded_head(const int* live, const bf16* rounded, const Weight* weight, float* logits, float* workspace,
+                 u32 row_count, u32 hidden, u32 vocabulary) {
+    __shared__ Wanted rows;
+    __shared__ u64 bests[PADDED_ROWS];
+    const OfRounded<HeadProduct> product{{weight, nullptr, nullptr, 0.0f, logits}, rounded};
+    for (int n = threadIdx.x; n < PADDED_ROWS; n += HeadShape::THREADS) bests[n] = 0;
+    matmul(HeadShape(), product, live, workspace, rows, bests);
+    __syncthreads();
+    for (int n = threadIdx.x; n < ROWS; n += HeadShape::THREADS)
+        if ((rows.row[n].flags & HeadProduct::WANTED) == HeadProduct::WANTED)
+            keys_of(workspace)[static_cast<long long>(n) * gridDim.x + blockIdx.x] = bests[n];
+}
+#endif
