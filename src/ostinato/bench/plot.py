@@ -66,8 +66,7 @@ def _bar(
     sheet.rect(_BAR, y, _WIDE, 18, class_="track", rx=3)
     sheet.rect(_BAR, y, _WIDE * share, 18, fill=colour, rx=3)
     if floor is not None:
-        mark = _BAR + _WIDE * floor
-        sheet.line([(mark, y - 3), (mark, y + 21)], "floor")
+        sheet.add("path", d=f"M{_BAR + _WIDE * floor:g} {y - 3:g}v24", class_="floor")
     for text, end in zip(texts, _ENDS, strict=False):
         sheet.text(end, y + 13, text, anchor="end")
     sheet.height += 26
@@ -133,7 +132,7 @@ def _chart(sheet: Drawing, axis: str, rows: Sequence[Row], colours: Mapping[str,
 
     for tick in (digit * 10.0**power for power in range(-3, 9) for digit in (1, 2, 5)):
         if low <= tick <= high:
-            sheet.line([(left, y(tick)), (right, y(tick))], "grid")
+            sheet.add("path", d=f"M{left:g} {y(tick):g}H{right:g}", class_="grid")
             sheet.text(left - 8, y(tick) + 4, f"{tick:,g}", "small", "end")
     for place, x in xs.items():
         sheet.text(x, top + _PLOT + 18, str(place), "small", "middle")
@@ -141,10 +140,11 @@ def _chart(sheet: Drawing, axis: str, rows: Sequence[Row], colours: Mapping[str,
     for last, way in sorted((y(line[max(line)]), way) for way, line in lines.items()):
         line, colour = sorted(lines[way].items()), colours[way]
         look = "floor" if way == "floor" else "line"
-        sheet.line([(xs[place], y(value)) for place, value in line], look, colour)
+        path = "L".join(f"{xs[place]:g} {y(value):g}" for place, value in line)
+        sheet.add("path", d=f"M{path}", class_=look, stroke=colour)
         for place, value in line:
             tip = f"{way}, {axis} {place}: {value:,.1f} tokens a second"
-            sheet.add("circle", "", tip, cx=xs[place], cy=y(value), r=3.2, fill=colour)
+            sheet.add("circle", tip=tip, cx=xs[place], cy=y(value), r=3.2, fill=colour)
         below = max(last + 4, below + 15)  # names beside the lines, one below the other
         sheet.rect(right + 12, below - 8, 9, 9, fill=colour, rx=2)
         sheet.text(right + 27, below, way)
@@ -172,11 +172,11 @@ def profile_svg(subject: str, machine: str, profile: Profile) -> str:
     scale = (_RIGHT - _LEFT) / max(drawn, profile.step_us)
     x, y = _LEFT + profile.start_us * scale, sheet.height
     tip = f"a replay of one empty kernel: {profile.start_us:.2f} us"
-    sheet.rect(_LEFT, y, x - _LEFT, 34, tip, class_="track")
+    sheet.rect(_LEFT, y, x - _LEFT, 34, tip=tip, class_="track")
     for launched, us in zip(profile.launch_names, profile.launch_us, strict=True):
         wide = max(0.0, us) * scale
         gap = 0.6 if wide > 2 else 0.0  # a hair of the card between launches
-        sheet.rect(x, y, wide - gap, 34, f"{launched}: {us:.2f} us", fill=colours[launched])
+        sheet.rect(x, y, wide - gap, 34, tip=f"{launched}: {us:.2f} us", fill=colours[launched])
         x += wide
     sheet.text(_LEFT, y + 50, "0", "small")
     sheet.text(_RIGHT, y + 50, _duration(profile.step_us), "small", "end")

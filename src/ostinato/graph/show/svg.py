@@ -14,7 +14,7 @@ from itertools import accumulate, chain, pairwise
 from ostinato.driver.api import ConditionalKind, ConditionalNodeParams, KernelNodeParams, NodeKind
 from ostinato.graph.node import Node
 from ostinato.graph.show.digest import described
-from ostinato.graph.show.drawing import Drawing, bend
+from ostinato.graph.show.drawing import Drawing
 from ostinato.graph.show.layout import lay_out
 from ostinato.graph.show.outline import Outline, count_text, details, kind_text, shape_text, shorten
 
@@ -53,9 +53,10 @@ _STYLE = """
     .gap { fill: #ffffff; stroke: #98a1af; stroke-dasharray: 3 3; }
     .frame, .part { fill-opacity: 0.75; stroke-opacity: 0.6; }
     .part { stroke-dasharray: 4 3; }
-    .edge, .early, .again { fill: none; stroke: #8b95a5; stroke-width: 1.3; }
-    .early { stroke: #3b6fd6; stroke-dasharray: 5 3; }
-    .again { stroke: #7c5bd0; }
+    .edge, .early, .again { fill: none; stroke-width: 1.3; }
+    .edge { stroke: #8b95a5; marker-end: url(#ostinato-edge); }
+    .early { stroke: #3b6fd6; stroke-dasharray: 5 3; marker-end: url(#ostinato-early); }
+    .again { stroke: #7c5bd0; marker-end: url(#ostinato-again); }
 """
 
 
@@ -89,7 +90,7 @@ def _legend(top: Outline) -> Drawing:
         legend.rect(legend.width, 0, 11, 11, rx=3, **_COLOURS.get(kind, _GREY))
         words(17, f"{count} {kind_text(kind)}")
     for early, count in sorted(Counter(e.programmatic for e in top.walk_edges()).items()):
-        legend.arrow(f"M{legend.width:g} 5.5h22", "early" if early else "edge")
+        legend.add("path", d=f"M{legend.width:g} 5.5h22", class_="early" if early else "edge")
         words(29, count_text(count, "programmatic edge" if early else "edge"))
     return legend
 
@@ -142,7 +143,7 @@ def _unit(body: Outline, unit: _Unit, max_nodes: int, width: float) -> Drawing:
     params = node.params
     if isinstance(params, ConditionalNodeParams) and params.kind is ConditionalKind.WHILE:
         back, low = Drawing(12), parts[0].height - 16
-        back.arrow(f"M-14 {low:g}{bend([(-14, low), (6, low), (6, 16), (-13, 16)])}", "again")
+        back.add("path", d=f"M-14 {low:g}h14q6 0 6-6V22q0-6-6-6h-13", class_="again")
         parts.append(back)
     return _frame(f"{node.name.replace('_', ' ')} #{first}", parts, look, _tooltip(node))
 
