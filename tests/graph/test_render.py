@@ -337,6 +337,16 @@ def test_what_is_too_much_is_left_out_and_said(device: Device) -> None:
     assert names[6:] == [f"step {n}" for n in range(55, 60)]
 
 
+def test_a_run_that_repeats_is_shortened_too(device: Device) -> None:
+    graph = ost.Graph.create(device)
+    after: tuple[ost.Node, ...] = ()
+    for number in range(25):
+        after = (graph.add(named(f"step {number % 12}"), after),)
+    names = boxes(to_svg(graph.outline(), max_nodes=8))
+    assert names[:2] == ["step 0", "2 times: nodes 1 to 24"]
+    assert names[5:8] == ["step 4", "… 4 nodes not drawn", "step 9"]
+
+
 def test_nodes_without_edges_do_not_make_one_endless_row(device: Device) -> None:
     graph = ost.Graph.create(device)
     for number in range(40):
