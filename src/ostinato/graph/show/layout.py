@@ -45,9 +45,6 @@ class _Point:
     side: float = 0.0  # the right end of its column
 
 
-_Rows = Sequence[list[_Point]]
-
-
 def lay_out(boxes: Sequence[Drawing], links: Mapping[tuple[int, int], str]) -> Drawing:
     """The boxes and the links between them as one drawing.  Links go from a lower to a higher
     index of `boxes`, each with its look."""
@@ -62,7 +59,7 @@ def lay_out(boxes: Sequence[Drawing], links: Mapping[tuple[int, int], str]) -> D
         for upper, lower in pairwise(routes[-1]):
             upper.below.append(lower)
             lower.above.append(upper)
-    rows: _Rows = [[] for _ in range(max(p.row for p in points) + 1)]
+    rows: list[list[_Point]] = [[] for _ in range(max(p.row for p in points) + 1)]
     for p in dict.fromkeys(chain(points, *routes)):
         rows[p.row].append(p)
     _place(rows)
@@ -90,7 +87,7 @@ def _rows(boxes: int, links: Sequence[tuple[int, int]]) -> list[int]:
     return [number[row] for row in rows]
 
 
-def _place(rows: _Rows) -> None:
+def _place(rows: Sequence[list[_Point]]) -> None:
     """Sweeps down and up: halfway to the row before, at last all the way to those on both sides.
     Points do not overlap: weighted least squares by pooling (isotonic regression).  Where a link
     passes it pulls more, so that it gets straight."""
@@ -119,7 +116,7 @@ def _place(rows: _Rows) -> None:
                     p.x += place
 
 
-def _stack(rows: _Rows) -> Drawing:
+def _stack(rows: Sequence[list[_Point]]) -> Drawing:
     """Puts the rows below each other, in columns; returns an empty drawing of that size."""
     heights = [max(p.box.height for p in row) for row in rows]
     runs = [max((abs(p.x - q.x) for p in row for q in p.below), default=0.0) for row in rows]
@@ -144,7 +141,7 @@ def _stack(rows: _Rows) -> Drawing:
     return drawing
 
 
-def _extent(rows: _Rows) -> tuple[float, float]:
+def _extent(rows: Sequence[list[_Point]]) -> tuple[float, float]:
     """The left end and the width of rows."""
     left = min(p.x - p.box.width / 2 for row in rows for p in row)
     return left, max(p.x + p.box.width / 2 for row in rows for p in row) - left
