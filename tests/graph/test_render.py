@@ -289,7 +289,7 @@ def test_the_picture_is_xml_with_a_box_for_each_node(device: Device) -> None:
     )
     assert "grid 3 · block 128" in svg
     assert "else: empty" in svg
-    edges = [p for p in root.iter(f"{SVG}path") if p.get("class") == "edge" and p.get("marker-end")]
+    edges = [p for p in root.iter(f"{SVG}path") if p.get("class") == "edge"]
     assert len(edges) == 1 + 8 + 1 + 1, "one in the legend, and every edge"
     assert svg == to_svg(graph.outline()), "the same graph gives the same text"
 
@@ -337,6 +337,16 @@ def test_what_is_too_much_is_left_out_and_said(device: Device) -> None:
     assert names[6:] == [f"step {n}" for n in range(55, 60)]
 
 
+def test_a_run_that_repeats_is_shortened_too(device: Device) -> None:
+    graph = ost.Graph.create(device)
+    after: tuple[ost.Node, ...] = ()
+    for number in range(25):
+        after = (graph.add(named(f"step {number % 12}"), after),)
+    names = boxes(to_svg(graph.outline(), max_nodes=8))
+    assert names[:2] == ["step 0", "2 times: nodes 1 to 24"]
+    assert names[5:8] == ["step 4", "… 4 nodes not drawn", "step 9"]
+
+
 def test_nodes_without_edges_do_not_make_one_endless_row(device: Device) -> None:
     graph = ost.Graph.create(device)
     for number in range(40):
@@ -382,11 +392,16 @@ def inside(svg: str) -> None:
 def way(data: str) -> list[tuple[float, float]]:
     """Points along the data of a path."""
     points: list[tuple[float, float]] = []
-    for letter, text in re.findall(r"([MLVCQ])([^MLVCQ]*)", data):
-        numbers = [float(number) for number in text.split()]
+    for letter, text in re.findall(r"([A-Za-z])([^A-Za-z]*)", data):
+        numbers = [float(number) for number in re.findall(r"-?[\d.]+", text)]
+        assert letter in "MVHCq"
         if letter == "V":
             numbers.insert(0, points[-1][0])
+        if letter == "H":
+            numbers.append(points[-1][1])
         ends = list(zip(numbers[::2], numbers[1::2], strict=True))
+        if letter == "q":
+            ends = [(points[-1][0] + x, points[-1][1] + y) for x, y in ends]
         curve = ends if letter == "M" else [points[-1], *ends]
         for step in range(1, 11):
             t, level = step / 10, curve

@@ -1,52 +1,36 @@
-"""SVG as text: what pictures of graphs and charts of benchmarks are drawn with.
-
-Equal calls give equal text.
-"""
+"""SVG as text: what pictures of graphs and charts of benchmarks are drawn with."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape
 
 from ostinato.graph.show.outline import printable
 
-__all__ = ["Drawing", "bend"]
+__all__ = ["Drawing"]
 
 
 class Drawing:
-    """A picture or a part of one: its size in pixels, and its elements in the order in which they
-    are drawn.  A `tip` is shown when the pointer is over the element."""
+    """A picture or a part of one: its size in pixels, and its elements, the first drawn first."""
 
     def __init__(self, width: float = 0.0, height: float = 0.0) -> None:
         self.width, self.height = width, height
         self.lines: list[str] = []
 
-    def add(self, tag: str, text: str = "", tip: str = "", /, **look: float | str) -> None:
-        """Adds an element.  `class_` is `class`, `text_anchor` is `text-anchor`, and an attribute
-        that is "" is left out."""
-        opened = tag
+    def add(self, tag: str, text: str = "", /, **look: float | str) -> None:
+        """Adds an element.  `class_` is `class`, `text_anchor` is `text-anchor`, an attribute that
+        is "" is left out, and `tip` is shown when the pointer is over the element."""
+        opened, tip = tag, str(look.pop("tip", ""))
         for key, value in look.items():
             shown = value if isinstance(value, str) else f"{value:g}"
             opened += f' {key.rstrip("_").replace("_", "-")}="{shown}"' if shown else ""
         title = f"<title>{_escaped(tip)}</title>" if tip else ""
         self.lines.append(f"<{opened}>{title}{_escaped(text)}</{tag}>")
 
-    def rect(
-        self, x: float, y: float, width: float, height: float, tip: str = "", **look: float | str
-    ) -> None:
-        self.add("rect", "", tip, x=x, y=y, width=max(0.0, width), height=height, **look)
+    def rect(self, x: float, y: float, width: float, height: float, **look: float | str) -> None:
+        self.add("rect", x=x, y=y, width=max(0.0, width), height=height, **look)
 
     def text(self, x: float, y: float, text: str, look: str = "", anchor: str = "") -> None:
         self.add("text", text, x=x, y=y, class_=look, text_anchor=anchor)
-
-    def line(self, points: Iterable[tuple[float, float]], look: str, stroke: str = "") -> None:
-        path = "L".join(f"{x:g} {y:g}" for x, y in points)
-        self.add("path", d=f"M{path}", class_=look, stroke=stroke)
-
-    def arrow(self, path: str, look: str) -> None:
-        """A path that ends in the marker of this look."""
-        self.add("path", d=path, class_=look, marker_end=f"url(#ostinato-{look})")
 
     def place(self, x: float, y: float, part: Drawing) -> None:
         self.lines += [f'<g transform="translate({x:g} {y:g})">', *part.lines, "</g>"]
@@ -65,15 +49,3 @@ class Drawing:
 def _escaped(text: str) -> str:
     """Text for XML, which does not allow most control characters."""
     return escape("\n".join(printable(line) for line in text.split("\n")))
-
-
-def bend(points: Sequence[tuple[float, float]]) -> str:
-    """A path's data after its first point: straight lines with rounded corners."""
-    path = ""
-    for before, at, after in zip(points, points[1:], points[2:], strict=False):
-        ends = []
-        for other in (before, after):
-            part = min(0.5, 6 / (math.dist(other, at) or 1.0))
-            ends.append(" ".join(f"{a + (b - a) * part:g}" for a, b in zip(at, other, strict=True)))
-        path += f"L{ends[0]}Q{at[0]:g} {at[1]:g} {ends[1]}"
-    return f"{path}L{points[-1][0]:g} {points[-1][1]:g}"

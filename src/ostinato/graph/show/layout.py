@@ -2,9 +2,9 @@
 
 1. Rows: a box is below all that it depends on.  A link that passes rows gets a point in each, so
    that no link runs through a box.
-2. Order: rows are sorted by the mean place of their neighbours, so that few links cross.
-3. Place: every point is as near to the middle of its neighbours as its row allows.
-4. Columns: a high picture is cut into columns, which are read like those of a newspaper.
+2. Places: sweeps over the rows move every point towards its neighbours, and sort each row by where
+   its points would be, so that few links cross.
+3. Columns: a high picture is cut into columns, which are read like those of a newspaper.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, chain, count, pairwise
 from statistics import fmean
 
-from ostinato.graph.show.drawing import Drawing, bend
+from ostinato.graph.show.drawing import Drawing
 
 __all__ = ["lay_out"]
 
@@ -26,6 +26,8 @@ _WIDEST = 8  # boxes side by side
 _TALLEST = 1000.0  # what is lower than this is not cut into columns
 _ASPECT = 1.5  # width to height of a picture with columns
 _PASSING = 3  # links that may run from one column into the next
+_WORTH = 150.0  # pixels that a column may be off its height for each such link less
+_SWEEPS, _LAST = 25, 16  # over the rows: for few crossings, then for straight links
 
 
 @dataclass(eq=False, slots=True)
@@ -33,54 +35,50 @@ class _Point:
     """A box, or where a link passes a row."""
 
     box: Drawing
-    x: float  # of its middle; until all points have a place, its number in its row
+    row: int
     pull: float = 1.0
     above: list[_Point] = field(default_factory=list)
     below: list[_Point] = field(default_factory=list)
+    x: float = 0.0  # of its middle
     top: float = 0.0
-    bottom: float = 0.0  # of its row, in whose middle it is
+    bottom: float = 0.0  # of its row
     side: float = 0.0  # the right end of its column
 
 
-_Links = Mapping[tuple[int, int], str]
-_Rows = Sequence[list[_Point]]
-
-
-def lay_out(boxes: Sequence[Drawing], links: _Links) -> Drawing:
+def lay_out(boxes: Sequence[Drawing], links: Mapping[tuple[int, int], str]) -> Drawing:
     """The boxes and the links between them as one drawing.  Links go from a lower to a higher
     index of `boxes`, each with its look."""
     if not boxes:
         return Drawing()
-    row_of = _row_of(len(boxes), links)
-    rows: _Rows = [[] for _ in range(max(row_of) + 1)]
-    points = [_added(box, rows[r]) for box, r in zip(boxes, row_of, strict=True)]
+    ends = sorted(links)
+    points = [_Point(box, r) for box, r in zip(boxes, _rows(len(boxes), ends), strict=True)]
     routes = []
-    for a, b in sorted(links):
-        passed = [_added(Drawing(8), row, 4.0) for row in rows[row_of[a] + 1 : row_of[b]]]
+    for a, b in ends:
+        passed = [_Point(Drawing(8), r, 2.0) for r in range(points[a].row + 1, points[b].row)]
         routes.append([points[a], *passed, points[b]])
         for upper, lower in pairwise(routes[-1]):
             upper.below.append(lower)
             lower.above.append(upper)
-    _order(rows)
+    rows: list[list[_Point]] = [[] for _ in range(max(p.row for p in points) + 1)]
+    for p in dict.fromkeys(chain(points, *routes)):
+        rows[p.row].append(p)
     _place(rows)
     drawing = _stack(rows)
     lanes = {p.side: count() for p in points}
-    for ends, (first, *others) in zip(sorted(links), routes, strict=True):
-        path = f"M{first.x:g} {(first.top + first.bottom + first.box.height) / 2:g}"
-        for upper, lower in pairwise([first, *others]):
-            path += f"V{upper.bottom:g}{_way(upper, lower, lanes)}"
-        end = (others[-1].top + others[-1].bottom - others[-1].box.height) / 2
-        drawing.arrow(path if end == others[-1].top else f"{path}V{end:g}", links[ends])
+    for link, route in zip(ends, routes, strict=True):
+        path = f"M{route[0].x:g} {route[0].top + route[0].box.height:g}"
+        path += "".join(_way(a, b, lanes) for a, b in pairwise(route))
+        drawing.add("path", d=path, class_=links[link])
     for p in points:
-        drawing.place(p.x - p.box.width / 2, (p.top + p.bottom - p.box.height) / 2, p.box)
+        drawing.place(p.x - p.box.width / 2, p.top, p.box)
     return drawing
 
 
-def _row_of(boxes: int, links: _Links) -> list[int]:
+def _rows(boxes: int, links: Sequence[tuple[int, int]]) -> list[int]:
     """The row of each box by the length of the longest path to it; a box that waits for nothing is
     near to what waits for it."""
     layers = [0] * boxes
-    for a, b in sorted(links):
+    for a, b in links:
         layers[b] = max(layers[b], layers[a] + 1)
     for i in {a for a, _ in links} - {b for _, b in links}:
         layers[i] = min(layers[b] for a, b in links if a == i) - 1
@@ -89,88 +87,71 @@ def _row_of(boxes: int, links: _Links) -> list[int]:
     return [number[row] for row in rows]
 
 
-def _added(box: Drawing, row: list[_Point], pull: float = 1.0) -> _Point:
-    row.append(_Point(box, len(row), pull))
-    return row[-1]
-
-
-def _order(rows: _Rows) -> None:
-    for sweep in range(24):
+def _place(rows: Sequence[list[_Point]]) -> None:
+    """Sweeps down and up: halfway to the row before, at last all the way to those on both sides.
+    Points do not overlap: weighted least squares by pooling (isotonic regression).  Where a link
+    passes it pulls more, so that it gets straight."""
+    for sweep in range(_SWEEPS + _LAST):
         for row in rows[:: -1 if sweep % 2 else 1]:
-            near = {p: p.below if sweep % 2 else p.above for p in row}
-            row.sort(key=lambda p: fmean(q.x for q in near[p]) if near[p] else p.x)
-            for number, p in enumerate(row):
-                p.x = number
-
-
-def _place(rows: _Rows) -> None:
-    """Points of a row keep their order and do not overlap: weighted least squares by pooling
-    (isotonic regression).  Where a link passes it pulls more, so that it gets straight."""
-    for sweep in range(17):  # the first puts the middles of all rows below each other
-        for row in rows[:: 1 if sweep % 2 else -1]:
-            offset = 0.0
-            pools: list[tuple[float, float, list[_Point]]] = []  # place, weight, points
+            wanted = {}
             for p in row:
-                near = p.above + p.below if sweep else []
-                pulls = [math.sqrt(p.pull * q.pull) for q in near]
-                wanted = fmean((q.x for q in near), pulls) if near else p.x
-                p.x = offset + p.box.width / 2
-                offset += p.box.width + _GAP
-                place, weight, points = wanted - p.x, p.pull, [p]
+                near = p.below if sweep % 2 else p.above
+                near = (near if sweep < _SWEEPS else p.above + p.below) or [p]
+                wanted[p] = fmean((q.x for q in near), (q.pull for q in near))
+            row.sort(key=lambda p: wanted[p])
+            pools: list[tuple[float, float, list[_Point]]] = []  # place, weight, points
+            offset = 0.0
+            for p in row:
+                middle, weight, points = offset + p.box.width / 2, p.pull, [p]
+                place = (wanted[p] if sweep >= _SWEEPS else (wanted[p] + p.x) / 2) - middle
                 while pools and pools[-1][0] > place:
                     before, more, others = pools.pop()
                     place = (place * weight + before * more) / (weight + more)
                     weight, points = weight + more, others + points
                 pools.append((place, weight, points))
+                p.x = middle
+                offset += p.box.width + _GAP
             for place, _, points in pools:
                 for p in points:
                     p.x += place
 
 
-def _stack(rows: _Rows) -> Drawing:
+def _stack(rows: Sequence[list[_Point]]) -> Drawing:
     """Puts the rows below each other, in columns; returns an empty drawing of that size."""
     heights = [max(p.box.height for p in row) for row in rows]
     runs = [max((abs(p.x - q.x) for p in row for q in p.below), default=0.0) for row in rows]
     steps = [h + _GAP + min(26.0, run / 8) for h, run in zip(heights, runs, strict=True)]
     tops = [*accumulate(steps, initial=0.0)]
     passing = [0, *(sum(len(p.below) for p in row) for row in rows)]  # links into each row
-    cuts = [0]
-    columns = math.sqrt(_ASPECT * tops[-1] / _extent(rows)[1]) if tops[-1] > _TALLEST else 1
-    for share in range(round(columns), 1, -1):
-        top = tops[cuts[-1]]
-        tall = (tops[-1] - top) / share
-        good = [
-            (passing[r], abs(y - top - tall), r)
-            for r, y in enumerate(tops[:-1])
-            if 0.7 <= (y - top) / tall <= 1.15 and passing[r] <= _PASSING
-        ]
-        cuts += [r for _, _, r in sorted(good)[:1]]
-    around = _AROUND if len(cuts) > 1 else 0.0
+    columns = math.sqrt(_ASPECT * tops[-1] / _extent(rows)[1]) if tops[-1] > _TALLEST else 1.0
+    middles = [tops[-1] * k / round(columns) for k in range(1, round(columns))]
+    few = [r for r in range(len(rows)) if passing[r] <= _PASSING]
+    cuts = {min(few, key=lambda r: abs(tops[r] - y) + _WORTH * passing[r]) for y in middles}
+    around = _AROUND if cuts - {0} else 0.0
     drawing = Drawing()
-    for start, end in pairwise([*cuts, len(rows)]):
+    for start, end in pairwise(sorted({0, *cuts, len(rows)})):
         left, width = _extent(rows[start:end])
-        x, drawing.width = drawing.width, drawing.width + width + around
         for row, height, y in zip(rows[start:end], heights[start:], tops[start:], strict=False):
             top = around + y - tops[start]
             drawing.height = max(drawing.height, top + height + around)
             for p in row:
-                p.x, p.side, p.top, p.bottom = p.x + x - left, x + width, top, top + height
+                p.x, p.side = p.x + drawing.width - left, drawing.width + width
+                p.top, p.bottom = top, top + height
+        drawing.width += width + around
     return drawing
 
 
-def _extent(rows: _Rows) -> tuple[float, float]:
+def _extent(rows: Sequence[list[_Point]]) -> tuple[float, float]:
     """The left end and the width of rows."""
     left = min(p.x - p.box.width / 2 for row in rows for p in row)
     return left, max(p.x + p.box.width / 2 for row in rows for p in row) - left
 
 
 def _way(a: _Point, b: _Point, lanes: Mapping[float, count[int]]) -> str:
-    """From the bottom of a row to the top of the next, which may be that of the next column."""
+    """Past the bottom of a row to the top of the next, which may be that of the next column."""
     if a.side == b.side:
         half = (a.bottom + b.top) / 2
-        return f"C{a.x:g} {half:g} {b.x:g} {half:g} {b.x:g} {b.top:g}"
+        return f"V{a.bottom:g}C{a.x:g} {half:g} {b.x:g} {half:g} {b.x:g} {b.top:g}"
     lane = _LANE * next(lanes[a.side])
-    under, over, side = a.bottom + 9 + lane, b.top - 12 - lane, a.side + 12 + lane
-    return bend(
-        [(a.x, a.bottom), (a.x, under), (side, under), (side, over), (b.x, over), (b.x, b.top)]
-    )
+    across = f"V{a.bottom + 3 + lane:g}q0 6 6 6H{a.side + 6 + lane:g}q6 0 6-6"
+    return f"{across}V{b.top - 6 - lane:g}q0-6 6-6H{b.x - 6:g}q6 0 6 6V{b.top:g}"

@@ -1,20 +1,17 @@
-"""A graph as a picture in plain SVG, with no other program.
-
-A body that is too large is folded: runs of nodes that repeat become one frame, and what is still
-too much is left out of the middle.  Equal graphs give equal text.
-"""
+"""A graph as a picture in plain SVG, with no other program.  Equal graphs give equal text."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from graphlib import TopologicalSorter
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise, takewhile
 
 from ostinato.driver.api import ConditionalKind, ConditionalNodeParams, KernelNodeParams, NodeKind
 from ostinato.graph.node import Node
 from ostinato.graph.show.digest import described
-from ostinato.graph.show.drawing import Drawing, bend
+from ostinato.graph.show.drawing import Drawing
 from ostinato.graph.show.layout import lay_out
 from ostinato.graph.show.outline import Outline, count_text, details, kind_text, shape_text, shorten
 
@@ -53,9 +50,10 @@ _STYLE = """
     .gap { fill: #ffffff; stroke: #98a1af; stroke-dasharray: 3 3; }
     .frame, .part { fill-opacity: 0.75; stroke-opacity: 0.6; }
     .part { stroke-dasharray: 4 3; }
-    .edge, .early, .again { fill: none; stroke: #8b95a5; stroke-width: 1.3; }
-    .early { stroke: #3b6fd6; stroke-dasharray: 5 3; }
-    .again { stroke: #7c5bd0; }
+    .edge, .early, .again { fill: none; stroke-width: 1.3; }
+    .edge { stroke: #8b95a5; marker-end: url(#ostinato-edge); }
+    .early { stroke: #3b6fd6; stroke-dasharray: 5 3; marker-end: url(#ostinato-early); }
+    .again { stroke: #7c5bd0; marker-end: url(#ostinato-again); }
 """
 
 
@@ -89,12 +87,10 @@ def _legend(top: Outline) -> Drawing:
         legend.rect(legend.width, 0, 11, 11, rx=3, **_COLOURS.get(kind, _GREY))
         words(17, f"{count} {kind_text(kind)}")
     for early, count in sorted(Counter(e.programmatic for e in top.walk_edges()).items()):
-        legend.arrow(f"M{legend.width:g} 5.5h22", "early" if early else "edge")
+        legend.add("path", d=f"M{legend.width:g} 5.5h22", class_="early" if early else "edge")
         words(29, count_text(count, "programmatic edge" if early else "edge"))
     return legend
 
-
-# ------------------------------------------------------------------------------- what is drawn
 
 _Unit = list[tuple[int, ...]]
 """What is drawn as one thing: the indices of its nodes, one tuple for each time that they repeat.
@@ -103,18 +99,18 @@ A node by itself is [(index,)]; several nodes that do not repeat are left out of
 
 def _draw(body: Outline, max_nodes: int, within: Sequence[int] | None = None) -> Drawing:
     """A body, or (`within`) some of its nodes."""
-    inside = set(within or range(len(body.nodes)))
-    into = {i: [e for e in body.after(i) if e.source in inside] for i in inside}
-    depth: dict[int, int] = {}
-    for i in TopologicalSorter({i: [e.source for e in into[i]] for i in into}).static_order():
-        depth[i] = 1 + max((depth[e.source] for e in into[i]), default=0)
-    order = sorted(depth, key=lambda i: (depth[i], i))
+    nodes = within or range(len(body.nodes))
+    into = {i: [e for e in body.after(i) if e.source in nodes] for i in nodes}
+    order = [*TopologicalSorter({i: [e.source for e in into[i]] for i in into}).static_order()]
     units: list[_Unit] = [[(i,)] for i in order]
     if within is None and len(order) > max_nodes:
-        units = _shortened(_folded(body, order), max_nodes)
-    unit_of = {i: u for u, unit in enumerate(units) for i in chain.from_iterable(unit)}
+        units = _folded(body, order)
+    if len(units) > max_nodes:
+        middle = slice(max_nodes // 2, -(max_nodes // 2))
+        units[middle] = [[tuple(chain(*chain(*units[middle])))]]
+    unit_of = {i: u for u, unit in enumerate(units) for i in chain(*unit)}
     links: dict[tuple[int, int], str] = {}
-    for e in chain.from_iterable(into.values()):
+    for e in chain(*into.values()):
         ends = unit_of[e.source], unit_of[e.target]
         if ends[0] != ends[1] and links.get(ends) != "edge":
             links[ends] = "early" if e.programmatic else "edge"
@@ -123,13 +119,13 @@ def _draw(body: Outline, max_nodes: int, within: Sequence[int] | None = None) ->
 
 
 def _unit(body: Outline, unit: _Unit, max_nodes: int, width: float) -> Drawing:
-    first, *others = chain.from_iterable(unit)
+    first, *others = chain(*unit)
     nodes = f"nodes {min(first, *others)} to {max(first, *others)}" if others else ""
     if len(unit) > 1:
         repeated = _draw(body, max_nodes, unit[0])
-        return _frame(f"{len(unit)} times: {nodes}", [repeated], _GREY)
+        return _frame(f"{len(unit)} times: {nodes}", [repeated], nodes, class_="frame", **_GREY)
     if others:
-        return _card(f"… {len(unit[0])} nodes not drawn", nodes, width, class_="gap")
+        return _card(f"… {len(unit[0])} nodes not drawn", nodes, "", width, nodes, class_="gap")
     node = body.nodes[first]
     if not body.inner[first]:
         return _box(node, width)
@@ -138,55 +134,54 @@ def _unit(body: Outline, unit: _Unit, max_nodes: int, width: float) -> Drawing:
     for part in body.inner[first]:
         drawn = _draw(part, max_nodes)
         title = part.title if drawn.height else f"{part.title}: empty"
-        parts.append(_frame(title, [drawn], look | {"fill": "#ffffff"}, kind="part"))
+        parts.append(_frame(title, [drawn], title, class_="part", **look | {"fill": "#ffffff"}))
     params = node.params
     if isinstance(params, ConditionalNodeParams) and params.kind is ConditionalKind.WHILE:
         back, low = Drawing(12), parts[0].height - 16
-        back.arrow(f"M-14 {low:g}{bend([(-14, low), (6, low), (6, 16), (-13, 16)])}", "again")
+        back.add("path", d=f"M-14 {low:g}h14q6 0 6-6V22q0-6-6-6h-13", class_="again")
         parts.append(back)
-    return _frame(f"{node.name.replace('_', ' ')} #{first}", parts, look, _tooltip(node))
+    name = f"{node.name.replace('_', ' ')} #{first}"
+    return _frame(name, parts, _tooltip(node), class_="frame", **look)
 
 
-def _card(name: str, below: str, width: float, tip: str = "", **look: str) -> Drawing:
+def _card(name: str, below: str, number: str, width: float, tip: str, **look: str) -> Drawing:
     """Two lines of text in a box, at least so wide."""
-    width = max(width, 28 + len(name) * _CHARACTER)
-    card = Drawing(width, _HEIGHT)
-    card.add("title", tip or name)
-    card.rect(0, 0, width, _HEIGHT, rx=6, **look)
+    needed = 28 + len(name) * _CHARACTER, 36 + len(below + number) * _SMALL
+    card = Drawing(max(width, *needed), _HEIGHT)
+    card.add("title", tip)
+    card.rect(0, 0, card.width, _HEIGHT, rx=6, **look)
     card.text(14, 17, name, "name")
     card.text(14, 31.5, below)
+    card.text(card.width - 8, 31.5, number, "number", "end")
     return card
 
 
 def _box(node: Node, width: float = 120.0) -> Drawing:
     """A node with nothing inside, at least so wide."""
-    number, look = f"#{node.index}", _COLOURS.get(node.kind, _GREY)
+    name, look = shorten(node.name, 26), _COLOURS.get(node.kind, _GREY)
+    below = shorten(details(node), 30) or kind_text(node.kind)
     if isinstance(node.params, KernelNodeParams):
         config = node.params.config
         below = f"grid {shape_text(config.grid)} · block {shape_text(config.block)}"
     elif node.kind in (NodeKind.MEMCPY, NodeKind.MEMSET):
         below = details(node).rpartition(", ")[2]  # the size alone
-    else:
-        below = shorten(details(node), 30) or kind_text(node.kind)
-    width = max(width, 36 + len(below + number) * _SMALL)
-    box = _card(shorten(node.name, 26), below, width, _tooltip(node), class_="box", **look)
+    box = _card(name, below, f"#{node.index}", width, _tooltip(node), class_="box", **look)
     edge = "M6 0.5a5.5 5.5 0 0 0-5.5 5.5v28a5.5 5.5 0 0 0 5.5 5.5z"
     box.add("path", d=edge, fill=look["stroke"])
-    box.text(box.width - 8, 31.5, number, "number", "end")
     return box
 
 
-def _frame(
-    name: str, inside: Sequence[Drawing], look: dict[str, str], tip: str = "", kind: str = "frame"
-) -> Drawing:
+def _frame(name: str, inside: Sequence[Drawing], tip: str, **look: str) -> Drawing:
     """A frame with a name around drawings side by side."""
+    head, left, base, face = (
+        (28, _PAD, 19, "name") if look["class_"] == "frame" else (18, 8, 13, "")
+    )
     wide = sum(d.width for d in inside) + _PAD * (len(inside) - 1)
     width = max(wide, len(name) * _CHARACTER, 48.0) + 2 * _PAD
-    head, left, base = (28, _PAD, 19) if kind == "frame" else (18, 8, 13)
     frame = Drawing(width, head + (max(d.height for d in inside) or 20) + _PAD)
-    frame.add("title", tip or name)
-    frame.rect(0, 0, width, frame.height, class_=kind, rx=8, **look)
-    frame.text(left, base, name, "name" if kind == "frame" else "")
+    frame.add("title", tip)
+    frame.rect(0, 0, width, frame.height, rx=8, **look)
+    frame.text(left, base, name, face)
     x = (width - wide) / 2
     for drawing in inside:
         frame.place(x, head, drawing)
@@ -205,16 +200,9 @@ def _tooltip(node: Node) -> str:
     return "\n".join(line for line in (*lines, node.location) if line)
 
 
-# --------------------------------------------------------------------------------------- folding
-
-
 def _folded(body: Outline, order: Sequence[int]) -> list[_Unit]:
-    """Runs of the order that repeat, each as one unit; the rest node by node.
-
-    A run repeats if its nodes agree in what a graph's digest covers, and if every node depends on
-    nodes equally far back; so a layer that also waits for something outside of the layers is not
-    folded.
-    """
+    """Runs of the order that repeat, each as one unit; the rest node by node.  A run repeats if its
+    nodes agree in what a graph's digest covers, and depend on nodes equally far back."""
     at = {index: place for place, index in enumerate(order)}
     keys = []  # equal for nodes of which one may be drawn for all
     for i in order:
@@ -223,33 +211,18 @@ def _folded(body: Outline, order: Sequence[int]) -> list[_Unit]:
     units: list[_Unit] = []
     place = 0
     while place < len(order):
-        period, times = _repetition(keys, place)
+        period, times = max(_repetitions(keys[place:]), key=math.prod)
         ends = range(place, place + period * times + 1, period)
         units.append([tuple(order[start:end]) for start, end in pairwise(ends)])
         place = ends[-1]
     return units
 
 
-def _repetition(keys: Sequence[str], start: int) -> tuple[int, int]:
-    """The period whose repetition from `start` covers the most, and how often it repeats."""
-    best = (1, 1)
-    left = len(keys) - start
-    for period in range(1, left // 2 + 1):
-        same = period
-        while same < left and keys[start + same] == keys[start + same - period]:
-            same += 1
-        times = same // period
-        if times > 1 and period * times >= max(_SHORTEST_FOLD, best[0] * best[1] + 1):
-            best = (period, times)
-    return best
-
-
-def _shortened(units: list[_Unit], limit: int) -> list[_Unit]:
-    """At most about `limit` nodes: those in the middle of the order are left out."""
-    sizes = [len(unit[0]) for unit in units]
-    if sum(sizes) <= limit:
-        return units
-    head = sum(size <= limit // 2 for size in accumulate(sizes))
-    tail = len(units) - sum(size <= (limit - 1) // 2 for size in accumulate(reversed(sizes)))
-    left_out = chain.from_iterable(chain.from_iterable(unit) for unit in units[head:tail])
-    return [*units[:head], [tuple(left_out)], *units[tail:]]
+def _repetitions(keys: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Periods with which the keys begin, and how often each repeats."""
+    yield 1, 1
+    for period in range(1, len(keys) // 2 + 1):
+        same = (keys[k] == keys[k + period] for k in range(len(keys) - period))
+        times = 1 + sum(1 for _ in takewhile(bool, same)) // period
+        if times > 1 and period * times >= _SHORTEST_FOLD:
+            yield period, times
