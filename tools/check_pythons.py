@@ -30,7 +30,7 @@ HYPOTHESIS = {"": "hypothesis", "t": "hypothesis<6.150"}
 """Later ones have a compiled part that no free-threaded Python takes."""
 TESTS = (
     *("tests/contract", "tests/graph/test_change_paths.py"),
-    *("tests/test_launcher.py", "tests/test_kernel_call.py"),
+    *("tests/test_launcher.py", "tests/test_kernel_call.py", "tests/interop/test_recheck.py"),
 )
 MORE = (
     *("tests/graph", "tests/cache", "tests/replay", "tests/state", "tests/property"),

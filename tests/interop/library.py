@@ -81,6 +81,7 @@ class Lib:
 
     array_type: type = Array
     plain: tuple[type, ...] = ()
+    reader = None
 
     def __init__(self, device: ost.Device) -> None:
         self.device = device

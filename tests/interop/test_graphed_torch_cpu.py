@@ -6,7 +6,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import random
+import struct
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +19,9 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import InputError
 from ostinato.interop.graphing import recheck
+from ostinato.interop.graphing.library import Options
 from ostinato.interop.graphing.padding import Padding
+from ostinato.interop.graphing.recheck import Checks
 
 torch: Any = pytest.importorskip("torch")
 
@@ -439,3 +445,142 @@ def test_modules_are_described_by_names_in_the_order_of_their_guards(make: Any) 
         except AssertionError:
             parts = None  # a function of its own has no weights
         assert parts != first.parts, number
+
+
+@pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
+def test_addresses_are_read_anew_and_as_torch_tells_them(make: Any) -> None:
+    library = make(lambda x: x)._library
+    assert library.reader is not None, "torch has the function, and it was not found"
+    rng, linear = random.Random(0), torch.nn.Linear(4, 4)
+    with torch.inference_mode():
+        inferred = torch.ones(5)
+    tensors = [linear.weight, linear.bias, torch.ones(3), torch.ones(6)[2:], inferred]
+
+    def any_tensor() -> Any:
+        return rng.choice(tensors[:4])
+
+    def swap() -> None:
+        one, other = any_tensor(), torch.ones(7)
+        if isinstance(one, torch.nn.Parameter):
+            other = torch.nn.Parameter(other)
+        torch.utils.swap_tensors(one, other)
+
+    def data() -> None:
+        any_tensor().data = torch.ones(4)
+
+    def storage() -> None:
+        any_tensor().data.set_(torch.ones(9).untyped_storage())
+
+    def resize() -> None:
+        any_tensor().data.resize_(rng.choice([1, 1000]))
+
+    def resize_storage() -> None:
+        any_tensor().untyped_storage().resize_(rng.choice([4000, 8000]))
+
+    def move() -> None:
+        torch.__future__.set_swap_module_params_on_conversion(rng.random() < 0.5)
+        linear.to(rng.choice([torch.float32, torch.float64]))
+
+    held = [torch.empty(1)]  # what was let go must not come back at the same address
+    agreed = [0, 0]
+    try:
+        for _ in range(300):
+            checks = Checks(library)
+            before = checks.addresses(tensors)
+            assert before == [t.data_ptr() for t in tensors]
+            match = checks.made(0, ()).match
+            held += [t.detach() for t in tensors]
+            rng.choice([swap, data, storage, resize, resize_storage, move, lambda: None])()
+            same = before == [t.data_ptr() for t in tensors]
+            assert (match((), {}) == []) == same
+            agreed[same] += 1
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert min(agreed) > 40, agreed
+
+
+@pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_call_in_c_tells_the_graph_where_tensors_lie(make: Any, reads: bool) -> None:
+    library, x = make(lambda x: x)._library, torch.ones(5)
+    lock, stream, noted, before = threading.RLock(), object(), [], []
+    captured, turns = Hidden(), SimpleNamespace(last=stream)
+    captured.templates, captured.give = (torch.empty(3), torch.empty(2, 2)), list
+
+    def patch(node: int, argument: int, data: bytes) -> None:
+        assert (node, argument) == (7, 0)
+        noted.append(struct.unpack("32Q", data))
+
+    def replay(name: str, its: object, change: Any) -> bool:
+        assert (name, its) == ("key", stream)
+        while before:
+            before.pop()()
+        return change(SimpleNamespace(patch=patch)) is None
+
+    checks = Checks(library)
+    checks.arguments(["x"], [x], Options())
+    way = recheck._extension.Way(  # type: ignore[union-attr]
+        *(checks.made(1, ()), lock.acquire, lock.release, weakref.ref(captured), turns, stream),
+        *(library.empty_like, library.address, library.reader if reads else None, 7),
+        *(replay, "key", recheck.MISSED, [].append, b""),
+    )
+
+    def call(given: Any) -> Any:
+        made = way.call((given,), {})
+        assert [one.shape for one in made] == [(3,), (2, 2)]
+        where = [given.data_ptr(), *[one.data_ptr() for one in made]]
+        assert [*noted[-1]] == where + [0] * 29
+        return made
+
+    kept = [call(given) for given in (x, torch.ones(7)[2:], x)]
+    before.append(lambda: kept.append(call(torch.ones(5))))  # a call inside of one
+    kept.append(call(x))
+    assert way.call((torch.ones(6),), {}) is recheck.MISSED and len(noted) == 5 == len(kept)
+    with pytest.raises(TypeError, match="only a replay"):
+        way(SimpleNamespace())
+
+
+class Hidden:
+    """Something that weak references can be made of."""
+
+    templates: Any = ()
+    give: Any = None
+
+
+def test_results_of_classes_whose_metaclass_does_more_are_made_by_them() -> None:
+    from ostinato.interop.torch.trees import joiner
+
+    made: list[Any] = []
+
+    class Counting(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            made.append(cls)
+            return super().__call__(*args, **kwargs)
+
+    class Named(type):
+        def __setattr__(cls, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+
+    for meta, counted in ((Named, 0), (Counting, 3)):
+        kind = meta("Output", (collections.OrderedDict,), {})
+        flat: Any = lambda value: ([*value.values()], [*value])  # noqa: E731
+        built: Any = lambda values, keys, kind=kind: kind(zip(keys, values, strict=True))  # noqa: E731
+        torch.utils._pytree.register_pytree_node(kind, flat, built)
+        try:
+            join = joiner(kind(a=1, b=2))
+            made.clear()
+            assert [join([n, n + 1]) for n in range(3)] == [kind(a=n, b=n + 1) for n in range(3)]
+            assert len(made) == 2 * counted
+        finally:
+            torch.utils._pytree._deregister_pytree_node(kind)
+
+
+def test_results_of_transformers_are_made_without_their_constructor() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    from ostinato.interop.torch.trees import joiner
+
+    like = outputs.CausalLMOutputWithPast(logits=torch.ones(2), hidden_states=None)
+    join = joiner(like)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(like), "__post_init__", lambda self: pytest.fail("constructed"))
+        assert join([3]).logits == 3 and vars(join([4])).keys() == vars(like).keys()

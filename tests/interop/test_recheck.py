@@ -6,10 +6,12 @@ each change `match` must be refused unless the key, read anew, is the one that i
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import io
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -264,3 +266,75 @@ def test_numbers_of_a_built_in_method(lib: Lib, kind: Any) -> None:
     assert match((), {}) == []
     tapes[0].close()
     assert match((), {}) is None
+
+
+class Held:
+    """Its attributes are a dict that is noted."""
+
+
+WAYS_TO_CHANGE = """
+def set_attribute(thing, name, value): thing.a = value
+def set_any_attribute(thing, name, value): setattr(thing, name, value)
+def set_past_the_class(thing, name, value): object.__setattr__(thing, name, value)
+def delete_attribute(thing, name, value): vars(thing).get(name, value) and delattr(thing, name)
+def add(thing, name, value): thing.a = thing.a if value is None else thing.a
+def set_item(thing, name, value): thing.__dict__[name] = value
+def set_item_of_dict(thing, name, value): dict.__setitem__(vars(thing), name, value)
+def delete_item(thing, name, value): del vars(thing)[name]
+def update(thing, name, value): vars(thing).update({name: value})
+def update_by_pairs(thing, name, value): vars(thing).update([(name, value)])
+def merge(thing, name, value): held = vars(thing); held |= {name: value}
+def begin_anew(thing, name, value): vars(thing).__init__(**{name: value})
+def pop(thing, name, value): vars(thing).pop(name)
+def pop_item(thing, name, value): vars(thing).popitem()
+def set_default(thing, name, value): vars(thing).setdefault(name, value)
+def clear(thing, name, value): vars(thing).clear()
+def fill(thing, name, value): held = vars(thing); held.clear(); held.update(FULL)
+def turn(thing, name, value): held = vars(thing); held[name] = held.pop(name)
+def run(thing, name, value): exec(f"{name} = given", {"given": value}, vars(thing))
+def run_globally(thing, name, value):
+    vars(thing)["given"] = value
+    exec(f"def f():\\n global {name}\\n {name} = given\\nf()\\ndel f", vars(thing))
+    del vars(thing)["given"], vars(thing)["__builtins__"]
+def delegate(thing, name, value): ctypes.pythonapi.PyDict_SetItem(vars(thing), name, value)
+def nothing(thing, name, value): pass
+"""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_dicts_that_change_in_any_way(lib: Lib, seed: int) -> None:
+    """Each check is made right after each change, by comparison and by the count of changes."""
+    rng = random.Random(seed)
+    values = [None, True, 1, 1.0, 0.5 + 0.5, "a", object(), [], {}]
+    space: dict[str, Any] = {"ctypes": ctypes, "FULL": dict(zip("abcd", values, strict=False))}
+    ctypes.pythonapi.PyDict_SetItem.argtypes = [ctypes.py_object] * 3
+    exec(WAYS_TO_CHANGE, space)
+    ways = [way for way in space.values() if isinstance(way, FunctionType)]
+    agreed = [0, 0]
+    for _ in range(30):
+        thing = Held()
+        vars(thing).update(space["FULL"])
+        held = vars(thing)
+        whole, some = Checks(lib), Checks(lib)
+        whole.items(held, [*held.values()])
+        some.some_items(held, {"a": held["a"], "c": held["c"]})
+        some.size(held, len(held))
+        matches = [checks.made(0, ()).match for checks in (whole, some)]
+        before = [*held.items()]
+        for _ in range(60):
+            with contextlib.suppress(KeyError, AttributeError):
+                way = space["fill"] if rng.random() < 0.2 else rng.choice(ways)
+                way(thing, rng.choice("abcde"), rng.choice(values))
+            assert vars(thing) is held
+            same = [
+                len(held) == len(before)
+                and all(a is c and b is d for (a, b), (c, d) in zip(held.items(), before)),  # noqa: B905
+                len(held) == len(before)
+                and held.get("a", 0) is None
+                and held.get("c") is values[2],
+            ]
+            for _ in range(2):
+                assert [match((), {}) == [] for match in matches] == same, way
+            for each in same:
+                agreed[each] += 1
+    assert min(agreed) > 200, agreed

@@ -81,7 +81,7 @@ class Table:
         self.total = KeyRecord()
         """The counts of all keys together, with the hits of the graphs that are there."""
         self._schedule = Schedule()
-        self._latest: Entry | None = None
+        self.latest: Entry | None = None
         """The last of the entries, if it was used or put in last; and its hits before.  Uses of it
         in a row are one event of the schedule, so that they cost nothing more."""
         self._hits_before = 0
@@ -99,7 +99,7 @@ class Table:
         """The entry under a key.  Counts a hit, and makes it the most recently used."""
         entry = self.entries.get(key)
         if entry is not None:
-            if entry is not self._latest:
+            if entry is not self.latest:
                 self.entries.move_to_end(key)
                 self._begin_uses(entry)
             entry.hits += 1
@@ -108,8 +108,8 @@ class Table:
 
     def _begin_uses(self, entry: Entry | None) -> None:
         """Ends the uses in a row of the latest entry, and begins to count those of this one."""
-        latest, before = self._latest, self._hits_before
-        self._latest, self._hits_before = entry, 0 if entry is None else entry.hits
+        latest, before = self.latest, self._hits_before
+        self.latest, self._hits_before = entry, 0 if entry is None else entry.hits
         if latest is not None and latest.hits > before:
             # Put there without a call: a hit goes through no file but this one.
             trail = self._schedule.trail
@@ -124,7 +124,7 @@ class Table:
 
     def schedule_digest(self) -> str:
         """Of all events so far."""
-        latest = self._latest
+        latest = self.latest
         times = 0 if latest is None else latest.hits - self._hits_before
         return self._schedule.digest(b"" if latest is None else latest.used, times)
 
@@ -222,7 +222,7 @@ class Table:
             entry.record.left[reason] += 1
             entry.record.hits += entry.hits
             self.records.keep(key, entry.record)
-            if entry is self._latest:
+            if entry is self.latest:
                 self._begin_uses(None)
             entry.leaving = True
             if entry.leases:
@@ -382,8 +382,13 @@ class GraphCache(Closeable):
         ClosedError, and what `change` and `GraphExec.launch` raise.
         """
         lock, table = self._lock, self._table
-        with lock:  # as `_lease` and `_release` do, without two more frames
-            entry = table.use(key)
+        with lock:  # as `use`, `_lease` and `_release` do, without a frame for each
+            entry = table.entries.get(key)
+            if entry is None or entry is not table.latest:
+                entry = table.use(key)
+            else:
+                entry.hits += 1
+                table.total.hits += 1
             if entry is not None:
                 entry.leases += 1
         if entry is None:
@@ -397,7 +402,11 @@ class GraphCache(Closeable):
             executable.launch(stream)
         finally:
             with lock:
-                last = table.release(entry)
+                last = False
+                if entry.leaving:
+                    last = table.release(entry)
+                else:
+                    entry.leases -= 1
             if last:
                 entry.executable.close()
         return True

@@ -908,29 +908,55 @@ set_all(const Write *writes, size_t count, unsigned char *before, int *undone)
     return status;
 }
 
-static PyObject *
-kernel_node_set(PyObject *op, PyObject *const *args, Py_ssize_t count)
+/* An offset and bytes that are inside; 0 with an exception. */
+static int
+take_write(KernelNode *self, PyObject *const *args, Py_ssize_t count, Write *write)
 {
-    KernelNode *self = (KernelNode *)op;
     char *raw;
     Py_ssize_t size;
     if (count != 2) {
         PyErr_SetString(PyExc_TypeError, "an offset and bytes are needed");
-        return NULL;
+        return 0;
     }
     Py_ssize_t offset = PyLong_AsSsize_t(args[0]);
     if ((offset == -1 && PyErr_Occurred()) || PyBytes_AsStringAndSize(args[1], &raw, &size) < 0 ||
         !inside(self, offset, size))
+        return 0;
+    *write = (Write){self, (size_t)offset, (size_t)size, 0, raw};
+    return 1;
+}
+
+static int
+is_held(const Write *write)
+{
+    return write->node->held &&
+           memcmp(write->node->data + write->offset, write->raw, write->size) == 0;
+}
+
+static PyObject *
+kernel_node_holds(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    Write write;
+    if (!take_write((KernelNode *)op, args, count, &write))
+        return NULL;
+    return PyBool_FromLong(is_held(&write));
+}
+
+static PyObject *
+kernel_node_set(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    KernelNode *self = (KernelNode *)op;
+    Write write;
+    if (!take_write(self, args, count, &write))
         return NULL;
     if (!is_current(self->current, self->context))
         Py_RETURN_NONE;
     /* A call that changes nothing would take as long, and the next launch longer. */
-    if (self->held && memcmp(self->data + offset, raw, (size_t)size) == 0)
+    if (is_held(&write))
         return PyLong_FromLong(0);
-    unsigned char small[64], *before = size <= 64 ? small : PyMem_Malloc(size);
+    unsigned char small[64], *before = write.size <= 64 ? small : PyMem_Malloc(write.size);
     if (before == NULL)
         return PyErr_NoMemory();
-    Write write = {self, (size_t)offset, (size_t)size, 0, raw};
     int status, undone;
     Py_BEGIN_ALLOW_THREADS
     status = set_all(&write, 1, before, &undone);
@@ -948,6 +974,8 @@ kernel_node_data(PyObject *op, void *Py_UNUSED(closure))
 }
 
 static PyMethodDef kernel_node_methods[] = {
+    {"holds", (PyCFunction)(void (*)(void))kernel_node_holds, METH_FASTCALL,
+     "holds($self, offset, raw, /)\n--\n\nWhether the executable is known to have these bytes."},
     {"set", (PyCFunction)(void (*)(void))kernel_node_set, METH_FASTCALL,
      "set($self, offset, raw, /)\n--\n\nSets bytes of the arguments, in the executable too.  "
      "Returns the status, or None if another context is current.  If it is not 0, nothing was "

@@ -749,6 +749,10 @@ class KernelSetter(Protocol):
         """As they were set last."""
         ...
 
+    def holds(self, offset: int, raw: bytes, /) -> bool:
+        """Whether the executable is known to have these bytes: then `set` would change nothing."""
+        ...
+
     def set(self, offset: int, raw: bytes, /) -> int | None:
         """Sets bytes.  Anything but 0 means that nothing was changed; `exec_set_params` then says
         why, or succeeds."""

@@ -444,7 +444,8 @@ class GraphExec(Launcher, Closeable):
         UpdateRefusedError; the executable is then as before.
         """
         with self._lock:
-            self._argument(node, argument).set(self, value)
+            made = self._arguments.get((node, argument)) if type(node) is int else None
+            (made or self._argument(node, argument)).set(self, value)
 
     def patcher(self, node: Node | int, argument: int | str) -> Patcher:
         """`patch` of one argument, prepared: a call with the value sets it.

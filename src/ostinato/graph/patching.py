@@ -69,6 +69,9 @@ class _PlainSetter:
     def data(self) -> bytes:
         return self._params.arguments.data
 
+    def holds(self, offset: int, raw: bytes, /) -> bool:
+        return self.data[offset : offset + len(raw)] == raw
+
     def set(self, offset: int, raw: bytes, /) -> int:
         params = self._params.with_data(self._params.arguments.with_bytes(offset, raw).data)
         self._set(params)
@@ -247,7 +250,7 @@ class Argument:
     It does not hold the executable, which keeps it.  The caller of a method holds its lock.
     """
 
-    __slots__ = ("_argument", "_live", "_node", "_pack", "_place", "_pointer")
+    __slots__ = ("_argument", "_live", "_node", "_pack", "_place", "_pointer", "_size")
 
     def __init__(self, run: Run, node: Node, argument: int | str) -> None:
         self._node, self._argument = node, argument
@@ -261,11 +264,10 @@ class Argument:
         live = run._live(self._node)
         slot, code, pointer = _found(live, self._argument)
         # Exact types only; whatever is unusual takes the careful way, which also words the errors.
-        self._pack: Callable[[tuple[object, ...]], bytes | None] = (
-            packer(code, (ParameterSlot(0, slot.size),))
-            if code in PLAIN_CODES
-            else partial(_as_it_is, slot.size)
-        )
+        self._pack: Callable[[tuple[object, ...]], bytes | None] | None = None
+        self._size = slot.size
+        if code in PLAIN_CODES:  # and no value is as it is
+            self._pack, self._size = packer(code, (ParameterSlot(0, slot.size),)), -1
         self._place, self._pointer, self._live = slot.offset, pointer, live
         return live
 
@@ -280,8 +282,10 @@ class Argument:
 
     def set(self, run: Run, value: object) -> None:
         """What `GraphExec.patch` does."""
-        live = self._current(run)
-        raw = self._pack((value,))
+        live = self._live
+        if live.gone or run.context.closed or run.graph.closed:  # without a frame, if it is not so
+            live = self._current(run)
+        raw = value if type(value) is bytes and len(value) == self._size else self._packed(value)
         place = self._place
         settled: Iterable[MemoryRange] = ()
         if run._given_back and raw is not None and type(value) is bytes:
@@ -296,7 +300,8 @@ class Argument:
         ):
             raw = self._raw(live, raw, value)
             _write_one(run, live, place, raw, *owner_of(run.context, value, self._pointer))
-        else:  # a number, or bytes, whose owners are not known: only bytes change
+        elif settled or not live.setter.holds(place, raw):
+            # A number, or bytes, whose owners are not known: only bytes change.
             run._shadow.touch(live)
             try:
                 status = live.setter.set(place, raw)
@@ -314,8 +319,15 @@ class Argument:
     def write(self, run: Run, value: object) -> Write:
         """What `set` would write, for `write_all`."""
         live = self._current(run)
-        raw = self._raw(live, self._pack((value,)), value)
+        raw = self._raw(live, self._packed(value), value)
         return Write(live, self._place, raw, *owner_of(run.context, value, self._pointer))
+
+    def _packed(self, value: object) -> bytes | None:
+        """The value's bytes by its exact type: where no signature says what they are, they are
+        bytes already.  None for everything else."""
+        if self._pack is not None:
+            return self._pack((value,))
+        return value if type(value) is bytes and len(value) == self._size else None
 
     def _raw(self, live: Live, raw: bytes | None, value: object) -> bytes:
         """The value's bytes, if they were not packed by its exact type."""
@@ -350,12 +362,6 @@ class Patcher:
     def __call__(self, value: object) -> None:
         with self._lock:
             self._set(self._run, value)
-
-
-def _as_it_is(size: int, values: tuple[object, ...]) -> bytes | None:
-    """Bytes of the right size; None for everything else, of which no signature says how."""
-    (value,) = values
-    return value if type(value) is bytes and len(value) == size else None
 
 
 def _found(live: Live, argument: int | str) -> tuple[ParameterSlot, str, bool]:

@@ -29,6 +29,7 @@ enum {
     SIZE,       /* dicts of as many items as `next` */
     CALLS,      /* keys are functions without arguments; each gives its value */
     ADDRESSES,  /* a function that gives its value for each of the keys */
+    WORDS,      /* a reader, as a tuple, that gives its value for each of the keys */
     UNPACK,     /* a tuple or a list (values[0]) of `count` values, which go into the next slots */
     UNPACK_DICT, /* a dict of exactly these keys, in order, whose values go into the next slots */
     LEAF,       /* belongs to the result of `match` */
@@ -37,12 +38,22 @@ enum {
 
 enum { MOST_SLOTS = 64 };
 
+/* How a library's C function tells the address of an array: its handle is what lies in the Python
+ * object at `offset`, and it gives 0 if it could be read. */
+typedef struct {
+    int32_t (*read)(void *handle, void **result);
+    Py_ssize_t offset;
+} Reader;
+
 typedef struct {
     int operation, slot; /* slot: -1 for an object */
     PyObject *object, **key, **value;
     Py_ssize_t count, next;
-    size_t *word;        /* LOOKUP: where PyDict_Next found each item.  ADDRESSES: the values */
+    size_t *word;        /* LOOKUP: where PyDict_Next found each item.  ADDRESSES, WORDS: the values.
+                          * CALLS: each function in C, if it is a built-in one, or 0 */
     PyCFunction address; /* ADDRESSES: the function itself, if it is known and all values are words */
+    Reader reader;       /* WORDS */
+    uint64_t changes;    /* ITEMS, LOOKUP: of the dict, when the check held last; 0: not known */
 } Check;
 
 typedef struct {
@@ -80,6 +91,77 @@ gives(PyObject *found, PyObject *value)
     int same = equal(found, value);
     Py_DECREF(found);
     return same;
+}
+
+/* Whether each dict counts its changes here: CPython 3.11 and 3.12 give it a number after each one
+ * that no dict had before (PEP 509), in its fourth word; the third one is its size.  From 3.13 on
+ * attributes may be stored past their dict. */
+static int dicts_count;
+
+static uint64_t
+word_of(PyObject *dict, size_t place)
+{
+    uint64_t word;
+    memcpy(&word, (char *)dict + place * sizeof word, sizeof word);
+    return word;
+}
+
+static uint64_t
+changes_of(PyObject *dict)
+{
+    return word_of(dict, 3);
+}
+
+static Py_ssize_t
+size_of(PyObject *dict)
+{
+    return dicts_count ? (Py_ssize_t)word_of(dict, 2) : PyDict_Size(dict);
+}
+
+/* Finds out whether dicts count their changes; -1 with an exception. */
+static int
+try_counts(void)
+{
+    PyObject *dict = PyDict_New();
+    if (dict == NULL)
+        return -1;
+    uint64_t numbers[4];
+    int failed = 0, as_said = sizeof(void *) == 8 && Py_Version < 0x030D0000;
+    for (int i = 0; as_said && i < 4; i++) {
+        PyObject *value = i % 2 ? Py_True : Py_False;
+        failed |= i < 3 ? PyDict_SetItemString(dict, "x", value) : PyDict_DelItemString(dict, "x");
+        numbers[i] = changes_of(dict);
+        as_said = word_of(dict, 2) == (i < 3);
+        for (int j = 0; j < i; j++)
+            as_said &= numbers[i] != numbers[j];
+    }
+    Py_DECREF(dict);
+    dicts_count = as_said;
+    return failed ? -1 : 0;
+}
+
+/* Whether a check of a dict holds: it does while the dict is as it was when it held last. */
+static int
+holds_of_dict(Check *check, PyObject *dict, int (*same)(const Check *, PyObject *))
+{
+    if (check->slot >= 0 || !dicts_count || !is_dict(dict))
+        return same(check, dict);
+    uint64_t now = changes_of(dict); /* before: what `same` calls may change it */
+    if (now != 0 && check->changes == now)
+        return 1;
+    int result = same(check, dict);
+    check->changes = result == 1 ? now : 0;
+    return result;
+}
+
+/* One array's address into `word`; 0 if it cannot be read. */
+static int
+read_word(const Reader *reader, PyObject *array, size_t *word)
+{
+    void *found = NULL;
+    int32_t failed = reader->read((char *)array + reader->offset, &found);
+    *word = (size_t)found;
+    return !failed;
 }
 
 static int
@@ -161,9 +243,27 @@ same_addresses(const Check *check)
     return 1;
 }
 
+static int
+same_words(const Check *check)
+{
+    size_t word;
+    for (Py_ssize_t i = 0; i < check->count; i++)
+        if (!read_word(&check->reader, check->key[i], &word) || word != check->word[i])
+            return 0;
+    return 1;
+}
+
+/* What a function without arguments gives. */
+static PyObject *
+call(PyObject *function, size_t in_c)
+{
+    return in_c ? ((PyCFunction)in_c)(PyCFunction_GetSelf(function), NULL)
+                : PyObject_CallNoArgs(function);
+}
+
 /* 1 if a check holds, 0 if not, -1 with an exception. */
 static int
-holds(const Check *check, PyObject **slots)
+holds(Check *check, PyObject **slots)
 {
     PyObject *subject = check->slot < 0 ? check->object : slots[check->slot];
     PyObject **keys = check->key, **values = check->value, *found;
@@ -202,9 +302,9 @@ holds(const Check *check, PyObject **slots)
         Py_XDECREF(found);
         return found == NULL ? -1 : same;
     case ITEMS:
-        return same_items(check, subject);
+        return holds_of_dict(check, subject, same_items);
     case LOOKUP:
-        return some_items(check, subject);
+        return holds_of_dict(check, subject, some_items);
     case SEQUENCE:
         if (PyList_Size(subject) != check->count)
             return 0;
@@ -214,13 +314,15 @@ holds(const Check *check, PyObject **slots)
         return 1;
     case SIZE:
         for (Py_ssize_t i = 0; i < check->count; i++)
-            if (PyDict_Size(keys[i]) != check->next)
+            if (size_of(keys[i]) != check->next)
                 return 0;
         return 1;
     case CALLS:
         for (Py_ssize_t i = 0; same == 1 && i < check->count; i++)
-            same = gives(PyObject_CallNoArgs(keys[i]), values[i]);
+            same = gives(call(keys[i], check->word[i]), values[i]);
         return same;
+    case WORDS:
+        return same_words(check);
     case ADDRESSES:
         if (check->address != NULL)
             return same_addresses(check);
@@ -384,6 +486,7 @@ is_sound(const Check *check, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t slot
     case ADDRESSES:
     case CALLS:
     case ITEMS:
+    case WORDS:
         return keys == count && values == count;
     case ATTRIBUTES:
     case LOOKUP:
@@ -431,6 +534,31 @@ function_of(PyObject *method, PyObject **objects, Py_ssize_t count)
         found = one;
     }
     return found;
+}
+
+/* Fills `word` with the functions in C of built-in ones without arguments. */
+static void
+find_functions(Check *check)
+{
+    for (Py_ssize_t i = 0; i < check->count; i++)
+        if (Py_TYPE(check->key[i]) == &PyCFunction_Type &&
+            PyCFunction_GetFlags(check->key[i]) == METH_NOARGS)
+            check->word[i] = (size_t)PyCFunction_GetFunction(check->key[i]);
+}
+
+/* A tuple of the address of a C function and an offset; 0 with an exception. */
+static int
+take_reader(PyObject *given, Reader *reader)
+{
+    unsigned long long address;
+    if (!PyTuple_Check(given)) {
+        PyErr_SetString(PyExc_TypeError, "a reader is a tuple");
+        return 0;
+    }
+    if (!PyArg_ParseTuple(given, "Kn", &address, &reader->offset))
+        return 0;
+    reader->read = (int32_t(*)(void *, void **))(uintptr_t)address;
+    return 1;
 }
 
 /* Fills `word` with places; what is not there has any. */
@@ -487,8 +615,19 @@ take_check(Check *check, PyObject *one, PyObject ***words, Py_ssize_t slots)
         return 0;
     }
     check->word = (size_t *)*words;
-    if (check->operation == LOOKUP || check->operation == ADDRESSES)
+    if (check->operation == LOOKUP || check->operation == ADDRESSES || check->operation == CALLS ||
+        check->operation == WORDS)
         *words += known;
+    if (check->operation == CALLS)
+        find_functions(check);
+    if (check->operation == WORDS) {
+        if (!take_reader(check->object, &check->reader))
+            return 0;
+        if (!are_words(check)) {
+            PyErr_SetString(PyExc_ValueError, "an address is none");
+            return 0;
+        }
+    }
     if (check->operation == LOOKUP)
         find_places(check);
     if (check->operation == ADDRESSES && are_words(check))
@@ -591,17 +730,20 @@ typedef struct {
     PyObject *captured;            /* a weak reference, which owns nothing of the graph */
     PyObject *turns, *stream;      /* `turns.last` is the stream, or `turns.take()` is called */
     PyObject *empty_like, *address;
-    PyObject *changing;            /* bytes for the first node to what `replay` is given */
+    PyObject *reader;              /* as that of WORDS, for what `address` gives; or None */
+    PyObject *node;                /* the index of the first node, whose argument 0 is patched */
     PyObject *replay, *name;
     PyObject *missed;              /* the result of a call that is not like the one noted */
     PyObject *timed;               /* is given the microseconds of one call in TIMED */
     PyObject *written;             /* bytes: words, where memory begins and ends that is written */
-    PyObject *last_word, *templates_word, *give_word;
+    PyObject *last_word, *templates_word, *give_word, *patch_word, *zero;
+    PyObject *bytes;               /* for the first node, while `replay` runs */
     Py_ssize_t count;              /* replays */
+    Reader read;                   /* `reader` */
     int ended;
 } Way;
 
-enum { WAY_ARGUMENTS = 14, WAY_OBJECTS = 17 };
+enum { WAY_ARGUMENTS = 15, WAY_OBJECTS = 21 };
 
 static PyObject **
 way_objects(Way *self)
@@ -620,8 +762,13 @@ add_addresses(Way *self, PyObject *arrays, uint64_t *words, Py_ssize_t *used)
         return 0;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *number =
-            PyObject_CallFunctionObjArgs(self->address, PyList_GetItem(arrays, i), NULL);
+        PyObject *array = PyList_GetItem(arrays, i);
+        size_t word;
+        if (self->read.read != NULL && read_word(&self->read, array, &word)) {
+            words[(*used)++] = word;
+            continue;
+        }
+        PyObject *number = PyObject_CallFunctionObjArgs(self->address, array, NULL);
         if (number == NULL)
             return 0;
         words[*used] = PyLong_AsUnsignedLongLong(number);
@@ -679,17 +826,34 @@ new_outputs(Way *self, PyObject *captured)
 static int
 way_launch(Way *self, const uint64_t *words)
 {
+    PyObject *before = self->bytes; /* of a call that this one came into: a finalizer may make it */
     PyObject *bytes = PyBytes_FromStringAndSize((char *)words, MOST_WORDS * sizeof *words);
-    PyObject *change =
-        bytes == NULL ? NULL : PyObject_CallFunctionObjArgs(self->changing, bytes, NULL);
-    PyObject *answer = change == NULL ? NULL
-                                      : PyObject_CallFunctionObjArgs(self->replay, self->name,
-                                                                     self->stream, change, NULL);
+    self->bytes = bytes;
+    PyObject *answer = bytes == NULL
+                           ? NULL
+                           : PyObject_CallFunctionObjArgs(self->replay, self->name, self->stream,
+                                                          (PyObject *)self, NULL);
+    self->bytes = before;
     Py_XDECREF(bytes);
-    Py_XDECREF(change);
     int launched = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     return launched;
+}
+
+/* Changes the executable that `replay` is about to launch: a Way is the change of its call. */
+static PyObject *
+way_change(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    Way *self = (Way *)op;
+    PyObject *executable;
+    if (!PyArg_ParseTuple(args, "O", &executable))
+        return NULL;
+    if (self->bytes == NULL || (kwargs != NULL && PyDict_Size(kwargs) != 0)) {
+        PyErr_SetString(PyExc_TypeError, "only a replay calls it, with an executable");
+        return NULL;
+    }
+    return PyObject_CallMethodObjArgs(executable, self->patch_word, self->node, self->zero,
+                                      self->bytes, NULL);
 }
 
 /* The stream's turn; 0 with an exception. */
@@ -827,17 +991,17 @@ static PyObject *
 way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *words[] = {"recheck",    "acquire", "release",  "captured", "turns",
-                            "stream",     "empty_like", "address", "changing", "replay",
-                            "name",       "missed",  "timed",    "written",  NULL};
+                            "stream",     "empty_like", "address", "reader",   "node",
+                            "replay",     "name",    "missed",   "timed",    "written", NULL};
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Way *self = (Way *)alloc(type, 0);
     if (self == NULL)
         return NULL;
     PyObject *found[WAY_ARGUMENTS];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOOOOOOOO:Way", words, &found[0],
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOOOOOOOOO:Way", words, &found[0],
                                      &found[1], &found[2], &found[3], &found[4], &found[5],
                                      &found[6], &found[7], &found[8], &found[9], &found[10],
-                                     &found[11], &found[12], &found[13])) {
+                                     &found[11], &found[12], &found[13], &found[14])) {
         Py_DECREF(self);
         return NULL;
     }
@@ -846,7 +1010,14 @@ way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->last_word = PyUnicode_InternFromString("last");
     self->templates_word = PyUnicode_InternFromString("templates");
     self->give_word = PyUnicode_InternFromString("give");
-    if (!self->last_word || !self->templates_word || !self->give_word) {
+    self->patch_word = PyUnicode_InternFromString("patch");
+    self->zero = PyLong_FromLong(0);
+    if (!self->last_word || !self->templates_word || !self->give_word || !self->patch_word ||
+        !self->zero) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    if (self->reader != Py_None && !take_reader(self->reader, &self->read)) {
         Py_DECREF(self);
         return NULL;
     }
@@ -873,12 +1044,13 @@ static PyMemberDef way_members[] = {
 
 static PyType_Slot way_slots[] = {
     {Py_tp_doc, "Way(recheck, acquire, release, captured, turns, stream, empty_like, address, "
-                "changing, replay, name, missed, timed, written)\n--\n\n"
+                "reader, node, replay, name, missed, timed, written)\n--\n\n"
                 "A whole call by the short way; see ostinato.interop.graphing.recheck."},
     {Py_tp_new, way_new},
     {Py_tp_dealloc, way_dealloc},
     {Py_tp_traverse, way_traverse},
     {Py_tp_clear, way_clear},
+    {Py_tp_call, way_change},
     {Py_tp_methods, way_methods},
     {Py_tp_members, way_members},
     {0, NULL},
@@ -905,11 +1077,13 @@ module_exec(PyObject *module)
 {
     static const char *const names[OPERATIONS] = {
         "TYPE", "IS", "EQUAL", "READS", "ATTRIBUTES", "DICT", "ITEMS", "LOOKUP", "SEQUENCE", "SIZE",
-        "CALLS", "ADDRESSES", "UNPACK", "UNPACK_DICT", "LEAF",
+        "CALLS", "ADDRESSES", "WORDS", "UNPACK", "UNPACK_DICT", "LEAF",
     };
     for (int i = 0; i < OPERATIONS; i++)
         if (PyModule_AddIntConstant(module, names[i], i) < 0)
             return -1;
+    if (try_counts() < 0)
+        return -1;
     if (PyModule_AddIntConstant(module, "MOST_SLOTS", MOST_SLOTS) < 0)
         return -1;
     return add_type(module, &recheck_spec) < 0 ? -1 : add_type(module, &way_spec);

@@ -80,7 +80,7 @@ class Moves:
     or none."""
 
     def __init__(self, node: int, inputs: int, outputs: tuple[int, ...]) -> None:
-        self.outputs = outputs
+        self.node, self.outputs = node, outputs
         words = struct.Struct(f"{inputs + len(outputs)}Q")
         self._pack, self._rest = words.pack, bytes(_WORDS.size - words.size)
         self.change: Callable[[bytes], Callable[[GraphExec], None]]

@@ -142,6 +142,15 @@ class Checks:
         self._add("ADDRESSES", -1, function, arrays, values, len(values))
         return values
 
+    def addresses(self, arrays: Sequence[Any]) -> list[int]:
+        """Arrays lie where they lie now, which is returned."""
+        library = self.library
+        if library.reader is None:
+            return self.each(library.address, arrays)
+        values = [*map(library.address, arrays)]
+        self._add("WORDS", -1, library.reader, arrays, values, len(values))
+        return values
+
     def array(self, array: Any, slot: int = -1) -> None:
         """An array has the type and the signature that it has now."""
         reads, held = self._array_reads, array if slot < 0 else None
@@ -219,7 +228,7 @@ class Checks:
             self.statics.append(array)
             self.array(array)
             self.reads(array, library.offset)
-        self.pointers += self.each(library.address, arrays)
+        self.pointers += self.addresses(arrays)
 
     def reads(self, held: object, function: Callable[[Any], Any]) -> None:
         """A function gives for an object what it gives now."""
@@ -459,7 +468,7 @@ def recheck(
             guards.walk(noting)
             if tuple(noting.tokens) != work.seen.tokens or not same(noting.arrays, seen[0]):
                 return None
-            if checks.each(library.address, noting.arrays) != seen[1]:
+            if checks.addresses(noting.arrays) != seen[1]:
                 return None
             live = library.live()
             if live is not None:
@@ -483,7 +492,7 @@ def recheck(
         )
         way = _extension.Way(
             *(made, subject.lock.acquire, subject.lock.release, owned, subject.turns, stream),
-            *(library.empty_like, library.address, captured.moves.change),
+            *(library.empty_like, library.address, library.reader, captured.moves.node),
             *(subject.cache.replay, line.name, MISSED, line.times.append, ends),
         )
     return Hot(made.match, line, way)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,11 +46,41 @@ def _default_device() -> Hashable:
     return str(stack[-1].device)
 
 
+def _reader() -> tuple[int, int] | None:
+    """The function of torch's stable C interface that gives a tensor's address, for
+    `Library.reader`.
+
+    It is given a pointer to an `at::Tensor`, which is a pointer to what `_cdata` tells.  Where in
+    Python's objects that lies is found out; None if it is not at the same place in all that are
+    tried."""
+    path = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    try:
+        function = ctypes.CDLL(str(path)).aoti_torch_get_data_ptr
+        one = torch.empty(8, device="cpu")
+        tried = one, one[1:], torch.nn.Parameter(torch.empty(3, device="cpu")), one[:0].clone()
+        addresses = [each.data_ptr() for each in tried]
+    except (OSError, AttributeError, RuntimeError):
+        return None
+    word, address = ctypes.sizeof(ctypes.c_void_p), ctypes.c_void_p()
+    (*places,) = range(object.__basicsize__, torch.Tensor.__basicsize__, word)
+    for each in tried:
+        held = {at: ctypes.c_void_p.from_address(id(each) + at).value for at in places}
+        places = [at for at in places if held[at] == each._cdata]
+    if len(places) != 1:
+        return None
+    for each, known in zip(tried, addresses, strict=True):
+        failed = function(ctypes.c_void_p(id(each) + places[0]), ctypes.byref(address))
+        if failed or (address.value or 0) != known:
+            return None
+    return ctypes.cast(function, ctypes.c_void_p).value or 0, places[0]
+
+
 class Torch:
     """What torch does for `Graphed` (`interop.graphing.library.Library`)."""
 
     array_type = torch.Tensor
     plain = PLAIN
+    reader = _reader()
 
     def __init__(self, device: Device, index: int, generators: Sequence[Any] = ()) -> None:
         self.device, self.index = device, index
