@@ -152,7 +152,10 @@ def test_a_rule_for_every_shape() -> None:
     for hidden in (256, 576, 2048, 3072, 4096, 8192, 16384):
         config = config_of(hidden // 64, 1, 64, inner=2 * hidden, vocabulary=128256)
         for name, product in products_of(config).items():
-            for rows, bits in itertools.product((1, 2, 8, 16, 32, 33, 64), (4, 8)):
-                shape = packed_shape(name, product, rows, bits=bits)
+            for rows, bits, clusters in itertools.product(
+                (1, 2, 8, 9, 16, 32, 33, 64), (4, 8), (True, False)
+            ):
+                given: dict[str, bool] = {"rounded": rows > 8, "clusters": clusters}
+                shape = packed_shape(name, product, rows, bits=bits, **given)
                 assert packed_problem(name, shape, product, rows) is None
                 assert name != "head" or rows == 1 or shape.block_pairs % 32 == 0

@@ -532,7 +532,7 @@ def test_rows_in_clusters_agree_with_numpy(cuda_device: Device, name: str) -> No
     if not cuda_device.capabilities.clusters:
         pytest.skip("no device with clusters")
     config, _ = GPU_CASES[name]
-    rows = (2, 8, 16)
+    rows = (2, 8, 16, 33, 64)
     tunings = {n: in_clusters(config, 600, n) for n in rows}
     checks.run_checks(
         OnDevice(cuda_device), config, rows, sequences=5, context=600, tunings=tunings
@@ -583,6 +583,19 @@ def test_small_streamed_products_agree_with_numpy(cuda_device: Device, rows: int
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
+@pytest.mark.parametrize("rows", [9, 33])
+def test_small_rounded_inputs_agree_with_numpy(cuda_device: Device, rows: int) -> None:
+    if not cuda_device.capabilities.clusters:
+        pytest.skip("no device with clusters")
+    config = config_of(3, 1, 64, hidden=520, inner=1032, vocabulary=257, layers=1)
+    tuning = in_clusters(config, 70, rows)
+    assert tuning.rounded and tuning.down.cluster > 1  # type: ignore[union-attr]
+    machine = OnDevice(cuda_device)
+    checks.run_checks(machine, config, (rows,), sequences=3, context=70, tunings={rows: tuning})
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
 @pytest.mark.parametrize("block", [*BLOCKS, "three launches"])
 def test_small_clusters_agree_with_numpy(cuda_device: Device, block: str) -> None:
     if not cuda_device.capabilities.clusters:
@@ -594,10 +607,12 @@ def test_small_clusters_agree_with_numpy(cuda_device: Device, block: str) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 32])
 def test_a_step_gives_the_same_bits_every_time(cuda_device: Device, rows: int) -> None:
-    machine = OnDevice(cuda_device)
-    bench = checks.Bench(machine, SHAPES["smollm2-135m"], max_rows=rows, sequences=8, context=600)
+    machine, config = OnDevice(cuda_device), SHAPES["smollm2-135m"]
+    tuning = in_clusters(config, 600, rows) if cuda_device.capabilities.clusters else None
+    tunings = {} if tuning is None or rows == 1 else {rows: tuning}
+    bench = checks.Bench(machine, config, max_rows=rows, sequences=8, context=600, tunings=tunings)
     case = next(iter(checks.cases(bench, rows)))
     case.rows["position"] = 500 + np.arange(rows)
     bench.set_case(case)

@@ -63,8 +63,8 @@ class Decoder(Closeable):
     the model's own if that is less.  `sequences`: how many at once.  `max_rows`: rows of the
     largest step, so the size of a prompt's pieces; what suits the device and the context if None.
     `library_rows`: steps of so many rows and more multiply with cuBLASLt where it is installed
-    (`statistics().library` says so, or why not); "auto" goes by the model's size (8 for 1B, 64 for
-    135M), None is never.  Without it `max_rows` goes to 64.
+    (`statistics().library` says so, or why not); "auto" goes by the model's size (33 for 8B, 65 for
+    1B and 135M), None is never.  Without it `max_rows` goes to 64.
 
     `weights`: "packed" leaves a file's quantised matrices as they are and unpacks them in the
     kernels; "bf16" makes all of them bfloat16 in a GPU's memory; "auto" is what is faster
@@ -675,7 +675,7 @@ def _fitting(weights: Weights, device: Device, backend: Backend) -> Weights:
 
 
 _PACKED_ROWS = 32
-"""Most rows of a batch for which steps with packed weights are faster (H100); 64 of 1B are slower."""
+"""Most rows of a batch for which steps with packed weights are faster (H100); 64 of 1B are not."""
 
 
 def formats_for(
