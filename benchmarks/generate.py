@@ -36,6 +36,7 @@ from typing import Any
 import ostinato as ost
 from benchmarks import common
 from ostinato.bench.shapes import SHAPES, traffic
+from ostinato.interop.generate_call import CACHE_NAMES
 from ostinato.models import SamplingOptions
 
 PROMPT = 16
@@ -77,8 +78,9 @@ class Nothing:
         )
         self._made = CausalLMOutputWithPast
 
-    def __call__(self, *, past_key_values: Any = None, **inputs: Any) -> Any:
-        return self._made(logits=self._logits, past_key_values=past_key_values)
+    def __call__(self, **inputs: Any) -> Any:
+        held = {name: inputs[name] for name in CACHE_NAMES if name in inputs}
+        return self._made(logits=self._logits, **held)
 
 
 def one_call(model: Any, ids: Any, tokens: int, **options: Any) -> tuple[list[float], Any]:

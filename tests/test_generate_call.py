@@ -121,6 +121,7 @@ class Tensor:
     [
         ({"position_ids": Tensor()}, 1, "argument position_ids"),
         ({"past_key_values": Tensor()}, 1, "argument past_key_values"),
+        ({"cache": Tensor()}, 1, "argument cache"),
         ({"custom_generate": "someone/something"}, 1, "custom_generate"),
         ({"synced_gpus": True}, 1, "synced_gpus"),
         ({"tokenizer": object()}, 1, "tokenizer"),
@@ -162,10 +163,13 @@ def test_modes() -> None:
 def test_inputs_of_the_model() -> None:
     cache = fake("transformers.cache_utils", "DynamicCache")
     check_inputs({"attention_mask": Tensor(), "past_key_values": cache, "labels": None})
+    check_inputs({"attention_mask": Tensor(), "cache": cache, "labels": None})
     with pytest.raises(NotCovered, match="argument pixel_values"):
         check_inputs({"pixel_values": Tensor()})
     with pytest.raises(NotCovered, match="QuantizedCache"):
         check_inputs({"past_key_values": fake("transformers.cache_utils", "QuantizedCache")})
+    with pytest.raises(NotCovered, match="QuantizedCache"):
+        check_inputs({"cache": fake("transformers.cache_utils", "QuantizedCache")})
 
 
 def test_what_a_mask_leaves_out_is_taken_out() -> None:

@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
 
+from ostinato.interop.generate_call import CACHE_NAMES
 from ostinato.interop.graphing.guards import Guards, same
 from ostinato.interop.graphing.stored import Description, code_text
 from ostinato.interop.torch.library import Torch
@@ -37,18 +38,18 @@ class StandIn:
     objects of their own, as those of replays are."""
 
     def __init__(self, function: Any, static: tuple[str, ...], **options: Any) -> None:
-        assert static == ("past_key_values",)
+        assert static == ("cached",)
         self.function, self.options = function, options
         self.caches: list[Any] = []
         self.shapes: list[Any] = []
         self.closed = False
 
-    def __call__(self, past_key_values: Any, **inputs: Any) -> Any:
-        assert not self.closed
-        self.caches.append(past_key_values)
+    def __call__(self, cache: Any, named: str, **inputs: Any) -> Any:
+        assert not self.closed and named in CACHE_NAMES
+        self.caches.append(cache)
         self.shapes.append({n: v.shape for n, v in inputs.items() if isinstance(v, torch.Tensor)})
-        kind, kept, cached = self.function(past_key_values, **inputs)
-        assert not any(v is past_key_values for v in kept.values())
+        kind, kept, cached = self.function(cache, named, **inputs)
+        assert not any(v is cache for v in kept.values())
         return kind, {n: v.clone() for n, v in kept.items()}, cached
 
     def explain(self) -> str:
@@ -71,7 +72,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     own = mixin._valid_auto_compile_criteria
 
     def valid(self: Any, kwargs: Any, config: Any) -> bool:
-        cache = kwargs.get("past_key_values")
+        (cache,) = [kwargs[name] for name in CACHE_NAMES if name in kwargs]
         return isinstance(cache, transformers.StaticCache) and not config.disable_compile
 
     assert callable(own)

@@ -55,7 +55,8 @@ def check(machine: Any, names: Any, *, clusters: bool = False) -> dict[str, Any]
         config, rows = CHECKED[name]
         started = time.perf_counter()
         context = 777 if config.hidden > 500 else 150
-        tunings = {1: default_tuning(config, context=context, clusters=clusters)}
+        rule = partial(default_tuning, config, context=context, clusters=clusters)
+        tunings = {count: rule(rows=count) for count in rows}
         errors = run_checks(machine, config, rows, sequences=5, context=context, tunings=tunings)
         found[name] = errors
         shown = " ".join(f"{kernel} {error:.1e}" for kernel, error in errors.items() if error)
@@ -125,8 +126,9 @@ def _of_shape(gpu: Gpu, name: str, clusters: bool) -> Iterator[dict[str, Any]]:
     """Steps, pieces of prompts, sampling, and a step kernel by kernel."""
     config = SHAPES[name]
     bench = StepBench(gpu, config, sequences=64 if name == "1B" else 1, context=2048)
-    rule = partial(default_tuning, config, multiprocessors=gpu.multiprocessors, context=2048)
-    single = rule(clusters=clusters)
+    device: dict[str, int] = {"multiprocessors": gpu.multiprocessors, "clusters": clusters}
+    rule = partial(default_tuning, config, context=2048, **device)
+    single = rule()
     steps: list[tuple[str, int, Tuning, tuple[int, ...]]] = [("rule", 1, single, (20, 500))]
     if single.block is not None:
         apart = without_block(single, config, multiprocessors=gpu.multiprocessors)

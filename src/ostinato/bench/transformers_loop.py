@@ -140,6 +140,7 @@ class DecodeLoop:
         self._told = "cache_position" in known
         # Releases before 4.50 call it otherwise.
         self._kept = "logits_to_keep" if "logits_to_keep" in known else "num_logits_to_keep"
+        self._held = "cache" if "cache" in known else "past_key_values"  # releases before 5.24
         ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=self._device)
         self._token = ids
         self._position = torch.zeros((1, 1), dtype=torch.long, device=self._device)
@@ -154,8 +155,8 @@ class DecodeLoop:
         logits = self._model(
             input_ids=token,
             position_ids=position,
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._held: self._cache},
             **told,
         ).logits
         chosen: torch.Tensor = logits[:, -1].argmax(-1, keepdim=True)
@@ -259,9 +260,8 @@ class DecodeLoop:
             logits = self._model(
                 input_ids=ids,
                 position_ids=positions[None],
-                past_key_values=self._cache,
                 use_cache=True,
-                **{self._kept: 1},
+                **{self._held: self._cache, self._kept: 1},
                 **told,
             ).logits
             return int(logits[0, -1].argmax())

@@ -15,6 +15,7 @@ from ostinato.errors import InputError
 from ostinato.models import SamplingOptions
 
 __all__ = [
+    "CACHE_NAMES",
     "NotCovered",
     "Wanted",
     "check_arguments",
@@ -23,6 +24,9 @@ __all__ = [
     "prompts",
     "wanted",
 ]
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What models call their cache: the first since transformers 5.24, the second before."""
 
 _PROCESSORS = "transformers.generation.logits_process"
 _CRITERIA = "transformers.generation.stopping_criteria"
@@ -44,11 +48,11 @@ _ARGUMENTS = (
     "tokenizer",
     "synced_gpus",
     "inputs_embeds",
-    "past_key_values",
+    *CACHE_NAMES,
     "position_ids",
 )
 # What `generate` prepares for a model's calls by itself, and what it prepares has no other meaning.
-_PREPARED = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+_PREPARED = {"attention_mask", "position_ids", *CACHE_NAMES, "logits_to_keep", "use_cache"}
 
 
 class NotCovered(Exception):
@@ -99,9 +103,10 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
     for name, value in inputs.items():
         if name not in _PREPARED and value is not None:
             raise NotCovered(f"the argument {name}")
-    cache = inputs.get("past_key_values")
-    if cache is not None and _name(cache) not in _CACHES:
-        raise NotCovered(f"a {type(cache).__name__}")
+    for name in CACHE_NAMES:
+        cache = inputs.get(name)
+        if cache is not None and _name(cache) not in _CACHES:
+            raise NotCovered(f"a {type(cache).__name__}")
 
 
 def wanted(processors: Iterable[Any], criteria: Iterable[Any], *, draws: bool) -> Wanted:

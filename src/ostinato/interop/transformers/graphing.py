@@ -9,6 +9,7 @@ from typing import Any
 from transformers import cache_utils
 
 from ostinato import Closeable
+from ostinato.interop.generate_call import CACHE_NAMES
 from ostinato.interop.transformers.methods import Method, hooked
 
 __all__ = ["GraphedModel", "graphed"]
@@ -55,13 +56,14 @@ class GraphedModel(Closeable):
         self._closed = False
         self._passed_on: Counter[str] = Counter()
 
-        def decode_step(past_key_values: Any, **inputs: Any) -> Any:
-            outputs = model(past_key_values=past_key_values, **inputs)
+        # `named`: what the model calls its cache.
+        def decode_step(cached: Any, named: str, **inputs: Any) -> Any:
+            outputs = model(**{named: cached}, **inputs)
             # Without the cache, which is another object in the next call of `generate`.
-            kept = {name: v for name, v in outputs.items() if v is not past_key_values}
+            kept = {name: v for name, v in outputs.items() if v is not cached}
             return type(outputs), kept, len(kept) < len(outputs)
 
-        self.step = graphed_function(decode_step, static=("past_key_values",), **options)
+        self.step = graphed_function(decode_step, static=("cached",), **options)
         self._settings: dict[str, Any] = {}
         self._config = model.generation_config
         if self._config.cache_implementation is None:
@@ -92,16 +94,19 @@ class GraphedModel(Closeable):
         checked: Any = None
 
         # Of this call alone: two threads may generate at once.
-        def step(*, past_key_values: Any = None, **inputs: Any) -> Any:
+        def step(**inputs: Any) -> Any:
             nonlocal checked, reason
-            if past_key_values is not checked:
-                reason = _not_static(past_key_values)
-                checked = past_key_values
+            named = next((name for name in CACHE_NAMES if name in inputs), CACHE_NAMES[0])
+            cached = inputs.get(named)
+            if cached is not checked:
+                reason = _not_static(cached)
+                checked = cached
             if reason or self._closed:
                 self._passed_on[reason or "closed"] += 1
-                return model(past_key_values=past_key_values, **inputs)
-            kind, kept, cached = self.step(past_key_values, **inputs)
-            return kind(**kept, past_key_values=past_key_values) if cached else kind(**kept)
+                return model(**inputs)
+            del inputs[named]
+            kind, kept, returned = self.step(cached, named, **inputs)
+            return kind(**kept, **{named: cached}) if returned else kind(**kept)
 
         return step
 

@@ -93,7 +93,7 @@ struct PackedMatrixShape : Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, R
 // FIRST, PAIRS: the pairs of the matrix that they are of; `tile`: of these.
 template <class S, class P> struct PlainWeights {
     static constexpr int FIRST = 0, PAIRS = P::PAIRS, K = P::INPUTS;
-    static constexpr bool REORDERED = false;  // inputs 4 t and on, 4 t + 16 and on: a lane's of 32
+    static constexpr bool REORDERED = false;  // whether a lane has inputs 4 t and on, 4 t + 16 and on
     const bf16 *row0, *row1;  // at the lane's inputs of what is loaded next
     int part;
     int first;  // the first of these
