@@ -13,6 +13,7 @@ import itertools
 import logging
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -514,6 +515,13 @@ def joiner(world: World) -> Case:
 # ------------------------------------------------------------------------------------ graph files
 
 
+def _folder(world: World) -> Path:
+    """Of a case, which ends with its world: not every case comes to its check."""
+    folder = Path(tempfile.mkdtemp(prefix="ostinato-"))
+    weakref.finalize(world, shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _named(world: World) -> dict[str, dict[str, ost.Buffer]]:
     outs = {str(i): out for i, out in enumerate(world.outs)}
     return {"inputs": {"a": world.a}, "outputs": outs}
@@ -522,20 +530,17 @@ def _named(world: World) -> dict[str, dict[str, ost.Buffer]]:
 @scenario
 def graph_saved(world: World) -> Case:
     """With its check, which launches it here and in another process."""
-    folder = Path(tempfile.mkdtemp(prefix="ostinato-"))
+    folder = _folder(world)
     path = folder / "one.graph"
 
     def check(error: OstinatoError | None) -> None:
-        try:
-            if not isinstance(error, StateLostError):
-                assert world.seen() == SIX  # saving leaves all as it was
-            assert [p.name for p in folder.iterdir()] == ([] if error else ["one.graph"])
-            if error is None:
-                loaded = ost.load_graph(world.device, path, buffers={"a": world.b})
-                loaded.instantiate().launch(world.stream)
-                assert loaded.outputs["0"].to_numpy(world.stream)[-1] == 10
-        finally:
-            shutil.rmtree(folder)
+        if not isinstance(error, StateLostError):
+            assert world.seen() == SIX  # saving leaves all as it was
+        assert [p.name for p in folder.iterdir()] == ([] if error else ["one.graph"])
+        if error is None:
+            loaded = ost.load_graph(world.device, path, buffers={"a": world.b})
+            loaded.instantiate().launch(world.stream)
+            assert loaded.outputs["0"].to_numpy(world.stream)[-1] == 10
 
     return lambda: world.graph.save(path, **_named(world)), check
 
@@ -565,7 +570,7 @@ def graph_loaded(world: World) -> Case:
 @scenario
 def step_restored(world: World) -> Case:
     """What is wrong with a restore costs speed alone."""
-    folder = Path(tempfile.mkdtemp(prefix="ostinato-"))
+    folder = _folder(world)
 
     def stored() -> ost.GraphedStep:
         outs = [ost.Slot(str(i), out, ost.Role.OUTPUT) for i, out in enumerate(world.outs)]
@@ -599,7 +604,6 @@ def step_restored(world: World) -> Case:
                 assert world.seen() == SIX
         finally:
             step.close()
-            shutil.rmtree(folder)
 
     return step, check
 
