@@ -67,9 +67,12 @@ class Library(Watcher, Protocol):
 
     def address(self, array: Any, /) -> int: ...
 
-    reader: tuple[int, int] | None
-    """How C code reads `address`, if it can: the address of a C function, and where in an array's
-    Python object that lies which it is given a pointer to (`Reader` in `_recheck.c`)."""
+    @property
+    def reader(self) -> tuple[int, int] | None:
+        """How C code reads `address`, if it can: the address of a C function, and where in an
+        array's Python object that lies which it is given a pointer to (`Reader` in
+        `_recheck.c`)."""
+        ...
 
     def storage(self, array: Any, /) -> MemoryRange:
         """The whole memory that an array is a view of."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def _default_device() -> Hashable:
     return str(stack[-1].device)
 
 
+@cache
 def _reader() -> tuple[int, int] | None:
     """The function of torch's stable C interface that gives a tensor's address, for
     `Library.reader`.
@@ -80,7 +81,6 @@ class Torch:
 
     array_type = torch.Tensor
     plain = PLAIN
-    reader = _reader()
 
     def __init__(self, device: Device, index: int, generators: Sequence[Any] = ()) -> None:
         self.device, self.index = device, index
@@ -95,6 +95,10 @@ class Torch:
         self.empty_like = torch.empty_like
         self._streams: dict[int, tuple[Stream, Any]] = {}
         self._captures = Captures(device, index, self.generators)
+
+    @property
+    def reader(self) -> tuple[int, int] | None:
+        return _reader()
 
     # --- values
     def is_array(self, value: object, /) -> bool:

@@ -96,15 +96,14 @@ class GraphedModel(Closeable):
         # Of this call alone: two threads may generate at once.
         def step(**inputs: Any) -> Any:
             nonlocal checked, reason
-            named = next((name for name in CACHE_NAMES if name in inputs), CACHE_NAMES[0])
-            cached = inputs.get(named)
+            named = CACHE_NAMES[0] if CACHE_NAMES[0] in inputs else CACHE_NAMES[1]
+            cached = inputs.pop(named, None)
             if cached is not checked:
                 reason = _not_static(cached)
                 checked = cached
             if reason or self._closed:
                 self._passed_on[reason or "closed"] += 1
-                return model(**inputs)
-            del inputs[named]
+                return model(**{named: cached}, **inputs)
             kind, kept, returned = self.step(cached, named, **inputs)
             return kind(**kept, **{named: cached}) if returned else kind(**kept)
 

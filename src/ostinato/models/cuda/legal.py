@@ -59,16 +59,15 @@ def problems_of(
             said = matrix_problem(name, shape, product, rows)
             if not said and shape.cluster > 1 and not clusters:
                 said = f"a cluster of {shape.cluster} blocks, which this device does not have"
-            if not said and (shape.ring > 0) != tuning.rounded:
-                said = f"a ring of {shape.ring}, where the head's inputs are rounded or not"
+            said = said or _unlike_head(shape, tuning)
         else:
             said = f"{type(shape).__name__} is not for {rows} rows"
         if said:
             found.append(f"{name}: {said}")
     for name, packed in tuning.packed.items():
         said = packed_problem(name, packed, products_of(config)[name], rows)
-        if not said and isinstance(packed, MatrixShape) and (packed.ring > 0) != tuning.rounded:
-            said = f"a ring of {packed.ring}, where the head's inputs are rounded or not"
+        if isinstance(packed, MatrixShape):
+            said = said or _unlike_head(packed, tuning)
         if said:
             found.append(f"packed {name}: {said}")
     said = attention_problem(tuning.attention, config)
@@ -89,6 +88,12 @@ def problems_of(
     if not isinstance(programmatic, bool):
         found.append(f"programmatic is {programmatic!r}")
     return tuple(found)
+
+
+def _unlike_head(shape: MatrixShape, tuning: Tuning) -> str | None:
+    if (shape.ring > 0) != tuning.rounded:
+        return f"a ring of {shape.ring}, where the head's inputs are rounded or not"
+    return None
 
 
 def _not_whole(shape: Shape | PackedShape | AttentionShape, least: dict[str, int]) -> str | None:

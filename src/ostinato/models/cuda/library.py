@@ -68,11 +68,11 @@ _Arguments: TypeAlias = dict[str, Argument]
 
 _MAX_PIECE_QUERIES, _MAX_PIECE_HEAD = 4, 128  # piece_attention.cu
 
-_PIECE_ATTENTION = {
-    "piece_attention": "live: *const i32, q: *const f32, cache: *const bf16, out: *out bf16, "
-    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
-    "window: u32, scale: f32",
-}
+_PIECE_ATTENTION = (
+    "live: *const i32, q: *const f32, cache: *const bf16, out: *out bf16, row_count: u32, "
+    "heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, window: u32, "
+    "scale: f32"
+)
 UNPACK_SIGNATURE = "bricks: *const u8, out: *bf16, offset: u64, columns: u32, first: u32, size: u32"
 
 _IN, _OUT, _WORKSPACE = kc.ROUNDED_IN, Bound("product_out"), Bound("product_workspace")
@@ -207,7 +207,7 @@ def unpack_source() -> Source:
 
 @cache
 def _piece_attention() -> Source:
-    return kc.source_of("piece_attention", _PIECE_ATTENTION)
+    return kc.source_of("piece_attention", {"piece_attention": _PIECE_ATTENTION})
 
 
 class _LibraryCut:
@@ -253,7 +253,7 @@ class _LibraryCut:
 
     # --- the calls of a layer
     def _norm_qkv_rope(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
-        names = (parameter.split(":")[0] for parameter in kc.SIGNATURES["norm_rope"].split(", "))
+        names = kc.parameter_names(kc.SIGNATURES["norm_rope"])
         given = {**given, "qkv": _OUT, "q_norm": ABSENT, "k_norm": ABSENT}
         rope = KernelCall("norm_rope", tuple((name, given[name]) for name in names))
         return [*self._norm_qkv(rope, given), self.own.launch([rope], after=None)]
@@ -300,14 +300,13 @@ class _LibraryCut:
         macros |= {"PIECE_QUERIES": str(queries), "PIECE_ROWS": str(rows)}
         grid = (-(-self.rows // rows), heads, 1)
         threads = rows // 16 * queries * 32
-        names = [p.name for p in _piece_attention().signatures["piece_attention"].parameters]
         given = {**given, "out": _IN}
         return kc.CudaLaunch(
             "piece_attention",
             _piece_attention(),
             CompileOptions(defines=tuple(macros.items())),
             LaunchConfig(grid, threads),
-            tuple((name, given[name]) for name in names),
+            tuple((name, given[name]) for name in kc.parameter_names(_PIECE_ATTENTION)),
         )
 
     # --- parts

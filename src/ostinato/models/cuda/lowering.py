@@ -77,6 +77,7 @@ __all__ = [
     "Cut",
     "family_macros",
     "lower",
+    "parameter_names",
     "rounded_buffers",
     "source_of",
     "workspace_bytes",
@@ -275,6 +276,11 @@ def workspace_bytes(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
     return Cut(config, rows, chosen, formats or {}, multiprocessors).workspace_bytes
+
+
+def parameter_names(signature: str) -> list[str]:
+    """Of a kernel, in order."""
+    return [part.split(":")[0].strip() for part in signature.split(",")]
 
 
 def shape_macro(name: str) -> str:
@@ -524,7 +530,7 @@ class Cut:
             return [self.launch(calls, after=after)]
         inner = call.kernel == "down_residual"
         given |= {"rounded": ROUNDED_INNER if inner else ROUNDED_IN, "out": ROUNDED_INNER}
-        names = (part.split(":")[0] for part in ROUNDED_SIGNATURES[kernel].split(", "))
+        names = parameter_names(ROUNDED_SIGNATURES[kernel])
         product = KernelCall(kernel, tuple((name, given[name]) for name in names))
         launched = self.launch([product], after=after)
         normed = self.products[_OF_ROUNDED[kernel]].normed
@@ -544,7 +550,7 @@ class Cut:
         self, kernel: str, grid: tuple[int, int, int], threads: int, given: Mapping[str, Argument]
     ) -> CudaLaunch:
         """A launch of pieces.cu."""
-        names = [part.split(":")[0].strip() for part in PIECE_SIGNATURES[kernel].split(",")]
+        names = parameter_names(PIECE_SIGNATURES[kernel])
         # Those of linear.cuh, and no number of rows: all steps share the kernels.
         macros: dict[str, object] = {k: v for k, v in self.shape_macros.items() if k != "ROWS"}
         macros |= {"NORM_THREADS": self._norm_threads, "ROW_THREADS": ROW_THREADS}
@@ -574,8 +580,7 @@ class Cut:
                 arguments.setdefault(name, ABSENT)
         # attention_block reads what `embed` writes before it waits.
         apart = after is None or (kernel == "attention_block" and after == "embed")
-        signature = SIGNATURES.get(kernel) or ROUNDED_SIGNATURES[kernel]
-        names = [part.split(":")[0].strip() for part in signature.split(",")]
+        names = parameter_names(SIGNATURES.get(kernel) or ROUNDED_SIGNATURES[kernel])
         packing = self.packing(calls[0])
         programmatic = self.tuning.programmatic and not apart
         return CudaLaunch(
