@@ -27,7 +27,7 @@ from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.cuda.bricks import device_bytes, formats_of, pays
 from ostinato.models.cuda.library import ProductCall, library_tuning, lower_with_library
-from ostinato.models.cuda.shapes import default_tuning
+from ostinato.models.cuda.shapes import MatrixShape, default_tuning
 from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.program import Bound, decode_program
@@ -207,6 +207,21 @@ def test_a_host_without_compiled_kernels_has_no_packed_weights(
 def test_large_models_are_packed_by_themselves() -> None:
     assert not any(pays(SHAPES[name]) for name in ("135M", "360M"))
     assert pays(SHAPES["1B"]) and pays(SHAPES["8B"])
+
+
+@pytest.mark.parametrize("clusters", [False, True])
+def test_packed_products_use_clusters_where_the_device_has_them(clusters: bool) -> None:
+    """Also for models none of whose other products shares inputs among blocks."""
+    config = SHAPES["8B"]
+    formats = formats_of(config, lambda name: PackedCheckpoint(config, "Q4_K_M", "").raw(name).type)
+    tuning = default_tuning(config, rows=64, context=512, clusters=clusters)
+    assert isinstance(tuning.output, MatrixShape) and tuning.output.cluster == 1
+    steps = kc.lower(
+        decode_program(config), config, rows=64, context=512, tuning=tuning, formats=formats
+    )
+    found = {one.kernel: one.config.cluster for one in steps if isinstance(one, kc.CudaLaunch)}
+    shared = {name for name, cluster in found.items() if cluster is not None}
+    assert shared >= {"rounded_output"} if clusters else not shared, found
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

@@ -440,7 +440,7 @@ def test_clusters_are_not_used_where_the_device_has_none(
     clustered = replace(tuned(), attention=shapes.AttentionShape(1, 2, 2, 8, 8))
     key = TuningKey.of(SMALL, 1, GPU)
     store.save(key, clustered, before={20: 100.0}, after={20: 90.0}, seconds=1.0)
-    assert chosen(store, clusters=True).tuning == clustered
+    assert chosen(store, clusters=True).tuning == replace(clustered, clusters=True)
     with caplog.at_level(logging.WARNING):
         assert chosen(store).origin is choosing.Origin.DEFAULT
     assert "clusters of 8" in caplog.text
@@ -454,6 +454,22 @@ def test_other_kernel_code_has_no_stored_tuning(
     assert chosen(store).origin is choosing.Origin.DEFAULT
     (entry,) = store.entries()
     assert "other kernel code" in str(entry.problem)
+
+
+def test_the_code_of_every_kernel_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = choosing.sources_digest.__wrapped__
+    kernels = tmp_path / "kernels"
+    shutil.copytree(choosing._KERNELS, kernels)
+    monkeypatch.setattr(choosing, "_KERNELS", kernels)
+    before = digest()
+    files = [path for path in kernels.iterdir() if path.is_file()]
+    assert len(files) > 15
+    for path in files:
+        text = path.read_text()
+        path.write_text(text + "\n")
+        assert digest() != before, path.name
+        path.write_text(text)
+    assert digest() == before
 
 
 def changed(path: Path, **changes: Any) -> None:

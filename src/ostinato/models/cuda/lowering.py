@@ -384,7 +384,6 @@ class Cut:
             return getattr(self.tuning, name)  # type: ignore[no-any-return]
         if (known := self.tuning.packed.get(name)) is not None:
             return known
-        output = self.tuning.output
         return packed_shape(
             name,
             self.products[name],
@@ -392,7 +391,7 @@ class Cut:
             bits=max(FORMATS[part.kind].unit for part in packing) // 128,
             multiprocessors=self.multiprocessors,
             rounded=self.tuning.rounded,
-            clusters=isinstance(output, MatrixShape) and output.cluster > 1,
+            clusters=self.tuning.clusters,
         )
 
     def blocks(self, name: str, packing: _Packing = None) -> int:

@@ -272,6 +272,8 @@ class Tuning:
     block: BlockShape | None = None
     """One kernel for the first three of a layer; `qkv`, `output` and `attention` are not used then.
     One row, and a device with clusters."""
+    clusters: bool = False
+    """Whether the device has clusters, which the rule's shapes of packed products use then."""
 
     @property
     def rounded(self) -> bool:
@@ -387,7 +389,8 @@ def default_tuning(
         else:
             attention = _attention_shape(config, rows, context, multiprocessors)
         starts = _STARTS_OF_FEW_ROWS if not rounded and config.inner >= _LONG else {}
-        return Tuning(qkv, output, gate_up, down, head, attention, dict(starts))
+        shapes = (qkv, output, gate_up, down, head)
+        return Tuning(*shapes, attention, dict(starts), clusters=clusters)
     block = None
     if clusters:
         attention = _cluster_shape(config, context, multiprocessors)
@@ -402,7 +405,8 @@ def default_tuning(
     if block is not None:
         gate_up, down = _few_blocks(products, gate_up, down, multiprocessors)
         starts["norm_gate_up"] = "AFTER_WAIT"
-    return Tuning(qkv, output, gate_up, down, head, attention, starts, block=block)
+    shapes = (qkv, output, gate_up, down, head)
+    return Tuning(*shapes, attention, starts, block=block, clusters=clusters)
 
 
 def layer_bytes(config: LlamaConfig) -> int:
