@@ -226,8 +226,14 @@ class Lib:
     def extent(self, array: Array, /) -> int | None:
         return 4 * array.size
 
-    def empty_like(self, array: Array, /) -> Array:
-        return Array(self, array.shape)
+    def recipe(self, array: Array, /) -> tuple[Any, ...]:
+        return (array.shape,)
+
+    def new(self, *recipe: Any) -> Array:
+        return Array(self, *recipe)
+
+    def maker(self) -> Callable[..., Any]:
+        return self.new
 
     stable: tuple[type, ...] = ()
 

@@ -70,12 +70,12 @@ class OnCpu(Torch):
     inside = False
 
     def __init__(self, device: Device) -> None:
-        self.device, self.index, self.generators = device, 0, ()
+        self.device, self.index, self.generators = device, -1, ()
+        self.where = torch.device("cpu")
         self.capturing = lambda: OnCpu.inside
         self.address = torch.Tensor.data_ptr
         self.offset = torch.Tensor.storage_offset
         self.clone = torch.Tensor.clone
-        self.empty_like = torch.empty_like
         self.ours = device.create_stream()
         self.current = self.stream
 

@@ -505,7 +505,8 @@ def test_a_call_in_c_tells_the_graph_where_tensors_lie(make: Any, reads: bool) -
     library, x = make(lambda x: x)._library, torch.ones(5)
     lock, stream, noted, before = threading.RLock(), object(), [], []
     captured, turns = Hidden(), SimpleNamespace(last=stream)
-    captured.templates, captured.give = (torch.empty(3), torch.empty(2, 2)), list
+    made = torch.empty(3), torch.empty(2, 2)
+    captured.recipes, captured.give = (*map(library.recipe, made),), list
 
     def patch(node: int, argument: int, data: bytes) -> None:
         assert (node, argument) == (7, 0)
@@ -521,7 +522,7 @@ def test_a_call_in_c_tells_the_graph_where_tensors_lie(make: Any, reads: bool) -
     checks.arguments(["x"], [x], Options())
     way = recheck._extension.Way(  # type: ignore[union-attr]
         *(checks.made(1, ()), lock.acquire, lock.release, weakref.ref(captured), turns, stream),
-        *(library.empty_like, library.address, library.reader if reads else None, 7),
+        *(library.maker(), library.address, library.reader if reads else None, 7),
         *(replay, "key", recheck.MISSED, [].append, b""),
     )
 

@@ -114,7 +114,7 @@ def test_close_and_invalidate(lib: Lib, make: Any) -> None:
         step(lib.array(numbers()))
 
 
-@pytest.mark.parametrize("what", ["empty_like", "clone", "address", "stage", "replay"])
+@pytest.mark.parametrize("what", ["new", "clone", "address", "stage", "replay"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_errors_leave_it_as_it_was(
     lib: Lib,

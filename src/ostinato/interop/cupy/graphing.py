@@ -259,8 +259,19 @@ class CuPy:
         whole = dense(array.shape, array.strides, array.itemsize)
         return int(array.nbytes) if whole else None
 
-    def empty_like(self, array: Any, /) -> Any:
-        return cupy.empty_like(array)
+    def recipe(self, array: Any, /) -> tuple[Any, ...]:
+        axes = sorted(range(array.ndim), key=lambda i: -array.strides[i])  # of equal ones as before
+        shape = tuple([array.shape[i] for i in axes])
+        places = None if axes == [*range(array.ndim)] else tuple(map(axes.index, range(array.ndim)))
+        return shape, array.dtype, places
+
+    def new(self, *recipe: Any) -> Any:
+        shape, dtype, places = recipe
+        made = cupy.empty(shape, dtype)
+        return made if places is None else made.transpose(places)
+
+    def maker(self) -> Callable[..., Any]:
+        return self.new
 
     def narrow(self, array: Any, axis: int, size: int) -> Any:
         return array[(slice(None),) * axis + (slice(size),)]

@@ -729,14 +729,14 @@ typedef struct {
     PyObject *acquire, *release;   /* of the lock */
     PyObject *captured;            /* a weak reference, which owns nothing of the graph */
     PyObject *turns, *stream;      /* `turns.last` is the stream, or `turns.take()` is called */
-    PyObject *empty_like, *address;
+    PyObject *maker, *address;
     PyObject *reader;              /* as that of WORDS, for what `address` gives; or None */
     PyObject *node;                /* the index of the first node, whose argument 0 is patched */
     PyObject *replay, *name;
     PyObject *missed;              /* the result of a call that is not like the one noted */
     PyObject *timed;               /* is given the microseconds of one call in TIMED */
     PyObject *written;             /* bytes: words, where memory begins and ends that is written */
-    PyObject *last_word, *templates_word, *give_word, *patch_word, *zero;
+    PyObject *last_word, *recipes_word, *give_word, *patch_word, *zero;
     PyObject *bytes;               /* for the first node, while `replay` runs */
     Py_ssize_t count;              /* replays */
     Reader read;                   /* `reader` */
@@ -801,23 +801,26 @@ are_apart(Way *self, const uint64_t *words, Py_ssize_t used)
 static PyObject *
 new_outputs(Way *self, PyObject *captured)
 {
-    PyObject *like = PyObject_GetAttr(captured, self->templates_word);
-    if (like == NULL)
+    PyObject *recipes = PyObject_GetAttr(captured, self->recipes_word);
+    if (recipes == NULL)
         return NULL;
     PyObject *made = NULL;
-    if (!PyTuple_Check(like))
-        PyErr_SetString(PyExc_TypeError, "templates is no tuple");
+    if (!PyTuple_Check(recipes))
+        PyErr_SetString(PyExc_TypeError, "recipes is no tuple");
     else
-        made = PyList_New(PyTuple_Size(like));
-    for (Py_ssize_t i = 0; made != NULL && i < PyTuple_Size(like); i++) {
-        PyObject *one =
-            PyObject_CallFunctionObjArgs(self->empty_like, PyTuple_GetItem(like, i), NULL);
+        made = PyList_New(PyTuple_Size(recipes));
+    for (Py_ssize_t i = 0; made != NULL && i < PyTuple_Size(recipes); i++) {
+        PyObject *recipe = PyTuple_GetItem(recipes, i), *one = NULL;
+        if (PyTuple_Check(recipe))
+            one = PyObject_Call(self->maker, recipe, NULL);
+        else
+            PyErr_SetString(PyExc_TypeError, "a recipe is no tuple");
         if (one == NULL)
             Py_CLEAR(made);
         else
             PyList_SetItem(made, i, one);
     }
-    Py_DECREF(like);
+    Py_DECREF(recipes);
     return made;
 }
 
@@ -991,7 +994,7 @@ static PyObject *
 way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *words[] = {"recheck",    "acquire", "release",  "captured", "turns",
-                            "stream",     "empty_like", "address", "reader",   "node",
+                            "stream",     "maker",   "address",  "reader",   "node",
                             "replay",     "name",    "missed",   "timed",    "written", NULL};
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Way *self = (Way *)alloc(type, 0);
@@ -1008,11 +1011,11 @@ way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     for (int i = 0; i < WAY_ARGUMENTS; i++)
         way_objects(self)[i] = Py_NewRef(found[i]);
     self->last_word = PyUnicode_InternFromString("last");
-    self->templates_word = PyUnicode_InternFromString("templates");
+    self->recipes_word = PyUnicode_InternFromString("recipes");
     self->give_word = PyUnicode_InternFromString("give");
     self->patch_word = PyUnicode_InternFromString("patch");
     self->zero = PyLong_FromLong(0);
-    if (!self->last_word || !self->templates_word || !self->give_word || !self->patch_word ||
+    if (!self->last_word || !self->recipes_word || !self->give_word || !self->patch_word ||
         !self->zero) {
         Py_DECREF(self);
         return NULL;
@@ -1043,7 +1046,7 @@ static PyMemberDef way_members[] = {
 };
 
 static PyType_Slot way_slots[] = {
-    {Py_tp_doc, "Way(recheck, acquire, release, captured, turns, stream, empty_like, address, "
+    {Py_tp_doc, "Way(recheck, acquire, release, captured, turns, stream, maker, address, "
                 "reader, node, replay, name, missed, timed, written)\n--\n\n"
                 "A whole call by the short way; see ostinato.interop.graphing.recheck."},
     {Py_tp_new, way_new},

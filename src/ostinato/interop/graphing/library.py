@@ -136,8 +136,17 @@ class Library(Watcher, Protocol):
         """How many bytes an array takes, if these in a row are its value; else None."""
         ...
 
-    def empty_like(self, array: Any, /) -> Any:
-        """A new array of the layout of one that has an `extent`."""
+    def recipe(self, array: Any, /) -> tuple[Any, ...]:
+        """Arguments of `new` for arrays of the layout of one that has an `extent`; they keep no
+        memory."""
+        ...
+
+    def new(self, *recipe: Any) -> Any:
+        """A new array by a `recipe`."""
+        ...
+
+    def maker(self) -> Callable[..., Any]:
+        """`new`, or a faster function that does the same wherever `situation` is as it is now."""
         ...
 
     def narrow(self, array: Any, axis: int, size: int) -> Any:

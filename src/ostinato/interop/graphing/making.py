@@ -129,7 +129,7 @@ class Maker:
             pointers=subject.pointers(work),
             epoch=work.epoch,
             moves=moves,
-            templates=tuple([tree.leaves[i] for i in moved]),
+            recipes=tuple([library.recipe(tree.leaves[i]) for i in moved]),
         )
         if self._keeps:
             captured.call = Work(args, kwargs, inputs, work.statics, work.dynamic, work.sizes)

@@ -399,7 +399,7 @@ def launch(
         if leaves is not None:
             captured.stage(leaves)
         return [] if cache.replay(line.name, stream) else None
-    made = [*map(library.empty_like, captured.templates)]
+    made = [library.new(*recipe) for recipe in captured.recipes]
     address = library.address
     packed = moves.packed(map(address, leaves or ()), map(address, made))
     return made if cache.replay(line.name, stream, moves.change(packed)) else None
@@ -492,7 +492,7 @@ def recheck(
         )
         way = _extension.Way(
             *(made, subject.lock.acquire, subject.lock.release, owned, subject.turns, stream),
-            *(library.empty_like, library.address, library.reader, captured.moves.node),
+            *(library.maker(), library.address, library.reader, captured.moves.node),
             *(subject.cache.replay, line.name, MISSED, line.times.append, ends),
         )
     return Hot(made.match, line, way)

@@ -47,8 +47,8 @@ class Captured:
     """Of the guarded arrays."""
     moves: Moves | None = None
     """How the graph itself copies the arrays of a call; None if that is done around it."""
-    templates: tuple[Any, ...] = ()
-    """The outputs that it copies itself."""
+    recipes: tuple[tuple[Any, ...], ...] = ()
+    """Of new arrays for the outputs that it copies itself (`Library.recipe`)."""
     give: Callable[[Sequence[Any]], Any] = lambda made: None
     """The result of a call that writes no arguments and has no dynamic sizes, from the outputs
     that were copied by the graph, or none if it copies none."""

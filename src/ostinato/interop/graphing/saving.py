@@ -239,5 +239,5 @@ class Saving:
             pointers=self._subject.pointers(work),
             epoch=work.epoch,
             moves=moves,
-            templates=tuple([outputs[i] for i in moved or ()]),
+            recipes=tuple([library.recipe(outputs[i]) for i in moved or ()]),
         )

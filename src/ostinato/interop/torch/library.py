@@ -28,6 +28,11 @@ _deterministic = torch._C._get_deterministic_algorithms
 _precision = torch._C._get_float32_matmul_precision
 _overriding = torch._C._len_torch_function_stack
 _dispatching = torch._C._len_torch_dispatch_stack
+# Both None in a torch without CUDA.
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_empty_here = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+"""`empty_strided` on the current device, as the code that torch.compile makes calls it: half the
+time."""
 
 
 def _default_device() -> Hashable:
@@ -83,7 +88,7 @@ class Torch:
     plain = PLAIN
 
     def __init__(self, device: Device, index: int, generators: Sequence[Any] = ()) -> None:
-        self.device, self.index = device, index
+        self.device, self.index, self.where = device, index, torch.device("cuda", index)
         self.generators = tuple(generators)
         # The function in Python asks whether CUDA was built in, each time.
         capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
@@ -92,7 +97,6 @@ class Torch:
         self.address = torch.Tensor.data_ptr
         self.offset = torch.Tensor.storage_offset
         self.clone = torch.Tensor.clone
-        self.empty_like = torch.empty_like
         self._streams: dict[int, tuple[Stream, Any]] = {}
         self._captures = Captures(device, index, self.generators)
 
@@ -181,7 +185,9 @@ class Torch:
         )
 
     def situation(self) -> tuple[Callable[[], Any], ...]:
-        around = self.capturing, self.current, _overriding, _dispatching
+        around = [self.capturing, self.current, _overriding, _dispatching]
+        if _current_device is not None:
+            around.append(_current_device)
         if torch._C._is_any_autocast_enabled() or _overriding():
             return (*around, self.modes)
         return (
@@ -230,6 +236,17 @@ class Torch:
             return None
         nbytes = tensor.numel() * tensor.element_size()
         return nbytes if tensor.data_ptr() or not nbytes else None
+
+    def recipe(self, tensor: torch.Tensor, /) -> tuple[Any, ...]:
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+    def new(self, *recipe: Any) -> torch.Tensor:
+        shape, strides, dtype = recipe
+        return torch.empty_strided(shape, strides, dtype=dtype, device=self.where)
+
+    def maker(self) -> Callable[..., Any]:
+        here = _current_device is not None and _current_device() == self.index
+        return self.new if _empty_here is None or not here else _empty_here
 
     def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], None]:
         into = list(buffers)
