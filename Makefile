@@ -8,13 +8,19 @@ GPU_PYTHON ?= $(BIN)/python
 # Processes that share the GPU; tests that measure the whole device's memory come after, alone.
 GPU_JOBS ?= 8
 PROMPT ?= Why is the sky blue?
+# For `make torch`: where PyTorch without CUDA comes from, and the versions of transformers.
+TORCH_INDEX  ?= https://download.pytorch.org/whl/cpu
+TRANSFORMERS ?= 5.17 5.24
 # What an installation is made from; everything else is used where it lies.
 BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinato/interop/graphing/*.c src/ostinato/models/native/*.[ch])
 
 # Tests start hundreds of processes: what these import is compiled once, whatever the environment says.
 TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all check format native dist gpu sanitize bench docs site clean setup
+TORCH_TESTS := $(addprefix tests/,interop test_accelerate.py test_generate_call.py test_graphed_generate.py \
+    test_manners.py test_public_names.py)
+
+.PHONY: demo test test-all torch pythons check format native dist gpu sanitize bench docs site clean setup
 
 $(VENV)/.runtime: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,6 +45,17 @@ test-all: $(VENV)/.dev          ## the slow ones too, and new random examples
 
 pythons: $(VENV)/.dev           ## the graph layer's tests on the other Pythons of this machine
 	$(BIN)/python -m tools.check_pythons $(ARGS)
+
+torch:                          ## the tests that need PyTorch and transformers, on the CPU, with each version
+	@set -e; for version in $(TRANSFORMERS); do \
+	    folder=$(VENV)-torch-$$version; python=$$folder/bin/python; \
+	    test -x $$python || $(PYTHON) -m venv $$folder; \
+	    $$python -m pip install --quiet --disable-pip-version-check --index-url $(TORCH_INDEX) torch; \
+	    $$python -m pip install --quiet --disable-pip-version-check "transformers==$$version.*" -e ".[llm]" \
+	        pytest pytest-timeout pytest-xdist hypothesis networkx; \
+	    echo "transformers $$version"; \
+	    $$python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal -m "not slow and not gpu" $(TORCH_TESTS) $(ARGS); \
+	done
 
 check: $(VENV)/.dev             ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -81,4 +98,4 @@ bench:                          ## benchmarks on this machine; results under ben
 	$(HERE) $(GPU_PYTHON) -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/ostinato/*/*.so
+	rm -rf $(VENV) $(VENV)-torch-* .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/ostinato/*/*.so
