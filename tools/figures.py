@@ -367,6 +367,53 @@ def profile() -> Iterable[str]:
     return _table(head, rows)
 
 
+def profile_batches() -> Iterable[str]:
+    """A launch by what it stands for: rounded inputs have kernels of other names."""
+    steps = ("batch-8", "batch-32", "batch-64", "q8_0-batch-32", "q4_k_m-batch-32")
+    titles = ("8", "32", "64", "32, Q8_0", "32, Q4_K_M")
+    whats = {
+        "norms, once for all": ("norm_rows",),
+        "QKV": ("rounded_qkv_rope", "norm_qkv_rope"),
+        "attention": ("attention",),
+        "output": ("rounded_output", "output_residual"),
+        "gate and up": ("rounded_gate_up", "norm_gate_up"),
+        "down": ("rounded_down", "down_residual"),
+        "head": ("rounded_head", "head"),
+        "embed, sample, advance": ("embed", "sample", "advance"),
+    }
+    found = [results(f"profile-1B-{step}-{H100}") for step in steps]
+
+    def cell(result: Any, names: Sequence[str]) -> str:
+        rows = [r for r in result["rows"] if r["name"] in names]
+        if not rows:
+            return ""
+        return f"{sum(r['total_us'] for r in rows):,.0f} ({_bytes_us(rows):,.0f})"
+
+    return _table(
+        ("µs of a step of so many rows", *titles),
+        [
+            *([what, *(cell(result, names) for result in found)] for what, names in whats.items()),
+            ["the step", *(f"{r['summary']['step_us']:,.0f}" for r in found)],
+            ["its floor", *(f"{r['ceiling']['floor_us']:,.0f}" for r in found)],
+        ],
+    )
+
+
+def _bytes_us(rows: Sequence[dict[str, Any]]) -> float:
+    return sum(r["floor_us"] * r["launches"] for r in rows)
+
+
+def prompts() -> Iterable[str]:
+    lengths = (512, 4096, 16384)
+    rows = results(_BATCHES)["rows"]
+    ours = [row(rows, {"kind": "prompt", "way": "capture", "prompt": n}) for n in lengths]
+    return _columns(
+        ("a prompt of", *map(_count, lengths)),
+        ("tokens a second", ours, _speed),
+        ("ms to the first token", ours, lambda r: f"{r['first_token_us'] / 1e3:,.1f}"),
+    )
+
+
 def attention() -> Iterable[str]:
     rows = results(f"kernels-{H100}")["rows"]
     cells = [("135M", 20), ("135M", 500), ("360M", 20), ("360M", 500)]
@@ -579,7 +626,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     table.__name__: table
     for table in (
         replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200, contexts,
-        shapes, floor, profile, attention, startup, load, host, join,
+        shapes, floor, profile, profile_batches, prompts, attention, startup, load, host, join,
         torch_graphed, generate, weights, weights_h100,
     )
 }  # fmt: skip

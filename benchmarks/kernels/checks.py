@@ -158,8 +158,12 @@ class Bench:
         host["cache"] = from_bf16(to_bf16(cache))
         nan = np.float32(np.nan)
         between = rounded_buffers(c, max_rows)
-        host |= {name: np.full(shape, nan) for name, (shape, _) in between.items()}
-        self.halves = matrices | {"cache", *between}
+        for name, (shape, dtype) in between.items():
+            host[name] = (
+                np.full(shape, nan) if dtype == np.uint16 else np.full(shape, 1 << 62, dtype)
+            )
+        self.halves = matrices | {"cache"}
+        self.halves |= {name for name, (_, dtype) in between.items() if dtype == np.uint16}
         for name, width in (
             ("x", c.hidden),
             ("q", c.query_size),

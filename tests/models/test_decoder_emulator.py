@@ -68,7 +68,7 @@ class EmulatedBackend:
         return {}
 
     def buffers(self, config: Any, rows: Any, context: int, *, formats: Any) -> dict[str, Any]:
-        return {}
+        return dict(kc.rounded_buffers(config, max(rows)))
 
     def give_up_library(self, reason: str) -> bool:
         return False

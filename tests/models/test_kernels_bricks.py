@@ -155,7 +155,6 @@ def test_a_rule_for_every_shape() -> None:
             for rows, bits, clusters in itertools.product(
                 (1, 2, 8, 9, 16, 32, 33, 64), (4, 8), (True, False)
             ):
-                given: dict[str, bool] = {"rounded": rows > 8, "clusters": clusters}
-                shape = packed_shape(name, product, rows, bits=bits, **given)
+                shape = packed_shape(name, product, rows, bits=bits, clusters=clusters)
                 assert packed_problem(name, shape, product, rows) is None
                 assert name != "head" or rows == 1 or shape.block_pairs % 32 == 0

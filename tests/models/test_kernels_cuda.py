@@ -66,11 +66,9 @@ QUICK_FAMILIES = [
 ]
 
 
-def in_clusters(
-    config: LlamaConfig, context: int = 2048, rows: int = 1, *, rounded: bool = False
-) -> shapes.Tuning:
+def in_clusters(config: LlamaConfig, context: int = 2048, rows: int = 1) -> shapes.Tuning:
     """The rule's tuning for a device that has clusters."""
-    return shapes.default_tuning(config, rows=rows, context=context, clusters=True, rounded=rounded)
+    return shapes.default_tuning(config, rows=rows, context=context, clusters=True)
 
 
 def distinct(launches: tuple[kc.CudaLaunch, ...]) -> list[kc.CudaLaunch]:
@@ -86,16 +84,16 @@ def test_launches_follow_the_program(shape: str, rows: int) -> None:
     config = SHAPES[shape]
     program = decode_program(config)
     launches = kc.lower(program, config, rows=rows, context=500)
-    if rows == 64:  # a norm is a launch of its own, and all that is rounded has a place of its own
-        normed = ("norm_qkv_rope", "norm_gate_up", "head")
+    if rows > 1:  # all that is rounded has a place of its own, and products carry norms on
         names = [shapes.ROUNDED_CALLS.get(call.kernel, call.kernel) for call in program]
-        pairs = zip(program, names, strict=True)
-        assert [one.kernel for one in launches] == [
-            name for c, n in pairs for name in (("norm_rows", n) if c.kernel in normed else (n,))
-        ]
-        kept = [one for one in launches if one.kernel != "norm_rows"]
-        added = {"workspace", "rounded", "out"}
-        replaced = {"x", "norm", "epsilon", "attended", "inner", "heads", "kv_heads", "head_size"}
+        assert [one.kernel for one in launches] == [names[0], "norm_rows", *names[1:]]
+        kept = [launches[0], *launches[2:]]
+        added = {"workspace", "rounded", "out", "squares", "norm", "next"}
+        replaced = {"x", "norm", "attended", "inner", "heads", "kv_heads", "head_size"}
+        normed = [call for call in program if "norm" in dict(call.arguments)]
+        carried = [dict(one.arguments)["norm"] for one in launches if "next" in dict(one.arguments)]
+        assert dict(launches[1].arguments)["norm"] == dict(normed[0].arguments)["norm"]
+        assert carried == [dict(call.arguments)["norm"] for call in normed[1:]]
     else:
         assert [one.kernel for one in launches] == [call.kernel for call in program]
         kept, added, replaced = list(launches), {"workspace"}, set()
@@ -268,20 +266,20 @@ def test_rows_in_clusters_agree_with_numpy_on_the_emulator(rows: int) -> None:
 def test_rounded_inputs_agree_with_numpy_on_the_emulator(family: str | None, rows: int) -> None:
     wide = config_of(6, 2, 64, hidden=1032, inner=2064, vocabulary=1001, layers=1)
     config = wide if family is None else FAMILIES[family]
-    tuning = in_clusters(config, 70, rows, rounded=True)
-    assert tuning.rounded and not problems_of(config, rows, tuning)
+    tuning = in_clusters(config, 70, rows)
+    assert not problems_of(config, rows, tuning)
     assert family or tuning.qkv.cluster > 1  # type: ignore[union-attr]
     bench = emulated_bench(config, rows, context=70, tunings={rows: tuning})
     for case in list(checks.cases(bench, rows))[:: 1 if family is None else 2]:
         bench.check(case)
 
 
-# Weights in rings of fewer steps than a slab's, whole sums in a lane, two warps that bring a row,
-# and blocks that share inputs, apart and in a cluster.
+# Weights of fewer steps than a slab's, whole sums in a lane, rings of more slabs, and blocks that
+# share inputs, apart and in a cluster.
 STREAMED = {
     "qkv": shapes.MatrixShape(4, 4, 1, 384, depth=1),
     "output": shapes.MatrixShape(1, 4, 2, 128, depth=1),
-    "gate_up": shapes.MatrixShape(2, 1, 1, 192, depth=2),
+    "gate_up": shapes.MatrixShape(2, 1, 1, 192, depth=2, ring=4),
     "down": shapes.MatrixShape(2, 2, 2, 64, depth=1, cluster=2),
     "head": shapes.MatrixShape(4, 1, 1, 256, depth=4),
 }
@@ -290,7 +288,6 @@ STREAMED = {
 def streamed(config: LlamaConfig, rows: int, context: int) -> shapes.Tuning:
     """The rule's tuning with `STREAMED`, for models as small as `SMALL`."""
     tuning = replace(shapes.default_tuning(config, rows=rows, context=context), **STREAMED)
-    assert not tuning.rounded
     assert not problems_of(config, rows, tuning)
     return tuning
 
@@ -305,14 +302,14 @@ def test_streamed_products_agree_with_numpy_on_the_emulator(rows: int) -> None:
         bench.check(case)
 
 
-def legal_cut(rng: random.Random, name: str, product: shapes.Product, rows: int, ring: int) -> Any:
+def legal_cut(rng: random.Random, name: str, product: shapes.Product, rows: int) -> Any:
     """Any cut that the kernels take, also one that no rule and no search would choose."""
     while True:
-        blocks_k = 1 if product.normed and not ring else rng.choice((1, 2, 3, 4, 8))
+        blocks_k = rng.choice((1, 2, 3, 4, 8))
         tiles, split = rng.choice((1, 2, 3, 4, 8, 16)), rng.choice((1, 2, 3, 4, 6, 8, 16))
         cluster, slab = rng.choice((1, blocks_k)), 32 * split * rng.randint(1, 24)
-        slabs = ring and rng.randint(2, ring)
-        cut = shapes.MatrixShape(tiles, split, blocks_k, slab, rng.randint(0, 16), cluster, slabs)
+        depth, ring = rng.randint(0, 16), rng.randint(2, 5)
+        cut = shapes.MatrixShape(tiles, split, blocks_k, slab, depth, cluster, ring)
         if matrix_problem(name, cut, product, rows) is None:
             return cut
 
@@ -333,8 +330,7 @@ def test_any_legal_cut_agrees_with_numpy_on_the_emulator(seed: int) -> None:
         vocabulary=rng.randint(40, 700),
         layers=1,
     )
-    ring = rng.choice((0, 5))
-    cuts = {n: legal_cut(rng, n, p, rows, ring) for n, p in shapes.products_of(config).items()}
+    cuts = {n: legal_cut(rng, n, p, rows) for n, p in shapes.products_of(config).items()}
     tuning = replace(shapes.default_tuning(config, rows=rows, context=90), **cuts)
     assert not problems_of(config, rows, tuning)
     bench = emulated_bench(config, rows, context=90, tunings={rows: tuning})
@@ -589,7 +585,7 @@ def test_small_rounded_inputs_agree_with_numpy(cuda_device: Device, rows: int) -
         pytest.skip("no device with clusters")
     config = config_of(3, 1, 64, hidden=520, inner=1032, vocabulary=257, layers=1)
     tuning = in_clusters(config, 70, rows)
-    assert tuning.rounded and tuning.down.cluster > 1  # type: ignore[union-attr]
+    assert tuning.down.cluster > 1  # type: ignore[union-attr]
     machine = OnDevice(cuda_device)
     checks.run_checks(machine, config, (rows,), sequences=3, context=70, tunings={rows: tuning})
 

@@ -232,9 +232,8 @@ class CudaBackend:
         counts = list(rows)
         found: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         own = [n for n in counts if n <= SAMPLED_ROWS]
-        rounded = [n for n in own if self._tuning(config, n, context).rounded]
-        if rounded:
-            found = rounded_buffers(config, max(rounded))
+        if max(own, default=1) > 1:
+            found = rounded_buffers(config, max(own))
         if self._products is not None and self._multiplies(config, max(counts), formats):
             workspace = self._products.workspace_bytes
             found |= library_buffers(config, max(counts), workspace, formats)

@@ -59,15 +59,12 @@ def problems_of(
             said = matrix_problem(name, shape, product, rows)
             if not said and shape.cluster > 1 and not clusters:
                 said = f"a cluster of {shape.cluster} blocks, which this device does not have"
-            said = said or _unlike_head(shape, tuning)
         else:
             said = f"{type(shape).__name__} is not for {rows} rows"
         if said:
             found.append(f"{name}: {said}")
     for name, packed in tuning.packed.items():
         said = packed_problem(name, packed, products_of(config)[name], rows)
-        if isinstance(packed, MatrixShape):
-            said = said or _unlike_head(packed, tuning)
         if said:
             found.append(f"packed {name}: {said}")
     said = attention_problem(tuning.attention, config)
@@ -88,12 +85,6 @@ def problems_of(
     if not isinstance(programmatic, bool):
         found.append(f"programmatic is {programmatic!r}")
     return tuple(found)
-
-
-def _unlike_head(shape: MatrixShape, tuning: Tuning) -> str | None:
-    if (shape.ring > 0) != tuning.rounded:
-        return f"a ring of {shape.ring}, where the head's inputs are rounded or not"
-    return None
 
 
 def _not_whole(shape: Shape | PackedShape | AttentionShape, least: dict[str, int]) -> str | None:
@@ -134,8 +125,8 @@ def packed_problem(
             return wrong
         if rows == 1 or shape.slab % (BRICK * shape.split):
             return f"a slab of {shape.slab} for {rows} rows; {shape.split} warps take whole bricks"
-        if shape.depth % 8 or (shape.cluster != 1 and not shape.ring):
-            return f"{shape.depth} steps in clusters of {shape.cluster}: a brick is 8, in none"
+        if shape.depth % 8:
+            return f"{shape.depth} steps, of which a brick has 8"
         return None
     wrong = _not_whole(shape, {"resident": 0})
     if wrong:
@@ -153,7 +144,7 @@ def vector_steps(shape: VectorShape, product: Product) -> int:
 
 def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -> str | None:
     s = shape
-    wrong = _not_whole(s, {"depth": 0, "ring": 0, "alone": 0})
+    wrong = _not_whole(s, {"depth": 0, "alone": 0})
     if wrong:
         return wrong
     warps = s.tiles * s.split
@@ -173,8 +164,6 @@ def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -
         return f"a slab of {s.slab} does not fit shared memory with {rows} rows"
     if s.ring == 1 or s.ring > 8 or s.alone > 1:
         return f"a ring of {s.ring} slabs, alone {s.alone}"
-    if product.normed and s.blocks_k > 1 and not s.ring:
-        return "a norm needs whole rows"
     if s.blocks_k > 64 or -(-product.pairs // s.block_pairs) > COUNTER_BYTES // 4:
         return f"{s.blocks_k} blocks for the inputs"
     if name == "head" and (s.tiles % 4 or s.blocks_k > 1):

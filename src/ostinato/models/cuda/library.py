@@ -45,7 +45,7 @@ from ostinato.models.cuda.shapes import (
     MAX_ROWS,
     Tuning,
     default_tuning,
-    layer_bytes,
+    products_of,
     require_supported,
 )
 from ostinato.models.layout import weight_shapes
@@ -124,7 +124,8 @@ def library_rows_for(config: LlamaConfig) -> int:
     Measured on an H100, us a step of 64 rows with ours and with cuBLASLt: 135M 927 and 950, 360M
     1,291 and 1,223, 1B 1,530 and 1,773, 8B 7,300 and 6,770; of 32 rows 8B 6,269 and 6,427.
     """
-    layer = layer_bytes(config)
+    products = products_of(config)
+    layer = sum(4 * p.pairs * p.inputs for name, p in products.items() if name != "head")
     if layer >= 256 << 20:
         return 33
     return 49 if 16 << 20 <= layer < 64 << 20 else MAX_ROWS + 1
@@ -239,7 +240,7 @@ class _LibraryCut:
                 f"{call.kernel} of {self.rows} rows: more than {MAX_ROWS} rows may sample in the "
                 "last one only (decode_program(config, last_row=True))"
             )
-        return (self.single if last else self.own).launches([call], after=None)
+        return (self.single if last else self.own).launches([call])
 
     @property
     def workspace_bytes(self) -> int:
@@ -262,13 +263,13 @@ class _LibraryCut:
         c = self.config
         width = c.query_size + 2 * c.kv_size
         product = self._product("qkv", width, c.hidden, given["weight"], given["qkv"])
-        return [self.own.norm(given), *product]
+        return [self._norm(given), *product]
 
     def _attention(self, call: KernelCall, given: _Arguments) -> Sequence[Lowered]:
         c = self.config
         if self.rows > MAX_ROWS and c.head_size <= _MAX_PIECE_HEAD:
             return [self._piece_attention(given)]
-        return self.own.launches([call], after=None)
+        return self.own.launches([call])
 
     def _output_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
@@ -282,7 +283,7 @@ class _LibraryCut:
         silu = {**given, "sums": _OUT, "out": _IN}
         grid = self.own.row_grid(c.inner // 8)
         gated = self.own.piece("silu_rows", grid, kc.ROW_THREADS, silu)
-        return [self.own.norm(given), *product, gated]
+        return [self._norm(given), *product, gated]
 
     def _down_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
@@ -310,6 +311,9 @@ class _LibraryCut:
         )
 
     # --- parts
+    def _norm(self, given: _Arguments) -> kc.CudaLaunch:
+        return self.own.norm({**given, "out": _IN, "squares": ABSENT, "half": 0})
+
     def _product(
         self,
         name: str,

@@ -7,9 +7,8 @@ gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  
 
     rows == 1      matvec.cu    float32 activations, weights straight into registers
                    attention_block.cu  a layer's first three calls in one launch, by the tuning
-    rows 2 to 64   matmul.cu    tensor cores, inputs rounded to bfloat16 by each block
-                   rounded.cu   the same from some rows on, by the tuning: inputs are rounded once,
-                                by the product before, or in pieces.cu
+    rows 2 to 64   rounded.cu   tensor cores, inputs rounded to bfloat16 by the kernel before, or in
+                                pieces.cu
     more, and from some rows on, where a library multiplies: see cuda.library
                    all of them also with packed matrices (`bricks`)
     any            attention.cu (split over the KV length), step.cu (embed, advance), sample.cu,
@@ -157,25 +156,31 @@ there what `head` found; `attention_block` has those of the calls that it stands
 
 
 PIECE_SIGNATURES = {
-    "norm_rows": _LIVE + "x: *const f32, norm: *const f32, out: *out bf16, row_count: u32, "
-    "hidden: u32, epsilon: f32",
+    "norm_rows": _LIVE
+    + "x: *const f32, norm: *const f32, out: *out bf16, squares: *u64, half: u32, "
+    "row_count: u32, hidden: u32, epsilon: f32",
     "silu_rows": _LIVE + "sums: *const f32, out: *out bf16, row_count: u32, width: u32",
 }
 """Parameters of the kernels in pieces.cu."""
 _ROUNDED = _LIVE + "rounded: *const bf16, weight: *const bf16, "
 _COUNTS = "workspace: *f32, row_count: u32, hidden: u32"
+_SCALED = f"squares: *u64, {_COUNTS}"
+_CARRIED = f"norm: *const f32, next: *out bf16, squares: *u64, {_COUNTS}"
 ROUNDED_SIGNATURES = {
     "rounded_qkv_rope": _ROUNDED + "bias: *const f32, rope: *const f32, cache: *bf16, "
-    f"q: *out f32, {_COUNTS}, sequences: u32, context: u32",
-    "rounded_qkv": f"{_ROUNDED}qkv: *out f32, {_COUNTS}",
-    "rounded_output": f"{_ROUNDED}x: *f32, {_COUNTS}, width: u32",
-    "rounded_gate_up": f"{_ROUNDED}out: *out bf16, {_COUNTS}, width: u32",
-    "rounded_down": f"{_ROUNDED}x: *f32, {_COUNTS}, width: u32",
-    "rounded_head": f"{_ROUNDED}logits: *f32, {_COUNTS}, vocabulary: u32",
+    f"q: *out f32, {_SCALED}, sequences: u32, context: u32, epsilon: f32",
+    "rounded_qkv": f"{_ROUNDED}qkv: *out f32, {_SCALED}, epsilon: f32",
+    "rounded_output": f"{_ROUNDED}x: *f32, {_CARRIED}, width: u32",
+    "rounded_gate_up": f"{_ROUNDED}out: *out bf16, {_SCALED}, width: u32, epsilon: f32",
+    "rounded_down": f"{_ROUNDED}x: *f32, {_CARRIED}, width: u32",
+    "rounded_head": f"{_ROUNDED}logits: *f32, {_SCALED}, vocabulary: u32, epsilon: f32",
 }
 """Parameters of the kernels in rounded.cu."""
 ROUNDED_IN, ROUNDED_INNER = Bound("product_in"), Bound("product_inner")
-"""Inputs of products in bfloat16: of all but the way down, and of that."""
+"""Inputs of products in bfloat16: what was attended to, or all of a library's; the way down's."""
+CARRIED, SQUARES = Bound("product_next"), Bound("product_squares")
+"""The residual by the next norm's weights, and its squares (linear.cuh)."""
+_CARRYING = ("rounded_output", "rounded_down")
 ROW_THREADS = 128
 """Of the blocks in pieces.cu that do a part of a row."""
 _MAX_NORM_THREADS = 512
@@ -244,8 +249,8 @@ def lower(
         if chosen.block is not None and calls[0].kernel == cut.blocked[0]:
             calls = [call for call in rest[: len(cut.blocked)] if isinstance(call, KernelCall)]
         del rest[: len(calls)]
-        before = launches[-1] if launches else None
-        launches.extend(cut.launches(calls, after=getattr(before, "kernel", None)))
+        before, following = launches[-1] if launches else None, rest[0] if rest else None
+        launches.extend(cut.launches(calls, getattr(before, "kernel", None), following))
     return tuple(launches)
 
 
@@ -256,8 +261,10 @@ def rounded_buffers(
     buffers."""
     c, bfloat16 = config, np.dtype(np.uint16)
     return {
-        ROUNDED_IN.name: ((rows, max(c.hidden, c.query_size)), bfloat16),
+        ROUNDED_IN.name: ((rows, c.query_size), bfloat16),
         ROUNDED_INNER.name: ((rows, c.inner), bfloat16),
+        CARRIED.name: ((rows, c.hidden), bfloat16),
+        SQUARES.name: ((2, rows, 2), np.dtype(np.uint64)),
     }
 
 
@@ -351,7 +358,7 @@ class Cut:
     @property
     def rounds(self) -> bool:
         """Whether products of layers read bfloat16, which the attention writes then."""
-        return self.library or self.tuning.rounded
+        return self.library or self.rows > 1
 
     @functools.cached_property
     def products(self) -> dict[str, Product]:
@@ -390,7 +397,6 @@ class Cut:
             self.rows,
             bits=max(FORMATS[part.kind].unit for part in packing) // 128,
             multiprocessors=self.multiprocessors,
-            rounded=self.tuning.rounded,
             clusters=self.tuning.clusters,
         )
 
@@ -456,9 +462,8 @@ class Cut:
             for name, value in asdict(self.tuning.attention).items():
                 found[f"ATTENTION_{name.upper()}"] = value
             before = self.blocked[self.blocked.index(kernel) - 1]
-            if self.tuning.rounded:
-                before = ROUNDED_CALLS.get(before, before)
             if self.rounds:
+                before = ROUNDED_CALLS.get(before, before)
                 found["ROUND_ATTENDED"] = 1
             found["PREVIOUS_STARTS"] = self.starts(before)
         elif kernel == "norm_rope":
@@ -504,7 +509,7 @@ class Cut:
         if kernel in _OF_ROUNDED:
             return "rounded"
         if kernel in PRODUCT_CALLS or kernel in _OF_ONE:
-            return "matvec" if self.rows == 1 else "matmul"
+            return "matvec"
         if kernel == "continue_loop":
             return "loop"
         if kernel in ("best_of_part", "best_of_ranks"):
@@ -514,9 +519,13 @@ class Cut:
         own = ("attention", "attention_block", "norm_rope", "sample")
         return kernel if kernel in own else "step"
 
-    def launches(self, calls: Sequence[KernelCall], *, after: str | None) -> list[CudaLaunch]:
-        """The launches that do these calls, more than one where inputs are rounded for a product;
-        `after`: the kernel before them, None for the first."""
+    def launches(
+        self, calls: Sequence[KernelCall], after: str | None = None, before: object = None
+    ) -> list[CudaLaunch]:
+        """The launches that do these calls, more than one where inputs are rounded for a product.
+
+        `after`: the kernel before them, None if it is not known.  `before`: the call behind them,
+        whose norm is that of the residual that they leave, if it has one."""
         if not self.rounds:
             return [self.launch(calls, after=after)]
         [call] = calls
@@ -525,21 +534,33 @@ class Cut:
             given["attended"] = ROUNDED_IN
             return [self.launch([replace(call, arguments=tuple(given.items()))], after=after)]
         kernel = ROUNDED_CALLS.get(call.kernel)
-        if kernel is None or not self.tuning.rounded:
+        if kernel is None or self.rows == 1:
             return [self.launch(calls, after=after)]
-        inner = call.kernel == "down_residual"
-        given |= {"rounded": ROUNDED_INNER if inner else ROUNDED_IN, "out": ROUNDED_INNER}
+        made: list[CudaLaunch] = []
+        if kernel in _CARRYING:
+            given["rounded"] = ROUNDED_IN if kernel == "rounded_output" else ROUNDED_INNER
+            given |= {"norm": ABSENT, "next": ABSENT, "squares": ABSENT}
+            if isinstance(before, KernelCall) and self._normed(before):
+                norm = dict(before.arguments)["norm"]
+                given |= {"norm": norm, "next": CARRIED, "squares": SQUARES}
+        else:
+            given |= {"rounded": CARRIED, "squares": SQUARES, "out": ROUNDED_INNER}
+            if after not in _CARRYING:
+                half = int(kernel != "rounded_gate_up")
+                made.append(self.norm({**given, "out": CARRIED, "half": half}))
         names = parameter_names(ROUNDED_SIGNATURES[kernel])
         product = KernelCall(kernel, tuple((name, given[name]) for name in names))
-        launched = self.launch([product], after=after)
-        normed = self.products[_OF_ROUNDED[kernel]].normed
-        return [self.norm(given), launched] if normed else [launched]
+        return [*made, self.launch([product], after=made[0].kernel if made else after)]
+
+    def _normed(self, call: KernelCall) -> bool:
+        """Whether it is a product of the normed residual."""
+        kernel = ROUNDED_CALLS.get(call.kernel)
+        return kernel is not None and self.products[_OF_ROUNDED[kernel]].normed
 
     def norm(self, given: Mapping[str, Argument]) -> CudaLaunch:
-        """Norms and rounds all rows of the residual."""
-        return self.piece(
-            "norm_rows", (self.rows, 1, 1), self._norm_threads, {**given, "out": ROUNDED_IN}
-        )
+        """Norms and rounds all rows of the residual, to `out`; with `squares`, the scale is left to
+        the product that reads it."""
+        return self.piece("norm_rows", (self.rows, 1, 1), self._norm_threads, given)
 
     def row_grid(self, items: int) -> tuple[int, int, int]:
         """Of a kernel that has so many threads a row."""

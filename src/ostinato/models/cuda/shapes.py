@@ -37,12 +37,10 @@ __all__ = [
     "default_tuning",
     "for_context",
     "largest_divisor",
-    "layer_bytes",
     "packed_shape",
     "power_of_two_from",
     "products_of",
     "require_supported",
-    "rounded_rows_for",
     "shape_key",
     "slab_granule",
     "without_block",
@@ -73,7 +71,7 @@ ROUNDED_CALLS = {
     "down_residual": "rounded_down",
     "head": "rounded_head",
 }
-"""The kernels that do the same over inputs which another kernel has rounded (rounded.cu)."""
+"""The kernels that do the same for several rows, over inputs that are rounded (rounded.cu)."""
 
 _MAX_HEAD_SIZE = 256
 REGISTERS = 1 << 16
@@ -88,16 +86,8 @@ the kernels beside it, and a multiprocessor takes longer to read them than the l
 saved."""
 _DIGIT_BYTES = 4 * BRICK + 64 + 80
 """Of the digits of 256 inputs (packed.cuh)."""
-_LONG = 4096
-"""Inputs of a product that is not short."""
 _CLUSTER_ROWS = 16
 """Most rows of a step whose attention has a cluster for each query head."""
-_STARTS_OF_FEW_ROWS = {
-    "norm_qkv_rope": "BEFORE_OUTPUT",
-    "norm_gate_up": "AT_START",
-    "down_residual": "AFTER_INPUT",
-}
-"""Of models with a long way down: 1 % of a step (H200)."""
 HELD_STEPS = 128
 """Steps whose weights, 1 KB each, all warps of a multiprocessor can hold in registers."""
 _BLOCK_LANES = (4, 8, 16, 32)
@@ -133,15 +123,13 @@ class VectorShape:
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """How matmul.cu cuts a product: a block makes `tiles` times 8 pairs of outputs, `split` warps
-    sharing the inputs of each; `blocks_k` blocks share the inputs of the product, of which `slab`
-    stand in shared memory at once.  A warp asks for weights `depth` steps of 32 inputs before it
-    needs them; 0 for all steps of a slab.  Blocks that share inputs add their sums in a cluster of
-    so many (`cluster`; compute capability 9.0 and up), or through the workspace.
-
-    `ring`: with inputs that another kernel has rounded, so many slabs stand in shared memory, all
-    but one of them on their way; 0 for inputs that every block norms and rounds itself.  `alone`: 1
-    where a multiprocessor is to have no second block of the kernel, 0 otherwise."""
+    """How matmul.cuh cuts a product: a block makes `tiles` times 8 pairs of outputs, `split` warps
+    sharing the inputs of each; `blocks_k` blocks share the inputs of the product, of which `ring`
+    slabs of `slab` stand in shared memory, all but one of them on their way.  A warp asks for
+    weights `depth` steps of 32 inputs before it needs them; 0 for all steps of a slab.  Blocks that
+    share inputs add their sums in a cluster of so many (`cluster`; compute capability 9.0 and up),
+    or through the workspace.  `alone`: 1 where a multiprocessor is to have no second block of the
+    kernel, 0 otherwise."""
 
     tiles: int
     split: int
@@ -149,7 +137,7 @@ class MatrixShape:
     slab: int
     depth: int = 0
     cluster: int = 1
-    ring: int = 0
+    ring: int = 2
     alone: int = 0
 
     @property
@@ -162,13 +150,11 @@ class MatrixShape:
         return self.split == 1 and self.blocks_k == 1
 
     def shared_bytes(self, product: Product, rows: int) -> int:
-        """Dynamic shared memory of a block: the norm's weights, inputs, and sums in their place."""
+        """Dynamic shared memory of a block: inputs, and sums in their place."""
         padded = -(-rows // 8) * 8
         sums = 0 if self.whole_sums else self.tiles * self.split * 20 * padded * 4
-        norm = product.normed and not self.ring
-        slabs = max(1, self.ring)
         least = _MORE_THAN_HALF if self.alone else 0
-        return norm * product.inputs * 4 + max(slabs * padded * (self.slab + 32) * 2, sums, least)
+        return max(self.ring * padded * (self.slab + 32) * 2, sums, least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,11 +261,6 @@ class Tuning:
     clusters: bool = False
     """Whether the device has clusters, which the rule's shapes of packed products use then."""
 
-    @property
-    def rounded(self) -> bool:
-        """Whether all products read inputs that another kernel has rounded."""
-        return isinstance(self.head, MatrixShape) and self.head.ring > 0
-
     def with_start(self, where: str) -> Tuning:
         """The same, with one place for all kernels."""
         return replace(self, start_next=dict.fromkeys(STARTING, where))
@@ -357,29 +338,23 @@ def default_tuning(
     multiprocessors: int = 132,
     clusters: bool = False,
     most: int = MAX_ROWS,
-    rounded: bool = False,
 ) -> Tuning:
     """Shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100 and an H200
     (docs/performance.md).
 
-    `context`: positions of a sequence.  `clusters`: whether the device has them.  `rounded`:
-    round inputs of several rows once, and not in each block, also for fewer rows than
-    `rounded_rows_for` says.
+    `context`: positions of a sequence.  `clusters`: whether the device has them.
     Raises UnsupportedModelError, also for over `most` rows.
     """
     require_supported(config, rows, most=most)
     products = products_of(config)
-    rounded = rounded or rounded_rows_for(config) <= rows
 
     def cut(name: str) -> Shape:
         product = products[name]
         if rows == 1:
             return _vector_shape(name, product, multiprocessors)
-        if rounded:  # of more than MAX_ROWS, a library makes all but the head of the last
-            return _rounded_shape(
-                name, product, min(rows, MAX_ROWS), multiprocessors, clusters=clusters
-            )
-        return _few_rows_shape(name, product, rows, multiprocessors, clusters=clusters)
+        # Of more than MAX_ROWS, a library makes all but the head of the last.
+        few = min(rows, MAX_ROWS)
+        return _matrix_shape(name, product, few, multiprocessors, clusters=clusters)
 
     qkv, output, gate_up, down, head = map(cut, PRODUCTS.values())
     if rows > 1:
@@ -388,9 +363,7 @@ def default_tuning(
             attention = _in_clusters(config, context, 1, 4)
         else:
             attention = _attention_shape(config, rows, context, multiprocessors)
-        starts = _STARTS_OF_FEW_ROWS if not rounded and config.inner >= _LONG else {}
-        shapes = (qkv, output, gate_up, down, head)
-        return Tuning(*shapes, attention, dict(starts), clusters=clusters)
+        return Tuning(qkv, output, gate_up, down, head, attention, clusters=clusters)
     block = None
     if clusters:
         attention = _cluster_shape(config, context, multiprocessors)
@@ -407,22 +380,6 @@ def default_tuning(
         starts["norm_gate_up"] = "AFTER_WAIT"
     shapes = (qkv, output, gate_up, down, head)
     return Tuning(*shapes, attention, starts, block=block, clusters=clusters)
-
-
-def layer_bytes(config: LlamaConfig) -> int:
-    """Of the weights of a layer in bfloat16."""
-    products = products_of(config)
-    return sum(4 * p.pairs * p.inputs for name, p in products.items() if name != "head")
-
-
-def rounded_rows_for(config: LlamaConfig) -> int:
-    """From how many rows on inputs are rounded once, and not by each block: two launches more for a
-    layer.
-
-    Measured on an H100, us a step without and with: 135M 399 and 432 at 8 rows, 549 and 490 at 16;
-    1B 1,050 and 1,072 at 8, 1,174 and 1,106 at 12; 8B 6,053 and 5,771 at 8.
-    """
-    return 8 if layer_bytes(config) >= 256 << 20 else 9
 
 
 def for_context(tuning: Tuning, context: int) -> Tuning:
@@ -519,11 +476,10 @@ def packed_shape(
     *,
     bits: int = 8,
     multiprocessors: int = 132,
-    rounded: bool = False,
     clusters: bool = False,
 ) -> PackedShape | MatrixShape:
     """How a product with a packed matrix is cut, by rule (found on an H200).  `bits`: of a code;
-    `rounded`: whether its inputs are; `clusters`: whether the device has them.
+    `clusters`: whether the device has them.
 
     One row: a warp for each 256 inputs, up to 16, which asks for all that it reads before the wait
     for the previous kernel, and blocks that take turns where there would be more than a
@@ -531,11 +487,9 @@ def packed_shape(
     asks for two turns at once; that fits the registers where all blocks take as many turns and rows
     are whole bricks.
     """
-    if rounded:
-        given: dict[str, bool] = {"clusters": clusters, "packed": True}
-        return _rounded_shape(name, product, rows, multiprocessors, **given)
     if rows > 1:
-        return _few_rows_shape(name, product, rows, multiprocessors, packed=True)
+        given: dict[str, bool] = {"clusters": clusters, "packed": True}
+        return _matrix_shape(name, product, rows, multiprocessors, **given)
     bricks = -(-product.inputs // BRICK)
     span = -(-bricks // 16)
     split = -(-bricks // span)
@@ -551,7 +505,7 @@ def packed_shape(
     return PackedShape(split, 1, turns, depth, resident)
 
 
-def _few_rows_shape(
+def _matrix_shape(
     name: str,
     product: Product,
     rows: int,
@@ -560,95 +514,27 @@ def _few_rows_shape(
     clusters: bool = False,
     packed: bool = False,
 ) -> MatrixShape:
-    """For few rows, each block of which norms and rounds its inputs (found on an H200).
-
-    About one block a multiprocessor, since each reads its inputs from L2, and up to 16 warps that
-    have the weights of 8 steps under way: 128 KB, or a brick each if they are packed.  All inputs
-    of a block stand in shared memory at once, so that it waits for them once; the head, which is
-    long, takes turns.  A small product with a norm has half as many blocks.  Blocks share the
-    inputs of a long way down, through the workspace, and where one would read more than 64 KB, in
-    clusters.
-    """
-    tile_count, long = -(-product.pairs // 8), product.inputs >= _LONG
-    enough = 0.7 * multiprocessors
-    tiles, blocks_k, cluster = 8, 1, 1
-    if product.normed:
-        if product.inputs <= 1024 and tile_count >= 2 * enough:
-            enough /= 2
-    elif long:
-        tiles = 16
-        while tile_count / tiles * blocks_k < enough and blocks_k < 16:
-            blocks_k *= 2
-        if product.inputs < 1024 * blocks_k:
-            tiles, blocks_k = 8, blocks_k // 2
-    elif clusters and not packed and rows * product.inputs > 16 * 1024:
-        blocks_k = cluster = 4
-    least = _least_tiles(name)
-    while tiles > least and tile_count / tiles * blocks_k < enough:
-        tiles //= 2
-    if not product.normed and cluster == 1:
-        while tile_count * blocks_k < 0.4 * multiprocessors and product.inputs >= 1024 * blocks_k:
-            blocks_k *= 2
-    inputs = -(-product.inputs // blocks_k)
-
-    def granule(split: int) -> int:
-        return BRICK * split if packed else slab_granule(split)
-
-    def span(split: int) -> int:  # of a block, in whole steps of its warps
-        return -(-inputs // granule(split)) * granule(split)
-
-    # As few warps for the inputs of a tile as can hold all its weights at once, or as many as there
-    # may be; one where more blocks wait than run.
-    first, last = -(-8 // tiles), 16 // tiles
-    if tile_count / tiles >= 1.5 * multiprocessors:
-        last = first
-    splits = [n for n in (1, 2, 4, 8) if first <= n <= last and span(n) <= 1.35 * inputs]
-    held = [n for n in splits if span(n) <= min(9, HELD_STEPS // (tiles * n)) * 32 * n]
-    split = min(held or splits[-1:] or range(last, 0, -1), key=span)
-    length = 512 if name == "head" else 1024 if (tiles, split) == (8, 2) else 2048
-    parts = max(1, round(span(split) / length))
-    most = 8
-    while True:
-        steps = -(-inputs // (parts * granule(split))) * granule(split) // (32 * split)
-        depth = largest_divisor(steps, most)
-        if packed:
-            depth = 8  # a brick
-        elif steps == 9 and steps * tiles * split <= HELD_STEPS:
-            depth = steps
-        elif 2 * depth < min(most, steps):  # of a number that is hard to divide
-            steps, depth = -(-steps // most) * most, most
-        shape = MatrixShape(tiles, split, blocks_k, steps * 32 * split, depth, cluster)
-        if shape.slab <= granule(split) or shape.shared_bytes(product, rows) <= MAX_SHARED:
-            return shape
-        parts += 1
-
-
-def _rounded_shape(
-    name: str,
-    product: Product,
-    rows: int,
-    multiprocessors: int,
-    *,
-    clusters: bool = False,
-    packed: bool = False,
-) -> MatrixShape:
-    """For inputs that another kernel has rounded (found on an H100 with the 1B shape).
+    """By rule (found on an H100 with the 1B and 8B shapes).
 
     Blocks of 8 warps, two of which a multiprocessor has room for, so that the next kernel's weights
     come while these still work.  A warp has a tile of its own; where that is too few blocks, warps
     share the inputs of fewer tiles, and at last blocks do, in clusters: each step of sharing adds
     sums up through shared memory, those of a cluster's blocks the slowest.  Unpacking takes a warp
-    longer than waiting, so there are twice as many blocks with packed weights.  Of a product that
-    has no more blocks than there are multiprocessors none may share one: the others wait for it
-    (1B shape, 24 rows: 1,440 us without, 1,200 with).
+    longer than waiting, so there are twice as many blocks with packed weights.
+
+    Where there are no more blocks than multiprocessors, none may share one: the others wait for it
+    (1B shape, 24 rows: 1,440 us without, 1,200 with).  A multiprocessor that the kernel before has
+    left free gets two, so up to 40 rows a warp has a tile of its own only in more blocks than that.
     """
     tile_count, padded = -(-product.pairs // 8), -(-rows // 8) * 8
     fewest = 4 if packed and padded > 32 else 2 if padded > 16 else 1  # bricks are long slabs
     enough, least = 0.7 * multiprocessors, max(_least_tiles(name), fewest)
+    many = padded > 40
+    enough_of_one = 2 * enough if packed else enough if many else multiprocessors
     granule = BRICK if packed else slab_granule(1)
     tiles, blocks_k = 8, 1
     while tiles > least and product.inputs >= 2 * granule * (8 // tiles):
-        if tile_count / tiles >= enough * (2 if packed and tiles == 8 and name != "head" else 1):
+        if tile_count / tiles >= (enough_of_one if tiles == 8 and name != "head" else enough):
             break
         tiles //= 2
     most_k = 8 if clusters or not (packed and product.normed) else 1  # parts of it are apart
@@ -659,10 +545,11 @@ def _rounded_shape(
         blocks_k *= 2
     inputs = -(-product.inputs // blocks_k)
     granule = BRICK * split if packed else slab_granule(split)
-    # Some 8 steps of each warp, or 4 where there are many rows: of such slabs those that are the
-    # least over.  The weights of as many steps in registers, or of half as many.
-    wanted = 256 * split if padded <= 40 or split == 1 else 128 * split
-    most = 8 if (padded <= 40 if split > 1 else padded > 40 and name != "head") else 4
+    # Some 8 steps of each warp, or 4 where two warps have a tile, or many rows many inputs: of such
+    # slabs those that are the least over.  The weights of as many steps in registers, or of half.
+    deep = split >= 4 and not many and (padded <= 16 or inputs <= 512 * split)
+    wanted = 256 * split if deep or split == 1 else 128 * split
+    most = 8 if deep or (split == 1 and many and name != "head") else 4
 
     blocks = -(-tile_count // tiles) * blocks_k
     alone = int(split >= 4 and blocks <= multiprocessors)
@@ -674,9 +561,9 @@ def _rounded_shape(
 
     made = [shape(granule * n) for n in range(1, 1 + max(1, 3 * wanted // (2 * granule)))]
     fitting = [one for one in made if one.shared_bytes(product, rows) <= MAX_SHARED]
-    deep = [one for one in fitting if 2 * one.depth >= most]
+    far = [one for one in fitting if 2 * one.depth >= most]
     return min(
-        deep or fitting or made[:1],
+        far or fitting or made[:1],
         key=lambda one: (-(-inputs // one.slab) * one.slab, abs(one.slab - wanted)),
     )
 

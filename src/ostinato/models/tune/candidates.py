@@ -57,11 +57,10 @@ def product_shapes(
     multiprocessors: int,
     *,
     clusters: bool = False,
-    rounded: bool = False,
 ) -> tuple[Shape, ...]:
     """Shapes of a product ("qkv", "output", …) worth a try, by a rough cost, the least first.
 
-    `clusters`: whether the device has them.  `rounded`: of `Tuning`.
+    `clusters`: whether the device has them.
     """
     product = products_of(config)[name]
     made: list[tuple[float, Shape]] = []
@@ -70,8 +69,7 @@ def product_shapes(
             if vector_problem(shape, product) is None:
                 made.append((_vector_cost(shape, product, multiprocessors), shape))
     else:
-        make = _rounded_matrices if rounded else _matrices
-        for matrix in make(product, multiprocessors, clusters):
+        for matrix in _matrices(product, multiprocessors, clusters):
             if matrix_problem(name, matrix, product, rows) is None:
                 made.append((_matrix_cost(matrix, product, rows, multiprocessors), matrix))
     return tuple(shape for _, shape in sorted(made, key=lambda pair: pair[0]))
@@ -122,39 +120,17 @@ def _vector_cost(shape: VectorShape, product: Product, multiprocessors: int) -> 
 
 
 def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterator[MatrixShape]:
-    for tiles, split, blocks_k in itertools.product(
-        (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16), (1, 2, 4, 8, 16)
-    ):
-        blocks = -(-product.pairs // (8 * tiles)) * blocks_k
-        if not 4 <= tiles * split <= 16 or blocks < multiprocessors // 4:
-            continue
-        granule = slab_granule(split)
-        share = -(-product.inputs // (blocks_k * granule)) * granule
-        if share * blocks_k > 1.5 * product.inputs:
-            continue
-        # All of a block's inputs at once, or a part of them, of so many steps of a warp.
-        slabs = {share, *(steps * granule for steps in (1, 2, 4, 8, 16, 32))}
-        for slab in sorted(slab for slab in slabs if slab <= share):
-            steps = slab // (32 * split)
-            for depth in {largest_divisor(steps, most) for most in (2, 4, 8, 16)}:
-                one = MatrixShape(tiles, split, blocks_k, slab, depth)
-                yield one
-                if clusters and 1 < blocks_k <= 8:
-                    yield replace(one, cluster=blocks_k)
-
-
-def _rounded_matrices(
-    product: Product, multiprocessors: int, clusters: bool
-) -> Iterator[MatrixShape]:
     for tiles, split, blocks_k, steps in itertools.product(
-        (1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4, 8), (4, 6, 8, 10, 12)
+        (1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4, 8), (2, 3, 4, 5, 6, 8, 10, 12)
     ):
         blocks = -(-product.pairs // (8 * tiles)) * blocks_k
         slab = math.lcm(32 * split * steps, slab_granule(split))
         slabs = -(-product.inputs // slab)
-        if not 4 <= tiles * split <= 16 or blocks < multiprocessors // 3:
+        if not 4 <= tiles * split <= 16 or blocks < multiprocessors // 4:
             continue
-        if -(-slabs // blocks_k) * blocks_k * slab > 1.35 * product.inputs:
+        # Steps over what is there; more where a block has one slab, which nothing waits for.
+        each = -(-slabs // blocks_k)
+        if each * blocks_k * slab > (1.35 if each > 1 else 1.8) * product.inputs:
             continue
         for depth in {largest_divisor(slab // (32 * split), most) for most in (4, 6, 8)}:
             for ring in (2, 3, 4, 6):
@@ -172,8 +148,7 @@ def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessor
     blocks = -(-product.pairs // shape.block_pairs) * shape.blocks_k
     fill = max(1.0, multiprocessors / blocks)
     waves = -(-blocks // multiprocessors) * multiprocessors / blocks if blocks > 64 else 1.0
-    inputs = rows * 4 * -(-product.pairs // shape.block_pairs) / (product.pairs * 4)
-    inputs /= 2 if shape.ring else 1
+    inputs = rows * -(-product.pairs // shape.block_pairs) / (product.pairs * 2)
     partial = 0.1 * (shape.blocks_k > 1) - 0.05 * (shape.cluster > 1)
     slabs = -(-product.inputs // (shape.blocks_k * shape.slab))
     under_way = shape.tiles * shape.split * shape.depth * 1024 * min(2.0, blocks / multiprocessors)

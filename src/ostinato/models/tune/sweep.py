@@ -176,7 +176,6 @@ class _Sweep:
             self.rows,
             self.multiprocessors,
             clusters=self.clusters,
-            rounded=self.best.rounded,
         )
         return [_with(self.best, name, shape) for shape in made]
 
@@ -252,7 +251,7 @@ def sweep(
     others = (call for call in PRODUCTS if PRODUCTS[call] not in ("qkv", "output"))
     qkv = (call for call in blocked if call not in ("attention", "output_residual"))
     starts = (*qkv, "output_residual", *others, "attention", "attention_block")
-    if start.rounded:
+    if rows > 1:
         starts = (*(ROUNDED_CALLS.get(one, one) for one in starts), "norm_rows")
     order = ["start", *gains, "start", *(f"start {kernel}" for kernel in starts)]
     complete = True

@@ -34,6 +34,23 @@ DEVICE float silu(float x) { return x / (1.0f + exp2_fast(-1.44269504f * x)); }
 
 DEVICE bf16 to_bf16(float x) { return static_cast<bf16>(pack_bf16(x, 0.0f)); }
 
+// The sum of squares of a row of the residual, in two halves in turns, since one is read while the other is
+// cleared: [2, rows], the whole numbers and so many parts of 2^40 of one.  Blocks add to it as they finish,
+// and whole numbers have the same sum in any order.
+DEVICE u64* squares_of(u64* squares, int half, int rows, int index) {
+    return squares + 2 * (half * rows + index);
+}
+DEVICE void clear_square(u64* square) { square[0] = square[1] = 0; }
+DEVICE void add_square(u64* square, float more) {
+    const float whole = floorf(more < 9e18f ? more : 9e18f);
+    atomicAdd(square, static_cast<u64>(whole));
+    atomicAdd(square + 1, static_cast<u64>((more - whole) * 1099511627776.0f));
+}
+DEVICE float square_at(const u64* square) {
+    const float whole = static_cast<float>(load_fresh(square));
+    return whole + static_cast<float>(load_fresh(square + 1)) * (1.0f / 1099511627776.0f);
+}
+
 // W_q h, W_k h and W_v h for norm_rope.cu; h is the normed residual.
 struct PlainQkvProduct {
     static constexpr int INPUTS = HIDDEN, OUTPUTS = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;

@@ -1,11 +1,11 @@
-// A product for 2 to 64 rows, on the tensor cores: weights are read once for all rows.  The kernels are
-// those of matmul.cu, whose inputs are float32, and of rounded.cu, whose inputs are bfloat16.
+// A product for 2 to 64 rows, on the tensor cores: weights are read once for all rows.  Its inputs are
+// bfloat16; the kernels are those of rounded.cu.
 //
 // Physics.  Weights come from memory once, 2 * OUTPUTS * INPUTS bytes; the inputs come from L2 once
-// a *block*, 4 * ROWS * INPUTS bytes (rounded ones 2), so with many rows a block must own many outputs
-// (TILES * 16) or L2 becomes the limit: at 64 rows, 64 outputs a block read twice as many bytes of
-// inputs as of weights.  Inputs are rounded to bfloat16 (after the norm's weights, before its scale);
-// sums and all that follows them are float32.  The arithmetic is far from its limit at 64 rows.
+// a *block*, 2 * ROWS * INPUTS bytes, so with many rows a block must own many outputs (TILES * 16) or
+// L2 becomes the limit.  They are copied to shared memory without passing through registers, RING - 1
+// slabs before they are used: no warp waits for them after the first.  Sums and all that follows them
+// are float32.  The arithmetic is far from its limit at 64 rows.
 //
 // A warp makes 8 pairs of outputs (16 rows of the matrix: the `m16` of mma.m16n8k16) for all rows
 // (`n`, 8 at a time) over its share of the inputs (`k`).  Which input stands at which place of a
@@ -19,20 +19,15 @@
 // a cluster of them adds up through shared memory, or the last of them to finish adds up what all of
 // them left in the workspace.  Orders are fixed.
 //
-// A warp has the weights of DEPTH steps under way at any time, whatever the slab is: with few rows a
-// slab is all inputs of a block, so that it waits for them once.  Where one warp has all inputs of its
-// outputs, a lane has whole sums, and warps do not wait for each other after the inputs are there.
+// A warp has the weights of DEPTH steps under way at any time, whatever the slab is.  Where one warp has
+// all inputs of its outputs, a lane has whole sums, and warps do not wait for each other after the inputs
+// are there.
 //
 // Of a packed matrix (bricks.cuh) a warp takes whole bricks, whose lanes hold just such rows; its weights
-// become bfloat16 in registers, the same bits as those of a matrix that is kept in bfloat16, and the
-// inputs stand in shared memory in the order of a brick's codes.
+// become bfloat16 in registers, the same bits as those of a matrix that is kept in bfloat16.
 //
-// Rows that are not wanted (padding; for the head all that do not sample) are left out before
-// anything is read: the others get consecutive numbers, and empty tiles of 8 rows are skipped.
-//
-// Rounded inputs (RING > 0) are copied to shared memory without passing through registers, RING - 1
-// slabs before they are used: no warp waits for them after the first.  All rows of the step are
-// multiplied then, and those that are not wanted are left out at the end.
+// All rows of the step are multiplied, and those that are not wanted (padding; for the head all that do
+// not sample) are left out at the end.
 #pragma once
 
 #include "bricks.cuh"
@@ -40,26 +35,65 @@
 
 constexpr int ROW_TILES = ceil_div(ROWS, 8), PADDED_ROWS = ROW_TILES * 8;
 
-// Registers of weights and sums that leave a thread of rounded inputs, which has few others, enough of 128.
+// Registers of weights and sums that leave a thread enough of 128 for all else.
 constexpr int MOST_HELD = 84;
 
-// A product whose inputs are `rounded`, [ROWS, INPUTS] in bfloat16, normed if they are to be.
-// FILLS: rows that are not wanted are finished too, with zeros.
-template <class PRODUCT, bool FILLS_ = false> struct OfRounded : PRODUCT {
-    static constexpr bool NORMED = false, FILLS = FILLS_;
+// A product whose inputs are `rounded`, [ROWS, INPUTS] in bfloat16.  Where they are to be normed, they
+// are the residual times the norm's weights, and sums are scaled by what `squares` say (linear.cuh):
+// those of its HALF; it clears the others.  FILLS: `fill` writes zeros to rows that are not wanted.
+template <class PRODUCT, bool FILLS = false, int HALF_ = 0> struct OfRounded : PRODUCT {
+    static constexpr int HALF = HALF_;
     const bf16* rounded;
+    u64* squares = nullptr;
 };
-template <class P> struct Rounded {
-    static constexpr bool INPUTS = false, FILLS = false;
+
+// x += W y, and what the next product reads of it: x times its norm's weights, rounded, and the squares.
+// Nothing of that if `next` is null.  `finish` gives the bits of a pair's squares.
+template <int WIDTH, int HALF> struct CarriedResidual : ResidualProduct<WIDTH> {
+    const float* next_norm;
+    bf16* next;  // [ROWS, HIDDEN]
+    u64* next_squares;
+
+    // Brings the norm's weights near before the wait: of what `prepare` reads they alone come from memory.
+    DEVICE void ask_for_norm() const {
+        if (threadIdx.x || next == nullptr) return;
+        const int block = blockIdx.y * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y;
+        for (int i = block * 32; i < HIDDEN; i += blocks * 32)
+            prefetch_weights(next_norm + i, smaller(32, HIDDEN - i) * 4);
+    }
+    DEVICE float4 prepare(const Row& row, int index, int pair) const {
+        const float2 old = ResidualProduct<WIDTH>::prepare(row, index, pair);
+        if (next == nullptr) return make_float4(old.x, old.y, 0.0f, 0.0f);
+        return make_float4(old.x, old.y, __ldg(next_norm + 2 * pair), __ldg(next_norm + 2 * pair + 1));
+    }
+    DEVICE u64 finish(const Row& row, int index, int pair, float a, float b, float4 old) const {
+        ResidualProduct<WIDTH>::finish(row, index, pair, a, b, make_float2(old.x, old.y));
+        const float u = old.x + a, v = old.y + b;
+        if (next != nullptr)
+            reinterpret_cast<u32*>(next + index * HIDDEN)[pair] = pack_bf16(u * old.z, v * old.w);
+        return __float_as_uint(u * u + v * v);
+    }
+    DEVICE void fill(int index, int pair) const {
+        if (next != nullptr) reinterpret_cast<u32*>(next + index * HIDDEN)[pair] = 0;
+    }
+    DEVICE void add(int index, float square) const {
+        if (next != nullptr) add_square(squares_of(next_squares, HALF, ROWS, index), square);
+    }
 };
-template <class P, bool FILLS_> struct Rounded<OfRounded<P, FILLS_>> {
-    static constexpr bool INPUTS = true, FILLS = FILLS_;
+
+// What a product does besides.
+template <class P> struct Rounded;
+template <class P, bool FILLS_, int HALF> struct Rounded<OfRounded<P, FILLS_, HALF>> {
+    static constexpr bool FILLS = FILLS_, SCALED = P::NORMED, CARRIES = false;
+};
+template <int WIDTH, int TO, bool FILLS_, int HALF>
+struct Rounded<OfRounded<CarriedResidual<WIDTH, TO>, FILLS_, HALF>> {
+    static constexpr bool FILLS = FILLS_, SCALED = false, CARRIES = true;
 };
 
 // Tiles of 8 pairs of a block (one a warp), warps that share a tile's inputs, blocks that do, inputs
 // of a slab, steps whose weights a warp holds (0: of a whole slab), whether the blocks that share
-// inputs are a cluster (their number, or 1), and slabs of rounded inputs in shared memory (0: one, of
-// inputs that are not rounded).
+// inputs are a cluster (their number, or 1), and slabs of inputs in shared memory.
 template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_, int DEPTH_, int CLUSTER_, int RING_> struct Shape {
     static constexpr int TILES = TILES_, SPLIT = SPLIT_, BLOCKS_K = BLOCKS_K_, SLAB = SLAB_;
     static constexpr int CLUSTER = CLUSTER_, RING = RING_;
@@ -69,11 +103,10 @@ template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_, int DEPTH_, int CLUS
     static constexpr bool WHOLE_SUMS = SPLIT == 1 && BLOCKS_K == 1;  // a warp's
     // Blocks that a multiprocessor must have registers for: 16 warps of 128 registers each, so that the
     // next kernel's are asked for their weights while these still work.
-    static constexpr int RESIDENT =
-        8 * DEPTH + 4 * ROW_TILES <= (RING ? MOST_HELD : 68) ? larger(1, 16 / WARPS) : 1;
+    static constexpr int RESIDENT = 8 * DEPTH + 4 * ROW_TILES <= MOST_HELD ? larger(1, 16 / WARPS) : 1;
     static_assert(SLAB % (32 * SPLIT) == 0 && SLAB % 64 == 0 && STEPS % DEPTH == 0, "shape");
     static_assert(CLUSTER == 1 || CLUSTER == BLOCKS_K, "a cluster has all inputs");
-    static_assert(RING != 1, "a slab is copied while another is used");
+    static_assert(RING > 1, "a slab is copied while another is used");
     // Of the blocks that share inputs, and of those that share outputs: clusters lie along x.
     DEVICE static int input_block() { return CLUSTER > 1 ? blockIdx.x : blockIdx.y; }
     DEVICE static int output_block() { return CLUSTER > 1 ? blockIdx.y : blockIdx.x; }
@@ -83,9 +116,7 @@ template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_, int DEPTH_, int CLUS
 template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, class... PARTS>
 struct PackedMatrixShape : Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING> {
     static_assert(SLAB % (BRICK * SPLIT) == 0 && DEPTH % 8 == 0, "a warp takes whole bricks");
-    static_assert(RING || CLUSTER == 1, "in clusters of rounded inputs");
-    static constexpr int RESIDENT =
-        DEPTH == 8 && ROW_TILES <= (RING ? 4 : 2) ? larger(1, 16 / (TILES * SPLIT)) : 1;
+    static constexpr int RESIDENT = DEPTH == 8 && ROW_TILES <= 4 ? larger(1, 16 / (TILES * SPLIT)) : 1;
 };
 
 // A lane's weights of S::DEPTH steps.  `advance` turns to the next steps of the warp; `refill` loads
@@ -187,39 +218,14 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
     }
 };
 
-// The wanted rows, numbered through.
-struct Wanted {
-    int count;
-    int index[PADDED_ROWS];  // of the step
+// The rows of the step, how many of them are wanted, and what sums are scaled by.
+struct StepRows {
+    int wanted;
     Row row[PADDED_ROWS];
-    float square[2][PADDED_ROWS];  // of inputs, of the warps that share a row
+    float scale[PADDED_ROWS];
 };
 
-DEVICE void find_wanted(Wanted& found, const int* live, int flags) {
-    const int thread = threadIdx.x;
-    if (thread < 32) {
-        int count = 0;
-#pragma unroll
-        for (int start = 0; start < ROWS; start += 32) {
-            const int index = start + thread;
-            Row row{};
-            if (index < ROWS) row = load_row(live, index);
-            const bool wanted = (row.flags & flags) == flags;
-            const u32 all = __ballot_sync(0xffffffffu, wanted);
-            if (wanted) {
-                const int place = count + __popc(all & ((1u << thread) - 1));
-                found.index[place] = index;
-                found.row[place] = row;
-            }
-            count += __popc(all);
-        }
-        if (thread == 0) found.count = count;
-    }
-    __syncthreads();
-}
-
-// All rows of the step, and how many of them are wanted.
-DEVICE void find_rows(Wanted& found, const int* live, int flags) {
+DEVICE void find_rows(StepRows& found, const int* live, int flags) {
     const int thread = threadIdx.x;
     if (thread < 32) {
         int count = 0;
@@ -231,7 +237,7 @@ DEVICE void find_rows(Wanted& found, const int* live, int flags) {
             if (index < PADDED_ROWS) found.row[index] = row;
             count += __popc(__ballot_sync(0xffffffffu, (row.flags & flags) == flags));
         }
-        if (thread == 0) found.count = count;
+        if (thread == 0) found.wanted = count;
     }
     __syncthreads();
 }
@@ -239,22 +245,15 @@ DEVICE void find_rows(Wanted& found, const int* live, int flags) {
 // `block`: of those that share the pairs of these weights.
 template <class S, class W, class P, class M>
 DEVICE void matmul_part(const P& product, const M* matrix, int block, const int* live,
-                        float* workspace, Wanted& rows, u64* bests) {
+                        float* workspace, StepRows& rows, u64* bests) {
     constexpr int K = P::INPUTS, TILE_COUNT = ceil_div(W::PAIRS, 8), BLOCK_PAIRS = S::TILES * 8;
-    constexpr bool ROUNDED = Rounded<P>::INPUTS;
     // Of an input row in shared memory, so that a warp's reads have no bank conflicts.
-    constexpr int STRIDE = S::SLAB + (ROUNDED && W::REORDERED ? 16 : 32);
+    constexpr int STRIDE = S::SLAB + (W::REORDERED ? 16 : 32);
     constexpr int SLABS = ceil_div(K, S::SLAB), BLOCK_SLABS = ceil_div(SLABS, S::BLOCKS_K);
-    // A warp brings in rows, or SHARES warps do a row; of it, a lane so many chunks of 8 inputs.
-    constexpr int SHARES = S::SLAB > 256 && S::WARPS >= 2 * PADDED_ROWS ? 2 : 1;
-    constexpr int WARP_ROWS = ceil_div(PADDED_ROWS, S::WARPS);
-    constexpr int LANE_CHUNKS = ceil_div(S::SLAB, 256 * SHARES);
-    static_assert(!P::NORMED || S::BLOCKS_K == 1, "a norm needs whole rows");
     static_assert(S::BLOCKS_K == 1 || S::CLUSTER > 1 || W::PAIRS == P::PAIRS, "partial sums are of whole matrices");
-    static_assert(ROUNDED == (S::RING > 0), "a ring is of rounded inputs");
+    static_assert(!Rounded<P>::SCALED || K == HIDDEN, "a norm is of the residual");
     DYNAMIC_SHARED(shared);
-    float4* const norms = reinterpret_cast<float4*>(shared);
-    bf16* const inputs = reinterpret_cast<bf16*>(shared + (P::NORMED ? K * 4 : 0));
+    bf16* const inputs = reinterpret_cast<bf16*>(shared);
     float* const sums = reinterpret_cast<float*>(inputs);  // later, in the same place
 
     start_next_at<AT_START>();
@@ -266,115 +265,55 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
 
     W weights(matrix, block * S::TILES + tile, part, first_slab);
     if (slabs > 0) weights.load_all();
-    if constexpr (P::NORMED) {
-#pragma unroll
-        for (int i = thread; i < K / 4; i += S::THREADS)
-            norms[i] = load_norm(reinterpret_cast<const float4*>(product.norm) + i);
-    }
-
-    // What a lane brings in: 8 inputs of one row, at `at` of the slab.
-    struct Item {
-        int n, at, k;
-        bool there;
-    };
-    constexpr int ITEMS = WARP_ROWS * LANE_CHUNKS;
-    // Fewer at once where the next slab's weights come at the same time, and registers are short.
-    constexpr bool SHORT = S::RESIDENT * S::WARPS > 8;
-    constexpr int BATCH =
-        smaller(SHORT && BLOCK_SLABS > 1 ? 2 : !SHORT && S::DEPTH <= 4 && ROW_TILES == 1 ? 8 : 4, ITEMS);
-    auto item_of = [&](int i, int slab) {
-        const int share = SHARES == 1 ? 0 : warp / PADDED_ROWS;
-        const int n = SHARES == 1     ? i / LANE_CHUNKS * S::WARPS + warp
-                      : share < SHARES ? warp % PADDED_ROWS
-                                       : PADDED_ROWS;
-        const int at = ((i % LANE_CHUNKS * SHARES + share) * 32 + lane) * 8;
-        const int k = (first_slab + slab) * S::SLAB + at;
-        const bool within = S::SLAB % (256 * SHARES) == 0 || at < S::SLAB;
-        return Item{n, at, k, within && (K % S::SLAB == 0 || k < K)};
-    };
-    float4 a[BATCH][2];
-    // Of the row that is `n` in the step.
-    auto bring = [&](int j, const Item& item, int n) {
-        const float4* from = reinterpret_cast<const float4*>(product.input + n * K + item.k);
-        a[j][0] = load_fresh(from);
-        a[j][1] = load_fresh(from + 1);
-    };
-
-    // Copies a slab of rounded inputs into the ring; `wait_copies` counts the slabs.
+    // Copies a slab of inputs into the ring; `wait_copies` counts the slabs.
     auto copy_slab = [&](int slab) {
-        if constexpr (ROUNDED) {
-            constexpr int CHUNKS = S::SLAB / 8;
-            bf16* const to = inputs + slab % S::RING * (PADDED_ROWS * STRIDE);
-            if (slab < slabs) {
+        constexpr int CHUNKS = S::SLAB / 8;
+        bf16* const to = inputs + slab % S::RING * (PADDED_ROWS * STRIDE);
+        if (slab < slabs) {
 #pragma unroll 1
-                for (int i = thread; i < PADDED_ROWS * CHUNKS; i += S::THREADS) {
-                    const int n = i / CHUNKS, at = i % CHUNKS * 8, k = (first_slab + slab) * S::SLAB + at;
-                    const bool there = n < ROWS && (K % S::SLAB == 0 || k < K);
-                    copy_async(to + n * STRIDE + at, product.rounded + (there ? n * K + k : 0), there);
-                }
+            for (int i = thread; i < PADDED_ROWS * CHUNKS; i += S::THREADS) {
+                const int n = i / CHUNKS, at = i % CHUNKS * 8, k = (first_slab + slab) * S::SLAB + at;
+                const bool there = n < ROWS && (K % S::SLAB == 0 || k < K);
+                copy_async(to + n * STRIDE + at, product.rounded + (there ? n * K + k : 0), there);
             }
-            end_copies();
         }
+        end_copies();
     };
 
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
-    if constexpr (ROUNDED) {
 #pragma unroll 1
-        for (int slab = 0; slab < S::RING - 1; slab++) copy_slab(slab);
-        find_rows(rows, live, P::WANTED);
-    } else {
-        // The first inputs are asked for before it is known which rows are wanted: mostly all.
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-            const Item item = item_of(j, 0);
-            a[j][0] = a[j][1] = make_float4(0, 0, 0, 0);
-            if (slabs > 0 && item.there && item.n < ROWS) bring(j, item, item.n);
+    for (int slab = 0; slab < S::RING - 1; slab++) copy_slab(slab);
+    if constexpr (Rounded<P>::SCALED) {  // beside the first warp, which finds the rows
+        constexpr int FIRST = S::WARPS > 1 ? 32 : 0, MANY = S::THREADS - FIRST;
+        const bool clears = blockIdx.x == 0 && blockIdx.y == 0;
+        for (int n = thread - FIRST; n < ROWS && thread >= FIRST; n += MANY) {
+            const float square = square_at(squares_of(product.squares, P::HALF, ROWS, n));
+            rows.scale[n] = rsqrtf(square * (1.0f / HIDDEN) + product.epsilon);
+            if (clears) clear_square(squares_of(product.squares, 1 - P::HALF, ROWS, n));
         }
-        find_wanted(rows, live, P::WANTED);
     }
-    const int count = ROUNDED ? ROWS : rows.count, row_tiles = ceil_div(count, 8);
-    if (rows.count == 0) {
+    find_rows(rows, live, P::WANTED);
+    if (rows.wanted == 0) {
         wait_copies<0>();
         return;
     }
-    // Of a row by its number here: which of the step it is, and whether it is wanted.
-    auto index_of = [&](int n) { return ROUNDED ? n : rows.index[n]; };
-    auto is_wanted = [&](int n) {
-        return n < count && (!ROUNDED || (rows.row[n].flags & P::WANTED) == P::WANTED);
-    };
+    auto is_wanted = [&](int n) { return n < ROWS && (rows.row[n].flags & P::WANTED) == P::WANTED; };
+    auto scale_of = [&](int n) { return Rounded<P>::SCALED ? rows.scale[n] : 1.0f; };
 
     // What a thread finishes: pairs of rows, one after the other.  The blocks of a cluster share them.
-    const int items = BLOCK_PAIRS * count;
+    constexpr int ITEMS = BLOCK_PAIRS * ROWS;
     const int first_item = S::CLUSTER > 1 ? S::input_block() * S::THREADS + thread : thread;
     decltype(product.prepare(rows.row[0], 0, 0)) early{};  // for the first
-    if (!S::WHOLE_SUMS && first_item < items) {
+    if (!S::WHOLE_SUMS && first_item < ITEMS) {
         const int n = first_item / BLOCK_PAIRS, mine = first_pair + first_item % BLOCK_PAIRS;
         if (mine < W::PAIRS && is_wanted(n))
-            early = product.prepare(rows.row[n], index_of(n), W::FIRST + mine);
+            early = product.prepare(rows.row[n], n, W::FIRST + mine);
     }
     float c[ROW_TILES][4] = {};
-    float square[P::NORMED ? WARP_ROWS : 1] = {};
-    auto share_squares = [&] {
-        if constexpr (P::NORMED) {
-#pragma unroll
-            for (int i = 0; i < WARP_ROWS; i++) {
-                const int n = SHARES == 1 ? i * S::WARPS + warp : warp % PADDED_ROWS;
-                const int share = SHARES == 1 ? 0 : warp / PADDED_ROWS;
-                const float total = sum_lanes<32>(square[i]);
-                if (lane == 0 && n < count && share < SHARES) rows.square[share][n] = total;
-            }
-        }
-    };
-    auto scale_of = [&](int n) {
-        if (!P::NORMED) return 1.0f;
-        const float total = SHARES == 1 ? rows.square[0][n] : rows.square[0][n] + rows.square[1][n];
-        return rsqrtf(total * (1.0f / K) + product.epsilon);
-    };
-    // A lane's inputs of 32 and 8 rows, at `from`: 16 neighbouring bytes, or twice 8 of a brick's order,
-    // which is that of memory where inputs were not put in order on their way.
+    // A lane's inputs of 32 and 8 rows, at `from`: 16 neighbouring bytes, or twice 8 for a brick's order.
     auto load_inputs = [&](const bf16* from) {
-        if constexpr (ROUNDED && W::REORDERED) {
+        if constexpr (W::REORDERED) {
             const uint2 low = *reinterpret_cast<const uint2*>(from);
             const uint2 high = *reinterpret_cast<const uint2*>(from + 16);
             return make_uint4(low.x, low.y, high.x, high.y);
@@ -384,7 +323,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     };
     // `more`: a constant at each call.
     auto multiply_steps = [&](const bf16* slab_inputs, int step, bool more) {
-        constexpr int EACH = ROUNDED && W::REORDERED ? 4 : 8;
+        constexpr int EACH = W::REORDERED ? 4 : 8;
 #pragma unroll
         for (int i = 0; i < S::DEPTH; i++) {
             const bf16* from = slab_inputs + g * STRIDE + weights.group(step + i) * 32 + t * EACH;
@@ -392,7 +331,6 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             weights.take(a0, a1, i);
 #pragma unroll
             for (int n = 0; n < ROW_TILES; n++) {
-                if (n >= row_tiles) break;
                 const uint4 b = load_inputs(from + n * 8 * STRIDE);
                 multiply_tile(c[n], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
                 multiply_tile(c[n], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
@@ -402,56 +340,11 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     };
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab++) {
-        if constexpr (ROUNDED) {
-            wait_copies<S::RING - 2>();
-            __syncthreads();  // and before the slab that was used last is overwritten
-            copy_slab(slab + S::RING - 1);
-        } else {
-            // Inputs into shared memory: a warp a row, a lane 8 neighbours; BATCH of these at once.
-#pragma unroll
-            for (int start = 0; start < ITEMS; start += BATCH) {
-#pragma unroll
-                for (int j = 0; j < BATCH; j++) {
-                    const Item item = item_of(start + j, slab);
-                    const bool there = start + j < ITEMS && item.there && item.n < count;
-                    const int n = there ? rows.index[item.n] : 0;
-                    if (start > 0 || slab > 0) a[j][0] = a[j][1] = make_float4(0, 0, 0, 0);
-                    if (there && (start > 0 || slab > 0 || n != item.n)) bring(j, item, n);
-                }
-#pragma unroll
-                for (int j = 0; j < BATCH; j++) {
-                    const Item item = item_of(start + j, slab);
-                    if (start + j >= ITEMS || item.n >= row_tiles * 8 || item.at >= S::SLAB) continue;
-                    float4 u = a[j][0], v = a[j][1];
-                    if (item.n >= count) u = v = make_float4(0, 0, 0, 0);
-                    if constexpr (P::NORMED) {
-                        float& sum = square[(start + j) / LANE_CHUNKS];
-                        sum += u.x * u.x + u.y * u.y + u.z * u.z + u.w * u.w;
-                        sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-                        if (item.there) {
-                            const float4 p = norms[item.k / 4], q = norms[item.k / 4 + 1];
-                            u = make_float4(u.x * p.x, u.y * p.y, u.z * p.z, u.w * p.w);
-                            v = make_float4(v.x * q.x, v.y * q.y, v.z * q.z, v.w * q.w);
-                        }
-                    }
-                    const uint4 w = make_uint4(pack_bf16(u.x, u.y), pack_bf16(u.z, u.w),
-                                               pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
-                    bf16* const to = inputs + item.n * STRIDE;
-                    if constexpr (W::REORDERED) {  // inputs 4 t and 4 t + 16 and on, to 8 t and on
-                        const int chunk = item.at / 8 % 4;
-                        bf16* const half = to + item.at / 32 * 32 + chunk % 2 * 16 + chunk / 2 * 4;
-                        *reinterpret_cast<uint2*>(half) = make_uint2(w.x, w.y);
-                        *reinterpret_cast<uint2*>(half + 8) = make_uint2(w.z, w.w);
-                    } else {
-                        *reinterpret_cast<uint4*>(to + item.at) = w;
-                    }
-                }
-            }
-            if (slab + 1 == slabs) share_squares();
-            __syncthreads();
-        }
+        wait_copies<S::RING - 2>();
+        __syncthreads();  // and before the slab that was used last is overwritten
+        copy_slab(slab + S::RING - 1);
         if (slab == 0) start_next_at<AFTER_INPUT>();
-        const bf16* const slab_inputs = inputs + (ROUNDED ? slab % S::RING * (PADDED_ROWS * STRIDE) : 0);
+        const bf16* const slab_inputs = inputs + slab % S::RING * (PADDED_ROWS * STRIDE);
 #pragma unroll 1
         for (int step = 0; step < S::STEPS; step += S::DEPTH) {
             if (step + S::DEPTH < S::STEPS || slab + 1 < slabs) {
@@ -461,9 +354,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 multiply_steps(slab_inputs, step, false);
             }
         }
-        // Before the next slab's inputs, or the sums, take the place of these.
-        if (ROUNDED ? !S::WHOLE_SUMS && slab + 1 == slabs : !S::WHOLE_SUMS || slab + 1 < slabs)
-            __syncthreads();
+        if (!S::WHOLE_SUMS && slab + 1 == slabs) __syncthreads();  // before the sums take their place
     }
     start_next_at<BEFORE_OUTPUT>();
 
@@ -471,26 +362,30 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         const int mine = first_pair + tile * 8 + g;
 #pragma unroll
         for (int n = 0; n < ROW_TILES; n++) {
-            if (n >= row_tiles) break;
 #pragma unroll
             for (int which = 0; which < 2; which++) {
                 const int wanted = n * 8 + t * 2 + which;
                 u64 key = 0;
                 if (is_wanted(wanted) && mine < W::PAIRS) {
                     const Row row = rows.row[wanted];
-                    const int index = index_of(wanted);
                     const float scale = scale_of(wanted);
-                    const auto prepared = product.prepare(row, index, W::FIRST + mine);
-                    key = product.finish(row, index, W::FIRST + mine, c[n][which] * scale,
+                    const auto prepared = product.prepare(row, wanted, W::FIRST + mine);
+                    key = product.finish(row, wanted, W::FIRST + mine, c[n][which] * scale,
                                          c[n][2 + which] * scale, prepared);
-                } else if (Rounded<P>::FILLS && wanted < count && mine < W::PAIRS) {
-                    product.finish(Row{}, wanted, W::FIRST + mine, 0.0f, 0.0f, {});
+                } else if constexpr (Rounded<P>::FILLS) {
+                    if (wanted < ROWS && mine < W::PAIRS) product.fill(wanted, W::FIRST + mine);
+                }
+                if constexpr (Rounded<P>::CARRIES) {
+                    float square = __uint_as_float(static_cast<u32>(key));
+#pragma unroll
+                    for (int mask = 16; mask > 2; mask /= 2) square += exchange(square, mask);
+                    if (g == 0 && is_wanted(wanted)) product.add(wanted, square);
                 }
                 if constexpr (P::KEYS) {
 #pragma unroll
                     for (int mask = 16; mask > 2; mask /= 2) key = largest(key, exchange(key, mask));
                     // A largest one: no order matters.
-                    if (g == 0 && wanted < count) atomicMax(&bests[wanted], key);
+                    if (g == 0 && wanted < ROWS) atomicMax(&bests[wanted], key);
                 }
             }
         }
@@ -503,7 +398,6 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     };
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) {
-        if (n >= row_tiles) break;
         *sum_at(warp, n * 8 + t * 2, g) = make_float2(c[n][0], c[n][2]);
         *sum_at(warp, n * 8 + t * 2 + 1, g) = make_float2(c[n][1], c[n][3]);
     }
@@ -524,7 +418,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     };
     if constexpr (S::CLUSTER > 1) {
         if constexpr (S::SPLIT > 1) {  // into the first warp's place
-            for (int item = thread; item < items; item += S::THREADS) {
+            for (int item = thread; item < ITEMS; item += S::THREADS) {
                 const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS;
                 *sum_at(p / 8, n, p % 8) = total_of(n, p);
             }
@@ -532,7 +426,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         sync_cluster<S::CLUSTER>();
     } else if constexpr (S::BLOCKS_K > 1) {
         __shared__ bool last;
-        for (int item = thread; item < items; item += S::THREADS) {
+        for (int item = thread; item < ITEMS; item += S::THREADS) {
             const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS;
             if (first_pair + p < W::PAIRS) *partial_at(blockIdx.y, n, first_pair + p) = total_of(n, p);
         }
@@ -547,17 +441,16 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         __syncthreads();
         if (!last) return;
     }
-    for (int item = first_item; item < items; item += S::CLUSTER * S::THREADS) {
+    constexpr int WHOLE = Rounded<P>::CARRIES ? round_up(ITEMS, 32) : ITEMS;  // of warps
+    for (int item = first_item; item < WHOLE; item += S::CLUSTER * S::THREADS) {
         const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS, mine = first_pair + p;
         u64 key = 0;
         if (!is_wanted(n)) {
-            if (Rounded<P>::FILLS && mine < W::PAIRS)
-                product.finish(Row{}, n, W::FIRST + mine, 0.0f, 0.0f, {});
+            if constexpr (Rounded<P>::FILLS)
+                if (n < ROWS && mine < W::PAIRS) product.fill(n, W::FIRST + mine);
         } else if (mine < W::PAIRS) {
             const Row row = rows.row[n];
-            const int index = index_of(n);
-            const auto prepared =
-                item == first_item ? early : product.prepare(row, index, W::FIRST + mine);
+            const auto prepared = item == first_item ? early : product.prepare(row, n, W::FIRST + mine);
             float2 total = make_float2(0.0f, 0.0f);
             if constexpr (S::CLUSTER > 1) {
                 const float2* const own = sum_at(p / 8, n, p % 8);
@@ -576,12 +469,17 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 total = total_of(n, p);
             }
             const float scale = scale_of(n);
-            key = product.finish(row, index, W::FIRST + mine, total.x * scale, total.y * scale, prepared);
+            key = product.finish(row, n, W::FIRST + mine, total.x * scale, total.y * scale, prepared);
         }
         if constexpr (P::KEYS) {
             static_assert(BLOCK_PAIRS % 32 == 0, "a warp's pairs are of one row");
             key = largest_of_warp(key);
             if (lane == 0) atomicMax(&bests[n], key);  // a largest one: no order matters
+        }
+        if constexpr (Rounded<P>::CARRIES) {
+            constexpr int LANES = BLOCK_PAIRS % 32 == 0 ? 32 : BLOCK_PAIRS % 16 == 0 ? 16 : 8;  // of one row
+            const float square = sum_lanes<LANES>(__uint_as_float(static_cast<u32>(key)));
+            if (lane % LANES == 0 && is_wanted(n)) product.add(n, square);
         }
     }
     if constexpr (S::CLUSTER > 1) sync_cluster<S::CLUSTER>();  // others read this block's sums
@@ -589,7 +487,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
 
 // `bests`: of the head, the largest key of each wanted row in this block, in shared memory.
 template <int... N, class P>
-DEVICE void matmul(Shape<N...>, const P& product, const int* live, float* workspace, Wanted& rows,
+DEVICE void matmul(Shape<N...>, const P& product, const int* live, float* workspace, StepRows& rows,
                    u64* bests = nullptr) {
     typedef Shape<N...> S;
     matmul_part<S, PlainWeights<S, P>>(product, product.weight, S::output_block(), live, workspace, rows, bests);
@@ -598,7 +496,7 @@ DEVICE void matmul(Shape<N...>, const P& product, const int* live, float* worksp
 // Parts of a packed matrix below each other are rows of bricks of their own: every block works on one.
 template <class S, int FIRST, class R, class... MORE, class P>
 DEVICE void matmul_parts(const P& product, const u8* bricks, int block, const int* live,
-                         float* workspace, Wanted& rows, u64* bests) {
+                         float* workspace, StepRows& rows, u64* bests) {
     constexpr int BLOCKS = ceil_div(R::PAIRS, S::TILES * 8);
     if constexpr (sizeof...(MORE) > 0) {
         constexpr long long BYTES =
@@ -611,7 +509,7 @@ DEVICE void matmul_parts(const P& product, const u8* bricks, int block, const in
 }
 template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, class... PARTS, class P>
 DEVICE void matmul(PackedMatrixShape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING, PARTS...>,
-                   const P& product, const int* live, float* workspace, Wanted& rows,
+                   const P& product, const int* live, float* workspace, StepRows& rows,
                    u64* bests = nullptr) {
     typedef Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING> S;
     matmul_parts<S, 0, PARTS...>(product, product.weight, S::output_block(), live, workspace, rows, bests);

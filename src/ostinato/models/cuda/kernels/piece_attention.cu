@@ -7,7 +7,7 @@
 //
 // A warp has 16 rows of one query head.  Scores are q k^T with q and k in bfloat16, rescaled as they
 // come; their exponentials go into the product with the values as bfloat16, sums are float32.
-// Fragments: see matmul.cu; a lane takes 16 neighbouring bytes of a row of q or k as the operands of
+// Fragments: see matmul.cuh; a lane takes 16 neighbouring bytes of a row of q or k as the operands of
 // two instructions.  Scores leave the first product where the second one wants them.  Values stand in
 // shared memory by dimension, two neighbouring positions in a word.
 #include "common.cuh"

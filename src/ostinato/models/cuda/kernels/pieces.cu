@@ -1,5 +1,5 @@
-// What stands between the products of a layer where a library multiplies (library.py), or where inputs
-// are rounded once (rounded.cu): the norms and SiLU that matmul.cu has inside its products.
+// What stands between the products of a layer where a library multiplies (library.py): the norms and SiLU
+// that our own products have inside.  The first norm of a step of several rows is made here too (rounded.cu).
 //
 //     norm_rows  [product]  norm_rope  attention  [product]
 //     norm_rows  [product]  silu_rows  [product]
@@ -23,13 +23,14 @@ DEVICE uint4 pack_eight(const float4& u, const float4& v) {
                       pack_bf16(v.z, v.w));
 }
 
-// out = x / rms(x) * norm, in bfloat16.  A block a row, which stays in registers.
+// out = x / rms(x) * norm, in bfloat16; or x * norm where the scale is left to the product that reads it, and
+// `squares` has what it is made of.  A block a row, which stays in registers.
 KERNEL __launch_bounds__(NORM_THREADS)
-    norm_rows(const int* live, const float* x, const float* norm, bf16* out, u32 row_count,
-              u32 hidden, float epsilon) {
+    norm_rows(const int* live, const float* x, const float* norm, bf16* out, u64* squares, u32 half,
+              u32 row_count, u32 hidden, float epsilon) {
     constexpr int CHUNKS = HIDDEN / 8, EACH = ceil_div(CHUNKS, NORM_THREADS);
     constexpr int WARPS = NORM_THREADS / 32;
-    __shared__ float squares[WARPS];
+    __shared__ float warp_squares[WARPS];
     const int index = blockIdx.x, thread = threadIdx.x;
     start_next_at<AT_START>();
     wait_for_previous();
@@ -52,12 +53,17 @@ KERNEL __launch_bounds__(NORM_THREADS)
         square += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
     }
     square = sum_lanes<32>(square);
-    if (thread % 32 == 0) squares[thread / 32] = square;
+    if (thread % 32 == 0) warp_squares[thread / 32] = square;
     __syncthreads();
     float total = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) total += squares[warp];
-    const float scale = rsqrtf(total * (1.0f / HIDDEN) + epsilon);
+    for (int warp = 0; warp < WARPS; warp++) total += warp_squares[warp];
+    if (squares != nullptr && thread == 0) {
+        u64* const to = squares_of(squares, half, row_count, index);
+        clear_square(to);
+        add_square(to, total);
+    }
+    const float scale = squares != nullptr ? 1.0f : rsqrtf(total * (1.0f / HIDDEN) + epsilon);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const int chunk = i * NORM_THREADS + thread;

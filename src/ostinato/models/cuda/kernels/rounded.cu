@@ -1,10 +1,10 @@
-// The five products for 2 to 64 rows over bfloat16 inputs (matmul.cuh), which `norm_rows`, the attention or the
-// product before left in memory.
+// The five products for 2 to 64 rows over bfloat16 inputs (matmul.cuh), which the attention or the product
+// before left in memory; before the first layer `norm_rows` does.
 //
 // Physics.  A step of many rows over float32 inputs waits for them: every block brings 4 * ROWS * INPUTS
 // bytes through its registers, norms and rounds them, while its weights stand still.  Rounded once, they
-// are half as many bytes, and are copied while the steps before them are computed.  That costs two small
-// launches a layer, and pays from some rows on.
+// are half as many bytes, and are copied while the steps before them are computed.  The norm's scale, which
+// needs a whole row, is left to the product that reads it.
 #include "matmul.cuh"
 
 // Gate and up, whose result is rounded, with zeros in rows that are padding.
@@ -15,6 +15,7 @@ struct RoundedGateUpProduct : GateUpProduct {
         out[index * INNER + pair] = to_bf16(silu(a) * b);
         return 0;
     }
+    DEVICE void fill(int index, int pair) const { out[index * INNER + pair] = 0; }
 };
 
 // A kernel is compiled if its shape is given.
@@ -23,21 +24,22 @@ typedef QKV_SHAPE QkvShape;
 
 #if QK_NORM
 KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
-    rounded_qkv(const int* live, const bf16* rounded, const Weight* weight, float* qkv, float* workspace,
-                u32 row_count, u32 hidden) {
-    __shared__ Wanted rows;
-    const OfRounded<PlainQkvProduct> product{{weight, nullptr, nullptr, 0.0f, qkv}, rounded};
+    rounded_qkv(const int* live, const bf16* rounded, const Weight* weight, float* qkv, u64* squares,
+                float* workspace, u32 row_count, u32 hidden, float epsilon) {
+    __shared__ StepRows rows;
+    const OfRounded<PlainQkvProduct, false, 1> product{{weight, nullptr, nullptr, epsilon, qkv}, rounded, squares};
     matmul(QkvShape(), product, live, workspace, rows);
 }
 #else
 KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
     rounded_qkv_rope(const int* live, const bf16* rounded, const Weight* weight, const float* bias,
-                     const float* rope, bf16* cache, float* q, float* workspace, u32 row_count,
-                     u32 hidden, u32 sequences, u32 context) {
-    __shared__ Wanted rows;
-    const OfRounded<QkvProduct> product{{weight, nullptr, nullptr, 0.0f, bias, rope, cache, q,
+                     const float* rope, bf16* cache, float* q, u64* squares, float* workspace,
+                     u32 row_count, u32 hidden, u32 sequences, u32 context, float epsilon) {
+    __shared__ StepRows rows;
+    const OfRounded<QkvProduct, false, 1> product{{weight, nullptr, nullptr, epsilon, bias, rope, cache, q,
                                          static_cast<int>(sequences), static_cast<int>(context)},
-                                        rounded};
+                                        rounded,
+                                        squares};
     product.ask_for_bias();
     matmul(QkvShape(), product, live, workspace, rows);
 }
@@ -48,10 +50,12 @@ KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
 typedef OUTPUT_SHAPE OutputShape;
 
 KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
-    rounded_output(const int* live, const bf16* rounded, const Weight* weight, float* x, float* workspace,
-                   u32 row_count, u32 hidden, u32 width) {
-    __shared__ Wanted rows;
-    const OfRounded<ResidualProduct<HEADS * HEAD_SIZE>> product{{weight, nullptr, x, x}, rounded};
+    rounded_output(const int* live, const bf16* rounded, const Weight* weight, float* x, const float* norm,
+                   bf16* next, u64* squares, float* workspace, u32 row_count, u32 hidden, u32 width) {
+    __shared__ StepRows rows;
+    const OfRounded<CarriedResidual<HEADS * HEAD_SIZE, 0>, true> product{
+        {{weight, nullptr, x, x}, norm, next, squares}, rounded};
+    product.ask_for_norm();
     matmul(OutputShape(), product, live, workspace, rows);
 }
 #endif
@@ -60,10 +64,12 @@ KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
 typedef GATE_UP_SHAPE GateUpShape;
 
 KERNEL __launch_bounds__(GateUpShape::THREADS, GateUpShape::RESIDENT)
-    rounded_gate_up(const int* live, const bf16* rounded, const Weight* weight, bf16* out, float* workspace,
-                    u32 row_count, u32 hidden, u32 width) {
-    __shared__ Wanted rows;
-    const OfRounded<RoundedGateUpProduct, true> product{{{weight, nullptr, nullptr, 0.0f, nullptr}, out}, rounded};
+    rounded_gate_up(const int* live, const bf16* rounded, const Weight* weight, bf16* out,
+                    u64* squares, float* workspace, u32 row_count, u32 hidden, u32 width,
+                    float epsilon) {
+    __shared__ StepRows rows;
+    const OfRounded<RoundedGateUpProduct, true> product{
+        {{weight, nullptr, nullptr, epsilon, nullptr}, out}, rounded, squares};
     matmul(GateUpShape(), product, live, workspace, rows);
 }
 #endif
@@ -72,10 +78,12 @@ KERNEL __launch_bounds__(GateUpShape::THREADS, GateUpShape::RESIDENT)
 typedef DOWN_SHAPE DownShape;
 
 KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
-    rounded_down(const int* live, const bf16* rounded, const Weight* weight, float* x, float* workspace,
-                 u32 row_count, u32 hidden, u32 width) {
-    __shared__ Wanted rows;
-    const OfRounded<ResidualProduct<INNER>> product{{weight, nullptr, x, x}, rounded};
+    rounded_down(const int* live, const bf16* rounded, const Weight* weight, float* x, const float* norm,
+                 bf16* next, u64* squares, float* workspace, u32 row_count, u32 hidden, u32 width) {
+    __shared__ StepRows rows;
+    const OfRounded<CarriedResidual<INNER, 1>, true> product{{{weight, nullptr, x, x}, norm, next, squares},
+                                                          rounded};
+    product.ask_for_norm();
     matmul(DownShape(), product, live, workspace, rows);
 }
 #endif
@@ -85,11 +93,12 @@ typedef HEAD_SHAPE HeadShape;
 
 // Leaves each block's largest key of each row in the workspace, [rows][blocks].
 KERNEL __launch_bounds__(HeadShape::THREADS, HeadShape::RESIDENT)
-    rounded_head(const int* live, const bf16* rounded, const Weight* weight, float* logits, float* workspace,
-                 u32 row_count, u32 hidden, u32 vocabulary) {
-    __shared__ Wanted rows;
+    rounded_head(const int* live, const bf16* rounded, const Weight* weight, float* logits,
+                 u64* squares, float* workspace, u32 row_count, u32 hidden, u32 vocabulary,
+                 float epsilon) {
+    __shared__ StepRows rows;
     __shared__ u64 bests[PADDED_ROWS];
-    const OfRounded<HeadProduct> product{{weight, nullptr, nullptr, 0.0f, logits}, rounded};
+    const OfRounded<HeadProduct, false, 1> product{{weight, nullptr, nullptr, epsilon, logits}, rounded, squares};
     for (int n = threadIdx.x; n < PADDED_ROWS; n += HeadShape::THREADS) bests[n] = 0;
     matmul(HeadShape(), product, live, workspace, rows, bests);
     __syncthreads();
