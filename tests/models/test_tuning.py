@@ -522,6 +522,24 @@ def test_a_damaged_file_costs_a_warning(
     assert chosen(store).origin is choosing.Origin.STORED
 
 
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("value", ["0; rm -rf", None, [1], {}, 1.5, math.nan, True, 10**30])
+def test_a_number_of_another_type_is_a_reason_and_no_crash(
+    store: TuningStore, caplog: pytest.LogCaptureFixture, rows: int, value: Any
+) -> None:
+    """Wherever it stands: what one shape says may be compared with another's."""
+    path = save(store, rows=rows)
+    sound = json.loads(path.read_text())["tuning"]
+    for name in (*shapes.PRODUCTS.values(), "attention"):
+        for field in sound[name]:
+            save(store, rows=rows)
+            break_tuning(path, name, {**sound[name], field: value})
+            caplog.clear()
+            with caplog.at_level(logging.WARNING):
+                assert chosen(store, rows=rows).origin is choosing.Origin.DEFAULT, (name, field)
+            assert "not used" in caplog.text
+
+
 @settings(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
