@@ -106,6 +106,12 @@ def test_top_p() -> None:
     assert set(np.flatnonzero(chosen(logits, temperature=1.0, top_p=1e-9))) == {1}
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1.0, 1e20, 3.4e38])
+def test_a_token_of_no_probability_is_never_chosen(temperature: float) -> None:
+    logits = row(1, -np.inf, 2, np.nan)
+    assert set(np.flatnonzero(chosen(logits, temperature=temperature))) <= {0, 2}
+
+
 def test_ties_are_drawn_lower_index_first() -> None:
     # Four equal ones: the draw's quarter is the index.
     for position in range(50):
@@ -149,6 +155,7 @@ def test_logits_are_not_changed() -> None:
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
+        {"temperature": 3.5e38},  # infinite in float32
         {"top_k": -1},
         {"top_k": 1.5},
         {"top_k": True},

@@ -23,6 +23,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
+_MOST_TEMPERATURE = 3.4e38
 _LEAST_PENALTY, _MOST_PENALTY = 0.01, 100.0
 
 
@@ -41,9 +42,9 @@ class _Sampling:
 class SamplingOptions(_Sampling):
     """How the next token is chosen.
 
-    `temperature`: 0 is greedy, the likeliest token always.  `top_k`: only the k likeliest; 0 is
-    off.  `top_p`: only the smallest set of likeliest tokens that has this probability together;
-    1.0 is off.  `seed`: 0 to 2^64 - 1.  `min_p`: only tokens at least so probable, as a part of the
+    `temperature`: 0 is greedy, the likeliest token always; 3.4e38 at most.  `top_k`: only the k
+    likeliest; 0 is off.  `top_p`: only the smallest set of likeliest tokens that has this
+    probability together; 1.0 is off.  `seed`: 0 to 2^64 - 1.  `min_p`: only tokens at least so probable, as a part of the
     likeliest one's probability at this temperature; 0 is off.  `repetition_penalty`: what divides
     the positive logits and multiplies the negative ones of all tokens that the sequence holds, the
     prompt's too, as in transformers; 1.0 is off, 0.01 to 100 is allowed.  Raises InputError.
@@ -61,8 +62,11 @@ class SamplingOptions(_Sampling):
         repetition_penalty: float = 1.0,
     ) -> None:
         temperature = number(temperature, "temperature")
-        if temperature < 0:
-            raise InputError(f"temperature is {temperature}, must be 0 (greedy) or more")
+        # In float32 more is infinite, and minus infinity divided by it no number.
+        if not 0 <= temperature <= _MOST_TEMPERATURE:
+            raise InputError(
+                f"temperature is {temperature}, must be 0 (greedy) to {_MOST_TEMPERATURE:g}"
+            )
         top_p = number(top_p, "top_p")
         if not 0 < top_p <= 1:
             raise InputError(f"top_p is {top_p}, must be above 0 and at most 1 (off)")
