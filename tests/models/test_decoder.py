@@ -289,6 +289,15 @@ def test_a_batch_equals_single_sequences(host_device: Device, tiny: Path, count:
         assert decoder.decode_batch(order[1:]) == [expected[sequence][2] for sequence in order[1:]]
 
 
+def test_steps_have_rows_for_all_sequences_by_themselves(host_device: Device, tiny: Path) -> None:
+    with Decoder(host_device, tiny, stop_tokens=()) as single:
+        expected = generate(single, 3)
+    with Decoder(host_device, tiny, stop_tokens=(), sequences=65) as decoder:
+        steps = [[*decoder.prefill_batch(dict.fromkeys(range(65), PROMPT)).values()]]
+        steps += [decoder.decode_batch(range(65)) for _ in range(2)]
+    assert steps == [[token] * 65 for token in expected]
+
+
 def test_poison_in_padding_reaches_nothing(host_device: Device, tiny: Path) -> None:
     with Decoder(host_device, tiny, stop_tokens=(), sequences=3, max_rows=4) as decoder:
         for sequence in range(3):
@@ -549,7 +558,7 @@ def test_wrong_calls(decoder: Decoder, call: Any, message: str) -> None:
         ({"max_context": 129}, "trained for 1 to 128"),
         ({"max_context": 0}, "max_context is 0"),
         ({"sequences": 0}, "sequences is 0"),
-        ({"sequences": 65}, "65 sequences cannot step together"),
+        ({"sequences": 65, "max_rows": 64}, "max_rows is 64, and 65 sequences are to step togeth"),
         ({"max_rows": 0}, "rows is 0"),
     ],
 )

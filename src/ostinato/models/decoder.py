@@ -61,7 +61,8 @@ class Decoder(Closeable):
     not needed after construction), or `Weights` in device memory (`adopt_weights`; the caller
     closes them after the decoder).  `max_context`: positions of each sequence; `DEFAULT_CONTEXT` or
     the model's own if that is less.  `sequences`: how many at once.  `max_rows`: rows of the
-    largest step, so the size of a prompt's pieces; what suits the device and the context if None.
+    largest step, so the size of a prompt's pieces; as many as `sequences` at least, and what suits
+    the device and the context if None.
     `library_rows`: steps of so many rows and more multiply with cuBLASLt where it is installed
     (`statistics().library` says so, or why not); "auto" goes by the model's size (33 for 8B, 65 for
     1B and 135M), None is never.  Without it `max_rows` goes to 64.
@@ -119,6 +120,7 @@ class Decoder(Closeable):
         self.device_state = device_state
         if library_rows is not None and library_rows != "auto":
             library_rows = whole(library_rows, "library_rows", 1)
+        sequences = whole(sequences, "sequences", 1)
         warmups = whole(warmups, "warmups", 0)
         if verify not in ("off", "first"):
             verify = whole(verify, "verify", 1)
@@ -158,10 +160,8 @@ class Decoder(Closeable):
             context = _context(self.config, max_context)
             if max_rows is None:
                 bucket = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # of a whole context
-                max_rows = min(self.backend.piece_rows(part), bucket)
-            sizes = PlanSizes(
-                whole(max_rows, "max_rows", 1), whole(sequences, "sequences", 1), context
-            )
+                max_rows = max(sequences, min(self.backend.piece_rows(part), bucket))
+            sizes = PlanSizes(whole(max_rows, "max_rows", 1), sequences, context)
             stops = _stop_tokens(
                 self.config.eos_token_ids if stop_tokens is None else stop_tokens, self.config
             )

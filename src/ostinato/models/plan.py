@@ -62,7 +62,10 @@ class PlanSizes(_Sizes):
             whole(ring, "ring", 1),
         )
         if self.sequences > self.rows:
-            raise InputError(f"{self.sequences} sequences cannot step together in {self.rows} rows")
+            raise InputError(
+                f"max_rows is {self.rows}, and {self.sequences} sequences are to step together: it "
+                "must be as many at least"
+            )
 
     @property
     def buckets(self) -> PowersOfTwo:
