@@ -100,7 +100,8 @@ def _close(logits: npt.NDArray[np.float32]) -> bool:
 def test_prompts_that_are_refused_leave_all_as_it_was(host_device: Device) -> None:
     with open_decoder(host_device, BATCH, sequences=3) as decoder:
         token = decoder.prefill([1, 2, 3], 1)
-        for prompts in ({}, {0: [1], 1: []}, {0: [1], 1: [BATCH.vocabulary]}, {0: [1], 7: [1]}):
+        wrong: list[Any] = [{}, {0: [1], 1: []}, {0: [1], 1: [BATCH.vocabulary]}, {0: [1], 7: [1]}]
+        for prompts in (*wrong, [], [[1], [2]], [(0, [1])], "1", None, 3):
             with pytest.raises(InputError):
                 decoder.prefill_batch(prompts)
             assert decoder.tokens(1) == (1, 2, 3, token) and decoder.tokens(0) == ()

@@ -409,8 +409,11 @@ class Decoder(Closeable):
         Raises as `prefill`: InputError before anything is done; prompts of earlier steps were read
         if a later step raises.
         """
-        if not prompts:
-            raise InputError("no prompts: one is needed at least")
+        if not isinstance(prompts, Mapping) or not prompts:
+            raise InputError(
+                f"prompts is {quoted(prompts)}, must be a mapping from sequences to their tokens, "
+                "one at least"
+            )
         ready, found = self._checked("prefill", prompts.items())
         chosen = self._stepper.prompts(ready, found)
         return {one.index: token for one, token in zip(ready, chosen, strict=True)}
