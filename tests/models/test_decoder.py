@@ -391,6 +391,29 @@ def test_stops_at_an_end_token(decoder: Decoder) -> None:
     assert decoder.decode() == tokens[end + 1], "it goes on once the token is no end any more"
 
 
+def test_other_settings_start_nothing_that_they_stop_too(host_device: Device, tiny: Path) -> None:
+    with Decoder(host_device, tiny, sequences=2) as decoder:
+        end = decoder.prefill(PROMPT)
+        decoder.set_stop_tokens([end])
+        decoder.set_sampling(SamplingOptions(5.0, seed=1), 1, limit=len(PROMPT))
+        chosen = decoder.prefill_batch({0: PROMPT, 1: PROMPT})
+        assert chosen[0] == end != chosen[1]
+        for change in (
+            lambda: decoder.set_stop_tokens([end, 279]),
+            lambda: decoder.set_sampling(SamplingOptions(1.0)),
+            lambda: decoder.set_sampling(SamplingOptions(1.0), 1, limit=len(PROMPT) - 3),
+        ):
+            change()
+            assert decoder.stopped(0) and decoder.stopped(1)
+        for sequence in (0, 1):
+            with pytest.raises(InputError, match=f"sequence {sequence} has stopped"):
+                decoder.decode(sequence)
+        decoder.set_sampling(SamplingOptions(), 1, limit=len(PROMPT) + 1)
+        assert not decoder.stopped(1) and decoder.stopped(0)
+        decoder.decode(1)
+        assert decoder.stopped(1)
+
+
 def test_stops_at_the_limit_and_at_the_context(host_device: Device, tiny: Path) -> None:
     with Decoder(host_device, tiny, stop_tokens=(), max_context=16) as decoder:
         decoder.set_sampling(SamplingOptions(), limit=len(PROMPT) + 2)

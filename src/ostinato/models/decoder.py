@@ -302,7 +302,7 @@ class Decoder(Closeable):
             or np.any(self._options["repetition_penalty"] != 1)
         )
         self.plan.options.set(self._options, self.stream)
-        one.on_device = one.stopped = False
+        self._look_whether_stopped(one)
 
     def set_stop_tokens(self, tokens: Iterable[int]) -> None:
         """Which tokens end a sequence.
@@ -317,7 +317,14 @@ class Decoder(Closeable):
         self.plan.stops.set(stops, self.stream)
         self.stop_tokens = wanted
         for sequence in self._sequences:
-            sequence.on_device = sequence.stopped = False
+            self._look_whether_stopped(sequence)
+
+    def _look_whether_stopped(self, sequence: Sequence) -> None:
+        """After other settings: a sequence that has stopped goes on only if nothing stops it now."""
+        sequence.on_device = False
+        if sequence.stopped:
+            last, limit = sequence.tokens[-1], min(sequence.limit, self.plan.sizes.context)
+            sequence.stopped = last in self.stop_tokens or sequence.length >= limit
 
     # --- sequences
     def tokens(self, sequence: int = 0) -> tuple[int, ...]:

@@ -107,10 +107,10 @@ class Sequences:
         if not named or len(set(named)) != len(named):
             raise InputError(f"sequences {quoted(named)}: one or more are needed, each once")
         for one in found:
-            if one.stopped:
-                raise InputError(f"sequence {one.index} has stopped; reset or truncate it")
             if one.length >= self._context:
                 raise InputError(f"sequence {one.index} is at the end of its context")
+            if one.stopped:
+                raise InputError(f"sequence {one.index} has stopped; reset or truncate it")
             _ = one.next_token  # there must be one
         return found
 
