@@ -540,6 +540,33 @@ def test_a_failed_load_gives_the_memory_back(
     assert host_device.memory_info()[0] == free
 
 
+def test_logits_of_other_tokens_are_refused(host_device: Device, tiny: Path) -> None:
+    with Decoder(host_device, tiny, stop_tokens=(), sequences=2) as decoder:
+
+        def keep(count: int) -> int:
+            return decoder.keep_common([*PROMPT[:count], 279])
+
+        changes: dict[str, Any] = {
+            "reset": lambda: decoder.reset(0),
+            "extend": lambda: decoder.extend([1, 2]),
+            "truncate": lambda: decoder.truncate(len(PROMPT)),
+            "keep_common": lambda: keep(3),
+            "copy_prefix": lambda: decoder.copy_prefix(2, 1, 0),
+        }
+        with pytest.raises(InputError, match="sequence 0 has no logits"):
+            decoder.logits()
+        for change in changes.values():
+            generate(decoder, 2)
+            wanted = decoder.logits()
+            decoder.prefill([5, 6, 7], 1)
+            decoder.truncate(len(decoder.tokens()))  # keeps all of them
+            assert np.array_equal(decoder.logits(), wanted)
+            change()
+            with pytest.raises(InputError, match="sequence 0 has no logits"):
+                decoder.logits()
+            decoder.logits(1)
+
+
 def test_nan_logits_are_an_error(host_device: Device, tmp_path: Path) -> None:
     values = weights()
     values["final_norm"][3] = np.nan

@@ -447,7 +447,7 @@ class Decoder(Closeable):
             self._agree(f"{what} of sequence {one.index} at {one.length}: {_digest(given)}")
         for one in ready:
             del one.tokens[one.length :]
-            one.on_device = one.stopped = False
+            one.on_device = one.stopped = one.has_logits = False
         return ready, found
 
     def decode(self, sequence: int = 0) -> int:
@@ -515,10 +515,12 @@ class Decoder(Closeable):
         return run
 
     def logits(self, sequence: int = 0) -> npt.NDArray[np.float32]:
-        """A copy of the sequence's latest logits: float32, (vocabulary,).  Waits for the step.
+        """A copy of the logits that the sequence's last token was chosen from: float32,
+        (vocabulary,).  Waits for the step.
 
         Of a group's decoder all ranks must ask for them together.  Raises InputError if a run
-        computed further than the tokens it handed out: the logits there are of a later token.
+        computed further than the tokens it handed out: the logits there are of a later token; and
+        if no token was chosen after the sequence's (by `extend`, say, or since it was truncated).
         """
         one = self._sequences[sequence]
         if one.ahead or (self._run is not None and self._run.is_ahead(one)):
@@ -526,6 +528,11 @@ class Decoder(Closeable):
                 f"the device is further in sequence {sequence} than the {len(one.tokens)} tokens "
                 "handed out, and so are its logits; truncate by one token and decode it again, or "
                 "run with ahead=0"
+            )
+        if not one.has_logits:
+            raise InputError(
+                f"sequence {sequence} has no logits: no token was chosen as the last of the "
+                f"{len(one.tokens)} that it has; prefill or decode one"
             )
         logits = self.plan.buffers["logits"][one.index]
         if self._ranks is None:

@@ -24,6 +24,7 @@ class Sequence:
     The first `length` of `tokens` have their keys and values in the cache; one more, if there is
     one, is the next to be decoded.  `on_device`: the sequence's state on the device says the same.
     `ahead`: the device went on from there, so its logits are of a later token.
+    `has_logits`: otherwise these are the ones that the last token was chosen from.
     `stopped`: at an end token, at its limit or at the end of the context.
     `limit`: the position that stops the sequence once a token takes it.
     """
@@ -33,6 +34,7 @@ class Sequence:
     length: int = 0
     on_device: bool = False
     ahead: bool = False
+    has_logits: bool = False
     stopped: bool = False
     limit: int = 0
 
@@ -55,7 +57,7 @@ class Sequence:
         kept = next((i for i in range(most) if self.tokens[i] != tokens[i]), max(0, most))
         self.length = kept  # first: an interruption between these lines must not lengthen it
         del self.tokens[kept:]
-        self.on_device = self.stopped = False
+        self.on_device = self.stopped = self.has_logits = False
         return kept
 
     def truncate(self, count: int) -> None:
@@ -65,6 +67,7 @@ class Sequence:
             raise InputError(
                 f"sequence {self.index} has {len(self.tokens)} tokens; {count} cannot be kept"
             )
+        self.has_logits = self.has_logits and count == len(self.tokens)
         del self.tokens[count:]
         self.length = min(self.length, max(0, count - 1))
         self.on_device = self.stopped = False

@@ -204,12 +204,15 @@ class Stepper:
         steps = [len(piece) for piece in pieces] or [1] * len(sequences)
         self._settle()
         for sequence, step in zip(sequences, steps, strict=True):
-            sequence.on_device = False  # until the step is known to have ended well
+            # Until the step is known to have ended well.
+            sequence.on_device = sequence.has_logits = False
             self.ring.forget(sequence, step)
         self._settled = False
         decision = self.steps(rows)
         self._wait(sequences, steps, last=True)
         self._settled = True
+        for sequence in sequences:
+            sequence.has_logits = True  # also if they hold NaN
         chosen = self._take(sequences, steps, pieces)
         for sequence in sequences:
             sequence.on_device, sequence.ahead = True, False
