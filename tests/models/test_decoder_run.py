@@ -5,6 +5,7 @@ A silent wrong answer here would be a token of another step, or logits of a late
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -403,6 +404,92 @@ def test_wrong_calls_leave_a_run_alone(decoder: Decoder, wanted: dict[str, list[
             with pytest.raises(InputError):
                 call()
     assert tokens == wanted["PROMPT"][:13]
+
+
+INSIDE: dict[str, Callable[[Decoder], object]] = {
+    "prefill": lambda d: d.prefill(OTHER),
+    "prefill_batch": lambda d: d.prefill_batch({0: OTHER}),
+    "extend": lambda d: d.extend(OTHER),
+    "decode": lambda d: d.decode(),
+    "run": lambda d: d.run(),
+    "run_batch": lambda d: d.run_batch([0]),
+    "reset": lambda d: d.reset(),
+    "truncate": lambda d: d.truncate(1),
+    "keep_common": lambda d: d.keep_common(OTHER),
+    "copy_prefix": lambda d: d.copy_prefix(1, 0, 1),
+    "set_sampling": lambda d: d.set_sampling(SamplingOptions()),
+    "set_stop_tokens": lambda d: d.set_stop_tokens([1]),
+    "logits": lambda d: d.logits(),
+    "graph": lambda d: d.graph(),
+    "close": lambda d: d.close(),
+}
+"""Calls that must not be made while another one is under way."""
+
+
+def in_a_thread(call: Callable[[], object]) -> list[BaseException]:
+    """What the call raises."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("what", INSIDE)
+def test_a_call_inside_of_another_is_refused(
+    where: Device, wanted: dict[str, list[Any]], what: str, threaded: bool
+) -> None:
+    """Between the pieces of a prompt, by the one who is told of them or by another thread."""
+    with open_decoder(where, max_rows=4, sequences=2) as decoder:
+        refused = []
+
+        def meddle(done: int, total: int) -> None:
+            if threaded:
+                refused.extend(in_a_thread(lambda: INSIDE[what](decoder)))
+            else:
+                with pytest.raises(InputError) as raised:
+                    INSIDE[what](decoder)
+                refused.append(raised.value)
+
+        # One who is told of a piece lets the error through: then it is the call's, too.
+        with pytest.raises(InputError, match="must not overlap"):
+            decoder.prefill(OTHER, progress=lambda *_: INSIDE[what](decoder))
+        decoder.reset()
+        tokens = [decoder.prefill(PROMPT, progress=meddle)]
+        assert len(refused) == 3
+        for error in refused:
+            assert isinstance(error, InputError)
+            assert "while Decoder.prefill() of the same decoder was under way" in str(error)
+        tokens += [decoder.decode(), *decoder.run(count=5)]
+        assert tokens == wanted["PROMPT"][:7]
+
+
+def test_calls_of_another_thread_while_a_run_waits_are_refused(
+    decoder: Decoder, wanted: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [decoder.prefill(PROMPT), decoder.decode(), decoder.decode()]
+    under_way, refused = decoder.run(count=6), []
+    take = TokenRing.word
+
+    def meddle(ring: TokenRing, sequence: Sequence, step: int) -> tuple[int, bool]:
+        for call in (decoder.decode, decoder.reset, under_way.close, lambda: next(under_way)):
+            refused.extend(in_a_thread(call))
+        return take(ring, sequence, step)
+
+    monkeypatch.setattr(TokenRing, "word", meddle)
+    tokens.append(next(under_way))
+    monkeypatch.undo()
+    assert [type(error) for error in refused] == [InputError] * 4
+    assert all("was called while" in str(error) for error in refused)
+    assert tokens + list(under_way) == wanted["PROMPT"][:9]
 
 
 def test_a_closed_decoder_ends_its_run(where: Device) -> None:

@@ -28,6 +28,7 @@ from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, DriverError, InputError, NotAvailableError
 from ostinato.models.arguments import quoted, token_ids, whole
 from ostinato.models.backend import UNPACKED, Backend, LibraryRows, WeightsKind
+from ostinato.models.calls import Call, alone
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
@@ -90,7 +91,8 @@ class Decoder(Closeable):
     OSTINATO_COLLECTIVES says.
 
     Raises ModelError (UnsupportedModelError before anything is loaded), CompileError,
-    OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder must not overlap.
+    OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder must not overlap: the
+    later one raises InputError.
     After an exception in a step its sequences can be reset and used again, unless it was a
     ContextPoisonedError.
     """
@@ -143,6 +145,7 @@ class Decoder(Closeable):
             threads=threads,
             packed=given.packed if given is not None else True if weights == "packed" else None,
         )
+        self._calls: list[Call] = []
         self._phases = Phases()
         self._closed = False
         self._owns_weights = given is None
@@ -271,6 +274,7 @@ class Decoder(Closeable):
     def spins(self, wanted: bool) -> None:
         self._stepper.ring.spins = bool(wanted)
 
+    @alone
     def set_sampling(
         self, options: SamplingOptions, sequence: int = 0, *, limit: int | None = None
     ) -> None:
@@ -304,6 +308,7 @@ class Decoder(Closeable):
         self.plan.options.set(self._options, self.stream)
         self._look_whether_stopped(one)
 
+    @alone
     def set_stop_tokens(self, tokens: Iterable[int]) -> None:
         """Which tokens end a sequence.
 
@@ -336,6 +341,7 @@ class Decoder(Closeable):
         reached."""
         return self._sequences[sequence].stopped
 
+    @alone
     def reset(self, sequence: int | None = None) -> None:
         """Forgets a sequence's tokens, or all sequences'.  Nothing is written to the device."""
         forgotten = [*self._sequences] if sequence is None else [self._sequences[sequence]]
@@ -344,6 +350,7 @@ class Decoder(Closeable):
         for one in forgotten:
             one.truncate(0)
 
+    @alone
     def truncate(self, count: int, sequence: int = 0) -> None:
         """Keeps the first `count` tokens of a sequence; the last of them is decoded next.
 
@@ -354,6 +361,7 @@ class Decoder(Closeable):
         self._note(f"truncate of sequence {one.index} to {count}")
         one.truncate(count)
 
+    @alone
     def keep_common(self, tokens: Iterable[int], sequence: int = 0) -> int:
         """Keeps of a sequence's cache what `tokens` begin with, and returns how many tokens that
         are; the rest of them, one at the least, is then for `prefill`.
@@ -366,6 +374,7 @@ class Decoder(Closeable):
         self._note(f"keep_common of sequence {one.index}: {_digest(found)}")
         return one.keep_common(found)
 
+    @alone
     def copy_prefix(self, count: int, source: int, target: int) -> None:
         """Makes the first `count` tokens of a sequence's cache those of another one's too, in place
         of all that one had; what follows them is then for `prefill`.
@@ -390,6 +399,7 @@ class Decoder(Closeable):
         other.length = count
 
     # --- steps
+    @alone
     def prefill(
         self,
         tokens: Iterable[int],
@@ -409,6 +419,7 @@ class Decoder(Closeable):
         (one,), (found,) = self._checked("prefill", [(sequence, tokens)])
         return self._stepper.prompt(one, found, progress)
 
+    @alone
     def prefill_batch(self, prompts: Mapping[int, Iterable[int]]) -> dict[int, int]:
         """`prefill` of several sequences: the first token chosen after each prompt, by sequence.
 
@@ -425,6 +436,7 @@ class Decoder(Closeable):
         chosen = self._stepper.prompts(ready, found)
         return {one.index: token for one, token in zip(ready, chosen, strict=True)}
 
+    @alone
     def extend(self, tokens: Iterable[int], sequence: int = 0) -> None:
         """As `prefill`, but no token is chosen after these: more of the prompt is to come.
 
@@ -458,6 +470,7 @@ class Decoder(Closeable):
         """
         return self.decode_batch((sequence,))[0]
 
+    @alone
     def decode_batch(self, sequences: Iterable[int]) -> list[int]:
         """One more token of each of several sequences, in one step.  Raises as `decode`."""
         ready = self._sequences.ready(sequences)
@@ -466,6 +479,7 @@ class Decoder(Closeable):
             self._agree(f"decode of {[one.index for one in ready]}", again=False)
         return self._stepper.together(ready, device_state=self.device_state)
 
+    @alone
     def run(
         self,
         sequence: int = 0,
@@ -492,10 +506,11 @@ class Decoder(Closeable):
         ready = self._sequences.ready((sequence,))
         self._begin("run")
         self._agree(f"run of {sequence}: {options}")
-        run = TokenRun(self._stepper, ready, options, device_state=self.device_state)
+        run = TokenRun(self._stepper, ready, options, self._calls, device_state=self.device_state)
         self._run = run
         return run
 
+    @alone
     def run_batch(
         self,
         sequences: Iterable[int],
@@ -510,10 +525,11 @@ class Decoder(Closeable):
         ready = self._sequences.ready(sequences)
         self._begin("run_batch")
         self._agree(f"run_batch of {[one.index for one in ready]}: {options}")
-        run = BatchRun(self._stepper, ready, options, device_state=self.device_state)
+        run = BatchRun(self._stepper, ready, options, self._calls, device_state=self.device_state)
         self._run = run
         return run
 
+    @alone
     def logits(self, sequence: int = 0) -> npt.NDArray[np.float32]:
         """A copy of the logits that the sequence's last token was chosen from: float32,
         (vocabulary,).  Waits for the step.
@@ -570,6 +586,7 @@ class Decoder(Closeable):
         (where a library multiplies); `graph` has the launches."""
         return self._steps.programs["decode" if sampled else "prefill"]
 
+    @alone
     def graph(self, rows: int = 1, *, sampled: bool = True) -> Graph:
         """The graph of a step of so many rows (or of their bucket), captured for reading."""
         self._require_open()
@@ -625,6 +642,7 @@ class Decoder(Closeable):
         if self._closed:
             raise ClosedError("the decoder is closed; make another")
 
+    @alone
     def close(self) -> None:
         """Waits for its work and gives everything back: graphs, buffers, weights.  Idempotent."""
         if self._closed:

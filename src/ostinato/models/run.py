@@ -13,6 +13,7 @@ position from the host (`Sequence.on_device` is off), and overwrites what lies b
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from typing import Generic, Self, TypeVar
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
 from ostinato.models.arguments import whole
+from ostinato.models.calls import Call, alone
 from ostinato.models.sequences import Sequence
 from ostinato.models.stepper import Stepper
 from ostinato.replay import Action, HeldReplay
@@ -90,10 +92,12 @@ class Run(Closeable, Generic[T]):
         stepper: Stepper,
         sequences: list[Sequence],
         options: RunOptions,
+        calls: list[Call],
         *,
         device_state: bool,
     ) -> None:
         self._stepper = stepper
+        self._calls = calls  # of the decoder
         self._live = sequences
         self._left = options.count
         self._per_launch = options.tokens_per_launch
@@ -111,6 +115,7 @@ class Run(Closeable, Generic[T]):
     def __iter__(self) -> Self:
         return self
 
+    @alone
     def __next__(self) -> T:
         """The next tokens.  Raises StopIteration, ClosedError, ModelError if the logits hold NaN or
         infinity, and what a step raises."""
@@ -131,7 +136,12 @@ class Run(Closeable, Generic[T]):
 
     # --- the end
     def close(self) -> None:
-        """Ends the run; what was computed and not taken is dropped.  Idempotent, does not wait."""
+        """Ends the run; what was computed and not taken is dropped.  Idempotent, does not wait.
+
+        Raises InputError while its next tokens are waited for in another thread.
+        """
+        if inspect.getgeneratorstate(self._work) == inspect.GEN_RUNNING:
+            raise InputError(f"close() was called while the next tokens of {self!r} are waited for")
         self._over = True
         self._work.close()
 
