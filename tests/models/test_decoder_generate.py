@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, ModelFormatError
+from ostinato.models.decoder import Decoder
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.generate import TextGenerator
 from ostinato.models.generation import AnswerText
@@ -182,6 +183,51 @@ def test_a_new_answer_ends_the_one_before(generator: TextGenerator) -> None:
         with pytest.raises(ClosedError, match="a later generation ended this one"):
             next(old)
     assert "".join(answer) == wanted
+
+
+OTHERWISE: dict[str, Callable[[Decoder], object]] = {
+    "prefill": lambda d: d.prefill([5, 6, 7]),
+    "extend": lambda d: d.extend([5]),
+    "reset": lambda d: d.reset(),
+    "reset and prefill": lambda d: (d.reset(), d.prefill([5, 6, 7])),
+    "truncate": lambda d: d.truncate(0),
+    "keep_common": lambda d: d.keep_common([5]),
+    "set_sampling": lambda d: d.set_sampling(SamplingOptions()),
+    "set_stop_tokens": lambda d: d.set_stop_tokens([5]),
+}
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_other_use_of_the_decoder_ends_an_answer(
+    generator: TextGenerator, what: str, reuse: bool, taken: int
+) -> None:
+    """Before its first token, after it, and later: never with tokens or settings of another."""
+    generator.decoder.set_stop_tokens(())
+    list(generator.generate("ab the", max_tokens=2, sampling=HOT))
+    sampling = SamplingOptions(temperature=5.0, seed=1)
+    answer = generator.generate("ab the 12", max_tokens=30, sampling=sampling, reuse=reuse)
+    assert bool(answer.cached_tokens) == reuse
+    begun = [next(answer) for _ in range(taken)]
+    assert taken != 1 or len(answer.token_ids) == 1, "the first token has text"
+    OTHERWISE[what](generator.decoder)
+    with pytest.raises(ClosedError, match="ended"):
+        next(answer)
+    assert answer.text == "".join(begun) and answer.finish_reason == "interrupted"
+
+
+def test_an_answer_can_be_looked_at_while_it_comes(generator: TextGenerator) -> None:
+    generator.decoder.set_stop_tokens(())
+    wanted = "".join(generator.generate("ab the 12", max_tokens=9, sampling=HOT))
+    answer = generator.generate("ab the 12", max_tokens=9, sampling=HOT)
+    decoder, found = generator.decoder, ""
+    with decoder.profile() as times:
+        decoder.tokens()
+        found += next(answer)
+        decoder.logits(), decoder.graph(), decoder.statistics()
+        found += "".join(answer)
+    assert found == wanted and times
 
 
 def test_a_summary_before_the_first_token(generator: TextGenerator) -> None:

@@ -146,6 +146,8 @@ class Decoder(Closeable):
             packed=given.packed if given is not None else True if weights == "packed" else None,
         )
         self._calls: list[Call] = []
+        self.changes = 0
+        """How many calls did a step, or changed a sequence or a setting; none of a run's own."""
         self._phases = Phases()
         self._closed = False
         self._owns_weights = given is None
@@ -325,7 +327,7 @@ class Decoder(Closeable):
             self._look_whether_stopped(sequence)
 
     def _look_whether_stopped(self, sequence: Sequence) -> None:
-        """After other settings: a sequence that has stopped goes on only if nothing stops it now."""
+        """After other settings a sequence that has stopped goes on if nothing stops it now."""
         sequence.on_device = False
         if sequence.stopped:
             last, limit = sequence.tokens[-1], min(sequence.limit, self.plan.sizes.context)
@@ -345,7 +347,7 @@ class Decoder(Closeable):
     def reset(self, sequence: int | None = None) -> None:
         """Forgets a sequence's tokens, or all sequences'.  Nothing is written to the device."""
         forgotten = [*self._sequences] if sequence is None else [self._sequences[sequence]]
-        self._end_run("reset")
+        self._change("reset")
         self._note(f"reset of {sequence}")
         for one in forgotten:
             one.truncate(0)
@@ -357,7 +359,7 @@ class Decoder(Closeable):
         Raises InputError if there are not so many.
         """
         one = self._sequences[sequence]
-        self._end_run("truncate")
+        self._change("truncate")
         self._note(f"truncate of sequence {one.index} to {count}")
         one.truncate(count)
 
@@ -370,7 +372,7 @@ class Decoder(Closeable):
         """
         one = self._sequences[sequence]
         found = token_ids(tokens, self.config.vocabulary, "tokens")
-        self._end_run("keep_common")
+        self._change("keep_common")
         self._note(f"keep_common of sequence {one.index}: {_digest(found)}")
         return one.keep_common(found)
 
@@ -562,6 +564,10 @@ class Decoder(Closeable):
     def _begin(self, what: str) -> None:
         """Before every step and setting: a run under way ends."""
         self._require_open()
+        self._change(what)
+
+    def _change(self, what: str) -> None:
+        self.changes += 1
         self._end_run(what)
 
     def _note(self, call: str) -> None:

@@ -141,8 +141,8 @@ class TextGenerator(Closeable):
         the KV cache is read; without, all of it is, so that the same prompt gives the same bits
         whatever was before it.  `progress` as for `Decoder.prefill`.
 
-        One generation at a time: a new one ends the one
-        before, whose next step then raises ClosedError.  Raises InputError if the prompt
+        One generation at a time: a new one ends the one before, as any other use of the decoder
+        does, and its next step then raises ClosedError.  Raises InputError if the prompt
         leaves no room in the context, holds anything that is neither a message nor a token of the
         vocabulary, or for options that make no sense.
         """

@@ -159,6 +159,7 @@ class Generation:
         self._out = AnswerText(generator.tokenizer, stops, continues=continues)
         self._progress = progress
         self._per_launch = tokens_per_launch
+        self._changes = generator.decoder.changes
         self._before = generator.decoder.statistics()
         self._began = time.perf_counter()
         self._first = self._last = 0.0
@@ -209,12 +210,15 @@ class Generation:
 
     def _run(self) -> Iterator[str]:
         decoder = self._generator.decoder
+        self._require_untouched()
         first = decoder.prefill(self._prompt[self._cached :], progress=self._progress)
+        self._changes = decoder.changes
         piece, over = self._next(first)
         if piece:
             yield piece
         if over:
             return
+        self._require_untouched()  # from here on the run sees to it
         # The next tokens are computed while the caller works with this piece.
         with decoder.run(tokens_per_launch=self._per_launch) as tokens:
             for token in tokens:
@@ -223,6 +227,14 @@ class Generation:
                     yield piece
                 if over:
                     return
+
+    def _require_untouched(self) -> None:
+        """The tokens and settings of the sequence are as this generation left them."""
+        if self._generator.decoder.changes != self._changes:
+            raise ClosedError(
+                "the decoder was used otherwise since, which ended this generation: its tokens and "
+                "settings are not its own any more; generate again"
+            )
 
     def _next(self, token: int) -> tuple[str, bool]:
         """Takes a token: its piece of text, and whether it is the last."""

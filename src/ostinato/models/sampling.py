@@ -44,10 +44,11 @@ class SamplingOptions(_Sampling):
 
     `temperature`: 0 is greedy, the likeliest token always; 3.4e38 at most.  `top_k`: only the k
     likeliest; 0 is off.  `top_p`: only the smallest set of likeliest tokens that has this
-    probability together; 1.0 is off.  `seed`: 0 to 2^64 - 1.  `min_p`: only tokens at least so probable, as a part of the
-    likeliest one's probability at this temperature; 0 is off.  `repetition_penalty`: what divides
-    the positive logits and multiplies the negative ones of all tokens that the sequence holds, the
-    prompt's too, as in transformers; 1.0 is off, 0.01 to 100 is allowed.  Raises InputError.
+    probability together; 1.0 is off.  `seed`: 0 to 2^64 - 1.  `min_p`: only tokens at least so
+    probable, as a part of the likeliest one's probability at this temperature; 0 is off.
+    `repetition_penalty`: what divides the positive logits and multiplies the negative ones of all
+    tokens that the sequence holds, the prompt's too, as in transformers; 1.0 is off, 0.01 to 100 is
+    allowed.  Raises InputError.
     """
 
     __slots__ = ()
