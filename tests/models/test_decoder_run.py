@@ -518,10 +518,16 @@ def test_a_closed_decoder_says_so_and_keeps_its_numbers(where: Device) -> None:
         decoder.graph,
         lambda: decoder.set_sampling(HOT),
         lambda: decoder.set_stop_tokens([3]),
+        lambda: decoder.extend(PROMPT),
+        lambda: decoder.run_batch([0]),
+        lambda: decoder.copy_prefix(1, 0, 1),
+        decoder.logits,
     )
-    for call in calls:
-        with pytest.raises(ClosedError, match="the decoder is closed"):
-            call()
+    for _ in range(2):  # with tokens, and without: an error that says to prefill would mislead
+        for call in calls:
+            with pytest.raises(ClosedError, match="the decoder is closed"):
+                call()
+        decoder.reset()
 
 
 def test_an_array_of_numpy_is_a_prompt(decoder: Decoder, wanted: dict[str, list[Any]]) -> None:

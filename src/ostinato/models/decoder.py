@@ -285,6 +285,7 @@ class Decoder(Closeable):
         `limit`: the sequence stops at the token that takes this position (counted from 0) or a
         later one; the end of the context if None.  Raises InputError.
         """
+        self._require_open()
         one = self._sequences[sequence]
         if not isinstance(options, SamplingOptions):
             raise InputError(f"options is {quoted(options)}, must be SamplingOptions")
@@ -316,6 +317,7 @@ class Decoder(Closeable):
 
         Raises InputError for more than 16, and for what is no token of the vocabulary.
         """
+        self._require_open()
         wanted = _stop_tokens(tokens, self.config)
         self._begin("set_stop_tokens")
         self._note(f"set_stop_tokens: {wanted}")
@@ -384,6 +386,7 @@ class Decoder(Closeable):
         On the device, behind the work of both.  Raises InputError if the source's cache does not
         hold so many, or is the target's.
         """
+        self._require_open()
         one, other = self._sequences[source], self._sequences[target]
         count = whole(count, "count", 0)
         if one is other:
@@ -452,6 +455,7 @@ class Decoder(Closeable):
     ) -> tuple[list[Sequence], list[list[int]]]:
         """The sequences, ready for a step that reads, and what they are to read; all of it is
         checked before anything is changed."""
+        self._require_open()
         ready, found = [], []
         for sequence, tokens in prompts:
             ready.append(self._sequences[sequence])
@@ -475,6 +479,7 @@ class Decoder(Closeable):
     @alone
     def decode_batch(self, sequences: Iterable[int]) -> list[int]:
         """One more token of each of several sequences, in one step.  Raises as `decode`."""
+        self._require_open()
         ready = self._sequences.ready(sequences)
         self._begin("decode")
         if self._ranks is not None:
@@ -504,6 +509,7 @@ class Decoder(Closeable):
         where a step has no graph: then it is launched operation by operation, one a token.
         Raises as `decode`, InputError for options that make no sense.
         """
+        self._require_open()
         options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
         ready = self._sequences.ready((sequence,))
         self._begin("run")
@@ -523,6 +529,7 @@ class Decoder(Closeable):
     ) -> BatchRun:
         """As `run` for several sequences in step: each item is {sequence: token} of those that had
         not stopped before, so the last ones have fewer sequences.  Ends where all have stopped."""
+        self._require_open()
         options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
         ready = self._sequences.ready(sequences)
         self._begin("run_batch")
@@ -540,6 +547,7 @@ class Decoder(Closeable):
         computed further than the tokens it handed out: the logits there are of a later token; and
         if no token was chosen after the sequence's (by `extend`, say, or since it was truncated).
         """
+        self._require_open()
         one = self._sequences[sequence]
         if one.ahead or (self._run is not None and self._run.is_ahead(one)):
             raise InputError(
@@ -563,7 +571,6 @@ class Decoder(Closeable):
 
     def _begin(self, what: str) -> None:
         """Before every step and setting: a run under way ends."""
-        self._require_open()
         self._change(what)
 
     def _change(self, what: str) -> None:
