@@ -185,6 +185,19 @@ def test_a_new_answer_ends_the_one_before(generator: TextGenerator) -> None:
     assert "".join(answer) == wanted
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+def test_an_answer_leaves_other_sequences_as_they_are(
+    host_device: Device, tiny: Path, reuse: bool
+) -> None:
+    with TextGenerator(host_device, tiny, sequences=2, stop_tokens=()) as generator:
+        decoder = generator.decoder
+        wanted = [decoder.prefill([5, 6, 7], 1), *(decoder.decode(1) for _ in range(3))]
+        decoder.truncate(5, 1)
+        list(generator.generate("ab", max_tokens=4, reuse=reuse))
+        assert decoder.tokens(1) == (5, 6, 7, *wanted[:2])
+        assert [decoder.decode(1) for _ in range(2)] == wanted[2:]
+
+
 OTHERWISE: dict[str, Callable[[Decoder], object]] = {
     "prefill": lambda d: d.prefill([5, 6, 7]),
     "extend": lambda d: d.extend([5]),

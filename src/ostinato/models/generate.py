@@ -161,7 +161,7 @@ class TextGenerator(Closeable):
         if reuse:
             cached = self.decoder.keep_common(tokens)
         else:
-            self.decoder.reset()
+            self.decoder.reset(0)
         # The last token takes the position after all others: prompt + max_tokens - 1.
         self.decoder.set_sampling(sampling, limit=len(tokens) + max_tokens - 1)
         self.latest = Generation(
