@@ -587,6 +587,7 @@ def test_nan_logits_are_an_error(host_device: Device, tmp_path: Path) -> None:
         (lambda d: d.prefill([280]), "token 280 is outside the vocabulary of 280"),
         (lambda d: d.prefill([-1]), "token -1 is outside"),
         (lambda d: d.prefill([1], 1), "sequence 1: there is no such"),
+        (lambda d: d.prefill([1], progress=5), "progress is 5, must be a function"),
         (lambda d: d.decode(), "sequence 0 has no token to decode"),
         (lambda d: d.decode_batch(()), "one or more are needed"),
         (lambda d: d.decode_batch((0, 0)), "each once"),

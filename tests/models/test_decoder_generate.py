@@ -198,6 +198,30 @@ def test_an_answer_leaves_other_sequences_as_they_are(
         assert [decoder.decode(1) for _ in range(2)] == wanted[2:]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 0},
+        {"sampling": None},
+        {"sampling": {"temperature": 1.0}},
+        {"stop": [""]},
+        {"tokens_per_launch": 0},
+        {"progress": 5},
+        {"system": 5},
+    ],
+)
+def test_a_wrong_option_leaves_the_answer_that_is_under_way(
+    generator: TextGenerator, options: dict[str, Any]
+) -> None:
+    generator.decoder.set_stop_tokens(())
+    wanted = "".join(generator.generate("ab the", max_tokens=8, sampling=HOT))
+    answer = generator.generate("ab the", max_tokens=8, sampling=HOT)
+    found = next(answer)
+    with pytest.raises(InputError, match=next(iter(options))):
+        generator.generate("xyz", **options)
+    assert found + "".join(answer) == wanted
+
+
 OTHERWISE: dict[str, Callable[[Decoder], object]] = {
     "prefill": lambda d: d.prefill([5, 6, 7]),
     "extend": lambda d: d.extend([5]),

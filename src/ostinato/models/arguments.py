@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ostinato.errors import InputError
 
-__all__ = ["number", "quoted", "shown", "token_ids", "whole"]
+__all__ = ["number", "quoted", "require_function", "shown", "token_ids", "whole"]
 
 _LONGEST = 160
 _quote = reprlib.Repr()
@@ -59,6 +59,12 @@ def number(value: object, name: str) -> float:
         if math.isfinite(found):
             return found
     raise InputError(f"{name} is {quoted(value)}, must be a finite number")
+
+
+def require_function(value: object, name: str) -> None:
+    """Raises InputError that begins with `name` for what is neither a function nor None."""
+    if value is not None and not callable(value):
+        raise InputError(f"{name} is {quoted(value)}, must be a function")
 
 
 def token_ids(tokens: Iterable[object], vocabulary: int, name: str) -> list[int]:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ostinato import Device, Graph, GraphCache, Operation, Stream
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, DriverError, InputError, NotAvailableError
-from ostinato.models.arguments import quoted, token_ids, whole
+from ostinato.models.arguments import quoted, require_function, token_ids, whole
 from ostinato.models.backend import UNPACKED, Backend, LibraryRows, WeightsKind
 from ostinato.models.calls import Call, alone
 from ostinato.models.config import LlamaConfig
@@ -37,7 +37,7 @@ from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import OPTIONS, SAMPLED_ROWS, STOP_TOKENS, KernelCall
 from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
-from ostinato.models.sampling import GREEDY, SamplingOptions
+from ostinato.models.sampling import GREEDY, SamplingOptions, require_options
 from ostinato.models.sequences import Sequence, Sequences
 from ostinato.models.step_graphs import StepGraphs
 from ostinato.models.stepper import Stepper, TokenRing
@@ -287,8 +287,7 @@ class Decoder(Closeable):
         """
         self._require_open()
         one = self._sequences[sequence]
-        if not isinstance(options, SamplingOptions):
-            raise InputError(f"options is {quoted(options)}, must be SamplingOptions")
+        require_options(options, "options")
         context = self.plan.sizes.context
         last = context if limit is None else min(whole(limit, "limit", 0), context)
         self._begin("set_sampling")
@@ -421,6 +420,7 @@ class Decoder(Closeable):
         Raises InputError for ids outside the vocabulary, no tokens, or more than the context has
         room for; ModelError if the logits hold NaN or infinity.
         """
+        require_function(progress, "progress")
         (one,), (found,) = self._checked("prefill", [(sequence, tokens)])
         return self._stepper.prompt(one, found, progress)
 

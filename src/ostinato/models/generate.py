@@ -23,14 +23,14 @@ from typing import Any
 from ostinato import Device
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import InputError
-from ostinato.models.arguments import quoted, token_ids, whole
+from ostinato.models.arguments import quoted, require_function, token_ids, whole
 from ostinato.models.conversation import MAX_ANSWER, Conversation
 from ostinato.models.decoder import Decoder
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.generation import Generation
 from ostinato.models.run import RunOptions
-from ostinato.models.sampling import GREEDY, SamplingOptions
+from ostinato.models.sampling import GREEDY, SamplingOptions, require_options
 from ostinato.models.stop_strings import checked_stops
 from ostinato.models.text.chat import DEFAULT_TEMPLATE, ChatTemplate, prepare
 from ostinato.models.text.tokenizer import Tokenizer, load_tokenizer, read_chat_template
@@ -147,6 +147,8 @@ class TextGenerator(Closeable):
         vocabulary, or for options that make no sense.
         """
         max_tokens = whole(max_tokens, "max_tokens", 1)
+        require_options(sampling, "sampling")
+        require_function(progress, "progress")
         ring = self.decoder.plan.sizes.ring
         per_launch = RunOptions(tokens_per_launch=tokens_per_launch).checked(ring).tokens_per_launch
         tokens, chatted = self._tokens(prompt, chat, system)

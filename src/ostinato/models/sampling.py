@@ -15,9 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.errors import InputError
-from ostinato.models.arguments import number, whole
+from ostinato.models.arguments import number, quoted, whole
 
-__all__ = ["GREEDY", "SamplingOptions", "greedy", "penalised", "philox4x32", "sample", "uniform"]
+__all__ = [
+    "GREEDY",
+    "SamplingOptions",
+    "greedy",
+    "penalised",
+    "philox4x32",
+    "require_options",
+    "sample",
+    "uniform",
+]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -97,6 +106,12 @@ class SamplingOptions(_Sampling):
 
 
 GREEDY = SamplingOptions()
+
+
+def require_options(value: object, name: str) -> None:
+    """Raises InputError that begins with `name` for what is no `SamplingOptions`."""
+    if not isinstance(value, SamplingOptions):
+        raise InputError(f"{name} is {quoted(value)}, must be SamplingOptions")
 
 
 def philox4x32(
