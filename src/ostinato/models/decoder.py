@@ -28,7 +28,7 @@ from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, DriverError, InputError, NotAvailableError
 from ostinato.models.arguments import quoted, require_function, token_ids, whole
 from ostinato.models.backend import UNPACKED, Backend, LibraryRows, WeightsKind
-from ostinato.models.calls import Call, alone
+from ostinato.models.calls import Call, alone, overlap
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
@@ -476,15 +476,22 @@ class Decoder(Closeable):
         """
         return self.decode_batch((sequence,))[0]
 
-    @alone
     def decode_batch(self, sequences: Iterable[int]) -> list[int]:
         """One more token of each of several sequences, in one step.  Raises as `decode`."""
-        self._require_open()
-        ready = self._sequences.ready(sequences)
-        self._begin("decode")
-        if self._ranks is not None:
-            self._agree(f"decode of {[one.index for one in ready]}", again=False)
-        return self._stepper.together(ready, device_state=self.device_state)
+        calls, mine = self._calls, ("Decoder.decode_batch", object())  # as `alone` does it
+        try:
+            calls.append(mine)
+            if calls[0] is not mine:
+                raise overlap(calls, mine)
+            self._require_open()
+            ready = self._sequences.ready(sequences)
+            self._begin("decode")
+            if self._ranks is not None:
+                self._agree(f"decode of {[one.index for one in ready]}", again=False)
+            return self._stepper.together(ready, device_state=self.device_state)
+        finally:
+            if mine in calls:
+                calls.remove(mine)
 
     @alone
     def run(
@@ -555,6 +562,8 @@ class Decoder(Closeable):
                 "handed out, and so are its logits; truncate by one token and decode it again, or "
                 "run with ahead=0"
             )
+        if self._ranks is not None:
+            self._ranks.group.check()  # a step that failed with its group left none
         if not one.has_logits:
             raise InputError(
                 f"sequence {sequence} has no logits: no token was chosen as the last of the "

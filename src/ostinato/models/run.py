@@ -24,7 +24,7 @@ from typing import Generic, Self, TypeVar
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
 from ostinato.models.arguments import whole
-from ostinato.models.calls import Call, alone
+from ostinato.models.calls import Call, overlap
 from ostinato.models.sequences import Sequence
 from ostinato.models.stepper import Stepper
 from ostinato.replay import Action, HeldReplay
@@ -115,20 +115,28 @@ class Run(Closeable, Generic[T]):
     def __iter__(self) -> Self:
         return self
 
-    @alone
     def __next__(self) -> T:
         """The next tokens.  Raises StopIteration, ClosedError, ModelError if the logits hold NaN or
-        infinity, and what a step raises."""
+        infinity, InputError while another call of the decoder is under way, and what a step
+        raises."""
         if self._ended_by is not None:
             raise ClosedError(
                 f"the run was ended by {self._ended_by}, and what was computed ahead is dropped; "
                 "begin another"
             )
+        calls, mine = self._calls, ("Run.__next__", object())  # as `alone` does it
         try:
-            return next(self._work)
-        except BaseException:  # StopIteration too
-            self._over = True
-            raise
+            calls.append(mine)
+            if calls[0] is not mine:
+                raise overlap(calls, mine)
+            try:
+                return next(self._work)
+            except BaseException:  # StopIteration too
+                self._over = True
+                raise
+        finally:
+            if mine in calls:
+                calls.remove(mine)
 
     @abstractmethod
     def _item(self, sequences: list[Sequence], chosen: list[int]) -> T:
