@@ -407,6 +407,10 @@ def test_state_that_a_check_cannot_put_back_is_said(host_device: Device) -> None
     with pytest.raises(StateLostError):  # an eager run would read the lost state
         rows.step(rows=8)
     rows.step.enabled = True
+    with pytest.raises(InputError):
+        rows.step.release(rows=9)
+    with pytest.raises(StateLostError):  # so nothing was released
+        rows.step(rows=8)
     rows.x.copy_from(x, rows.stream)
     rows.total.copy_from(x, rows.stream)
     rows.step.release(rows=8)
@@ -461,6 +465,12 @@ def test_profile_as_events(device: Device, tmp_path: object) -> None:
     assert {e["name"] for e in trace} == {"upload", "launch", "synchronize"}
     p = profile.percentiles()
     assert 0 < p.p50 <= p.p90 <= p.p99 <= p.largest
+    for part in ("count", "wait"):
+        with pytest.raises(InputError, match="total"):
+            profile.percentiles(part)
+    for wrong in ({"keep": -1}, {"print_every": 0}):
+        with pytest.raises(InputError):
+            ReplayProfile(**wrong)
 
 
 def test_settings_from_the_environment() -> None:

@@ -13,13 +13,16 @@ from typing import Any
 
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
-from ostinato.errors import ContextPoisonedError, OstinatoError
+from ostinato.errors import ContextPoisonedError, InputError, OstinatoError
 from ostinato.graph import GraphExec
 from ostinato.settings import ResolvedReplaySettings
 
 __all__ = ["NotLaunched", "Percentiles", "ReplayEvent", "ReplayProfile", "run_replay"]
 
 _log = logging.getLogger(__name__)
+
+_PARTS = ("upload", "launch", "synchronize", "total")
+"""What `ReplayProfile.percentiles` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ class ReplayProfile:
     """Collects replay events: the latest `keep`, one in `print_every` printed, all to `sinks`.
 
     `printer` takes the printed lines; without one they go to the log, at level INFO.  A sink is
-    called with each event on the replaying thread; what it raises goes to the caller.
+    called with each event on the replaying thread; what it raises goes to the caller.  Raises
+    InputError for `keep` below 0 and `print_every` below 1.
 
         step = ost.GraphedStep(run, stream=stream, cache=cache, profile=ost.ReplayProfile())
         step.profile.percentiles("launch").p50
@@ -83,6 +87,8 @@ class ReplayProfile:
         printer: Callable[[str], object] = _log.info,
         sinks: tuple[Callable[[ReplayEvent], object], ...] = (),
     ) -> None:
+        if keep < 0 or print_every < 1:
+            raise InputError(f"keep={keep}, print_every={print_every}: 0 and 1 or more are needed")
         self._events: deque[ReplayEvent] = deque(maxlen=keep)
         self._print_every = print_every
         self._printer = printer
@@ -150,7 +156,9 @@ class ReplayProfile:
 
     def percentiles(self, part: str = "total", *, key: Hashable = None) -> Percentiles:
         """Of "upload", "launch", "synchronize" or "total" of the events kept: of one key, or of
-        all."""
+        all.  Raises InputError for another part."""
+        if part not in _PARTS:
+            raise InputError(f"part={part!r}; there are {', '.join(_PARTS)}")
         name = None if key is None else str(key)
         return Percentiles.of(getattr(e, part) for e in self.events if name in (None, e.key))
 

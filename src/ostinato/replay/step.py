@@ -658,14 +658,17 @@ class GraphedStep(Closeable):
         return Decision(Action.EAGER, reason, why)
 
     def release(self, **sizes: int) -> None:
-        """Ends the quarantine of a key, and allows calls again after an error of the step's state.
+        """Ends the quarantine of the key of these sizes, and allows calls again after an error of
+        the step's state, which stops all keys.
 
         Call it after the cause was corrected: for a quarantine, what broke the graph; for a
         VerificationError, the state on the host; for a StateLostError, the content of the slots.
+        Raises InputError as `key` does, and releases nothing then.
         """
         with self._lock:
+            key = self.key(**sizes)
             self._broken = None
-            state = self._states.get(self.key(**sizes))
+            state = self._states.get(key)
             if state is not None:
                 state.quarantine, state.refusals = None, 0
 
