@@ -106,12 +106,9 @@ def test_check_compares_with_the_stored_results(path: Path, weights: Path) -> No
     assert here("graph", "check", str(path)).status == 1
 
 
-def test_save_saves_a_models_step_or_says_why_not(tmp_path: Path) -> None:
+def test_save_says_that_a_models_step_on_the_cpu_cannot_be_saved(tmp_path: Path) -> None:
     model, path = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "step.graph"
     answer = here("graph", "save", str(path), "--model", str(model))
-    if answer.status:  # kernels in C are objects of one process
-        assert "another process could not find the kernel" in answer.err and not path.exists()
-        assert "only this process holds" in answer.err and "None" not in answer.err
-    else:
-        assert "nodes saved" in answer.out
-        assert "passed its check" in here("graph", "show", str(path)).out
+    assert answer.status == 1 and not path.exists()
+    assert "another process could not find the kernel" in answer.err
+    assert "None" not in answer.err

@@ -53,7 +53,10 @@ def save(
     context: Annotated[int, typer.Option(min=16, help="Positions of its cache.")] = 512,
     device: DeviceName = None,
 ) -> None:
-    """Save the decode step of a model, which runs without this library's decoder then."""
+    """Save the decode step of a model, which runs without this library's decoder then.
+
+    Needs a GPU: the decoder's kernels for the CPU cannot be saved.
+    """
     from ostinato.device import open_device
     from ostinato.models.decoder import Decoder
     from ostinato.models.files.open import open_checkpoint

@@ -41,9 +41,9 @@ __all__ = ["TextGenerator"]
 class TextGenerator(Closeable):
     """A decoder with its tokenizer and chat template.
 
-    `model`: a GGUF file or a folder, a known name (fetched on first use, see `models.files.store`),
-    or an open checkpoint.  Other options are the decoder's.  Raises what `Decoder` raises, and
-    DownloadError.
+    `model`: a GGUF file or a folder; as text also a known name ("smollm2-135m") or a Hugging Face
+    id, which are fetched on first use; or an open checkpoint.  Other options are the decoder's.
+    Raises what `Decoder` raises, and DownloadError.
     """
 
     def __init__(self, device: Device, model: str | Path | Checkpoint, **options: Any) -> None:

@@ -103,7 +103,7 @@ class Summary:
 
 
 class AnswerText:
-    """The text of an answer as its tokens come; ends before the first of the texts in `stops`.
+    """The text of an answer as its tokens come; ends before the first of the texts in `stop`.
 
     No piece holds part of a character, and none the beginning of a text that may end the answer.
     `continues`: the answer goes on with the prompt's text, and is no turn of a chat.

@@ -24,8 +24,8 @@ def open_checkpoint(path: str | Path) -> StoredCheckpoint:
             return open_folder(where)
         if not where.is_file():
             raise ModelError(
-                f"{where}: no such file or folder; give a .gguf file, a folder with config.json "
-                "and *.safetensors, or a known name (`ostinato model list`)"
+                f"{where}: no such file or folder; give a .gguf file, or a folder with config.json "
+                "and *.safetensors (names of models are for TextGenerator and the command)"
             )
         if where.suffix == ".safetensors":
             raise ModelError(
