@@ -68,7 +68,11 @@ class Device(Closeable):
 
     # --- streams
     def create_stream(self, *, priority: int = 0) -> Stream:
-        """A new stream that does not wait for the legacy default stream."""
+        """A new stream that does not wait for the legacy default stream.
+
+        `priority`: work of streams with lower numbers goes first; 0 is the lowest priority, and the
+        driver takes the nearest one that it has.
+        """
         self.context.require_open()
         handle = self.driver.stream_create(priority=priority)
         return Stream(self.context, handle, owned=True)
@@ -97,14 +101,15 @@ class Device(Closeable):
         )
 
     def create_event(self, *, timing: bool = False) -> Event:
-        """A new event; `timing` ones can be subtracted, in milliseconds."""
+        """A new event; with `timing`, `Event.elapsed_since` gives the time between two."""
         return Event(self.context, timing=timing)
 
     # --- memory
     def empty(
         self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8, *, name: str = ""
     ) -> Buffer:
-        """Device memory; its content is undefined.  Raises OutOfMemoryError.
+        """Device memory; its content is undefined.  Raises OutOfMemoryError, and InputError for a
+        shape or dtype that device memory cannot have, as the methods below do.
 
         `name`: shown in tables and pictures of graphs, as in the methods below.
         """
@@ -150,11 +155,11 @@ class Device(Closeable):
         return allocate(self.context, shape, dtype, pinned=True)
 
     def pool(self, *, reserve: int = 0, slab: int = 1 << 20, name: str = "pool") -> CapturePool:
-        """A pool that captures allocate from."""
+        """A pool that captures allocate from; sizes in bytes.  See `CapturePool`."""
         return CapturePool(self.context, reserve=reserve, slab=slab, name=name)
 
     def to_numpy(self, buffer: Buffer) -> npt.NDArray[Any]:
-        """A copy of a buffer's content after all work of the device."""
+        """A copy of a buffer's content after all work of the device; waits for it."""
         self.synchronize()
         return buffer.to_numpy(self._copy_stream())
 
@@ -183,7 +188,7 @@ class Device(Closeable):
 def open_device(name: str | int | None = None) -> Device:
     """Opens a device: "host" (or "cpu"), "cuda", "cuda:0", …; a number is that of a GPU.
 
-        device = ost.open_device()          # the fastest there is
+        device = ost.open_device()          # a GPU if there is one
         device = ost.open_device("host")    # the CPU
 
     Without a name: OSTINATO_DEVICE, else "cuda:0" if there is a GPU, else "host".

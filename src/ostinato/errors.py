@@ -5,7 +5,7 @@
     ├── InputError                  an argument is wrong; nothing was done       (also ValueError)
     ├── ClosedError                 the object was closed before                 (also RuntimeError)
     ├── NotAvailableError           this machine, driver or install lacks something
-    │   └── NoCudaError             no GPU, no driver, or no `cuda` extra
+    │   └── NoCudaError             no GPU, no driver, or no extra cuda13 or cuda12
     ├── DriverError                 a driver call failed; carries the status
     │   ├── OutOfMemoryError        status 2                                     (also MemoryError)
     │   ├── NotReadyError           status 600: the work is not finished yet
@@ -313,7 +313,7 @@ class NotAvailableError(OstinatoError):
 
 
 class NoCudaError(NotAvailableError):
-    """There is no GPU, no driver, or the `cuda` extra is not installed; says which."""
+    """There is no GPU or no driver, or the extra cuda13 or cuda12 is missing; says which."""
 
 
 class DriverError(OstinatoError):

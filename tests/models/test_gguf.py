@@ -227,7 +227,7 @@ def test_reading_from_many_threads(tmp_path: Path) -> None:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such file.*TextGenerator"):
+    with pytest.raises(ModelError, match=r"no such file.*TextGenerator"):
         open_checkpoint(tmp_path / "absent.gguf")
 
 

@@ -153,7 +153,7 @@ class DeviceProperties:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRange:
-    """One allocation: where it begins and how many bytes it has."""
+    """Memory by its address and its size in bytes: an allocation, or a part of one."""
 
     address: int
     nbytes: int
@@ -279,10 +279,11 @@ class LaunchConfig(_LaunchFields):
     """How a kernel is launched.
 
     `grid`, `block` and `cluster` take a number or up to three of them (x, y, z); `shared` is
-    dynamic shared memory in bytes a block.  `programmatic` lets the kernel start before the
-    previous one on the stream ends (programmatic stream serialization); `priority` is the
-    stream priority kept by a graph's kernel node, None for the stream's own.
-    Raises InputError for sizes below 1.  Upper limits are the driver's, checked at launch.
+    dynamic shared memory in bytes a block.  `cooperative`: all blocks are on the device at once, so
+    that they can wait for each other (grid-wide barriers).  `programmatic` lets the kernel start
+    before the previous one on the stream ends (programmatic stream serialization); `priority` is
+    the stream priority kept by a graph's kernel node, None for the stream's own.  Raises InputError
+    for sizes below 1.  Upper limits are the driver's, checked at launch.
     """
 
     __slots__ = ()

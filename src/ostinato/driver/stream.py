@@ -134,18 +134,25 @@ class Event(Closeable):
 
     @property
     def done(self) -> bool:
-        """Whether the work before its last record is done.  Raises DriverError (status 907) if it
-        was last recorded in a capture."""
+        """Whether the work before its last record is done.
+
+        Raises DriverError if it was last recorded in a capture: with status 907 while that is under
+        way, which breaks it.  An event that was never recorded is done.
+        """
         with self.context.reporting():
             return self.context.driver.event_query(self.handle)
 
     def synchronize(self) -> None:
-        """Waits for the work before its last record."""
+        """Waits for the work before its last record.  Raises as `done`."""
         with self.context.reporting():
             self.context.driver.event_synchronize(self.handle)
 
     def elapsed_since(self, start: Event) -> float:
-        """Milliseconds from `start` to this event; both made with `timing` and recorded."""
+        """Milliseconds from `start` to this event.
+
+        Raises InputError unless both were made with `timing`, DriverError unless both were recorded
+        (outside of captures) and reached.
+        """
         if not (self.timing and start.timing):
             raise InputError("both events must be made with timing=True to be subtracted")
         return self.context.driver.event_elapsed(start.handle, self.handle)

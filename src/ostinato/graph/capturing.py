@@ -345,13 +345,13 @@ class _Session:
 class Capture:
     """One capture on one stream (and on the streams that are forked from it).
 
-    `into` captures into an existing graph, such as a conditional body.  After an exception in the
-    block the graph is as it was before.  A call that the driver refuses may cost the graph: CUDA
-    destroys it with the capture, and later uses of it raise GraphError.  `pool`, if given, must be
-    open.  `contained` refuses work that this thread submits to a stream outside of the capture: the
-    graph would lack it, and it would run at once.  `trace` checks the capture after every line of
-    Python and finds the first line that breaks it, also inside other libraries; it is slow, and for
-    finding faults.
+    `mode`: what other threads may do meanwhile.  `into` captures into an existing graph, such as a
+    conditional body.  After an exception in the block the graph is as it was before.  A call that
+    the driver refuses may cost the graph: CUDA destroys it with the capture, and later uses of it
+    raise GraphError.  `pool`: one that the work allocates from; it must be open.  `contained`
+    refuses work that this thread submits to a stream outside of the capture: the graph would lack
+    it, and it would run at once.  `trace` checks the capture after every line of Python and finds
+    the first line that breaks it, also inside other libraries; it is slow, and for finding faults.
     """
 
     def __init__(
@@ -511,7 +511,8 @@ def capture(
 
     Nothing runs.  The capture ends on every path: an exception in the block is raised again as it
     was, unless it is the driver's refusal of something that cannot be captured, which becomes a
-    CaptureBrokenError naming the line.  Raises what `Capture.begin` and `Capture.end` raise.
+    CaptureBrokenError naming the line.  Options as for `Capture`.  Raises what `Capture.begin` and
+    `Capture.end` raise.
 
         with ost.capture(stream) as capture:
             ost.launch(stream, kernel, config, x, n)
@@ -544,7 +545,7 @@ def capture_function(
 
         graph = ost.capture_function(stream, lambda: step(stream))
 
-    Ends and cleans up as `capture` does.
+    Options, end and errors as of `capture`.
     """
     with capture(stream, mode=mode, pool=pool, trace=trace) as under_way:
         work()

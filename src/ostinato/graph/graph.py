@@ -66,6 +66,10 @@ class Graph(Closeable):
     made.  It keeps alive what its nodes point at, as far as this library put it there; an adopted
     graph keeps its `owner`.  Changing a definition does not change executables made before.
 
+    `after`, of the methods that add a node: the nodes that it waits for, none by itself.  They
+    raise GraphError with the driver's reason, ClosedError, and InputError for arguments that do not
+    fit.
+
         graph = ost.capture_function(stream, work)
         run = graph.instantiate(upload=stream)
     """
@@ -454,9 +458,11 @@ class Graph(Closeable):
         return self.add(ChildGraphNodeParams(graph.handle), after, keep=(graph, *graph.kept))
 
     def add_event_record(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a record of an event, which the graph keeps: each launch records it."""
         return self.add(EventRecordNodeParams(handle_of(event)), after, keep=(event.owner,))
 
     def add_event_wait(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a wait for an event's last record, which the graph keeps."""
         return self.add(EventWaitNodeParams(handle_of(event)), after, keep=(event.owner,))
 
     def add_alloc(self, nbytes: int, after: Sequence[NodeRef] = ()) -> Node:
@@ -476,6 +482,10 @@ class Graph(Closeable):
         after: Sequence[NodeRef] = (),
         keep: Iterable[object] = (),
     ) -> Node:
+        """Adds writes to memory, and waits for values there, that are done in order.
+
+        `keep` is kept alive with the graph: the memory at the operations' addresses.
+        """
         return self.add(BatchMemOpNodeParams(tuple(operations)), after, keep=keep)
 
     def condition(self, default: int = 0, *, reset_at_launch: bool = True) -> ConditionalHandle:
@@ -666,7 +676,8 @@ class Graph(Closeable):
     def close(self) -> None:
         """Destroys the definition; an adopted one is only released.  Idempotent.
 
-        Executables made from it go on working, but can no longer be patched.
+        Executables made from it still launch, and `GraphExec.update` works; to read or change one
+        of their nodes raises ClosedError.
         """
         if self.closed:
             return

@@ -66,7 +66,7 @@ class Buffer(Closeable):
         x[1:].copy_from([3.0], stream)
 
     Made by `Device.empty`, `Device.array`, `Device.pinned`, a pool, or as a view of another.
-    Its first content is undefined.  Not guaranteed: that two buffers are adjacent.
+    `x[3]` and `x[2:5]` are views of rows of the first axis, without a step.
     """
 
     address: int

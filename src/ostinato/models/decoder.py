@@ -60,8 +60,8 @@ class Decoder(Closeable):
 
     `model`: a path for `open_checkpoint`, or an open checkpoint (then the caller closes it; it is
     not needed after construction), or `Weights` in device memory (`adopt_weights`; the caller
-    closes them after the decoder).  `max_context`: positions of each sequence; `DEFAULT_CONTEXT` or
-    the model's own if that is less.  `sequences`: how many at once.  `max_rows`: rows of the
+    closes them after the decoder).  `max_context`: positions of each sequence; 2,048 or the
+    model's own if that is less, if None.  `sequences`: how many at once.  `max_rows`: rows of the
     largest step, so the size of a prompt's pieces; as many as `sequences` at least, and what suits
     the device and the context if None.
     `library_rows`: steps of so many rows and more multiply with cuBLASLt where it is installed
@@ -507,8 +507,9 @@ class Decoder(Closeable):
         Ends where the sequence stops, or after `count` tokens.  `tokens_per_launch`: so many tokens
         from one graph launch, by a loop on the device that ends where the sequence stops; if it
         cannot be made, one each, with the reason in the statistics.  `ahead`: launches under way
-        besides the one whose token is waited for (`models.run`); 2 if None, and tokens_per_launch *
-        (ahead + 1) at most 256.  The tokens are those of `decode`, bit by bit.
+        besides the one whose token is waited for (`models.run`); tokens_per_launch * (ahead + 1) is
+        at most 256.  If None it is 2, or fewer where 2 are too many.  The tokens are those of
+        `decode`, bit by bit.
 
         One run at a time: any other call that changes the decoder or runs a step (prefill, decode,
         run, reset, truncate, set_…, profile) ends it, as `close()` does, and takes up after the

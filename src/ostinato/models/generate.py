@@ -135,11 +135,12 @@ class TextGenerator(Closeable):
     ) -> Generation:
         """The answer to a prompt (text, messages, or token ids), as an iterator over its pieces.
 
-        It ends at an end token, after `max_tokens` tokens, where the context is full, or before the
-        first of the texts in `stop`, of which nothing is given out.  `tokens_per_launch` as for
-        `Decoder.run`.  `reuse`: only what the prompt does not have in common with the tokens in
-        the KV cache is read; without, all of it is, so that the same prompt gives the same bits
-        whatever was before it.  `progress` as for `Decoder.prefill`.
+        `chat` and `system` as for `encode`.  It ends at an end token, after `max_tokens` tokens,
+        where the context is full, or before the first of the texts in `stop`, of which nothing is
+        given out.  `tokens_per_launch` as for `Decoder.run`.  `reuse`: only what the prompt does
+        not have in common with the tokens in the KV cache is read; without, all of it is, so that
+        the same prompt gives the same bits whatever was before it.  `progress` as for
+        `Decoder.prefill`.
 
         One generation at a time: a new one ends the one before, as any other use of the decoder
         does, and its next step then raises ClosedError.  Raises InputError if the prompt

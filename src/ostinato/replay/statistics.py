@@ -54,7 +54,9 @@ class StepStatistics:
 
     `launches_eager` counts operations launched one by one, `launches_replayed` graph launches.
     `eager_reasons` counts eager runs by reason.  `padded` and `used` add up bucketed and real
-    sizes.  Calls that raised are in `calls` alone.
+    sizes.  `verified` counts checks; the replay of a check that failed is in `replayed` as well.  A
+    call that raised is in `calls`, `used` and `padded`, and what it launched in a check before is
+    in `replayed`.
     """
 
     calls: int

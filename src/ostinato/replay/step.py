@@ -106,24 +106,24 @@ class GraphedStep(Closeable):
     each graph at its first replay, and again at its first replay with padding; a number n also
     checks every n-th replay; "off" never checks.  A check that fails quarantines the key, puts back
     what it changed and runs the call eagerly, or raises VerificationError if `strict`.  If the step
-    keeps state on the host, this and all later calls raise VerificationError: captures and checks
-    call `run` too, so no run is known to be right until the caller has corrected that state and
-    calls `release`.  Memory that the step writes and that no slot declares is checked up to
-    `check_limit`.  `replay.check` describes what a check finds.
+    keeps state on the host, this and all later calls raise VerificationError (unless graphs are
+    switched off): captures and checks call `run` too, so no run is known to be right until the
+    caller has corrected that state and calls `release`.  Memory that the step writes and that no
+    slot declares is checked up to `check_limit`.  `replay.check` describes what a check finds.
 
     `strict`: a call that would run eagerly although graphs are on raises EagerRunError, and nothing
     of it runs; later calls of a key whose check failed raise VerificationError.  Warm-ups, recorded
     runs, calls inside another capture, and calls while `enabled` is False or `profiling` is set run
     eagerly as ever.  `Reason.silent` says which reasons are errors.
 
-    `preconditions` are called before each replay or build.  If one returns False, the call runs
-    eagerly, and its reason has the names of those that did.  `warmups` eager runs come before a
-    capture; a capture that lacks an operation of the last warm-up is refused.  `preload` is called
-    once, before the first capture and outside of it, to load what the step launches
-    (`lambda: device.modules.preload(kernels)`).  `builder(stream, **sizes)`, if given, makes the
-    executable in place of a capture of `run`, for graphs that a capture cannot make, such as a
-    loop.  Its graph must do the same as `run`, which is still called for eager runs.  An exception
-    of either quarantines the key.
+    `preconditions` are called before each call.  If one returns a false value, the call runs
+    eagerly, with the reason PRECONDITION and the names of those that did.  `warmups` eager runs
+    come before a capture; a capture that lacks an operation of the last warm-up is refused.
+    `preload` is called once, before the first capture and outside of it, to load what the step
+    launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, **sizes)`, if given,
+    makes the executable in place of a capture of `run`, for graphs that a capture cannot make, such
+    as a loop.  Its graph must do the same as `run`, which is still called for eager runs.  An
+    exception of either quarantines the key.
 
     `store`: a key's graph is restored from it when the key is first called, bound to the slots'
     buffers, without a warm-up; one that does not fit is captured as usual (`store.statistics()`
@@ -131,6 +131,8 @@ class GraphedStep(Closeable):
     slots, such as weights.  A graph of another `run`, by its own code, defaults and closure, is not
     taken; what `run` calls is for the store's `tag` to say, and for `verify` to find.  Two steps
     with one store need two names.
+
+    `mode` and `pool` as for `Capture`.  `name` begins the text of its keys; that of `run` if None.
 
     `enabled` None: graphs are on unless OSTINATO_NO_GRAPHS is "1".  `settings` take precedence over
     the environment; giving a `profile` switches profiling on.
@@ -384,11 +386,12 @@ class GraphedStep(Closeable):
             self.cache.install(call.key, made)
 
     def prepare(self, **sizes: int) -> Decision:
-        """Makes the graph of these sizes now, by capture; nothing runs.
+        """Makes the graph of these sizes now, by capture or by the `builder`; nothing runs.
 
-        Whatever a first run initialises must be initialised before (modules preloaded, libraries
-        warmed up).  A failure quarantines the key, as in a call.  Raises InputError as a call does,
-        and for a step with `build="record"`.
+        Returns the decision: BUILD if the graph was made, REPLAY if it was there, EAGER or REFUSE
+        with the reason if a call would not use one.  Whatever a first run initialises must be
+        initialised before (modules preloaded, libraries warmed up).  A failure quarantines the key,
+        as in a call.  Raises InputError as a call does, and for a step with `build="record"`.
         """
         with self._lock, self.stream.turn.lock:
             call, state, decision = self._next(sizes)

@@ -28,8 +28,10 @@ class DeviceArray(Closeable):
         positions = ost.DeviceArray(device, 4, "i4")
         positions.set([0, 7, 7, 9], stream)
 
-    `dtype` may be any NumPy number or struct dtype; the whole is at most 64 KiB.  Writes go
-    through pinned memory in stream order, so no replay reads a half-written value.
+    `dtype` may be any NumPy number or struct dtype; the whole is 1 byte to 64 KiB.  Its content is
+    undefined until it is set.  Writes go through pinned memory in stream order, so no replay reads
+    a half-written value.  `depth`: writes that may be under way before `set` waits for the oldest.
+    Raises InputError, OutOfMemoryError.
     """
 
     def __init__(
@@ -82,10 +84,12 @@ class DeviceArray(Closeable):
         return self.buffer.shape
 
     def set(self, value: object, stream: Stream) -> None:
-        """Sets the whole content in stream order, as one copy; does not wait.
+        """Sets the whole content in stream order, as one copy.
 
+        Returns at once unless `depth` writes are under way; then it waits for the oldest of them.
         `value`: an array of the shape, or a sequence of tuples or mappings of fields for structs.
-        Raises InputError if a value does not fit its type exactly, CaptureError in a capture.
+        Raises InputError if a value does not fit its type (floats may be rounded), CaptureError in
+        a capture, ClosedError.
         """
         array = as_exact(value, self.dtype, self.shape)
         self._ring.write(self.buffer, array.tobytes(), stream)
@@ -120,7 +124,7 @@ class DeviceScalar(DeviceArray):
         length = ost.DeviceScalar(device, "u4", initial=1, stream=stream)
         length.set(2, stream)
 
-    `initial`, if given, is set on `stream`.
+    As `DeviceArray`.  `initial`, if given, is set on `stream`, which must be given then.
     """
 
     def __init__(

@@ -130,7 +130,9 @@ def host_kernel(
         @ost.host_kernel("x: *f32, factor: f32, n: u32")
         def scale(launch, x, factor, n): x[:n] *= factor
 
-    Raises InputError for a signature that cannot be read.
+    `launch` is a `HostLaunch`; the other arguments are what docs/signatures.md lists.
+    `max_threads` and `static_shared` (bytes) as in `HostKernel`.  Raises InputError for a signature
+    that cannot be read.
     """
     parsed = Signature.parse(signature)
 
