@@ -132,6 +132,9 @@ class Lib:
     def situation(self) -> tuple[Callable[[], Any], ...]:
         return self.capturing, self.stream, self.modes
 
+    def names(self) -> tuple[tuple[dict[str, Any], str], ...]:
+        return ()
+
     def signature(self, array: Array, /) -> tuple[Hashable, ...]:
         return array.shape, "f4", (), array.place
 

@@ -301,6 +301,102 @@ def test_modes_that_look_at_each_operation(make: Any) -> None:
     assert step.statistics().replays >= 6
 
 
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """torch's settings are what they were after the test."""
+    backends = torch.backends
+    held = [
+        *((backends.cuda.matmul, "fp32_precision"), (backends.cudnn.conv, "fp32_precision")),
+        (backends.cudnn.rnn, "fp32_precision"),
+        (backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+        (backends.cudnn, "deterministic"),
+    ]
+    before = [getattr(each, name) for each, name in held]
+    yield
+    for (each, name), value in zip(held, before, strict=True):
+        setattr(each, name, value)
+
+
+def set_to(held: Any, name: str, value: Any) -> Callable[[], Any]:
+    return lambda: setattr(held, name, value)
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "products": set_to(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "convolutions": set_to(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "sums": set_to(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "algorithms": set_to(torch.backends.cudnn, "deterministic", True),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_that_choose_kernels(make: Any, setting: str, settings: None) -> None:
+    """The new settings of the precision may make torch's old ones raise."""
+    step, x = make(lambda x: x @ x), torch.ones(2, 2)
+    for _ in range(2):
+        check(step, lambda x: x @ x, x)
+        SETTINGS[setting]()
+    assert len(step.statistics().keys) == 2 and step.statistics().replays == 6, step.explain()
+    assert step._hot
+
+
+def test_attention_kernels_that_are_chosen(make: Any) -> None:
+    attention = torch.nn.attention
+    step, x = make(lambda x: x * 2), torch.ones(2)
+    check(step, lambda x: x * 2, x)
+    with attention.sdpa_kernel(attention.SDPBackend.MATH):
+        check(step, lambda x: x * 2, x)
+    check(step, lambda x: x * 2, x)
+    assert len(step.statistics().keys) == 2 and step.statistics().eager == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transforms_of_functions(make: Any) -> None:
+    def f(x: Any) -> Any:
+        return (x * x).sum()
+
+    step, x, direction = make(f), torch.ones(3), torch.full((3,), 2.0)
+    check(step, f, x)
+    assert step._hot
+    for _ in range(3):
+        equal(torch.func.vmap(step)(torch.ones(2, 3)), torch.func.vmap(f)(torch.ones(2, 3)))
+        equal(torch.func.jvp(step, (x,), (direction,)), torch.func.jvp(f, (x,), (direction,)))
+        with torch.enable_grad():
+            equal(torch.func.grad(step)(x), torch.func.grad(f)(x))
+    check(step, f, x)
+    forward = torch.autograd.forward_ad
+    with forward.dual_level():
+        for _ in range(3):
+            dual = forward.make_dual(x, direction)
+            equal(forward.unpack_dual(step(dual)).tangent, torch.tensor(12.0))
+    check(step, f, x)
+    assert step.statistics().captures == 1 and "torch.func" in step.explain()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_traces_of_torch_jit(make: Any) -> None:
+    step = make(lambda x: x * 2)
+    check(step, lambda x: x * 2, torch.ones(3))
+    traced = torch.jit.trace(step, (torch.ones(3),), check_trace=False)
+    equal(traced(torch.full((3,), 5.0)), torch.full((3,), 10.0))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_no_plain_memory(make: Any) -> None:
+    def f(x: Any) -> Any:
+        return torch.nested.to_padded_tensor(x, 0.0) if x.is_nested else x.dequantize()
+
+    step = make(f)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    quantized = [
+        torch.quantize_per_tensor(torch.ones(3), scale, 0, torch.quint8) for scale in (0.1, 0.3)
+    ]
+    for x in (nested, *quantized):
+        check(step, f, x)
+    reasons = step.explain()
+    assert "a nested tensor" in reasons and "a quantized tensor" in reasons
+
+
 def test_threads_and_hooks(make: Any) -> None:
     model = torch.nn.Linear(3, 3)
     step, wrong = make(model), []

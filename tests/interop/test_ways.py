@@ -160,6 +160,22 @@ def test_errors_leave_it_as_it_was(
         check(step, lib, start)
 
 
+def test_an_array_without_an_address(lib: Lib, make: Any) -> None:
+    """Its key has the reason, so it is no error of the short way."""
+    step, x = make(double), lib.array(numbers())
+    way, asked = heated(step, lib), []
+
+    class Nowhere:
+        @property
+        def address(self) -> int:
+            asked.append(True)
+            raise RuntimeError("no memory")
+
+    x.buffer = Nowhere()  # type: ignore[assignment]
+    assert way.call((x,), {}) is recheck.MISSED and asked
+    check(step, lib, 3)
+
+
 def test_streams_in_turns(lib: Lib, make: Any) -> None:
     step = make(double)
     results = []

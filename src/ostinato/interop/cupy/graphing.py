@@ -187,6 +187,9 @@ class CuPy:
     def situation(self) -> tuple[Callable[[], Any], ...]:
         return self.capturing, self.stream, self.modes
 
+    def names(self) -> tuple[tuple[dict[str, Any], str], ...]:
+        return ()
+
     # --- streams
     def capturing(self) -> bool:
         stream = cupy.cuda.get_current_stream()

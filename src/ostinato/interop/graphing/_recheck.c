@@ -503,11 +503,11 @@ is_sound(const Check *check, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t slot
                 return 0;
         return keys == count;
     case UNPACK:
-        return values == 1 && check->next >= 0 && check->next + count <= slots &&
+        return values == 1 && check->next >= 0 && count <= slots - check->next &&
                (check->value[0] == (PyObject *)&PyTuple_Type ||
                 check->value[0] == (PyObject *)&PyList_Type);
     case UNPACK_DICT:
-        return keys == count && check->next >= 0 && check->next + count <= slots;
+        return keys == count && check->next >= 0 && count <= slots - check->next;
     default:
         return check->operation == LEAF && check->slot >= 0;
     }
@@ -880,8 +880,13 @@ way_run(Way *self, PyObject *args, PyObject *kwargs)
     int launched = leaves == NULL ? -1 : leaves != Py_None;
     uint64_t words[MOST_WORDS] = {0};
     Py_ssize_t used = 0;
-    if (launched == 1)
+    if (launched == 1) {
         launched = add_addresses(self, leaves, words, &used) ? are_apart(self, words, used) : -1;
+        if (launched < 0 && PyErr_ExceptionMatches(PyExc_Exception)) {
+            PyErr_Clear(); /* an array without memory of its own: its key has the reason */
+            launched = 0;
+        }
+    }
     if (launched == 1) {
         captured = PyObject_CallNoArgs(self->captured);
         launched = captured == NULL ? -1 : captured != Py_None;

@@ -201,6 +201,7 @@ class Graphed(Guarded):
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Work]:
         """What must be equal for a graph to stand for a call.  Raises Unknown, NotGraphable."""
         library, guards = self._library, self._guards
+        modes = library.modes()  # first: in some of them arrays cannot even be looked at
         tokens, work = self._subject.arguments.key(args, kwargs)
         work.tokens = tokens
         used: tuple[Hashable, ...] = ()
@@ -217,7 +218,7 @@ class Graphed(Guarded):
             live = library.live()
             used = seen.tokens, self._shape, live and tuple(map(live, arrays))
         work.epoch = self._epoch
-        return (*tokens, *used, library.modes()), work
+        return (*tokens, *used, modes), work
 
     def _line(self, key: Hashable, work: Work) -> Line:
         line = self._lines.get(key)

@@ -56,6 +56,10 @@ class Library(Watcher, Protocol):
         none of them gives another one."""
         ...
 
+    def names(self) -> Sequence[tuple[dict[str, Any], str]]:
+        """Dicts and a key of each, whose values tell the rest of it: they are compared faster."""
+        ...
+
     @property
     def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
         """What `signature` reads of an array: attributes by name, and functions of it."""

@@ -24,8 +24,32 @@ __all__ = ["Torch"]
 
 # Without the functions in Python around them: they are asked in each call.
 _requires_grad = operator.attrgetter("requires_grad")
-_deterministic = torch._C._get_deterministic_algorithms
-_precision = torch._C._get_float32_matmul_precision
+_settings: tuple[Callable[[], Any], ...] = tuple(
+    [
+        getattr(torch._C, f"_get_{name}")
+        for name in (
+            "deterministic_algorithms",
+            "cublas_allow_fp16_reduced_precision_reduction",
+            "cublas_allow_bf16_reduced_precision_reduction",
+            "cudnn_enabled",
+            "cudnn_deterministic",
+            "flash_sdp_enabled",
+            "mem_efficient_sdp_enabled",
+            "math_sdp_enabled",
+            "cudnn_sdp_enabled",
+        )
+        if hasattr(torch._C, f"_get_{name}")
+    ]
+)
+"""What else decides which kernels run."""
+_legacy = torch._C._get_float32_matmul_precision, torch._C._get_cudnn_allow_tf32
+_getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+_each: tuple[Callable[[], Any], ...] = ()
+if _getter is not None:
+    _each = tuple([partial(_getter, "cuda", name) for name in ("matmul", "conv", "rnn")])
+_tracing: Callable[[], bool] = torch._C._is_tracing
+_level: Callable[[], Any] = torch._C._functorch.maybe_current_level
+_dual = vars(torch.autograd.forward_ad)
 _overriding = torch._C._len_torch_function_stack
 _dispatching = torch._C._len_torch_dispatch_stack
 # Both None in a torch without CUDA.
@@ -33,6 +57,30 @@ _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _empty_here = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 """`empty_strided` on the current device, as the code that torch.compile makes calls it: half the
 time."""
+
+
+def _precision() -> tuple[Callable[[], Any], ...]:
+    """Functions that tell the precision of products.
+
+    Those of old raise where the new settings of torch 2.9 (`fp32_precision`) were given and say
+    something that the old ones cannot, and the new ones take longer."""
+    try:
+        for function in _legacy:
+            function()
+    except RuntimeError:
+        return _each or _legacy
+    return _legacy
+
+
+def _require_plain_calls() -> None:
+    """Raises NotGraphable where torch looks at each operation below Python."""
+    if _tracing():
+        raise NotGraphable("torch.jit traces, which a replay gives nothing to see")
+    if _dual["_current_level"] >= 0 or _level() is not None:
+        raise NotGraphable(
+            "a transform of torch.func or forward-mode differentiation is active, and a replay "
+            "computes plain values alone"
+        )
 
 
 def _default_device() -> Hashable:
@@ -120,7 +168,8 @@ class Torch:
         try:
             stride = tensor.stride()
         except (RuntimeError, NotImplementedError):  # no strides: sparse, nested
-            return tuple(tensor.shape), tensor.dtype, tensor.layout, -1, needs
+            shape = () if tensor.is_nested else tuple(tensor.shape)
+            return shape, tensor.dtype, tensor.layout, -1, needs
         lazy = tensor.is_neg(), tensor.is_conj()  # the memory holds another value
         return tensor.shape, tensor.dtype, stride, tensor.get_device(), needs, *lazy
 
@@ -135,6 +184,8 @@ class Torch:
                 f"a tensor of the subclass {kind.__module__}.{kind.__qualname__}, of which a graph "
                 "would see the memory alone"
             )
+        if tensor.is_nested or tensor.is_quantized:
+            return f"a {'nested' if tensor.is_nested else 'quantized'} tensor"
         where = tensor.device
         if where.type != "cuda":
             return (
@@ -162,13 +213,14 @@ class Torch:
         return None if tensor.is_inference() else tensor._version
 
     def modes(self) -> Hashable:
+        _require_plain_calls()
         return (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            _deterministic(),
             torch.get_default_dtype(),
-            _precision(),
+            *[setting() for setting in _settings],
+            *[setting() for setting in _precision()],
             _default_device() if _overriding() or _dispatching() else None,
         )
 
@@ -185,7 +237,7 @@ class Torch:
         )
 
     def situation(self) -> tuple[Callable[[], Any], ...]:
-        around = [self.capturing, self.current, _overriding, _dispatching]
+        around = [self.capturing, self.current, _overriding, _dispatching, _tracing]
         if _current_device is not None:
             around.append(_current_device)
         if torch._C._is_any_autocast_enabled() or _overriding():
@@ -195,10 +247,14 @@ class Torch:
             torch.is_grad_enabled,
             torch.is_inference_mode_enabled,
             torch._C._is_any_autocast_enabled,
-            _deterministic,
             torch.get_default_dtype,
-            _precision,
+            *_settings,
+            *_precision(),
         )
+
+    def names(self) -> tuple[tuple[dict[str, Any], str], ...]:
+        # Transforms of torch.func give tensors without an address, which no replay takes.
+        return ((_dual, "_current_level"),)
 
     # --- streams
     def stream(self) -> Stream:
