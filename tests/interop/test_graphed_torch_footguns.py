@@ -4,6 +4,7 @@ Captures are frozen as those of CUDA are (`tape.py`)."""
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import gc
@@ -395,6 +396,91 @@ def test_tensors_that_are_no_plain_memory(make: Any) -> None:
         check(step, f, x)
     reasons = step.explain()
     assert "a nested tensor" in reasons and "a quantized tensor" in reasons
+
+
+class Layer:
+    def __init__(self, value: float) -> None:
+        self.keys = torch.full((3,), value)
+
+
+class Cache:
+    """Caches are equal if they are of the same kind."""
+
+    def __init__(self, value: float) -> None:
+        self.layer = Layer(value)
+        self.layers = [Layer(value), Layer(value)]
+        self.pair = torch.full((3,), value), torch.full((3,), value)
+        self.last = collections.deque([torch.full((3,), value)], maxlen=1)
+        self.late: Any = None
+        self.number: Any = 1
+        self.net = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(3, 3)))
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def use_cache(x: Any, cache: Any) -> Any:
+    late = 0 if cache.late is None else cache.late
+    y = x + cache.layer.keys + cache.layers[1].keys + cache.pair[1] + cache.last[0] + late
+    return cache.net(y) + cache.number
+
+
+CHANGES_OF_STATICS: dict[str, Callable[[Any], object]] = {
+    "a tensor": lambda c: setattr(c.layer, "keys", c.layer.keys * 2),
+    "an object": lambda c: setattr(c, "layer", Layer(7.0)),
+    "an object in a list": lambda c: c.layers.__setitem__(1, Layer(7.0)),
+    "a tuple": lambda c: setattr(c, "pair", (torch.zeros(3), torch.ones(3) * 5)),
+    "a deque": lambda c: c.last.append(torch.ones(3) * 5),
+    "what was none": lambda c: setattr(c, "late", torch.ones(3)),
+    "what was a number": lambda c: setattr(c, "number", torch.ones(3)),
+    "a name": lambda c: vars(c).update(net=vars(c).pop("net")),
+    "a weight": lambda c: setattr(c.net[0][0].weight, "data", torch.rand(3, 3)),
+    "a module": lambda c: c.net.__setitem__(0, torch.nn.Linear(3, 3)),
+    "a hook": lambda c: c.net[0].register_forward_hook(lambda m, args, out: out * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_STATICS)
+@pytest.mark.parametrize("plainly", [False, True])
+def test_changes_of_static_objects(make: Any, change: str, plainly: bool) -> None:
+    step, x, cache = make(use_cache, static=("cache",)), torch.ones(3), Cache(1.0)
+    if plainly:  # what has no short way is left out
+        cache.last = [torch.ones(3)]  # type: ignore[assignment]
+        if change == "a deque":
+            return
+    check(step, use_cache, x, cache)
+    assert bool(step._hot) == plainly and step.statistics().replays == 3
+    CHANGES_OF_STATICS[change](cache)
+    check(step, use_cache, x, cache)
+    assert not step.statistics().quarantined
+
+
+def test_static_objects_that_are_equal(make: Any) -> None:
+    step, x = make(use_cache, static=("cache",)), torch.ones(3)
+    one, other = Cache(1.0), Cache(2.0)
+    for cache in (one, other, one, other):
+        check(step, use_cache, x, cache)
+    gone = weakref.ref(one)
+    step.invalidate()
+    del one, cache
+    gc.collect()
+    assert gone() is None
+
+
+def test_static_modules(make: Any) -> None:
+    def f(x: Any, model: Any) -> Any:
+        return model(x)
+
+    step, x, model = make(f, static=("model",)), torch.ones(2, 3), Net()
+    check(step, f, x, model)
+    for name, change in CHANGES.items():
+        if "setting" not in name and not name.startswith("an "):  # plain values are not watched
+            change(model)
+            check(step, f, x, model)
+    assert not step.statistics().quarantined, step.explain()
 
 
 def test_threads_and_hooks(make: Any) -> None:

@@ -24,6 +24,7 @@ enum {
     ATTRIBUTES, /* keys are names of attributes, which are the very values */
     DICT,       /* its attributes are in the very dict values[0], whatever its class does to reads */
     ITEMS,      /* a dict of exactly these keys and values, in order */
+    KINDS,      /* a dict of exactly these keys, in order, whose values have these types */
     LOOKUP,     /* a dict of `next` items, or -1 for any number, with these among them */
     SEQUENCE,   /* a list of exactly these values */
     SIZE,       /* dicts of as many items as `next` */
@@ -53,7 +54,7 @@ typedef struct {
                           * CALLS: each function in C, if it is a built-in one, or 0 */
     PyCFunction address; /* ADDRESSES: the function itself, if it is known and all values are words */
     Reader reader;       /* WORDS */
-    uint64_t changes;    /* ITEMS, LOOKUP: of the dict, when the check held last; 0: not known */
+    uint64_t changes;    /* ITEMS, KINDS, LOOKUP: of the dict, when the check held last; 0: not known */
 } Check;
 
 typedef struct {
@@ -174,6 +175,20 @@ same_items(const Check *check, PyObject *dict)
     for (Py_ssize_t i = 0; i < check->count; i++)
         if (!PyDict_Next(dict, &place, &key, &value) || key != check->key[i] ||
             value != check->value[i])
+            return 0;
+    return 1;
+}
+
+static int
+same_kinds(const Check *check, PyObject *dict)
+{
+    PyObject *key, *value;
+    Py_ssize_t place = 0;
+    if (!is_dict(dict) || PyDict_Size(dict) != check->count)
+        return 0;
+    for (Py_ssize_t i = 0; i < check->count; i++)
+        if (!PyDict_Next(dict, &place, &key, &value) || key != check->key[i] ||
+            (PyObject *)Py_TYPE(value) != check->value[i])
             return 0;
     return 1;
 }
@@ -303,6 +318,8 @@ holds(Check *check, PyObject **slots)
         return found == NULL ? -1 : same;
     case ITEMS:
         return holds_of_dict(check, subject, same_items);
+    case KINDS:
+        return holds_of_dict(check, subject, same_kinds);
     case LOOKUP:
         return holds_of_dict(check, subject, some_items);
     case SEQUENCE:
@@ -486,6 +503,7 @@ is_sound(const Check *check, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t slot
     case ADDRESSES:
     case CALLS:
     case ITEMS:
+    case KINDS:
     case WORDS:
         return keys == count && values == count;
     case ATTRIBUTES:
@@ -1084,8 +1102,8 @@ static int
 module_exec(PyObject *module)
 {
     static const char *const names[OPERATIONS] = {
-        "TYPE", "IS", "EQUAL", "READS", "ATTRIBUTES", "DICT", "ITEMS", "LOOKUP", "SEQUENCE", "SIZE",
-        "CALLS", "ADDRESSES", "WORDS", "UNPACK", "UNPACK_DICT", "LEAF",
+        "TYPE", "IS", "EQUAL", "READS", "ATTRIBUTES", "DICT", "ITEMS", "KINDS", "LOOKUP", "SEQUENCE",
+        "SIZE", "CALLS", "ADDRESSES", "WORDS", "UNPACK", "UNPACK_DICT", "LEAF",
     };
     for (int i = 0; i < OPERATIONS; i++)
         if (PyModule_AddIntConstant(module, names[i], i) < 0)

@@ -44,7 +44,8 @@ class Arguments:
         for given in (*self._special, *options.fill):
             if given not in self.names and not rest:
                 raise InputError(f"{name} has no parameter {given!r} (it has {self.names})")
-        self._watched: weakref.WeakKeyDictionary[object, ObjectWatch] = weakref.WeakKeyDictionary()
+        self._watched: dict[int, tuple[weakref.ref[Any], ObjectWatch]] = {}
+        """Of static objects, by their addresses: objects that are equal hold other arrays."""
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """The arguments with the names of their parameters; "*" for those without."""
@@ -139,17 +140,27 @@ class Arguments:
                 for child in found[1]:
                     self._add_static(child, tokens, work)
                 return
-            try:
-                watch = self._watched.get(value)
-                if watch is None:
-                    watch = self._watched[value] = ObjectWatch(value, library)
-            except TypeError:  # no weak references, or no hash
-                watch = ObjectWatch(value, library)
-            watch.read(value, tokens, work.statics)
+            self._watch(value).read(value, tokens, work.statics)
         for array in work.statics[before:]:
             tokens.append(
                 (type(array).__qualname__, library.signature(array), library.offset(array))
             )
+
+    def _watch(self, value: Any) -> ObjectWatch:
+        watched, key = self._watched, id(value)
+        known = watched.get(key)
+        if known is not None and known[0]() is value:
+            return known[1]
+        watch = ObjectWatch(value, self._library)
+
+        def drop(gone: object) -> None:
+            found = watched.get(key)
+            if found is not None and found[0] is gone:  # else another one has its address
+                del watched[key]
+
+        with contextlib.suppress(TypeError):  # no weak references
+            watched[key] = weakref.ref(value, drop), watch
+        return watch
 
     # --- putting together
     def replaced(self, work: Work, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from ostinato.interop.graphing.objects import attributes_of
+from ostinato.interop.graphing.objects import attributes_of, same
 from ostinato.interop.graphing.places import Place, names_in_method, places_of
 from ostinato.interop.graphing.trees import ATOMS, Arrays, children_of, is_plain, plain_token
 
@@ -53,11 +52,6 @@ _MOST = 4096
 
 Trail: TypeAlias = tuple[Any, ...]
 """Where a value is: the name of its place, then what it is an item or an attribute of."""
-
-
-def same(some: list[Any], others: list[Any]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class Watch(Protocol):

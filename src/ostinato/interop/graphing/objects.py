@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import operator
 import sys
 import types
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from ostinato.interop.graphing.trees import Arrays, is_plain
 
-__all__ = ["Missing", "ObjectWatch", "attributes_of"]
+__all__ = ["Missing", "ObjectWatch", "Watching", "attributes_of", "same"]
 
 _DEEPEST = 4
 
@@ -41,54 +43,100 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in kind.__mro__:
         names = vars(base).get("__slots__", ())
-        found += [names] if isinstance(names, str) else names
+        for name in [names] if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            owner = base.__name__.lstrip("_")
+            found.append(f"_{owner}{name}" if private and owner else name)
     return tuple([n for n in found if n not in ("__dict__", "__weakref__")])
 
 
 class ObjectWatch:
     """The arrays of an object, read again at each call where they were found.
 
-    They are looked for again if what holds them has more or fewer values, or values of other types:
-    caches are made of None at first.  Plain values are not watched: the object was declared static.
+    They are looked for again if what holds them has more or fewer values, values of other types, or
+    another object in the place of one: caches are made of None at first.  Plain values are not
+    watched, but those of the library's modules: the object was declared static.
     The object itself is not kept."""
 
-    def __init__(self, value: object, arrays: Arrays) -> None:
-        self._arrays = arrays
+    def __init__(self, value: object, library: Watching) -> None:
+        self._library = library
         self._find(value)
 
     def _find(self, value: object) -> None:
-        self.places: list[tuple[Any, Hashable]] = []
+        self.places: list[tuple[Any, Any]] = []
         """What holds an array, and its name there."""
+        self.inner: list[tuple[Any, Any]] = []
+        """The same of each object that was looked into."""
         self.holders: list[Any] = []
-        """All that was looked into: dicts, lists, and `_Slots`."""
+        """All that was looked into: dicts, lists, deques, tuples, and `_Slots`."""
+        self.watches: list[Any] = []
+        """Of the library's modules."""
         self._search(value, 0, set())
-        self._kinds = self._kinds_now()
+        self._kinds, self._objects = self._kinds_now(), self._objects_now()
+        self._array_kinds = {type(held[key]) for held, key in self.places}
 
     def _search(self, value: Any, depth: int, seen: set[int]) -> None:
         if depth > _DEEPEST or id(value) in seen:
             return
         seen.add(id(value))
-        if isinstance(value, tuple):
-            for child in value:
-                self._search(child, depth + 1, seen)
+        watch = self._library.watch(value)
+        if watch is not None:
+            self.watches.append(watch)
+            watch.read([], [])
+            for _, child in watch.others():
+                if not isinstance(child, _CALLED):
+                    self._search(child, depth + 1, seen)
             return
         for held in _holders(value):
             self.holders.append(held)
             for key, child in [*_items(held)]:
-                if self._arrays.is_array(child):
+                if self._library.is_array(child):
                     self.places.append((held, key))
-                elif not is_plain(child, self._arrays.plain) and not callable(child):
+                elif not (is_plain(child, self._library.plain) or isinstance(child, _CALLED)):
+                    self.inner.append((held, key))
                     self._search(child, depth + 1, seen)
 
     def _kinds_now(self) -> list[list[type]]:
         return [[type(child) for _, child in _items(held)] for held in self.holders]
 
+    def _objects_now(self) -> list[Any]:
+        found = [held[key] for held, key in self.inner]
+        for watch in self.watches:
+            found += [child for _, child in watch.others()]
+        return found
+
     def read(self, value: object, tokens: list[Hashable], arrays: list[Any]) -> None:
         """Adds the arrays of the object to `arrays`."""
-        if self._kinds_now() != self._kinds:
+        found = self._as_before()
+        if found is None:
             self._find(value)
+            found = [held[key] for held, key in self.places]
         tokens.append((type(value).__qualname__, len(self.places)))
-        arrays += [held[key] for held, key in self.places]
+        arrays += found
+        for watch in self.watches:
+            watch.read(tokens, arrays)
+
+    def _as_before(self) -> list[Any] | None:
+        """The arrays where they were found, unless something else is another one than before."""
+        for watch in self.watches:
+            watch.read([], [])
+        try:
+            found = [held[key] for held, key in self.places]
+            if (
+                {*map(type, found)} <= self._array_kinds
+                and self._kinds_now() == self._kinds
+                and same(self._objects_now(), self._objects)
+            ):
+                return found
+        except (LookupError, AttributeError):  # something has another name
+            pass
+        return None
+
+
+class Watching(Arrays, Protocol):
+    """A library that knows objects with a state of their own (`guards.Watcher`)."""
+
+    def watch(self, value: object, /) -> Any: ...
 
 
 class _Slots:
@@ -105,11 +153,20 @@ class _Slots:
         return [(name, value) for name, value in held if value is not Missing]
 
 
+_CALLED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
+
+
+def same(some: list[Any], others: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
 def _holders(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list):
-        yield value
-        return
     kind: Any = type(value)
+    if isinstance(value, dict | list | tuple | deque):
+        yield value
+        if kind in (dict, list, tuple, deque):
+            return
     held, slots = getattr(value, "__dict__", None), _slots_of(kind)
     if held is not None:
         yield held
@@ -118,4 +175,4 @@ def _holders(value: Any) -> Iterator[Any]:
 
 
 def _items(held: Any) -> Iterable[tuple[Any, Any]]:
-    return enumerate(held) if isinstance(held, list) else held.items()
+    return enumerate(held) if isinstance(held, list | tuple | deque) else held.items()

@@ -123,6 +123,10 @@ class Checks:
         if any(known.setdefault(name, value) is not value for name, value in found.items()):
             raise Inexpressible
 
+    def kinds(self, held: dict[Any, Any]) -> None:
+        """A dict has the keys that it has now, and values of their types."""
+        self._add("KINDS", -1, held, [*held], [*map(type, held.values())], len(held))
+
     def sequence(self, held: list[Any], values: Sequence[Any]) -> None:
         self._add("SEQUENCE", -1, held, values=values, count=len(values))
 
@@ -215,15 +219,17 @@ class Checks:
                 if type(held) is list:
                     self.sequence(held, [*held])
                 elif type(held) is dict:
-                    self.size(held, len(held))
-                else:
+                    self.kinds(held)
+                elif type(held) is not tuple:
                     raise Inexpressible
-            for held, key in watch.places:
-                if isinstance(key, str):
+            for held, key in watch.places + watch.inner:
+                if type(held) is dict:
                     self.some_items(held, {key: held[key]})
-                elif type(held) is not list:
+            arrays += [held[key] for held, key in watch.places]
+            for each in watch.watches:
+                if next(iter(each.others()), None) is not None:
                     raise Inexpressible
-                arrays.append(held[key])
+                each.note(self, [], arrays)
         for array in arrays:
             self.statics.append(array)
             self.array(array)
